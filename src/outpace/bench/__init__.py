@@ -1,0 +1,1 @@
+"""How fast it is, against the limit of the hardware."""

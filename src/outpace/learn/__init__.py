@@ -1,0 +1,1 @@
+"""How gradients are made: advantages, losses, packing, the torch learner."""

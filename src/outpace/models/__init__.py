@@ -1,0 +1,1 @@
+"""Which policy: loading models and tokenizers, rendering chats, the built-in starter."""

@@ -1,0 +1,1 @@
+"""What people see: metrics, console, the run directory's files, callbacks, the doctor."""

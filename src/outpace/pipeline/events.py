@@ -1,0 +1,176 @@
+"""What the controller hears (events) and what it orders (actions).
+
+The core turns one event into a list of actions and does nothing else. Whoever drives it (asyncio for real parts, a
+virtual clock for modelled ones) carries the actions out and reports back with further events.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from outpace.types import Outcome, Version
+
+# ---------------------------------------------------------------------------------------------------------- events
+
+
+@dataclass(frozen=True)
+class Started:
+    """The parts are up: `engines` maps each engine's name to the version it serves."""
+
+    engines: dict[str, Version]
+
+
+@dataclass(frozen=True)
+class GroupClosed:
+    """A worker has closed a group. `oldest` is the smallest version among its trainable tokens."""
+
+    group: int
+    outcome: Outcome
+    oldest: Version = 0
+
+
+@dataclass(frozen=True)
+class ChunkTrained:
+    version: Version
+
+
+@dataclass(frozen=True)
+class BatchTrained:
+    """The optimizer step is done: the learner is now at `version`."""
+
+    version: Version
+
+
+@dataclass(frozen=True)
+class Published:
+    """The snapshot of `version` is complete and can be loaded."""
+
+    version: Version
+
+
+@dataclass(frozen=True)
+class EngineLoaded:
+    engine: str
+    version: Version
+
+
+@dataclass(frozen=True)
+class EvaluationDone:
+    version: Version
+
+
+@dataclass(frozen=True)
+class StopRequested:
+    """Somebody asked the run to stop: no further admission, the step under way completes, then finish."""
+
+
+Event = (
+    Started
+    | GroupClosed
+    | ChunkTrained
+    | BatchTrained
+    | Published
+    | EngineLoaded
+    | EvaluationDone
+    | StopRequested
+)
+
+# --------------------------------------------------------------------------------------------------------- actions
+
+
+@dataclass(frozen=True)
+class Admit:
+    """Start this group: task number `task` of the source, served by versions >= `min_version` only."""
+
+    group: int
+    task: int
+    epoch: int
+    min_version: Version
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """Stop a running group that has outlived its deadline (on_stale = drop or requeue). No event is expected back."""
+
+    group: int
+
+
+@dataclass(frozen=True)
+class TrainChunk:
+    """Forward and backward over these groups, in this order, as part of batch `version`. Answer: ChunkTrained."""
+
+    version: Version
+    groups: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CloseBatch:
+    """Take the optimizer step of batch `version`, made of `groups` in all. Answer: BatchTrained(version + 1)."""
+
+    version: Version
+    groups: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Publish:
+    """Snapshot the learner's weights, now of `version`; buffers of `leased` versions must stay. Answer: Published."""
+
+    version: Version
+    leased: tuple[Version, ...] = ()
+
+
+@dataclass(frozen=True)
+class LoadWeights:
+    """Bring a published version to an engine. Answer: EngineLoaded."""
+
+    engine: str
+    version: Version
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """Measure held-out reward on exactly this published version. Answer: EvaluationDone."""
+
+    version: Version
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Commit everything as of `version`. `state` is the core's own part of it."""
+
+    version: Version
+    state: dict[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class EpochStarted:
+    epoch: int
+
+
+@dataclass(frozen=True)
+class EpochEnded:
+    """Every task of this epoch is accounted for."""
+
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Finish:
+    """Nothing is left to do."""
+
+    reason: str
+
+
+Action = (
+    Admit
+    | Cancel
+    | TrainChunk
+    | CloseBatch
+    | Publish
+    | LoadWeights
+    | Evaluate
+    | Checkpoint
+    | EpochStarted
+    | EpochEnded
+    | Finish
+)

@@ -1,0 +1,128 @@
+"""The seams of the system: what each part promises, in small typed protocols.
+
+`Engine`, `Learner` and `Worker` are served over a channel when they live in another process and called directly
+when they live in this one (`outpace.runtime`). Hence their arguments and results are plain data of
+`outpace.types`, and every method is a coroutine that may raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+from outpace.types import (
+    ChunkReport,
+    Episode,
+    EngineStats,
+    Generation,
+    GroupOrder,
+    GroupReport,
+    Ints,
+    LearnerStats,
+    LoadReport,
+    Manifest,
+    Place,
+    Sampling,
+    StepReport,
+    Task,
+    Trajectory,
+    Version,
+)
+
+
+class Engine(Protocol):
+    """Samples tokens.
+
+    A request with `pinned = None` is served by the newest weights, and waits while these are older than
+    `min_version`. A request pinned to a version is served by the resident weight set that was loaded with
+    `pinned = True` and fails at once if that set is another version.
+    """
+
+    async def generate(
+        self, request_id: str, token_ids: Ints, sampling: Sampling, min_version: Version, pinned: Version | None
+    ) -> Generation: ...
+
+    async def abort(self, request_ids: list[str]) -> None:
+        """End these requests now: each returns what it has, with stop reason `aborted`."""
+        ...
+
+    async def load(self, manifest: Manifest, pinned: bool) -> LoadReport:
+        """Verify the snapshot, then swap at a token boundary; running sequences go on under the new weights.
+
+        A snapshot that fails its checksums leaves the engine on the version it has and raises."""
+        ...
+
+    async def release_pinned(self) -> None:
+        """Free the pinned weight set."""
+        ...
+
+    async def stats(self) -> EngineStats: ...
+
+
+class Learner(Protocol):
+    """Turns journalled groups into gradients, and one batch into one version. Calls run in the order given."""
+
+    async def chunk(self, version: Version, places: list[Place]) -> ChunkReport:
+        """Forward and backward over these groups as part of the batch that is trained from `version`."""
+        ...
+
+    async def step(self, version: Version) -> StepReport:
+        """Close the batch trained from `version`: one exact normalisation, one optimizer step."""
+        ...
+
+    async def publish(self, leased: list[Version]) -> Manifest:
+        """Snapshot the current weights. Buffers of the `leased` versions, which a reader may be copying, stay."""
+        ...
+
+    async def save(self, directory: str) -> None:
+        """Write model, optimizer, scheduler and counters into an existing directory."""
+        ...
+
+    async def load(self, directory: str) -> Version:
+        """Restore what `save` wrote; returns the version restored."""
+        ...
+
+    async def stats(self) -> LearnerStats: ...
+
+
+class Worker(Protocol):
+    """Makes groups: runs episodes, grades them, closes the group, journals it."""
+
+    async def run(self, order: GroupOrder) -> GroupReport: ...
+
+    async def cancel(self, group: int) -> None:
+        """Stop working on a group; its `run` returns a failed report."""
+        ...
+
+    async def release(self, segments: list[str]) -> None:
+        """These journal segments hold nothing that is still needed."""
+        ...
+
+
+class TaskSource(Protocol):
+    """Problems by index. Indexing is cheap and pure: the same index always gives the same task."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Task: ...
+
+
+class ModelClient(Protocol):
+    """What a rollout holds in its hand to talk to the policy: one growing, exact token sequence."""
+
+    async def sample(self, prompt: str | list[dict[str, Any]] | None = None, **overrides: Any) -> str:
+        """Append `prompt` (rendered) to the sequence, sample a completion, append it, return its text."""
+        ...
+
+    def observe(self, text: str) -> None:
+        """Append text that the policy did not write."""
+        ...
+
+    def trajectory(self) -> Trajectory: ...
+
+
+Rollout = Callable[[Task, ModelClient], Awaitable[Episode | Trajectory | float | None]]
+"""Makes one episode. None: nothing to train on. A float is the episode's reward for the client's trajectory."""
+
+Reward = Callable[..., Any]
+"""TRL's signature: f(prompts=[…], completions=[…], **columns) -> list of float or None; sync or async."""

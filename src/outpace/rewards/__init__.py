@@ -1,0 +1,1 @@
+"""How an episode is judged."""

@@ -1,0 +1,87 @@
+"""The inside of a child process: `python -m outpace.runtime.child FD`.
+
+Reads its spec from the inherited socket, builds its part, says it is ready and answers calls until the parent closes
+the socket. A child never outlives its parent: the kernel kills it when the parent dies, and a closed socket ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+import traceback
+from typing import Any
+
+import msgspec
+
+from outpace.runtime import spec as parts
+from outpace.runtime.rpc import Channel, proxy, serve
+from outpace.runtime.sockets import connect, listen
+
+PR_SET_PDEATHSIG = 1
+
+
+class Ready(msgspec.Struct, tag="ready"):
+    pid: int
+
+
+class Broken(msgspec.Struct, tag="broken"):
+    """The part could not be built."""
+
+    kind: str
+    message: str
+    traceback: str
+
+
+Hello = Ready | Broken
+
+
+def die_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+async def live(fd: int) -> None:
+    reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=fd))
+    channel = Channel(reader, writer)
+    spec = await channel.receive(parts.PartSpec)
+    if spec is None:
+        return  # the parent went away before it said what we are
+    try:
+        part = await parts.build(spec, await _peers(spec))
+        if spec.listen:
+            await listen(spec.listen, spec.token, part, parts.resolve(spec.protocol))
+    except Exception as error:  # a boundary: the parent reports it as this part's failure
+        await channel.send(Broken(type(error).__name__, str(error), traceback.format_exc()))
+        return
+    await channel.send(Ready(os.getpid()))
+    try:
+        await serve(part, parts.resolve(spec.protocol), channel)
+    finally:
+        await parts.close(part)
+
+
+async def _peers(spec: parts.PartSpec) -> dict[str, Any]:
+    protocol = parts.resolve(spec.peer_protocol)
+    return {name: proxy(protocol, await connect(path, spec.token), name) for name, path in spec.peers.items()}
+
+
+def main() -> None:
+    die_with_parent()
+    # A terminal's Ctrl-C reaches the whole process group; only the controller decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    asyncio.run(live(int(sys.argv[1])))
+    logging.shutdown()
+    # Compute threads may still be inside a kernel: the work is done and nothing of it is left to save.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

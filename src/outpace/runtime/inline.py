@@ -1,0 +1,41 @@
+"""All parts in this process, behind the same protocols: for debugging, notebooks and tests.
+
+Every part still computes on a thread of its own, so the event loop stays free and the same code paths run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import defaultdict
+from typing import TypeVar, cast
+
+from outpace import errors
+from outpace.runtime import spec as parts
+from outpace.runtime.spec import PartSpec
+
+P = TypeVar("P")
+
+
+class InlineRuntime:
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        # A part may ask for a peer that is still being built beside it: a future serves both orders.
+        self._parts: defaultdict[str, asyncio.Future[object]] = defaultdict(loop.create_future)
+        self.failure: asyncio.Future[errors.PartFailed] = loop.create_future()
+
+    async def start(self, protocol: type[P], spec: PartSpec, environment: dict[str, str]) -> P:
+        """Build the part here; `environment` would be a child's and does not apply."""
+        peers = {name: await self._parts[name] for name in spec.peers}
+        part = await parts.build(spec, peers)
+        self._parts[spec.name].set_result(part)
+        return cast(P, part)
+
+    async def stop(self) -> None:
+        for part in reversed(self._parts.values()):
+            if part.done():
+                await parts.close(part.result())
+        self._parts.clear()
+
+    def pids(self) -> dict[str, int]:
+        return {"controller": os.getpid()}

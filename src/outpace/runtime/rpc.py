@@ -1,0 +1,229 @@
+"""Typed calls over a byte stream.
+
+    proxy(Engine, channel)  ── Call(id, method, args) ──▶  serve(engine, Engine, channel)
+                            ◀── Reply | Failure ─────────
+
+Both ends read the argument and result types off the same protocol class, so a call through a proxy has the types of
+the protocol and a frame of any other shape is refused. Calls are multiplexed: each runs in its own task, started in
+the order in which the frames arrived.
+
+Invariants
+- Every call has a deadline. Every pending call ends when the channel closes, with `PartFailed`.
+- Nothing is unpickled. An exception travels as its kind, its message and its traceback as text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import itertools
+import traceback
+import typing
+from typing import Any, TypeVar, cast
+
+import msgspec
+
+from outpace import errors, wire
+
+P = TypeVar("P")
+
+DEFAULT_DEADLINE_S = 3600.0
+
+_TYPED_FAILURES: dict[str, type[errors.OutpaceError]] = {
+    kind.__name__: kind for kind in (errors.BadInput, errors.RequestFailed, errors.RewardFailed, errors.CorruptData)
+}
+
+
+class Call(msgspec.Struct, tag="call"):
+    id: int
+    method: str
+    args: bytes
+
+
+class Reply(msgspec.Struct, tag="reply"):
+    id: int
+    value: bytes
+
+
+class Failure(msgspec.Struct, tag="failure"):
+    id: int
+    kind: str
+    message: str
+    traceback: str
+
+
+Frame = Call | Reply | Failure
+
+
+class Channel:
+    """Whole frames over an asyncio stream."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    async def receive(self, kind: Any = Frame) -> Any:
+        """The next frame, or None when the other side is gone."""
+        try:
+            header = await self._reader.readexactly(wire.HEADER.size)
+            (size,) = wire.HEADER.unpack(header)
+            if size > wire.MAX_FRAME:
+                raise wire.WireError(f"a frame of {size} bytes")
+            body = await self._reader.readexactly(size)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return None
+        return wire.decode(body, kind)
+
+    async def send(self, message: Any) -> None:
+        self._writer.write(wire.frame(wire.encode(message)))
+        await self._writer.drain()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Signature:
+    """The argument and result types of one protocol method."""
+
+    def __init__(self, protocol: type, method: str) -> None:
+        function = getattr(protocol, method, None)
+        if function is None or method.startswith("_"):
+            raise wire.WireError(f"{protocol.__name__} has no method {method!r}")
+        hints = typing.get_type_hints(function)
+        self.result = hints.pop("return")
+        names = [name for name in inspect.signature(function).parameters if name != "self"]
+        self.args = tuple[tuple(hints[name] for name in names)] if names else tuple[()]  # type: ignore[misc]
+
+
+class Signatures:
+    def __init__(self, protocol: type) -> None:
+        self._protocol = protocol
+        self._known: dict[str, Signature] = {}
+
+    def __getitem__(self, method: str) -> Signature:
+        if method not in self._known:
+            self._known[method] = Signature(self._protocol, method)
+        return self._known[method]
+
+
+class Remote:
+    """The calling side. Attribute access gives a coroutine function that performs the call."""
+
+    def __init__(self, protocol: type, channel: Channel, part: str, deadlines: dict[str, float]) -> None:
+        self._signatures = Signatures(protocol)
+        self._channel = channel
+        self._part = part
+        self._deadlines = deadlines
+        self._ids = itertools.count()
+        self._pending: dict[int, asyncio.Future[bytes]] = {}
+        self._closed: errors.PartFailed | None = None
+        self._reader = asyncio.create_task(self._read(), name=f"replies of {part}")
+
+    def __getattr__(self, method: str) -> Any:
+        if method.startswith("_"):
+            raise AttributeError(method)
+
+        async def call(*args: Any) -> Any:
+            return await self._call(method, args)
+
+        return call
+
+    async def _call(self, method: str, args: tuple[Any, ...]) -> Any:
+        if self._closed is not None:
+            raise self._closed
+        signature = self._signatures[method]
+        call = Call(next(self._ids), method, wire.encode(args))
+        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._pending[call.id] = answer
+        deadline = self._deadlines.get(method, DEFAULT_DEADLINE_S)
+        try:
+            await self._channel.send(call)
+            async with asyncio.timeout(deadline):
+                value = await answer
+        except TimeoutError:
+            raise errors.PartFailed(self._part, f"{method} gave no answer within {deadline:g} s") from None
+        except ConnectionError as error:
+            raise self._closed or errors.PartFailed(self._part, f"connection lost during {method}") from error
+        finally:
+            self._pending.pop(call.id, None)
+        return wire.decode(value, signature.result)
+
+    async def _read(self) -> None:
+        try:
+            while (frame := await self._channel.receive()) is not None:
+                self._settle(frame)
+            self._fail(errors.PartFailed(self._part, "closed its connection"))
+        except wire.WireError as error:
+            self._fail(errors.PartFailed(self._part, f"sent something that is not a frame: {error}"))
+
+    def _settle(self, frame: Frame) -> None:
+        answer = self._pending.get(frame.id)
+        if answer is None or answer.done():
+            return  # the caller has given up on it
+        if isinstance(frame, Reply):
+            answer.set_result(frame.value)
+        elif isinstance(frame, Failure):
+            answer.set_exception(self._error(frame))
+
+    def _error(self, failure: Failure) -> errors.OutpaceError:
+        typed = _TYPED_FAILURES.get(failure.kind)
+        if typed is not None:
+            return typed(failure.message)
+        return errors.PartFailed(self._part, f"{failure.kind}: {failure.message}", failure.traceback)
+
+    def _fail(self, error: errors.PartFailed) -> None:
+        self._closed = error
+        for answer in self._pending.values():
+            if not answer.done():
+                answer.set_exception(error)
+
+    def _close(self) -> None:
+        self._fail(errors.PartFailed(self._part, "was stopped"))
+        self._reader.cancel()
+        self._channel.close()
+
+
+def proxy(protocol: type[P], channel: Channel, part: str, deadlines: dict[str, float] | None = None) -> P:
+    """A remote object that satisfies `protocol`."""
+    return cast(P, Remote(protocol, channel, part, deadlines or {}))
+
+
+def close_proxy(remote: object) -> None:
+    """End a proxy's reader and channel; any other object is left alone."""
+    if isinstance(remote, Remote):
+        remote._close()
+
+
+async def serve(target: object, protocol: type, channel: Channel) -> None:
+    """Answer calls to `target` until the other side is gone."""
+    signatures = Signatures(protocol)
+    running: set[asyncio.Task[None]] = set()
+    try:
+        while (frame := await channel.receive()) is not None:
+            if isinstance(frame, Call):
+                task = asyncio.create_task(_answer(target, signatures, channel, frame))
+                running.add(task)
+                task.add_done_callback(running.discard)
+    finally:
+        for task in running:
+            task.cancel()
+
+
+async def _answer(target: object, signatures: Signatures, channel: Channel, call: Call) -> None:
+    try:
+        signature = signatures[call.method]
+        args: tuple[Any, ...] = wire.decode(call.args, signature.args)
+        result = await getattr(target, call.method)(*args)
+        message: Reply | Failure = Reply(call.id, wire.encode(result))
+    except Exception as error:  # a boundary: whatever went wrong is the caller's to know
+        message = _failure(call.id, error)
+    try:
+        await channel.send(message)
+    except ConnectionError:
+        return  # the caller is gone, and with it whoever wanted to know
+
+
+def _failure(call_id: int, error: Exception) -> Failure:
+    kind = "PartFailed" if isinstance(error, errors.PartFailed) else type(error).__name__
+    text = getattr(error, "remote_traceback", "") or "".join(traceback.format_exception(error))
+    return Failure(call_id, kind, str(error), text)

@@ -1,0 +1,1 @@
+"""Where problems come from: generated tasks, datasets, their registry and their resumable order."""

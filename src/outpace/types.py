@@ -1,0 +1,258 @@
+"""The nouns of outpace.
+
+Invariants
+- A version counts the batches that made the weights: it starts at 0, only grows, and survives resume.
+- A trajectory is one exact token sequence, built by appending. What was sampled is never re-tokenised;
+  every sampled token keeps the logprob it was drawn with and the version that drew it.
+- A group is all episodes of one task at one admission: the unit of baseline, of pacing and of the ledger.
+
+Everything here crosses process boundaries, so it is plain data that `outpace.wire` can encode.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+Version = int
+"""How many batches made these weights."""
+
+OBSERVED: Version = -1
+"""The version of a token that the policy did not sample: prompts, tool results, environment text."""
+
+Message = dict[str, Any]
+"""One chat message, in the usual role/content form."""
+
+Ints = NDArray[np.int32]
+Floats = NDArray[np.float32]
+Bools = NDArray[np.bool_]
+
+StopReason = Literal["stop", "length", "aborted"]
+"""Why a generation ended: a stop token or string, the token limit, or an abort (the rest is partial output)."""
+
+Outcome = Literal["finished", "filtered", "failed"]
+"""What a worker says of a group it has closed."""
+
+
+class Task(msgspec.Struct, frozen=True):
+    """One problem. `prompt` is text (sent as one user message) or chat messages."""
+
+    id: str
+    prompt: str | list[Message]
+    columns: dict[str, Any] = {}
+
+
+class Sampling(msgspec.Struct, frozen=True):
+    """How to sample. Every field is always sent: no server default or generation_config ever applies.
+
+    `seed` is the key of the request's own noise stream: token i of the request draws its noise from
+    (seed, i) alone, so neither slot nor batch nor process order can change what is sampled.
+    """
+
+    max_tokens: int
+    seed: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 = off
+    stop_ids: list[int] = []
+    stop_strings: list[str] = []
+
+
+class Generation(msgspec.Struct, frozen=True):
+    """What an engine returns for one request; after an abort, what it had so far.
+
+    `logprobs` are those of the distribution actually sampled from (after temperature, top_k and top_p);
+    at temperature 0 they are those of the softmax at temperature 1.
+    """
+
+    tokens: Ints
+    logprobs: Floats
+    versions: Ints
+    stop: StopReason
+
+
+class Trajectory(msgspec.Struct, frozen=True):
+    """One exact token sequence. `mask` marks the sampled, trainable tokens; others have version OBSERVED."""
+
+    tokens: Ints
+    mask: Bools
+    logprobs: Floats
+    versions: Ints
+    role: str = "policy"
+
+
+class Episode(msgspec.Struct, frozen=True):
+    """One attempt at a task. `error` is None unless the attempt failed; then it trains nothing."""
+
+    trajectories: list[Trajectory]
+    completion: str | list[Message] = ""
+    rewards: dict[str, float] = {}
+    reward: float = 0.0
+    stop: str = "stop"
+    metrics: dict[str, float] = {}
+    requests: list[str] = []
+    error: str | None = None
+
+
+class Row(msgspec.Struct, frozen=True):
+    """A trajectory as the learner sees it: no rewards, no groups, only per-token advantages."""
+
+    tokens: Ints
+    mask: Bools
+    logprobs: Floats
+    versions: Ints
+    advantages: Floats
+
+
+class Place(msgspec.Struct, frozen=True, order=True):
+    """Where a record lies in the journal."""
+
+    segment: str
+    offset: int
+    length: int
+
+
+class GroupOrder(msgspec.Struct, frozen=True):
+    """The controller's order to a worker: make one group.
+
+    `group` is the admission index, unique over the whole run. `min_version` is the oldest version that may
+    serve it; with `pinned`, every token comes from exactly that version (evaluation).
+    """
+
+    group: int
+    task: int  # index into the task source
+    epoch: int
+    min_version: Version
+    size: int
+    pinned: Version | None = None
+    show: bool = False  # also send back the episodes in a form for people to read
+
+
+class EpisodeView(msgspec.Struct, frozen=True):
+    """A rollout for people to read."""
+
+    task_id: str
+    prompt: str
+    completion: str
+    reward: float
+    stop: str
+    version: Version
+
+
+class GroupReport(msgspec.Struct, frozen=True):
+    """A worker's word on a group it has closed: metadata only, the tokens lie at `place` in the journal."""
+
+    group: int
+    task_id: str
+    outcome: Outcome
+    reason: str = ""
+    place: Place | None = None
+    rewards: list[float] = []
+    reward_parts: dict[str, float] = {}  # mean by reward function
+    episodes: int = 0
+    failed_episodes: int = 0
+    tokens_sampled: int = 0
+    oldest: Version = 0  # smallest version among trainable tokens
+    newest: Version = 0
+    truncated: int = 0  # episodes that ran into the token limit
+    seconds: float = 0.0
+    metrics: dict[str, float] = {}
+    views: list[EpisodeView] = []
+
+
+class GroupRecord(msgspec.Struct, frozen=True):
+    """What the journal keeps of a finished group."""
+
+    group: int
+    task_id: str
+    epoch: int
+    admitted: Version
+    rows: list[Row]
+    rewards: list[float]
+
+
+class ChunkReport(msgspec.Struct, frozen=True):
+    """What one forward/backward over some groups of the open batch did. Sums, not means: sums add up."""
+
+    tokens: int
+    rows: int
+    loss_sum: float
+    sums: dict[str, float] = {}
+    maxima: dict[str, float] = {}
+    lag_counts: dict[int, int] = {}  # lag in versions -> trained tokens
+    seconds: float = 0.0
+
+
+class StepReport(msgspec.Struct, frozen=True):
+    """One closed batch: `version` is the version the step produced."""
+
+    version: Version
+    loss: float
+    tokens: int
+    grad_norm: float
+    lr: float
+    skipped: bool = False  # loss or gradient norm was not finite: the weights did not change
+    seconds: float = 0.0
+    metrics: dict[str, float] = {}
+
+
+class TensorSpec(msgspec.Struct, frozen=True):
+    """One tensor inside a snapshot's buffer."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    offset: int
+    nbytes: int
+    crc32: int
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """Names one published snapshot. `incarnation` tells weights of this start of the run from any other's."""
+
+    incarnation: str
+    version: Version
+    path: str
+    tensors: list[TensorSpec]
+    seconds: float = 0.0  # how long the learner was held up by the snapshot
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+class LoadReport(msgspec.Struct, frozen=True):
+    """An engine's word on a weight update."""
+
+    version: Version
+    pause_s: float  # how long sampling stood still
+    seconds: float  # the whole load, mostly outside the pause
+    bytes: int
+
+
+class EngineStats(msgspec.Struct, frozen=True):
+    """Running totals of one engine since it started."""
+
+    version: Version
+    running: int
+    waiting: int
+    tokens: int
+    prefill_tokens: int
+    steps: int
+    busy_s: float  # seconds spent computing for training rollouts
+    eval_busy_s: float
+    slots: int
+    threads: int
+
+
+class LearnerStats(msgspec.Struct, frozen=True):
+    """Running totals of the learner since it started."""
+
+    version: Version
+    busy_s: float
+    tokens: int
+    threads: int
+    parameters: int

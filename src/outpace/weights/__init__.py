@@ -1,0 +1,1 @@
+"""How a policy travels from the learner to the engines."""
