@@ -1,29 +1,26 @@
 """Every setting, typed and strict. Importing this module loads no torch.
 
-An unknown key is an error with a suggestion, never ignored. `resolve` fills what depends on other keys, so that the
-config written into the run directory says exactly what ran. Values come, later ones winning, from: the defaults
-here, a TOML or YAML file, dotted command-line overrides (`--pacing.max_lag 2`).
+Here is what can be set, one class per section; the text under a field is its help. `outpace.config_loading` reads
+values from files and the command line; `outpace.config_rules` fills what depends on other keys and refuses what
+cannot work together. None means "not set": either a default that depends on other keys, or none at all.
 """
 
 from __future__ import annotations
 
-import difflib
-import json
-import os
-import tomllib
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 
-from outpace.errors import BadInput
-
 STARTER = "starter"
+MAX_SEED = 2**63 - 1
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, use_attribute_docstrings=True)
+    """Frozen and strict: no unknown keys, no silent conversion of types, no NaN and no infinity."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 class ModelConfig(Section):
@@ -45,9 +42,11 @@ class TasksConfig(Section):
     split: str = "train"
     """Which split of a Hugging Face dataset to train on."""
     eval_path: str | None = None
-    """Held-out problems; without it the last `eval.holdout` share of `path` is held out."""
+    """Held-out problems; without it an `eval.holdout` share of `path` is held out, chosen by row id and `eval.seed`."""
+    eval_split: str = "test"
+    """Which split of a Hugging Face dataset in `eval_path` to evaluate on."""
     limit: int | None = Field(default=None, ge=1)
-    """Use only the first so many rows."""
+    """Train on the first so many tasks only."""
     shuffle: bool = True
     """Visit the tasks of each epoch in a seeded random order."""
     duplicate_ids: Literal["error", "number"] = "error"
@@ -56,7 +55,7 @@ class TasksConfig(Section):
 
 class RewardsConfig(Section):
     functions: list[str] = []
-    """Reward functions: built-in names or `package.module:function`. Their weighted sum is the reward."""
+    """Built-in names, `package.module:function` or `path/to/file.py:function`. Their weighted sum is the reward."""
     weights: list[float] | None = None
     """One weight per function; all 1 when absent."""
     timeout_s: float = Field(default=30.0, gt=0)
@@ -120,8 +119,11 @@ class LearnerConfig(Section):
     lr_warmup_steps: int = Field(default=0, ge=0)
     """Steps of linear learning-rate warm-up."""
     weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW's decoupled weight decay."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
+    """AdamW's decay of the gradient's running mean."""
     beta2: float = Field(default=0.95, ge=0, lt=1)
+    """AdamW's decay of the squared gradient's running mean."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """The gradient is clipped to this norm."""
     tokens_per_pass: int = Field(default=16384, ge=1)
@@ -166,8 +168,8 @@ class EvalConfig(Section):
     """How many held-out tasks; 0 switches evaluation off."""
     temperature: float | None = Field(default=None, ge=0)
     """Default: the training temperature."""
-    seed: int = 1234
-    """Noise of evaluation, fixed so that two evaluations differ by the policy alone."""
+    seed: int = Field(default=1234, ge=0, le=MAX_SEED)
+    """Noise of evaluation and choice of held-out tasks, fixed so that two evaluations differ by the policy alone."""
     max_running: int = Field(default=64, ge=1)
     """Most evaluation episodes at once, beside training's own."""
     holdout: float = Field(default=0.05, ge=0, lt=1)
@@ -183,10 +185,12 @@ class RunConfig(Section):
     """How many optimizer steps. Default: 100, unless epochs are given."""
     epochs: int | None = Field(default=None, ge=1)
     """How many passes over the tasks; with steps too, whichever ends first."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, le=MAX_SEED)
+    """Of the task order and of all sampling noise."""
     deterministic: bool = False
-    """Lockstep: the same seed gives the same tokens, rewards and losses."""
+    """Lockstep on the CPU: the same seed gives the same tokens, rewards and losses."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where engine and learner compute; auto takes a GPU if there is one."""
     runtime: Literal["local", "inline"] = "local"
     """Parts as child processes, or all in this process (for debugging)."""
     threads: int | None = Field(default=None, ge=1)

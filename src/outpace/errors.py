@@ -57,3 +57,9 @@ class RewardFailed(OutpaceError):
 
 class CorruptData(OutpaceError):
     """A checksum does not match what was written."""
+
+
+def one_line(text: object, limit: int = 300) -> str:
+    """Foreign text made fit for a one-line message: white space collapsed, the end cut off if it is long."""
+    line = " ".join(str(text).split())
+    return line if len(line) <= limit else line[: limit - 1] + "…"

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 from outpace.types import (
     ChunkReport,
-    Episode,
     EngineStats,
+    Episode,
     Generation,
     GroupOrder,
     GroupReport,

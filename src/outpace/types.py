@@ -119,7 +119,8 @@ class GroupOrder(msgspec.Struct, frozen=True):
     """The controller's order to a worker: make one group.
 
     `group` is the admission index, unique over the whole run. `min_version` is the oldest version that may
-    serve it; with `pinned`, every token comes from exactly that version (evaluation).
+    serve it; with `pinned`, every token comes from exactly that version. A held-out group is judged and reported
+    but never journalled.
     """
 
     group: int
@@ -127,6 +128,7 @@ class GroupOrder(msgspec.Struct, frozen=True):
     epoch: int
     min_version: Version
     size: int
+    heldout: bool = False
     pinned: Version | None = None
     show: bool = False  # also send back the episodes in a form for people to read
 

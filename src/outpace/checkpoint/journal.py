@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import struct
+import threading
 import zlib
 from pathlib import Path
 from typing import BinaryIO
@@ -22,7 +23,7 @@ SEGMENT_BYTES = 32 << 20
 
 
 class JournalWriter:
-    """Appends records; only one writer uses a name."""
+    """Appends records; only one writer uses a name. Safe to call from several threads."""
 
     def __init__(self, directory: Path, name: str, segment_bytes: int = SEGMENT_BYTES) -> None:
         self._directory = directory
@@ -30,19 +31,23 @@ class JournalWriter:
         self._limit = segment_bytes
         self._number = -1
         self._file: BinaryIO | None = None
+        self._lock = threading.Lock()
         directory.mkdir(parents=True, exist_ok=True)
 
     def append(self, record: GroupRecord) -> Place:
-        file = self._current()
         body = wire.encode(record)
-        offset = file.tell()
-        file.write(_HEADER.pack(len(body), zlib.crc32(body)) + body)
-        file.flush()
-        return Place(os.path.basename(file.name), offset, len(body))
+        data = _HEADER.pack(len(body), zlib.crc32(body)) + body
+        with self._lock:
+            file = self._current()
+            offset = file.tell()
+            file.write(data)
+            file.flush()
+            return Place(os.path.basename(file.name), offset, len(body))
 
     def release(self, segments: list[str]) -> None:
         """Delete segments that hold nothing still needed; the one being written stays."""
-        current = os.path.basename(self._file.name) if self._file else None
+        with self._lock:
+            current = os.path.basename(self._file.name) if self._file else None
         for segment in segments:
             if segment != current and segment.startswith(f"{self._name}-"):
                 (self._directory / segment).unlink(missing_ok=True)

@@ -121,4 +121,3 @@ def _open_log(path: Path) -> BinaryIO:
 def _tail(log: Path) -> str:
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     return "\n".join(lines[-LOG_TAIL_LINES:])
-

@@ -1,0 +1,236 @@
+"""The embedded engine against transformers' `generate`, on the same weights in one run.
+
+Two loads: requests of equal length, where only the cost of a step counts, and long-tailed ones, where `generate`
+keeps decoding rows that are done and the engine refills them. Both sides sample from the plain softmax with the same
+number of threads, take turns, and report medians. Before that: greedy output must be `generate`'s, except where the two
+best logits are closer than 1e-4, and sampled logprobs must be within 1e-4 of a teacher-forced forward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from outpace.engines.embedded import EmbeddedEngine
+from outpace.engines.sampling import request_seed
+from outpace.models.loading import load_model
+from outpace.types import Generation, Ints, Sampling
+
+TIE = 1e-4
+BATCH = 64
+PROMPT_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Load:
+    """Prompts, and how many tokens each is to get."""
+
+    name: str
+    prompts: list[Ints]
+    lengths: list[int]
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+
+def run(
+    model: str | None = None, *, threads: int = 2, repeats: int = 3, slots: int = BATCH, seed: int = 0
+) -> dict[str, Any]:
+    """Measure and return everything; `model` is a `model.path`, without it a random 0.9M Llama."""
+    torch.set_num_threads(threads)
+    policy = _small_llama(seed) if model is None else load_model(model, device="cpu")
+    return asyncio.run(_measure(policy, threads=threads, repeats=repeats, slots=slots, seed=seed))
+
+
+def print_table(result: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"engine against generate: {result['parameters'] / 1e6:.2f}M parameters, "
+                        f"{result['threads']} threads, medians of {result['repeats']}")  # fmt: skip
+    for column in ("load", "requests", "tokens", "engine tok/s", "generate tok/s", "ratio"):
+        table.add_column(column, justify="left" if column == "load" else "right")
+    for row in result["loads"]:
+        table.add_row(
+            row["load"], str(row["requests"]), str(row["tokens"]), f"{row['engine_tokens_per_s']:,.0f}",
+            f"{row['generate_tokens_per_s']:,.0f}", f"{row['ratio']:.2f}",
+        )  # fmt: skip
+    console = Console()
+    console.print(table)
+    check = result["correctness"]
+    console.print(
+        f"greedy: {check['greedy_equal']} of {check['greedy_requests']} outputs equal, "
+        f"{check['greedy_ties']} part at a tie, {check['greedy_wrong']} wrong; "
+        f"logprobs: largest error {check['logprob_error']:.1e}"
+    )
+
+
+async def _measure(policy: PreTrainedModel, *, threads: int, repeats: int, slots: int, seed: int) -> dict[str, Any]:
+    engine = EmbeddedEngine(policy, slots=slots, threads=threads)
+    try:
+        correctness = await _correctness(engine, policy, seed)
+        loads = [_equal_load(policy, seed), _long_tailed_load(policy, seed)]
+        rows = [await _race(engine, policy, load, repeats) for load in loads]
+    finally:
+        await engine.close()
+    return {
+        "parameters": sum(parameter.numel() for parameter in policy.parameters()),
+        "threads": threads,
+        "repeats": repeats,
+        "loads": rows,
+        "correctness": correctness,
+    }
+
+
+# ------------------------------------------------------------------------------------------------------------- loads
+
+
+def _small_llama(seed: int) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=272,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def _prompts(policy: PreTrainedModel, count: int, seed: int) -> list[Ints]:
+    random = np.random.default_rng(seed)
+    return [random.integers(3, policy.config.vocab_size, PROMPT_TOKENS).astype(np.int32) for _ in range(count)]
+
+
+def _equal_load(policy: PreTrainedModel, seed: int) -> Load:
+    return Load("equal lengths", _prompts(policy, BATCH, seed), [64] * BATCH)
+
+
+def _long_tailed_load(policy: PreTrainedModel, seed: int) -> Load:
+    """Most short, few long: a log-normal with median 16, cut at 256."""
+    random = np.random.default_rng(seed + 1)
+    lengths = np.clip(random.lognormal(np.log(16), 0.9, 8 * BATCH), 2, 256).astype(int)
+    return Load("long-tailed", _prompts(policy, len(lengths), seed + 2), lengths.tolist())
+
+
+# ------------------------------------------------------------------------------------------------------------- speed
+
+
+async def _race(engine: EmbeddedEngine, policy: PreTrainedModel, load: Load, repeats: int) -> dict[str, Any]:
+    engine_s: list[float] = []
+    generate_s: list[float] = []
+    for repeat in range(repeats + 1):
+        started = time.perf_counter()
+        await _through_engine(engine, load, temperature=1.0, key=f"{load.name}-{repeat}")
+        between = time.perf_counter()
+        await asyncio.to_thread(_through_generate, policy, load)
+        if repeat:  # the first turn warms both sides up
+            engine_s.append(between - started)
+            generate_s.append(time.perf_counter() - between)
+    engine_speed = load.tokens / statistics.median(engine_s)
+    generate_speed = load.tokens / statistics.median(generate_s)
+    return {
+        "load": load.name,
+        "requests": len(load.prompts),
+        "tokens": load.tokens,
+        "engine_tokens_per_s": engine_speed,
+        "generate_tokens_per_s": generate_speed,
+        "ratio": engine_speed / generate_speed,
+    }
+
+
+async def _through_engine(engine: EmbeddedEngine, load: Load, *, temperature: float, key: str) -> list[Generation]:
+    return await asyncio.gather(
+        *(
+            engine.generate(
+                f"{key}-{index}",
+                prompt,
+                Sampling(max_tokens=length, seed=request_seed(0, index, 0, 0), temperature=temperature),
+                0,
+                None,
+            )
+            for index, (prompt, length) in enumerate(zip(load.prompts, load.lengths, strict=True))
+        )
+    )
+
+
+def _through_generate(policy: PreTrainedModel, load: Load) -> None:
+    """Batches in the order given; each runs until its longest request is done, useful tokens alone are counted."""
+    for start in range(0, len(load.prompts), BATCH):
+        longest = max(load.lengths[start : start + BATCH])
+        _generate(policy, load.prompts[start : start + BATCH], longest, do_sample=True)
+
+
+def _generate(policy: PreTrainedModel, prompts: list[Ints], length: int, *, do_sample: bool) -> torch.Tensor:
+    """`generate` as a user would call it for plain sampling; no end-of-sequence token, so lengths are exact."""
+    tokens = torch.from_numpy(np.stack(prompts).astype(np.int64))
+    options = {"do_sample": True, "top_k": 0, "temperature": 1.0} if do_sample else {"do_sample": False}
+    with torch.inference_mode():
+        output: torch.Tensor = policy.generate(  # type: ignore[operator]
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            min_new_tokens=length,
+            max_new_tokens=length,
+            pad_token_id=0,
+            **options,
+        )
+    return output[:, tokens.shape[1] :]
+
+
+# ------------------------------------------------------------------------------------------------------- correctness
+
+
+async def _correctness(engine: EmbeddedEngine, policy: PreTrainedModel, seed: int) -> dict[str, Any]:
+    load = Load("check", _prompts(policy, BATCH, seed + 3), [48] * BATCH)
+    sampled = await _through_engine(engine, load, temperature=1.0, key="sampled")
+    greedy = await _through_engine(engine, load, temperature=0.0, key="greedy")
+    expected = _generate(policy, load.prompts, 48, do_sample=False).numpy()
+    equal = [bool(np.array_equal(mine.tokens, theirs)) for mine, theirs in zip(greedy, expected, strict=True)]
+    ties = sum(
+        _parts_at_a_tie(policy, prompt, mine.tokens, theirs)
+        for prompt, mine, theirs, same in zip(load.prompts, greedy, expected, equal, strict=True)
+        if not same
+    )
+    return {
+        "greedy_requests": len(equal),
+        "greedy_equal": sum(equal),
+        "greedy_ties": ties,
+        "greedy_wrong": len(equal) - sum(equal) - ties,
+        "logprob_error": max(
+            _logprob_error(policy, prompt, generation)
+            for prompt, generation in zip(load.prompts, sampled, strict=True)
+        ),
+    }
+
+
+def _logits(policy: PreTrainedModel, prompt: Ints, output: Ints) -> torch.Tensor:
+    """Teacher-forced: row i holds the logits from which output token i was drawn."""
+    tokens = torch.from_numpy(np.concatenate((prompt, output)).astype(np.int64)).unsqueeze(0)
+    with torch.inference_mode():
+        logits: torch.Tensor = policy(input_ids=tokens, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+    return logits
+
+
+def _parts_at_a_tie(policy: PreTrainedModel, prompt: Ints, mine: Ints, theirs: Ints) -> bool:
+    """Whether the two outputs first differ where the two best logits are too close to call."""
+    first = int(np.argmax(mine != theirs))
+    best = _logits(policy, prompt, mine)[first].topk(2).values
+    return bool(best[0] - best[1] < TIE)
+
+
+def _logprob_error(policy: PreTrainedModel, prompt: Ints, generation: Generation) -> float:
+    logprobs = _logits(policy, prompt, generation.tokens).log_softmax(-1)
+    tokens = torch.from_numpy(generation.tokens.astype(np.int64)).unsqueeze(1)
+    expected = logprobs.gather(1, tokens).squeeze(1)
+    return float((expected - torch.from_numpy(generation.logprobs)).abs().max())

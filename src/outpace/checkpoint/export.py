@@ -1,0 +1,137 @@
+"""A trained policy as a Hugging Face directory, without loading torch.
+
+Weights come from the newest complete checkpoint; config, tokenizer and chat template from the model the run started
+from. The directory is made under another name and renamed when it is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+import tempfile
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from outpace.checkpoint.commit import MANIFEST, newest_complete, verify
+from outpace.errors import BadInput, CorruptData
+
+WEIGHTS = "model.safetensors"
+
+_COMPANIONS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+    "preprocessor_config.json",
+    "LICENSE*",
+)
+_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
+_MAX_HEADER = 100_000_000  # the limit of the format
+
+
+def export(run_or_checkpoint_dir: str | Path, out_dir: str | Path) -> Path:
+    """Write the policy of a run, or of one of its checkpoints, to `out_dir`."""
+    given, out = Path(run_or_checkpoint_dir), Path(out_dir)
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise BadInput(f"export: {out} exists and is not an empty directory")
+    run, checkpoint = _find(given)
+    weights = _find_weights(checkpoint)
+    source = _model_source(run)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
+    except OSError as error:
+        raise BadInput(f"export: cannot write to {out.parent}: {error.strerror}") from None
+    try:
+        _copy(source, weights, temporary)
+        temporary.chmod(0o755)
+        os.replace(temporary, out)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return out
+
+
+def _find(given: Path) -> tuple[Path, Path]:
+    """The run directory and the checkpoint to export."""
+    if not given.is_dir():
+        raise BadInput(f"export: there is no directory {given}")
+    if (given / MANIFEST).is_file():
+        try:
+            verify(given)
+        except CorruptData as error:
+            raise BadInput(f"export: {given} is not a complete checkpoint: {error}") from None
+        return given.resolve().parent.parent, given
+    if not (given / "config.toml").is_file():
+        raise BadInput(f"export: {given} is neither a run directory nor a checkpoint")
+    checkpoint = newest_complete(given / "checkpoints")
+    if checkpoint is None:
+        raise BadInput(f"export: {given} has no complete checkpoint")
+    return given, checkpoint
+
+
+def _find_weights(checkpoint: Path) -> Path:
+    found = sorted(checkpoint.rglob(WEIGHTS))
+    if not found:
+        raise BadInput(f"export: {checkpoint} holds no {WEIGHTS}")
+    return found[0]
+
+
+def _model_source(run: Path) -> Path:
+    """Where the model that the run started from lies."""
+    from outpace.models.loading import resolve_model  # may build or unpack a model: only when asked for
+
+    try:
+        config = tomllib.loads((run / "config.toml").read_text())
+    except (OSError, ValueError) as error:
+        raise BadInput(f"export: cannot read {run / 'config.toml'}: {error}") from None
+    path = config.get("model", {}).get("path")
+    if not isinstance(path, str):
+        raise BadInput(f"export: {run / 'config.toml'} does not say model.path")
+    return Path(resolve_model(path))
+
+
+def _copy(source: Path, weights: Path, target: Path) -> None:
+    for companion in _companions(source):
+        shutil.copyfile(companion, target / companion.name)
+    shutil.copyfile(weights, target / WEIGHTS)
+    config_path = target / "config.json"
+    if not config_path.is_file():
+        raise BadInput(f"export: {source} holds no config.json")
+    config = json.loads(config_path.read_text())
+    dtype = _dtype(target / WEIGHTS)
+    if dtype is not None:
+        config.pop("torch_dtype", None)
+        config["dtype"] = dtype
+    config_path.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _companions(source: Path) -> Iterator[Path]:
+    for pattern in _COMPANIONS:
+        yield from (path for path in sorted(source.glob(pattern)) if path.is_file())
+
+
+def _dtype(weights: Path) -> str | None:
+    """The dtype most weights are stored in, by bytes; None if the format has no name for it here."""
+    nbytes: dict[str, int] = {}
+    for entry in _header(weights).values():
+        begin, end = entry["data_offsets"]
+        nbytes[entry["dtype"]] = nbytes.get(entry["dtype"], 0) + end - begin
+    return _DTYPES.get(max(nbytes, key=lambda name: nbytes[name])) if nbytes else None
+
+
+def _header(weights: Path) -> dict[str, Any]:
+    with weights.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        if length > _MAX_HEADER:
+            raise CorruptData(f"{weights} is not a safetensors file")
+        header = json.loads(file.read(length))
+    return {name: entry for name, entry in header.items() if name != "__metadata__"}

@@ -1,0 +1,192 @@
+"""One verb per job: `outpace train | eval | export | doctor | bench`.
+
+Every error that the user can mend is one line on standard error and exit code 2. Exit codes: 0 done, 2 bad input,
+3 stopped by a signal with a checkpoint, 4 a part failed, 5 stalled, 130 left at once without one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from outpace.errors import BadInput, OutpaceError, PartFailed
+
+EXIT_LEFT_AT_ONCE = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    words, settings = split_settings(sys.argv[1:] if argv is None else argv)
+    arguments = _parser().parse_args(words)
+    verb: Callable[[argparse.Namespace, list[str]], int] = arguments.verb
+    try:
+        return verb(arguments, settings)
+    except PartFailed as error:
+        if error.remote_traceback:
+            print(error.remote_traceback.rstrip(), file=sys.stderr)
+        return _complain(error)
+    except OutpaceError as error:
+        return _complain(error)
+    except KeyboardInterrupt:
+        return EXIT_LEFT_AT_ONCE
+
+
+def split_settings(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Set `--section.key value` and `--section.key=value` apart from the command's own words."""
+    words: list[str] = []
+    settings: list[str] = []
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        if word.startswith("--") and "." in word.partition("=")[0]:
+            settings.append(word)
+            if "=" not in word and rest:
+                settings.append(rest.pop(0))
+        else:
+            words.append(word)
+    return words, settings
+
+
+def _complain(error: OutpaceError) -> int:
+    print(f"outpace: {error}", file=sys.stderr)
+    return error.exit_code
+
+
+# ------------------------------------------------------------------------------------------------------------ verbs
+
+
+def train(arguments: argparse.Namespace, settings: list[str]) -> int:
+    from outpace.config_loading import dump_toml, load_config
+    from outpace.config_rules import resolve
+    from outpace.planning import Objects, make_plan
+    from outpace.trainer import run_plan
+
+    if arguments.resume is not None:
+        return _resume(arguments, settings)
+    config = load_config(arguments.config, settings)
+    if arguments.dry_run:
+        print(dump_toml(resolve(config)), end="")
+        return 0
+    run_plan(make_plan(config, Objects(), arguments.quiet))
+    return 0
+
+
+def _resume(arguments: argparse.Namespace, settings: list[str]) -> int:
+    from outpace.config_loading import load_config
+    from outpace.planning import Objects, make_plan
+    from outpace.trainer import run_plan
+
+    if arguments.config is not None:
+        raise BadInput("--resume: a run brings its own config; give changes as --section.key value")
+    file = arguments.resume / "config.toml"
+    if not file.is_file():
+        raise BadInput(f"--resume: there is no run in {arguments.resume}")
+    config = load_config(file, [*settings, f"--run.dir={arguments.resume}"])
+    run_plan(make_plan(config, Objects(), arguments.quiet), resume=True)
+    return 0
+
+
+def evaluate(arguments: argparse.Namespace, settings: list[str]) -> int:
+    from outpace.evaluate import evaluate_model
+
+    print(json.dumps(evaluate_model(arguments.run, settings), indent=2))
+    return 0
+
+
+def export(arguments: argparse.Namespace, settings: list[str]) -> int:
+    from outpace.checkpoint.export import export as write
+
+    _no_settings(settings)
+    print(f"written to {write(arguments.run, arguments.directory)}")
+    return 0
+
+
+def doctor(arguments: argparse.Namespace, settings: list[str]) -> int:
+    from outpace.observe.doctor import doctor as examine
+
+    _no_settings(settings)
+    return examine()
+
+
+def bench(arguments: argparse.Namespace, settings: list[str]) -> int:
+    from outpace.bench import engine, memory, overlap
+
+    verbs = {"engine": engine.main, "memory": memory.main, "overlap": overlap.main}
+    return verbs[arguments.what](settings)
+
+
+def _no_settings(settings: list[str]) -> None:
+    if settings:
+        raise BadInput(f"{settings[0]}: this command takes no such option")
+
+
+# ----------------------------------------------------------------------------------------------------------- parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """One line for a usage error, as for every other one."""
+
+    def error(self, message: str) -> None:  # type: ignore[override]
+        print(f"outpace: {message}", file=sys.stderr)
+        raise SystemExit(2)
+
+
+class _DescribeSettings(argparse.Action):
+    """`outpace train --help`: the command, then every setting."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **_: object) -> None:
+        super().__init__(option_strings, dest, nargs=0, help="show every option and setting")
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from outpace.config_loading import describe
+
+        parser.print_help()
+        print("\nsettings, in a TOML or YAML file or as --section.key value:\n")
+        print(describe())
+        parser.exit()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="outpace",
+        description="Asynchronous reinforcement learning for language models and agents.",
+        allow_abbrev=False,
+    )
+
+    def overview(*_: object) -> int:
+        parser.print_help()
+        return 0
+
+    parser.set_defaults(verb=overview)
+    verbs = parser.add_subparsers(title="commands", metavar="", parser_class=_Parser)
+
+    this = verbs.add_parser("train", help="train a model", add_help=False, allow_abbrev=False)
+    this.add_argument("config", nargs="?", type=Path, help="a TOML or YAML file; without one, the built-in task")
+    this.add_argument("--resume", type=Path, metavar="RUN", help="go on from a run's newest complete checkpoint")
+    this.add_argument("--dry-run", action="store_true", help="print the resolved config and stop")
+    this.add_argument("--quiet", action="store_true", help="print the result only")
+    this.add_argument("-h", "--help", action=_DescribeSettings)
+    this.set_defaults(verb=train)
+
+    this = verbs.add_parser("eval", help="measure held-out reward of a model or a run", allow_abbrev=False)
+    this.add_argument("run", nargs="?", type=Path, help="a run directory; without one, --model.path")
+    this.set_defaults(verb=evaluate)
+
+    this = verbs.add_parser("export", help="write a run's model as a Hugging Face directory", allow_abbrev=False)
+    this.add_argument("run", type=Path, help="a run directory or one of its checkpoints")
+    this.add_argument("directory", type=Path, help="where to; must not exist yet")
+    this.set_defaults(verb=export)
+
+    this = verbs.add_parser("doctor", help="check this machine", allow_abbrev=False)
+    this.set_defaults(verb=doctor)
+
+    this = verbs.add_parser("bench", help="measure against the limit", allow_abbrev=False)
+    this.add_argument("what", choices=("engine", "memory", "overlap"))
+    this.set_defaults(verb=bench)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

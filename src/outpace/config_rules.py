@@ -1,0 +1,151 @@
+"""What no single setting can say: defaults that depend on other keys, and combinations that cannot work.
+
+`check` refuses; `resolve` fills, so that the config written into the run directory says exactly what ran. Resolving
+is idempotent. Each rule yields at most one line, which starts with the key to change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from typing import Any
+
+from outpace.config import STARTER, Config
+from outpace.errors import BadInput
+
+REWARDS_OF_TASKS: dict[str, list[str]] = {"countdown": ["countdown"], "arithmetic": ["number"]}
+"""The built-in tasks and what they are graded by unless told otherwise."""
+
+DEFAULT_TASK = "countdown"
+DEFAULT_STEPS = 100
+
+
+def resolve(
+    config: Config, *, own_tasks: bool = False, own_rewards: bool = False, now: datetime | None = None
+) -> Config:
+    """The config with every dependent default filled in, checked again.
+
+    `own_tasks` and `own_rewards` say that a Python caller brings objects of its own instead of naming them here.
+    """
+    filled = _fill(config, _defaults(config, own_tasks, now or datetime.now()))
+    if not own_rewards:
+        filled = _fill(filled, {"rewards": {"functions": filled.rewards.functions or _rewards_of_task(filled)}})
+    check(filled)
+    return filled
+
+
+def check(config: Config) -> None:
+    """Raise `BadInput` for the first rule that the config breaks."""
+    for rule in RULES:
+        for complaint in rule(config):
+            raise BadInput(complaint)
+
+
+# --------------------------------------------------------------------------------------------------------- defaults
+
+
+def _defaults(config: Config, own_tasks: bool, now: datetime) -> dict[str, dict[str, Any]]:
+    """New values by section and key, only for what is to change."""
+    starter = config.model.path == STARTER
+    unset: dict[str, dict[str, Any]] = {
+        "learner": {"lr": 6e-4 if starter else 1e-6},
+        "rollout": {"max_tokens": 32 if starter else 512},
+        "pacing": {"max_running": 2 * config.engine.slots},
+        "eval": {"temperature": config.rollout.temperature},
+        "run": {"dir": f"runs/{now:%Y%m%d-%H%M%S}"},
+    }
+    if config.run.epochs is None:
+        unset["run"]["steps"] = DEFAULT_STEPS
+    if config.tasks.path is None and not own_tasks:
+        unset["tasks"] = {"name": DEFAULT_TASK}
+    values = {
+        section: {key: value for key, value in keys.items() if getattr(getattr(config, section), key) is None}
+        for section, keys in unset.items()
+    }
+    values["pacing"]["chunk_groups"] = min(config.pacing.chunk_groups, config.pacing.groups_per_step)
+    if config.run.deterministic and config.run.device == "auto":
+        values["run"]["device"] = "cpu"
+    return values
+
+
+def _fill(config: Config, values: dict[str, dict[str, Any]]) -> Config:
+    """Copies without validation: the values are ours, the combinations are checked afterwards."""
+    return config.model_copy(
+        update={section: getattr(config, section).model_copy(update=keys) for section, keys in values.items()}
+    )
+
+
+def _rewards_of_task(config: Config) -> list[str]:
+    if config.rollout.function is not None:
+        return []  # a custom rollout may return the reward itself
+    rewards = REWARDS_OF_TASKS.get(config.tasks.name or "")
+    if rewards is None:
+        raise BadInput("rewards.functions: name at least one, such as my_rewards.py:score or package.module:score")
+    return rewards
+
+
+# ------------------------------------------------------------------------------------------------------------ rules
+
+Rule = Callable[[Config], Iterator[str]]
+
+
+def _one_source_of_tasks(config: Config) -> Iterator[str]:
+    if config.tasks.name is not None and config.tasks.path is not None:
+        yield f"tasks.path: tasks.name is {config.tasks.name} already; keep one of the two"
+
+
+def _rewards_fit(config: Config) -> Iterator[str]:
+    functions, weights = config.rewards.functions, config.rewards.weights
+    for name in functions:
+        if functions.count(name) > 1:
+            yield f"rewards.functions: {name} is there twice; give it a weight of 2 instead"
+    if weights is not None and functions and len(weights) != len(functions):
+        yield f"rewards.weights: needs one per function, {len(functions)} in all, not {len(weights)}"
+
+
+def _groups_can_teach(config: Config) -> Iterator[str]:
+    if config.rollout.group_size > 1:
+        return
+    if config.algorithm.baseline == "group_mean":
+        yield 'rollout.group_size: 1 leaves nothing to compare with; use 2 or more, or algorithm.baseline = "none"'
+    elif config.algorithm.filter_uniform:
+        yield "algorithm.filter_uniform: a group of one is always uniform, so all would be filtered; set it to false"
+
+
+def _sampling_is_exact(config: Config) -> Iterator[str]:
+    if config.rollout.temperature == 0:
+        yield "rollout.temperature: greedy attempts are all alike and teach nothing; only eval.temperature may be 0"
+    if config.rollout.top_p < 1:
+        yield "rollout.top_p: cutting the distribution biases every importance weight; leave it at 1.0"
+    if config.rollout.top_k > 0:
+        yield "rollout.top_k: cutting the distribution biases every importance weight; leave it at 0"
+
+
+def _publishing_keeps_the_lag(config: Config) -> Iterator[str]:
+    every, max_lag = config.weights.every, config.pacing.max_lag
+    if every > max_lag + 1:
+        yield (
+            f"weights.every: engines would fall {every - 1} versions behind, pacing.max_lag allows {max_lag}; "
+            f"use at most {max_lag + 1}"
+        )
+
+
+def _lockstep_is_alone(config: Config) -> Iterator[str]:
+    if not config.run.deterministic:
+        return
+    if config.weights.update != "inflight":
+        yield "weights.update: run.deterministic swaps weights at fixed points of its own; leave this out"
+    if config.pacing.on_stale != "wait":
+        yield f'pacing.on_stale: "{config.pacing.on_stale}" depends on timing; run.deterministic needs "wait"'
+    if config.run.device == "cuda":
+        yield "run.device: run.deterministic is for the CPU; use cpu, or drop run.deterministic"
+
+
+RULES: tuple[Rule, ...] = (
+    _one_source_of_tasks,
+    _rewards_fit,
+    _groups_can_teach,
+    _sampling_is_exact,
+    _publishing_keeps_the_lag,
+    _lockstep_is_alone,
+)

@@ -1,0 +1,37 @@
+"""Which decoder serves a model."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from transformers import PreTrainedModel
+
+from outpace.engines.decoder import Decoder
+from outpace.engines.general import GeneralDecoder
+from outpace.engines.llama import LlamaDecoder, unsupported
+from outpace.errors import BadInput
+
+DecoderPath = Literal["auto", "fast", "general"]
+
+
+def build_decoder(
+    model: PreTrainedModel, slots: int, context: int | None, *, deterministic: bool, path: DecoderPath
+) -> Decoder:
+    """A decoder with a copy of the model's weights: fast where the architecture allows it, unless told otherwise."""
+    context = resolve_context(model, context)
+    reason = unsupported(model, context)
+    if path == "fast" and reason is not None:
+        raise BadInput(f"engine.path = fast cannot serve this model: {reason}; use engine.path = general")
+    if path == "general" or reason is not None:
+        return GeneralDecoder.of(model, slots, context, deterministic=deterministic)
+    return LlamaDecoder.of(model, slots, context, deterministic=deterministic)
+
+
+def resolve_context(model: PreTrainedModel, context: int | None) -> int:
+    """The longest sequence: what was asked for, or the model's own limit, which it may not exceed."""
+    own = getattr(model.config, "max_position_embeddings", None)
+    if own is None and context is None:
+        raise BadInput("the model does not say how long its sequences may be: set engine.context")
+    if own is not None and context is not None and context > own:
+        raise BadInput(f"engine.context is {context}, but the model's own limit is {own} tokens")
+    return int(context or own)

@@ -1,0 +1,62 @@
+"""Keys and values of a fixed number of slots.
+
+The time axis grows by doubling up to the context, so that a long context costs memory only once a sequence needs it.
+Memory starts as zeros, never as whatever was there: a masked key weighs zero, but zero times NaN is NaN.
+
+Shapes: S slots, H key-value heads, T capacity, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+FIRST_CAPACITY = 128
+
+
+class SlotCache:
+    """Per layer, keys and values of shape S_H_T_D."""
+
+    def __init__(
+        self,
+        shapes: Sequence[tuple[int, int, int]],
+        slots: int,
+        context: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        whole: bool,
+    ) -> None:
+        """`shapes` gives (heads, key size, value size) per layer; `whole` reserves the whole context at once."""
+        self.slots = slots
+        self.context = context
+        self.capacity = context if whole else min(context, FIRST_CAPACITY)
+        self.keys = [self._zeros(heads, size, dtype, device) for heads, size, _ in shapes]
+        self.values = [self._zeros(heads, size, dtype, device) for heads, _, size in shapes]
+
+    def _zeros(self, heads: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.zeros(self.slots, heads, self.capacity, size, dtype=dtype, device=device)
+
+    @torch.inference_mode()
+    def reserve(self, length: int) -> None:
+        """Make room for sequences of `length` tokens."""
+        assert length <= self.context, f"{length} tokens in a context of {self.context}"
+        if length <= self.capacity:
+            return
+        self.capacity = min(self.context, max(length, 2 * self.capacity))
+        for tensors in (self.keys, self.values):
+            for layer, old in enumerate(tensors):
+                tensors[layer] = self._zeros(old.shape[1], old.shape[3], old.dtype, old.device)
+                tensors[layer][:, :, : old.shape[2]] = old
+
+    @torch.inference_mode()
+    def copy(self, source: int, target: int, length: int) -> None:
+        for tensor in (*self.keys, *self.values):
+            tensor[target, :, :length] = tensor[source, :, :length]
+
+    @torch.inference_mode()
+    def clear(self, slot: int) -> None:
+        for tensor in (*self.keys, *self.values):
+            tensor[slot].zero_()

@@ -1,0 +1,297 @@
+"""The engine built into outpace: an asyncio face over one compute thread.
+
+    event loop                                   compute thread
+    generate, abort, load, … ── inbox ──▶  until closed: run the inbox; one turn of each lane with work
+    futures settle           ◀── outbox ─  (at most one wake-up of the loop per turn)
+
+The compute thread sleeps on the inbox's condition when no lane has work; a request, a load or `close` wakes it. The
+loop never waits for it except by futures. An exception on the compute thread fails every pending request and every
+later call: an engine that is broken says so, it does not hang.
+
+Invariants
+- Lanes and decoders are touched by the compute thread alone, between two turns or inside one; so every weight swap
+  is at a token boundary. Reading, verifying and laying out a snapshot happen before, on a helper thread.
+- `_pending` and `_calls` are touched by the event loop alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from outpace.engines.build import DecoderPath, build_decoder
+from outpace.engines.decoder import Prepared
+from outpace.engines.lane import Done, KvPolicy, Lane
+from outpace.engines.stopping import Decode
+from outpace.errors import OutpaceError, PartFailed, RequestFailed
+from outpace.models.loading import load_model, load_tokenizer
+from outpace.types import EngineStats, Generation, Ints, LoadReport, Manifest, Sampling, Version
+from outpace.weights.store import read_snapshot
+
+T = TypeVar("T")
+
+
+class EmbeddedEngine:
+    """`outpace.protocols.Engine` in this process. Starts at version 0 with the model's own weights."""
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel,
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        slots: int = 64,
+        context: int | None = None,
+        kv: KvPolicy = "keep",
+        dtype: str = "float32",
+        device: str = "auto",
+        deterministic: bool = False,
+        path: DecoderPath = "auto",
+        threads: int | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
+        """`model` is what `model.path` may be, or a loaded model, whose weights are copied."""
+        if isinstance(model, str):
+            tokenizer = tokenizer or load_tokenizer(model, trust_remote_code=trust_remote_code)
+            model = load_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+        decoder = build_decoder(model, slots, context, deterministic=deterministic, path=path)
+        self._kv: KvPolicy = kv
+        self._decode = None if tokenizer is None else _text_decoder(tokenizer)
+        self._main = Lane(decoder, 0, kv, self._decode)
+        self._pinned: Lane | None = None
+        self._busy_s = 0.0
+        self._eval_busy_s = 0.0
+        self._threads = threads or torch.get_num_threads()
+
+        self._pending: dict[str, asyncio.Future[Generation]] = {}
+        self._calls: set[Future[Any]] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._load_lock = asyncio.Lock()
+
+        self._condition = threading.Condition()
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._outbox: list[Done] = []
+        self._closing = False
+        self._failure: PartFailed | None = None
+        self._thread = threading.Thread(target=self._compute, name="outpace-engine", daemon=True)
+        self._thread.start()
+
+    # ---------------------------------------------------------------------------------------- the event loop's side
+
+    async def generate(
+        self, request_id: str, token_ids: Ints, sampling: Sampling, min_version: Version, pinned: Version | None
+    ) -> Generation:
+        self._loop = asyncio.get_running_loop()
+        if request_id in self._pending:
+            raise RequestFailed(f"a request {request_id} is already under way")
+        future: asyncio.Future[Generation] = self._loop.create_future()
+        self._post(lambda: self._submit(request_id, token_ids, sampling, min_version, pinned))
+        self._pending[request_id] = future
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if self._failure is None and not self._closing:
+                self._post(lambda: self._abort({request_id}))
+            raise
+        finally:
+            self._pending.pop(request_id, None)
+
+    async def abort(self, request_ids: list[str]) -> None:
+        wanted = set(request_ids)
+        self._post(lambda: self._abort(wanted))
+
+    async def load(self, manifest: Manifest, pinned: bool) -> LoadReport:
+        async with self._load_lock:
+            started = time.perf_counter()
+            self._refuse_older(manifest, pinned)
+            prepared = await asyncio.to_thread(self._prepare, manifest)
+            swap = self._swap_pinned if pinned else self._swap_main
+            pause_s = await self._on_compute(lambda: swap(prepared, manifest.version))
+            return LoadReport(
+                version=manifest.version,
+                pause_s=pause_s,
+                seconds=time.perf_counter() - started,
+                bytes=manifest.nbytes,
+            )
+
+    async def release_pinned(self) -> None:
+        await self._on_compute(self._drop_pinned)
+
+    async def stats(self) -> EngineStats:
+        """Read without stopping the compute thread: counters may be one step apart."""
+        self._raise_if_unusable()
+        lanes = [self._main] if self._pinned is None else [self._main, self._pinned]
+        return EngineStats(
+            version=self._main.version,
+            running=sum(lane.running for lane in lanes),
+            waiting=sum(lane.waiting for lane in lanes),
+            tokens=self._main.tokens,
+            prefill_tokens=self._main.prefill_tokens,
+            steps=self._main.steps,
+            busy_s=self._busy_s,
+            eval_busy_s=self._eval_busy_s,
+            slots=self._main.decoder.slots,
+            threads=self._threads,
+        )
+
+    async def close(self) -> None:
+        """Fail what is pending and end the compute thread."""
+        with self._condition:
+            self._closing = True
+            self._condition.notify()
+        await asyncio.to_thread(self._thread.join)
+        self._fail_pending(RequestFailed("the engine was closed"))
+
+    def _refuse_older(self, manifest: Manifest, pinned: bool) -> None:
+        self._raise_if_unusable()
+        if not pinned and manifest.version < self._main.version:
+            raise OutpaceError(f"the engine is at version {self._main.version}: it does not go back to {manifest.version}")
+
+    def _prepare(self, manifest: Manifest) -> Prepared:
+        with torch.no_grad():
+            return self._main.decoder.prepare(read_snapshot(manifest))
+
+    def _raise_if_unusable(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self._closing:
+            raise RequestFailed("the engine was closed")
+
+    def _post(self, command: Callable[[], None]) -> None:
+        with self._condition:
+            self._raise_if_unusable()
+            self._inbox.append(command)
+            self._condition.notify()
+
+    async def _on_compute(self, action: Callable[[], T]) -> T:
+        """Run `action` on the compute thread between two turns."""
+        future: Future[T] = Future()
+        self._post(lambda: future.set_result(action()))
+        self._calls.add(future)
+        try:
+            return await asyncio.wrap_future(future)
+        finally:
+            self._calls.discard(future)
+
+    def _settle(self, finished: list[Done]) -> None:
+        for done in finished:
+            future = self._pending.get(done.id)
+            if future is None or future.done():
+                continue
+            if isinstance(done.result, Generation):
+                future.set_result(done.result)
+            else:
+                future.set_exception(done.result)
+
+    def _fail_pending(self, error: OutpaceError) -> None:
+        for future in (*self._pending.values(), *self._calls):
+            if not future.done():
+                future.set_exception(error)
+
+    # -------------------------------------------------------------------------------------- the compute thread's side
+
+    def _compute(self) -> None:
+        torch.set_num_threads(self._threads)  # per thread: the intra-op pool belongs to whoever computes
+        try:
+            while self._take_turn():
+                pass
+        except BaseException as error:  # the boundary of the thread: whatever it was, callers must hear of it
+            self._break_down(error)
+
+    def _take_turn(self) -> bool:
+        with self._condition:
+            while not (self._inbox or self._closing or self._has_work()):
+                self._condition.wait()
+            if self._closing:
+                return False
+            commands = list(self._inbox)
+            self._inbox.clear()
+        for command in commands:
+            command()
+        started = time.perf_counter()
+        if self._main.has_work:
+            self._outbox += self._main.advance()
+        between = time.perf_counter()
+        self._busy_s += between - started
+        if self._pinned is not None and self._pinned.has_work:
+            self._outbox += self._pinned.advance()
+            self._eval_busy_s += time.perf_counter() - between
+        self._flush()
+        return True
+
+    def _has_work(self) -> bool:
+        return self._main.has_work or (self._pinned is not None and self._pinned.has_work)
+
+    def _flush(self) -> None:
+        if self._outbox and self._loop is not None:
+            finished, self._outbox = self._outbox, []
+            self._wake(lambda: self._settle(finished))
+
+    def _wake(self, callback: Callable[[], None]) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(callback)
+
+    def _break_down(self, error: BaseException) -> None:
+        failure = PartFailed("engine", f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)))
+        with self._condition:
+            self._failure = failure
+            self._inbox.clear()
+        self._wake(lambda: self._fail_pending(failure))
+
+    def _submit(
+        self, request_id: str, token_ids: Ints, sampling: Sampling, min_version: Version, pinned: Version | None
+    ) -> None:
+        try:
+            self._lane_for(pinned).submit(request_id, token_ids, sampling, min_version if pinned is None else pinned)
+        except RequestFailed as error:
+            self._outbox.append(Done(request_id, error))
+
+    def _lane_for(self, pinned: Version | None) -> Lane:
+        if pinned is None:
+            return self._main
+        if self._pinned is None or self._pinned.version != pinned:
+            resident = "none" if self._pinned is None else f"version {self._pinned.version}"
+            raise RequestFailed(f"version {pinned} is not pinned in this engine ({resident} is)")
+        return self._pinned
+
+    def _abort(self, request_ids: set[str]) -> None:
+        self._outbox += self._main.abort(request_ids)
+        if self._pinned is not None:
+            self._outbox += self._pinned.abort(request_ids)
+
+    def _swap_main(self, prepared: Prepared, version: Version) -> float:
+        started = time.perf_counter()
+        self._main.swap(prepared, version)
+        return time.perf_counter() - started
+
+    def _swap_pinned(self, prepared: Prepared, version: Version) -> float:
+        """Requests of another pinned version could only go on under weights they did not ask for: they fail."""
+        started = time.perf_counter()
+        if self._pinned is None:
+            self._pinned = Lane(self._main.decoder.sibling(prepared), version, self._kv, self._decode)
+        else:
+            self._outbox += self._pinned.fail_all(f"version {self._pinned.version} is no longer pinned")
+            self._pinned.swap(prepared, version)
+        return time.perf_counter() - started
+
+    def _drop_pinned(self) -> None:
+        if self._pinned is not None:
+            self._outbox += self._pinned.fail_all(f"version {self._pinned.version} is no longer pinned")
+            self._pinned = None
+
+
+def _text_decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:
+    def decode(tokens: object) -> str:
+        text = tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
+
+    return decode

@@ -1,0 +1,222 @@
+"""The general path: any transformers causal LM with ordinary attention, through its own forward.
+
+The model keeps thinking it talks to a cache of its own kind. Each layer's `update` writes the new keys and values
+at every row's own position in the slots and hands back the key window; an explicit four-dimensional mask and explicit
+positions say the rest. A new decoder checks itself once against the model's plain forward, so that an architecture
+which needs something else (state-space layers, attention biases built from a padding mask) is refused at the start
+instead of sampling from wrong logits.
+
+Shapes: B rows, N prefixes, L padded prefix length, V vocabulary, W key window, H key-value heads, D head size.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+
+from outpace.engines.cache import SlotCache
+from outpace.engines.decoder import Prepared, round_up
+from outpace.errors import BadInput
+from outpace.types import Ints
+
+SELF_CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3}
+
+
+@dataclass
+class _Pass:
+    """Where the forward pass under way writes, and how far it reads."""
+
+    rows: Tensor  # the slots of its rows
+    window: int
+    positions_B: Tensor | None  # each row's own position in a step; None in a prefill, which starts at 0
+
+
+class _SlotLayer(CacheLayerMixin):
+    """One layer of the slots, in the guise of the model's own cache."""
+
+    is_sliding = False
+
+    def __init__(self, slots: SlotCache, layer: int) -> None:
+        super().__init__()
+        self.is_initialized = True
+        self.now: _Pass | None = None
+        self._slots, self._layer = slots, layer
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        assert self.now is not None, "a pass says where to write before it runs"
+        rows, window, positions_B = self.now.rows, self.now.window, self.now.positions_B
+        keys, values = self._slots.keys[self._layer], self._slots.values[self._layer]
+        if positions_B is None:
+            keys[:, :, :window].index_copy_(0, rows, key_states)
+            values[:, :, :window].index_copy_(0, rows, value_states)
+            return key_states, value_states
+        keys[rows, :, positions_B] = key_states.squeeze(2)
+        values[rows, :, positions_B] = value_states.squeeze(2)
+        return keys[: len(rows), :, :window], values[: len(rows), :, :window]
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: the slots exist."""
+
+    def get_seq_length(self) -> int:
+        return 0  # positions are always passed explicitly
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0  # unused: the mask is passed explicitly
+
+
+class GeneralDecoder:
+    """`Decoder` for any causal LM whose layers keep plain keys and values."""
+
+    def __init__(self, model: PreTrainedModel, slots: int, context: int, *, deterministic: bool) -> None:
+        """Takes the model over. Or use `of`, which copies it."""
+        self.slots, self.context, self.deterministic = slots, context, deterministic
+        self._model = model.eval()
+        self.vocabulary = int(model.get_input_embeddings().weight.shape[0])
+        self._device, self._dtype = model.device, model.dtype
+        shapes = _cache_shapes(model)
+        self._cache = SlotCache(shapes, slots, context, self._dtype, self._device, whole=deterministic)
+        self._layers = [_SlotLayer(self._cache, layer) for layer in range(len(shapes))]
+        self._view = Cache(layers=list(self._layers))
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, slots: int, context: int, *, deterministic: bool) -> GeneralDecoder:
+        """With a copy of the model, checked against the model's plain forward."""
+        decoder = cls(copy.deepcopy(model), slots, context, deterministic=deterministic)
+        decoder._check_itself()
+        return decoder
+
+    # ------------------------------------------------------------------------------------------------- weights
+
+    def prepare(self, tensors: Mapping[str, Tensor]) -> Prepared:
+        own = self._model.state_dict()
+        trained = {name for name, _ in self._model.named_parameters()}
+        missing = sorted(trained - tensors.keys())
+        if missing:
+            raise BadInput(f"the weights lack the tensor {missing[0]}")
+        for name in trained:
+            if tensors[name].shape != own[name].shape:
+                raise BadInput(f"the tensor {name} has shape {list(tensors[name].shape)}, not {list(own[name].shape)}")
+        return {name: tensors[name].detach().to(own[name].device, own[name].dtype, copy=True) for name in trained}
+
+    def install(self, prepared: Prepared) -> None:
+        for name, parameter in self._model.named_parameters():
+            parameter.data = prepared[name]
+
+    def sibling(self, prepared: Prepared) -> GeneralDecoder:
+        twin = GeneralDecoder(
+            copy.deepcopy(self._model), self.slots, self.context, deterministic=self.deterministic
+        )
+        twin.install(prepared)
+        return twin
+
+    # --------------------------------------------------------------------------------------------------- cache
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        self._cache.copy(source, target, length)
+
+    def clear(self, slot: int) -> None:
+        self._cache.clear(slot)
+
+    # ------------------------------------------------------------------------------------------------- compute
+
+    @torch.inference_mode()
+    def prefill(self, slots: Sequence[int], prefixes: Sequence[Ints]) -> None:
+        for slot, prefix in zip(slots, prefixes, strict=True):
+            length = min(self.context, round_up(len(prefix)))
+            self._cache.reserve(length)
+            tokens_1_L = torch.zeros(1, length, dtype=torch.int64, device=self._device)
+            tokens_1_L[0, : len(prefix)] = torch.from_numpy(np.asarray(prefix, dtype=np.int64))
+            positions_1_L = torch.arange(length, device=self._device).unsqueeze(0)
+            self._forward(
+                self._model.base_model,
+                _Pass(torch.tensor([slot], device=self._device), length, None),
+                tokens_1_L,
+                positions_1_L,
+            )
+
+    @torch.inference_mode()
+    def step(self, tokens_B: NDArray[np.int64], positions_B: NDArray[np.int64]) -> Tensor:
+        window = self.context if self.deterministic else min(self.context, round_up(int(positions_B.max()) + 1))
+        self._cache.reserve(window)
+        position_B = torch.from_numpy(positions_B).to(self._device)
+        token_B = torch.from_numpy(tokens_B).to(self._device)
+        rows = torch.arange(len(tokens_B), device=self._device)
+        now = _Pass(rows, window, position_B)
+        output = self._forward(self._model, now, token_B.unsqueeze(1), position_B.unsqueeze(1))
+        logits_B_V: Tensor = output.logits[:, -1].float()
+        return logits_B_V
+
+    def _forward(self, module: Any, now: _Pass, tokens_B_L: Tensor, positions_B_L: Tensor) -> Any:
+        for layer in self._layers:
+            layer.now = now
+        return module(
+            input_ids=tokens_B_L,
+            position_ids=positions_B_L,
+            attention_mask=self._masks(positions_B_L, now.window),
+            past_key_values=self._view,
+            use_cache=True,
+        )
+
+    def _masks(self, positions_B_L: Tensor, window: int) -> Tensor | dict[str, Tensor]:
+        """Causal masks in the form the model expects: one per layer type where it has several."""
+        config = self._model.config.get_text_config()
+        key_W = torch.arange(window, device=self._device)
+        seen = key_W <= positions_B_L.unsqueeze(-1)
+        kinds = set(getattr(config, "layer_types", None) or ())
+        sliding_window = getattr(config, "sliding_window", None)
+        if sliding_window is None or kinds == {"full_attention"}:
+            return {kind: self._additive(seen) for kind in kinds} if len(kinds) > 1 else self._additive(seen)
+        near = self._additive(seen & (key_W > positions_B_L.unsqueeze(-1) - sliding_window))
+        if len(kinds) > 1:
+            return {kind: near if kind == "sliding_attention" else self._additive(seen) for kind in kinds}
+        return near
+
+    def _additive(self, seen_B_L_W: Tensor) -> Tensor:
+        mask = torch.zeros(seen_B_L_W.shape, dtype=self._dtype, device=self._device)
+        return mask.masked_fill_(~seen_B_L_W, torch.finfo(self._dtype).min).unsqueeze(1)
+
+    # ---------------------------------------------------------------------------------------------- self-check
+
+    @torch.inference_mode()
+    def _check_itself(self) -> None:
+        """Two rows of different lengths must give the plain forward's logits."""
+        rows = min(2, self.slots)
+        lengths = [min(self.context, length) for length in (9, 5)][:rows]
+        sequences = [np.arange(1, length + 1, dtype=np.int32) % self.vocabulary for length in lengths]
+        self.prefill(range(rows), [sequence[:-1] for sequence in sequences])
+        newest_B = np.array([sequence[-1] for sequence in sequences], dtype=np.int64)
+        logits_B_V = self.step(newest_B, np.array(lengths, dtype=np.int64) - 1)
+        for row, sequence in enumerate(sequences):
+            tokens_1_L = torch.from_numpy(sequence.astype(np.int64)).to(self._device).unsqueeze(0)
+            expected_V = self._model(input_ids=tokens_1_L, use_cache=False).logits[0, -1].float()
+            error = float((expected_V - logits_B_V[row]).abs().max() / expected_V.abs().max().clamp(min=1))
+            if not error < SELF_CHECK_TOLERANCE.get(self._dtype, 0.3):
+                raise BadInput(f"the embedded engine cannot serve {type(self._model).__name__}: its logits do not match")
+
+
+@torch.inference_mode()
+def _cache_shapes(model: PreTrainedModel) -> list[tuple[int, int, int]]:
+    """Per layer (heads, key size, value size), seen in one forward of one token."""
+    cache = DynamicCache()
+    model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), past_key_values=cache, use_cache=True)
+    shapes = []
+    for layer in cache.layers:
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        if keys is None or values is None or keys.ndim != 4:
+            raise BadInput(f"the embedded engine cannot serve {type(model).__name__}: it keeps more than keys and values")
+        shapes.append((keys.shape[1], keys.shape[3], values.shape[3]))
+    if not shapes:
+        raise BadInput(f"the embedded engine cannot serve {type(model).__name__}: it keeps no keys and values")
+    return shapes

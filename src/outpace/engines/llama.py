@@ -1,0 +1,313 @@
+"""The fast path: Llama-family models with few, fused operations per token.
+
+What makes it fast on small models, where operations cost more than arithmetic: query, key and value weights are one
+matrix, gate and up another; matrices are stored ready for `addmm`, which also adds the residual; rotation is one
+complex product (rows of the query and key weights are reordered so that the two halves of a rotated pair are
+neighbours, which leaves every dot product as it was); the last layer of a prefill stops at its keys and values.
+
+Shapes: B rows, N prefixes, L padded prefix length, E hidden, F feed-forward, V vocabulary, W key window,
+H query heads, K key-value heads, G = H / K query heads per key-value head, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from outpace.engines.cache import SlotCache
+from outpace.engines.decoder import Prepared, round_up
+from outpace.errors import BadInput
+from outpace.types import Ints
+
+ARCHITECTURES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
+PREFILL_TOKENS = 4096
+"""Most tokens, padding included, of one prefill pass."""
+
+
+@dataclass(frozen=True)
+class LlamaShape:
+    """Everything about the architecture that the weights alone do not say."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    eps: float
+    head_norm: bool  # Qwen3 normalises queries and keys per head
+    tied: bool
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> LlamaShape:
+        config = model.config
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return cls(
+            layers=config.num_hidden_layers,
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_dim=head_dim,
+            vocabulary=config.vocab_size,
+            eps=config.rms_norm_eps,
+            head_norm="model.layers.0.self_attn.q_norm.weight" in model.state_dict(),
+            tied=bool(config.tie_word_embeddings),
+            dtype=model.dtype,
+            device=model.device,
+        )
+
+
+def unsupported(model: PreTrainedModel, context: int) -> str | None:
+    """Why the fast path cannot serve this model, or None when it can."""
+    config = model.config
+    name = type(model).__name__
+    if name not in ARCHITECTURES:
+        return f"{name} is not one of {', '.join(sorted(ARCHITECTURES))}"
+    if config.hidden_act != "silu":
+        return f"its activation is {config.hidden_act}, not silu"
+    if config.rope_parameters["rope_type"] in ("dynamic", "longrope"):
+        return "its rotary frequencies depend on the sequence length"
+    if "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"]):
+        window = getattr(config, "sliding_window", None)
+        if window is not None and window < context:
+            return f"its attention window of {window} is shorter than the context of {context}"
+    return None
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """Weights of one layer; matrices are input-major."""
+
+    attention_norm_E: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm_D: Tensor | None
+    k_norm_D: Tensor | None
+    out: Tensor
+    out_bias: Tensor | None
+    mlp_norm_E: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+class LlamaDecoder:
+    """`Decoder` for the Llama family."""
+
+    def __init__(self, shape: LlamaShape, angles: Tensor, slots: int, context: int, *, deterministic: bool) -> None:
+        """Without weights: `install` some before the first call. Or use `of`."""
+        self.slots, self.context, self.deterministic = slots, context, deterministic
+        self.vocabulary = shape.vocabulary
+        self._shape, self._angles = shape, angles
+        per_layer = (shape.kv_heads, shape.head_dim, shape.head_dim)
+        self._cache = SlotCache(
+            [per_layer] * shape.layers, slots, context, shape.dtype, shape.device, whole=deterministic
+        )
+        self._row_heads_S_K = torch.arange(slots * shape.kv_heads, device=shape.device).view(slots, shape.kv_heads)
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, slots: int, context: int, *, deterministic: bool) -> LlamaDecoder:
+        """With a copy of this model's weights; the model itself is not kept."""
+        angles = rotation_table(model, context)
+        decoder = cls(LlamaShape.of(model), angles, slots, context, deterministic=deterministic)
+        decoder.install(decoder.prepare(model.state_dict()))
+        return decoder
+
+    # ------------------------------------------------------------------------------------------------- weights
+
+    def prepare(self, tensors: Mapping[str, Tensor]) -> Prepared:
+        return dict(_fuse(tensors, self._shape))
+
+    def install(self, prepared: Prepared) -> None:
+        self._embedding_V_E = prepared["embedding"]
+        self._norm_E = prepared["norm"]
+        self._head_E_V = prepared["embedding"].t() if self._shape.tied else prepared["head"]
+        self._layers = [
+            _Layer(
+                attention_norm_E=prepared[f"{layer}.attention_norm"],
+                qkv=prepared[f"{layer}.qkv"],
+                qkv_bias=prepared.get(f"{layer}.qkv_bias"),
+                q_norm_D=prepared.get(f"{layer}.q_norm"),
+                k_norm_D=prepared.get(f"{layer}.k_norm"),
+                out=prepared[f"{layer}.out"],
+                out_bias=prepared.get(f"{layer}.out_bias"),
+                mlp_norm_E=prepared[f"{layer}.mlp_norm"],
+                gate_up=prepared[f"{layer}.gate_up"],
+                down=prepared[f"{layer}.down"],
+            )
+            for layer in range(self._shape.layers)
+        ]
+
+    def sibling(self, prepared: Prepared) -> LlamaDecoder:
+        twin = LlamaDecoder(
+            self._shape, self._angles, self.slots, self.context, deterministic=self.deterministic
+        )
+        twin.install(prepared)
+        return twin
+
+    # --------------------------------------------------------------------------------------------------- cache
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        self._cache.copy(source, target, length)
+
+    def clear(self, slot: int) -> None:
+        self._cache.clear(slot)
+
+    # ------------------------------------------------------------------------------------------------- compute
+
+    @torch.inference_mode()
+    def prefill(self, slots: Sequence[int], prefixes: Sequence[Ints]) -> None:
+        if self.deterministic:
+            for slot, prefix in zip(slots, prefixes, strict=True):
+                self._prefill_pass([slot], [prefix], min(self.context, round_up(len(prefix))))
+            return
+        order = sorted(range(len(slots)), key=lambda index: len(prefixes[index]), reverse=True)
+        start = 0
+        while start < len(order):
+            longest = len(prefixes[order[start]])
+            chunk = order[start : start + max(1, PREFILL_TOKENS // longest)]
+            self._prefill_pass([slots[index] for index in chunk], [prefixes[index] for index in chunk], longest)
+            start += len(chunk)
+
+    def _prefill_pass(self, slots: list[int], prefixes: list[Ints], length: int) -> None:
+        """Right padding needs no mask: causal attention keeps it from every real token, positions overwrite it."""
+        shape, device = self._shape, self._shape.device
+        self._cache.reserve(length)
+        tokens_N_L = np.zeros((len(slots), length), dtype=np.int64)
+        for row, prefix in enumerate(prefixes):
+            tokens_N_L[row, : len(prefix)] = prefix
+        slot_N = torch.tensor(slots, device=device)
+        angles = self._angles[:length].repeat(len(slots), 1).unsqueeze(1)
+        hidden_B_E = F.embedding(torch.from_numpy(tokens_N_L).to(device).flatten(), self._embedding_V_E)
+        last = shape.layers - 1
+        for index, layer in enumerate(self._layers):
+            q_B_H_D, k_B_K_D, v_B_K_D = self._project(layer, hidden_B_E, angles)
+            k_N_K_L_D = k_B_K_D.view(len(slots), length, shape.kv_heads, shape.head_dim).transpose(1, 2)
+            v_N_K_L_D = v_B_K_D.view(len(slots), length, shape.kv_heads, shape.head_dim).transpose(1, 2)
+            self._cache.keys[index][:, :, :length].index_copy_(0, slot_N, k_N_K_L_D)
+            self._cache.values[index][:, :, :length].index_copy_(0, slot_N, v_N_K_L_D)
+            if index == last:
+                break
+            q_N_H_L_D = q_B_H_D.view(len(slots), length, shape.heads, shape.head_dim).transpose(1, 2)
+            attended_N_H_L_D = F.scaled_dot_product_attention(
+                q_N_H_L_D, k_N_K_L_D, v_N_K_L_D, is_causal=True, enable_gqa=shape.heads != shape.kv_heads
+            )
+            hidden_B_E = self._finish_layer(layer, hidden_B_E, attended_N_H_L_D.transpose(1, 2))
+
+    @torch.inference_mode()
+    def step(self, tokens_B: NDArray[np.int64], positions_B: NDArray[np.int64]) -> Tensor:
+        shape, cache, device = self._shape, self._cache, self._shape.device
+        rows = len(tokens_B)
+        heads = rows * shape.kv_heads
+        needed = int(positions_B.max()) + 1
+        window = self.context if self.deterministic else min(self.context, round_up(needed))
+        cache.reserve(window)
+        position_B = torch.from_numpy(positions_B).to(device)
+        place_BK = (self._row_heads_S_K[:rows] * cache.capacity + position_B.unsqueeze(1)).flatten()
+        mask_BK_G_W = self._mask(position_B, window)
+        angles = self._angles[position_B].unsqueeze(1)
+        scale = shape.head_dim**-0.5
+        hidden_B_E = F.embedding(torch.from_numpy(tokens_B).to(device), self._embedding_V_E)
+        for layer, keys, values in zip(self._layers, cache.keys, cache.values, strict=True):
+            q_B_H_D, k_B_K_D, v_B_K_D = self._project(layer, hidden_B_E, angles)
+            keys.view(-1, shape.head_dim).index_copy_(0, place_BK, k_B_K_D.reshape(heads, shape.head_dim))
+            values.view(-1, shape.head_dim).index_copy_(0, place_BK, v_B_K_D.reshape(heads, shape.head_dim))
+            keys_BK_W_D = keys.flatten(0, 1)[:heads, :window]
+            values_BK_W_D = values.flatten(0, 1)[:heads, :window]
+            q_BK_G_D = q_B_H_D.reshape(heads, -1, shape.head_dim)
+            scores_BK_G_W = torch.baddbmm(mask_BK_G_W, q_BK_G_D, keys_BK_W_D.transpose(1, 2), alpha=scale)
+            weights_BK_G_W = scores_BK_G_W.softmax(-1, dtype=torch.float32).to(shape.dtype)
+            hidden_B_E = self._finish_layer(layer, hidden_B_E, torch.bmm(weights_BK_G_W, values_BK_W_D))
+        return (self._norm(hidden_B_E, self._norm_E) @ self._head_E_V).float()
+
+    def _mask(self, position_B: Tensor, window: int) -> Tensor:
+        """Additive: 0 up to a row's own position, -inf beyond, repeated for its heads."""
+        shape = self._shape
+        hidden_B_W = torch.arange(window, device=shape.device) > position_B.unsqueeze(1)
+        mask_B_W = torch.zeros(hidden_B_W.shape, dtype=shape.dtype, device=shape.device)
+        mask_B_W.masked_fill_(hidden_B_W, -torch.inf)
+        groups = shape.heads // shape.kv_heads
+        mask_B_K_G_W = mask_B_W[:, None, None].expand(-1, shape.kv_heads, groups, -1)
+        return mask_B_K_G_W.reshape(-1, groups, window)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, self._shape.eps)
+
+    def _project(self, layer: _Layer, hidden_B_E: Tensor, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries, rotated keys, values."""
+        shape = self._shape
+        normed_B_E = self._norm(hidden_B_E, layer.attention_norm_E)
+        qkv = normed_B_E @ layer.qkv if layer.qkv_bias is None else torch.addmm(layer.qkv_bias, normed_B_E, layer.qkv)
+        qkv = qkv.view(len(hidden_B_E), -1, shape.head_dim)
+        qk, values_B_K_D = qkv.split((shape.heads + shape.kv_heads, shape.kv_heads), dim=1)
+        if layer.q_norm_D is not None and layer.k_norm_D is not None:
+            q, k = qk.split((shape.heads, shape.kv_heads), dim=1)
+            qk = torch.cat((self._norm(q, layer.q_norm_D), self._norm(k, layer.k_norm_D)), dim=1)
+        pairs = torch.view_as_complex(qk.float().unflatten(-1, (-1, 2)))
+        rotated = torch.view_as_real(pairs * angles).flatten(-2).to(shape.dtype)
+        q_B_H_D, k_B_K_D = rotated.split((shape.heads, shape.kv_heads), dim=1)
+        return q_B_H_D, k_B_K_D, values_B_K_D
+
+    def _finish_layer(self, layer: _Layer, hidden_B_E: Tensor, attended: Tensor) -> Tensor:
+        """Output projection, residual, feed-forward, residual."""
+        hidden_B_E = torch.addmm(hidden_B_E, attended.reshape(len(hidden_B_E), -1), layer.out)
+        if layer.out_bias is not None:
+            hidden_B_E = hidden_B_E + layer.out_bias
+        gate_B_F, up_B_F = (self._norm(hidden_B_E, layer.mlp_norm_E) @ layer.gate_up).chunk(2, dim=-1)
+        return torch.addmm(hidden_B_E, F.silu(gate_B_F) * up_B_F, layer.down)
+
+
+def rotation_table(model: PreTrainedModel, context: int) -> Tensor:
+    """Per position and pair, the complex number that rotates it, from the model's own frequencies."""
+    rotary = model.get_submodule("model.rotary_emb")
+    frequencies = rotary.get_buffer("inv_freq").float()
+    positions = torch.arange(context, dtype=torch.float32, device=frequencies.device)
+    angles = torch.outer(positions, frequencies)
+    scaling = torch.full_like(angles, float(getattr(rotary, "attention_scaling", 1.0)))
+    return torch.polar(scaling, angles)
+
+
+def _fuse(tensors: Mapping[str, Tensor], shape: LlamaShape) -> Iterator[tuple[str, Tensor]]:
+    """Yield the fused tensors by this module's names; each is a fresh copy."""
+
+    def take(name: str) -> Tensor:
+        if name not in tensors:
+            raise BadInput(f"the weights lack the tensor {name}")
+        return tensors[name].detach()
+
+    def own(tensor: Tensor) -> Tensor:
+        return tensor.to(device=shape.device, dtype=shape.dtype, copy=True).contiguous()
+
+    def paired(tensor: Tensor) -> Tensor:
+        """Reorder head rows so that the halves (i, i + D/2) of a rotated pair become neighbours."""
+        return tensor.view(-1, 2, shape.head_dim // 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+
+    yield "embedding", own(take("model.embed_tokens.weight"))
+    yield "norm", own(take("model.norm.weight"))
+    if not shape.tied:
+        yield "head", own(take("lm_head.weight").t())
+    for layer in range(shape.layers):
+        prefix = f"model.layers.{layer}."
+        attention = prefix + "self_attn."
+        q, k, v = (take(f"{attention}{part}_proj.weight") for part in "qkv")
+        yield f"{layer}.qkv", own(torch.cat((paired(q), paired(k), v)).t())
+        if f"{attention}q_proj.bias" in tensors:
+            q, k, v = (take(f"{attention}{part}_proj.bias") for part in "qkv")
+            yield f"{layer}.qkv_bias", own(torch.cat((paired(q), paired(k), v)))
+        if shape.head_norm:
+            yield f"{layer}.q_norm", own(paired(take(attention + "q_norm.weight")))
+            yield f"{layer}.k_norm", own(paired(take(attention + "k_norm.weight")))
+        yield f"{layer}.out", own(take(attention + "o_proj.weight").t())
+        if f"{attention}o_proj.bias" in tensors:
+            yield f"{layer}.out_bias", own(take(attention + "o_proj.bias"))
+        yield f"{layer}.attention_norm", own(take(prefix + "input_layernorm.weight"))
+        yield f"{layer}.mlp_norm", own(take(prefix + "post_attention_layernorm.weight"))
+        gate, up = take(prefix + "mlp.gate_proj.weight"), take(prefix + "mlp.up_proj.weight")
+        yield f"{layer}.gate_up", own(torch.cat((gate, up)).t())
+        yield f"{layer}.down", own(take(prefix + "mlp.down_proj.weight").t())

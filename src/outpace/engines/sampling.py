@@ -1,0 +1,109 @@
+"""Noise and sampling as pure functions of one row.
+
+Invariants
+- Token i of a request draws its noise from (request seed, i) alone.
+- No bit of a row's result depends on the other rows: work that is skipped because no row needs it would not have
+  changed the rows that do not.
+- The logprob returned is that of the distribution the token was drawn from: after temperature, then top_k, then
+  top_p, renormalised. At temperature 0 the token is the argmax and its logprob that of the softmax at temperature 1.
+
+Shapes: B rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+SEED_MASK: Final = (1 << 63) - 1
+_WORD_MASK: Final = (1 << 64) - 1
+_GOLDEN: Final = 0x9E3779B97F4A7C15
+_MIX_1: Final = 0xBF58476D1CE4E5B9
+_MIX_2: Final = 0x94D049BB133111EB
+
+
+def _mix(words_B: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finaliser of splitmix64: every input bit reaches every output bit."""
+    words_B = (words_B ^ (words_B >> np.uint64(30))) * np.uint64(_MIX_1)
+    words_B = (words_B ^ (words_B >> np.uint64(27))) * np.uint64(_MIX_2)
+    return words_B ^ (words_B >> np.uint64(31))
+
+
+def _mix_int(word: int) -> int:
+    word = ((word ^ (word >> 30)) * _MIX_1) & _WORD_MASK
+    word = ((word ^ (word >> 27)) * _MIX_2) & _WORD_MASK
+    return word ^ (word >> 31)
+
+
+def noise(seed_B: NDArray[np.int64], index_B: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Uniforms in [0, 1) with 53 random bits: a counter hash, so any draw can be made without the ones before."""
+    key_B = _mix(seed_B.astype(np.uint64))
+    word_B = _mix(key_B + (index_B.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN))
+    uniform_B: NDArray[np.float64] = (word_B >> np.uint64(11)) * (1.0 / (1 << 53))
+    return uniform_B
+
+
+def request_seed(run_seed: int, group: int, episode: int, turn: int) -> int:
+    """The 63-bit key of one request's noise stream."""
+    word = _mix_int(run_seed & _WORD_MASK)
+    for part in (group, episode, turn):
+        word = _mix_int((word + ((part & _WORD_MASK) + 1) * _GOLDEN) & _WORD_MASK)
+    return word & SEED_MASK
+
+
+def sample(
+    logits_B_V: Tensor,
+    temperature_B: NDArray[np.float32],
+    top_k_B: NDArray[np.int64],
+    top_p_B: NDArray[np.float32],
+    uniform_B: NDArray[np.float64],
+) -> tuple[Tensor, Tensor]:
+    """One token per row and its logprob, on the logits' device."""
+    device = logits_B_V.device
+    greedy_B = temperature_B == 0
+    scaled_B_V = logits_B_V.float()
+    if not np.all(greedy_B | (temperature_B == 1)):
+        divisor_B = np.where(greedy_B, np.float32(1), temperature_B)
+        scaled_B_V = scaled_B_V / torch.from_numpy(divisor_B).to(device).unsqueeze(1)
+    truncated_B = ~greedy_B & ((top_k_B > 0) | (top_p_B < 1))
+    if truncated_B.any():
+        scaled_B_V = _truncate(scaled_B_V, np.where(truncated_B, top_k_B, 0), np.where(truncated_B, top_p_B, 1))
+    logprobs_B_V = torch.log_softmax(scaled_B_V, dim=-1)
+    if greedy_B.all():
+        tokens_B = scaled_B_V.argmax(dim=-1)
+    else:
+        tokens_B = _draw(logprobs_B_V, torch.from_numpy(uniform_B).to(device))
+        if greedy_B.any():
+            tokens_B = torch.where(torch.from_numpy(greedy_B).to(device), scaled_B_V.argmax(dim=-1), tokens_B)
+    return tokens_B, logprobs_B_V.gather(1, tokens_B.unsqueeze(1)).squeeze(1)
+
+
+def _draw(logprobs_B_V: Tensor, uniform_B: Tensor) -> Tensor:
+    """Inverse CDF: the first token whose cumulative mass exceeds the uniform's share of the whole.
+
+    A uniform below 1 times the total is below the total in float64, so a token of mass zero is never drawn. Only
+    logits that are not finite can push the index past the end; the caller sees those by their logprob.
+    """
+    mass_B_V = logprobs_B_V.exp().cumsum(dim=-1, dtype=torch.float64)
+    threshold_B_1 = uniform_B.unsqueeze(1) * mass_B_V[:, -1:]
+    index_B = torch.searchsorted(mass_B_V, threshold_B_1, right=True).squeeze(1)
+    return index_B.clamp_(max=logprobs_B_V.shape[-1] - 1)
+
+
+def _truncate(scaled_B_V: Tensor, top_k_B: NDArray[np.int64], top_p_B: NDArray[np.float32]) -> Tensor:
+    """Put -inf where top_k, then top_p over what is left, cut. Equal logits are ranked by token id."""
+    vocabulary = scaled_B_V.shape[-1]
+    device = scaled_B_V.device
+    ranked_B_V, order_B_V = scaled_B_V.sort(dim=-1, descending=True, stable=True)
+    limit_B_1 = torch.from_numpy(np.where(top_k_B > 0, top_k_B, vocabulary)).to(device).unsqueeze(1)
+    beyond_k_B_V = torch.arange(vocabulary, device=device) >= limit_B_1
+    mass_B_V = ranked_B_V.masked_fill(beyond_k_B_V, -torch.inf).softmax(dim=-1, dtype=torch.float64)
+    before_B_V = mass_B_V.cumsum(dim=-1) - mass_B_V
+    share_B_1 = torch.from_numpy(np.where(top_p_B < 1, top_p_B, np.inf)).to(device).unsqueeze(1)
+    cut_ranked_B_V = beyond_k_B_V | (before_B_V >= share_B_1)
+    cut_B_V = torch.zeros_like(cut_ranked_B_V).scatter_(1, order_B_V, cut_ranked_B_V)
+    return scaled_B_V.masked_fill(cut_B_V, -torch.inf)

@@ -1,0 +1,57 @@
+"""`outpace eval`: held-out reward of a model, or of what a run has trained, with an engine and a worker only."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from outpace.checkpoint.export import export
+from outpace.config import Config
+from outpace.config_loading import load_config
+from outpace.errors import BadInput
+from outpace.parts import PartSpecs
+from outpace.pipeline.evaluation import Evaluation, Evaluator
+from outpace.planning import Objects, make_plan
+from outpace.protocols import Engine, Worker
+from outpace.runtime.local import LocalRuntime
+from outpace.runtime.scratch import Scratch
+from outpace.runtime.together import together
+from outpace.session import Plan
+
+
+def evaluate_model(run: Path | None, settings: Sequence[str]) -> dict[str, Any]:
+    """Measure `model.path`, or the newest complete checkpoint of a run on the run's own held-out tasks."""
+    with tempfile.TemporaryDirectory(prefix="outpace-eval-") as scratch:
+        plan = make_plan(_config(run, settings, Path(scratch)), Objects())
+        if plan.eval_count == 0:
+            raise BadInput("eval.count: there are no held-out tasks; give tasks.eval_path or a larger eval.holdout")
+        evaluation = asyncio.run(_evaluate(plan, Path(scratch)))
+    return {"model": str(run or plan.config.model.path), **evaluation.metrics()}
+
+
+def _config(run: Path | None, settings: Sequence[str], scratch: Path) -> Config:
+    if run is None:
+        return load_config(None, [*settings, f"--run.dir={scratch}"])
+    file = run / "config.toml"
+    if not file.is_file():
+        raise BadInput(f"eval: there is no run in {run}")
+    model = export(run, scratch / "model")
+    return load_config(file, [*settings, f"--model.path={model}", f"--run.dir={scratch}"])
+
+
+async def _evaluate(plan: Plan, directory: Path) -> Evaluation:
+    scratch = Scratch()
+    runtime = LocalRuntime(directory / "logs")
+    specs = PartSpecs(plan.config, directory, scratch.path, plan.code)
+    try:
+        _, *workers = await together(
+            runtime.start(Engine, *specs.engine()),
+            *(runtime.start(Worker, *worker) for worker in specs.workers()),
+        )
+        return await Evaluator(plan.eval_count, plan.config.eval.max_running).run(0, workers, pinned=False)
+    finally:
+        await runtime.stop()
+        await asyncio.to_thread(scratch.remove)

@@ -1,0 +1,136 @@
+"""Causal attention inside each document of a packed row, registered with transformers under `DOCUMENTS`.
+
+Documents of similar length are gathered into one right-padded bucket and attended together. Padding needs no mask:
+under causal attention a padded key lies after every real query of its document, so no real query sees it; padded
+queries are never read back, so they pass no gradient. That holds for any bucket width, which is why the widths can be
+chosen for speed alone.
+
+Legend: _T packed tokens, _P padded tokens of all buckets, B documents of a bucket, W its width, H query heads,
+K key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AttentionInterface
+
+from outpace.errors import OutpaceError
+from outpace.learn.packing import Longs
+
+DOCUMENTS = "outpace_documents"
+"""The name this attention has in transformers."""
+
+MIN_WIDTH = 16
+WIDTHS_PER_OCTAVE = 8
+
+
+class PackingUnsupported(OutpaceError):
+    """This model's attention does something that the packed path does not do."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Documents attended together. `gather` are indices into T, document by document, `width` for each."""
+
+    count: int
+    width: int
+    gather: Tensor
+
+
+@dataclass(frozen=True)
+class Documents:
+    """How one packed row falls into buckets; computed once per pass, used by every layer."""
+
+    buckets: list[Bucket]
+    restore_T: Tensor  # where each packed token lies among the padded ones
+
+    @classmethod
+    def plan(cls, cu_seqlens_D1: Longs, device: torch.device) -> Documents:
+        lengths = np.diff(cu_seqlens_D1)
+        widths = np.array([bucket_width(int(n)) for n in lengths], dtype=np.int64)
+        buckets: list[Bucket] = []
+        restore_T = np.empty(int(cu_seqlens_D1[-1]), dtype=np.int64)
+        offset = 0
+        for width in np.unique(widths):
+            members = np.flatnonzero(widths == width)
+            width = min(int(width), int(lengths[members].max()))
+            starts, ends = cu_seqlens_D1[members], cu_seqlens_D1[members + 1]
+            # Padding repeats the document's own last token: an index that exists and whose value nobody reads.
+            gather = np.minimum(starts[:, None] + np.arange(width), ends[:, None] - 1).reshape(-1)
+            for place, start, end in zip(range(len(members)), starts, ends, strict=True):
+                restore_T[start:end] = offset + place * width + np.arange(end - start)
+            buckets.append(Bucket(len(members), width, torch.from_numpy(gather).to(device)))
+            offset += len(members) * width
+        return cls(buckets, torch.from_numpy(restore_T).to(device))
+
+
+def bucket_width(length: int) -> int:
+    """Round up to one of a few widths per octave: at most an eighth of padding, and few distinct shapes."""
+    octave = 1 << (length.bit_length() - 1)
+    step = max(MIN_WIDTH, octave // WIDTHS_PER_OCTAVE)
+    return -(-length // step) * step
+
+
+def document_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    documents: Documents | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: [1, heads, T, D] in, [1, T, H, D] out. Dropout is never applied: the
+    sampler has none, and the importance weights compare with the sampler."""
+    if documents is None or attention_mask is not None or query.shape[0] != 1:
+        raise PackingUnsupported("the attention was called without documents, with a mask, or with a batch")
+    if softcap is not None or s_aux is not None:
+        raise PackingUnsupported("soft-capped attention and attention sinks are not packed")
+    heads = [states[0].transpose(0, 1) for states in (query, key, value)]  # [T, heads, D]
+    padded = [
+        _attend_bucket(bucket, *heads, scaling=scaling, sliding_window=sliding_window) for bucket in documents.buckets
+    ]
+    out_P = padded[0] if len(padded) == 1 else torch.cat(padded)
+    return out_P.index_select(0, documents.restore_T).unsqueeze(0), None
+
+
+def _attend_bucket(
+    bucket: Bucket, query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, sliding_window: int | None
+) -> Tensor:
+    def gathered(states: Tensor) -> Tensor:
+        return states.index_select(0, bucket.gather).view(bucket.count, bucket.width, *states.shape[1:]).transpose(1, 2)
+
+    window = _window_mask(bucket.width, sliding_window, query.device)
+    out = functional.scaled_dot_product_attention(
+        gathered(query),
+        gathered(key),
+        gathered(value),
+        attn_mask=window,
+        is_causal=window is None,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return out.transpose(1, 2).flatten(0, 1)  # [B * W, H, D]
+
+
+def _window_mask(width: int, sliding_window: int | None, device: torch.device) -> Tensor | None:
+    """None when the window reaches over the whole document: plain causal attention has the faster kernels."""
+    if sliding_window is None or sliding_window >= width:
+        return None
+    index = torch.arange(width, device=device)
+    distance = index[:, None] - index[None, :]
+    return (distance >= 0) & (distance < sliding_window)
+
+
+AttentionInterface.register(DOCUMENTS, document_attention)

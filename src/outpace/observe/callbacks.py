@@ -1,0 +1,145 @@
+"""User code that follows a run.
+
+Callbacks run one after another, in the order of their events, on one thread of their own with an event loop of its
+own: they may block or await without holding up the run. An exception in one ends the run: it is kept, told to
+`on_failure` at once, and raised by `check` and `close` as PartFailed with the callback's own traceback; no callback
+is called after it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from outpace.errors import PartFailed
+from outpace.observe.summary import Summary
+from outpace.types import GroupOrder, GroupReport, Version
+
+Event = Literal[
+    "on_run_start",
+    "on_run_end",
+    "on_epoch_start",
+    "on_epoch_end",
+    "on_rollout_start",
+    "on_rollout_end",
+    "on_batch_start",
+    "on_batch_end",
+    "on_policy_updated",
+    "on_evaluation",
+]
+
+MAX_BEHIND = 100_000
+"""Callbacks that fall so many events behind will not catch up: the run ends rather than grow without bound."""
+
+
+class Callback:
+    """Override what you need; a method may be a plain function or a coroutine."""
+
+    def on_run_start(self, info: Mapping[str, Any]) -> Any:
+        """The parts are up. `info` says at least `dir`, `steps`, `version` and `config`."""
+
+    def on_run_end(self, summary: Summary) -> Any: ...
+
+    def on_epoch_start(self, epoch: int) -> Any: ...
+
+    def on_epoch_end(self, epoch: int) -> Any:
+        """Every task of this epoch is accounted for."""
+
+    def on_rollout_start(self, order: GroupOrder) -> Any: ...
+
+    def on_rollout_end(self, report: GroupReport) -> Any: ...
+
+    def on_batch_start(self, version: Version) -> Any:
+        """The first chunk of the batch that is trained from `version`."""
+
+    def on_batch_end(self, metrics: Mapping[str, float]) -> Any: ...
+
+    def on_policy_updated(self, version: Version) -> Any:
+        """Every engine samples with `version` or newer."""
+
+    def on_evaluation(self, version: Version, metrics: Mapping[str, float]) -> Any: ...
+
+
+class CallbackRunner:
+    """Owns the thread. Without callbacks there is none, and posting costs nothing."""
+
+    def __init__(self, callbacks: Sequence[Callback], on_failure: Callable[[PartFailed], None] | None = None) -> None:
+        self._callbacks = list(callbacks)
+        self._on_failure = on_failure  # called on the callbacks' thread
+        self._failure: PartFailed | None = None
+        self._behind = 0
+        self._lock = threading.Lock()
+        self._current = ""
+        self._ready = threading.Event()
+        self._loop: asyncio.AbstractEventLoop
+        self._queue: asyncio.Queue[tuple[Event, tuple[Any, ...]] | None]
+        self._thread: threading.Thread | None = None
+        if self._callbacks:
+            # A daemon: user code that never returns must not keep the process alive.
+            self._thread = threading.Thread(target=self._run, name="outpace-callbacks", daemon=True)
+            self._thread.start()
+            self._ready.wait()
+
+    def post(self, event: Event, *args: Any) -> None:
+        """Call this method of every callback, soon. Never blocks."""
+        if self._thread is None or self._failure is not None or not self._thread.is_alive():
+            return
+        with self._lock:
+            self._behind += 1
+            behind = self._behind
+        if behind > MAX_BEHIND:
+            self._fail(PartFailed("callback", f"{self._current} is {behind} events behind the run"))
+            return
+        self._loop.call_soon_threadsafe(self._queue.put_nowait, (event, args))
+
+    def check(self) -> None:
+        """Raise what a callback raised."""
+        if self._failure is not None:
+            raise self._failure
+
+    def close(self, timeout_s: float = 30.0) -> None:
+        """Let the callbacks finish what was posted; raise if one failed or is not done by then. Blocks."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            if thread.is_alive():
+                self._loop.call_soon_threadsafe(self._queue.put_nowait, None)
+            thread.join(timeout_s)
+            if thread.is_alive():
+                self._fail(PartFailed("callback", f"{self._current} was still running after {timeout_s:g} s"))
+        self.check()
+
+    # ------------------------------------------------------------------------------------------ the callbacks' thread
+
+    def _run(self) -> None:
+        asyncio.run(self._serve())
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._queue = asyncio.Queue()
+        self._ready.set()
+        while self._failure is None and (item := await self._queue.get()) is not None:
+            await self._call(*item)
+            with self._lock:
+                self._behind -= 1
+
+    async def _call(self, event: Event, args: tuple[Any, ...]) -> None:
+        for callback in self._callbacks:
+            self._current = f"{type(callback).__name__}.{event}"
+            try:
+                result = getattr(callback, event)(*args)
+                if inspect.isawaitable(result):
+                    await result
+            except BaseException as error:  # the boundary to user code: sys.exit in a callback is a failure too
+                text = "".join(traceback.format_exception(error))
+                self._fail(PartFailed(f"callback {self._current}", f"{type(error).__name__}: {error}", text))
+                return
+
+    def _fail(self, failure: PartFailed) -> None:
+        if self._failure is None:
+            self._failure = failure
+            if self._on_failure is not None:
+                self._on_failure(failure)

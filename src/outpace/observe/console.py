@@ -1,0 +1,244 @@
+"""Live progress for people.
+
+On a terminal a calm panel that redraws itself a few times a second; elsewhere a plain line now and then, first and
+last step always. `quiet` prints nothing but the final report's last line. Drawing happens on rich's own thread; what
+the run calls here only notes numbers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from outpace.observe.format import clock_text, number, percent, si, sparkline
+from outpace.observe.summary import Summary
+from outpace.types import EpisodeView
+
+LINE_EVERY_S = 2.0
+SMOOTHING = 0.9
+HISTORY = 60
+EXAMPLES = 3
+
+
+class RunView:
+    """What is known of the run so far, smoothed for reading.
+
+    The drawing thread reads while the run writes: values are replaced whole, and series copied before they are drawn.
+    """
+
+    def __init__(self, total_steps: int | None, clock: Callable[[], float]) -> None:
+        self.total = total_steps
+        self.clock = clock
+        self.began = clock()
+        self.first_step: int | None = None
+        self.first_step_at = self.last_step_at = self.began
+        self.step = 0
+        self.metrics: dict[str, float] = {}
+        self.reward: float | None = None
+        self.rewards: deque[float] = deque(maxlen=HISTORY)
+        self.evals: list[tuple[int, float]] = []
+        self.status = "starting"
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.last_step_at = self.clock()
+        if self.first_step is None:
+            self.first_step, self.first_step_at = step, self.last_step_at
+        self.step, self.status = step, "training"
+        self.metrics = dict(metrics)
+        reward = metrics.get("reward/mean")
+        if reward is not None:
+            self.reward = reward if self.reward is None else SMOOTHING * self.reward + (1 - SMOOTHING) * reward
+            self.rewards.append(self.reward)
+
+    @property
+    def elapsed_s(self) -> float:
+        return self.clock() - self.began
+
+    @property
+    def remaining_s(self) -> float | None:
+        """By the pace since the first step seen, start-up left out; None before it, and without a known end."""
+        if self.total is None or self.first_step is None:
+            return None
+        if self.step == self.first_step:
+            pace_s = self.first_step_at - self.began
+        else:
+            pace_s = (self.last_step_at - self.first_step_at) / (self.step - self.first_step)
+        return pace_s * max(self.total - self.step, 0)
+
+    def rate(self, name: str) -> str:
+        return number(self.metrics.get(name))
+
+    def wait_share(self, name: str) -> float | None:
+        step_s, wait_s = self.metrics.get("time/step_s"), self.metrics.get(f"wait/{name}_s")
+        return wait_s / step_s if step_s and wait_s is not None else None
+
+
+class ProgressConsole:
+    """Shows a run. Use `start`, `step`, `evaluation`, `status`, `finish`; `close` always."""
+
+    def __init__(
+        self,
+        total_steps: int | None,
+        *,
+        quiet: bool = False,
+        file: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        title: str = "outpace",
+    ) -> None:
+        self.console = Console(file=file, highlight=False)
+        self.view = RunView(total_steps, clock)
+        self.title = title
+        self._quiet = quiet
+        self._live: Live | None = None
+        self._last_line_s = -1e9
+
+    def start(self) -> None:
+        if self.console.is_terminal and not self._quiet:
+            self._live = Live(get_renderable=self._panel, console=self.console, refresh_per_second=4, transient=True)
+            self._live.start()
+
+    def status(self, text: str) -> None:
+        """What goes on outside the steps: starting, evaluating, saving."""
+        self.view.status = text
+        if self._plain:
+            self._say(text)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Step n is done: it made version n."""
+        is_first = self.view.first_step is None
+        self.view.update(step, metrics)
+        is_due = self.view.clock() - self._last_line_s >= LINE_EVERY_S
+        if self._plain and (is_first or is_due or step == self.view.total):
+            self._last_line_s = self.view.clock()
+            self._say(plain_line(self.view))
+
+    def evaluation(self, version: int, score: float) -> None:
+        self.view.evals.append((version, score))
+        if self._plain:
+            self._say(f"held-out accuracy at version {version}: {percent(score)}")
+
+    def finish(self, summary: Summary, run_dir: str | Path, views: Sequence[EpisodeView] = ()) -> None:
+        """Close the live view and print the report."""
+        self.close()
+        if self._quiet:
+            self._say(f"{run_dir}: {summary.steps} steps, held-out accuracy {_before_after(summary)}")
+        else:
+            self.console.print(final_report(summary, run_dir, views))
+
+    def close(self) -> None:
+        live, self._live = self._live, None
+        if live is not None:
+            live.stop()
+
+    @property
+    def _plain(self) -> bool:
+        return self._live is None and not self._quiet
+
+    def _say(self, text: str) -> None:
+        self.console.print(text, markup=False, soft_wrap=True)
+
+    def _panel(self) -> RenderableType:
+        return live_panel(self.view, self.title)
+
+
+def plain_line(view: RunView) -> str:
+    """One line for logs."""
+    parts = [f"step {view.step}{f'/{view.total}' if view.total else ''}", f"reward {number(view.reward)}"]
+    if view.evals:
+        parts.append(f"held-out {percent(view.evals[-1][1])}")
+    parts.append(f"lag {view.rate('lag/mean')} (max {view.rate('lag/max')})")
+    sampled, trained = view.metrics.get("throughput/sampled_tok_s"), view.metrics.get("throughput/trained_tok_s")
+    parts.append(f"tok/s {si(sampled)} sampled, {si(trained)} trained")
+    parts.append(f"waits trainer {percent(view.wait_share('trainer'))} engine {percent(view.wait_share('engine'))}")
+    if view.remaining_s is not None:
+        parts.append(f"{clock_text(view.remaining_s)} left")
+    return "  ".join(parts)
+
+
+def live_panel(view: RunView, title: str) -> Panel:
+    left = "" if view.remaining_s is None else f"{clock_text(view.remaining_s)} left"
+    bar = Table.grid(expand=True, padding=(0, 1))
+    bar.add_column()
+    bar.add_column(ratio=1)
+    bar.add_column(justify="right")
+    steps = f"{view.step}/{view.total}" if view.total else str(view.step)
+    bar.add_row(
+        Text(f"step {steps}"),
+        ProgressBar(total=view.total or 1, completed=view.step if view.total else 0, pulse=view.first_step is None),
+        Text(f"{clock_text(view.elapsed_s)}  {left}", style="dim"),
+    )
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="dim")
+    facts.add_column()
+    facts.add_row("reward", Text.assemble(number(view.reward), "  ", (sparkline(list(view.rewards)), "green")))
+    if view.evals:
+        history = "  ".join(percent(score) for _, score in view.evals[-8:])
+        facts.add_row("held-out", Text(history, style="bold"))
+    facts.add_row("lag", f"mean {view.rate('lag/mean')}   max {view.rate('lag/max')}")
+    sampled, trained = view.metrics.get("throughput/sampled_tok_s"), view.metrics.get("throughput/trained_tok_s")
+    facts.add_row("tok/s", f"{si(sampled)} sampled   {si(trained)} trained")
+    facts.add_row(
+        "waits", f"trainer {percent(view.wait_share('trainer'))}   engine {percent(view.wait_share('engine'))}"
+    )
+    facts.add_row("groups", f"{view.rate('queue/running')} running   {view.rate('queue/finished')} finished")
+    body = Group(bar, Text(), facts)
+    subtitle = f"[dim]version {view.step} · {escape(view.status)}[/dim]"
+    return Panel(body, title=escape(title), title_align="left", subtitle=subtitle, subtitle_align="right", width=88)
+
+
+def final_report(summary: Summary, run_dir: str | Path, views: Sequence[EpisodeView] = ()) -> RenderableType:
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="dim")
+    facts.add_column()
+    facts.add_row("held-out accuracy", Text(_before_after(summary), style="bold"))
+    facts.add_row("reward", f"{number(summary.reward_first)} → {number(summary.reward_last)}")
+    facts.add_row("steps", f"{summary.steps} in {clock_text(summary.wall_s)}")
+    sampled, trained = si(summary.tokens_sampled), si(summary.tokens_trained)
+    wasted = percent(summary.waste_fraction)
+    facts.add_row("tokens", f"{sampled} sampled, {trained} trained, {wasted} wasted, lag at most {summary.lag_max}")
+    facts.add_row("T*/T", f"{percent(summary.efficiency)} of the fastest possible schedule")
+    if summary.reason:
+        facts.add_row("ended", Text(summary.reason))
+    facts.add_row("everything is in", Text(str(run_dir)))
+    parts: list[RenderableType] = [*_examples(views), facts]
+    return Group(*parts)
+
+
+def _before_after(summary: Summary) -> str:
+    if summary.eval_first is None:
+        return "not measured"
+    return f"{percent(summary.eval_first)} → {percent(summary.eval_last)}"
+
+
+def _examples(views: Sequence[EpisodeView]) -> list[RenderableType]:
+    """A few solved and a few unsolved ones: solved is what got the best reward seen, if rewards differ at all."""
+    if not views:
+        return []
+    best = max(view.reward for view in views)
+    solved = [view for view in views if view.reward == best and best > 0][:EXAMPLES]
+    unsolved = [view for view in views if view.reward < best or best <= 0][:EXAMPLES]
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False, show_edge=False)
+    table.add_column()
+    table.add_column(overflow="ellipsis", no_wrap=True, max_width=50, style="dim")
+    table.add_column(overflow="ellipsis", no_wrap=True, max_width=50)
+    for mark, style, chosen in (("✓", "green", solved), ("✗", "red", unsolved)):
+        for view in chosen:
+            table.add_row(Text(mark, style=style), _one_line(view.prompt), _one_line(view.completion))
+    return [table, Text()]
+
+
+def _one_line(text: str) -> Text:
+    """Model and user text is shown, never interpreted: no markup, no control characters."""
+    flat = " ".join(text.split())
+    return Text("".join(character if character.isprintable() else "�" for character in flat))

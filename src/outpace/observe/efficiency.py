@@ -1,0 +1,144 @@
+"""How close a run comes to the limit: T*/T.
+
+With W_g and W_t the useful core-seconds of generation and of training on N cores (or devices), no schedule takes
+less than T* = (W_g + W_t) / N. `efficiency` is T*/T with T the wall time.
+
+What is counted, plainly
+- W_g: the seconds an engine spent computing for training rollouts, times its threads, less the share of sampled
+  tokens that were thrown away (failed, dropped and requeued groups). Filtered groups are not thrown away: no
+  schedule can know a group teaches nothing without sampling it.
+- W_t: the seconds the learner spent on forward, backward and optimizer, times its threads.
+- Evaluation is not counted as useful, and the time it takes is in T.
+- Busy is busy: a thread that waits for memory, for its siblings, or computes padding counts as working. T*/T
+  judges the schedule, not the kernels.
+- Threads are counted up to N per part. Parts that together use more threads than N slow each other down while
+  both count as busy; a value above 1 says exactly that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+
+from outpace.types import EngineStats, LearnerStats
+
+
+@dataclass
+class Work:
+    """Running totals of one part, or of a span of time."""
+
+    busy_s: float = 0.0
+    eval_busy_s: float = 0.0
+    core_s: float = 0.0  # busy_s times threads
+    tokens: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(Work)))
+
+    def __sub__(self, other: Work) -> Work:
+        return Work(*(getattr(self, field.name) - getattr(other, field.name) for field in fields(Work)))
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """The account of a span of time."""
+
+    seconds: float  # T
+    ideal_s: float  # T*
+    efficiency: float  # T*/T
+    engine_share: float  # of the wall time, the mean engine computes for training rollouts
+    eval_share: float  # ... for evaluation
+    learner_share: float  # of the wall time, the learner computes
+    engine_wait_s: float  # of the mean engine
+    trainer_wait_s: float
+    sampled_tokens: float
+    trained_tokens: float
+
+    def metrics(self) -> dict[str, float]:
+        """Under the names of the contract."""
+        seconds = max(self.seconds, 1e-9)
+        return {
+            "efficiency": self.efficiency,
+            "share/engine": self.engine_share,
+            "share/eval": self.eval_share,
+            "share/learner": self.learner_share,
+            "wait/engine_s": self.engine_wait_s,
+            "wait/trainer_s": self.trainer_wait_s,
+            "throughput/sampled_tok_s": self.sampled_tokens / seconds,
+            "throughput/trained_tok_s": self.trained_tokens / seconds,
+            "time/step_s": self.seconds,
+        }
+
+
+class WorkAccount:
+    """Adds up what engines and learner say of themselves, across restarts of a part.
+
+    A part reports totals since it started, so a total that falls is a restart: what came before is kept.
+    `lap` accounts for the time since the last lap, `whole` for all of it.
+    """
+
+    def __init__(self, cores: int, clock: Callable[[], float]) -> None:
+        assert cores >= 1
+        self._cores = cores
+        self._clock = clock
+        self._began = self._lap_began = clock()
+        self._engines: dict[str, Work] = {}  # totals since the engine's last restart
+        self._engine_past = Work()
+        self._learner = Work()
+        self._learner_past = Work()
+        self._wasted = 0.0
+        self._lap_start = (Work(), Work(), 0.0)
+
+    def engines(self, stats: Mapping[str, EngineStats]) -> None:
+        """The newest word of these engines; of engines not named, the last word stands."""
+        for name, word in stats.items():
+            threads = min(word.threads, self._cores)
+            work = Work(word.busy_s, word.eval_busy_s, word.busy_s * threads, word.tokens)
+            before = self._engines.get(name)
+            if before is not None and work.tokens < before.tokens:
+                self._engine_past += before
+            self._engines[name] = work
+
+    def learner(self, stats: LearnerStats) -> None:
+        work = Work(stats.busy_s, 0.0, stats.busy_s * min(stats.threads, self._cores), stats.tokens)
+        if work.busy_s < self._learner.busy_s:
+            self._learner_past += self._learner
+        self._learner = work
+
+    def wasted(self, tokens: float) -> None:
+        """So many sampled tokens were thrown away."""
+        self._wasted += tokens
+
+    def lap(self) -> Efficiency:
+        now = self._clock()
+        start, self._lap_start = self._lap_start, self._totals()
+        began, self._lap_began = self._lap_began, now
+        return self._account(now - began, start)
+
+    def whole(self) -> Efficiency:
+        return self._account(self._clock() - self._began, (Work(), Work(), 0.0))
+
+    def _totals(self) -> tuple[Work, Work, float]:
+        generation = sum(self._engines.values(), self._engine_past)
+        return generation, self._learner + self._learner_past, self._wasted
+
+    def _account(self, seconds: float, start: tuple[Work, Work, float]) -> Efficiency:
+        generation, training, wasted = self._totals()
+        generation, training, wasted = generation - start[0], training - start[1], wasted - start[2]
+        span = max(seconds, 1e-9)
+        engines = max(len(self._engines), 1)
+        useful = 1.0 - min(wasted / generation.tokens, 1.0) if generation.tokens > 0 else 1.0
+        ideal_s = (generation.core_s * useful + training.core_s) / self._cores
+        busy_s, eval_s = generation.busy_s / engines, generation.eval_busy_s / engines
+        return Efficiency(
+            seconds=seconds,
+            ideal_s=ideal_s,
+            efficiency=ideal_s / span,
+            engine_share=busy_s / span,
+            eval_share=eval_s / span,
+            learner_share=training.busy_s / span,
+            engine_wait_s=max(seconds - busy_s - eval_s, 0.0),
+            trainer_wait_s=max(seconds - training.busy_s, 0.0),
+            sampled_tokens=generation.tokens,
+            trained_tokens=training.tokens,
+        )

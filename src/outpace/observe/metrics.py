@@ -1,0 +1,220 @@
+"""One number per metric and step, by a rule declared per name.
+
+Invariants
+- The rule of a metric is a property of its name: the tables below are the only place that says it.
+- What `flush` returns is finite. A value that is not is dropped and counted in `faults/nan_metrics`.
+- A declared sum is there every step, as 0 when nothing happened. Any other metric is there only if it was fed:
+  a mean over nothing has no value.
+
+A ratio of sums is a weighted mean: feed `value = part / whole` with `weight = whole`. No I/O, no clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+Rule = Literal["sum", "mean", "std", "max", "last", "p95"]
+
+NAN_METRICS = "faults/nan_metrics"
+
+RULES: dict[str, Rule] = {
+    "reward/mean": "mean",
+    "reward/std": "std",
+    "lag/mean": "mean",
+    "lag/p95": "p95",
+    "lag/max": "max",
+    "wait/trainer_s": "sum",
+    "wait/engine_s": "sum",
+    "sync/publish_s": "sum",
+    "sync/pause_s": "sum",
+    "sync/load_s": "sum",
+    "sync/bytes": "sum",
+    "waste/tokens": "sum",
+    "waste/fraction": "mean",
+    "waste/filtered_tokens": "sum",
+    "offpolicy/ess": "mean",
+    "offpolicy/kl": "mean",
+    "offpolicy/truncated": "mean",
+    "offpolicy/weight": "mean",
+    "offpolicy/weight_sq": "mean",
+    "loss/policy": "last",
+    "loss/grad_norm": "last",
+    "loss/lr": "last",
+    "loss/entropy": "mean",
+    "queue/running": "last",
+    "queue/finished": "last",
+    "queue/outstanding": "last",
+    "queue/waiting": "last",
+    "groups/finished": "sum",
+    "groups/filtered": "sum",
+    "groups/failed": "sum",
+    "groups/seconds": "mean",
+    "completion/mean_tokens": "mean",
+    "completion/truncated": "mean",
+    "throughput/sampled_tokens": "sum",
+    "throughput/trained_tokens": "sum",
+    "throughput/sampled_tok_s": "last",
+    "throughput/trained_tok_s": "last",
+    "time/step_s": "last",
+    "time/wall_s": "last",
+    "time/train_s": "sum",
+    "faults/failed_episodes": "sum",
+    "faults/skipped_steps": "sum",
+    NAN_METRICS: "sum",
+    "efficiency": "last",
+}
+"""The metrics of the contract."""
+
+PREFIX_RULES: tuple[tuple[str, Rule], ...] = (
+    ("faults/", "sum"),
+    ("queue/", "last"),
+    ("fleet/", "last"),
+    ("throughput/", "last"),
+    ("share/", "last"),
+)
+"""For names not in the table; prefixes are asked before suffixes."""
+
+SUFFIX_RULES: tuple[tuple[str, Rule], ...] = (
+    ("/max", "max"),
+    ("_max", "max"),
+    ("/p95", "p95"),
+    ("/std", "std"),
+    ("/mean", "mean"),
+    ("_s", "sum"),
+    ("/bytes", "sum"),
+    ("/count", "sum"),
+)
+
+DEFAULT_RULE: Rule = "mean"
+
+
+def rule_of(name: str) -> Rule:
+    """How values of this metric are put together."""
+    if name in RULES:
+        return RULES[name]
+    for prefix, rule in PREFIX_RULES:
+        if name.startswith(prefix):
+            return rule
+    for suffix, rule in SUFFIX_RULES:
+        if name.endswith(suffix):
+            return rule
+    return DEFAULT_RULE
+
+
+class _Cell:
+    """The values of one metric in one step, folded as they come."""
+
+    __slots__ = ("histogram", "last", "mean", "rule", "spread", "top", "total", "weight")
+
+    def __init__(self, rule: Rule) -> None:
+        self.rule = rule
+        self.weight = 0.0
+        self.total = 0.0
+        self.mean = 0.0
+        self.spread = 0.0  # weighted sum of squared distances from the mean
+        self.top = -math.inf
+        self.last = 0.0
+        self.histogram: dict[float, float] = {}
+
+    def add(self, value: float, weight: float) -> None:
+        self.weight += weight
+        self.total += value * weight
+        distance = value - self.mean
+        self.mean += distance * (weight / self.weight)
+        self.spread += weight * distance * (value - self.mean)
+        self.top = max(self.top, value)
+        self.last = value
+        if self.rule == "p95":
+            self.histogram[value] = self.histogram.get(value, 0.0) + weight
+
+    def result(self) -> float:
+        match self.rule:
+            case "sum":
+                return self.total
+            case "mean":
+                return self.mean
+            case "std":
+                return math.sqrt(max(self.spread, 0.0) / self.weight)
+            case "max":
+                return self.top
+            case "last":
+                return self.last
+            case "p95":
+                return percentile(self.histogram, 0.95)
+
+
+def percentile(counts: Mapping[float, float] | Mapping[int, int], share: float) -> float:
+    """The smallest value that at least `share` of the counted weight does not exceed."""
+    due = share * sum(counts.values())
+    seen = 0.0
+    for value, weight in sorted(counts.items()):
+        seen += weight
+        if seen >= due * (1 - 1e-12):  # sums of weights round
+            return float(value)
+    raise ValueError("a percentile of nothing")
+
+
+class Meter:
+    """Gathers the values of one step."""
+
+    def __init__(self) -> None:
+        self._cells: dict[str, _Cell] = {}
+        self._exact: dict[str, float] = {}
+        self._dropped = 0
+
+    def put(self, name: str, value: float) -> None:
+        """The value of the whole step, known exactly: whatever else was added under this name gives way."""
+        if math.isfinite(value):
+            self._exact[name] = float(value)
+        else:
+            self._dropped += 1
+
+    def add(self, name: str, value: float, weight: float = 1.0) -> None:
+        """One value. A weight of 0 adds nothing; a value or weight that is not finite is dropped and counted."""
+        if not (math.isfinite(value) and math.isfinite(weight)):
+            self._dropped += 1
+            return
+        assert weight >= 0, f"{name}: weight {weight}"
+        if weight == 0:
+            return
+        cell = self._cells.get(name)
+        if cell is None:
+            cell = self._cells[name] = _Cell(rule_of(name))
+        cell.add(float(value), float(weight))
+
+    def add_counts(self, name: str, counts: Mapping[int, int]) -> None:
+        """A histogram, value -> how often, as `name/mean`, `name/p95` and `name/max`."""
+        for value, count in counts.items():
+            for statistic in ("mean", "p95", "max"):
+                self.add(f"{name}/{statistic}", value, count)
+
+    def flush(self) -> dict[str, float]:
+        """The metrics of the step, sorted by name; the next step starts empty."""
+        metrics = {name: 0.0 for name, rule in RULES.items() if rule == "sum"}
+        for name, cell in self._cells.items():
+            value = cell.result()
+            if math.isfinite(value):
+                metrics[name] = value
+            else:  # finite values can still overflow in a sum
+                self._dropped += 1
+        metrics |= self._exact
+        metrics[NAN_METRICS] += self._dropped
+        self._cells.clear()
+        self._exact.clear()
+        self._dropped = 0
+        return dict(sorted((_derived(metrics) | metrics).items()))
+
+
+def _derived(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Metrics made of others, where nobody gave them directly."""
+    derived = {}
+    weight, weight_sq = metrics.get("offpolicy/weight"), metrics.get("offpolicy/weight_sq")
+    if weight is not None and weight_sq:
+        # Kish's effective sample size, as a share of the tokens: (sum w)^2 / (n * sum w^2).
+        derived["offpolicy/ess"] = weight**2 / weight_sq
+    # A group dropped in this step may have been sampled in an earlier one, hence the bound.
+    sampled = max(metrics["throughput/sampled_tokens"], metrics["waste/tokens"])
+    derived["waste/fraction"] = metrics["waste/tokens"] / sampled if sampled > 0 else 0.0
+    return derived

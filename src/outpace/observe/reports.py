@@ -1,0 +1,115 @@
+"""What the parts report, under the metric names of the contract.
+
+A learner's sums are over trained tokens, so their means are weighted by tokens and add up over chunks. Names
+without a slash are looked up below; names with one are taken as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from outpace.observe.efficiency import Efficiency
+from outpace.observe.metrics import Meter
+from outpace.types import ChunkReport, EngineStats, GroupReport, LoadReport, Manifest, StepReport
+
+CHUNK_NAMES: dict[str, str] = {
+    "weight": "offpolicy/weight",
+    "weight_sq": "offpolicy/weight_sq",
+    "kl": "offpolicy/kl",
+    "truncated": "offpolicy/truncated",
+    "ratio": "offpolicy/ratio",
+    "entropy": "loss/entropy",
+}
+"""Where a learner's token sums go; other names go under `loss/`."""
+
+
+def record_group(meter: Meter, report: GroupReport) -> None:
+    """A group closed in this step. Tokens of a failed group are waste; those of a filtered one are named apart."""
+    meter.add(f"groups/{report.outcome}", 1)
+    meter.add("groups/seconds", report.seconds)
+    meter.add("throughput/sampled_tokens", report.tokens_sampled)
+    meter.add("faults/failed_episodes", report.failed_episodes)
+    for reward in report.rewards:
+        meter.add("reward/mean", reward)
+        meter.add("reward/std", reward)
+    for function, reward in report.reward_parts.items():
+        meter.add(f"reward/{function}", reward, len(report.rewards))
+    if report.outcome == "filtered":
+        meter.add("waste/filtered_tokens", report.tokens_sampled)
+    if report.outcome == "failed":
+        record_waste(meter, report.tokens_sampled)
+    if report.episodes:
+        meter.add("completion/mean_tokens", report.tokens_sampled / report.episodes, report.episodes)
+        meter.add("completion/truncated", report.truncated / report.episodes, report.episodes)
+    for name, value in report.metrics.items():
+        meter.add(name if "/" in name else f"episode/{name}", value, max(report.episodes, 1))
+
+
+def record_waste(meter: Meter, tokens: float) -> None:
+    """So many sampled tokens were thrown away: a group failed, or was finished and then dropped."""
+    meter.add("waste/tokens", tokens)
+
+
+def record_chunk(meter: Meter, report: ChunkReport) -> None:
+    meter.add("throughput/trained_tokens", report.tokens)
+    meter.add("time/train_s", report.seconds)
+    meter.add_counts("lag", report.lag_counts)
+    if report.tokens:
+        for name, total in report.sums.items():
+            meter.add(_learner_name(name), total / report.tokens, report.tokens)
+    for name, value in report.maxima.items():
+        meter.add(f"{_learner_name(name)}_max", value)
+
+
+def record_step(meter: Meter, report: StepReport) -> None:
+    """What the learner says of the whole batch is exact, and stands before what its chunks add up to."""
+    meter.add("loss/policy", report.loss)
+    meter.add("loss/grad_norm", report.grad_norm)
+    meter.add("loss/lr", report.lr)
+    meter.add("time/train_s", report.seconds)
+    meter.add("faults/skipped_steps", float(report.skipped))
+    for name, value in report.metrics.items():
+        meter.put(_learner_name(name), value)
+
+
+def record_publish(meter: Meter, manifest: Manifest) -> None:
+    meter.add("sync/publish_s", manifest.seconds)
+
+
+def record_load(meter: Meter, report: LoadReport) -> None:
+    meter.add("sync/pause_s", report.pause_s)
+    meter.add("sync/load_s", report.seconds)
+    meter.add("sync/bytes", report.bytes)
+
+
+def record_engines(meter: Meter, stats: Iterable[EngineStats]) -> None:
+    """What the engines have in hand now, summed over them."""
+    words = list(stats)
+    meter.add("fleet/engines", len(words))
+    meter.add("queue/sequences", sum(word.running for word in words))
+    meter.add("queue/waiting", sum(word.waiting for word in words))
+
+
+def record_queue(meter: Meter, running: int, finished: int) -> None:
+    """Groups under way and groups finished and not yet trained: together, what is outstanding."""
+    meter.add("queue/running", running)
+    meter.add("queue/finished", finished)
+    meter.add("queue/outstanding", running + finished)
+
+
+def record_efficiency(meter: Meter, lap: Efficiency, whole: Efficiency) -> None:
+    """Waits and throughput of this step; T*/T of the run so far, since a single step can borrow from the next."""
+    for name, value in lap.metrics().items():
+        if name != "efficiency":
+            meter.add(name, value)
+    meter.add("efficiency", whole.efficiency)
+    meter.add("time/wall_s", whole.seconds)
+
+
+def evaluation_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Held-out results, under `eval/`."""
+    return {name if name.startswith("eval/") else f"eval/{name}": value for name, value in metrics.items()}
+
+
+def _learner_name(name: str) -> str:
+    return name if "/" in name else CHUNK_NAMES.get(name, f"loss/{name}")

@@ -1,0 +1,179 @@
+"""The run directory: who may write it, what is in it, how it is rolled back.
+
+Invariants
+- A directory belongs to one process at a time (`run.lock`).
+- `claim` changes nothing but the lock, so that a start-up check that fails afterwards costs nothing: `abandon` takes
+  back what this run has made. Only `start` clears what an earlier run left, by name: foreign files are never touched.
+- Every line carries its step. `roll_back(c)` leaves the logs as they were when step c was written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from outpace.errors import BadInput
+from outpace.observe.linefile import LineFile, keep_lines, read_lines, write_atomically
+from outpace.observe.runlock import RunLock
+from outpace.observe.summary import Summary
+from outpace.types import EpisodeView
+
+LOCK = "run.lock"
+FILES = ("config.toml", "metrics.jsonl", "batches.jsonl", "summary.json", "timeline.json", "ledger.jsonl")
+FOLDERS = ("rollouts", "checkpoints", "journal", "logs")
+"""What a run leaves, and all that overwriting one removes."""
+
+
+class BatchGroup(msgspec.Struct, frozen=True):
+    """One group of a trained batch, as `batches.jsonl` names it."""
+
+    task: str
+    epoch: int
+    admitted: int
+    lag: int
+    episodes: int
+
+
+class RunLog:
+    """Owns the run directory from `claim` to `close`."""
+
+    def __init__(self, directory: Path, lock: RunLock, made: list[Path], resuming: bool) -> None:
+        self.dir = directory
+        self._lock = lock
+        self._made = made  # directories this run created, outermost first
+        self._resuming = resuming
+        self._began = False
+        self._lines: dict[str, LineFile] = {}
+
+    # ------------------------------------------------------------------------------------------------ start and end
+
+    @classmethod
+    def claim(cls, directory: str | Path, *, overwrite: bool = False, resume: bool = False) -> RunLog:
+        """Take the directory for this process, or raise BadInput; nothing in it is changed yet."""
+        path = Path(directory)
+        if resume and not (path / "config.toml").is_file():
+            raise BadInput(f"run.dir: there is no run in {path}")
+        made = _make_directories(path)
+        try:
+            lock = RunLock(path / LOCK)
+        except OSError as error:
+            _remove_if_empty(made)
+            raise BadInput(f"run.dir: cannot write to {path}: {error.strerror}") from None
+        log = cls(path, lock, made, resume)
+        if not resume and not overwrite and _content(path):
+            log.abandon()
+            raise BadInput(f"run.dir: {path} is not empty; choose another, or set run.overwrite = true")
+        return log
+
+    def start(self, config: str) -> None:
+        """Everything was checked: write the resolved config and open the logs. A resumed run keeps what it has."""
+        self._began = True
+        if not self._resuming:
+            for name in FILES:
+                (self.dir / name).unlink(missing_ok=True)
+            for name in FOLDERS:
+                if (self.dir / name).is_dir():
+                    shutil.rmtree(self.dir / name)
+        for name in FOLDERS:
+            (self.dir / name).mkdir(exist_ok=True)
+        write_atomically(self.dir / "config.toml", config)
+        for name in ("metrics.jsonl", "batches.jsonl"):
+            self._lines[name] = LineFile(self.dir / name)
+
+    def abandon(self) -> None:
+        """Leave no trace, if this run has not logged a step; otherwise just close."""
+        untouched = self._began and not self._resuming and not any(read_lines(self.dir / "metrics.jsonl"))
+        self._close_lines()
+        if untouched:
+            for name in FILES:
+                (self.dir / name).unlink(missing_ok=True)
+            for name in FOLDERS:
+                shutil.rmtree(self.dir / name, ignore_errors=True)
+        self._lock.release()
+        _remove_if_empty(self._made)
+
+    def close(self) -> None:
+        self._close_lines()
+        self._lock.release()
+
+    def _close_lines(self) -> None:
+        for lines in self._lines.values():
+            lines.close()
+        self._lines.clear()
+
+    # ----------------------------------------------------------------------------------------------------- the logs
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One line of metrics.jsonl: finite numbers only."""
+        self._lines["metrics.jsonl"].append({"step": step} | finite(metrics))
+
+    def batch(self, step: int, version: int, groups: Iterable[BatchGroup]) -> None:
+        """One line of batches.jsonl: what this step was trained on. `version` is the one it was trained from."""
+        record = {"step": step, "version": version, "groups": [msgspec.to_builtins(group) for group in groups]}
+        self._lines["batches.jsonl"].append(record)
+
+    def rollouts(self, step: int, views: Iterable[EpisodeView]) -> None:
+        """The text of some rollouts, in a file of their own."""
+        lines = LineFile(self.dir / "rollouts" / f"step-{step:06d}.jsonl")
+        for view in views:
+            lines.append(msgspec.to_builtins(view))
+        lines.close()
+
+    def summary(self, summary: Summary) -> None:
+        text = msgspec.json.format(msgspec.json.encode(summary), indent=2).decode()
+        write_atomically(self.dir / "summary.json", text + "\n")
+
+    def roll_back(self, step: int) -> list[dict[str, Any]]:
+        """Forget what was logged after `step`; returns the lines of metrics.jsonl that stay."""
+        self._close_lines()
+        for name in ("metrics.jsonl", "batches.jsonl"):
+            keep_lines(self.dir / name, lambda record: _step_of(record) <= step)
+            if self._began:
+                self._lines[name] = LineFile(self.dir / name)
+        for path in (self.dir / "rollouts").glob("step-*.jsonl"):
+            number = path.stem.removeprefix("step-")
+            if number.isdecimal() and int(number) > step:
+                path.unlink()
+        (self.dir / "summary.json").unlink(missing_ok=True)
+        return list(read_lines(self.dir / "metrics.jsonl"))
+
+
+def finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Without what JSON cannot say."""
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+
+def _step_of(record: Mapping[str, Any]) -> float:
+    step = record.get("step")
+    return step if isinstance(step, int) else math.inf  # a line of no step belongs to no kept step
+
+
+def _content(path: Path) -> list[str]:
+    return sorted(entry.name for entry in path.iterdir() if entry.name != LOCK)
+
+
+def _make_directories(path: Path) -> list[Path]:
+    """Create `path` and its missing parents; returns those created, outermost first."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()][::-1]
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        _remove_if_empty(missing)
+        raise BadInput(f"run.dir: cannot create {path}: {error.strerror}") from None
+    if not os.access(path, os.W_OK | os.X_OK):
+        _remove_if_empty(missing)
+        raise BadInput(f"run.dir: cannot write to {path}")
+    return missing
+
+
+def _remove_if_empty(folders: list[Path]) -> None:
+    for folder in reversed(folders):
+        with contextlib.suppress(OSError):  # somebody else has put something there: then it stays
+            folder.rmdir()

@@ -1,0 +1,101 @@
+"""`summary.json`: what a run came to, in one object."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+
+import msgspec
+
+WINDOW = 10
+"""`reward_first` and `reward_last` are means over so many steps at either end (over a quarter of a short run)."""
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """None: there was nothing to measure."""
+
+    steps: int
+    wall_s: float
+    train_s: float  # wall time of the training loop alone, without start-up and the last evaluation
+    seed: int
+    reward_first: float | None
+    reward_last: float | None
+    eval_first: float | None
+    eval_last: float | None
+    tokens_trained: int
+    tokens_sampled: int
+    waste_fraction: float
+    lag_max: int
+    efficiency: float | None
+    exit: int  # the exit code of the process
+    reason: str = ""  # why the run ended, for people
+    evals: list[tuple[int, float]] = []  # (version, held-out score)
+    extra: dict[str, float] = {}
+
+
+class SummaryBuilder:
+    """Folds the metrics of the steps. After a resume, feed it the kept lines of metrics.jsonl first."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._first: list[float] = []
+        self._last: deque[float] = deque(maxlen=WINDOW)
+        self._trained = self._sampled = self._wasted = 0.0
+        self._lag_max = 0.0
+        self._efficiency: float | None = None
+        self._evals: dict[int, float] = {}
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.steps = max(self.steps, step)
+        reward = metrics.get("reward/mean")
+        if reward is not None:
+            self._last.append(reward)
+            if len(self._first) < WINDOW:
+                self._first.append(reward)
+        self._trained += metrics.get("throughput/trained_tokens", 0.0)
+        self._sampled += metrics.get("throughput/sampled_tokens", 0.0)
+        self._wasted += metrics.get("waste/tokens", 0.0)
+        self._lag_max = max(self._lag_max, metrics.get("lag/max", 0.0))
+        self._efficiency = metrics.get("efficiency", self._efficiency)
+        version, score = metrics.get("eval/version"), metrics.get("eval/reward")
+        if version is not None and score is not None:
+            self.evaluation(int(version), score)
+
+    def evaluation(self, version: int, score: float) -> None:
+        self._evals[version] = score
+
+    def build(
+        self,
+        *,
+        wall_s: float,
+        train_s: float,
+        seed: int,
+        exit: int,
+        reason: str = "",
+        extra: Mapping[str, float] | None = None,
+    ) -> Summary:
+        evals = sorted(self._evals.items())
+        window = max(1, min(WINDOW, self.steps // 4))
+        return Summary(
+            steps=self.steps,
+            wall_s=wall_s,
+            train_s=train_s,
+            seed=seed,
+            reward_first=_mean(self._first[:window]),
+            reward_last=_mean(list(self._last)[-window:]),
+            eval_first=evals[0][1] if evals else None,
+            eval_last=evals[-1][1] if evals else None,
+            tokens_trained=round(self._trained),
+            tokens_sampled=round(self._sampled),
+            waste_fraction=min(self._wasted / self._sampled, 1.0) if self._sampled else 0.0,
+            lag_max=round(self._lag_max),
+            efficiency=self._efficiency,
+            exit=exit,
+            reason=reason,
+            evals=evals,
+            extra=dict(extra or {}),
+        )
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None

@@ -1,0 +1,217 @@
+"""Builds each part from the config, in whichever process it is to live.
+
+`spec.settings` is what a part may know: the resolved config and a few facts of this start of the run. Torch is loaded
+by the engine and the learner only; a worker stays light.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from outpace.config import Config
+from outpace.protocols import Engine, Rollout
+from outpace.resources import child_environment, compute_threads
+from outpace.runtime import code
+from outpace.runtime.spec import PartSpec
+
+ENGINE = "engine-0"
+
+
+class PartSettings(msgspec.Struct, frozen=True):
+    """What every part of one start of a run is told."""
+
+    config: dict[str, Any]
+    incarnation: str
+    run_dir: str
+    scratch: str
+    threads: int
+
+    @property
+    def parsed(self) -> Config:
+        return Config.model_validate(self.config)
+
+    @property
+    def journal(self) -> Path:
+        return Path(self.run_dir) / "journal"
+
+
+class PartSpecs:
+    """The parent's side: what each part of one start is told, and the environment its process gets."""
+
+    def __init__(self, config: Config, run_dir: Path, scratch: Path, code: bytes = b"") -> None:
+        self._config = config
+        self._threads = compute_threads(config)
+        settings = PartSettings(
+            config.model_dump(), secrets.token_hex(8), str(run_dir.absolute()), str(scratch), self._threads
+        )
+        self._facts: dict[str, Any] = msgspec.to_builtins(settings)
+        self._token = secrets.token_hex(16)
+        self._socket = str(scratch / f"{ENGINE}.sock")
+        self._code = code
+
+    def engine(self) -> tuple[PartSpec, dict[str, str]]:
+        spec = PartSpec(
+            ENGINE,
+            "outpace.parts:build_engine",
+            "outpace.protocols:Engine",
+            self._facts,
+            listen=self._socket,
+            token=self._token,
+        )
+        return spec, child_environment(self._threads)
+
+    def learner(self) -> tuple[PartSpec, dict[str, str]]:
+        spec = PartSpec("learner", "outpace.parts:build_learner", "outpace.protocols:Learner", self._facts)
+        return spec, child_environment(self._threads)
+
+    def workers(self) -> list[tuple[PartSpec, dict[str, str]]]:
+        return [
+            (
+                PartSpec(
+                    f"worker-{index}",
+                    "outpace.parts:build_worker",
+                    "outpace.protocols:Worker",
+                    self._facts,
+                    code=self._code,
+                    token=self._token,
+                    peers={ENGINE: self._socket},
+                ),
+                child_environment(1, gpu=False),
+            )
+            for index in range(self._config.rollout.workers)
+        ]
+
+
+def settings_of(spec: PartSpec) -> PartSettings:
+    return msgspec.convert(spec.settings, PartSettings)
+
+
+async def build_engine(spec: PartSpec, peers: dict[str, Any]) -> object:
+    return await asyncio.to_thread(_engine, settings_of(spec))
+
+
+def _engine(settings: PartSettings) -> object:
+    from outpace.engines.embedded import EmbeddedEngine
+
+    config = settings.parsed
+    return EmbeddedEngine(
+        model=config.model.path,
+        dtype=config.model.dtype,
+        device=_device(config.run.device),
+        trust_remote_code=config.model.trust_remote_code,
+        slots=config.engine.slots,
+        context=config.engine.context,
+        kv=config.engine.kv,
+        path=config.engine.path,
+        deterministic=config.run.deterministic,
+        threads=settings.threads,
+    )
+
+
+async def build_learner(spec: PartSpec, peers: dict[str, Any]) -> object:
+    return await asyncio.to_thread(_learner, settings_of(spec))
+
+
+def _learner(settings: PartSettings) -> object:
+    from outpace.learn.learner import TorchLearner
+    from outpace.learn.settings import LearnerSettings
+
+    config = settings.parsed
+    return TorchLearner(
+        LearnerSettings(
+            model=config.model.path,
+            dtype=config.model.dtype,
+            device=_device(config.run.device),
+            trust_remote_code=config.model.trust_remote_code,
+            learner=config.learner,
+            importance_cap=config.algorithm.importance_cap,
+            temperature=config.rollout.temperature,
+            total_steps=config.run.steps,
+            seed=config.run.seed,
+            threads=settings.threads,
+            incarnation=settings.incarnation,
+            journal=settings.journal,
+            snapshots=Path(settings.scratch) / "weights",
+        )
+    )
+
+
+def _device(wanted: str) -> str:
+    if wanted != "auto":
+        return wanted
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+async def build_worker(spec: PartSpec, peers: dict[str, Any]) -> object:
+    given = code.unpack(spec.code)
+    return await asyncio.to_thread(_worker, spec.name, settings_of(spec), list(peers.values()), given)
+
+
+def _worker(name: str, settings: PartSettings, engines: list[Engine], given: dict[str, Any]) -> object:
+    from outpace.checkpoint.journal import JournalWriter
+    from outpace.models.loading import eos_ids, load_tokenizer
+    from outpace.rollout.worker import Judges, RolloutWorker
+    from outpace.tasks.registry import open_tasks
+
+    config = settings.parsed
+    tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    train, heldout = given["tasks"] if "tasks" in given else open_tasks(config)
+    functions = given["rewards"] if "rewards" in given else _rewards(config)
+    return RolloutWorker(
+        settings=_worker_settings(config, eos_ids(config.model.path)),
+        engines=engines,
+        tokenizer=tokenizer,
+        train=train,
+        heldout=heldout,
+        rollout=given.get("rollout") or _rollout(config),
+        judges=Judges(functions, config.rewards.weights or [1.0] * len(functions)),
+        journal=JournalWriter(settings.journal, name),
+    )
+
+
+def _rewards(config: Config) -> list[Any]:
+    from outpace.rewards.registry import resolve_rewards
+
+    return resolve_rewards(config.rewards.functions)
+
+
+def _rollout(config: Config) -> Rollout:
+    from outpace.references import load_function
+    from outpace.rollout.single_turn import single_turn
+
+    if config.rollout.function is None:
+        return single_turn
+    return load_function(config.rollout.function, "rollout.function")
+
+
+def _worker_settings(config: Config, stops: list[int]) -> Any:
+    from outpace.rollout.client import ClientSettings
+    from outpace.rollout.closing import ClosingRules
+    from outpace.rollout.worker import WorkerSettings
+
+    rollout, algorithm = config.rollout, config.algorithm
+    assert rollout.max_tokens is not None, "the config was resolved"
+    return WorkerSettings(
+        client=ClientSettings(
+            max_tokens=rollout.max_tokens,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            stop_ids=tuple(stops),
+            stop_strings=tuple(rollout.stop),
+            system=config.model.system,
+            seed=config.run.seed,
+        ),
+        eval_seed=config.eval.seed,
+        eval_temperature=rollout.temperature if config.eval.temperature is None else config.eval.temperature,
+        episode_timeout_s=rollout.timeout_s,
+        reward_timeout_s=config.rewards.timeout_s,
+        closing=ClosingRules(algorithm.baseline, algorithm.filter_uniform, algorithm.uniform_tolerance),
+    )

@@ -1,0 +1,365 @@
+"""The controller's mind: one event in, the actions it calls for out. No clock, no I/O, no tensors.
+
+         tasks ──▶ pacing: may a group start? ──Admit──▶ workers ──GroupClosed──▶ batcher: which batch takes it?
+                      ▲ oldest version that serves                                    │ TrainChunk … CloseBatch
+                      │                                                               ▼
+         courier ──LoadWeights──▶ engines        Publish, Checkpoint, Evaluate ◀── learner: BatchTrained
+            ▲                                        │
+            └──────────── Published ◀────────────────┘
+
+Who waits for whom, and who ends the wait
+- admission waits for room (a group trained or gone), or for an engine to load (EngineLoaded);
+- the open batch waits for running groups (GroupClosed);
+- the learner is serial: one chunk or step at a time (ChunkTrained, BatchTrained). Its calls run in the order given, so
+  a Publish or Checkpoint needs no waiting: whatever is ordered after it happens after it;
+- an engine waits for nobody but, when draining or in lockstep, for its running groups;
+- an evaluation waits for its version to be published and for the one under way (EvaluationDone);
+- the end waits for the learner, publications and evaluations; a requested stop not for evaluations.
+
+After every event everything is looked at again, in a fixed order, so no event can be missed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Self
+
+import msgspec
+
+from outpace.errors import BadInput
+from outpace.pipeline.batcher import Batcher
+from outpace.pipeline.courier import Courier, Evaluations
+from outpace.pipeline.events import (
+    Action,
+    Admit,
+    BatchTrained,
+    Cancel,
+    Checkpoint,
+    ChunkTrained,
+    CloseBatch,
+    EngineLoaded,
+    EpochEnded,
+    EpochStarted,
+    Evaluate,
+    EvaluationDone,
+    Event,
+    Finish,
+    GroupClosed,
+    LoadWeights,
+    Publish,
+    Published,
+    Started,
+    StopRequested,
+    TrainChunk,
+)
+from outpace.pipeline.ledger import Ledger, LedgerState, Settled
+from outpace.pipeline.pacing import CoreSettings, Load, Pacing
+from outpace.tasks.order import Order
+from outpace.types import Version
+
+__all__ = ["Core", "CoreSettings", "CoreState"]
+
+
+class CoreState(msgspec.Struct, frozen=True):
+    """What a checkpoint keeps of the core."""
+
+    tasks: int
+    seed: int
+    shuffle: bool
+    version: Version = 0
+    next_group: int = 0
+    ledger: LedgerState = LedgerState()
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """An outstanding group."""
+
+    position: int
+    stamp: Version
+
+
+class Core:
+    def __init__(self, settings: CoreSettings, order: Order, state: CoreState | None = None) -> None:
+        self.settings = settings
+        self.order = order
+        self._resumed = state
+        state = state or CoreState(order.count, order.seed, order.shuffle)
+        if (state.tasks, state.seed, state.shuffle) != (order.count, order.seed, order.shuffle):
+            raise BadInput(
+                f"the checkpoint was made with {state.tasks} tasks, seed {state.seed}, shuffle {state.shuffle}; "
+                f"now there are {order.count} tasks, seed {order.seed}, shuffle {order.shuffle}"
+            )
+        assert settings.tasks == order.count
+        self.version: Version = state.version
+        self.filtered_in_a_row = 0
+        self._next_group = state.next_group
+        self._groups: dict[int, Admitted] = {}
+        self._cancelled: set[int] = set()
+        self._pacing = Pacing(settings)
+        self._batcher = Batcher(
+            settings.groups_per_step, settings.chunk_groups, in_order=settings.deterministic, version=state.version
+        )
+        self._ledger = Ledger(order.count, settings.epochs, state.ledger)
+        self._courier = Courier("lockstep" if settings.deterministic else settings.update)
+        self._evaluations = Evaluations()
+        self._learner: Literal["idle", "chunk", "step"] = "idle"
+        self._publishing: set[Version] = set()
+        self._started = self._stopping = self._finished = False
+        self._committed = self._resumed  # what the newest checkpoint holds
+        self._actions: list[Action] = []
+
+    # ---------------------------------------------------------------------------------------------- state and facts
+
+    @classmethod
+    def restore(cls, settings: CoreSettings, order: Order, snapshot: dict[str, object]) -> Self:
+        """Go on from what `snapshot` returned: tasks under way then are issued again, first and in order."""
+        return cls(settings, order, msgspec.convert(snapshot, CoreState))
+
+    def snapshot(self) -> dict[str, object]:
+        snapshot: dict[str, object] = msgspec.to_builtins(self._state())
+        return snapshot
+
+    def _state(self) -> CoreState:
+        return CoreState(
+            tasks=self.order.count,
+            seed=self.order.seed,
+            shuffle=self.order.shuffle,
+            version=self.version,
+            next_group=self._next_group,
+            ledger=self._ledger.state(),
+        )
+
+    @property
+    def running(self) -> int:
+        """Groups being rolled out."""
+        return self._batcher.running
+
+    @property
+    def finished(self) -> int:
+        """Groups finished and not yet trained."""
+        return self._batcher.finished
+
+    @property
+    def outstanding(self) -> int:
+        return self._batcher.outstanding
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Since the run began: groups trained, filtered, failed, dropped; requeued; deadlines extended."""
+        return self._ledger.counts()
+
+    @property
+    def _over(self) -> bool:
+        """Training is: the steps are done, or the data and all that came of it."""
+        return self.settings.is_last(self.version) or (self._ledger.left == 0 and not self.outstanding)
+
+    @property
+    def _load(self) -> Load:
+        return Load(self.version, self._courier.oldest, self.running, self.outstanding, self._ledger.left)
+
+    # ------------------------------------------------------------------------------------------------------- events
+
+    def handle(self, event: Event) -> list[Action]:
+        if self._finished:
+            return []
+        self._hear(event)
+        if self._stopping:
+            self._leave()
+        elif self._started:
+            self._advance()
+        actions, self._actions = self._actions, []
+        return actions
+
+    def _hear(self, event: Event) -> None:
+        match event:
+            case Started(engines):
+                self._start(engines)
+            case GroupClosed():
+                self._group_closed(event)
+            case ChunkTrained(version):
+                assert (self._learner, version) == ("chunk", self.version)
+                self._learner = "idle"
+            case BatchTrained(version):
+                self._batch_trained(version)
+            case Published(version):
+                self._publishing.remove(version)
+                self._courier.published(version)
+                self._evaluations.published(version)
+            case EngineLoaded(engine, version):
+                self._courier.loaded(engine, version)
+            case EvaluationDone(version):
+                self._evaluations.done(version)
+            case StopRequested():
+                self._stopping = True
+
+    def _start(self, engines: dict[str, Version]) -> None:
+        assert not self._started
+        self._started = True
+        self._courier.start(engines, self.version)
+        self._publish()
+        if self.settings.is_evaluated(self.version):
+            self._evaluations.ask(self.version, published=False)
+
+    def _group_closed(self, event: GroupClosed) -> None:
+        if event.group in self._cancelled:
+            self._cancelled.remove(event.group)
+            return
+        group = self._groups[event.group]
+        if event.outcome == "finished":
+            assert event.oldest >= group.stamp, f"group {event.group} has tokens older than its stamp {group.stamp}"
+            self._batcher.finish(event.group)
+            self._ledger.finish(group.position)
+            self.filtered_in_a_row = 0
+        else:
+            self._batcher.discard(event.group)
+            self._settle(event.group, event.outcome)
+            self.filtered_in_a_row += event.outcome == "filtered"
+
+    def _batch_trained(self, version: Version) -> None:
+        assert (self._learner, version) == ("step", self.version + 1)
+        self._learner = "idle"
+        for group in self._batcher.close():
+            self._settle(group, "trained")
+        self.version = version
+        if self._stopping:
+            return
+        if self.settings.is_published(version):
+            self._publish()
+        if self.settings.is_evaluated(version):
+            self._evaluations.ask(version, published=False)
+        if self.settings.is_checkpointed(version):
+            self._checkpoint()
+
+    def _settle(self, group: int, outcome: Settled) -> None:
+        position = self._groups.pop(group).position
+        if self._ledger.settle(position, outcome):
+            self._actions.append(EpochEnded(position // self.order.count))
+
+    # ------------------------------------------------------------------------------------------------------ actions
+
+    def _advance(self) -> None:
+        self._fill_batch()
+        self._admit()
+        self._feed_learner()
+        if self._over:
+            self._wind_up()
+        else:
+            loads = self._courier.deliver(self.running)
+            self._actions.extend(LoadWeights(engine, version) for engine, version in loads)
+        if (version := self._evaluations.next()) is not None:
+            self._actions.append(Evaluate(version))
+        if self._over and self._learner == "idle" and not self._publishing and self._evaluations.idle:
+            self._finish("done")
+
+    def _fill_batch(self) -> None:
+        self._batcher.fill()
+        while self.settings.on_stale != "wait" and (group := self._batcher.overdue()) is not None:
+            self._give_up(group)
+            self._batcher.fill()
+
+    def _give_up(self, group: int) -> None:
+        """A running group keeps a batch from closing: let it miss its deadline, one way or another."""
+        if self.settings.on_stale == "train":
+            self._batcher.extend(group)
+            self._ledger.extended += 1
+            return
+        self._batcher.discard(group)
+        self._cancelled.add(group)
+        self._actions.append(Cancel(group))
+        if self.settings.on_stale == "requeue":
+            self._ledger.requeue(self._groups.pop(group).position)
+        else:
+            self._settle(group, "dropped")
+
+    def _admit(self) -> None:
+        if self._courier.holds_admission:
+            return
+        stamp, deadline = self._courier.oldest, self._pacing.deadline(self._load)
+        for _ in range(self._pacing.room(self._load)):
+            position, epoch_begins = self._ledger.issue()
+            epoch, task = self.order.task(position)
+            if epoch_begins:
+                self._actions.append(EpochStarted(epoch))
+            group, self._next_group = self._next_group, self._next_group + 1
+            self._groups[group] = Admitted(position, stamp)
+            self._batcher.admit(group, deadline)
+            self._actions.append(Admit(group, task, epoch, stamp))
+
+    def _feed_learner(self) -> None:
+        if self._learner != "idle" or not self._batcher.batch:
+            return
+        # Only the last batch of a run may lack groups: no task is left, and all that ran are in the batch.
+        last = self._ledger.left == 0 and self.outstanding == len(self._batcher.batch)
+        complete = not self._batcher.missing or last
+        if chunk := self._batcher.next_chunk(complete):
+            self._learner = "chunk"
+            self._actions.append(TrainChunk(self.version, chunk))
+        elif complete:
+            self._learner = "step"
+            self._actions.append(CloseBatch(self.version, tuple(self._batcher.batch)))
+
+    def _publish(self) -> None:
+        leased = self._courier.leases() | self._evaluations.leases() | self._publishing
+        self._publishing.add(self.version)
+        self._actions.append(Publish(self.version, tuple(sorted(leased))))
+
+    def _checkpoint(self) -> None:
+        """Commit, unless the newest checkpoint says the same."""
+        state = self._state()
+        if state != self._committed:
+            self._committed = state
+            self._actions.append(Checkpoint(self.version, self.snapshot()))
+
+    def _wind_up(self) -> None:
+        """Training is over: publish, commit and evaluate what it made. The commit does not wait for the evaluation."""
+        published = self._courier.newest == self.version
+        if not published and self.version not in self._publishing:
+            self._publish()
+        self._checkpoint()
+        if self.settings.eval_enabled:
+            self._evaluations.ask(self.version, published)
+
+    def _leave(self) -> None:
+        """Stop as soon as the learner is between two orders; an open batch is abandoned, its tasks stay open."""
+        if self._learner == "idle" and not self._publishing:
+            self._checkpoint()
+            self._finish("stopped")
+
+    def _finish(self, reason: str) -> None:
+        self._finished = True
+        self._actions.append(Finish(reason))
+
+    # -------------------------------------------------------------------------------------------------- for people
+
+    def waiting_reason(self) -> str:
+        """Who waits for whom, in one line."""
+        if not self._started:
+            return "the parts have not started"
+        reasons = [self._learner_state(), *self._admission_state()]
+        reasons += [f"the snapshot of version {version} is being taken" for version in sorted(self._publishing)]
+        reasons += [f"engine {name} is loading version {load}" for name, load in self._courier.loading.items()]
+        if self._evaluations.current is not None:
+            reasons.append(f"version {self._evaluations.current} is being evaluated")
+        return "; ".join(reasons)
+
+    def _learner_state(self) -> str:
+        if self._learner == "chunk":
+            return f"learner works on a chunk of batch {self.version}"
+        if self._learner == "step":
+            return f"learner takes the step of batch {self.version}"
+        if self._over:
+            return "training is over"
+        if due := self._batcher.awaited():
+            names = ", ".join(map(str, due[:10])) + (", …" if len(due) > 10 else "")
+            return f"learner waits for {len(due)} running due groups {names}"
+        return f"learner waits for {self._batcher.missing} more groups of batch {self.version}"
+
+    def _admission_state(self) -> list[str]:
+        if self._over or self._stopping:
+            return []
+        if self._courier.holds_admission:
+            return ["admission waits for the engines to load"]
+        limits = self._pacing.limits(self._load)
+        rule = min(limits, key=limits.__getitem__)
+        return [f"{self.running} groups run, admission is full by {rule}"] if limits[rule] <= 0 else []

@@ -1,0 +1,158 @@
+"""What became of every task: the book in which nothing is lost and nothing happens twice.
+
+A task's visit is a position in the order of tasks (position // tasks = its epoch). Each goes
+planned -> running -> finished -> trained, or leaves on the way as filtered, failed or dropped: exactly once. A visit
+that is given up to be made again (`requeue`, or a resumed run) is planned again, before any new one.
+
+Memory is bounded: fresh positions are issued in order, so a position below the cursor that is not open is settled, and
+counts are all that remains of it. Epochs that ended long ago share one tally.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Literal
+
+import msgspec
+
+Settled = Literal["trained", "filtered", "failed", "dropped"]
+
+KEPT_EPOCHS = 256
+"""So many ended epochs keep a tally of their own; it would be a leak to keep all where an epoch is a few tasks."""
+
+
+class Tally(msgspec.Struct):
+    """How many visits of one epoch ended in which way."""
+
+    epoch: int
+    trained: int = 0
+    filtered: int = 0
+    failed: int = 0
+    dropped: int = 0
+
+    @property
+    def settled(self) -> int:
+        return self.trained + self.filtered + self.failed + self.dropped
+
+    def add(self, outcome: str, count: int = 1) -> None:
+        setattr(self, outcome, getattr(self, outcome) + count)
+
+    def as_counts(self) -> dict[str, int]:
+        return {
+            "trained": self.trained,
+            "filtered": self.filtered,
+            "failed": self.failed,
+            "dropped": self.dropped,
+        }
+
+
+class LedgerState(msgspec.Struct, frozen=True):
+    """The ledger as a checkpoint keeps it: what ran or was finished then is made again after a restore."""
+
+    cursor: int = 0
+    queued: list[int] = []
+    running: list[int] = []
+    finished: list[int] = []
+    epochs: list[Tally] = []  # started, oldest first
+    earlier: Tally = msgspec.field(default_factory=lambda: Tally(epoch=-1))  # sum over ended epochs not in the list
+    requeued: int = 0  # visits given up to be made again
+    extended: int = 0  # deadlines moved
+
+
+class Ledger:
+    def __init__(self, tasks: int, epochs: int | None, state: LedgerState) -> None:
+        self.tasks = tasks
+        self.limit = None if epochs is None else tasks * epochs
+        self.cursor = state.cursor
+        self.requeued = state.requeued
+        self.extended = state.extended
+        self._queue = deque(sorted([*state.queued, *state.running, *state.finished]))
+        self._open: dict[int, Literal["running", "finished"]] = {}
+        self._earlier = msgspec.structs.replace(state.earlier)
+        self._epochs = {tally.epoch: msgspec.structs.replace(tally) for tally in state.epochs}
+
+    def state(self) -> LedgerState:
+        return LedgerState(
+            cursor=self.cursor,
+            queued=list(self._queue),
+            running=[position for position, state in self._open.items() if state == "running"],
+            finished=[position for position, state in self._open.items() if state == "finished"],
+            epochs=[msgspec.structs.replace(tally) for tally in self._epochs.values()],
+            earlier=msgspec.structs.replace(self._earlier),
+            requeued=self.requeued,
+            extended=self.extended,
+        )
+
+    @property
+    def left(self) -> int | None:
+        """How many visits can still be issued; None: without end."""
+        if self.limit is None:
+            return None
+        return max(0, self.limit - self.cursor) + len(self._queue)
+
+    # ------------------------------------------------------------------------------------------------- transitions
+
+    def issue(self) -> tuple[int, bool]:
+        """planned -> running: the next position, and whether it is the first of its epoch."""
+        assert self.left != 0, "there is no task left to issue"
+        if self._queue:
+            position = self._queue.popleft()
+        else:
+            position = self.cursor
+            self.cursor += 1
+        assert position not in self._open, f"position {position} is open already"
+        self._open[position] = "running"
+        epoch = position // self.tasks
+        if begins := epoch not in self._epochs:
+            self._epochs[epoch] = Tally(epoch)
+        return position, begins
+
+    def finish(self, position: int) -> None:
+        assert self._open.get(position) == "running", f"position {position} is not running"
+        self._open[position] = "finished"
+
+    def requeue(self, position: int) -> None:
+        """running -> planned, before all others."""
+        assert self._open.pop(position, None) == "running", f"position {position} is not running"
+        self._queue.appendleft(position)
+        self.requeued += 1
+
+    def settle(self, position: int, outcome: Settled) -> bool:
+        """running or finished -> its end. Returns whether every task of its epoch is now accounted for."""
+        before = self._open.pop(position, None)
+        expected = "finished" if outcome == "trained" else "running"
+        assert before == expected, f"position {position} cannot be {outcome}: it is {before or 'not open'}"
+        tally = self._epochs[position // self.tasks]
+        tally.add(outcome)
+        assert tally.settled <= self.tasks
+        if ended := tally.settled == self.tasks:
+            self._collapse()
+        return ended
+
+    def _collapse(self) -> None:
+        ended = [epoch for epoch, tally in self._epochs.items() if tally.settled == self.tasks]
+        for epoch in ended[: max(0, len(ended) - KEPT_EPOCHS)]:
+            for outcome, count in self._epochs.pop(epoch).as_counts().items():
+                self._earlier.add(outcome, count)
+
+    # ----------------------------------------------------------------------------------------------------- reading
+
+    def counts(self) -> dict[str, int]:
+        """Over the whole run: visits by outcome, and how often one was requeued or its deadline moved."""
+        total = msgspec.structs.replace(self._earlier)
+        for tally in self._epochs.values():
+            for outcome, count in tally.as_counts().items():
+                total.add(outcome, count)
+        return {**total.as_counts(), "requeued": self.requeued, "extended": self.extended}
+
+
+def by_epoch(tasks: int, state: LedgerState) -> list[dict[str, int]]:
+    """Per epoch, for people: planned, running, finished, and the settled by outcome. They sum to `tasks`."""
+    rows: list[dict[str, int]] = []
+    for tally in state.epochs:
+        running = sum(position // tasks == tally.epoch for position in state.running)
+        finished = sum(position // tasks == tally.epoch for position in state.finished)
+        planned = tasks - tally.settled - running - finished
+        row = {"epoch": tally.epoch, "planned": planned, "running": running, "finished": finished}
+        rows.append({**row, **tally.as_counts()})
+    return rows

@@ -1,0 +1,132 @@
+"""How many groups may be started now, and until when each must be trained.
+
+Invariants (B = groups in a batch, v = the learner's version, e = the oldest version that serves)
+- A group admitted while the lag in force is l gets the stamp a = e and the deadline a + l: none of its tokens is older
+  than a, so training it in a batch v <= a + l keeps every token's lag within l.
+- Outstanding groups never exceed (l + 1 - (v - e)) * B at admission. Hence whatever is admitted can still be trained in
+  time: for every d, the groups with a deadline <= d fit into the batches up to d. The batcher keeps it that way.
+- Nothing is admitted that the remaining steps or epochs do not need.
+
+In lockstep (`deterministic`) the depth does not limit admission, so that the groups of a stamp depend on nothing but
+outcomes; and no group is admitted before a checkpoint for a batch behind it, so that a checkpoint finds nothing
+outstanding and a resumed run repeats exactly what the uninterrupted one does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+from typing import Literal
+
+from outpace.errors import BadInput
+from outpace.types import Version
+
+OnStale = Literal["wait", "requeue", "drop", "train"]
+
+
+@dataclass(frozen=True)
+class CoreSettings:
+    groups_per_step: int
+    group_size: int
+    max_lag: int
+    depth: float
+    chunk_groups: int
+    max_running: int  # episodes
+    on_stale: OnStale
+    warmup_steps: int
+    publish_every: int
+    update: Literal["inflight", "drain"]
+    deterministic: bool
+    steps: int | None  # None: no limit
+    epochs: int | None  # None: no limit
+    tasks: int  # in one epoch
+    eval_every: int  # 0: only the first and the last version
+    eval_enabled: bool
+    checkpoint_every: int  # 0: only at the end
+
+    def __post_init__(self) -> None:
+        for name in ("groups_per_step", "group_size", "chunk_groups", "max_running", "publish_every", "tasks"):
+            if getattr(self, name) < 1:
+                raise BadInput(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("max_lag", "depth", "warmup_steps", "eval_every", "checkpoint_every"):
+            if getattr(self, name) < 0:
+                raise BadInput(f"{name} must not be negative, but is {getattr(self, name)}")
+        if self.max_lag < self.publish_every - 1:
+            raise BadInput(
+                f"publishing every {self.publish_every} versions needs max_lag >= {self.publish_every - 1}, "
+                f"not {self.max_lag}: else the engines never become fresh enough to serve"
+            )
+
+    def is_last(self, version: Version) -> bool:
+        return self.steps is not None and version >= self.steps
+
+    def is_checkpointed(self, version: Version) -> bool:
+        return self.checkpoint_every > 0 and version % self.checkpoint_every == 0
+
+    def is_evaluated(self, version: Version) -> bool:
+        due = version == 0 or self.is_last(version) or (self.eval_every > 0 and version % self.eval_every == 0)
+        return self.eval_enabled and due
+
+    def is_published(self, version: Version) -> bool:
+        """Every k-th version, and each that somebody needs: warm-up and the step after it (they know no older weights),
+        an evaluation, in lockstep a checkpoint (a resumed run starts from those weights), and the last."""
+        return (
+            version % self.publish_every == 0
+            or version <= self.warmup_steps
+            or self.is_last(version)
+            or self.is_evaluated(version)
+            or (self.deterministic and self.is_checkpointed(version))
+        )
+
+
+@dataclass(frozen=True)
+class Load:
+    """What admission looks at, in groups."""
+
+    version: Version  # the learner's
+    oldest: Version  # of the engines
+    running: int
+    outstanding: int  # running, or finished and not yet trained
+    tasks_left: int | None  # None: endless
+
+
+class Pacing:
+    """The admission rule. It holds no state: the load comes with every question."""
+
+    def __init__(self, settings: CoreSettings) -> None:
+        self.settings = settings
+        # Rounded, lest 1.1 * 10 admit a twelfth group for the sake of 11.000000000000002.
+        self._depth_limit = ceil(round((1 + settings.depth) * settings.groups_per_step, 6))
+        self._running_limit = max(1, settings.max_running // settings.group_size)
+
+    def lag(self, load: Load) -> int:
+        """The lag in force. In lockstep it is a matter of the stamp, not of how far the learner happens to be."""
+        version = load.oldest if self.settings.deterministic else load.version
+        return 0 if version < self.settings.warmup_steps else self.settings.max_lag
+
+    def deadline(self, load: Load) -> Version:
+        """The last batch that may train a group admitted now."""
+        return load.oldest + self.lag(load)
+
+    def limits(self, load: Load) -> dict[str, int]:
+        """How many more groups each rule would admit; the smallest of them counts."""
+        size = self.settings.groups_per_step
+        limits = {
+            "max_running": self._running_limit - load.running,
+            "max_lag": (self.deadline(load) + 1 - load.version) * size - load.outstanding,
+        }
+        if self.settings.deterministic:
+            if every := self.settings.checkpoint_every:
+                next_checkpoint = (load.oldest // every + 1) * every
+                limits["checkpoint"] = (next_checkpoint - load.version) * size - load.outstanding
+        else:
+            limits["depth"] = self._depth_limit - load.outstanding
+        if self.settings.steps is not None:
+            limits["steps"] = (self.settings.steps - load.version) * size - load.outstanding
+        if load.tasks_left is not None:
+            limits["epochs"] = load.tasks_left
+        return limits
+
+    def room(self, load: Load) -> int:
+        """How many groups may be admitted now."""
+        return max(0, min(self.limits(load).values()))

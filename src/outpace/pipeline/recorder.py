@@ -1,0 +1,161 @@
+"""What the driver tells people: one place that turns reports into metrics, files, the console and callbacks.
+
+Every method is cheap: small appends to open files and in-memory sums. What is slow (user callbacks) runs elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import dataclass
+
+from outpace.observe import reports as to_metrics
+from outpace.observe.callbacks import CallbackRunner
+from outpace.observe.console import ProgressConsole
+from outpace.observe.efficiency import WorkAccount
+from outpace.observe.metrics import Meter
+from outpace.observe.runlog import BatchGroup, RunLog
+from outpace.observe.summary import Summary, SummaryBuilder
+from outpace.observe.timeline import Timeline
+from outpace.pipeline.core import Core
+from outpace.pipeline.evaluation import Evaluation
+from outpace.types import (
+    ChunkReport,
+    EngineStats,
+    EpisodeView,
+    GroupOrder,
+    GroupReport,
+    LearnerStats,
+    LoadReport,
+    Manifest,
+    StepReport,
+    Version,
+)
+
+TIMELINE_SPANS = 4096
+"""The newest so many spans are kept: enough to look at, and memory stays flat over a long run."""
+
+
+@dataclass
+class Recorder:
+    log: RunLog
+    console: ProgressConsole
+    callbacks: CallbackRunner
+    cores: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        self.timeline = Timeline(cap=TIMELINE_SPANS)
+        self.summary = SummaryBuilder()
+        self.last_evaluation: Evaluation | None = None
+        self._meter = Meter()
+        self._views: list[EpisodeView] = []
+        self._began = time.monotonic()
+        self._training_began = self._trained_at = self._began
+        self._account = WorkAccount(self.cores, time.monotonic)
+
+    def training_begins(self) -> None:
+        """The parts are up: the clock of training starts."""
+        self._trained_at = self._training_began = time.monotonic()
+        self._account = WorkAccount(self.cores, time.monotonic)
+
+    # ------------------------------------------------------------------------------------------------ as it happens
+
+    def span(self, part: str, name: str) -> contextlib.AbstractContextManager[None]:
+        return self.timeline.measure(part, name)
+
+    def fault(self, name: str) -> None:
+        self._meter.add(f"faults/{name}", 1)
+
+    def epoch_started(self, epoch: int) -> None:
+        self.callbacks.post("on_epoch_start", epoch)
+
+    def epoch_ended(self, epoch: int) -> None:
+        self.callbacks.post("on_epoch_end", epoch)
+
+    def group_started(self, order: GroupOrder) -> None:
+        self.callbacks.post("on_rollout_start", order)
+
+    def group_closed(self, report: GroupReport) -> None:
+        to_metrics.record_group(self._meter, report)
+        self._views += report.views
+        if report.outcome == "failed":
+            self._account.wasted(report.tokens_sampled)
+        self.callbacks.post("on_rollout_end", report)
+
+    def group_discarded(self, report: GroupReport) -> None:
+        """A finished group was given up: its tokens were counted when it closed, now they are waste."""
+        to_metrics.record_waste(self._meter, report.tokens_sampled)
+        self._account.wasted(report.tokens_sampled)
+
+    def batch_started(self, version: Version) -> None:
+        self.callbacks.post("on_batch_start", version)
+
+    def chunk_trained(self, report: ChunkReport) -> None:
+        to_metrics.record_chunk(self._meter, report)
+
+    def published(self, manifest: Manifest) -> None:
+        to_metrics.record_publish(self._meter, manifest)
+
+    def loaded(self, engine: str, report: LoadReport) -> None:
+        to_metrics.record_load(self._meter, report)
+        self.callbacks.post("on_policy_updated", report.version)
+
+    def evaluated(self, evaluation: Evaluation) -> None:
+        self.last_evaluation = evaluation
+        self.summary.evaluation(evaluation.version, evaluation.reward)
+        metrics = {"eval/version": float(evaluation.version), **evaluation.metrics()}
+        for name, value in metrics.items():
+            self._meter.add(name, value)
+        self.console.evaluation(evaluation.version, evaluation.reward)
+        self.callbacks.post("on_evaluation", evaluation.version, metrics)
+
+    # --------------------------------------------------------------------------------------------------- each step
+
+    def step_done(
+        self,
+        step: StepReport,
+        groups: list[tuple[GroupOrder, GroupReport]],
+        engines: dict[str, EngineStats],
+        learner: LearnerStats,
+        core: Core,
+    ) -> None:
+        self._trained_at = time.monotonic()
+        to_metrics.record_step(self._meter, step)
+        to_metrics.record_engines(self._meter, engines.values())
+        to_metrics.record_queue(self._meter, core.running, core.finished)
+        self._account.engines(engines)
+        self._account.learner(learner)
+        to_metrics.record_efficiency(self._meter, self._account.lap(), self._account.whole())
+        metrics = self._meter.flush()
+        version = step.version - 1
+        self.log.batch(step.version, version, [_batch_group(version, *group) for group in groups])
+        self.log.step(step.version, metrics)
+        if self._views:
+            self.log.rollouts(step.version, self._views)
+            self._views = []
+        self.summary.step(step.version, metrics)
+        self.console.step(step.version, metrics)
+        self.callbacks.post("on_batch_end", metrics)
+
+    # --------------------------------------------------------------------------------------------------- at the end
+
+    def build_summary(self, exit_code: int, reason: str) -> Summary:
+        now = time.monotonic()
+        return self.summary.build(
+            wall_s=now - self._began,
+            train_s=self._trained_at - self._training_began,
+            seed=self.seed,
+            exit=exit_code,
+            reason=reason,
+        )
+
+
+def _batch_group(version: Version, order: GroupOrder, report: GroupReport) -> BatchGroup:
+    return BatchGroup(
+        task=report.task_id,
+        epoch=order.epoch,
+        admitted=order.min_version,
+        lag=version - report.oldest,
+        episodes=report.episodes,
+    )

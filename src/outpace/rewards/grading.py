@@ -1,0 +1,195 @@
+"""Judging the completions of one group by several reward functions.
+
+A function is called once for the whole group, in TRL's signature. What it returns is data from outside: one finite
+number or None per completion, anything else is a `RewardFailed` that names the function and the sample.
+
+Invariants:
+- The event loop never runs a synchronous reward function; async ones run on it.
+- A call takes at most `timeout_s`. A thread cannot be killed, so one that hangs is abandoned: it holds neither a place
+  among the running calls nor the end of the process.
+- None means "does not apply" and is left out of the sum. A completion to which nothing applies has no total.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import inspect
+import math
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from outpace.errors import RewardFailed, one_line
+from outpace.protocols import Reward
+from outpace.rewards.registry import accepted
+
+MAX_THREADS = 16
+"""Synchronous calls that run at once, per event loop; further ones wait, and their time does not count yet."""
+
+Scores = list[float | None]
+
+
+@dataclass(frozen=True)
+class Graded:
+    """The judgement of one completion. `parts` has the functions that applied, unweighted."""
+
+    total: float | None
+    parts: dict[str, float]
+
+
+async def grade(
+    functions: Sequence[tuple[str, Reward]],
+    weights: Sequence[float] | None,
+    prompts: Sequence[Any],
+    completions: Sequence[Any],
+    columns: Mapping[str, Any],
+    timeout_s: float,
+) -> list[Graded]:
+    """Judge `completions`, all of one task. `columns` are that task's: each is repeated for every completion."""
+    count = len(completions)
+    arguments = {name: [value] * count for name, value in columns.items()}
+    arguments |= {"prompts": list(prompts), "completions": list(completions)}
+    # Every function is heard before the first failure is raised, so that no call is left running unwatched.
+    scores = await asyncio.gather(
+        *(_score(name, function, arguments, count, timeout_s) for name, function in functions), return_exceptions=True
+    )
+    by_name: dict[str, Scores] = {}
+    for (name, _), answer in zip(functions, scores, strict=True):
+        if isinstance(answer, BaseException):
+            raise answer
+        by_name[name] = answer
+    weighted = dict(zip(by_name, weights or [1.0] * len(by_name), strict=True))
+    return [_combine(by_name, weighted, sample) for sample in range(count)]
+
+
+def _combine(by_name: dict[str, Scores], weights: dict[str, float], sample: int) -> Graded:
+    given = {name: scores[sample] for name, scores in by_name.items()}
+    parts = {name: score for name, score in given.items() if score is not None}
+    if not parts:
+        return Graded(None, {})
+    total = sum(weights[name] * score for name, score in parts.items())
+    if not math.isfinite(total):
+        raise RewardFailed(f"the weighted sum of {', '.join(parts)} for sample {sample} is {total}")
+    return Graded(total, parts)
+
+
+async def _score(name: str, function: Reward, arguments: dict[str, Any], count: int, timeout_s: float) -> Scores:
+    taken = accepted(function, arguments)
+    call = partial(
+        function, **{key: list(arguments[key]) for key in taken}
+    )  # a list of its own, to do with as it likes
+    samples = f"samples 0 to {count - 1}" if count > 1 else "sample 0"
+    try:
+        returned = await (_on_loop(call, timeout_s) if _is_async(function) else _off_loop(call, timeout_s))
+    except _TimeLimitError:
+        raise RewardFailed(f"reward {name} took longer than {timeout_s:g} s on {samples}") from None
+    # The boundary to the user's code, which may raise anything and may even try to exit.
+    except (Exception, SystemExit) as error:
+        raise RewardFailed(f"reward {name} raised {type(error).__name__} on {samples}: {one_line(error)}") from error
+    return _checked(name, returned, count)
+
+
+# ----------------------------------------------------------------------------------------------------------- calling
+
+
+class _TimeLimitError(Exception):
+    """Ours, unlike a TimeoutError that the function itself may raise."""
+
+
+async def _on_loop(call: Callable[[], Any], timeout_s: float) -> Any:
+    try:
+        async with asyncio.timeout(timeout_s) as limit:
+            return await call()
+    except TimeoutError:
+        if limit.expired():
+            raise _TimeLimitError from None
+        raise
+
+
+async def _off_loop(call: Callable[[], Any], timeout_s: float) -> Any:
+    async with _places():
+        returned = await _on_loop(partial(_in_thread, call), timeout_s)
+    if isinstance(returned, _Raised):
+        raise returned.error
+    if inspect.isawaitable(returned):  # a plain function that hands out a coroutine
+        return await _on_loop(lambda: returned, timeout_s)
+    return returned
+
+
+@dataclass(frozen=True)
+class _Raised:
+    """An exception as a value: a future refuses StopIteration, and SystemExit in one would end the event loop."""
+
+    error: BaseException
+
+
+def _in_thread(call: Callable[[], Any]) -> asyncio.Future[Any]:
+    """Runs `call` in a daemon thread of its own, which unlike a pool's thread can be walked away from."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+    context = contextvars.copy_context()
+
+    def answer(value: Any) -> None:
+        if not future.done():
+            future.set_result(value)
+
+    def run() -> None:
+        try:
+            value = context.run(call)
+        except BaseException as error:
+            value = _Raised(error)
+        with suppress(RuntimeError):  # the loop has closed: nobody waits for this any more
+            loop.call_soon_threadsafe(answer, value)
+
+    threading.Thread(target=run, name="outpace-reward", daemon=True).start()
+    return future
+
+
+_places_of_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = weakref.WeakKeyDictionary()
+
+
+def _places() -> asyncio.Semaphore:
+    loop = asyncio.get_running_loop()
+    if loop not in _places_of_loop:
+        _places_of_loop[loop] = asyncio.Semaphore(MAX_THREADS)
+    return _places_of_loop[loop]
+
+
+def _is_async(function: Reward) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+# ---------------------------------------------------------------------------------------------------------- checking
+
+
+def _checked(name: str, returned: Any, count: int) -> Scores:
+    """The returned values as floats and Nones, one per completion."""
+    if isinstance(returned, str | bytes | Mapping):
+        raise RewardFailed(f"reward {name} returned a {type(returned).__name__}, not a list of {count} numbers")
+    try:
+        values = list(returned)
+    except TypeError:
+        raise RewardFailed(
+            f"reward {name} returned {one_line(repr(returned), 60)}, not a list of {count} numbers"
+        ) from None
+    if len(values) != count:
+        raise RewardFailed(f"reward {name} returned {len(values)} values for {count} samples")
+    return [_number(name, value, sample) for sample, value in enumerate(values)]
+
+
+def _number(name: str, value: Any, sample: int) -> float | None:
+    if value is None:
+        return None
+    try:
+        score = math.nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor of several elements
+        score = math.nan
+    if not math.isfinite(score):
+        shown = one_line(repr(value), 60)
+        raise RewardFailed(f"reward {name} returned {shown} for sample {sample}, not a finite number or None")
+    return score

@@ -1,0 +1,100 @@
+"""Reward functions by name: built in, `package.module:function`, `path/to/file.py:function`, or a Python callable.
+
+Everything that can be known before a run starts is checked here, so that a misspelt function or a column that no task
+has ends in one line and not in a thousand failed groups.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from outpace.errors import BadInput
+from outpace.protocols import Reward
+from outpace.references import is_reference, load_function
+
+SETTING = "rewards.functions"
+ALWAYS_GIVEN = ("prompts", "completions")
+BUILT_IN = {
+    "countdown": "outpace.rewards.countdown:countdown",
+    "number": "outpace.rewards.number:number",
+}
+
+NamedReward = tuple[str, Reward]
+
+
+def resolve_rewards(names: Sequence[str | Reward]) -> list[NamedReward]:
+    """Each function with the short name it has in metrics; the full reference where two short names are equal."""
+    functions = [(given, _load(given)) for given in names]
+    short = [_short_name(given) for given, _ in functions]
+    named = [
+        (name if short.count(name) == 1 else str(given), function)
+        for name, (given, function) in zip(short, functions, strict=True)
+    ]
+    for name, _ in named:
+        if [other for other, _ in named].count(name) > 1:
+            raise BadInput(f"{SETTING}: {name} is there twice; give it a weight of 2 instead")
+    return named
+
+
+def check_rewards(
+    names: Sequence[str | Reward], weights: Sequence[float] | None = None, columns: Collection[str] | None = None
+) -> list[NamedReward]:
+    """Resolve, and check weights and parameters against the columns of the tasks where these are known."""
+    named = resolve_rewards(names)
+    if weights is not None and len(weights) != len(named):
+        raise BadInput(f"rewards.weights: needs one per function, {len(named)} in all, not {len(weights)}")
+    for name, function in named:
+        missing = [] if columns is None else _required(function) - {*columns, *ALWAYS_GIVEN}
+        if missing:
+            have = ", ".join(sorted(columns or ())) or "none"
+            raise BadInput(f"{SETTING}: {name} needs the columns {', '.join(sorted(missing))}; the tasks have {have}")
+    return named
+
+
+def accepted(function: Reward, columns: Collection[str]) -> set[str]:
+    """Which of the columns the function takes: all of them if it has `**kwargs`, else those it names."""
+    parameters = _parameters(function)
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        return set(columns)
+    return {parameter.name for parameter in parameters if parameter.kind in _BY_KEYWORD} & set(columns)
+
+
+_BY_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def _required(function: Reward) -> set[str]:
+    return {
+        parameter.name
+        for parameter in _parameters(function)
+        if parameter.kind in _BY_KEYWORD and parameter.default is inspect.Parameter.empty
+    }
+
+
+def _parameters(function: Reward) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except ValueError:  # some functions written in C do not tell
+        return [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in ALWAYS_GIVEN]
+
+
+def _load(given: str | Reward) -> Callable[..., Any]:
+    if not isinstance(given, str):
+        if callable(given):
+            return given
+        raise BadInput(f"{SETTING}: {given!r} is a {type(given).__name__}, not a function or the name of one")
+    if is_reference(given):
+        return load_function(given, SETTING)
+    if given not in BUILT_IN:
+        close = difflib.get_close_matches(given, BUILT_IN, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"built in are {', '.join(BUILT_IN)}"
+        raise BadInput(f"{SETTING}: there is no reward {given!r}; {hint} Your own are written package.module:function")
+    return load_function(BUILT_IN[given], SETTING)
+
+
+def _short_name(given: str | Reward) -> str:
+    if isinstance(given, str):
+        return given.rpartition(":")[2]
+    return str(getattr(given, "__name__", type(given).__name__))

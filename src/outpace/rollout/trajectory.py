@@ -1,0 +1,46 @@
+"""A trajectory grows by appending: sampled ids are kept verbatim with their logprobs and versions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from outpace.types import OBSERVED, Generation, Ints, Trajectory
+
+
+class TrajectoryBuilder:
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+        self._mask: list[bool] = []
+        self._logprobs: list[float] = []
+        self._versions: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        """Append tokens that the policy did not sample."""
+        self._tokens += tokens
+        self._mask += [False] * len(tokens)
+        self._logprobs += [0.0] * len(tokens)
+        self._versions += [OBSERVED] * len(tokens)
+
+    def sampled(self, generation: Generation) -> None:
+        """Append what an engine sampled after exactly the tokens so far."""
+        self._tokens += generation.tokens.tolist()
+        self._mask += [True] * len(generation.tokens)
+        self._logprobs += generation.logprobs.tolist()
+        self._versions += generation.versions.tolist()
+
+    def prefix(self) -> Ints:
+        return np.array(self._tokens, dtype=np.int32)
+
+    def build(self, role: str = "policy") -> Trajectory:
+        return Trajectory(
+            tokens=np.array(self._tokens, dtype=np.int32),
+            mask=np.array(self._mask, dtype=np.bool_),
+            logprobs=np.array(self._logprobs, dtype=np.float32),
+            versions=np.array(self._versions, dtype=np.int32),
+            role=role,
+        )

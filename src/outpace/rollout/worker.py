@@ -1,0 +1,193 @@
+"""A rollout worker: makes a group from an order, and hands in metadata.
+
+    order ─▶ episodes, all at once ─▶ graded together ─▶ closed ─▶ journal ─▶ report
+
+Invariants
+- A group is in the journal before the controller hears that it is finished.
+- An episode's failure never touches its siblings; a failed reward fails its group as data.
+- User code (rollouts, rewards) never runs on this worker's event loop thread unless it is itself asynchronous.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from outpace.checkpoint.journal import JournalWriter
+from outpace.errors import RewardFailed
+from outpace.models.chat import as_text
+from outpace.protocols import Engine, Reward, Rollout, TaskSource
+from outpace.rewards.grading import Graded, grade
+from outpace.rollout.client import ClientSettings, PolicyClient
+from outpace.rollout.closing import ClosingRules, Verdict, close_group, version_range
+from outpace.rollout.episodes import failed, run_episode
+from outpace.types import Episode, EpisodeView, GroupOrder, GroupRecord, GroupReport, Task
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    client: ClientSettings
+    eval_seed: int
+    eval_temperature: float
+    episode_timeout_s: float
+    reward_timeout_s: float
+    closing: ClosingRules
+
+
+@dataclass(frozen=True)
+class Judges:
+    """The reward functions and their weights; none at all means that the rollout itself gives the reward."""
+
+    functions: list[tuple[str, Reward]]
+    weights: list[float]
+
+
+class RolloutWorker:
+    """Implements `outpace.protocols.Worker`."""
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        engines: list[Engine],
+        tokenizer: Any,
+        train: TaskSource,
+        heldout: TaskSource | None,
+        rollout: Rollout,
+        judges: Judges,
+        journal: JournalWriter,
+    ) -> None:
+        self._settings = settings
+        self._engines = engines
+        self._tokenizer = tokenizer
+        self._train = train
+        self._heldout = heldout
+        self._rollout = rollout
+        self._judges = judges
+        self._journal = journal
+        self._running: dict[int, asyncio.Task[GroupReport]] = {}
+
+    async def run(self, order: GroupOrder) -> GroupReport:
+        if order.heldout:
+            return await self._evaluate(order)
+        work = asyncio.create_task(self._make_group(order))
+        self._running[order.group] = work
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if work.cancelled():
+                return GroupReport(order.group, "", "failed", "cancelled")
+            raise
+        finally:
+            self._running.pop(order.group, None)
+
+    async def cancel(self, group: int) -> None:
+        work = self._running.get(group)
+        if work is not None:
+            work.cancel()
+
+    async def release(self, segments: list[str]) -> None:
+        await asyncio.to_thread(self._journal.release, segments)
+
+    async def close(self) -> None:
+        for work in self._running.values():
+            work.cancel()
+        self._journal.close()
+
+    async def _make_group(self, order: GroupOrder) -> GroupReport:
+        started = time.monotonic()
+        task = await asyncio.to_thread(self._train.__getitem__, order.task)
+        episodes = await self._graded(task, await self._episodes(task, order, self._settings.client))
+        verdict = close_group(episodes, self._settings.closing)
+        report = _report(order, task, episodes, verdict, time.monotonic() - started)
+        if verdict.outcome == "finished":
+            record = GroupRecord(order.group, task.id, order.epoch, order.min_version, verdict.rows, report.rewards)
+            report = msgspec.structs.replace(report, place=await asyncio.to_thread(self._journal.append, record))
+        return report
+
+    async def _evaluate(self, order: GroupOrder) -> GroupReport:
+        assert self._heldout is not None, "an evaluation was ordered, but there are no held-out tasks"
+        started = time.monotonic()
+        task = await asyncio.to_thread(self._heldout.__getitem__, order.task)
+        settings = replace(
+            self._settings.client, seed=self._settings.eval_seed, temperature=self._settings.eval_temperature
+        )
+        episodes = await self._graded(task, await self._episodes(task, order, settings))
+        survivors = any(episode.error is None for episode in episodes)
+        verdict = Verdict("finished" if survivors else "failed", episodes[0].error or "", [])
+        return _report(order, task, episodes, verdict, time.monotonic() - started)
+
+    async def _episodes(self, task: Task, order: GroupOrder, settings: ClientSettings) -> list[Episode]:
+        engine = self._engines[order.group % len(self._engines)]
+        clients = [PolicyClient(engine, self._tokenizer, settings, order, index) for index in range(order.size)]
+        limit = self._settings.episode_timeout_s
+        return await asyncio.gather(*(run_episode(self._rollout, task, client, limit) for client in clients))
+
+    async def _graded(self, task: Task, episodes: list[Episode]) -> list[Episode]:
+        """Judge the episodes that came to an end; a reward that fails leaves every one of them unjudged."""
+        ended = [episode for episode in episodes if episode.error is None]
+        if not ended:
+            return episodes
+        try:
+            verdicts = await grade(
+                self._judges.functions,
+                self._judges.weights,
+                [task.prompt] * len(ended),
+                [episode.completion for episode in ended],
+                {name: [value] * len(ended) for name, value in task.columns.items()},
+                self._settings.reward_timeout_s,
+            )
+        except RewardFailed as error:
+            return [episode if episode.error else failed(f"reward: {error}") for episode in episodes]
+        judged = iter(verdicts)
+        return [episode if episode.error else _with_reward(episode, next(judged)) for episode in episodes]
+
+
+def _with_reward(episode: Episode, graded: Graded) -> Episode:
+    own = sum(episode.rewards.values())
+    if graded.total is None and not episode.rewards:
+        return failed("no reward function applies")
+    return msgspec.structs.replace(
+        episode, reward=own + (graded.total or 0.0), rewards={**episode.rewards, **graded.parts}
+    )
+
+
+def _report(order: GroupOrder, task: Task, episodes: list[Episode], verdict: Verdict, seconds: float) -> GroupReport:
+    survivors = [episode for episode in episodes if episode.error is None]
+    oldest, newest = version_range(survivors)
+    return GroupReport(
+        group=order.group,
+        task_id=task.id,
+        outcome=verdict.outcome,
+        reason=verdict.reason,
+        rewards=[episode.reward for episode in survivors],
+        reward_parts=_mean_parts(survivors),
+        episodes=len(survivors),
+        failed_episodes=len(episodes) - len(survivors),
+        tokens_sampled=sum(int(t.mask.sum()) for episode in episodes for t in episode.trajectories),
+        oldest=oldest,
+        newest=newest,
+        truncated=sum(episode.stop == "length" for episode in survivors),
+        seconds=seconds,
+        views=[_view(task, episode, newest) for episode in survivors] if order.show else [],
+    )
+
+
+def _mean_parts(episodes: list[Episode]) -> dict[str, float]:
+    names = sorted({name for episode in episodes for name in episode.rewards})
+    by_name = {name: [episode.rewards[name] for episode in episodes if name in episode.rewards] for name in names}
+    return {name: sum(values) / len(values) for name, values in by_name.items()}
+
+
+def _view(task: Task, episode: Episode, version: int) -> EpisodeView:
+    return EpisodeView(
+        task_id=task.id,
+        prompt=as_text(task.prompt),
+        completion=as_text(episode.completion),
+        reward=episode.reward,
+        stop=episode.stop,
+        version=version,
+    )

@@ -1,0 +1,23 @@
+"""Several things at once, failing as one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+
+async def together(*work: Coroutine[Any, Any, Any]) -> list[Any]:
+    """All results, or the first failure as it is, once the rest has been cancelled and has ended."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        failures = [task.exception() for task in tasks if task.done() and not task.cancelled()]
+        for failure in failures:
+            if failure is not None:
+                raise failure
+        return [task.result() for task in tasks]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

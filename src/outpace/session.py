@@ -1,0 +1,238 @@
+"""One start of a run: brings the parts to life, drives them, and leaves nothing behind but the run directory.
+
+    claim the run directory ─▶ start engine, learner and workers side by side ─▶ (resume) ─▶ drive ─▶ stop ─▶ summary
+
+Invariants
+- Bad input that only a starting part can see (a model that does not load) takes back what was written.
+- However the run ends, children are stopped, scratch memory is removed and `summary.json` says how it ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from outpace.checkpoint import commit
+from outpace.config import Config
+from outpace.config_loading import dump_toml
+from outpace.errors import Interrupted, OutpaceError, PartFailed
+from outpace.observe.callbacks import Callback, CallbackRunner
+from outpace.observe.console import ProgressConsole
+from outpace.observe.runlog import RunLog
+from outpace.observe.summary import Summary
+from outpace.parts import ENGINE, PartSpecs
+from outpace.pipeline.core import Core
+from outpace.pipeline.driver import Driver, DriverSettings, Parts
+from outpace.pipeline.evaluation import Evaluator
+from outpace.pipeline.pacing import CoreSettings
+from outpace.pipeline.recorder import Recorder
+from outpace.protocols import Engine, Learner, Worker
+from outpace.resources import cores
+from outpace.runtime.inline import InlineRuntime
+from outpace.runtime.local import LocalRuntime
+from outpace.runtime.scratch import Scratch
+from outpace.runtime.spec import Runtime
+from outpace.runtime.together import together
+from outpace.tasks.order import Order
+from outpace.types import Version
+
+STATE_FILE = "controller.json"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A checked, resolved run, ready to start."""
+
+    config: Config
+    tasks: int  # in one epoch
+    heldout: int
+    code: bytes = b""  # user objects for the workers
+    callbacks: list[Callback] = field(default_factory=list)
+    resume: Path | None = None  # a complete checkpoint
+    quiet: bool = False
+
+    @property
+    def eval_count(self) -> int:
+        return min(self.config.eval.count, self.heldout)
+
+
+class Session:
+    def __init__(self, plan: Plan, log: RunLog) -> None:
+        self._plan = plan
+        self._config = plan.config
+        self._log = log
+        self._driver: Driver | None = None
+        self._stop_wanted = False
+        self._saving = asyncio.Lock()
+        self._loop = asyncio.get_running_loop()
+
+    def stop(self) -> None:
+        """Checkpoint and leave, as soon as the step under way is done."""
+        self._stop_wanted = True
+        if self._driver is not None:
+            self._driver.stop()
+
+    async def run(self) -> Summary:
+        callbacks = CallbackRunner(self._plan.callbacks, self._callback_failed)
+        console = ProgressConsole(self._config.run.steps, quiet=self._plan.quiet, title=self._title())
+        recorder = Recorder(self._log, console, callbacks, cores(), self._config.run.seed)
+        console.start()
+        try:
+            reason = await self._drive(recorder)
+        except BaseException as error:
+            console.close()
+            code = error.exit_code if isinstance(error, OutpaceError) else PartFailed.exit_code
+            await self._leave(recorder, recorder.build_summary(code, f"{type(error).__name__}: {error}"))
+            raise
+        ended = recorder.build_summary(Interrupted.exit_code if reason == "stopped" else 0, reason)
+        await self._leave(recorder, ended)
+        callbacks.check()
+        views = recorder.last_evaluation.views if recorder.last_evaluation else []
+        console.finish(ended, self._log.dir, views)
+        if reason == "stopped":
+            raise Interrupted(f"stopped after step {ended.steps}; go on with: outpace train --resume {self._log.dir}")
+        return ended
+
+    async def _leave(self, recorder: Recorder, ended: Summary) -> None:
+        """Whatever the end was: say so in the run directory and to the callbacks."""
+        await asyncio.to_thread(self._log.summary, ended)
+        await asyncio.to_thread(recorder.timeline.write, self._log.dir / "timeline.json")
+        recorder.callbacks.post("on_run_end", ended)
+        with contextlib.suppress(PartFailed):  # a callback's failure has ended the run already, or is checked next
+            await asyncio.to_thread(recorder.callbacks.close)
+
+    def _callback_failed(self, failure: PartFailed) -> None:
+        """Called on the callbacks' thread."""
+        if self._driver is not None:
+            self._loop.call_soon_threadsafe(self._driver.fail, failure)
+
+    def _title(self) -> str:
+        return f"outpace · {self._config.model.path} · {self._config.tasks.name or self._config.tasks.path or 'tasks'}"
+
+    async def _drive(self, recorder: Recorder) -> str:
+        scratch = Scratch()
+        runtime = self._runtime()
+        try:
+            recorder.console.status("starting engine, learner and rollout workers")
+            self._log.start(dump_toml(self._config))
+            parts = await self._start_parts(runtime, scratch.path)
+            core, version = await self._core(parts.learner, recorder)
+            self._driver = self._make_driver(core, parts, recorder)
+            if self._stop_wanted:
+                self._driver.stop()
+            recorder.training_begins()
+            recorder.callbacks.post("on_run_start", self._info(version))
+            return await self._driver.run({ENGINE: 0})
+        finally:
+            await runtime.stop()
+            await asyncio.to_thread(scratch.remove)
+
+    def _info(self, version: Version) -> dict[str, Any]:
+        return {
+            "dir": str(self._log.dir),
+            "steps": self._config.run.steps,
+            "version": version,
+            "config": self._config,
+        }
+
+    # ------------------------------------------------------------------------------------------------ the parts
+
+    def _runtime(self) -> Runtime:
+        if self._config.run.runtime == "inline":
+            return InlineRuntime()
+        return LocalRuntime(self._log.dir / "logs")
+
+    async def _start_parts(self, runtime: Runtime, scratch: Path) -> Parts:
+        specs = PartSpecs(self._config, self._log.dir, scratch, self._plan.code)
+        engine, learner, *workers = await together(
+            runtime.start(Engine, *specs.engine()),
+            runtime.start(Learner, *specs.learner()),
+            *(runtime.start(Worker, *worker) for worker in specs.workers()),
+        )
+        return Parts(learner=learner, engines={ENGINE: engine}, workers=workers, failure=runtime.failure)
+
+    # ------------------------------------------------------------------------------------------------ the controller
+
+    async def _core(self, learner: Learner, recorder: Recorder) -> tuple[Core, Version]:
+        settings = core_settings(self._config, self._plan.tasks, self._plan.eval_count > 0)
+        order = Order(self._plan.tasks, self._config.run.seed, self._config.tasks.shuffle)
+        checkpoint = self._plan.resume
+        if checkpoint is None:
+            return Core(settings, order), 0
+        recorder.console.status(f"resuming from {checkpoint}")
+        version = await learner.load(str(checkpoint))
+        state = json.loads(await asyncio.to_thread((checkpoint / STATE_FILE).read_text))
+        # Tasks under way when the checkpoint was made are rolled out anew: what was journalled of them is obsolete.
+        await asyncio.to_thread(_empty, self._log.dir / "journal")
+        for line in await asyncio.to_thread(self._log.roll_back, version):
+            recorder.summary.step(line["step"], {name: value for name, value in line.items() if name != "step"})
+        return Core.restore(settings, order, state), version
+
+    def _make_driver(self, core: Core, parts: Parts, recorder: Recorder) -> Driver:
+        settings = DriverSettings(
+            group_size=self._config.rollout.group_size,
+            stall_s=self._config.run.stall_s,
+            show_rollouts=self._config.run.show_rollouts,
+        )
+        evaluator = Evaluator(self._plan.eval_count, self._config.eval.max_running)
+
+        async def save(version: Version, state: dict[str, object]) -> None:
+            await self._save(parts.learner, recorder, version, state)
+
+        return Driver(core, parts, recorder, evaluator, save, settings)
+
+    async def _save(self, learner: Learner, recorder: Recorder, version: Version, state: dict[str, object]) -> None:
+        """One checkpoint. One that falls due while the last is still being written waits for it, and is skipped if the
+        learner has moved on meanwhile; after the last step it never does."""
+        root = self._log.dir / "checkpoints"
+        had_to_wait = self._saving.locked()
+        async with self._saving:
+            if had_to_wait and (await learner.stats()).version != version:
+                recorder.fault("checkpoint_skipped")
+                return
+            with recorder.span("checkpoint", f"version {version}"):
+                # Not on another thread: `save` must be the very next call that the learner hears.
+                temporary = commit.begin(root, version)
+                try:
+                    await learner.save(str(temporary.absolute()))
+                    await asyncio.to_thread(self._commit, temporary, state)
+                except BaseException:
+                    await asyncio.to_thread(commit.discard, temporary)
+                    raise
+
+    def _commit(self, temporary: Path, state: dict[str, object]) -> None:
+        (temporary / STATE_FILE).write_text(json.dumps(state))
+        commit.commit(temporary)
+        commit.prune(temporary.parent, self._config.checkpoint.keep)
+
+
+def core_settings(config: Config, tasks: int, evaluates: bool) -> CoreSettings:
+    assert config.pacing.max_running is not None, "the config was resolved"
+    return CoreSettings(
+        groups_per_step=config.pacing.groups_per_step,
+        group_size=config.rollout.group_size,
+        max_lag=config.pacing.max_lag,
+        depth=config.pacing.depth,
+        chunk_groups=config.pacing.chunk_groups,
+        max_running=config.pacing.max_running,
+        on_stale=config.pacing.on_stale,
+        warmup_steps=config.pacing.warmup_steps,
+        publish_every=config.weights.every,
+        update=config.weights.update,
+        deterministic=config.run.deterministic,
+        steps=config.run.steps,
+        epochs=config.run.epochs,
+        tasks=tasks,
+        eval_every=config.eval.every,
+        eval_enabled=evaluates,
+        checkpoint_every=config.checkpoint.every,
+    )
+
+
+def _empty(directory: Path) -> None:
+    for file in directory.glob("*"):
+        file.unlink()

@@ -1,0 +1,119 @@
+"""Countdown: reach a target from a few digits, using each exactly once.
+
+A puzzle is three or four numbers from 1 to 9, in descending order, and a small positive target. An answer may
+use + - * / and parentheses in any order; the puzzles are those that also have a plain solution, a chain of
++ - * over the numbers as given, which keeps them within reach of a very small model.
+
+Invariants:
+- Every puzzle has a solution, because the space is what such chains can reach.
+- The split of a puzzle is a hash of the puzzle alone, so no seed can move a held-out puzzle into training.
+- Puzzle `index` depends on (split, seed, index) and on nothing else: tasks are made on demand and no order
+  is stored. Any `distinct` consecutive indices are all different puzzles.
+"""
+
+import random
+from collections.abc import Iterator
+from functools import cache
+from hashlib import blake2b
+from itertools import combinations_with_replacement
+from math import gcd
+from typing import Literal, NamedTuple
+
+from outpace.types import Task
+
+Split = Literal["train", "heldout"]
+
+COUNTS = (3, 4)
+NUMBERS = range(1, 10)
+TARGETS = range(1, 41)
+HELDOUT_ONE_IN = 5
+
+
+class Puzzle(NamedTuple):
+    numbers: tuple[int, ...]
+    """In descending order, so that equal puzzles compare equal."""
+    target: int
+
+    def text(self) -> str:
+        return f"{' '.join(map(str, self.numbers))}={self.target}"
+
+
+def puzzle_hash(puzzle: Puzzle) -> int:
+    """The same on every machine and in every process, which the built-in `hash` does not promise."""
+    return int.from_bytes(blake2b(puzzle.text().encode(), digest_size=8).digest(), "big")
+
+
+def split_of(puzzle: Puzzle) -> Split:
+    return "heldout" if puzzle_hash(puzzle) % HELDOUT_ONE_IN == 0 else "train"
+
+
+class Countdown:
+    """A sized, indexable source of tasks; iteration works through `__getitem__`.
+
+    `size` None means every puzzle of the split once. A larger training set repeats puzzles under new ids;
+    a larger held-out set is refused, since a repeated puzzle would count twice in a score.
+    """
+
+    def __init__(self, split: Split = "train", seed: int = 0, size: int | None = None) -> None:
+        if split not in ("train", "heldout"):
+            raise ValueError(f"countdown has the splits 'train' and 'heldout', not {split!r}")
+        self.split = split
+        self.seed = seed
+        self.distinct = len(_puzzles(split))
+        self._size = self.distinct if size is None else size
+        if self._size < 1:
+            raise ValueError(f"countdown needs a size of at least 1, not {size}")
+        if split == "heldout" and self._size > self.distinct:
+            raise ValueError(f"countdown has {self.distinct} held-out puzzles, {size} were asked for")
+        self._start, self._stride = _walk(split, seed, self.distinct)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> Task:
+        puzzle = self.puzzle(index)
+        return Task(
+            id=f"countdown/{self.split}/{self.seed}/{index}",
+            prompt=puzzle.text(),
+            columns={"numbers": list(puzzle.numbers), "target": puzzle.target},
+        )
+
+    def puzzle(self, index: int) -> Puzzle:
+        if not 0 <= index < self._size:
+            raise IndexError(f"countdown task {index} is outside 0..{self._size - 1}")
+        return _puzzles(self.split)[(self._start + index * self._stride) % self.distinct]
+
+
+def _walk(split: Split, seed: int, length: int) -> tuple[int, int]:
+    """Where to start and how far to step; a stride coprime to the length visits every place once."""
+    rng = random.Random(f"countdown/{split}/{seed}")
+    start, stride = rng.randrange(length), rng.randrange(1, length)
+    while gcd(stride, length) != 1:
+        stride = rng.randrange(1, length)
+    return start, stride
+
+
+@cache
+def _puzzles(split: Split) -> tuple[Puzzle, ...]:
+    """Ordered by hash, so that a walk of any stride meets the puzzles in no recognisable order."""
+    return tuple(sorted((puzzle for puzzle in _all_puzzles() if split_of(puzzle) == split), key=puzzle_hash))
+
+
+def _all_puzzles() -> Iterator[Puzzle]:
+    for count in COUNTS:
+        for numbers in combinations_with_replacement(reversed(NUMBERS), count):
+            for target in sorted(_reachable(numbers)):
+                if target in TARGETS:
+                    yield Puzzle(numbers, target)
+
+
+def _reachable(numbers: tuple[int, ...]) -> set[int]:
+    """What the numbers, in this order, can make with + - * and no parentheses."""
+    states = {(0, numbers[0])}  # (finished terms, the term that a further factor would multiply)
+    for number in numbers[1:]:
+        states = {
+            state
+            for total, term in states
+            for state in ((total + term, number), (total + term, -number), (total, term * number))
+        }
+    return {total + term for total, term in states}

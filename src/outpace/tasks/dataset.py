@@ -1,0 +1,209 @@
+"""Tasks from rows: of a file, a Hugging Face dataset, or a list in memory.
+
+A row is a mapping with a `prompt` (text or chat messages), optionally an `id`, and free columns.
+
+Invariants:
+- Rows are read when asked for. What is kept of a row is an 8-byte hash of its id, so memory stays flat.
+- Ids are unique. A row without an `id` is called `<name>/<row>`.
+- Whether a row is held out depends on its id, the share and the seed: not on the order or number of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from hashlib import blake2b
+from itertools import repeat
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outpace.errors import BadInput, one_line
+from outpace.protocols import TaskSource
+from outpace.types import Task
+
+DuplicateIds = Literal["error", "number"]
+
+
+class Rows(Protocol):
+    """Anything sized and indexable that gives mappings: a list of dicts, a `datasets.Dataset`."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+@runtime_checkable
+class Table(Protocol):
+    """Rows stored by column, as in a `datasets.Dataset`: the ids can be had without reading whole rows."""
+
+    @property
+    def column_names(self) -> list[str]: ...
+
+    def __getitem__(self, column: str, /) -> Iterable[Any]: ...
+
+
+class Dataset:
+    """A task source over rows. In messages it is called `name`; `setting` is the config key to blame."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        name: str = "data",
+        *,
+        limit: int | None = None,
+        duplicate_ids: DuplicateIds = "error",
+        setting: str = "tasks",
+        locate: Callable[[int], str] = "row {}".format,
+    ) -> None:
+        self._rows = rows
+        self._name = name
+        self._setting = setting
+        self._locate = locate
+        self._length = len(rows) if limit is None else min(limit, len(rows))
+        if self._length == 0:
+            raise BadInput(f"{setting}: {name} is empty")
+        self._hashes = np.fromiter(map(_hash, self._all_ids()), dtype=np.uint64, count=self._length)
+        self._numbered: dict[int, str] = {}
+        self._settle_duplicates(duplicate_ids)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Task:
+        if not 0 <= index < self._length:
+            raise IndexError(f"{self._name} has {self._length} rows; there is no row {index}")
+        row = self._row(index)
+        columns = {name: value for name, value in row.items() if name not in ("prompt", "id")}
+        return Task(self._numbered.get(index) or self._id(row.get("id"), index), row["prompt"], columns)
+
+    def split(self, share: float, seed: int) -> tuple[TaskSource, TaskSource | None]:
+        """Disjoint training and held-out tasks: about `share` of the rows are held out, never none and never all."""
+        draws = _scramble(self._hashes, seed)
+        heldout = draws < np.uint64(int(share * 2**64))
+        heldout[np.argmin(draws)] = True
+        heldout[np.argmax(draws)] = False
+        if share == 0 or not heldout.any():
+            return self, None
+        return Selection(self, np.flatnonzero(~heldout)), Selection(self, np.flatnonzero(heldout))
+
+    # ------------------------------------------------------------------------------------------------------- rows
+
+    def _row(self, index: int) -> Mapping[str, Any]:
+        row = self._rows[index]
+        if not isinstance(row, Mapping):
+            raise self._bad_row(index, f"is a {type(row).__name__}, not an object with a prompt")
+        if row.get("prompt") is None:
+            raise self._bad_row(index, f"has no prompt; {_columns(row)}")
+        problem = _prompt_problem(row["prompt"])
+        if problem:
+            raise self._bad_row(index, problem)
+        return row
+
+    def _bad_row(self, index: int, problem: str) -> BadInput:
+        return BadInput(f"{self._setting}: {self._name} {self._locate(index)} {problem}")
+
+    # -------------------------------------------------------------------------------------------------------- ids
+
+    def _id(self, given: Any, index: int) -> str:
+        if given is None:
+            return f"{self._name}/{index}"
+        if isinstance(given, bool) or not isinstance(given, str | int):
+            raise self._bad_row(index, f"has an id that is neither text nor an integer: {one_line(repr(given), 60)}")
+        return str(given)
+
+    def _all_ids(self) -> Iterator[str]:
+        """The ids as they are given. Rows are checked on the way, except those of a table: that would read it all."""
+        if not isinstance(self._rows, Table):
+            for index in range(self._length):
+                yield self._id(self._row(index).get("id"), index)
+            return
+        columns = self._rows.column_names
+        if "prompt" not in columns:
+            raise BadInput(f"{self._setting}: {self._name} has no prompt column; {_columns(columns)}")
+        given = self._rows["id"] if "id" in columns else repeat(None)
+        for index, value in zip(range(self._length), given, strict=False):
+            yield self._id(value, index)
+
+    def _settle_duplicates(self, duplicate_ids: DuplicateIds) -> None:
+        """Refuse or number the rows whose id an earlier row has.
+
+        A numbered copy keeps the hash of its first id: copies of a problem are held out together or not at all."""
+        first: dict[str, int] = {}
+        copies: dict[str, int] = {}
+        taken = np.sort(self._hashes)
+        for index in _rows_of_repeated(self._hashes):
+            name = self._id(self._row(index).get("id"), index)
+            if name not in first:
+                first[name] = index
+                continue
+            if duplicate_ids == "error":
+                raise self._bad_row(
+                    index,
+                    f"has the id {one_line(name, 60)!r} of {self._locate(first[name])}; "
+                    'make ids unique, or set tasks.duplicate_ids = "number"',
+                )
+            copies[name] = copies.get(name, 1) + 1
+            while _contains(taken, _hash(f"{name}#{copies[name]}")):
+                copies[name] += 1
+            self._numbered[index] = f"{name}#{copies[name]}"
+
+
+class Selection:
+    """Some tasks of another source, in the order of `indices`."""
+
+    def __init__(self, source: TaskSource, indices: NDArray[np.int64]) -> None:
+        self._source = source
+        self._indices = indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, index: int) -> Task:
+        if not 0 <= index < len(self._indices):
+            raise IndexError(f"there are {len(self._indices)} tasks; there is no task {index}")
+        return self._source[int(self._indices[index])]
+
+
+def _hash(name: str) -> int:
+    """The same on every machine and in every process, which the built-in `hash` does not promise."""
+    return int.from_bytes(blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
+
+
+def _scramble(hashes: NDArray[np.uint64], seed: int) -> NDArray[np.uint64]:
+    """Another uniform draw for each hash, by the finaliser of splitmix64."""
+    draws = hashes ^ np.uint64(_hash(f"holdout/{seed}"))
+    draws = (draws ^ (draws >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    draws = (draws ^ (draws >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return draws ^ (draws >> np.uint64(31))
+
+
+def _rows_of_repeated(hashes: NDArray[np.uint64]) -> list[int]:
+    """The rows, in order, whose hash occurs more than once."""
+    order = np.argsort(hashes, kind="stable")
+    ranked = hashes[order]
+    same = ranked[1:] == ranked[:-1]
+    repeated = np.concatenate([same, [False]]) | np.concatenate([[False], same])
+    return [int(index) for index in np.sort(order[repeated])]
+
+
+def _contains(ranked: NDArray[np.uint64], value: int) -> bool:
+    place = int(np.searchsorted(ranked, np.uint64(value)))
+    return place < len(ranked) and int(ranked[place]) == value
+
+
+def _prompt_problem(prompt: Any) -> str | None:
+    if isinstance(prompt, str):
+        return None if prompt.strip() else "has an empty prompt"
+    if not isinstance(prompt, list):
+        return f"has a prompt of type {type(prompt).__name__}; it should be text or chat messages"
+    if not prompt:
+        return "has a prompt without messages"
+    if not all(isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in prompt):
+        return "has a prompt whose messages are not all objects with a role"
+    return None
+
+
+def _columns(names: Iterable[str]) -> str:
+    listed = ", ".join(map(str, names))
+    return f"it has {one_line(listed, 120)}" if listed else "it has no columns at all"

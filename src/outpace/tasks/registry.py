@@ -1,0 +1,96 @@
+"""Tasks by name, and where a config's tasks come from.
+
+A registered function takes the config and returns the training source and the held-out source, or None where there
+is nothing held out. `tasks.name` may also be `package.module:function`, which needs no registration.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+
+import numpy as np
+
+from outpace.config import Config
+from outpace.errors import BadInput
+from outpace.protocols import TaskSource
+from outpace.references import is_reference, load_function
+from outpace.tasks.dataset import Selection
+from outpace.tasks.files import JSONL, open_dataset
+
+Sources = tuple[TaskSource, TaskSource | None]
+TaskFactory = Callable[[Config], Sources]
+
+_factories: dict[str, TaskFactory] = {}
+
+
+def register(name: str) -> Callable[[TaskFactory], TaskFactory]:
+    """Make a function available as `tasks.name = name`."""
+
+    def keep(factory: TaskFactory) -> TaskFactory:
+        if _factories.get(name, factory) is not factory:
+            raise ValueError(f"a task named {name!r} is registered already")
+        _factories[name] = factory
+        return factory
+
+    return keep
+
+
+def open_tasks(config: Config) -> Sources:
+    """The training tasks and the held-out tasks that the config names."""
+    train, heldout = _open_path(config) if config.tasks.path is not None else _open_name(config)
+    if config.tasks.eval_path is not None:
+        heldout = open_dataset(
+            config.tasks.eval_path,
+            split=config.tasks.eval_split,
+            duplicate_ids=config.tasks.duplicate_ids,
+            setting="tasks.eval_path",
+        )
+    return train, heldout
+
+
+def _open_path(config: Config) -> Sources:
+    tasks = config.tasks
+    assert tasks.path is not None
+    if tasks.path.endswith((*JSONL, ".parquet")) and tasks.split != "train":
+        raise BadInput(f"tasks.split: a file such as {tasks.path} has no splits; leave this out")
+    dataset = open_dataset(tasks.path, split=tasks.split, limit=tasks.limit, duplicate_ids=tasks.duplicate_ids)
+    return dataset.split(0 if tasks.eval_path else config.eval.holdout, config.eval.seed)
+
+
+def _open_name(config: Config) -> Sources:
+    name = config.tasks.name or "countdown"
+    sources = _factory(name)(config)
+    if not isinstance(sources, tuple) or len(sources) != 2:
+        raise BadInput(f"tasks.name: {name} should return a training source and a held-out source or None")
+    train, heldout = sources
+    if len(train) == 0:
+        raise BadInput(f"tasks.name: {name} has no training tasks")
+    limit = config.tasks.limit
+    if limit is not None and limit < len(train):
+        train = Selection(train, np.arange(limit))
+    return train, heldout
+
+
+def _factory(name: str) -> TaskFactory:
+    if is_reference(name):
+        return load_function(name, "tasks.name")
+    if name not in _factories:
+        close = difflib.get_close_matches(name, _factories, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(sorted(_factories))}"
+        raise BadInput(f"tasks.name: there is no task {name!r}; {hint}")
+    return _factories[name]
+
+
+@register("countdown")
+def _countdown(config: Config) -> Sources:
+    from outpace.tasks.countdown import Countdown
+
+    return Countdown("train", config.run.seed), Countdown("heldout", config.eval.seed)
+
+
+@register("arithmetic")
+def _arithmetic(config: Config) -> Sources:
+    from outpace.tasks.arithmetic import Arithmetic
+
+    return Arithmetic("train", config.run.seed), Arithmetic("heldout", config.eval.seed)

@@ -1,0 +1,189 @@
+"""`outpace.Trainer`: the whole system from a script or a notebook, the same parts as the command line.
+
+    import outpace
+
+    def short(prompts, completions, **columns):
+        return [1.0 / (1 + len(text)) for text in completions]
+
+    outpace.Trainer(model="starter", tasks=[{"prompt": "Say hello"}], rewards=short).train()
+
+The controller runs on a thread of its own with its own event loop, so `train()` also works where a loop is already
+running, as in a notebook. Functions that cannot be imported by name reach the workers by value.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from outpace.config import Config
+from outpace.config_loading import load_config, make_config
+from outpace.errors import BadInput
+from outpace.observe.callbacks import Callback
+from outpace.observe.runlog import RunLog
+from outpace.observe.summary import Summary
+from outpace.planning import Objects, Tasks, make_plan, with_checkpoint
+from outpace.protocols import Reward, Rollout
+from outpace.session import Plan, Session
+
+
+class Trainer:
+    """Trains `model` on `tasks` by `rewards`.
+
+    model: what `model.path` takes. tasks: a registered name, a file or dataset path, a list of rows with a `prompt`,
+    or any sized, indexable source of rows; `eval_tasks` likewise. rewards: functions in TRL's signature or their
+    names. config: a `Config`, a nested or dotted dict, or a TOML or YAML file. rollout: an
+    `async def rollout(task, client)`.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        tasks: str | Path | Tasks | None = None,
+        rewards: Reward | str | Sequence[Reward | str] | None = None,
+        config: Config | Mapping[str, Any] | str | Path | None = None,
+        *,
+        eval_tasks: Tasks | None = None,
+        rollout: Rollout | None = None,
+        callbacks: Sequence[Callback] = (),
+        quiet: bool = False,
+    ) -> None:
+        changes: dict[str, Any] = {}
+        if model is not None:
+            changes["model"] = {"path": str(model)}
+        if isinstance(tasks, str | Path):
+            changes["tasks"] = _named_tasks(tasks)
+        self._objects = Objects(
+            tasks=None if isinstance(tasks, str | Path) else tasks,
+            eval_tasks=eval_tasks,
+            rewards=_as_tuple(rewards),
+            rollout=rollout,
+            callbacks=tuple(callbacks),
+        )
+        self.config = _merge(_as_config(config), changes)
+        self._quiet = quiet
+
+    def train(self, resume: bool = False) -> Summary:
+        """Run to the end. Ctrl-C once: checkpoint and leave (raises `Interrupted`); twice: leave at once.
+
+        With `resume`, go on from the newest complete checkpoint of `run.dir`."""
+        return run_plan(make_plan(self.config, self._objects, self._quiet), resume)
+
+    async def train_async(self, resume: bool = False) -> Summary:
+        """The same inside a running event loop, which stays free."""
+        return await asyncio.to_thread(self.train, resume)
+
+
+def run_plan(plan: Plan, resume: bool = False) -> Summary:
+    """Carry a plan out, on a thread of its own, with signals turned into a clean stop."""
+    assert plan.config.run.dir is not None, "the config was resolved"
+    log = RunLog.claim(plan.config.run.dir, overwrite=plan.config.run.overwrite, resume=resume)
+    try:
+        if resume:
+            plan = with_checkpoint(plan, log.dir)
+        summary = _Background(plan, log).run()
+    except BadInput:
+        log.abandon()
+        raise
+    except BaseException:
+        log.close()
+        raise
+    log.close()
+    return summary
+
+
+class _Background:
+    """The controller's thread, and what a signal means to it."""
+
+    def __init__(self, plan: Plan, log: RunLog) -> None:
+        self._plan = plan
+        self._log = log
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._session: Session | None = None
+        self._work: asyncio.Task[Summary] | None = None
+        self._result: Summary | BaseException | None = None
+        self._signals = 0
+
+    def run(self) -> Summary:
+        # A daemon: if this thread is told to leave at once, the interpreter must not wait for the controller.
+        thread = threading.Thread(target=self._main, name="outpace-controller", daemon=True)
+        with _signals(self._signalled):
+            thread.start()
+            thread.join()
+        if isinstance(self._result, BaseException):
+            raise self._result
+        assert self._result is not None
+        return self._result
+
+    def _main(self) -> None:
+        try:
+            self._result = asyncio.run(self._session_main())
+        except BaseException as error:  # a boundary between threads: raised again by `run`
+            self._result = error
+
+    async def _session_main(self) -> Summary:
+        self._loop = asyncio.get_running_loop()
+        self._session = Session(self._plan, self._log)
+        self._work = asyncio.ensure_future(self._session.run())
+        try:
+            return await self._work
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
+
+    def _signalled(self) -> None:
+        """First signal: checkpoint and leave. Second: leave now."""
+        self._signals += 1
+        if self._loop is None or self._session is None or self._work is None:
+            return
+        self._loop.call_soon_threadsafe(self._session.stop if self._signals == 1 else self._work.cancel)
+
+
+@contextmanager
+def _signals(handle: Callable[[], None]) -> Iterator[None]:
+    """Signals can be caught on the main thread only; elsewhere they are somebody else's business."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in before:
+        signal.signal(number, lambda *_: handle())
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _as_config(config: Config | Mapping[str, Any] | str | Path | None) -> Config:
+    if isinstance(config, Config):
+        return config
+    if isinstance(config, str | Path):
+        return load_config(Path(config))
+    return make_config(config or {})
+
+
+def _merge(config: Config, changes: Mapping[str, Any]) -> Config:
+    values = config.model_dump(exclude_unset=True)
+    for section, keys in changes.items():
+        values[section] = {**values.get(section, {}), **keys}
+    return make_config(values)
+
+
+def _named_tasks(tasks: str | Path) -> dict[str, str]:
+    """A path if it looks like one or is there, a registered name otherwise."""
+    text = str(tasks)
+    is_path = isinstance(tasks, Path) or "/" in text or text.endswith((".jsonl", ".json", ".parquet"))
+    return {"path": text} if is_path else {"name": text}
+
+
+def _as_tuple(rewards: Reward | str | Sequence[Reward | str] | None) -> tuple[Reward | str, ...]:
+    if rewards is None:
+        return ()
+    if isinstance(rewards, str) or callable(rewards):
+        return (rewards,)
+    return tuple(rewards)

@@ -1,0 +1,180 @@
+import errno
+import json
+import logging
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from outpace.checkpoint import commit as commits
+from outpace.checkpoint.commit import begin, clean, commit, discard, newest_complete, prune, step_of, verify
+from outpace.errors import CorruptData
+
+
+def make(root: Path, step: int, text: str = "weights") -> Path:
+    temporary = begin(root, step)
+    (temporary / "model.safetensors").write_text(f"{text} {step}")
+    (temporary / "state").mkdir()
+    (temporary / "state" / "core.json").write_text("{}")
+    return commit(temporary)
+
+
+def names(root: Path) -> list[str]:
+    return sorted(os.listdir(root))
+
+
+def test_a_committed_checkpoint_lists_every_file_with_size_and_checksum(tmp_path: Path) -> None:
+    checkpoint = make(tmp_path / "checkpoints", 100)
+    assert checkpoint.name == "step-000100"
+    assert step_of(checkpoint) == 100
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    assert [(file["path"], file["size"]) for file in manifest["files"]] == [
+        ("model.safetensors", 11),
+        ("state/core.json", 2),
+    ]
+    assert verify(checkpoint).step == 100
+
+
+def test_the_newest_complete_one_is_found_by_number_not_by_name(tmp_path: Path) -> None:
+    for step in (999_999, 1_000_000, 5):
+        make(tmp_path, step)
+    assert newest_complete(tmp_path) == tmp_path / "step-1000000"
+
+
+def test_where_there_is_none_there_is_none(tmp_path: Path) -> None:
+    assert newest_complete(tmp_path) is None
+    assert newest_complete(tmp_path / "missing") is None
+
+
+def test_a_kill_before_the_commit_leaves_the_older_one_and_is_cleaned(tmp_path: Path) -> None:
+    make(tmp_path, 1)
+    unfinished = begin(tmp_path, 2)
+    (unfinished / "model.safetensors").write_text("half")
+    assert newest_complete(tmp_path) == tmp_path / "step-000001"
+    clean(tmp_path)
+    assert names(tmp_path) == ["step-000001"]
+
+
+def test_a_kill_between_any_two_system_calls_of_a_commit_leaves_a_complete_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kill is simulated by copying the directory as it is at each call, as a crash would leave it."""
+    root = tmp_path / "checkpoints"
+    make(root, 1, "old")
+    make(root, 2, "replaced")
+    states: list[Path] = []
+
+    def keep_state() -> None:
+        states.append(tmp_path / f"state-{len(states)}")
+        shutil.copytree(root, states[-1])
+
+    for name in ("fsync", "rename"):
+        original = getattr(os, name)
+
+        def watched(*args: object, call: object = original) -> object:
+            keep_state()
+            result = call(*args)  # type: ignore[operator]
+            keep_state()
+            return result
+
+        monkeypatch.setattr(os, name, watched)
+    make(root, 2, "new")
+    monkeypatch.undo()
+    assert len(states) > 10
+    for state in states:
+        newest = newest_complete(state)
+        assert newest is not None
+        assert newest.name == "step-000002"
+        assert (newest / "model.safetensors").read_text() in ("replaced 2", "new 2")
+        make(state, 3)
+        assert names(state) == ["step-000001", "step-000002", "step-000003"]
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "missing file", "missing manifest", "torn manifest"])
+def test_a_damaged_newest_one_falls_back_with_a_warning(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    make(tmp_path, 1)
+    newest = make(tmp_path, 2)
+    weights, manifest = newest / "model.safetensors", newest / "manifest.json"
+    match damage:
+        case "truncated":
+            weights.write_text("weig")
+        case "flipped":
+            weights.write_text("weightz 2")
+        case "missing file":
+            weights.unlink()
+        case "missing manifest":
+            manifest.unlink()
+        case "torn manifest":
+            manifest.write_bytes(manifest.read_bytes()[:20])
+    with caplog.at_level(logging.WARNING):
+        assert newest_complete(tmp_path) == tmp_path / "step-000001"
+    assert "step-000002 is not complete" in caplog.text
+    assert newest.exists()
+
+
+def test_a_manifest_cannot_name_files_elsewhere(tmp_path: Path) -> None:
+    checkpoint = make(tmp_path, 1)
+    manifest = (checkpoint / "manifest.json").read_text().replace("model.safetensors", "../secret")
+    (checkpoint / "manifest.json").write_text(manifest)
+    with pytest.raises(CorruptData, match="outside the checkpoint"):
+        verify(checkpoint)
+
+
+@pytest.mark.parametrize("call", ["fsync", "rename"])
+def test_a_full_disk_raises_and_leaves_the_complete_ones_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    make(tmp_path, 1)
+    make(tmp_path, 2, "kept")
+    original = getattr(os, call)
+
+    def full(*args: object) -> object:
+        if "unfinished" in str(args[0]) or call == "fsync":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return original(*args)
+
+    with monkeypatch.context() as disk:
+        disk.setattr(os, call, full)
+        for step in (2, 3):
+            with pytest.raises(OSError, match="No space"):
+                make(tmp_path, step)
+    assert names(tmp_path) == ["step-000001", "step-000002"]
+    assert newest_complete(tmp_path) == tmp_path / "step-000002"
+    assert (tmp_path / "step-000002/model.safetensors").read_text() == "kept 2"
+
+
+def test_a_checkpoint_that_was_given_up_leaves_nothing(tmp_path: Path) -> None:
+    discard(begin(tmp_path, 7))
+    assert names(tmp_path) == []
+
+
+def test_pruning_keeps_the_newest(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        make(tmp_path, step)
+    removed = prune(tmp_path, keep=2)
+    assert [path.name for path in removed] == ["step-000002", "step-000001"]
+    assert names(tmp_path) == ["step-000003", "step-000004"]
+
+
+def test_pruning_never_counts_a_broken_one_as_kept(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        make(tmp_path, step)
+    (tmp_path / "step-000004/manifest.json").unlink()
+    (tmp_path / "step-000002/model.safetensors").unlink()
+    prune(tmp_path, keep=1)
+    assert newest_complete(tmp_path) == tmp_path / "step-000003"
+    assert names(tmp_path) == ["step-000003", "step-000004"]
+
+
+def test_pruning_leaves_foreign_directories_alone(tmp_path: Path) -> None:
+    (tmp_path / "step-best").mkdir()
+    make(tmp_path, 1)
+    prune(tmp_path, keep=1)
+    assert names(tmp_path) == ["step-000001", "step-best"]
+
+
+def test_checkpoint_names_round_trip() -> None:
+    assert [commits._step_of(commits._name(step)) for step in (0, 7, 1_234_567)] == [0, 7, 1_234_567]

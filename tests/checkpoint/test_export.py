@@ -1,0 +1,110 @@
+import json
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from outpace.checkpoint.commit import begin, commit
+from outpace.checkpoint.export import export
+from outpace.errors import BadInput
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The model a run started from; finding it is another room's job."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "llama", "torch_dtype": "float16"}')
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer_config.json").write_text("{}")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / "model.safetensors").write_text("the old weights")
+    (folder / "modeling_custom.py").write_text("raise SystemExit")
+    loading = ModuleType("outpace.models.loading")
+    loading.resolve_model = Path  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "outpace.models.loading", loading)
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path, source: Path) -> Path:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.toml").write_text(f'[model]\npath = "{source}"\n')
+    for step in (1, 2):
+        add_checkpoint(folder, step)
+    return folder
+
+
+def add_checkpoint(run: Path, step: int) -> Path:
+    temporary = begin(run / "checkpoints", step)
+    save_file({"model.norm.weight": np.full(4, step, np.float32)}, temporary / "model.safetensors")
+    save_file({"m": np.zeros(4, np.float32)}, temporary / "optimizer.safetensors")
+    return commit(temporary)
+
+
+def weight_of(folder: Path) -> float:
+    return float(load_file(folder / "model.safetensors")["model.norm.weight"][0])
+
+
+def test_an_export_is_the_newest_weights_with_the_files_of_the_model(run: Path, tmp_path: Path) -> None:
+    out = export(run, tmp_path / "deep" / "out")
+    assert weight_of(out) == 2
+    assert sorted(os.listdir(out)) == [
+        "chat_template.jinja",
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    assert json.loads((out / "config.json").read_text()) == {"model_type": "llama", "dtype": "float32"}
+    assert os.listdir(tmp_path / "deep") == ["out"]
+
+
+def test_one_checkpoint_can_be_exported(run: Path, tmp_path: Path) -> None:
+    assert weight_of(export(run / "checkpoints" / "step-000001", tmp_path / "out")) == 1
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over(run: Path, tmp_path: Path) -> None:
+    (run / "checkpoints/step-000002/model.safetensors").write_bytes(b"")
+    assert weight_of(export(run, tmp_path / "out")) == 1
+    with pytest.raises(BadInput, match="not a complete checkpoint"):
+        export(run / "checkpoints" / "step-000002", tmp_path / "other")
+
+
+def test_an_empty_directory_may_be_exported_into_but_a_full_one_not(run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    export(run, out)
+    with pytest.raises(BadInput, match="exists and is not an empty directory"):
+        export(run, out)
+
+
+def test_what_is_not_a_run_is_refused(tmp_path: Path, source: Path) -> None:
+    with pytest.raises(BadInput, match="no directory"):
+        export(tmp_path / "missing", tmp_path / "out")
+    with pytest.raises(BadInput, match="neither a run directory nor a checkpoint"):
+        export(source, tmp_path / "out")
+    (tmp_path / "config.toml").write_text("")
+    with pytest.raises(BadInput, match="no complete checkpoint"):
+        export(tmp_path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_without_weights_is_refused(run: Path, tmp_path: Path) -> None:
+    temporary = begin(run / "checkpoints", 3)
+    (temporary / "core.json").write_text("{}")
+    commit(temporary)
+    with pytest.raises(BadInput, match=r"holds no model\.safetensors"):
+        export(run, tmp_path / "out")
+
+
+def test_a_failed_export_leaves_nothing_behind(run: Path, source: Path, tmp_path: Path) -> None:
+    (source / "config.json").unlink()
+    with pytest.raises(BadInput, match=r"holds no config\.json"):
+        export(run, tmp_path / "exports" / "out")
+    assert os.listdir(tmp_path / "exports") == []

@@ -1,0 +1,138 @@
+from datetime import datetime
+from typing import Any
+
+import pytest
+
+from outpace.config import Config
+from outpace.config_loading import make_config
+from outpace.config_rules import resolve
+from outpace.errors import BadInput
+
+
+@pytest.mark.parametrize(
+    ("values", "key", "said"),
+    [
+        ({"rollout.group_size": 1}, "rollout.group_size", "use 2 or more"),
+        ({"rollout.group_size": 1, "algorithm.baseline": "none"}, "algorithm.filter_uniform", "set it to false"),
+        ({"rollout.top_p": 0.9}, "rollout.top_p", "biases"),
+        ({"rollout.top_k": 50}, "rollout.top_k", "biases"),
+        ({"rollout.temperature": 0}, "rollout.temperature", "greedy"),
+        ({"tasks.name": "countdown", "tasks.path": "a.jsonl"}, "tasks.path", "keep one of the two"),
+        ({"weights.every": 4}, "weights.every", "use at most 3"),
+        ({"weights.every": 2, "pacing.max_lag": 0}, "weights.every", "use at most 1"),
+        ({"rewards.functions": ["a", "b"], "rewards.weights": [1.0]}, "rewards.weights", "2 in all, not 1"),
+        ({"rewards.functions": ["a", "a"]}, "rewards.functions", "a is there twice"),
+        ({"run.deterministic": True, "weights.update": "drain"}, "weights.update", "leave this out"),
+        ({"run.deterministic": True, "pacing.on_stale": "drop"}, "pacing.on_stale", '"wait"'),
+        ({"run.deterministic": True, "run.device": "cuda"}, "run.device", "CPU"),
+    ],
+)
+def test_settings_that_cannot_work_together_are_refused(values: dict[str, Any], key: str, said: str) -> None:
+    with pytest.raises(BadInput) as caught:
+        make_config(values)
+    message = str(caught.value)
+    assert len(message.splitlines()) == 1
+    assert message.startswith(f"{key}: ")
+    assert said in message
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"rollout.group_size": 1, "algorithm.baseline": "none", "algorithm.filter_uniform": False},
+        {"weights.every": 3},
+        {"pacing.max_lag": 0},
+        {"eval.temperature": 0},
+        {"run.deterministic": True, "run.device": "cpu"},
+    ],
+)
+def test_settings_at_the_edge_of_the_rules_are_accepted(values: dict[str, Any]) -> None:
+    make_config(values)
+
+
+def test_the_starter_gets_its_own_defaults() -> None:
+    config = resolve(Config(), now=datetime(2030, 1, 2, 3, 4, 5))
+    assert config.learner.lr == 6e-4
+    assert config.rollout.max_tokens == 32
+    assert config.tasks.name == "countdown"
+    assert config.rewards.functions == ["countdown"]
+    assert config.run.steps == 100
+    assert config.run.dir == "runs/20300102-030405"
+    assert config.pacing.max_running == 128
+    assert config.eval.temperature == 1.0
+
+
+def test_other_models_get_theirs() -> None:
+    config = resolve(make_config({"model.path": "some/model"}))
+    assert (config.learner.lr, config.rollout.max_tokens) == (1e-6, 512)
+
+
+def test_what_is_given_is_kept() -> None:
+    given = {
+        "learner.lr": 1e-4,
+        "rollout.max_tokens": 7,
+        "rollout.temperature": 0.7,
+        "pacing.max_running": 3,
+        "eval.temperature": 0,
+        "run.dir": "here",
+        "run.steps": 5,
+        "tasks.name": "arithmetic",
+        "rewards.functions": ["mine:score"],
+        "run.device": "cpu",
+        "run.deterministic": True,
+    }
+    config = make_config(given)
+    resolved = resolve(config)
+    assert resolved.rewards == config.rewards
+    assert resolved.eval == config.eval
+    assert resolved.run == config.run
+    assert resolved.learner == config.learner
+    assert resolved.rollout == config.rollout
+    assert resolved.tasks == config.tasks
+
+
+def test_evaluation_follows_the_training_temperature() -> None:
+    assert resolve(make_config({"rollout.temperature": 0.7})).eval.temperature == 0.7
+
+
+def test_epochs_replace_the_default_number_of_steps() -> None:
+    assert resolve(make_config({"run.epochs": 2})).run.steps is None
+    assert resolve(make_config({"run.epochs": 2, "run.steps": 5})).run.steps == 5
+
+
+def test_a_chunk_is_never_larger_than_the_batch() -> None:
+    assert resolve(make_config({"pacing.groups_per_step": 4})).pacing.chunk_groups == 4
+
+
+def test_the_arithmetic_task_brings_its_reward() -> None:
+    assert resolve(make_config({"tasks.name": "arithmetic"})).rewards.functions == ["number"]
+
+
+def test_deterministic_runs_are_on_the_cpu() -> None:
+    assert resolve(make_config({"run.deterministic": True})).run.device == "cpu"
+
+
+@pytest.mark.parametrize("values", [{"tasks.path": "a.jsonl"}, {"tasks.name": "mine"}])
+def test_tasks_without_a_reward_are_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(BadInput, match=r"^rewards\.functions: name at least one"):
+        resolve(make_config(values))
+
+
+def test_a_custom_rollout_may_bring_the_reward_itself() -> None:
+    assert resolve(make_config({"tasks.path": "a.jsonl", "rollout.function": "m:f"})).rewards.functions == []
+
+
+def test_weights_are_checked_against_rewards_filled_in() -> None:
+    with pytest.raises(BadInput, match=r"^rewards\.weights: needs one per function, 1 in all, not 2$"):
+        resolve(make_config({"rewards.weights": [1, 2]}))
+
+
+def test_objects_brought_by_python_callers_need_no_names() -> None:
+    config = resolve(Config(), own_tasks=True, own_rewards=True)
+    assert config.tasks.name is None
+    assert config.rewards.functions == []
+
+
+def test_resolving_twice_changes_nothing() -> None:
+    once = resolve(Config())
+    assert resolve(once) == once

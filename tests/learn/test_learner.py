@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from outpace.checkpoint.journal import JournalWriter
+from outpace.config import LearnerConfig
+from outpace.errors import CorruptData
+from outpace.learn.learner import LearnerSettings, TorchLearner
+from outpace.protocols import Learner
+from outpace.types import GroupRecord, Place, Row
+from outpace.weights.store import read_snapshot
+
+MakeLlama = Callable[..., LlamaForCausalLM]
+MakeRows = Callable[..., list[Row]]
+Make = Callable[..., TorchLearner]
+
+
+@pytest.fixture
+async def make_learner(make_llama: MakeLlama, tmp_path: Path) -> AsyncIterator[Make]:
+    learners: list[TorchLearner] = []
+
+    def make(seed: int = 0, **options: Any) -> TorchLearner:
+        settings = LearnerSettings(
+            learner=LearnerConfig(lr=1e-2),
+            model="given",
+            journal=tmp_path / "journal",
+            snapshots=tmp_path / f"weights{len(learners)}",
+            incarnation=f"run-{len(learners)}",
+            threads=1,
+            **options,
+        )
+        learners.append(TorchLearner(settings, make_llama(seed)))
+        return learners[-1]
+
+    yield make
+    for learner in learners:
+        await learner.close()
+
+
+@pytest.fixture
+def journalled(make_rows: MakeRows, tmp_path: Path) -> Callable[[int], list[Place]]:
+    """Places of so many journalled groups of four rows each."""
+
+    def write(groups: int) -> list[Place]:
+        writer = JournalWriter(tmp_path / "journal", "worker")
+        records = [GroupRecord(g, f"task-{g}", 0, 0, make_rows(4, seed=g), [0.0] * 4) for g in range(groups)]
+        places = [writer.append(record) for record in records]
+        writer.close()
+        return places
+
+    return write
+
+
+async def test_journalled_groups_become_versions_and_snapshots(
+    make_learner: Make, journalled: Callable[[int], list[Place]]
+) -> None:
+    learner: Learner = make_learner()
+    places = journalled(4)
+    chunks = [await learner.chunk(0, places[:2]), await learner.chunk(0, places[2:])]
+    step = await learner.step(0)
+    manifest = await learner.publish([])
+    assert (step.version, manifest.version) == (1, 1)
+    assert step.tokens == sum(chunk.tokens for chunk in chunks) > 0
+    assert step.loss == pytest.approx(sum(chunk.loss_sum for chunk in chunks) / step.tokens)
+    assert sum(chunk.rows for chunk in chunks) == 16
+    stats = await learner.stats()
+    assert (stats.version, stats.tokens, stats.threads) == (1, step.tokens, 1)
+    assert stats.busy_s > 0
+    assert stats.parameters == sum(spec.nbytes // 4 for spec in manifest.tensors)
+
+
+async def test_calls_run_in_the_order_given_without_waiting_in_between(
+    make_learner: Make, journalled: Callable[[int], list[Place]]
+) -> None:
+    places = journalled(4)
+
+    async def run(learner: TorchLearner) -> list[float]:
+        calls = [
+            learner.chunk(0, places[:2]),
+            learner.chunk(0, places[2:]),
+            learner.step(0),
+            learner.publish([]),
+            learner.chunk(1, places),
+            learner.step(1),
+        ]
+        results: list[Any] = await asyncio.gather(*calls)
+        return [results[0].loss_sum, results[1].loss_sum, results[2].loss, results[4].loss_sum, results[5].loss]
+
+    assert await run(make_learner()) == await run(make_learner())
+
+
+async def test_a_snapshot_holds_the_weights_of_its_version_even_when_training_went_on(
+    make_learner: Make, journalled: Callable[[int], list[Place]]
+) -> None:
+    learner = make_learner()
+    places = journalled(2)
+    await learner.chunk(0, places)
+    await learner.step(0)
+    expected = {name: p.detach().clone() for name, p in learner._core.parameters.items()}
+    manifest, *_ = await asyncio.gather(learner.publish([]), learner.chunk(1, places), learner.step(1))
+    weights = read_snapshot(manifest)
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    assert not torch.equal(expected["model.norm.weight"], learner._core.parameters["model.norm.weight"])
+
+
+async def test_the_next_chunk_trains_while_checksums_are_computed(
+    make_learner: Make, journalled: Callable[[int], list[Place]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = make_learner()
+    places = journalled(1)
+    trained = threading.Event()
+    seal = learner._writer.seal
+
+    def seal_after_training(draft: Any) -> Any:
+        assert trained.wait(60)
+        return seal(draft)
+
+    monkeypatch.setattr(learner._writer, "seal", seal_after_training)
+    publishing = asyncio.create_task(learner.publish([]))
+    await asyncio.sleep(0)
+    await learner.chunk(0, places)
+    trained.set()
+    assert (await publishing).version == 0
+
+
+async def test_published_weights_have_the_dtype_of_the_model(make_learner: Make) -> None:
+    manifest = await make_learner(dtype="bfloat16").publish([])
+    assert {tensor.dtype for tensor in read_snapshot(manifest).values()} == {torch.bfloat16}
+
+
+async def test_a_saved_learner_resumes_at_its_version(
+    make_learner: Make, journalled: Callable[[int], list[Place]], tmp_path: Path
+) -> None:
+    first, second = make_learner(), make_learner(seed=3)
+    places = journalled(2)
+    await first.chunk(0, places)
+    await first.step(0)
+    (tmp_path / "state").mkdir()
+    await first.save(str(tmp_path / "state"))
+    assert await second.load(str(tmp_path / "state")) == 1
+    results = [await learner.chunk(1, places) for learner in (first, second)]
+    assert results[0].loss_sum == results[1].loss_sum
+
+
+async def test_a_batch_from_another_version_is_refused(
+    make_learner: Make, journalled: Callable[[int], list[Place]]
+) -> None:
+    learner = make_learner()
+    with pytest.raises(AssertionError, match="version 3, but the learner is at 0"):
+        await learner.chunk(3, journalled(1))
+    with pytest.raises(AssertionError, match="version 1"):
+        await learner.step(1)
+
+
+async def test_a_damaged_journal_record_reaches_the_caller(
+    make_learner: Make, journalled: Callable[[int], list[Place]], tmp_path: Path
+) -> None:
+    (place,) = journalled(1)
+    segment = tmp_path / "journal" / place.segment
+    data = bytearray(segment.read_bytes())
+    data[place.offset + 40] ^= 1
+    segment.write_bytes(data)
+    with pytest.raises(CorruptData):
+        await make_learner().chunk(0, [place])
+
+
+async def test_closing_removes_the_snapshots(make_learner: Make, tmp_path: Path) -> None:
+    learner = make_learner()
+    manifest = await learner.publish([])
+    assert os.path.basename(manifest.path) in os.listdir(tmp_path / "weights0")
+    await learner.close()
+    assert os.listdir(tmp_path / "weights0") == []

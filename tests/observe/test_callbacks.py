@@ -1,0 +1,155 @@
+import asyncio
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from outpace.errors import PartFailed
+from outpace.observe import callbacks
+from outpace.observe.callbacks import Callback, CallbackRunner
+
+
+class Diary(Callback):
+    def __init__(self) -> None:
+        self.entries: list[Any] = []
+        self.threads: set[str] = set()
+
+    def on_batch_start(self, version: int) -> None:
+        self.threads.add(threading.current_thread().name)
+        self.entries.append(("start", version))
+
+    async def on_batch_end(self, metrics: Mapping[str, float]) -> None:
+        await asyncio.sleep(0)
+        self.threads.add(threading.current_thread().name)
+        self.entries.append(("end", metrics["step"]))
+
+
+class Broken(Callback):
+    def on_epoch_start(self, epoch: int) -> None:
+        raise ZeroDivisionError(f"epoch {epoch}")
+
+    async def on_epoch_end(self, epoch: int) -> None:
+        raise SystemExit(1)
+
+
+def test_callbacks_plain_and_async_run_in_order_on_their_own_thread() -> None:
+    diary = Diary()
+    runner = CallbackRunner([diary])
+    for step in range(20):
+        runner.post("on_batch_start", step)
+        runner.post("on_batch_end", {"step": step})
+    runner.close()
+    assert diary.entries == [(kind, step) for step in range(20) for kind in ("start", "end")]
+    assert diary.threads == {"outpace-callbacks"}
+
+
+def test_a_blocked_callback_does_not_block_the_run() -> None:
+    gate = threading.Event()
+    seen: list[int] = []
+
+    class Blocking(Callback):
+        def on_policy_updated(self, version: int) -> None:
+            gate.wait()
+            seen.append(version)
+
+    runner = CallbackRunner([Blocking()])
+    for version in range(3):
+        runner.post("on_policy_updated", version)
+    assert seen == []
+    gate.set()
+    runner.close()
+    assert seen == [0, 1, 2]
+
+
+def test_a_task_that_an_async_callback_starts_goes_on_between_events() -> None:
+    done = threading.Event()
+
+    class Background(Callback):
+        async def on_run_start(self, info: Mapping[str, Any]) -> None:
+            self.task = asyncio.create_task(self.later())
+
+        async def later(self) -> None:
+            await asyncio.sleep(0)
+            done.set()
+
+    runner = CallbackRunner([Background()])
+    runner.post("on_run_start", {})
+    assert done.wait(30)
+    runner.close()
+
+
+def test_an_exception_ends_the_run_with_its_traceback_and_nothing_is_called_after_it() -> None:
+    diary = Diary()
+    told: list[PartFailed] = []
+    runner = CallbackRunner([Broken(), diary], on_failure=told.append)
+    runner.post("on_epoch_start", 3)
+    runner.post("on_batch_start", 1)
+    with pytest.raises(PartFailed, match=r"callback Broken.on_epoch_start: ZeroDivisionError: epoch 3") as caught:
+        runner.close()
+    assert "raise ZeroDivisionError" in caught.value.remote_traceback
+    assert told == [caught.value]
+    assert diary.entries == []
+    with pytest.raises(PartFailed):
+        runner.check()
+
+
+def test_exiting_from_a_callback_is_a_failure_too() -> None:
+    runner = CallbackRunner([Broken()])
+    runner.post("on_epoch_end", 0)
+    with pytest.raises(PartFailed, match="SystemExit"):
+        runner.close()
+
+
+def test_posting_after_a_failure_or_the_end_is_harmless() -> None:
+    diary = Diary()
+    runner = CallbackRunner([diary])
+    runner.close()
+    runner.post("on_batch_start", 1)
+    runner.close()
+    assert diary.entries == []
+
+
+def test_a_callback_that_never_returns_is_named_at_the_deadline() -> None:
+    gate = threading.Event()
+
+    class Endless(Callback):
+        def on_run_end(self, summary: Any) -> None:
+            gate.wait()
+
+    runner = CallbackRunner([Endless()])
+    runner.post("on_run_end", None)
+    with pytest.raises(PartFailed, match="still running after"):
+        runner.close(timeout_s=0.05)
+    gate.set()
+
+
+def test_callbacks_far_behind_end_the_run_instead_of_growing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(callbacks, "MAX_BEHIND", 5)
+    gate = threading.Event()
+
+    class Slow(Callback):
+        def on_epoch_start(self, epoch: int) -> None:
+            gate.wait()
+
+    runner = CallbackRunner([Slow()])
+    for epoch in range(6):
+        runner.post("on_epoch_start", epoch)
+    with pytest.raises(PartFailed, match="6 events behind"):
+        runner.check()
+    gate.set()
+    with pytest.raises(PartFailed):
+        runner.close()
+
+
+def test_without_callbacks_there_is_no_thread() -> None:
+    before = threading.active_count()
+    runner = CallbackRunner([])
+    runner.post("on_epoch_start", 0)
+    assert threading.active_count() == before
+    runner.close()
+
+
+def test_every_event_is_a_method_of_the_base_class() -> None:
+    methods = {name for name in vars(Callback) if name.startswith("on_")}
+    assert methods == set(callbacks.Event.__args__)  # type: ignore[attr-defined]

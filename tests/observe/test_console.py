@@ -1,0 +1,159 @@
+import io
+
+import pytest
+from rich.console import Console
+
+from outpace.observe.console import ProgressConsole, RunView, final_report, live_panel, plain_line
+from outpace.observe.format import clock_text, number, percent, si, sparkline
+from outpace.observe.summary import Summary, SummaryBuilder
+from outpace.types import EpisodeView
+
+METRICS = {
+    "reward/mean": 0.5,
+    "lag/mean": 0.75,
+    "lag/max": 2.0,
+    "throughput/sampled_tok_s": 12_345.0,
+    "throughput/trained_tok_s": 9_000.0,
+    "time/step_s": 2.0,
+    "wait/trainer_s": 0.2,
+    "wait/engine_s": 0.1,
+    "queue/running": 40.0,
+    "queue/finished": 7.0,
+}
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make(total: int | None, quiet: bool = False) -> tuple[ProgressConsole, io.StringIO, Clock]:
+    file, clock = io.StringIO(), Clock()
+    return ProgressConsole(total, quiet=quiet, file=file, clock=clock), file, clock
+
+
+def build_summary() -> Summary:
+    builder = SummaryBuilder()
+    builder.evaluation(0, 0.21)
+    builder.evaluation(100, 0.84)
+    builder.step(100, METRICS | {"efficiency": 0.93, "throughput/trained_tokens": 5.0})
+    return builder.build(wall_s=83, train_s=70, seed=0, exit=0, reason="all steps are done")
+
+
+def render(thing: object) -> str:
+    console = Console(file=io.StringIO(), width=110)
+    console.print(thing)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_without_a_terminal_there_is_one_line_now_and_then_and_at_both_ends() -> None:
+    console, file, clock = make(40)
+    console.start()
+    for step in range(1, 41):
+        clock.now += 0.5
+        console.step(step, METRICS)
+    shown = [int(line.split()[1].split("/")[0]) for line in file.getvalue().splitlines()]
+    assert shown == [1, 5, 9, 13, 17, 21, 25, 29, 33, 37, 40]
+    console.close()
+
+
+def test_a_line_says_what_people_ask_first() -> None:
+    console, file, clock = make(100)
+    console.evaluation(0, 0.25)
+    clock.now = 10.0
+    console.step(1, METRICS)
+    line = file.getvalue().splitlines()[-1]
+    for fact in ("step 1/100", "reward 0.5", "held-out 25.0 %", "lag 0.75 (max 2)", "12.3k sampled", "9k trained"):
+        assert fact in line
+    assert "trainer 10.0 % engine 5.0 %" in line
+    assert "16:30 left" in line
+
+
+def test_the_time_left_goes_by_the_pace_of_this_start_without_its_start_up() -> None:
+    clock = Clock()
+    view = RunView(100, clock)
+    assert view.remaining_s is None
+    clock.now = 20.0
+    view.update(51, {})
+    assert view.remaining_s == pytest.approx(20.0 * 49)
+    clock.now = 24.0
+    view.update(53, {})
+    clock.now = 30.0
+    assert view.remaining_s == pytest.approx(2.0 * 47)
+
+
+def test_metrics_that_are_missing_show_as_a_dash() -> None:
+    view = RunView(None, Clock())
+    view.update(1, {})
+    assert "reward –" in plain_line(view)
+    assert "–" in render(live_panel(view, "outpace"))
+
+
+def test_the_panel_shows_reward_history_waits_and_groups() -> None:
+    view = RunView(100, Clock())
+    view.evals = [(0, 0.2), (10, 0.4)]
+    for step in range(1, 11):
+        view.update(step, METRICS | {"reward/mean": step / 10})
+    panel = render(live_panel(view, "outpace"))
+    for fact in ("step 10/100", "▁", "█", "20.0 %", "40.0 %", "40 running", "7 finished", "version 10"):
+        assert fact in panel
+
+
+def test_quiet_prints_one_line_at_the_end() -> None:
+    console, file, _ = make(1, quiet=True)
+    console.start()
+    console.status("starting")
+    console.evaluation(0, 0.2)
+    console.step(1, METRICS)
+    console.finish(build_summary(), "runs/a")
+    assert file.getvalue() == "runs/a: 100 steps, held-out accuracy 21.0 % → 84.0 %\n"
+
+
+def test_the_final_report_shows_progress_examples_and_where_things_are() -> None:
+    views = [
+        EpisodeView("a", "reach 24", "4*6", 1.0, "stop", 9),
+        EpisodeView("b", "reach 7", "1+1", 0.0, "stop", 9),
+    ]
+    report = render(final_report(build_summary(), "runs/a", views))
+    for fact in ("21.0 % → 84.0 %", "✓", "4*6", "✗", "1+1", "93.0 % of the fastest", "runs/a", "1:23"):
+        assert fact in report
+
+
+def test_text_of_the_model_is_shown_and_never_interpreted() -> None:
+    views = [EpisodeView("a", "[bold]p[/bold]", "\x1b[2Jgone\n\n[red]x", 1.0, "stop", 0)]
+    report = render(final_report(build_summary(), "runs/[b]", views))
+    assert "\x1b" not in report
+    assert "[bold]p[/bold]" in report
+    assert "[red]x" in report
+    assert "runs/[b]" in report
+
+
+def test_examples_where_nothing_was_solved_are_all_unsolved() -> None:
+    report = render(final_report(build_summary(), "r", [EpisodeView("a", "p", "c", 0.0, "stop", 0)]))
+    assert "✗" in report
+    assert "✓" not in report
+
+
+def test_a_live_panel_on_a_terminal_is_drawn_and_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    console, file, _ = make(3)
+    console.start()
+    console.step(1, METRICS)
+    console.close()
+    console.close()
+    assert "reward" in file.getvalue()
+    assert "\x1b[?25h" in file.getvalue()  # the cursor is back
+
+
+def test_numbers_for_people() -> None:
+    assert [number(value) for value in (None, 3.0, 0.12345, 1234.5)] == ["–", "3", "0.123", "1.23e+03"]
+    assert [si(value) for value in (None, 12, 1500, 2.5e6, 3e9)] == ["–", "12", "1.5k", "2.5M", "3G"]
+    assert [clock_text(value) for value in (5, 65, 3665)] == ["0:05", "1:05", "1:01:05"]
+    assert percent(None) == "–"
+    assert sparkline([0, 1, 2, 7]) == "▁▂▃█"
+    assert sparkline([]) == ""
+    assert sparkline([1, 1]) == "▁▁"

@@ -1,0 +1,125 @@
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from outpace.config import Config
+from outpace.config_loading import make_config
+from outpace.observe import doctor as room
+from outpace.observe.doctor import (
+    GIB,
+    TORCH,
+    TRANSFORMERS,
+    Check,
+    cache_folder,
+    check_cache,
+    check_extras,
+    check_memory,
+    check_shared_memory,
+    check_starter,
+    check_thread_settings,
+    check_threads,
+    check_version,
+    doctor,
+    examine,
+)
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.12.1", "2.13.0+cpu", "2.13.5"])
+def test_supported_versions_of_torch_pass(version: str) -> None:
+    assert check_version("torch", version, TORCH).advice == ""
+
+
+@pytest.mark.parametrize("version", ["2.10.0", "2.14.0", "1.13.1", "3.0"])
+def test_other_versions_of_torch_do_not(version: str) -> None:
+    assert "use 2.11 to 2.13" in check_version("torch", version, TORCH).advice
+
+
+def test_any_newer_transformers_passes() -> None:
+    assert check_version("transformers", "6.0.0", TRANSFORMERS).advice == ""
+    assert "use 5.16 or newer" in check_version("transformers", "5.9.0", TRANSFORMERS).advice
+    assert "install transformers" in check_version("transformers", None, TRANSFORMERS).advice
+
+
+def test_little_memory_is_reported() -> None:
+    assert check_memory(8 * GIB, 4 * GIB) == Check("Memory", "4.0 of 8.0 GiB free")
+    assert check_memory(8 * GIB, GIB).advice
+
+
+def test_little_shared_memory_is_reported_and_none_is_not() -> None:
+    assert "--shm-size" in check_shared_memory(64 * 2**20).advice
+    assert not check_shared_memory(GIB).advice
+    assert not check_shared_memory(None).advice
+
+
+@pytest.mark.parametrize(
+    ("cores", "threads", "parts", "advice"),
+    [(2, 1, 2, ""), (2, 2, 1, ""), (1, 1, 2, ""), (2, 2, 2, "set run.threads to 1"), (8, 6, 2, "set run.threads to 4")],
+)
+def test_more_threads_than_cores_are_reported(cores: int, threads: int, parts: int, advice: str) -> None:
+    found = check_threads(cores, threads, parts).advice
+    assert advice in found
+    assert bool(advice) == bool(found)
+
+
+def test_openmp_settings_that_hurt_are_reported() -> None:
+    assert not check_thread_settings(2, {}).advice
+    assert not check_thread_settings(2, {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"}).advice
+    assert "unset it" in check_thread_settings(2, {"OMP_NUM_THREADS": "16"}).advice
+    assert "PASSIVE" in check_thread_settings(2, {"OMP_WAIT_POLICY": "active"}).advice
+
+
+def test_missing_extras_are_no_problem() -> None:
+    assert check_extras({"datasets": True, "smollm2": False}) == Check("Extras", "datasets yes, smollm2 no")
+
+
+def test_the_cache_folder_follows_the_environment() -> None:
+    assert cache_folder({"XDG_CACHE_HOME": "/x"}) == Path("/x/outpace")
+    assert cache_folder({"OUTPACE_CACHE": "/y", "XDG_CACHE_HOME": "/x"}) == Path("/y")
+    assert cache_folder({}) == Path.home() / ".cache" / "outpace"
+
+
+def test_a_cache_folder_that_can_be_made_is_fine_and_a_file_in_its_way_is_not(tmp_path: Path) -> None:
+    assert not check_cache(tmp_path / "not" / "yet").advice
+    (tmp_path / "file").touch()
+    assert "set OUTPACE_CACHE" in check_cache(tmp_path / "file" / "outpace").advice
+
+
+def test_an_incomplete_starter_is_reported(tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).touch()
+    assert check_starter(tmp_path).advice.startswith("tokenizer.json missing")
+    (tmp_path / "tokenizer.json").touch()
+    assert not check_starter(tmp_path).advice
+
+
+def test_this_machine_can_be_examined() -> None:
+    checks = {check.name: check for check in examine(Config())}
+    assert {"Python", "torch", "transformers", "Memory", "Shared memory", "Threads", "GPU", "Extras", "Cache"} <= set(
+        checks
+    )
+    assert not checks["torch"].advice
+    crowded = examine(make_config({"run.threads": 4096}))
+    assert next(check for check in crowded if check.name == "Threads").advice
+
+
+def printed(checks: list[Check], monkeypatch: pytest.MonkeyPatch) -> tuple[int, str]:
+    monkeypatch.setattr(room, "examine", lambda config: checks)
+    out = io.StringIO()
+    return doctor(console=Console(file=out, width=60)), out.getvalue()
+
+
+def test_the_exit_code_and_advice_follow_the_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert printed([Check("Memory", "lots")], monkeypatch)[0] == 0
+    code, text = printed([Check("Memory", "lots"), Check("Disk", "[bold]", "buy " * 30 + "one")], monkeypatch)
+    assert code == 1
+    assert text.splitlines()[-1] == "Disk: " + "buy " * 30 + "one"
+
+
+def test_importing_the_doctor_loads_no_torch() -> None:
+    script = "import sys, outpace.observe.doctor; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

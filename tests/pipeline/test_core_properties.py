@@ -1,0 +1,240 @@
+"""What must hold in every run, whatever the settings, durations and outcomes."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
+from simulated import PLAIN, Simulation, Trace, all_finish, core_of, erratic, fate_of, resume, steady
+
+from outpace.pipeline.core import CoreSettings
+from outpace.pipeline.events import Checkpoint, EpochEnded, EpochStarted, Evaluate, LoadWeights, Publish
+
+seeds = st.integers(0, 2**31)
+
+
+@st.composite
+def any_settings(draw: st.DrawFn, **fixed: object) -> CoreSettings:
+    max_lag = draw(st.integers(0, 4))
+    epochs = draw(st.none() | st.integers(1, 4))
+    drawn: dict[str, object] = {
+        "groups_per_step": draw(st.integers(1, 5)),
+        "group_size": draw(st.integers(1, 3)),
+        "max_lag": max_lag,
+        "depth": draw(st.sampled_from([0.0, 0.5, 1.0, 2.3])),
+        "chunk_groups": draw(st.integers(1, 6)),
+        "max_running": draw(st.integers(1, 40)),
+        "on_stale": "wait",
+        "warmup_steps": draw(st.integers(0, 3)),
+        "publish_every": draw(st.integers(1, max_lag + 1)),
+        "update": draw(st.sampled_from(["inflight", "drain"])),
+        "deterministic": draw(st.booleans()),
+        "steps": draw(st.integers(1, 12)) if epochs is None else draw(st.none() | st.integers(1, 12)),
+        "epochs": epochs,
+        "tasks": draw(st.integers(1, 25)),
+        "eval_every": draw(st.integers(0, 3)),
+        "eval_enabled": draw(st.booleans()),
+        "checkpoint_every": draw(st.integers(0, 4)),
+    }
+    return CoreSettings(**{**drawn, **fixed})  # type: ignore[arg-type]
+
+
+def simulate(settings: CoreSettings, seed: int) -> Trace:
+    fate = fate_of(seed, filtered=0.25, failed=0.1)
+    return Simulation(core_of(settings), erratic(seed), fate, engines=1 + seed % 3, seed=seed).run()
+
+
+def trained(trace: Trace) -> list[int]:
+    return [group for batch in trace.batches for group in batch.groups]
+
+
+@given(any_settings(), seeds)
+@examples(max_examples=150, deadline=None)
+def test_no_token_is_trained_beyond_the_lag_and_warm_up_is_on_policy(settings: CoreSettings, seed: int) -> None:
+    for version, lag in simulate(settings, seed).lags:
+        assert lag <= (0 if version < settings.warmup_steps else settings.max_lag)
+
+
+@given(any_settings(), seeds)
+@examples(max_examples=150, deadline=None)
+def test_a_run_ends_with_every_group_accounted_for_once_and_whole_batches(settings: CoreSettings, seed: int) -> None:
+    trace = simulate(settings, seed)
+    assert trace.finish == "done"
+    survivors = sorted(group for group in trace.admitted if trace.outcomes[group] == "finished")
+    assert sorted(trained(trace)) == survivors
+    assert [batch.version for batch in trace.batches] == list(range(len(trace.batches)))
+    sizes = [len(batch.groups) for batch in trace.batches]
+    assert all(size == settings.groups_per_step for size in sizes[:-1])
+    if settings.epochs is None:
+        assert sizes == [settings.groups_per_step] * (settings.steps or 0)
+    else:
+        assert len(sizes) == settings.steps or len(trace.admitted) == settings.epochs * settings.tasks
+        assert all(0 < size <= settings.groups_per_step for size in sizes)
+
+
+@given(any_settings(), seeds)
+@examples(max_examples=50, deadline=None)
+def test_the_chunks_of_a_batch_make_up_the_batch(settings: CoreSettings, seed: int) -> None:
+    trace = simulate(settings, seed)
+    for batch in trace.batches:
+        chunks = [chunk.groups for chunk in trace.chunks if chunk.version == batch.version]
+        assert sum(chunks, ()) == batch.groups
+        assert all(len(chunk) >= settings.chunk_groups for chunk in chunks[:-1])
+
+
+@given(any_settings(max_lag=0, publish_every=1), seeds)
+@examples(max_examples=50, deadline=None)
+def test_with_no_lag_every_batch_is_made_of_groups_admitted_at_its_own_version(
+    settings: CoreSettings, seed: int
+) -> None:
+    trace = simulate(settings, seed)
+    for batch in trace.batches:
+        assert {trace.admitted[group].min_version for group in batch.groups} == {batch.version}
+
+
+@given(any_settings(steps=None, epochs=2), seeds)
+@examples(max_examples=50, deadline=None)
+def test_slow_tasks_are_trained_as_often_as_fast_ones(settings: CoreSettings, seed: int) -> None:
+    rng = random.Random(seed)
+    slow = {task for task in range(settings.tasks) if rng.random() < 0.3}
+    pace = erratic(seed)
+    core = core_of(settings)
+    trace = Simulation(core, lambda kind, a: pace(kind, a) * (100 if getattr(a, "task", None) in slow else 1)).run()
+    counts = Counter(trace.admitted[group].task for group in trained(trace))
+    assert counts == {task: 2 for task in range(settings.tasks)}
+    assert core.counts["trained"] == 2 * settings.tasks
+
+
+@given(any_settings(deterministic=False), seeds, st.sampled_from(["drop", "requeue", "train"]))
+@examples(max_examples=100, deadline=None)
+def test_whatever_becomes_of_stragglers_the_run_ends_and_the_books_balance(
+    settings: CoreSettings, seed: int, on_stale: str
+) -> None:
+    settings = replace(settings, on_stale=on_stale)  # type: ignore[arg-type]
+    core = core_of(settings)
+    trace = Simulation(core, erratic(seed), fate_of(seed, 0.2, 0.1), engines=1 + seed % 2, seed=seed).run()
+    assert trace.finish == "done"
+    assert len(set(trained(trace))) == len(trained(trace)) == core.counts["trained"]
+    assert not set(trained(trace)) & set(trace.cancelled)
+    assert core.counts["requeued" if on_stale == "requeue" else "dropped"] == len(trace.cancelled)
+    settled = sum(core.counts[outcome] for outcome in ("trained", "filtered", "failed", "dropped"))
+    assert settled + core.counts["requeued"] == len(trace.admitted)
+    if on_stale != "train":
+        assert all(lag <= settings.max_lag for _, lag in trace.lags)
+    if settings.epochs and settings.steps is None:
+        assert settled == settings.epochs * settings.tasks
+
+
+@given(any_settings(deterministic=True), seeds, seeds)
+@examples(max_examples=150, deadline=None)
+def test_in_lockstep_no_speed_of_any_part_changes_what_is_trained(
+    settings: CoreSettings, content: int, timing: int
+) -> None:
+    fate = fate_of(content, filtered=0.3, failed=0.1)
+    reference = Simulation(core_of(settings), steady(), fate).run()
+    other = Simulation(core_of(settings), erratic(timing), fate, engines=1 + timing % 3, seed=timing).run()
+    assert other.assignments == reference.assignments
+    assert other.admitted == reference.admitted
+    assert all(len(chunk.groups) <= settings.chunk_groups for chunk in reference.chunks)
+
+
+@given(any_settings(deterministic=True, checkpoint_every=2), seeds, seeds)
+@examples(max_examples=100, deadline=None)
+def test_in_lockstep_a_run_killed_and_resumed_trains_what_the_uninterrupted_one_does(
+    settings: CoreSettings, content: int, timing: int
+) -> None:
+    fate = fate_of(content, filtered=0.3, failed=0.1)
+    whole = Simulation(core_of(settings), steady(), fate).run()
+    for checkpoint in whole.checkpoints:
+        rest = Simulation(resume(settings, checkpoint), erratic(timing), fate, engines=2, seed=timing).run()
+        assert rest.finish == "done"
+        assert rest.assignments == [item for item in whole.assignments if item[0] >= checkpoint.version]  # type: ignore[operator]
+
+
+@given(any_settings(steps=None, epochs=3), st.integers(1, 4), seeds)
+@examples(max_examples=100, deadline=None)
+def test_a_resume_from_any_checkpoint_visits_every_task_once_per_epoch(
+    settings: CoreSettings, every: int, seed: int
+) -> None:
+    settings = replace(settings, checkpoint_every=every)
+    first = simulate(settings, seed)
+    for checkpoint in first.checkpoints:
+        at = first.actions.index(checkpoint)
+        kept = visits_trained(first, before=checkpoint)
+        core = resume(settings, checkpoint)
+        # Filtered and failed visits before the checkpoint are settled; all others are trained before or after it.
+        settled_before = sum(core.counts[outcome] for outcome in ("filtered", "failed"))
+        rest = Simulation(core, erratic(seed + at), all_finish, seed=seed).run()
+        visits = kept + visits_trained(rest)
+        assert len(visits) == len(set(visits)) == 3 * settings.tasks - settled_before
+        assert all(lag <= settings.max_lag for _, lag in rest.lags)
+        assert min(rest.admitted, default=10**9) > max(groups_before(first, checkpoint), default=-1)
+
+
+def visits_trained(trace: Trace, before: Checkpoint | None = None) -> list[tuple[int, int]]:
+    batches = [batch for batch in trace.batches if before is None or batch.version < before.version]
+    admits = [trace.admitted[group] for batch in batches for group in batch.groups]
+    return [(admit.epoch, admit.task) for admit in admits]
+
+
+def groups_before(trace: Trace, checkpoint: Checkpoint) -> list[int]:
+    before = trace.actions[: trace.actions.index(checkpoint)]
+    return [action.group for action in before if action in trace.admitted.values()]  # type: ignore[union-attr]
+
+
+@given(any_settings(), seeds)
+@examples(max_examples=100, deadline=None)
+def test_the_first_the_due_and_the_last_version_are_published_and_evaluated_or_superseded(
+    settings: CoreSettings, seed: int
+) -> None:
+    trace = simulate(settings, seed)
+    last = len(trace.batches)
+    published = [action.version for action in trace.of(Publish)]  # type: ignore[union-attr]
+    assert published == sorted(set(published))
+    assert {0, last} | set(range(0, last, settings.publish_every)) <= set(published)
+    evaluated = [action.version for action in trace.of(Evaluate)]  # type: ignore[union-attr]
+    assert evaluated == sorted(set(evaluated))
+    assert set(evaluated) <= set(published)
+    if settings.eval_enabled:
+        assert evaluated[-1] == last
+    else:
+        assert not evaluated
+    assert trace.checkpoints[-1].version == last
+    if settings.checkpoint_every:
+        periodic = range(settings.checkpoint_every, last + 1, settings.checkpoint_every)
+        assert {checkpoint.version for checkpoint in trace.checkpoints} == {*periodic, last}
+
+
+@given(any_settings(steps=None, epochs=3), seeds)
+@examples(max_examples=50, deadline=None)
+def test_every_epoch_starts_once_and_ends_once_when_all_its_tasks_are_accounted_for(
+    settings: CoreSettings, seed: int
+) -> None:
+    trace = simulate(settings, seed)
+    assert trace.of(EpochStarted) == [EpochStarted(epoch) for epoch in range(3)]
+    assert sorted(action.epoch for action in trace.of(EpochEnded)) == [0, 1, 2]  # type: ignore[union-attr]
+
+
+@given(any_settings(), seeds)
+@examples(max_examples=50, deadline=None)
+def test_engines_only_ever_move_to_newer_versions(settings: CoreSettings, seed: int) -> None:
+    served: dict[str, int] = {}
+    for load in simulate(settings, seed).of(LoadWeights):
+        assert isinstance(load, LoadWeights)
+        assert load.version > served.get(load.engine, 0)
+        served[load.engine] = load.version
+
+
+def test_the_simulator_notices_a_deadlock() -> None:
+    simulation = Simulation(core_of(PLAIN), steady())
+    simulation._after = lambda *_: None  # type: ignore[method-assign]
+    try:
+        simulation.run()
+    except AssertionError as error:
+        assert "deadlock" in str(error)
+    else:
+        raise AssertionError("a world in which nothing ever happens must not look like a finished run")

@@ -1,0 +1,302 @@
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+
+from outpace.errors import RewardFailed
+from outpace.rewards import grading
+from outpace.rewards.grading import Graded, grade
+
+Function = Callable[..., Any]
+
+
+async def judge(
+    *functions: Function, count: int = 2, weights: list[float] | None = None, timeout_s: float = 30.0, **columns: Any
+) -> list[Graded]:
+    named = [(function.__name__, function) for function in functions]
+    return await grade(named, weights, ["p"] * count, ["c"] * count, columns, timeout_s)
+
+
+def returning(value: Any) -> Function:
+    def reward(**_: Any) -> Any:
+        return value
+
+    return reward
+
+
+# ------------------------------------------------------------------------------------------------------------ calling
+
+
+async def test_functions_get_prompts_completions_and_repeated_columns() -> None:
+    seen: dict[str, Any] = {}
+
+    def reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+        seen.update(prompts=prompts, completions=completions, **columns)
+        return [1.0] * len(completions)
+
+    await judge(reward, count=3, answer=[1, 2], text="x")
+    assert seen == {"prompts": ["p"] * 3, "completions": ["c"] * 3, "answer": [[1, 2]] * 3, "text": ["x"] * 3}
+
+
+async def test_functions_without_kwargs_get_only_what_they_name() -> None:
+    def reward(completions: list[str], answer: list[int]) -> list[int]:
+        return answer
+
+    assert [each.total for each in await judge(reward, answer=7, other=1)] == [7.0, 7.0]
+
+
+async def test_a_column_cannot_take_the_place_of_the_completions() -> None:
+    def reward(completions: list[str]) -> list[float]:
+        return [float(completion == "c") for completion in completions]
+
+    assert [each.total for each in await judge(reward, completions="fake")] == [1.0, 1.0]
+
+
+async def test_a_function_that_empties_its_lists_takes_nothing_from_the_others() -> None:
+    def greedy(completions: list[str]) -> list[float]:
+        completions.clear()
+        return [1.0, 1.0]
+
+    def counting(completions: list[str]) -> list[int]:
+        return [len(completions)] * 2
+
+    assert [each.parts for each in await judge(greedy, counting)] == [{"greedy": 1.0, "counting": 2.0}] * 2
+
+
+async def test_sync_functions_run_off_the_loop_and_async_ones_on_it() -> None:
+    threads: dict[str, int] = {}
+
+    def plain(**_: Any) -> list[float]:
+        threads["plain"] = threading.get_ident()
+        return [1.0, 2.0]
+
+    async def coroutine(**_: Any) -> list[float]:
+        await asyncio.sleep(0)
+        threads["coroutine"] = threading.get_ident()
+        return [10.0, 20.0]
+
+    class Judge:
+        __name__ = "judge"
+
+        async def __call__(self, **_: Any) -> list[float]:
+            return [100.0, 200.0]
+
+    def handing_out(**_: Any) -> Any:
+        return coroutine()
+
+    graded = await judge(plain, coroutine, Judge(), handing_out)
+    assert [each.total for each in graded] == [121.0, 242.0]
+    assert threads["coroutine"] == threading.get_ident() != threads["plain"]
+
+
+async def test_functions_run_side_by_side() -> None:
+    meeting = threading.Barrier(2, timeout=20)  # neither gets past it unless both are there
+
+    def one(**_: Any) -> list[float]:
+        meeting.wait()
+        return [1.0, 1.0]
+
+    def two(**_: Any) -> list[float]:
+        meeting.wait()
+        return [2.0, 2.0]
+
+    assert [each.total for each in await judge(one, two)] == [3.0, 3.0]
+
+
+# ---------------------------------------------------------------------------------------------------------- combining
+
+
+async def test_the_total_is_the_weighted_sum_and_parts_are_unweighted() -> None:
+    def a(**_: Any) -> list[float]:
+        return [1.0, 0.0]
+
+    def b(**_: Any) -> list[float]:
+        return [0.5, 1.0]
+
+    graded = await judge(a, b, weights=[2.0, -1.0])
+    assert graded == [Graded(1.5, {"a": 1.0, "b": 0.5}), Graded(-1.0, {"a": 0.0, "b": 1.0})]
+
+
+async def test_none_is_left_out_and_only_none_leaves_a_completion_ungraded() -> None:
+    def a(**_: Any) -> list[float | None]:
+        return [None, None]
+
+    def b(**_: Any) -> list[float | None]:
+        return [0.5, None]
+
+    assert await judge(a, b) == [Graded(0.5, {"b": 0.5}), Graded(None, {})]
+
+
+@pytest.mark.parametrize(
+    "values", [(1, 0), [True, False], np.array([1.0, 0.0]), [np.float32(1), 0], [Fraction(1), Decimal(0)]]
+)
+async def test_all_kinds_of_numbers_are_taken(values: Any) -> None:
+    graded = await judge(returning(values))
+    assert [each.total for each in graded] == [1.0, 0.0]
+    assert all(type(each.total) is float for each in graded)
+
+
+# ------------------------------------------------------------------------------------------------------------ failing
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ([1.0, float("nan")], "returned nan for sample 1"),
+        ([float("inf"), 1.0], "returned inf for sample 0"),
+        ([1.0, "1.0"], "returned '1.0' for sample 1"),
+        ([1.0, [1.0]], "returned [1.0] for sample 1"),
+        ([1.0, 10**400], "for sample 1"),
+        ([1.0, np.array([1.0, 2.0])], "for sample 1"),
+        ([1.0], "returned 1 values for 2 samples"),
+        ([1.0] * 3, "returned 3 values for 2 samples"),
+        (1.0, "returned 1.0, not a list of 2 numbers"),
+        (None, "returned None, not a list"),
+        ("ab", "returned a str, not a list"),
+        ({0: 1.0, 1: 1.0}, "returned a dict, not a list"),
+    ],
+)
+async def test_what_is_not_one_finite_number_per_completion_fails(value: Any, said: str) -> None:
+    with pytest.raises(RewardFailed) as caught:
+        await judge(returning(value))
+    assert str(caught.value).startswith("reward reward ")
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+async def test_finite_parts_with_an_infinite_sum_fail() -> None:
+    with pytest.raises(RewardFailed, match="weighted sum of reward for sample 0 is inf"):
+        await judge(returning([1e308, 0]), weights=[100.0])
+
+
+@pytest.mark.parametrize("error", [ValueError("two\nlines"), SystemExit(3), StopIteration(), TimeoutError("mine")])
+@pytest.mark.parametrize("is_async", [True, False])
+async def test_an_exception_names_the_function_and_the_samples(error: BaseException, is_async: bool) -> None:
+    def plain(**_: Any) -> list[float]:
+        raise error
+
+    async def coroutine(**_: Any) -> list[float]:
+        raise error
+
+    function = coroutine if is_async else plain
+    # Python lets no StopIteration leave a coroutine
+    kind = "RuntimeError" if isinstance(error, StopIteration) else type(error).__name__
+    with pytest.raises(RewardFailed) as caught:
+        await judge(function)
+    assert str(caught.value).startswith(f"reward {function.__name__} raised {kind} on samples 0 to 1")
+    assert "\n" not in str(caught.value)
+    assert caught.value.__cause__ is not None
+
+
+async def test_a_missing_column_is_a_failure_that_names_it() -> None:
+    def reward(completions: list[str], answer: list[int]) -> list[float]:
+        return [0.0] * len(completions)
+
+    with pytest.raises(RewardFailed, match="missing 1 required positional argument: 'answer'"):
+        await judge(reward)
+
+
+async def test_the_first_function_to_blame_is_the_first_in_the_list() -> None:
+    async def late(**_: Any) -> list[float]:
+        await asyncio.sleep(0.01)
+        raise ValueError
+
+    def early(**_: Any) -> list[float]:
+        raise ValueError
+
+    with pytest.raises(RewardFailed, match="reward late raised"):
+        await judge(late, early)
+
+
+async def test_a_coroutine_that_hangs_is_ended_at_the_limit() -> None:
+    ended = asyncio.Event()
+
+    async def hangs(**_: Any) -> list[float]:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+        return []
+
+    with pytest.raises(RewardFailed, match=r"reward hangs took longer than 0\.01 s on sample 0"):
+        await judge(hangs, count=1, timeout_s=0.01)
+    assert ended.is_set()
+
+
+async def test_threads_that_hang_leave_their_places_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grading, "MAX_THREADS", 1)
+    free = threading.Event()
+
+    def hangs(**_: Any) -> list[float]:
+        free.wait()
+        return [0.0, 0.0]
+
+    try:
+        for _ in range(2):
+            with pytest.raises(RewardFailed, match="reward hangs took longer than"):
+                await judge(hangs, timeout_s=0.01)
+        assert [each.total for each in await judge(returning([1, 1]))] == [1.0, 1.0]
+    finally:
+        free.set()
+
+
+async def test_no_more_threads_run_than_there_are_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grading, "MAX_THREADS", 2)
+    lock = threading.Lock()
+    running = peak = 0
+
+    def counted(**_: Any) -> list[float]:
+        nonlocal running, peak
+        with lock:
+            running += 1
+            peak = max(peak, running)
+        time.sleep(0.001)  # long enough for others to come in, were they let in
+        with lock:
+            running -= 1
+        return [1.0, 1.0]
+
+    await asyncio.gather(*(judge(counted) for _ in range(20)))
+    assert peak == 2
+
+
+async def test_waiting_for_a_place_does_not_count_as_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grading, "MAX_THREADS", 1)
+    free, started = threading.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def holds(**_: Any) -> list[float]:
+        loop.call_soon_threadsafe(started.set)
+        free.wait()
+        return [1.0, 1.0]
+
+    first = asyncio.create_task(judge(holds))
+    await started.wait()
+    second = asyncio.create_task(judge(returning([1, 1]), timeout_s=0.01))
+    await asyncio.sleep(0.05)
+    assert not second.done()
+    second.cancel()
+    free.set()
+    assert [each.total for each in await first] == [1.0, 1.0]
+
+
+async def test_a_cancelled_judgement_ends_at_once() -> None:
+    free, started = threading.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def hangs(**_: Any) -> list[float]:
+        loop.call_soon_threadsafe(started.set)
+        free.wait()
+        return [0.0, 0.0]
+
+    task = asyncio.create_task(judge(hangs))
+    await started.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    free.set()

@@ -1,0 +1,138 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outpace.errors import BadInput
+from outpace.rewards.countdown import countdown
+from outpace.rewards.number import last_integer, number
+from outpace.rewards.registry import accepted, check_rewards, resolve_rewards
+
+
+def refusal(call: Any, *arguments: Any) -> str:
+    with pytest.raises(BadInput) as caught:
+        call(*arguments)
+    message = str(caught.value)
+    assert len(message.splitlines()) == 1
+    return message
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def test_built_in_rewards_have_names() -> None:
+    assert resolve_rewards(["countdown", "number"]) == [("countdown", countdown), ("number", number)]
+
+
+def test_a_reward_may_be_a_module_a_file_or_a_callable(here: Path) -> None:
+    (here / "my_outpace_rewards.py").write_text("def score(completions):\n    return [1.0] * len(completions)\n")
+    (here / "folder").mkdir()
+    (here / "folder" / "more.py").write_text(
+        "import dataclasses\n@dataclasses.dataclass\nclass Judge:\n    x: int = 0\ndef judge(**kwargs): ...\n"
+    )
+
+    def mine(completions: list[str]) -> list[float]:
+        return [0.0] * len(completions)
+
+    names = [name for name, _ in resolve_rewards(["my_outpace_rewards:score", "folder/more.py:judge", mine])]
+    assert names == ["score", "judge", "mine"]
+    (_, score), *_ = resolve_rewards(["my_outpace_rewards:score"])
+    assert score(completions=["a"]) == [1.0]
+
+
+def test_a_file_is_imported_once(here: Path) -> None:
+    (here / "once.py").write_text("def f(**k): ...\ndef g(**k): ...\nf.module = g.module = object()\n")
+    (_, f), (_, g) = resolve_rewards(["once.py:f", "./once.py:g"])
+    assert vars(f)["module"] is vars(g)["module"]
+
+
+def test_equal_short_names_are_told_apart_by_the_reference(here: Path) -> None:
+    for name in ("one", "two"):
+        (here / f"{name}.py").write_text("def score(**k): ...\n")
+    assert [name for name, _ in resolve_rewards(["one.py:score", "two.py:score"])] == ["one.py:score", "two.py:score"]
+    assert "is there twice" in refusal(resolve_rewards, ["one.py:score", "one.py:score"])
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("countdwn", "did you mean countdown?"),
+        ("zzz", "built in are countdown, number"),
+        ("no_such_module_at_all:f", "there is no module no_such_module_at_all"),
+        ("outpace.no_such:f", "there is no module outpace.no_such"),
+        ("no_such_file.py:f", "there is no file no_such_file.py"),
+        ("outpace.rewards.number:nmber", "has no function nmber; did you mean number?"),
+        ("outpace.rewards.number:INTEGER", "INTEGER is a Pattern, not a function"),
+        ("raises.py:f", "importing raises.py raised ValueError: two lines"),
+        ("raises:f", "importing raises raised ValueError: two lines"),
+        ("exits.py:f", "importing exits.py raised SystemExit: 3"),
+        ("needs.py:f", "raised ModuleNotFoundError: No module named 'not_installed_anywhere'"),
+        ("needs:f", "raised ModuleNotFoundError: No module named 'not_installed_anywhere'"),
+        ("broken.py:f", "raised SyntaxError"),
+        (":f", "should be package.module:function"),
+        ("module:", "should be package.module:function"),
+        (3, "not a function"),
+    ],
+)
+def test_a_reward_that_cannot_be_had_is_refused_in_one_line(here: Path, name: Any, said: str) -> None:
+    (here / "raises.py").write_text("raise ValueError('two\\nlines')")
+    (here / "exits.py").write_text("raise SystemExit(3)")
+    (here / "needs.py").write_text("import not_installed_anywhere")
+    (here / "broken.py").write_text("def f(:\n")
+    message = refusal(resolve_rewards, [name])
+    assert message.startswith("rewards.functions: ")
+    assert said in message
+
+
+def test_a_file_that_failed_can_be_put_right(here: Path) -> None:
+    (here / "fixed.py").write_text("raise ValueError")
+    refusal(resolve_rewards, ["fixed.py:f"])
+    (here / "fixed.py").write_text("def f(**k): ...   # of another length than before\n")
+    assert len(resolve_rewards(["fixed.py:f"])) == 1
+
+
+def test_weights_and_columns_are_checked_before_anything_starts() -> None:
+    assert check_rewards(["countdown"], [2.0], ["numbers", "target", "other"])
+    assert "needs one per function, 1 in all, not 2" in refusal(check_rewards, ["countdown"], [1.0, 1.0])
+    assert (
+        refusal(check_rewards, ["countdown"], None, ["answer"])
+        == "rewards.functions: countdown needs the columns numbers, target; the tasks have answer"
+    )
+
+
+def test_a_function_gets_what_it_names_or_everything() -> None:
+    def some(completions: Any, answer: Any, extra: Any = None, *rest: Any) -> None: ...
+    def every(prompts: Any, **columns: Any) -> None: ...
+
+    given = ["prompts", "completions", "answer", "unwanted", "rest"]
+    assert accepted(some, given) == {"completions", "answer"}
+    assert accepted(every, given) == set(given)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("41", 41),
+        ("13 + 28 = 41.", 41),
+        ("It is -7", -7),
+        ("It is −7", -7),
+        ("5-3", 3),
+        ("7.5", None),
+        ("about 7.5, so 8", 8),
+        ("no idea", None),
+        ("", None),
+        ("...41", 41),
+        ("9" * 5000, None),
+    ],
+)
+def test_the_last_integer_is_found(text: str, expected: int | None) -> None:
+    assert last_integer(text) == expected
+
+
+def test_the_number_reward_reads_text_and_chats() -> None:
+    completions: list[Any] = ["41", "14", [{"role": "assistant", "content": "so 41"}], [{"role": "assistant"}], []]
+    assert number(completions, answer=[41] * 5) == [1.0, 0.0, 1.0, 0.0, 0.0]

@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+import numpy as np
+import pytest
+
+from outpace import errors, wire
+from outpace.runtime.rpc import Channel, close_proxy, proxy, serve
+from outpace.runtime.sockets import connect, listen
+from outpace.types import Ints, Place
+
+
+class Shop(Protocol):
+    async def double(self, values: Ints) -> Ints: ...
+    async def place(self, segment: str, offset: int) -> Place: ...
+    async def fail(self, kind: str) -> None: ...
+    async def wait(self) -> None: ...
+
+
+class RealShop:
+    def __init__(self) -> None:
+        self.order: list[int] = []
+
+    async def double(self, values: Ints) -> Ints:
+        self.order.append(int(values[0]))
+        return values * 2
+
+    async def place(self, segment: str, offset: int) -> Place:
+        return Place(segment, offset, 0)
+
+    async def fail(self, kind: str) -> None:
+        raise {"request": errors.RequestFailed, "value": ValueError}[kind]("no such thing")
+
+    async def wait(self) -> None:
+        await asyncio.Event().wait()
+
+    async def secret(self) -> None:
+        raise AssertionError("not part of the protocol")
+
+
+@pytest.fixture
+async def ends() -> AsyncIterator[tuple[Channel, Channel]]:
+    ours, theirs = socket.socketpair()
+    near = Channel(*await asyncio.open_connection(sock=ours))
+    far = Channel(*await asyncio.open_connection(sock=theirs))
+    yield near, far
+    near.close()
+    far.close()
+
+
+@pytest.fixture
+async def shop(ends: tuple[Channel, Channel]) -> AsyncIterator[tuple[Shop, RealShop]]:
+    near, far = ends
+    real = RealShop()
+    server = asyncio.create_task(serve(real, Shop, far))
+    remote = proxy(Shop, near, "shop", {"wait": 0.05})
+    yield remote, real
+    close_proxy(remote)
+    server.cancel()
+
+
+async def test_a_call_through_a_proxy_has_the_types_of_the_protocol(shop: tuple[Shop, RealShop]) -> None:
+    remote, _ = shop
+    np.testing.assert_array_equal(await remote.double(np.array([1, 2], dtype=np.int32)), [2, 4])
+    assert await remote.place("a", 3) == Place("a", 3, 0)
+
+
+async def test_calls_start_in_the_order_in_which_they_were_made(shop: tuple[Shop, RealShop]) -> None:
+    remote, real = shop
+    await asyncio.gather(*(remote.double(np.array([n], dtype=np.int32)) for n in range(20)))
+    assert real.order == list(range(20))
+
+
+async def test_a_known_failure_keeps_its_type(shop: tuple[Shop, RealShop]) -> None:
+    with pytest.raises(errors.RequestFailed, match="no such thing"):
+        await shop[0].fail("request")
+
+
+async def test_any_other_failure_is_the_parts_and_brings_its_traceback(shop: tuple[Shop, RealShop]) -> None:
+    with pytest.raises(errors.PartFailed, match="shop: ValueError: no such thing") as caught:
+        await shop[0].fail("value")
+    assert "in fail" in caught.value.remote_traceback
+
+
+async def test_a_call_that_is_not_answered_in_time_fails(shop: tuple[Shop, RealShop]) -> None:
+    with pytest.raises(errors.PartFailed, match=r"wait gave no answer within 0\.05 s"):
+        await shop[0].wait()
+
+
+async def test_a_method_outside_the_protocol_is_refused(ends: tuple[Channel, Channel]) -> None:
+    class Larger(Shop, Protocol):
+        async def secret(self) -> None: ...
+
+    near, far = ends
+    server = asyncio.create_task(serve(RealShop(), Shop, far))
+    remote = proxy(Larger, near, "shop")
+    with pytest.raises(errors.PartFailed, match="has no method 'secret'"):
+        await remote.secret()
+    close_proxy(remote)
+    server.cancel()
+
+
+async def test_arguments_of_another_type_are_refused_before_the_method_runs(ends: tuple[Channel, Channel]) -> None:
+    class Lying(Protocol):
+        async def place(self, segment: int, offset: str) -> Place: ...
+
+    near, far = ends
+    server = asyncio.create_task(serve(RealShop(), Shop, far))
+    remote = proxy(Lying, near, "shop")
+    with pytest.raises(errors.PartFailed, match="WireError"):
+        await remote.place(1, "x")
+    close_proxy(remote)
+    server.cancel()
+
+
+async def test_every_pending_call_ends_when_the_other_side_goes(ends: tuple[Channel, Channel]) -> None:
+    near, far = ends
+    remote = proxy(Shop, near, "shop")
+    calls = [asyncio.create_task(remote.wait()) for _ in range(3)]
+    await asyncio.sleep(0)
+    far.close()
+    for call in calls:
+        with pytest.raises(errors.PartFailed, match="closed its connection"):
+            await call
+    with pytest.raises(errors.PartFailed):
+        await remote.wait()
+
+
+async def test_a_huge_frame_is_refused_before_it_is_read(ends: tuple[Channel, Channel]) -> None:
+    near, far = ends
+    near._writer.write(wire.HEADER.pack(wire.MAX_FRAME + 1))
+    with pytest.raises(wire.WireError):
+        await far.receive()
+
+
+async def test_a_socket_needs_the_token(tmp_path: object) -> None:
+    path = f"{tmp_path}/s.sock"
+    server = await listen(path, "right", RealShop(), Shop)
+    good = proxy(Shop, await connect(path, "right"), "shop")
+    assert await good.place("a", 1) == Place("a", 1, 0)
+    bad = proxy(Shop, await connect(path, "wrong"), "shop")
+    with pytest.raises(errors.PartFailed):
+        await bad.place("a", 1)
+    close_proxy(good)
+    close_proxy(bad)
+    server.close()
+
+
+@pytest.mark.parametrize("noise", [b"\x00" * 64, b"GET / HTTP/1.1\r\n\r\n", b"\x05\x00\x00\x00\x80\x04]\x94."])
+async def test_noise_at_a_socket_does_not_disturb_the_others(tmp_path: object, noise: bytes) -> None:
+    path = f"{tmp_path}/s.sock"
+    server = await listen(path, "right", RealShop(), Shop)
+    _, writer = await asyncio.open_unix_connection(path)
+    writer.write(noise)
+    writer.write_eof()
+    good = proxy(Shop, await connect(path, "right"), "shop")
+    assert await good.place("a", 1) == Place("a", 1, 0)
+    writer.close()
+    close_proxy(good)
+    server.close()

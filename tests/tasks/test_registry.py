@@ -1,0 +1,132 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from outpace.config import Config
+from outpace.config_loading import make_config
+from outpace.errors import BadInput
+from outpace.protocols import TaskSource
+from outpace.rewards.countdown import solves
+from outpace.tasks.dataset import Dataset
+from outpace.tasks.registry import Sources, open_tasks, register
+
+
+def ids(source: TaskSource | None) -> list[str]:
+    assert source is not None
+    return [source[index].id for index in range(len(source))]
+
+
+def refusal(config: Config) -> str:
+    with pytest.raises(BadInput) as caught:
+        open_tasks(config)
+    message = str(caught.value)
+    assert len(message.splitlines()) == 1
+    return message
+
+
+def test_countdown_is_what_one_gets_without_a_name() -> None:
+    train, heldout = open_tasks(Config())
+    assert train[0].id.startswith("countdown/train")
+    assert heldout is not None
+    assert heldout[0].id.startswith("countdown/heldout")
+    assert not solves("nonsense", train[0].columns["numbers"], train[0].columns["target"])
+
+
+def test_arithmetic_asks_in_words_and_knows_the_answer() -> None:
+    train, heldout = open_tasks(make_config({"tasks.name": "arithmetic"}))
+    assert heldout is not None
+    for task in (train[0], heldout[0]):
+        left, sign, right = str(task.prompt).removeprefix("What is ").split("?")[0].split()
+        assert task.columns["answer"] == (int(left) + int(right) if sign == "+" else int(left) - int(right))
+        assert str(task.prompt).endswith("? Answer with the number only.")
+
+
+def test_no_seed_moves_held_out_arithmetic_into_training() -> None:
+    first, second = (open_tasks(make_config({"tasks.name": "arithmetic", "run.seed": seed})) for seed in (0, 1))
+    assert sorted(ids(first[0])) == sorted(ids(second[0]))
+    assert ids(first[0]) != ids(second[0])
+    assert set(ids(first[0])).isdisjoint(ids(first[1]))
+    assert len(ids(first[0])) + len(ids(first[1])) == 20_000
+
+
+def test_a_limit_takes_the_first_tasks() -> None:
+    whole, _ = open_tasks(make_config({"tasks.name": "arithmetic"}))
+    train, _ = open_tasks(make_config({"tasks.name": "arithmetic", "tasks.limit": 3}))
+    assert ids(train) == [whole[index].id for index in range(3)]
+
+
+def test_a_registered_function_is_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outpace.tasks.registry._factories", {})
+
+    @register("mine")
+    def mine(config: Config) -> Sources:
+        return Dataset([{"prompt": config.model.path}]), None
+
+    train, heldout = open_tasks(make_config({"tasks.name": "mine", "model.path": "m"}))
+    assert train[0].prompt == "m"
+    assert heldout is None
+    with pytest.raises(ValueError, match="registered already"):
+        register("mine")(lambda config: (Dataset([{"prompt": "a"}]), None))
+
+
+def test_a_function_of_the_current_directory_needs_no_registration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "my_outpace_tasks.py").write_text(
+        "from outpace.tasks.dataset import Dataset\n"
+        "def make(config):\n    return Dataset([{'prompt': 'a'}]), None\n"
+        "def wrong(config):\n    return Dataset([{'prompt': 'a'}])\n"
+        "def none(config):\n    return [], None\n"
+    )
+    assert open_tasks(make_config({"tasks.name": "my_outpace_tasks:make"}))[0][0].prompt == "a"
+    assert open_tasks(make_config({"tasks.name": "my_outpace_tasks.py:make"}))[0][0].prompt == "a"
+    assert "should return a training source" in refusal(make_config({"tasks.name": "my_outpace_tasks:wrong"}))
+    assert "has no training tasks" in refusal(make_config({"tasks.name": "my_outpace_tasks:none"}))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("countdwn", "there is no task 'countdwn'; did you mean countdown?"),
+        ("zzz", "known are arithmetic, countdown"),
+        ("no_such_module:make", "there is no module no_such_module"),
+        ("outpace.tasks.registry:open_task", "did you mean open_tasks?"),
+    ],
+)
+def test_an_unknown_task_is_refused_with_a_suggestion(name: str, said: str) -> None:
+    message = refusal(make_config({"tasks.name": name}))
+    assert message.startswith("tasks.name: ")
+    assert said in message
+
+
+def test_a_path_is_split_by_the_holdout_share(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps({"prompt": "p", "id": str(number)}) + "\n" for number in range(100)))
+    train, heldout = open_tasks(make_config({"tasks.path": str(file), "eval.holdout": 0.2}))
+    assert sorted(ids(train) + ids(heldout)) == sorted(map(str, range(100)))
+    assert open_tasks(make_config({"tasks.path": str(file), "eval.holdout": 0}))[1] is None
+
+
+def test_the_held_out_rows_do_not_depend_on_the_run_seed(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"prompt": "p"}\n' * 100)
+    first, second = (open_tasks(make_config({"tasks.path": str(file), "run.seed": seed})) for seed in (0, 1))
+    assert ids(first[1]) == ids(second[1])
+
+
+def test_an_evaluation_file_leaves_the_training_file_whole(tmp_path: Path) -> None:
+    for name, rows in (("a", 10), ("b", 3)):
+        (tmp_path / f"{name}.jsonl").write_text('{"prompt": "p"}\n' * rows)
+    values = {"tasks.path": str(tmp_path / "a.jsonl"), "tasks.eval_path": str(tmp_path / "b.jsonl")}
+    train, heldout = open_tasks(make_config(values))
+    assert len(train) == 10
+    assert ids(heldout) == ["b/0", "b/1", "b/2"]
+    assert refusal(make_config({**values, "tasks.eval_path": "none.jsonl"})).startswith("tasks.eval_path: ")
+
+
+def test_a_split_of_a_file_is_refused(tmp_path: Path) -> None:
+    message = refusal(make_config({"tasks.path": str(tmp_path / "a.jsonl"), "tasks.split": "test"}))
+    assert message.startswith("tasks.split: ")
