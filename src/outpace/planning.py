@@ -16,7 +16,7 @@ from outpace.models.loading import check_model
 from outpace.observe.callbacks import Callback
 from outpace.protocols import Reward, Rollout, TaskSource
 from outpace.references import load_function
-from outpace.rewards.registry import resolve_rewards
+from outpace.rewards.registry import check_rewards
 from outpace.runtime import code
 from outpace.session import Plan
 from outpace.tasks.dataset import Dataset, Rows
@@ -42,11 +42,11 @@ def make_plan(config: Config, objects: Objects, quiet: bool = False) -> Plan:
     judged_elsewhere = bool(objects.rewards) or objects.rollout is not None or config.rollout.function is not None
     config = resolve(config, own_tasks=objects.tasks is not None, own_rewards=judged_elsewhere)
     check_model(config.model.path)
-    rewards = _rewards(config, objects)
     if config.rollout.function is not None:
         load_function(config.rollout.function, "rollout.function")
     own_tasks = _own_tasks(config, objects)
     train, heldout = own_tasks or open_tasks(config)
+    rewards = check_rewards(objects.rewards or config.rewards.functions, config.rewards.weights, train[0].columns)
     carried = code.pack(
         {
             "tasks": own_tasks,
@@ -72,23 +72,6 @@ def with_checkpoint(plan: Plan, run_dir: Path) -> Plan:
     return replace(plan, resume=checkpoint)
 
 
-def _rewards(config: Config, objects: Objects) -> list[tuple[str, Reward]]:
-    """Named functions by import, given ones as they are, in the order in which they were given."""
-    if not objects.rewards:
-        return resolve_rewards(config.rewards.functions)
-    found: list[tuple[str, Reward]] = []
-    for given in objects.rewards:
-        if isinstance(given, str):
-            found += resolve_rewards([given])
-        elif callable(given):
-            found.append((getattr(given, "__name__", type(given).__name__), given))
-        else:
-            raise BadInput(f"rewards: {given!r} is neither a function nor the name of one")
-    if config.rewards.weights is not None and len(config.rewards.weights) != len(found):
-        raise BadInput(f"rewards.weights: {len(config.rewards.weights)} weights for {len(found)} reward functions")
-    return found
-
-
 def _own_tasks(config: Config, objects: Objects) -> tuple[TaskSource, TaskSource | None] | None:
     if objects.tasks is None:
         return None
@@ -96,7 +79,7 @@ def _own_tasks(config: Config, objects: Objects) -> tuple[TaskSource, TaskSource
     if objects.eval_tasks is not None:
         return train, _as_source(objects.eval_tasks, "eval_tasks", config)
     if isinstance(train, Dataset):
-        return train.split(config.eval.holdout, config.run.seed)
+        return train.split(config.eval.holdout, config.eval.seed)
     return train, None
 
 

@@ -25,6 +25,7 @@ from outpace.observe.console import ProgressConsole
 from outpace.observe.runlog import RunLog
 from outpace.observe.summary import Summary
 from outpace.parts import ENGINE, PartSpecs
+from outpace.pipeline.budget import Limits
 from outpace.pipeline.core import Core
 from outpace.pipeline.driver import Driver, DriverSettings, Parts
 from outpace.pipeline.evaluation import Evaluator
@@ -177,6 +178,11 @@ class Session:
             group_size=self._config.rollout.group_size,
             stall_s=self._config.run.stall_s,
             show_rollouts=self._config.run.show_rollouts,
+            limits=Limits(
+                failed=self._config.pacing.max_failed,
+                filtered=self._config.pacing.max_filtered,
+                notice_every=4 * self._config.pacing.groups_per_step,
+            ),
         )
         evaluator = Evaluator(self._plan.eval_count, self._config.eval.max_running)
 

@@ -145,6 +145,7 @@ class Simulation:
         self._rng = random.Random(seed)
         self._engines = {f"e{number}": served for number in range(engines)}
         self._loading: set[str] = set()
+        self._evaluating: set[Version] = set()
         self._events: list[tuple[float, int, Callable[[], Event]]] = []
         self._scheduled = 0
         self._learner_free = 0.0
@@ -191,6 +192,7 @@ class Simulation:
                 self._loading.remove(engine)
             case EvaluationDone(version):
                 assert version in self._buffers, f"version {version} was overwritten while it was being evaluated"
+                self._evaluating.remove(version)
             case _:
                 pass
 
@@ -220,11 +222,15 @@ class Simulation:
                 self._load(engine, version)
             case Evaluate(version):
                 assert version in self._buffers
+                assert not self._evaluating
+                self._evaluating.add(version)
                 self._after(self._pace("evaluate", action), lambda: EvaluationDone(version))
             case Checkpoint(version):
                 assert version == self._learner_version
                 self.trace.checkpoints.append(action)
             case Finish(reason):
+                assert reason == "stopped" or not self._evaluating
+                assert self._learner_free <= self.now, "the learner was still at work"
                 self.trace.finish = reason
             case EpochStarted() | EpochEnded():
                 pass

@@ -20,7 +20,8 @@ async def judge(
     *functions: Function, count: int = 2, weights: list[float] | None = None, timeout_s: float = 30.0, **columns: Any
 ) -> list[Graded]:
     named = [(function.__name__, function) for function in functions]
-    return await grade(named, weights, ["p"] * count, ["c"] * count, columns, timeout_s)
+    repeated = {name: [value] * count for name, value in columns.items()}
+    return await grade(named, weights, ["p"] * count, ["c"] * count, repeated, timeout_s)
 
 
 def returning(value: Any) -> Function:

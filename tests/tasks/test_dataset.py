@@ -251,6 +251,19 @@ def test_a_table_is_checked_without_reading_its_rows(tmp_path: Path, datasets: A
     assert "row 1 has the id 'x' of row 0" in refusal(Dataset, twice)
 
 
+def test_a_hub_that_does_not_answer_is_asked_once(
+    monkeypatch: pytest.MonkeyPatch, datasets: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def no_network(*_: Any, **__: Any) -> None:
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", no_network)
+    offline = datasets.config.HF_HUB_OFFLINE
+    assert refusal(open_dataset, "nobody/nothing").startswith("tasks.path: nobody/nothing cannot be loaded: ")
+    assert "Retrying" not in capfd.readouterr().err
+    assert datasets.config.HF_HUB_OFFLINE is offline
+
+
 def test_a_damaged_parquet_file_is_refused(tmp_path: Path, datasets: Any) -> None:
     (tmp_path / "a.parquet").write_bytes(b"PAR1 not really")
     assert "cannot be loaded" in refusal(open_dataset, str(tmp_path / "a.parquet"))

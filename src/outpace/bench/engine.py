@@ -19,7 +19,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from outpace.engines.embedded import EmbeddedEngine
-from outpace.engines.sampling import request_seed
+from outpace.engines.noise import request_seed
 from outpace.models.loading import load_model
 from outpace.types import Generation, Ints, Sampling
 

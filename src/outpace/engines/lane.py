@@ -24,7 +24,8 @@ import numpy as np
 import torch
 
 from outpace.engines.decoder import Decoder, Prepared
-from outpace.engines.sampling import SEED_MASK, noise, sample
+from outpace.engines.noise import SEED_MASK, noise
+from outpace.engines.sampling import sample
 from outpace.engines.stopping import Decode, StopStrings
 from outpace.errors import RequestFailed
 from outpace.types import Generation, Ints, Sampling, StopReason, Version

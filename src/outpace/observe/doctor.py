@@ -142,8 +142,7 @@ def check_extras(installed: Mapping[str, bool]) -> Check:
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path:
-    base = environment.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(environment.get("OUTPACE_CACHE") or f"{base}/outpace").expanduser()
+    return Path(environment.get("OUTPACE_CACHE") or "~/.cache/outpace").expanduser()
 
 
 def check_cache(folder: Path) -> Check:

@@ -10,7 +10,7 @@ Ways to update
 - inflight: an engine that is not loading is sent the newest version at once; intermediate ones may be skipped.
 - drain: a newer version holds admission; it is loaded when no group runs.
 - lockstep: every version is loaded, one by one in publication order, when no group runs after admission had its chance,
-  that is when the stamp in force has all its groups. Admission waits for a load under way.
+  that is when the stamp in force has all its groups; until all engines have the next one, there is none to admit.
 """
 
 from __future__ import annotations
@@ -59,11 +59,7 @@ class Courier:
     def holds_admission(self) -> bool:
         if any(not engine.verified for engine in self.engines.values()):
             return True
-        if self.update == "inflight":
-            return False
-        if self.update == "lockstep":
-            return bool(self.loading)
-        return bool(self.loading) or (self.newest is not None and self.oldest < self.newest)
+        return self.update == "drain" and self.newest is not None and self.oldest < self.newest
 
     def published(self, version: Version) -> None:
         insort(self._published, version)

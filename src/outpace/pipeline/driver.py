@@ -27,6 +27,7 @@ from typing import Any
 
 from outpace.errors import CorruptData, PartFailed, Stalled
 from outpace.pipeline import events as ev
+from outpace.pipeline.budget import Budget, Limits
 from outpace.pipeline.core import Core
 from outpace.pipeline.evaluation import Evaluator
 from outpace.pipeline.journal_use import JournalUse
@@ -53,6 +54,7 @@ class DriverSettings:
     group_size: int
     stall_s: float
     show_rollouts: int  # groups per step
+    limits: Limits
 
 
 class Driver:
@@ -72,6 +74,7 @@ class Driver:
         self._reports: dict[int, GroupReport] = {}
         self._manifests: dict[Version, Manifest] = {}
         self._journal = JournalUse(len(parts.workers))
+        self._budget = Budget(settings.limits)
         self._recording = asyncio.Lock()
         self._batch_begun: Version = -1
         self._finish: str | None = None
@@ -195,6 +198,8 @@ class Driver:
             self._orders.pop(admit.group, None)
         self._groups.pop(admit.group, None)
         self._recorder.group_closed(report)
+        if notice := self._budget.note(report):
+            self._recorder.console.status(notice)
         self._queue.put_nowait(ev.GroupClosed(admit.group, report.outcome, report.oldest))
 
     async def _cancel_group(self, group: int) -> None:

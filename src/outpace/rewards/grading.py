@@ -47,13 +47,13 @@ async def grade(
     weights: Sequence[float] | None,
     prompts: Sequence[Any],
     completions: Sequence[Any],
-    columns: Mapping[str, Any],
+    columns: Mapping[str, Sequence[Any]],
     timeout_s: float,
 ) -> list[Graded]:
-    """Judge `completions`, all of one task. `columns` are that task's: each is repeated for every completion."""
+    """Judge `completions`. Prompts and every column have one value per completion; weights are 1 when absent."""
     count = len(completions)
-    arguments = {name: [value] * count for name, value in columns.items()}
-    arguments |= {"prompts": list(prompts), "completions": list(completions)}
+    arguments = {**columns, "prompts": prompts, "completions": completions}
+    assert all(len(values) == count for values in arguments.values())
     # Every function is heard before the first failure is raised, so that no call is left running unwatched.
     scores = await asyncio.gather(
         *(_score(name, function, arguments, count, timeout_s) for name, function in functions), return_exceptions=True
@@ -78,7 +78,9 @@ def _combine(by_name: dict[str, Scores], weights: dict[str, float], sample: int)
     return Graded(total, parts)
 
 
-async def _score(name: str, function: Reward, arguments: dict[str, Any], count: int, timeout_s: float) -> Scores:
+async def _score(
+    name: str, function: Reward, arguments: dict[str, Sequence[Any]], count: int, timeout_s: float
+) -> Scores:
     taken = accepted(function, arguments)
     call = partial(
         function, **{key: list(arguments[key]) for key in taken}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from outpace.engines.sampling import request_seed
+from outpace.engines.noise import request_seed
 from outpace.errors import RequestFailed
 from outpace.models.chat import render
 from outpace.protocols import Engine

@@ -10,6 +10,8 @@ import os
 import re
 import weakref
 from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import numpy as np
 from outpace.errors import BadInput, one_line
 from outpace.tasks.dataset import Dataset, DuplicateIds, Rows
 
+HUB_TIMEOUT_S = 10.0
 JSONL = (".jsonl", ".ndjson")
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
 """`name`, `owner/name`, either with `:configuration`."""
@@ -118,12 +121,32 @@ def _open_table(path: str, file: Path, split: str, setting: str) -> Rows:
     return found
 
 
+@contextmanager
+def _offline_unless_reachable(datasets: Any, name: str) -> Iterator[None]:
+    """Ask the hub once, briefly; without an answer use the cache alone. The library would retry for half a minute."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    before = datasets.config.HF_HUB_OFFLINE
+    try:
+        HfApi().dataset_info(name, timeout=HUB_TIMEOUT_S)
+    except HfHubHTTPError:
+        raise  # the hub has answered: there is no such dataset, or it may not be read
+    except Exception:  # no answer, in whatever way the HTTP library of the day says so
+        datasets.config.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        datasets.config.HF_HUB_OFFLINE = before
+
+
 def _load_table(datasets: Any, path: str, file: Path, split: str) -> Rows:
     if file.suffix == ".parquet":
         return datasets.load_dataset("parquet", data_files=str(file), split="train")  # type: ignore[no-any-return]
     if not (file / "dataset_dict.json").exists() and not (file / "state.json").exists():
         name, _, configuration = path.partition(":")
-        return datasets.load_dataset(name, configuration or None, split=split)  # type: ignore[no-any-return]
+        with _offline_unless_reachable(datasets, name) if not file.exists() else nullcontext():
+            return datasets.load_dataset(name, configuration or None, split=split)  # type: ignore[no-any-return]
     saved = datasets.load_from_disk(str(file))
     if not isinstance(saved, dict):
         return saved  # type: ignore[no-any-return]

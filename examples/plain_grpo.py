@@ -1,0 +1,315 @@
+"""The whole algorithm in one synchronous script, for reading.
+
+    python examples/plain_grpo.py --steps 30
+
+A small model learns countdown on the CPU: reach a target from a few numbers, using each exactly once. One step:
+
+    1. take the next puzzles and sample a group of answers to each            (rollout)
+    2. grade them: 1 if the expression is right, else 0                       (rewards)
+    3. advantage = reward - mean of the group; groups without any difference
+       teach nothing and are replaced by further puzzles                      (advantages)
+    4. gradient of -min(w, cap) * advantage * log pi, summed over all sampled
+       tokens, divided once by their number; w = pi / what was sampled from   (loss)
+    5. clip, AdamW, and the sampler gets the new weights                      (update)
+
+outpace runs the same five things at the same time: engines sample while the learner trains, a few versions behind.
+With `--pacing.max_lag 0 --run.deterministic true` it computes exactly what is computed here: the same tokens, the
+same rewards and the same losses, to the last bit. What is shared with outpace are pure functions (noise, sampling,
+packing, loss) and the decoder; everything that decides when things happen is spelled out below.
+
+Legend: _S slots of the decoder, _N trained tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from outpace.config import Config
+from outpace.config_rules import resolve
+from outpace.engines.build import build_decoder
+from outpace.engines.decoder import Decoder
+from outpace.engines.noise import noise, request_seed
+from outpace.engines.sampling import sample
+from outpace.learn.advantages import group_mean, is_uniform
+from outpace.learn.forward import Forward, choose_forward
+from outpace.learn.losses import truncated_importance
+from outpace.learn.packing import pack
+from outpace.models.chat import render
+from outpace.models.loading import eos_ids, load_model, load_tokenizer
+from outpace.resources import compute_threads
+from outpace.rewards.countdown import countdown
+from outpace.tasks.countdown import Countdown
+from outpace.tasks.order import Order
+from outpace.types import OBSERVED, Floats, Ints, Row, Task
+
+
+@dataclass(frozen=True)
+class Answer:
+    tokens: Ints
+    logprobs: Floats
+
+
+@dataclass(frozen=True)
+class Group:
+    """All answers to one puzzle. `number` counts the puzzles taken since the start."""
+
+    number: int
+    task: Task
+    prompt: Ints
+    answers: list[Answer]
+    rewards: list[float]
+
+
+# ---------------------------------------------------------------------------------------------------------- sampling
+
+
+class Sampler:
+    """Turns puzzles into graded groups with the weights it was given last."""
+
+    def __init__(self, config: Config, model: PreTrainedModel) -> None:
+        self.config = config
+        self.tokenizer = load_tokenizer(config.model.path)
+        self.stops = frozenset(eos_ids(config.model.path))
+        self.decoder: Decoder = build_decoder(
+            model, config.engine.slots, config.engine.context, deterministic=True, path=config.engine.path
+        )
+
+    def use_weights_of(self, model: PreTrainedModel) -> None:
+        self.decoder.install(self.decoder.prepare(model.state_dict()))
+
+    def roll_out(self, numbered_tasks: list[tuple[int, Task]]) -> list[Group]:
+        """Sample and grade one group per puzzle."""
+        size, seed = self.config.rollout.group_size, self.config.run.seed
+        prompts = [self._prompt(task) for _, task in numbered_tasks]
+        answers = self._generate(
+            [prompt for prompt in prompts for _ in range(size)],
+            [request_seed(seed, number, episode, 0) for number, _ in numbered_tasks for episode in range(size)],
+        )
+        groups = []
+        for (number, task), prompt in zip(numbered_tasks, prompts, strict=True):
+            own = [next(answers) for _ in range(size)]
+            groups.append(Group(number, task, prompt, own, self._grade(task, own)))
+        return groups
+
+    def _prompt(self, task: Task) -> Ints:
+        return np.array(render(self.tokenizer, task.prompt, self.config.model.system), dtype=np.int32)
+
+    def _grade(self, task: Task, answers: list[Answer]) -> list[float]:
+        texts = [str(self.tokenizer.decode(a.tokens.tolist(), skip_special_tokens=True)) for a in answers]
+        columns = {name: [value] * len(texts) for name, value in task.columns.items()}
+        return countdown([task.prompt] * len(texts), texts, **columns)
+
+    def _generate(self, prompts: list[Ints], seeds: list[int]) -> Iterator[Answer]:
+        """Answers in the order of the prompts; a request's noise depends on its own seed and token index alone."""
+        slots = self.decoder.slots
+        for start in range(0, len(prompts), slots):
+            yield from self._generate_together(prompts[start : start + slots], seeds[start : start + slots])
+
+    def _generate_together(self, prompts: list[Ints], seeds: list[int]) -> list[Answer]:
+        slots, rollout = self.decoder.slots, self.config.rollout
+        assert rollout.max_tokens is not None
+        # The last token of a prompt goes through the first decode step: that is what gives the first logits.
+        prefixes = {row: prompt[:-1] for row, prompt in enumerate(prompts) if len(prompt) > 1}
+        self.decoder.prefill(list(prefixes), list(prefixes.values()))
+        # All slots are stepped, also idle ones (token 0 at position 0), so that every shape is always the same.
+        tokens_S, positions_S, seeds_S = (np.zeros(slots, dtype=np.int64) for _ in range(3))
+        tokens_S[: len(prompts)] = [prompt[-1] for prompt in prompts]
+        positions_S[: len(prompts)] = [len(prompt) - 1 for prompt in prompts]
+        seeds_S[: len(prompts)] = seeds
+        temperature_S = np.full(slots, rollout.temperature, dtype=np.float32)
+        no_top_k_S, no_top_p_S = np.zeros(slots, dtype=np.int64), np.ones(slots, dtype=np.float32)
+        sampled: list[list[tuple[int, float]]] = [[] for _ in prompts]
+        running = set(range(len(prompts)))
+        index = 0
+        while running:
+            logits = self.decoder.step(tokens_S, positions_S)
+            uniform_S = noise(seeds_S, np.full(slots, index))
+            chosen, logprobs = sample(logits, temperature_S, no_top_k_S, no_top_p_S, uniform_S)
+            index += 1
+            for row in sorted(running):
+                token = int(chosen[row])
+                sampled[row].append((token, float(logprobs[row])))
+                tokens_S[row], positions_S[row] = token, positions_S[row] + 1
+                limit = min(rollout.max_tokens, self.decoder.context - len(prompts[row]))
+                if token in self.stops or index >= limit:
+                    running.remove(row)
+                    tokens_S[row] = positions_S[row] = 0
+        return [
+            Answer(np.array([t for t, _ in pairs], dtype=np.int32), np.array([p for _, p in pairs], dtype=np.float32))
+            for pairs in sampled
+        ]
+
+
+# ---------------------------------------------------------------------------------------------------------- learning
+
+
+def rows_of(group: Group, version: int) -> list[Row]:
+    """What the learner needs of a group: exact tokens, what they were sampled with, an advantage per token."""
+    rows = []
+    for answer, advantage in zip(group.answers, group_mean(group.rewards), strict=True):
+        observed, count = len(group.prompt), len(answer.tokens)
+        mask = np.arange(observed + count) >= observed
+        rows.append(
+            Row(
+                tokens=np.concatenate([group.prompt, answer.tokens]),
+                mask=mask,
+                logprobs=np.concatenate([np.zeros(observed, dtype=np.float32), answer.logprobs]),
+                versions=np.where(mask, version, OBSERVED).astype(np.int32),
+                advantages=np.where(mask, advantage, np.float32(0)),
+            )
+        )
+    return rows
+
+
+class Learner:
+    """One batch of groups in, one update of the model out."""
+
+    def __init__(self, config: Config, model: PreTrainedModel) -> None:
+        self.config = config
+        self.model = model
+        self.forward: Forward = choose_forward(model, config.rollout.temperature, torch.float32)
+        learner = config.learner
+        matrices = {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": learner.weight_decay}
+        vectors = {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0}
+        assert learner.lr is not None
+        self.optimizer = torch.optim.AdamW(
+            [matrices, vectors], lr=learner.lr, betas=(learner.beta1, learner.beta2), fused=True
+        )
+
+    def train(self, groups: list[Group], version: int) -> tuple[float, float]:
+        """Loss (mean over all sampled tokens) and gradient norm of this batch."""
+        size = self.config.pacing.chunk_groups
+        loss_sum, tokens = 0.0, 0
+        for start in range(0, len(groups), size):
+            rows = [row for group in groups[start : start + size] for row in rows_of(group, version)]
+            chunk_loss, chunk_tokens = self._accumulate(rows)
+            loss_sum += chunk_loss
+            tokens += chunk_tokens
+        return loss_sum / tokens, self._update(tokens)
+
+    def _accumulate(self, rows: list[Row]) -> tuple[float, int]:
+        """Add the gradient of the un-normalised loss: sums add up however the batch is cut, means do not."""
+        loss_sum, tokens = 0.0, 0
+        for packed in pack(rows, self.config.learner.tokens_per_pass):
+            logp_N, _ = self.forward(packed)
+            loss_N = truncated_importance(
+                logp_N,
+                torch.from_numpy(packed.sampler_logp_N),
+                torch.from_numpy(packed.advantages_N),
+                self.config.algorithm.importance_cap,
+            )
+            loss = loss_N.sum(dtype=torch.float64)
+            loss.backward()  # type: ignore[no-untyped-call]
+            loss_sum += loss.item()
+            tokens += len(packed.targets_N)
+        return loss_sum, tokens
+
+    def _update(self, tokens: int) -> float:
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        norm = float(torch.nn.utils.get_total_norm(gradients)) / tokens
+        assert math.isfinite(norm)
+        clip = min(1.0, self.config.learner.max_grad_norm / (norm + 1e-6))
+        torch._foreach_mul_(gradients, clip / tokens)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=False)
+        return norm
+
+
+# ---------------------------------------------------------------------------------------------------------- the loop
+
+
+def collect(sampler: Sampler, tasks: Countdown, order: Order, first: int) -> list[Group]:
+    """All groups of one step, in the order of their puzzles: as many as a full batch of useful ones takes."""
+    config = sampler.config
+    groups: list[Group] = []
+    while (missing := config.pacing.groups_per_step - sum(teaches(group, config) for group in groups)) > 0:
+        numbers = range(first + len(groups), first + len(groups) + missing)
+        groups += sampler.roll_out([(number, tasks[order.task(number)[1]]) for number in numbers])
+    return groups
+
+
+def teaches(group: Group, config: Config) -> bool:
+    return not is_uniform(group.rewards, config.algorithm.uniform_tolerance)
+
+
+def run(config: Config) -> Iterator[dict[str, Any]]:
+    """Train, and tell of every step."""
+    torch.set_num_threads(compute_threads(config))
+    model = load_model(config.model.path, dtype="float32", device="cpu")
+    sampler, learner = Sampler(config, model), Learner(config, model)
+    tasks = Countdown("train", config.run.seed)
+    order = Order(len(tasks), config.run.seed, config.tasks.shuffle)
+    taken = 0
+    assert config.run.steps is not None
+    for version in range(config.run.steps):
+        started = time.perf_counter()
+        groups = collect(sampler, tasks, order, first=taken)
+        taken += len(groups)
+        batch = [group for group in groups if teaches(group, config)]
+        loss, norm = learner.train(batch, version)
+        sampler.use_weights_of(model)
+        yield {
+            "step": version + 1,
+            "loss": loss,
+            "grad_norm": norm,
+            "accuracy": float(np.mean([reward for group in groups for reward in group.rewards])),
+            "seconds": time.perf_counter() - started,
+            "groups": [
+                {
+                    "group": group.number,
+                    "task": group.task.id,
+                    "trained": teaches(group, config),
+                    "rewards": group.rewards,
+                    "tokens": [answer.tokens.tolist() for answer in group.answers],
+                }
+                for group in groups
+            ],
+        }
+
+
+def parse() -> tuple[Config, str | None]:
+    parser = argparse.ArgumentParser(description="Synchronous GRPO on countdown, in one script.")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--groups", type=int, default=64, help="puzzles per step")
+    parser.add_argument("--threads", type=int, help="default: all cores")
+    parser.add_argument("--context", type=int, help="longest sequence; default: the model's own limit")
+    parser.add_argument("--model", default="starter")
+    parser.add_argument("--json", metavar="FILE", help="write tokens, rewards and losses of every step")
+    options = parser.parse_args()
+    overrides = {
+        "model": {"path": options.model},
+        "pacing": {"max_lag": 0, "groups_per_step": options.groups},
+        "engine": {"context": options.context},
+        "run": {"steps": options.steps, "seed": options.seed, "threads": options.threads, "deterministic": True},
+    }
+    return resolve(Config.model_validate(overrides)), options.json
+
+
+def main() -> None:
+    config, path = parse()
+    steps = []
+    for step in run(config):
+        print(
+            f"step {step['step']:4d}  accuracy {step['accuracy']:.3f}  loss {step['loss']:+.4f}  "
+            f"gradient {step['grad_norm']:.3f}  groups {len(step['groups'])}  {step['seconds']:.1f} s",
+            flush=True,
+        )
+        steps.append(step)
+    if path is not None:
+        with open(path, "w") as file:
+            json.dump({"config": config.model_dump(), "steps": steps}, file)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""How much bad luck is still luck. Pure: counts what groups came to, and says when to speak or to give up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outpace.errors import PartFailed
+from outpace.types import GroupReport
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Groups in a row; None: no limit."""
+
+    failed: int | None
+    filtered: int | None
+    notice_every: int
+
+
+class Budget:
+    """Failures end the run: somebody's code is broken. Filtered groups are a policy that has nothing to learn from
+    these tasks, which may pass, so by default people are only told."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._failed = 0
+        self._filtered = 0
+
+    def note(self, report: GroupReport) -> str | None:
+        """Something to tell people, if there is; raises when a limit is reached."""
+        self._failed = self._failed + 1 if report.outcome == "failed" else 0
+        self._filtered = self._filtered + 1 if report.outcome == "filtered" else 0
+        if self._limits.failed is not None and self._failed >= self._limits.failed:
+            raise PartFailed("rollouts", f"{self._failed} groups in a row failed, the last one: {report.reason}")
+        if self._limits.filtered is not None and self._filtered >= self._limits.filtered:
+            raise PartFailed("rollouts", f"{self._filtered} groups in a row were filtered: {report.reason}")
+        if self._failed == 1 or (self._failed and self._failed % self._limits.notice_every == 0):
+            return f"{self._failed} groups in a row failed: {report.reason}"
+        if self._filtered and self._filtered % self._limits.notice_every == 0:
+            return f"the last {self._filtered} groups were all filtered: {report.reason}"
+        return None

@@ -1,0 +1,83 @@
+"""The same promises on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from outpace.config import LearnerConfig
+from outpace.learn import state
+from outpace.learn.core import LearnerCore
+from outpace.learn.forward import PackedForward, PaddedForward
+from outpace.learn.packing import pack
+from outpace.learn.settings import CoreSettings
+from outpace.types import Row
+from outpace.weights.store import SnapshotWriter, read_snapshot
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+MakeLlama = Callable[..., LlamaForCausalLM]
+MakeRows = Callable[..., list[Row]]
+
+
+def core_on_gpu(model: LlamaForCausalLM, dtype: str) -> LearnerCore:
+    return LearnerCore(model.cuda(), CoreSettings(learner=LearnerConfig(lr=1e-3), dtype=dtype))  # type: ignore[arg-type]
+
+
+def test_packed_equals_padded_on_a_gpu(make_llama: MakeLlama, make_rows: MakeRows) -> None:
+    (packed,) = pack(make_rows(12), 10_000)
+    model = make_llama().cuda().eval()
+    results = []
+    for forward in (PaddedForward, PackedForward):
+        model.zero_grad()
+        logp, _ = forward(model, 1.0, torch.float32)(packed)
+        logp.sum().backward()
+        results.append((logp.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]))
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-4, atol=1e-4)
+    for expected, found in zip(results[0][1], results[1][1], strict=True):
+        scale = float(expected.abs().max())
+        torch.testing.assert_close(found / scale, expected / scale, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_gpu_learner_is_packed_and_agrees_with_the_cpu(
+    make_llama: MakeLlama, make_rows: MakeRows, dtype: str
+) -> None:
+    rows = make_rows(12)
+    cpu = LearnerCore(make_llama(initializer_range=0.1), CoreSettings(learner=LearnerConfig(lr=1e-3)))
+    gpu = core_on_gpu(make_llama(initializer_range=0.1), dtype)
+    assert isinstance(gpu._forward, PackedForward)
+    for core in (cpu, gpu):
+        core.accumulate(rows)
+    expected, found = cpu.step(), gpu.step()
+    tolerance = 1e-3 if dtype == "float32" else 0.1
+    assert found.loss == pytest.approx(expected.loss, rel=tolerance, abs=tolerance)
+    assert found.grad_norm == pytest.approx(expected.grad_norm, rel=tolerance)
+
+
+def test_weights_and_state_leave_the_gpu_and_come_back(
+    make_llama: MakeLlama, make_rows: MakeRows, tmp_path: Path
+) -> None:
+    core = core_on_gpu(make_llama(), "bfloat16")
+    core.accumulate(make_rows(4))
+    core.step()
+    manifest = SnapshotWriter(tmp_path, "a", torch.bfloat16).publish(1, core.model.state_dict(), [])
+    for name, tensor in read_snapshot(manifest).items():
+        assert torch.equal(tensor, core.parameters[name].detach().bfloat16().cpu())
+    state.save(core, tmp_path)
+    other = core_on_gpu(make_llama(seed=1), "bfloat16")
+    assert state.restore(other, tmp_path) == 1
+    for name, parameter in core.parameters.items():
+        assert torch.equal(parameter, other.parameters[name])
+    reports = []
+    for learner in (core, other):
+        learner.accumulate(make_rows(4))
+        reports.append(learner.step())
+    assert reports[0].loss == pytest.approx(reports[1].loss, rel=1e-6)
