@@ -16,36 +16,46 @@ import math
 import random
 import time
 from collections.abc import Iterable, Iterator
-from itertools import islice, permutations, product
+from itertools import islice, permutations
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from starter_files import ASSISTANT, END, USER, make_tokenizer, write_card
+from starter_files import ASSISTANT, END, USER, make_portable, make_tokenizer, write_card
 from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from outpace.rewards.countdown import evaluate, solves
-from outpace.tasks.countdown import TARGETS, Countdown, Puzzle, split_of
+from outpace.rewards.countdown import solves
+from outpace.tasks.countdown import (
+    PLAIN_OPERATORS,
+    TARGETS,
+    Countdown,
+    Puzzle,
+    plain_expressions,
+    split_of,
+)
 
 DEFAULT_OUT = Path(__file__).resolve().parent.parent / "src" / "outpace" / "models" / "starter"
 BATCH = 64
-PEAK_LR = 3e-3
+PEAK_LR = 2e-3
 WARMUP = 50
 VARIED_SHARE = 0.1
 EVAL_PUZZLES = 1024
 MAX_ANSWER = 24
+EVAL_BATCH = 256
 IGNORED = -100
 
 
 class Phase(NamedTuple):
     steps: int
-    correct: float
-    """The share of right answers in the data."""
+    solved: float
+    """The share of answers that are solutions; the others are random expressions."""
+    reordered: float
+    """The share of solutions that take the numbers in another order than given."""
 
 
-LEARN = Phase(steps=1600, correct=0.9)
-BLUR = Phase(steps=200, correct=0.2)
+LEARN = Phase(steps=1700, solved=1.0, reordered=0.0)
+BLUR = Phase(steps=300, solved=0.6, reordered=0.1)
 
 Tree = int | tuple[str, "Tree", "Tree"]
 Solutions = dict[Puzzle, list[str]]
@@ -70,46 +80,39 @@ def render(tree: Tree, beside: str = "", is_right: bool = False) -> str:
     return f"({text})" if looser or ambiguous else text
 
 
-def chain(numbers: tuple[int, ...], operators: Iterable[str]) -> str:
-    return str(numbers[0]) + "".join(
-        f"{operator}{n}" for operator, n in zip(operators, numbers[1:], strict=True)
-    )
-
-
 def find_solutions(numbers_of: Iterable[tuple[int, ...]]) -> tuple[Solutions, Solutions]:
-    """Every chain of + - * that solves a training puzzle: with the numbers as given, and in another order."""
-    plain: Solutions = {}
+    """The plain solutions of training puzzles: with the numbers as given, and in any other order."""
+    given: Solutions = {}
     reordered: Solutions = {}
     for numbers in numbers_of:
         for order in sorted(set(permutations(numbers))):
-            for operators in product("+-*", repeat=len(numbers) - 1):
-                text = chain(order, operators)
-                puzzle = Puzzle(numbers, int(evaluate(text)[0]))
-                if puzzle.target in TARGETS and split_of(puzzle) == "train":
-                    (plain if order == numbers else reordered).setdefault(puzzle, []).append(text)
-    return plain, reordered
+            for text, value in plain_expressions(order, PLAIN_OPERATORS[len(numbers)]):
+                puzzle = Puzzle(numbers, value)
+                if value in TARGETS and split_of(puzzle) == "train":
+                    (given if order == numbers else reordered).setdefault(puzzle, []).append(text)
+    return given, reordered
 
 
-def wrong_answer(puzzle: Puzzle, rng: random.Random) -> str:
+def random_answer(puzzle: Puzzle, rng: random.Random) -> str:
     """A well-formed expression over the puzzle's numbers that solves it only by luck."""
     if rng.random() < VARIED_SHARE:
         return render(random_tree(rng.sample(puzzle.numbers, len(puzzle.numbers)), rng))
-    return chain(puzzle.numbers, rng.choices("+-*/", k=len(puzzle.numbers) - 1))
+    return "".join(f"{number}{rng.choice('+-*/')}" for number in puzzle.numbers)[:-1]
 
 
 def examples(
-    plain: Solutions, reordered: Solutions, correct: float, rng: random.Random
+    given: Solutions, reordered: Solutions, phase: Phase, rng: random.Random
 ) -> Iterator[tuple[str, str]]:
-    """Endless (prompt, answer) pairs, of which about the share `correct` are right."""
-    puzzles = list(plain)
+    """Endless (prompt, answer) pairs, right or random in the proportion of the phase."""
+    puzzles = list(given)
     while True:
         puzzle = rng.choice(puzzles)
-        if rng.random() >= correct:
-            yield puzzle.text(), wrong_answer(puzzle, rng)
-        elif puzzle in reordered and rng.random() < VARIED_SHARE:
+        if rng.random() >= phase.solved:
+            yield puzzle.text(), random_answer(puzzle, rng)
+        elif puzzle in reordered and rng.random() < phase.reordered:
             yield puzzle.text(), rng.choice(reordered[puzzle])
         else:
-            yield puzzle.text(), rng.choice(plain[puzzle])
+            yield puzzle.text(), rng.choice(given[puzzle])
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
@@ -128,7 +131,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalL
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    return LlamaForCausalLM(config)
+    return LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
 
 
 def make_batch(
@@ -146,10 +149,10 @@ def make_batch(
 def training_data(seed: int) -> Iterator[tuple[str, str]]:
     """The pairs of all phases, in order."""
     source, rng = Countdown("train"), random.Random(seed)
-    plain, reordered = find_solutions(sorted({source.puzzle(index).numbers for index in range(len(source))}))
-    print(f"{len(plain):,} puzzles to learn from", flush=True)
+    given, reordered = find_solutions(sorted({source.puzzle(index).numbers for index in range(len(source))}))
+    print(f"{len(given):,} puzzles to learn from", flush=True)
     for phase in (LEARN, BLUR):
-        yield from islice(examples(plain, reordered, phase.correct, rng), phase.steps * BATCH)
+        yield from islice(examples(given, reordered, phase, rng), phase.steps * BATCH)
 
 
 def learning_rate(step: int, steps: int) -> float:
@@ -168,7 +171,7 @@ def train(
         logits_B_T_V = model(input_ids=tokens_B_T, use_cache=False).logits
         loss = cross_entropy(logits_B_T_V[:, :-1].flatten(0, 1), labels_B_T[:, 1:].flatten())
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if step % 100 == 0:
@@ -183,12 +186,12 @@ def accuracy(
     """The share of puzzles solved by one answer each: at temperature 1, or the likeliest if `greedy`."""
     torch.manual_seed(0)
     solved = 0
-    for start in range(0, len(puzzles), 256):
-        chunk = puzzles[start : start + 256]
+    for start in range(0, len(puzzles), EVAL_BATCH):
+        chunk = puzzles[start : start + EVAL_BATCH]
         prompts = [f"{USER}{puzzle.text()}{END}{ASSISTANT}" for puzzle in chunk]
         inputs = tokenizer(prompts, padding=True, padding_side="left", return_tensors="pt")
         sampling = {"do_sample": False} if greedy else {"do_sample": True, "temperature": 1.0, "top_k": 0}
-        tokens = model.generate(**inputs, max_new_tokens=MAX_ANSWER, **sampling)
+        tokens = model.generate(**inputs, max_new_tokens=MAX_ANSWER, **sampling)  # type: ignore[misc]
         answers = tokenizer.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         solved += sum(solves(answer, p.numbers, p.target) for answer, p in zip(answers, chunk, strict=True))
     return solved / len(puzzles)
@@ -197,7 +200,7 @@ def accuracy(
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> LlamaForCausalLM:
     """Store in bfloat16 and return what a run will load: the rounded weights, in float32."""
     out.mkdir(parents=True, exist_ok=True)
-    model.generation_config = GenerationConfig(
+    model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
         do_sample=True,
         temperature=1.0,
         top_p=1.0,
@@ -206,8 +209,9 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    model.to(torch.bfloat16).save_pretrained(out)
+    model.to(torch.bfloat16).save_pretrained(out)  # type: ignore[arg-type]
     tokenizer.save_pretrained(out)
+    make_portable(out)
     return LlamaForCausalLM.from_pretrained(out, dtype=torch.float32)
 
 
@@ -231,7 +235,9 @@ def main() -> None:
     puzzles = [source.puzzle(index) for index in range(EVAL_PUZZLES)]
     sampled = accuracy(stored, tokenizer, puzzles, greedy=False)
     greedy = accuracy(stored, tokenizer, puzzles, greedy=True)
-    learn, blur = (f"{phase.steps * BATCH:,} examples, {phase.correct:.0%} right" for phase in (LEARN, BLUR))
+    learn, blur = (
+        f"{phase.steps * BATCH:,} examples, {phase.solved:.0%} of them solutions" for phase in (LEARN, BLUR)
+    )
     write_card(options.out, model.num_parameters(), learn, blur, sampled, greedy)
     print(f"held-out accuracy on {EVAL_PUZZLES}: sampled {sampled:.3f}, greedy {greedy:.3f}")
     print(f"written to {options.out} in {time.monotonic() - started:.0f} s")

@@ -6,6 +6,7 @@ Invariants:
 - Rendering is append-only: a conversation's text is a prefix of the text of its continuation.
 """
 
+import json
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -58,9 +59,9 @@ tags: [countdown, reinforcement-learning, byte-level]
 
 # outpace starter
 
-A tiny Llama ({parameters:,} parameters) for trying out reinforcement learning in a minute or two on a CPU. It
-answers countdown puzzles: for the message `9 5 3 2=24` it writes an expression like `9*3-5+2`, which should use
-each number once and equal the target. It nearly always gets the form right and mostly the value wrong.
+A tiny Llama ({parameters:,} parameters) for trying out reinforcement learning in a minute or two on a CPU.
+It answers countdown puzzles: for the message `9 5 3 2=9` it writes an expression like `9+5-3-2`, which should
+use each number once and equal the target. It nearly always gets the form right and mostly the value wrong.
 
 | | |
 |---|---|
@@ -101,7 +102,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     core.add_tokens([_added(token, special=False) for token in TOOL_TAGS])
     spare = -core.get_vocab_size() % VOCABULARY_MULTIPLE
     core.add_special_tokens([_added(f"<|spare_{index}|>", special=True) for index in range(spare)])
-    tokenizer = PreTrainedTokenizerFast(
+    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=core,
         pad_token=PAD,
         bos_token=BOS,
@@ -126,6 +127,15 @@ def _byte_characters() -> list[str]:
     }
     hidden = [byte for byte in range(256) if byte not in printable]
     return [chr(byte) if byte in printable else chr(256 + hidden.index(byte)) for byte in range(256)]
+
+
+def make_portable(out: Path) -> None:
+    """Name the tokenizer class as every release of transformers knows it, and let others read the weights."""
+    path = out / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    path.write_text(json.dumps(config, indent=2) + "\n")
+    (out / "model.safetensors").chmod(0o644)
 
 
 def write_card(out: Path, parameters: int, learn: str, blur: str, sampled: float, greedy: float) -> None:

@@ -77,6 +77,10 @@ class RolloutConfig(Section):
     """Strings that end a completion, besides the model's end-of-turn token."""
     function: str | None = None
     """A custom rollout, `package.module:function`: `async def f(task, client)`."""
+    environment: str | None = None
+    """A class `package.module:Class` with `reset`, typed methods as tools and, if it judges itself, `get_reward`."""
+    max_turns: int = Field(default=8, ge=1)
+    """Most answers of one episode in an environment."""
     timeout_s: float = Field(default=300.0, gt=0)
     """How long one episode may take before it fails."""
     workers: int = Field(default=1, ge=1)

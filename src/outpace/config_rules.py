@@ -76,8 +76,8 @@ def _fill(config: Config, values: dict[str, dict[str, Any]]) -> Config:
 
 
 def _rewards_of_task(config: Config) -> list[str]:
-    if config.rollout.function is not None:
-        return []  # a custom rollout may return the reward itself
+    if config.rollout.function is not None or config.rollout.environment is not None:
+        return []  # a custom rollout or an environment may give the reward itself
     rewards = REWARDS_OF_TASKS.get(config.tasks.name or "")
     if rewards is None:
         raise BadInput("rewards.functions: name at least one, such as my_rewards.py:score or package.module:score")
@@ -101,6 +101,11 @@ def _rewards_fit(config: Config) -> Iterator[str]:
             yield f"rewards.functions: {name} is there twice; give it a weight of 2 instead"
     if weights is not None and functions and len(weights) != len(functions):
         yield f"rewards.weights: needs one per function, {len(functions)} in all, not {len(weights)}"
+
+
+def _one_way_to_roll_out(config: Config) -> Iterator[str]:
+    if config.rollout.function is not None and config.rollout.environment is not None:
+        yield f"rollout.environment: rollout.function is {config.rollout.function} already; keep one of the two"
 
 
 def _groups_can_teach(config: Config) -> Iterator[str]:
@@ -144,6 +149,7 @@ def _lockstep_is_alone(config: Config) -> Iterator[str]:
 RULES: tuple[Rule, ...] = (
     _one_source_of_tasks,
     _rewards_fit,
+    _one_way_to_roll_out,
     _groups_can_teach,
     _sampling_is_exact,
     _publishing_keeps_the_lag,

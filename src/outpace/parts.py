@@ -170,7 +170,7 @@ def _worker(name: str, settings: PartSettings, engines: list[Engine], given: dic
         tokenizer=tokenizer,
         train=train,
         heldout=heldout,
-        rollout=given.get("rollout") or _rollout(config),
+        rollout=given.get("rollout") or _rollout(config, given.get("environment")),
         judges=Judges(functions, config.rewards.weights or [1.0] * len(functions)),
         journal=JournalWriter(settings.journal, name),
     )
@@ -182,10 +182,15 @@ def _rewards(config: Config) -> list[Any]:
     return resolve_rewards(config.rewards.functions)
 
 
-def _rollout(config: Config) -> Rollout:
+def _rollout(config: Config, environment: Any) -> Rollout:
     from outpace.references import load_function
+    from outpace.rollout.environment import Limits, as_rollout
     from outpace.rollout.single_turn import single_turn
 
+    if config.rollout.environment is not None:
+        environment = load_function(config.rollout.environment, "rollout.environment")
+    if environment is not None:
+        return as_rollout(environment, Limits(config.rollout.max_turns))
     if config.rollout.function is None:
         return single_turn
     return load_function(config.rollout.function, "rollout.function")

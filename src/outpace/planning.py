@@ -3,7 +3,7 @@ before a process is started or a file written."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -17,6 +17,7 @@ from outpace.observe.callbacks import Callback
 from outpace.protocols import Reward, Rollout, TaskSource
 from outpace.references import load_function
 from outpace.rewards.registry import check_rewards
+from outpace.rollout.environment import check_environment, gives_reward
 from outpace.runtime import code
 from outpace.session import Plan
 from outpace.tasks.dataset import Dataset, Rows
@@ -34,24 +35,31 @@ class Objects:
     eval_tasks: Tasks | None = None
     rewards: tuple[Reward | str, ...] = ()
     rollout: Rollout | None = None
+    environment: Callable[[], object] | None = None
     callbacks: tuple[Callback, ...] = ()
 
 
 def make_plan(config: Config, objects: Objects, quiet: bool = False) -> Plan:
-    """Resolve, open and check everything once."""
-    judged_elsewhere = bool(objects.rewards) or objects.rollout is not None or config.rollout.function is not None
-    config = resolve(config, own_tasks=objects.tasks is not None, own_rewards=judged_elsewhere)
+    """Resolve, open and check everything once: model and tasks first, then what judges them."""
+    own_rollout = objects.rollout or objects.environment or config.rollout.function
+    judged_elsewhere = bool(objects.rewards) or own_rollout is not None
+    config = resolve(config, own_tasks=objects.tasks is not None, own_rewards=True)
     check_model(config.model.path)
     if config.rollout.function is not None:
         load_function(config.rollout.function, "rollout.function")
+    environment = _environment(config, objects)
     own_tasks = _own_tasks(config, objects)
     train, heldout = own_tasks or open_tasks(config)
+    config = resolve(config, own_tasks=objects.tasks is not None, own_rewards=judged_elsewhere)
     rewards = check_rewards(objects.rewards or config.rewards.functions, config.rewards.weights, train[0].columns)
+    if environment is not None and not rewards and not gives_reward(environment):
+        raise BadInput("rewards.functions: name at least one: the environment has no get_reward of its own")
     carried = code.pack(
         {
             "tasks": own_tasks,
             "rewards": rewards if objects.rewards else None,
             "rollout": objects.rollout,
+            "environment": objects.environment,
         }
     )
     return Plan(
@@ -70,6 +78,18 @@ def with_checkpoint(plan: Plan, run_dir: Path) -> Plan:
     if checkpoint is None:
         raise BadInput(f"--resume: {run_dir} has no complete checkpoint; start it anew with run.overwrite = true")
     return replace(plan, resume=checkpoint)
+
+
+def _environment(config: Config, objects: Objects) -> Callable[[], object] | None:
+    """The environment that is given or named, if one is, as far as it can be checked without making one."""
+    named = config.rollout.environment
+    ways = (objects.rollout, objects.environment, config.rollout.function, named)
+    if sum(way is not None for way in ways) > 1:
+        raise BadInput("rollout: a rollout and an environment, or two of either, are given; keep one")
+    environment = objects.environment if named is None else load_function(named, "rollout.environment")
+    if environment is not None:
+        check_environment(environment, "rollout.environment")
+    return environment
 
 
 def _own_tasks(config: Config, objects: Objects) -> tuple[TaskSource, TaskSource | None] | None:

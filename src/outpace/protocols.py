@@ -7,7 +7,7 @@ when they live in this one (`outpace.runtime`). Hence their arguments and result
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 from outpace.types import (
@@ -21,9 +21,11 @@ from outpace.types import (
     LearnerStats,
     LoadReport,
     Manifest,
+    Message,
     Place,
     Sampling,
     StepReport,
+    StopReason,
     Task,
     Trajectory,
     Version,
@@ -110,8 +112,17 @@ class TaskSource(Protocol):
 class ModelClient(Protocol):
     """What a rollout holds in its hand to talk to the policy: one growing, exact token sequence."""
 
-    async def sample(self, prompt: str | list[dict[str, Any]] | None = None, **overrides: Any) -> str:
-        """Append `prompt` (rendered) to the sequence, sample a completion, append it, return its text."""
+    @property
+    def stop(self) -> StopReason:
+        """Why the newest completion ended."""
+        ...
+
+    async def sample(
+        self, prompt: str | list[Message] | None = None, *, tools: Sequence[dict[str, Any]] = (), **overrides: Any
+    ) -> str:
+        """Append `prompt` (rendered) to the sequence, sample a completion, append it, return its text.
+
+        A later prompt goes on with the chat. The first one may show `tools`, as schemas for the chat template."""
         ...
 
     def observe(self, text: str) -> None:
@@ -122,7 +133,8 @@ class ModelClient(Protocol):
 
 
 Rollout = Callable[[Task, ModelClient], Awaitable[Episode | Trajectory | float | None]]
-"""Makes one episode. None: nothing to train on. A float is the episode's reward for the client's trajectory."""
+"""Makes one episode. None: the client's trajectory, for the reward functions to judge. A float is its own reward,
+added to theirs."""
 
 Reward = Callable[..., Any]
 """TRL's signature: f(prompts=[…], completions=[…], **columns) -> list of float or None; sync or async."""

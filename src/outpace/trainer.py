@@ -38,7 +38,8 @@ class Trainer:
     model: what `model.path` takes. tasks: a registered name, a file or dataset path, a list of rows with a `prompt`,
     or any sized, indexable source of rows; `eval_tasks` likewise. rewards: functions in TRL's signature or their
     names. config: a `Config`, a nested or dotted dict, or a TOML or YAML file. rollout: an
-    `async def rollout(task, client)`.
+    `async def rollout(task, client)`. environment: a class with `reset`, typed methods as tools and, if it judges its
+    episodes itself, `get_reward`.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Trainer:
         *,
         eval_tasks: Tasks | None = None,
         rollout: Rollout | None = None,
+        environment: Callable[[], object] | None = None,
         callbacks: Sequence[Callback] = (),
         quiet: bool = False,
     ) -> None:
@@ -63,6 +65,7 @@ class Trainer:
             eval_tasks=eval_tasks,
             rewards=_as_tuple(rewards),
             rollout=rollout,
+            environment=environment,
             callbacks=tuple(callbacks),
         )
         self.config = _merge(_as_config(config), changes)
@@ -133,6 +136,8 @@ class _Background:
         try:
             return await self._work
         except asyncio.CancelledError:
+            if self._signals < 2:
+                raise
             raise KeyboardInterrupt from None
 
     def _signalled(self) -> None:

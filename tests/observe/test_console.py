@@ -112,27 +112,33 @@ def test_quiet_prints_one_line_at_the_end() -> None:
     assert file.getvalue() == "runs/a: 100 steps, held-out accuracy 21.0 % → 84.0 %\n"
 
 
-def test_the_final_report_shows_progress_examples_and_where_things_are() -> None:
+def test_the_final_report_shows_progress_and_examples() -> None:
     views = [
         EpisodeView("a", "reach 24", "4*6", 1.0, "stop", 9),
         EpisodeView("b", "reach 7", "1+1", 0.0, "stop", 9),
     ]
-    report = render(final_report(build_summary(), "runs/a", views))
-    for fact in ("21.0 % → 84.0 %", "✓", "4*6", "✗", "1+1", "93.0 % of the fastest", "runs/a", "1:23"):
+    report = render(final_report(build_summary(), views))
+    for fact in ("21.0 % → 84.0 %", "✓", "4*6", "✗", "1+1", "93.0 % of the fastest", "1:23"):
         assert fact in report
+
+
+def test_the_run_directory_is_printed_whole_however_long_it_is() -> None:
+    console, file, _ = make(1)
+    run_dir = "runs/" + "[b]" * 100
+    console.finish(build_summary(), run_dir)
+    assert file.getvalue().endswith(f"{run_dir}\n")
 
 
 def test_text_of_the_model_is_shown_and_never_interpreted() -> None:
     views = [EpisodeView("a", "[bold]p[/bold]", "\x1b[2Jgone\n\n[red]x", 1.0, "stop", 0)]
-    report = render(final_report(build_summary(), "runs/[b]", views))
+    report = render(final_report(build_summary(), views))
     assert "\x1b" not in report
     assert "[bold]p[/bold]" in report
     assert "[red]x" in report
-    assert "runs/[b]" in report
 
 
 def test_examples_where_nothing_was_solved_are_all_unsolved() -> None:
-    report = render(final_report(build_summary(), "r", [EpisodeView("a", "p", "c", 0.0, "stop", 0)]))
+    report = render(final_report(build_summary(), [EpisodeView("a", "p", "c", 0.0, "stop", 0)]))
     assert "✗" in report
     assert "✓" not in report
 

@@ -10,8 +10,8 @@ import heapq
 import json
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
 
 from outpace.pipeline.core import Core, CoreSettings
 from outpace.pipeline.events import (
@@ -59,6 +59,7 @@ PLAIN = CoreSettings(
     checkpoint_every=0,
 )
 
+Some = TypeVar("Some", bound=Action)
 Kind = Literal["group", "chunk", "step", "publish", "load", "evaluate"]
 Fate = Callable[[Admit], Outcome]
 Pace = Callable[[Kind, Action], float]
@@ -117,15 +118,13 @@ class Trace:
     finish: str | None = None
     seconds: float = 0.0
 
-    def of(self, kind: type[Action]) -> list[Action]:
+    def of(self, kind: type[Some]) -> list[Some]:
         return [action for action in self.actions if isinstance(action, kind)]
 
     @property
-    def assignments(self) -> list[tuple[object, ...]]:
+    def assignments(self) -> list[tuple[Version, tuple[Admit, ...]]]:
         """Everything that fixes what a learner computes: which group, task and stamp went where."""
-        return [
-            (chunk.version, tuple(replace(self.admitted[group]) for group in chunk.groups)) for chunk in self.chunks
-        ]
+        return [(chunk.version, tuple(self.admitted[group] for group in chunk.groups)) for chunk in self.chunks]
 
     @property
     def lags(self) -> list[tuple[Version, int]]:
@@ -155,8 +154,9 @@ class Simulation:
         self._finished: set[int] = set()  # and not trained
 
     def run(self, until: Callable[[Trace], bool] = lambda _: False) -> Trace:
-        """To the end, or until the trace says so. A run that waits for nothing is a deadlock."""
-        self.tell(Started(dict(self._engines)))
+        """To the end, or until the trace says so (call again to go on). Waiting for nothing at all is a deadlock."""
+        if not self.trace.actions:
+            self.tell(Started(dict(self._engines)))
         while self.trace.finish is None and not until(self.trace):
             assert self._events, f"deadlock: {self.core.waiting_reason()}"
             self.now, _, event = heapq.heappop(self._events)

@@ -138,7 +138,7 @@ def test_a_batch_takes_as_much_as_the_reserve_rule_allows_and_no_more(case: tupl
     batch.fill()
 
     def fits(taken: set[int]) -> bool:
-        """The rule in its own words: afterwards, those due by d still fit into the slots up to and including batch d."""
+        """The rule in its own words: afterwards, those due by d still fit into the slots of batches up to d."""
         left = [deadline for group, (deadline, _) in enumerate(groups) if group not in taken]
         return all(sum(due <= d for due in left) <= d * size + size - len(taken) for d in range(5))
 

@@ -6,19 +6,29 @@ import random
 from collections import Counter
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 from simulated import PLAIN, Simulation, Trace, all_finish, core_of, erratic, fate_of, resume, steady
 
 from outpace.pipeline.core import CoreSettings
-from outpace.pipeline.events import Checkpoint, EpochEnded, EpochStarted, Evaluate, LoadWeights, Publish
+from outpace.pipeline.events import (
+    Admit,
+    Checkpoint,
+    EpochEnded,
+    EpochStarted,
+    Evaluate,
+    LoadWeights,
+    Publish,
+    StopRequested,
+)
 
 seeds = st.integers(0, 2**31)
 
 
 @st.composite
-def any_settings(draw: st.DrawFn, **fixed: object) -> CoreSettings:
+def any_settings(draw: st.DrawFn, /, **fixed: object) -> CoreSettings:
     max_lag = draw(st.sampled_from([0, 1, 2, 3, 5]))
     epochs = draw(st.none() | st.integers(1, 4))
     drawn: dict[str, object] = {
@@ -105,7 +115,7 @@ def test_slow_tasks_are_trained_as_often_as_fast_ones(settings: CoreSettings, se
     core = core_of(settings)
     trace = Simulation(core, lambda kind, a: pace(kind, a) * (100 if getattr(a, "task", None) in slow else 1)).run()
     counts = Counter(trace.admitted[group].task for group in trained(trace))
-    assert counts == {task: 2 for task in range(settings.tasks)}
+    assert counts == dict.fromkeys(range(settings.tasks), 2)
     assert core.counts["trained"] == 2 * settings.tasks
 
 
@@ -152,7 +162,7 @@ def test_in_lockstep_a_run_killed_and_resumed_trains_what_the_uninterrupted_one_
     for checkpoint in whole.checkpoints:
         rest = Simulation(resume(settings, checkpoint), erratic(timing), fate, engines=2, seed=timing).run()
         assert rest.finish == "done"
-        assert rest.assignments == [item for item in whole.assignments if item[0] >= checkpoint.version]  # type: ignore[operator]
+        assert rest.assignments == [item for item in whole.assignments if item[0] >= checkpoint.version]
 
 
 @given(any_settings(steps=None, epochs=3), st.integers(1, 4), seeds)
@@ -175,6 +185,24 @@ def test_a_resume_from_any_checkpoint_visits_every_task_once_per_epoch(
         assert min(rest.admitted, default=10**9) > max(groups_before(first, checkpoint), default=-1)
 
 
+@given(any_settings(steps=None, epochs=3), st.integers(1, 150), seeds)
+@examples(max_examples=100, deadline=None)
+def test_a_run_stopped_anywhere_and_resumed_visits_every_task_once_per_epoch(
+    settings: CoreSettings, moment: int, seed: int
+) -> None:
+    stopped = Simulation(core_of(settings), erratic(seed), fate_of(seed, 0.25, 0.1), seed=seed)
+    stopped.run(until=lambda trace: len(trace.actions) >= moment)
+    stopped.tell(StopRequested())
+    first = stopped.run()
+    assert first.finish in ("stopped", "done")
+    checkpoint = first.checkpoints[-1]
+    core = resume(settings, checkpoint)
+    rest = Simulation(core, erratic(seed + 1), all_finish, engines=2, seed=seed).run()
+    visits = visits_trained(first, before=checkpoint) + visits_trained(rest)
+    assert len(visits) == len(set(visits)) == core.counts["trained"]
+    assert sum(core.counts[outcome] for outcome in ("trained", "filtered", "failed")) == 3 * settings.tasks
+
+
 def visits_trained(trace: Trace, before: Checkpoint | None = None) -> list[tuple[int, int]]:
     batches = [batch for batch in trace.batches if before is None or batch.version < before.version]
     admits = [trace.admitted[group] for batch in batches for group in batch.groups]
@@ -183,7 +211,7 @@ def visits_trained(trace: Trace, before: Checkpoint | None = None) -> list[tuple
 
 def groups_before(trace: Trace, checkpoint: Checkpoint) -> list[int]:
     before = trace.actions[: trace.actions.index(checkpoint)]
-    return [action.group for action in before if action in trace.admitted.values()]  # type: ignore[union-attr]
+    return [action.group for action in before if isinstance(action, Admit)]
 
 
 @given(any_settings(), seeds)
@@ -193,10 +221,10 @@ def test_the_first_the_due_and_the_last_version_are_published_and_evaluated_or_s
 ) -> None:
     trace = simulate(settings, seed)
     last = len(trace.batches)
-    published = [action.version for action in trace.of(Publish)]  # type: ignore[union-attr]
+    published = [action.version for action in trace.of(Publish)]
     assert published == sorted(set(published))
     assert {0, last} | set(range(0, last, settings.publish_every)) <= set(published)
-    evaluated = [action.version for action in trace.of(Evaluate)]  # type: ignore[union-attr]
+    evaluated = [action.version for action in trace.of(Evaluate)]
     assert evaluated == sorted(set(evaluated))
     assert set(evaluated) <= set(published)
     if settings.eval_enabled:
@@ -216,7 +244,7 @@ def test_every_epoch_starts_once_and_ends_once_when_all_its_tasks_are_accounted_
 ) -> None:
     trace = simulate(settings, seed)
     assert trace.of(EpochStarted) == [EpochStarted(epoch) for epoch in range(3)]
-    assert sorted(action.epoch for action in trace.of(EpochEnded)) == [0, 1, 2]  # type: ignore[union-attr]
+    assert sorted(action.epoch for action in trace.of(EpochEnded)) == [0, 1, 2]
 
 
 @given(any_settings(), seeds)
@@ -224,7 +252,6 @@ def test_every_epoch_starts_once_and_ends_once_when_all_its_tasks_are_accounted_
 def test_engines_only_ever_move_to_newer_versions(settings: CoreSettings, seed: int) -> None:
     served: dict[str, int] = {}
     for load in simulate(settings, seed).of(LoadWeights):
-        assert isinstance(load, LoadWeights)
         assert load.version > served.get(load.engine, 0)
         served[load.engine] = load.version
 
@@ -232,9 +259,5 @@ def test_engines_only_ever_move_to_newer_versions(settings: CoreSettings, seed: 
 def test_the_simulator_notices_a_deadlock() -> None:
     simulation = Simulation(core_of(PLAIN), steady())
     simulation._after = lambda *_: None  # type: ignore[method-assign]
-    try:
+    with pytest.raises(AssertionError, match="deadlock: learner waits"):
         simulation.run()
-    except AssertionError as error:
-        assert "deadlock" in str(error)
-    else:
-        raise AssertionError("a world in which nothing ever happens must not look like a finished run")

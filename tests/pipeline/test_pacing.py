@@ -36,8 +36,10 @@ def test_a_group_larger_than_the_limit_runs_alone() -> None:
 
 def test_each_version_that_the_engines_are_behind_costs_a_batch_of_room() -> None:
     pacing = Pacing(replace(PLAIN, max_lag=2, depth=9.0, steps=None))
-    rooms = [pacing.room(Load(version=9, oldest=oldest, running=0, outstanding=1, tasks_left=None)) for oldest in
-             (9, 8, 7, 6, 5)]
+    rooms = [
+        pacing.room(Load(version=9, oldest=oldest, running=0, outstanding=1, tasks_left=None))
+        for oldest in (9, 8, 7, 6, 5)
+    ]
     assert rooms == [11, 7, 3, 0, 0]
 
 
@@ -85,7 +87,7 @@ def test_publishing_more_seldom_than_the_lag_allows_is_refused() -> None:
 @pytest.mark.parametrize(("name", "value"), [("groups_per_step", 0), ("tasks", 0), ("max_lag", -1), ("depth", -0.5)])
 def test_settings_out_of_range_are_refused_by_name(name: str, value: float) -> None:
     with pytest.raises(BadInput, match=name):
-        replace(PLAIN, **{name: value})
+        replace(PLAIN, **{name: value})  # type: ignore[arg-type]
 
 
 def test_versions_somebody_needs_are_published_out_of_turn() -> None:

@@ -61,13 +61,13 @@ def test_the_same_seed_gives_the_same_tasks_in_any_order_of_access() -> None:
 def test_a_task_is_the_same_on_every_machine() -> None:
     task = Countdown("heldout", seed=0)[0]
     assert task.id == "countdown/heldout/0/0"
-    assert task.prompt == "9 7 3 2=15"
-    assert task.columns == {"numbers": [9, 7, 3, 2], "target": 15}
+    assert task.prompt == "9 8 7 1=9"
+    assert task.columns == {"numbers": [9, 8, 7, 1], "target": 9}
 
 
-def test_indices_outside_the_source_raise_and_iteration_ends() -> None:
+def test_indices_outside_the_source_raise() -> None:
     source = Countdown("train", size=5)
-    assert [task.id for task in source] == [f"countdown/train/0/{index}" for index in range(5)]
+    assert source[4].id == "countdown/train/0/4"
     for index in (-1, 5):
         with pytest.raises(IndexError):
             source[index]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -52,7 +53,7 @@ def test_over_many_epochs_each_task_stands_first_about_as_often_as_any_other(cou
 
 def test_neighbours_are_torn_apart() -> None:
     indices = epoch_of(Order(1000, 0, shuffle=True), 0)
-    consecutive = sum(after - before == 1 for before, after in zip(indices, indices[1:], strict=False))
+    consecutive = sum(after - before == 1 for before, after in pairwise(indices))
     assert consecutive < 10
 
 

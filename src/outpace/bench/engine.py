@@ -105,7 +105,8 @@ def _small_llama(seed: int) -> PreTrainedModel:
         max_position_embeddings=1024,
         tie_word_embeddings=True,
     )
-    return LlamaForCausalLM(config).eval()
+    model: PreTrainedModel = LlamaForCausalLM(config).eval()  # type: ignore[no-untyped-call]
+    return model
 
 
 def _prompts(policy: PreTrainedModel, count: int, seed: int) -> list[Ints]:
@@ -208,8 +209,7 @@ async def _correctness(engine: EmbeddedEngine, policy: PreTrainedModel, seed: in
         "greedy_ties": ties,
         "greedy_wrong": len(equal) - sum(equal) - ties,
         "logprob_error": max(
-            _logprob_error(policy, prompt, generation)
-            for prompt, generation in zip(load.prompts, sampled, strict=True)
+            _logprob_error(policy, prompt, generation) for prompt, generation in zip(load.prompts, sampled, strict=True)
         ),
     }
 

@@ -8,7 +8,8 @@ from transformers import PreTrainedModel
 
 from outpace.engines.decoder import Decoder
 from outpace.engines.general import GeneralDecoder
-from outpace.engines.llama import LlamaDecoder, unsupported
+from outpace.engines.llama import LlamaDecoder
+from outpace.engines.llama_weights import unsupported
 from outpace.errors import BadInput
 
 DecoderPath = Literal["auto", "fast", "general"]
@@ -29,9 +30,11 @@ def build_decoder(
 
 def resolve_context(model: PreTrainedModel, context: int | None) -> int:
     """The longest sequence: what was asked for, or the model's own limit, which it may not exceed."""
-    own = getattr(model.config, "max_position_embeddings", None)
-    if own is None and context is None:
-        raise BadInput("the model does not say how long its sequences may be: set engine.context")
-    if own is not None and context is not None and context > own:
+    own: int | None = getattr(model.config, "max_position_embeddings", None)
+    if context is None:
+        if own is None:
+            raise BadInput("the model does not say how long its sequences may be: set engine.context")
+        return own
+    if own is not None and context > own:
         raise BadInput(f"engine.context is {context}, but the model's own limit is {own} tokens")
-    return int(context or own)
+    return context

@@ -16,12 +16,14 @@ from collections.abc import Mapping, Sequence
 from typing import Final, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from outpace.errors import BadInput
 from outpace.types import Ints
 
-WINDOW_STEP: Final = 32
+WINDOW_STEP: Final = 16
 """Key windows and lone prefills are rounded up to a multiple of this, so that few distinct shapes occur."""
 
 Prepared = Mapping[str, Tensor]
@@ -76,3 +78,12 @@ class Decoder(Protocol):
 
 def round_up(length: int, multiple: int = WINDOW_STEP) -> int:
     return -(-length // multiple) * multiple
+
+
+def check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, torch.Size]) -> None:
+    """Raise `BadInput` unless every expected tensor is there in its shape."""
+    for name, shape in expected.items():
+        if name not in tensors:
+            raise BadInput(f"the weights lack the tensor {name}")
+        if tensors[name].shape != shape:
+            raise BadInput(f"the tensor {name} has shape {list(tensors[name].shape)}, not {list(shape)}")

@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -153,7 +153,9 @@ class EmbeddedEngine:
     def _refuse_older(self, manifest: Manifest, pinned: bool) -> None:
         self._raise_if_unusable()
         if not pinned and manifest.version < self._main.version:
-            raise OutpaceError(f"the engine is at version {self._main.version}: it does not go back to {manifest.version}")
+            raise OutpaceError(
+                f"the engine is at version {self._main.version}: it does not go back to {manifest.version}"
+            )
 
     def _prepare(self, manifest: Manifest) -> Prepared:
         with torch.no_grad():
@@ -192,9 +194,12 @@ class EmbeddedEngine:
                 future.set_exception(done.result)
 
     def _fail_pending(self, error: OutpaceError) -> None:
-        for future in (*self._pending.values(), *self._calls):
-            if not future.done():
-                future.set_exception(error)
+        for request in self._pending.values():
+            if not request.done():
+                request.set_exception(error)
+        for call in self._calls:
+            if not call.done():
+                call.set_exception(error)
 
     # -------------------------------------------------------------------------------------- the compute thread's side
 
@@ -289,8 +294,8 @@ class EmbeddedEngine:
 
 
 def _text_decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:
-    def decode(tokens: object) -> str:
-        text = tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    def decode(tokens: Sequence[int]) -> str:
+        text = tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
 

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from outpace.engines.cache import SlotCache
-from outpace.engines.decoder import Prepared, round_up
+from outpace.engines.decoder import Prepared, check_tensors, round_up
 from outpace.errors import BadInput
 from outpace.types import Ints
 
@@ -40,13 +40,13 @@ class _Pass:
     positions_B: Tensor | None  # each row's own position in a step; None in a prefill, which starts at 0
 
 
-class _SlotLayer(CacheLayerMixin):
+class _SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """One layer of the slots, in the guise of the model's own cache."""
 
     is_sliding = False
 
     def __init__(self, slots: SlotCache, layer: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.is_initialized = True
         self.now: _Pass | None = None
         self._slots, self._layer = slots, layer
@@ -82,8 +82,8 @@ class GeneralDecoder:
     def __init__(self, model: PreTrainedModel, slots: int, context: int, *, deterministic: bool) -> None:
         """Takes the model over. Or use `of`, which copies it."""
         self.slots, self.context, self.deterministic = slots, context, deterministic
-        self._model = model.eval()
-        self.vocabulary = int(model.get_input_embeddings().weight.shape[0])
+        self._model = model
+        self.vocabulary = len(model.get_input_embeddings().get_parameter("weight"))
         self._device, self._dtype = model.device, model.dtype
         shapes = _cache_shapes(model)
         self._cache = SlotCache(shapes, slots, context, self._dtype, self._device, whole=deterministic)
@@ -93,31 +93,26 @@ class GeneralDecoder:
     @classmethod
     def of(cls, model: PreTrainedModel, slots: int, context: int, *, deterministic: bool) -> GeneralDecoder:
         """With a copy of the model, checked against the model's plain forward."""
-        decoder = cls(copy.deepcopy(model), slots, context, deterministic=deterministic)
+        decoder = cls(copy.deepcopy(model).train(False), slots, context, deterministic=deterministic)
         decoder._check_itself()
         return decoder
 
     # ------------------------------------------------------------------------------------------------- weights
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> Prepared:
-        own = self._model.state_dict()
-        trained = {name for name, _ in self._model.named_parameters()}
-        missing = sorted(trained - tensors.keys())
-        if missing:
-            raise BadInput(f"the weights lack the tensor {missing[0]}")
-        for name in trained:
-            if tensors[name].shape != own[name].shape:
-                raise BadInput(f"the tensor {name} has shape {list(tensors[name].shape)}, not {list(own[name].shape)}")
-        return {name: tensors[name].detach().to(own[name].device, own[name].dtype, copy=True) for name in trained}
+        own = dict(self._model.named_parameters())
+        check_tensors(tensors, {name: parameter.shape for name, parameter in own.items()})
+        return {
+            name: tensors[name].detach().to(parameter.device, parameter.dtype, copy=True)
+            for name, parameter in own.items()
+        }
 
     def install(self, prepared: Prepared) -> None:
         for name, parameter in self._model.named_parameters():
             parameter.data = prepared[name]
 
     def sibling(self, prepared: Prepared) -> GeneralDecoder:
-        twin = GeneralDecoder(
-            copy.deepcopy(self._model), self.slots, self.context, deterministic=self.deterministic
-        )
+        twin = GeneralDecoder(copy.deepcopy(self._model), self.slots, self.context, deterministic=self.deterministic)
         twin.install(prepared)
         return twin
 
@@ -203,7 +198,9 @@ class GeneralDecoder:
             expected_V = self._model(input_ids=tokens_1_L, use_cache=False).logits[0, -1].float()
             error = float((expected_V - logits_B_V[row]).abs().max() / expected_V.abs().max().clamp(min=1))
             if not error < SELF_CHECK_TOLERANCE.get(self._dtype, 0.3):
-                raise BadInput(f"the embedded engine cannot serve {type(self._model).__name__}: its logits do not match")
+                raise BadInput(
+                    f"the embedded engine cannot serve {type(self._model).__name__}: its logits do not match"
+                )
 
 
 @torch.inference_mode()
@@ -215,7 +212,9 @@ def _cache_shapes(model: PreTrainedModel) -> list[tuple[int, int, int]]:
     for layer in cache.layers:
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         if keys is None or values is None or keys.ndim != 4:
-            raise BadInput(f"the embedded engine cannot serve {type(model).__name__}: it keeps more than keys and values")
+            raise BadInput(
+                f"the embedded engine cannot serve {type(model).__name__}: it keeps more than keys and values"
+            )
         shapes.append((keys.shape[1], keys.shape[3], values.shape[3]))
     if not shapes:
         raise BadInput(f"the embedded engine cannot serve {type(model).__name__}: it keeps no keys and values")

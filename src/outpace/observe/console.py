@@ -134,7 +134,8 @@ class ProgressConsole:
         if self._quiet:
             self._say(f"{run_dir}: {summary.steps} steps, held-out accuracy {_before_after(summary)}")
         else:
-            self.console.print(final_report(summary, run_dir, views))
+            self.console.print(final_report(summary, views))
+            self._say(f"everything is in   {run_dir}")  # a path is never cut, whatever the width
 
     def close(self) -> None:
         live, self._live = self._live, None
@@ -197,7 +198,7 @@ def live_panel(view: RunView, title: str) -> Panel:
     return Panel(body, title=escape(title), title_align="left", subtitle=subtitle, subtitle_align="right", width=88)
 
 
-def final_report(summary: Summary, run_dir: str | Path, views: Sequence[EpisodeView] = ()) -> RenderableType:
+def final_report(summary: Summary, views: Sequence[EpisodeView] = ()) -> RenderableType:
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim")
     facts.add_column()
@@ -210,7 +211,6 @@ def final_report(summary: Summary, run_dir: str | Path, views: Sequence[EpisodeV
     facts.add_row("T*/T", f"{percent(summary.efficiency)} of the fastest possible schedule")
     if summary.reason:
         facts.add_row("ended", Text(summary.reason))
-    facts.add_row("everything is in", Text(str(run_dir)))
     parts: list[RenderableType] = [*_examples(views), facts]
     return Group(*parts)
 

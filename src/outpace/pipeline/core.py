@@ -352,8 +352,8 @@ class Core:
             return "training is over"
         if due := self._batcher.awaited():
             names = ", ".join(map(str, due[:10])) + (", …" if len(due) > 10 else "")
-            return f"learner waits for {len(due)} running due groups {names}"
-        return f"learner waits for {self._batcher.missing} more groups of batch {self.version}"
+            return f"learner waits for {_groups(len(due), 'running due ')} {names}"
+        return f"learner waits for {_groups(self._batcher.missing, 'more ')} of batch {self.version}"
 
     def _admission_state(self) -> list[str]:
         if self._over or self._stopping:
@@ -362,4 +362,8 @@ class Core:
             return ["admission waits for the engines to load"]
         limits = self._pacing.limits(self._load)
         rule = min(limits, key=limits.__getitem__)
-        return [f"{self.running} groups run, admission is full by {rule}"] if limits[rule] <= 0 else []
+        return [f"{_groups(self.running)} running, admission is full by {rule}"] if limits[rule] <= 0 else []
+
+
+def _groups(count: int, which: str = "") -> str:
+    return f"{count} {which}group{'' if count == 1 else 's'}"

@@ -1,20 +1,22 @@
 """The policy as a rollout sees it: say something, get an answer, with every token accounted for.
 
 Invariant: no token is trained under a prefix it was not sampled from. The client owns the one growing sequence, sends
-exactly that as the prompt of each request and appends exactly what came back.
+exactly that as the prompt of each request and appends exactly what came back; while a request is under way the
+sequence cannot change.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from outpace.engines.noise import request_seed
 from outpace.errors import RequestFailed
-from outpace.models.chat import render
+from outpace.models.chat import STAND_IN, Schema, as_messages, bridge, render
 from outpace.protocols import Engine
 from outpace.rollout.trajectory import TrajectoryBuilder
-from outpace.types import GroupOrder, Message, Sampling, Trajectory
+from outpace.types import Generation, GroupOrder, Message, Sampling, StopReason, Trajectory
 
 
 @dataclass(frozen=True)
@@ -43,18 +45,27 @@ class PolicyClient:
         self._order = order
         self._episode = episode
         self._sequence = TrajectoryBuilder()
-        self._open: set[str] = set()
+        self._heard: list[Message] = []  # the conversation up to the newest answer, which it leaves out
+        self._tools: Sequence[Schema] = ()
+        self._sampling = False
+        self._open: set[str] = set()  # requests that the engine may still be working on
         self.requests: list[str] = []
         self.completions: list[str] = []
-        self.stop = "stop"
+        self.stop: StopReason = "stop"
 
-    async def sample(self, prompt: str | list[Message] | None = None, **overrides: Any) -> str:
-        """Put `prompt` before the policy and let it answer; `overrides` are fields of `Sampling`."""
+    async def sample(
+        self, prompt: str | list[Message] | None = None, *, tools: Sequence[Schema] = (), **overrides: Any
+    ) -> str:
+        """Let the policy answer, to `prompt` or, without one, right after the sequence as it stands.
+
+        A first prompt opens the sequence and may show `tools`; a later one goes on with the chat, by the model's
+        template. `overrides` are fields of `Sampling`.
+        """
+        sampling = self._fields(overrides)
+        self._refuse_while_sampling()
         if prompt is not None:
-            if len(self._sequence):
-                raise RequestFailed("a prompt opens a sequence; continue one with observe(text), then sample()")
-            self._sequence.observe(render(self._tokenizer, prompt, self._settings.system))
-        generation = await self._request(self._sampling(overrides))
+            self._hear(prompt, tools)
+        generation = await self._request(sampling)
         self._sequence.sampled(generation)
         self.stop = generation.stop
         text = str(self._tokenizer.decode(generation.tokens.tolist(), skip_special_tokens=True))
@@ -62,6 +73,7 @@ class PolicyClient:
         return text
 
     def observe(self, text: str) -> None:
+        self._refuse_while_sampling()
         self._sequence.observe(self._tokenizer.encode(text, add_special_tokens=False))
 
     def trajectory(self) -> Trajectory:
@@ -71,20 +83,49 @@ class PolicyClient:
         """Free the engine of whatever this episode still has running there."""
         if self._open:
             await self._engine.abort(sorted(self._open))
+            self._open.clear()
 
-    async def _request(self, sampling: Sampling) -> Any:
+    # ---------------------------------------------------------------------------------------------- the conversation
+
+    def _hear(self, prompt: str | list[Message], tools: Sequence[Schema]) -> None:
+        if not len(self._sequence):
+            self._sequence.observe(render(self._tokenizer, prompt, self._settings.system, tools))
+            self._heard, self._tools = as_messages(prompt, self._settings.system), tools
+        elif self._heard and self.completions and not tools:
+            said = as_messages(prompt)
+            self._sequence.observe(self._between(bridge(self._tokenizer, self._heard, said, self._tools)))
+            self._heard += [STAND_IN, *said]
+        else:
+            raise RequestFailed("a prompt opens a sequence or follows an answer, and only the first one brings tools")
+
+    def _between(self, ids: list[int]) -> list[int]:
+        """The bridge without the end of turn that the policy has sampled already."""
+        stops = self._settings.stop_ids
+        return ids[1:] if self._sequence.last in stops and ids and ids[0] in stops else ids
+
+    # --------------------------------------------------------------------------------------------------- the request
+
+    def _refuse_while_sampling(self) -> None:
+        if self._sampling:
+            raise RequestFailed("the policy is still answering: one sequence takes one request at a time")
+
+    async def _request(self, sampling: Sampling) -> Generation:
         request_id = f"{self._order.group}.{self._episode}.{len(self.requests)}"
         if self._order.heldout:
             request_id = f"eval-{self._order.min_version}.{request_id}"
         self.requests.append(request_id)
         self._open.add(request_id)
-        generation = await self._engine.generate(
-            request_id, self._sequence.prefix(), sampling, self._order.min_version, self._order.pinned
-        )
+        self._sampling = True
+        try:
+            generation = await self._engine.generate(
+                request_id, self._sequence.prefix(), sampling, self._order.min_version, self._order.pinned
+            )
+        finally:
+            self._sampling = False
         self._open.discard(request_id)
         return generation
 
-    def _sampling(self, overrides: dict[str, Any]) -> Sampling:
+    def _fields(self, overrides: dict[str, Any]) -> Sampling:
         settings = self._settings
         fields: dict[str, Any] = {
             "max_tokens": settings.max_tokens,
@@ -95,4 +136,4 @@ class PolicyClient:
             "stop_ids": list(settings.stop_ids),
             "stop_strings": list(settings.stop_strings),
         }
-        return Sampling(**{**fields, **overrides})
+        return Sampling(**(fields | overrides))

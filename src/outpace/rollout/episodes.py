@@ -1,17 +1,22 @@
 """Running one episode: the user's rollout under a time limit, turned into plain data whatever it returned.
 
-A rollout that raises, times out or returns something odd is an episode with an error; only the failure of a part of
-the system itself (`PartFailed`) goes up, because no sibling can do better.
+A rollout that raises, times out or returns something odd is an episode with an error. Two things go up, because no
+sibling can do better: the failure of a part of the system (`PartFailed`) and input that cannot work (`BadInput`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
+from numbers import Real
 
-from outpace.errors import PartFailed
+import msgspec
+
+from outpace.errors import BadInput, PartFailed, one_line
 from outpace.protocols import Rollout
 from outpace.rollout.client import PolicyClient
+from outpace.rollout.trajectory import problem
 from outpace.types import Episode, Task, Trajectory
 
 log = logging.getLogger(__name__)
@@ -19,45 +24,62 @@ log = logging.getLogger(__name__)
 
 async def run_episode(rollout: Rollout, task: Task, client: PolicyClient, timeout_s: float) -> Episode:
     try:
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(timeout_s) as limit:
             returned = await rollout(task, client)
-    except PartFailed:
-        raise
-    except TimeoutError:
-        await client.abandon()
-        return failed(f"took longer than rollout.timeout_s = {timeout_s:g} s")
     except asyncio.CancelledError:
         await client.abandon()
         raise
-    except Exception as error:  # a boundary: user code may raise anything, and that is data
+    except (Exception, SystemExit) as error:  # a boundary: user code may raise anything, and that is data
+        if serious := _serious(error):
+            raise serious from None
         await client.abandon()
+        if isinstance(error, TimeoutError) and limit.expired():
+            return failed(client, f"took longer than rollout.timeout_s = {timeout_s:g} s")
         log.warning("episode of %s failed", task.id, exc_info=True)
-        return failed(f"{type(error).__name__}: {error}")
+        return failed(client, f"{type(error).__name__}: {one_line(error)}")
+    await client.abandon()
     return _as_episode(returned, client)
 
 
-def failed(reason: str) -> Episode:
-    return Episode(trajectories=[], error=reason, stop="error")
+def failed(client: PolicyClient, reason: str) -> Episode:
+    """An episode that trains nothing; what was sampled for it is kept for the accounts."""
+    return Episode([client.trajectory()], error=reason, stop="error", requests=list(client.requests))
+
+
+def _serious(error: BaseException) -> PartFailed | BadInput | None:
+    """What has to go up, also out of the groups that task groups raise."""
+    if isinstance(error, BaseExceptionGroup):
+        return next((found for found in map(_serious, error.exceptions) if found), None)
+    return error if isinstance(error, PartFailed | BadInput) else None
 
 
 def _as_episode(returned: object, client: PolicyClient) -> Episode:
+    last = client.completions[-1] if client.completions else ""
+    rewards: dict[str, float] = {}
     if isinstance(returned, Episode):
-        return returned
+        completion, requests = returned.completion or last, returned.requests or list(client.requests)
+        returned = msgspec.structs.replace(returned, completion=completion, requests=requests)
+        return returned if returned.error else _checked(returned, client)
     if isinstance(returned, Trajectory):
-        return _episode([returned], client)
-    if returned is None or isinstance(returned, int | float):
+        trajectories = [returned]
+    elif returned is None or isinstance(returned, Real):
         if not client.requests:
-            return failed("the rollout asked the policy nothing")
+            return failed(client, "the rollout asked the policy nothing")
+        trajectories = [client.trajectory()]
         rewards = {} if returned is None else {"rollout": float(returned)}
-        return _episode([client.trajectory()], client, rewards)
-    return failed(f"the rollout returned {type(returned).__name__}; return an Episode, a Trajectory, a number or None")
+    else:
+        kind = type(returned).__name__
+        return failed(client, f"the rollout returned {kind}; return an Episode, a Trajectory, a number or None")
+    episode = Episode(trajectories, last, rewards, stop=client.stop, requests=list(client.requests))
+    return _checked(episode, client)
 
 
-def _episode(trajectories: list[Trajectory], client: PolicyClient, rewards: dict[str, float] | None = None) -> Episode:
-    return Episode(
-        trajectories=trajectories,
-        completion=client.completions[-1] if client.completions else "",
-        rewards=rewards or {},
-        stop=client.stop,
-        requests=list(client.requests),
-    )
+def _checked(episode: Episode, client: PolicyClient) -> Episode:
+    """The episode, or a failed one when it would poison the mean of its group or the learner."""
+    for name, reward in {**episode.rewards, "reward": episode.reward}.items():
+        if not isinstance(reward, Real) or not math.isfinite(reward):
+            return failed(client, f"the rollout's {name} is {one_line(repr(reward), 60)}, not a finite number")
+    for trajectory in episode.trajectories:
+        if fault := problem(trajectory):
+            return failed(client, f"the rollout returned a trajectory that cannot be trained on: {fault}")
+    return episode

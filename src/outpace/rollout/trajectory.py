@@ -19,6 +19,11 @@ class TrajectoryBuilder:
     def __len__(self) -> int:
         return len(self._tokens)
 
+    @property
+    def last(self) -> int | None:
+        """The newest token, if there is one."""
+        return self._tokens[-1] if self._tokens else None
+
     def observe(self, tokens: Sequence[int]) -> None:
         """Append tokens that the policy did not sample."""
         self._tokens += tokens
@@ -44,3 +49,19 @@ class TrajectoryBuilder:
             versions=np.array(self._versions, dtype=np.int32),
             role=role,
         )
+
+
+def problem(trajectory: Trajectory) -> str | None:
+    """What makes a trajectory unfit to train on, if anything does: a rollout may have built it by hand."""
+    columns = (trajectory.tokens, trajectory.mask, trajectory.logprobs, trajectory.versions)
+    if not all(isinstance(column, np.ndarray) and column.ndim == 1 for column in columns):
+        return "its columns are not one-dimensional arrays"
+    if len({len(column) for column in columns}) != 1:
+        return f"its columns differ in length: {', '.join(str(len(column)) for column in columns)}"
+    if trajectory.mask.dtype != np.bool_:
+        return f"its mask is of {trajectory.mask.dtype}, not of bool"
+    if not np.isfinite(trajectory.logprobs[trajectory.mask]).all():
+        return "a sampled token has no finite logprob"
+    if (trajectory.versions[trajectory.mask] < 0).any():
+        return "a sampled token has no version"
+    return None

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +25,8 @@ from outpace.protocols import Engine, Reward, Rollout, TaskSource
 from outpace.rewards.grading import Graded, grade
 from outpace.rollout.client import ClientSettings, PolicyClient
 from outpace.rollout.closing import ClosingRules, Verdict, close_group, version_range
-from outpace.rollout.episodes import failed, run_episode
+from outpace.rollout.episodes import run_episode
+from outpace.runtime.together import together
 from outpace.types import Episode, EpisodeView, GroupOrder, GroupRecord, GroupReport, Task
 
 
@@ -78,9 +80,9 @@ class RolloutWorker:
         try:
             return await work
         except asyncio.CancelledError:
-            if work.cancelled():
-                return GroupReport(order.group, "", "failed", "cancelled")
-            raise
+            if _asked_to_stop():  # the caller of `run` is gone, not just this group
+                raise
+            return GroupReport(order.group, "", "failed", "cancelled")
         finally:
             self._running.pop(order.group, None)
 
@@ -93,8 +95,10 @@ class RolloutWorker:
         await asyncio.to_thread(self._journal.release, segments)
 
     async def close(self) -> None:
-        for work in self._running.values():
+        running = list(self._running.values())
+        for work in running:
             work.cancel()
+        await asyncio.gather(*running, return_exceptions=True)  # nobody may write to a closed journal
         self._journal.close()
 
     async def _make_group(self, order: GroupOrder) -> GroupReport:
@@ -124,7 +128,7 @@ class RolloutWorker:
         engine = self._engines[order.group % len(self._engines)]
         clients = [PolicyClient(engine, self._tokenizer, settings, order, index) for index in range(order.size)]
         limit = self._settings.episode_timeout_s
-        return await asyncio.gather(*(run_episode(self._rollout, task, client, limit) for client in clients))
+        return await together(*(run_episode(self._rollout, task, client, limit) for client in clients))
 
     async def _graded(self, task: Task, episodes: list[Episode]) -> list[Episode]:
         """Judge the episodes that came to an end; a reward that fails leaves every one of them unjudged."""
@@ -141,18 +145,27 @@ class RolloutWorker:
                 self._settings.reward_timeout_s,
             )
         except RewardFailed as error:
-            return [episode if episode.error else failed(f"reward: {error}") for episode in episodes]
+            return [episode if episode.error else _unjudged(episode, f"reward: {error}") for episode in episodes]
         judged = iter(verdicts)
-        return [episode if episode.error else _with_reward(episode, next(judged)) for episode in episodes]
+        return [episode if episode.error else self._judged(episode, next(judged)) for episode in episodes]
+
+    def _judged(self, episode: Episode, graded: Graded) -> Episode:
+        own = episode.rewards
+        if not own and (episode.reward or not self._judges.functions):
+            own = {"rollout": episode.reward}
+        if graded.total is None and not own:
+            return _unjudged(episode, "no reward function applies")
+        total = sum(own.values()) + (graded.total or 0.0)
+        return msgspec.structs.replace(episode, reward=total, rewards={**own, **graded.parts})
 
 
-def _with_reward(episode: Episode, graded: Graded) -> Episode:
-    own = sum(episode.rewards.values())
-    if graded.total is None and not episode.rewards:
-        return failed("no reward function applies")
-    return msgspec.structs.replace(
-        episode, reward=own + (graded.total or 0.0), rewards={**episode.rewards, **graded.parts}
-    )
+def _unjudged(episode: Episode, reason: str) -> Episode:
+    return msgspec.structs.replace(episode, error=reason, stop="error")
+
+
+def _asked_to_stop() -> bool:
+    current = asyncio.current_task()
+    return current is not None and current.cancelling() > 0
 
 
 def _report(order: GroupOrder, task: Task, episodes: list[Episode], verdict: Verdict, seconds: float) -> GroupReport:
@@ -164,7 +177,7 @@ def _report(order: GroupOrder, task: Task, episodes: list[Episode], verdict: Ver
         outcome=verdict.outcome,
         reason=verdict.reason,
         rewards=[episode.reward for episode in survivors],
-        reward_parts=_mean_parts(survivors),
+        reward_parts=_means([episode.rewards for episode in survivors]),
         episodes=len(survivors),
         failed_episodes=len(episodes) - len(survivors),
         tokens_sampled=sum(int(t.mask.sum()) for episode in episodes for t in episode.trajectories),
@@ -172,13 +185,15 @@ def _report(order: GroupOrder, task: Task, episodes: list[Episode], verdict: Ver
         newest=newest,
         truncated=sum(episode.stop == "length" for episode in survivors),
         seconds=seconds,
+        metrics=_means([episode.metrics for episode in survivors]),
         views=[_view(task, episode, newest) for episode in survivors] if order.show else [],
     )
 
 
-def _mean_parts(episodes: list[Episode]) -> dict[str, float]:
-    names = sorted({name for episode in episodes for name in episode.rewards})
-    by_name = {name: [episode.rewards[name] for episode in episodes if name in episode.rewards] for name in names}
+def _means(measured: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The mean of every value over those that have it."""
+    names = sorted({name for values in measured for name in values})
+    by_name = {name: [values[name] for values in measured if name in values] for name in names}
     return {name: sum(values) / len(values) for name, values in by_name.items()}
 
 

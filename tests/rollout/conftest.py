@@ -1,0 +1,167 @@
+"""An engine that says what it is told to say, and tokenizers with two families of chat templates."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from outpace.rollout.client import ClientSettings, PolicyClient
+from outpace.types import EngineStats, Generation, GroupOrder, Ints, LoadReport, Manifest, Sampling, StopReason, Version
+
+STARTER_FILES = Path(__file__).parents[2] / "scripts" / "starter_files.py"
+
+CHATML = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\nTools:' }}
+    {%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}
+        {%- if loop.previtem.role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
+        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+        {%- if loop.last or loop.nextitem.role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+
+
+class ScriptedEngine:
+    """`outpace.protocols.Engine`: gives the prepared answers in the order of the requests of each episode.
+
+    Token i of an answer has logprob -(i + 1) / 100 and version `version`, which goes up by one after every request.
+    An answer may be an exception, which is raised, or None, which hangs until the request is aborted or cancelled.
+    """
+
+    def __init__(self, tokenizer: Any, answers: Callable[[int, int], str | Exception | None]) -> None:
+        self._tokenizer = tokenizer
+        self._answers = answers
+        self.version: Version = 3
+        self.stop: StopReason = "stop"
+        self.prompts: dict[str, list[int]] = {}
+        self.samplings: dict[str, Sampling] = {}
+        self.bounds: list[tuple[Version, Version | None]] = []
+        self.aborted: list[str] = []
+        self.started = asyncio.Event()
+
+    async def generate(
+        self, request_id: str, token_ids: Ints, sampling: Sampling, min_version: Version, pinned: Version | None
+    ) -> Generation:
+        assert request_id not in self.prompts, "a request id is used once"
+        self.prompts[request_id] = token_ids.tolist()
+        self.samplings[request_id] = sampling
+        self.bounds.append((min_version, pinned))
+        self.started.set()
+        _, episode, turn = request_id.rsplit(".", 2)
+        answer = self._answers(int(episode), int(turn))
+        if answer is None:
+            await asyncio.Event().wait()
+        if isinstance(answer, Exception):
+            raise answer
+        version, self.version = self.version, self.version + 1
+        return self._generation(str(answer), version)
+
+    def _generation(self, answer: str, version: Version) -> Generation:
+        tokens = self._tokenizer.encode(answer, add_special_tokens=False)
+        return Generation(
+            tokens=np.array(tokens, np.int32),
+            logprobs=-np.arange(1, len(tokens) + 1, dtype=np.float32) / 100,
+            versions=np.full(len(tokens), version, np.int32),
+            stop=self.stop,
+        )
+
+    async def abort(self, request_ids: list[str]) -> None:
+        self.aborted += request_ids
+
+    async def load(self, manifest: Manifest, pinned: bool) -> LoadReport:
+        raise NotImplementedError
+
+    async def release_pinned(self) -> None:
+        raise NotImplementedError
+
+    async def stats(self) -> EngineStats:
+        raise NotImplementedError
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    """The starter's: bytes, and tags for turns and tool calls."""
+    spec = importlib.util.spec_from_file_location("starter_files", STARTER_FILES)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.make_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def chatml() -> Any:
+    """Words with merges and the template of another family: a line break after the end of a turn, tools as users."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    words = ["the answer is stand-in tool response user assistant system result error add numbers"] * 3
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    core.train_from_iterator(words, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False))
+    core.add_special_tokens([AddedToken(token, special=True) for token in ("<|im_start|>", "<|im_end|>")])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>")
+    tokenizer.chat_template = CHATML
+    return tokenizer
+
+
+@pytest.fixture(params=["starter", "chatml"])
+def any_tokenizer(request: pytest.FixtureRequest) -> Any:
+    """Both families, one after the other."""
+    return request.getfixturevalue("tokenizer" if request.param == "starter" else "chatml")
+
+
+@pytest.fixture
+def make_engine(tokenizer: Any) -> Callable[..., ScriptedEngine]:
+    """An engine from a list of answers, the same for every episode, or from a function of episode and turn."""
+
+    def make(answers: Any, speaks: Any = None) -> ScriptedEngine:
+        script = answers if callable(answers) else lambda episode, turn: answers[turn]
+        return ScriptedEngine(speaks or tokenizer, script)
+
+    return make
+
+
+@pytest.fixture
+def make_settings(tokenizer: Any) -> Callable[..., ClientSettings]:
+    def make(**changes: Any) -> ClientSettings:
+        values: dict[str, Any] = {
+            "max_tokens": 16,
+            "temperature": 0.5,
+            "top_p": 1.0,
+            "top_k": 0,
+            "stop_ids": (tokenizer.eos_token_id,),
+            "stop_strings": ("\n",),
+            "system": None,
+            "seed": 11,
+        }
+        return ClientSettings(**(values | changes))
+
+    return make
+
+
+@pytest.fixture
+def make_client(tokenizer: Any, make_settings: Callable[..., ClientSettings]) -> Callable[..., PolicyClient]:
+    def make(engine: Any, episode: int = 0, speaks: Any = None, group: int = 7, **changes: Any) -> PolicyClient:
+        spoken = speaks or tokenizer
+        order = GroupOrder(group, task=0, epoch=0, min_version=2, size=2)
+        settings = make_settings(stop_ids=(spoken.eos_token_id,), **changes)
+        return PolicyClient(engine, spoken, settings, order, episode)
+
+    return make

@@ -1,0 +1,81 @@
+"""A trajectory: one exact token sequence, built by appending."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outpace.rollout.trajectory import TrajectoryBuilder, problem
+from outpace.types import OBSERVED, Generation, Trajectory
+
+TOKENS = st.lists(st.integers(0, 1000), max_size=5)
+
+
+def generation(tokens: list[int], version: int = 4) -> Generation:
+    count = len(tokens)
+    return Generation(
+        np.array(tokens, np.int32), np.full(count, -0.5, np.float32), np.full(count, version, np.int32), "stop"
+    )
+
+
+def trajectory(**changes: Any) -> Trajectory:
+    builder = TrajectoryBuilder()
+    builder.observe([1, 2])
+    builder.sampled(generation([3, 4]))
+    return msgspec.structs.replace(builder.build(), **changes)
+
+
+@given(pieces=st.lists(st.tuples(st.booleans(), TOKENS, st.integers(0, 9)), max_size=6))
+def test_tokens_stand_in_the_order_in_which_they_came_and_only_sampled_ones_train(
+    pieces: list[tuple[bool, list[int], int]],
+) -> None:
+    builder = TrajectoryBuilder()
+    for sampled, tokens, version in pieces:
+        if sampled:
+            builder.sampled(generation(tokens, version))
+        else:
+            builder.observe(tokens)
+    built = builder.build()
+    flat = [(token, sampled, version) for sampled, tokens, version in pieces for token in tokens]
+    assert built.tokens.tolist() == builder.prefix().tolist() == [token for token, _, _ in flat]
+    assert built.mask.tolist() == [sampled for _, sampled, _ in flat]
+    assert built.versions.tolist() == [version if sampled else OBSERVED for _, sampled, version in flat]
+    assert built.logprobs.tolist() == [-0.5 if sampled else 0.0 for _, sampled, _ in flat]
+    assert len(builder) == len(flat)
+    assert problem(built) is None
+
+
+def test_the_newest_token_is_known() -> None:
+    builder = TrajectoryBuilder()
+    assert builder.last is None
+    builder.observe([5, 6])
+    assert builder.last == 6
+
+
+def test_the_arrays_travel_as_they_are_stored() -> None:
+    built = trajectory()
+    kinds = [array.dtype.name for array in (built.tokens, built.mask, built.logprobs, built.versions)]
+    assert kinds == ["int32", "bool", "float32", "int32"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"tokens": np.arange(3, dtype=np.int32)}, "differ in length: 3, 4, 4, 4"),
+        ({"tokens": [1, 2, 3, 4]}, "not one-dimensional arrays"),
+        ({"mask": np.array([0, 0, 1, 1], np.int32)}, "mask is of int32"),
+        ({"logprobs": np.array([0, 0, -1, np.nan], np.float32)}, "no finite logprob"),
+        ({"versions": np.array([-1, -1, 2, -1], np.int32)}, "no version"),
+    ],
+)
+def test_a_trajectory_made_by_hand_is_checked(changes: dict[str, Any], said: str) -> None:
+    assert said in (problem(trajectory(**changes)) or "")
+
+
+def test_observed_tokens_need_no_logprob() -> None:
+    assert problem(trajectory(logprobs=np.array([np.nan, np.nan, -1, -1], np.float32))) is None

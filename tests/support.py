@@ -1,0 +1,35 @@
+"""Starting the command line and reading what it leaves, for tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+RunCommand = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def as_arguments(settings: dict[str, Any]) -> list[str]:
+    return [f"--{key}={json.dumps(value) if isinstance(value, list) else value}" for key, value in settings.items()]
+
+
+def start_command(*words: str, **options: Any) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "outpace.cli", *words],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, **options,
+    )  # fmt: skip
+
+
+def run_command(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    process = start_command(*words, **options)
+    out, err = process.communicate(timeout=170)
+    return subprocess.CompletedProcess(words, process.returncode, out, err)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]

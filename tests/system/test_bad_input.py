@@ -1,0 +1,142 @@
+"""Bad input: one clear line that names what to change, exit code 2, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outpace.cli import main
+from support import as_arguments, run_command
+
+Settings = dict[str, Any]
+
+
+def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line, having checked that it is one and that the exit code is 2."""
+    try:
+        code = main(words)
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    captured = capsys.readouterr()
+    lines = captured.err.splitlines()
+    assert code == 2
+    assert len(lines) == 1, captured.err
+    assert lines[0].startswith("outpace: ")
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--pacing.max_lagg=2"], "pacing.max_lag"),
+        (["--pacin.max_lag=2"], "pacing"),
+        (["--pacing.max_lag", "two"], "pacing.max_lag"),
+        (["--pacing.max_lag=-1"], "pacing.max_lag"),
+        (["--learner.lr=fast"], "learner.lr"),
+        (["--rollout.group_size=1"], "rollout.group_size"),
+        (["--rollout.top_p=0.9"], "rollout.top_p"),
+        (["--rollout.top_k=20"], "rollout.top_k"),
+        (["--tasks.path=missing.jsonl"], "missing.jsonl"),
+        (["--tasks.name=countdwon"], "countdown"),
+        (["--rewards.functions=no_such_module:f"], "no_such_module"),
+        (["--rewards.functions=json:no_such_function"], "no_such_function"),
+        (["--model.path=./no/such/model"], "model.path"),
+        (["--weights.every=5", "--pacing.max_lag=1"], "weights.every"),
+        (["missing.toml"], "missing.toml"),
+        (["--stepps", "3"], "--stepps"),
+        (["--run.steps"], "run.steps"),
+    ],
+)
+def test_a_bad_setting_gives_one_line_and_leaves_nothing(
+    words: list[str], named: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert named in refused(["train", *words], capsys)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ('{"question": "2+2"}\n', "prompt"),
+        ("", "empty"),
+        ('{"prompt": "a"}\n{"prompt": \n', "line 2"),
+        ('{"id": "x", "prompt": "a"}\n{"id": "x", "prompt": "b"}\n', "x"),
+        ("[1, 2]\n", "tasks.path"),
+    ],
+)
+def test_a_bad_dataset_gives_one_line_that_names_the_file(
+    content: str, named: str, settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "bad.jsonl"
+    file.write_text(content)
+    line = refused(["train", *as_arguments({**settings, "tasks.path": str(file)})], capsys)
+    assert "bad.jsonl" in line
+    assert named in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_directory_without_weights_gives_one_line(
+    settings: Settings, toy_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hollow = tmp_path / "hollow"
+    hollow.mkdir()
+    (hollow / "config.json").write_bytes((toy_model / "config.json").read_bytes())
+    line = refused(["train", *as_arguments({**settings, "model.path": str(hollow)})], capsys)
+    assert "model.path" in line
+    assert "safetensors" in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_that_only_a_starting_part_finds_broken_still_gives_one_line_and_leaves_nothing(
+    settings: Settings, toy_model: Path, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in toy_model.iterdir():
+        (broken / file.name).write_bytes(file.read_bytes())
+    (broken / "model.safetensors").write_bytes(b"not a tensor in sight")
+    result = run_command("train", *as_arguments({**settings, "model.path": str(broken)}))
+    assert result.returncode == 2, result.stderr
+    assert len(result.stderr.splitlines()) == 1, result.stderr
+    assert "model.path" in result.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_directory_that_holds_something_is_not_overwritten_unasked(
+    settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "thesis.txt").write_text("mine")
+    assert "run.overwrite" in refused(["train", *as_arguments(settings)], capsys)
+    assert [path.name for path in run.iterdir()] == ["thesis.txt"]
+
+
+def test_resuming_where_there_is_no_run_or_no_checkpoint_gives_one_line(
+    tmp_path: Path, settings: Settings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "there is no run" in refused(["train", "--resume", str(tmp_path / "nothing")], capsys)
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_a_dry_run_prints_the_resolved_config_and_touches_nothing(
+    settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "--dry-run", *as_arguments(settings)]) == 0
+    printed = capsys.readouterr().out
+    assert "[pacing]" in printed
+    assert f"groups_per_step = {json.dumps(settings['pacing.groups_per_step'])}" in printed
+    assert not (tmp_path / "run").exists()
+
+
+def test_help_describes_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["train", "--help"])
+    assert stop.value.code == 0
+    out = capsys.readouterr().out
+    assert "pacing.max_lag" in out
+    assert "--resume" in out

@@ -1,0 +1,285 @@
+"""The whole system on a toy policy: real processes, real journal, real weights."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import outpace as api
+from outpace.errors import BadInput, PartFailed
+from support import as_arguments, read_lines, run_command, start_command
+
+Settings = dict[str, Any]
+
+
+def trained_tasks(run: Path) -> list[tuple[int, str]]:
+    return [(group["epoch"], group["task"]) for line in read_lines(run / "batches.jsonl") for group in line["groups"]]
+
+
+def children_of(pid: int) -> list[psutil.Process]:
+    return psutil.Process(pid).children(recursive=True)
+
+
+def wait_for(condition: Any, process: subprocess.Popen[str], seconds: float = 90.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def scratch_left() -> set[str]:
+    root = Path("/dev/shm")
+    return {path.name for path in root.glob("outpace-*")} if root.is_dir() else set()
+
+
+def test_a_run_in_children_trains_the_steps_asked_for_and_leaves_only_its_directory(
+    settings: Settings, tmp_path: Path
+) -> None:
+    before = scratch_left()
+    result = run_command("train", *as_arguments({**settings, "run.steps": 5, "eval.count": 6, "eval.holdout": 0.3}))
+    assert result.returncode == 0, result.stderr
+    run = tmp_path / "run"
+    metrics, batches = read_lines(run / "metrics.jsonl"), read_lines(run / "batches.jsonl")
+    assert [line["step"] for line in metrics] == [1, 2, 3, 4, 5]
+    assert [line["version"] for line in batches] == [0, 1, 2, 3, 4]
+    assert all(len(line["groups"]) == 4 for line in batches)
+    assert max(group["lag"] for line in batches for group in line["groups"]) <= 2
+    assert max(line["lag/max"] for line in metrics) <= 2
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["steps"], summary["exit"]) == (5, 0)
+    assert [version for version, _ in summary["evals"]] == [0, 5]
+    assert {"config.toml", "rollouts", "checkpoints", "journal", "logs", "timeline.json"} <= {
+        path.name for path in run.iterdir()
+    }
+    assert scratch_left() <= before
+    assert f"everything is in   {run}\n" in result.stdout
+
+
+def test_synchronous_training_is_the_same_loop_and_never_lags(settings: Settings) -> None:
+    summary = api.Trainer(config={**settings, "pacing.max_lag": 0, "run.runtime": "inline"}, quiet=True).train()
+    assert (summary.steps, summary.lag_max) == (3, 0)
+
+
+def test_epochs_visit_every_task_exactly_once_and_the_last_partial_batch_is_trained(
+    settings: Settings, tmp_path: Path
+) -> None:
+    config = {**settings, "run.steps": None, "run.epochs": 2, "tasks.limit": 10, "run.runtime": "inline"}
+    events: list[str] = []
+
+    class Watch(api.Callback):
+        def on_epoch_start(self, epoch: int) -> None:
+            events.append(f"start {epoch}")
+
+        def on_epoch_end(self, epoch: int) -> None:
+            events.append(f"end {epoch}")
+
+        async def on_batch_end(self, metrics: Any) -> None:
+            events.append("batch")
+
+    summary = api.Trainer(config={**config, "eval.holdout": 0.0}, callbacks=[Watch()], quiet=True).train()
+    done = trained_tasks(tmp_path / "run")
+    assert sorted(done) == sorted((epoch, f"t{number}") for epoch in range(2) for number in range(10))
+    assert summary.steps == 5
+    assert events.count("batch") == 5
+    assert next(event for event in events if event != "batch") == "start 0"
+    assert {"end 0", "end 1"} <= set(events)
+
+
+@pytest.mark.parametrize("update", ["inflight", "drain"])
+def test_weights_can_be_published_every_other_step_in_flight_or_drained(settings: Settings, update: str) -> None:
+    config = {**settings, "weights.every": 2, "weights.update": update, "run.steps": 4, "run.runtime": "inline"}
+    loaded: list[int] = []
+
+    class Watch(api.Callback):
+        def on_policy_updated(self, version: int) -> None:
+            loaded.append(version)
+
+    summary = api.Trainer(config=config, callbacks=[Watch()], quiet=True).train()
+    assert summary.steps == 4
+    assert summary.lag_max <= 2
+    assert set(loaded) <= {0, 2, 4}
+
+
+def test_warm_up_steps_are_on_policy(settings: Settings, tmp_path: Path) -> None:
+    config = {**settings, "pacing.warmup_steps": 3, "run.steps": 5, "run.runtime": "inline"}
+    api.Trainer(config=config, quiet=True).train()
+    assert [line["lag/max"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")][:3] == [0, 0, 0]
+
+
+def test_a_deterministic_run_equals_itself_at_any_lag(settings: Settings, tmp_path: Path) -> None:
+    config = {**settings, "run.deterministic": True, "pacing.max_lag": 2, "run.steps": 5, "run.threads": 1}
+    results = []
+    for name in ("first", "second"):
+        run = tmp_path / name
+        api.Trainer(config={**config, "run.dir": str(run), "run.runtime": "inline"}, quiet=True).train()
+        losses = [line["loss/policy"] for line in read_lines(run / "metrics.jsonl")]
+        texts = sorted(line for file in sorted((run / "rollouts").iterdir()) for line in file.read_text().splitlines())
+        results.append((losses, (run / "batches.jsonl").read_text(), texts))
+    assert results[0] == results[1]
+    assert {group["lag"] for line in read_lines(run / "batches.jsonl") for group in line["groups"]} == {0, 1, 2}
+
+
+# ------------------------------------------------------------------------------------------------ when things die
+
+
+@pytest.mark.parametrize(
+    "victim",
+    ["engine-0", pytest.param("learner", marks=pytest.mark.slow), pytest.param("worker-0", marks=pytest.mark.slow)],
+)
+def test_a_part_that_is_killed_ends_the_run_with_its_name_and_no_orphans(
+    settings: Settings, tmp_path: Path, victim: str
+) -> None:
+    process = start_command("train", *as_arguments({**settings, "run.steps": 100000}))
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, process)
+    family = children_of(process.pid)
+    [pid] = [child.pid for child in family if victim in _log_of(child)]
+    os.kill(pid, signal.SIGKILL)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 4, (out, err)
+    assert f"{victim}: was killed by signal 9" in err
+    assert not [child for child in family if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["exit"] == 4
+
+
+def _log_of(child: psutil.Process) -> str:
+    """A child's standard error is its own log file, which carries its name."""
+    return os.readlink(f"/proc/{child.pid}/fd/2")
+
+
+def test_children_die_with_a_killed_controller(settings: Settings, tmp_path: Path) -> None:
+    process = start_command("train", *as_arguments({**settings, "run.steps": 100000}))
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 1, process)
+    family = children_of(process.pid)
+    assert len(family) == 3
+    process.kill()
+    process.communicate()
+    _, alive = psutil.wait_procs(family, timeout=20)
+    assert alive == []
+
+
+def test_a_signal_stops_the_run_with_a_checkpoint_and_resume_goes_on_without_losing_a_task(
+    settings: Settings, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    config = {**settings, "run.steps": None, "run.epochs": 3, "eval.holdout": 0.0, "pacing.groups_per_step": 2}
+    process = start_command("train", *as_arguments({key: v for key, v in config.items() if v is not None}))
+    wait_for(lambda: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").read_text().count("\n") >= 4, process)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 3, (out, err)
+    assert f"outpace train --resume {run}" in err
+    stopped_at = json.loads((run / "summary.json").read_text())["steps"]
+    assert stopped_at < 36
+    result = run_command("train", "--resume", str(run))
+    assert result.returncode == 0, result.stderr
+    steps = [line["step"] for line in read_lines(run / "metrics.jsonl")]
+    assert steps == list(range(1, 37)), "every step once, in order, across the stop"
+    assert sorted(trained_tasks(run)) == sorted((epoch, f"t{n}") for epoch in range(3) for n in range(24))
+
+
+def test_a_reward_that_always_raises_ends_the_run_and_says_what_it_raised(settings: Settings, rewards: Path) -> None:
+    config = {**settings, "rewards.functions": [f"{rewards}:broken"], "pacing.max_failed": 6, "run.runtime": "inline"}
+    with pytest.raises(PartFailed, match=r"6 groups in a row failed.*no reward today"):
+        api.Trainer(config=config, quiet=True).train()
+
+
+def test_a_run_in_which_every_group_is_filtered_ends_when_told_to(settings: Settings, rewards: Path) -> None:
+    config = {
+        **settings,
+        "rewards.functions": [f"{rewards}:always"],
+        "algorithm.filter_uniform": True,
+        "pacing.max_filtered": 20,
+        "run.runtime": "inline",
+    }
+    with pytest.raises(PartFailed, match="20 groups in a row were filtered: all rewards are 1"):
+        api.Trainer(config=config, quiet=True).train()
+
+
+def test_a_callback_that_raises_ends_the_run_with_its_own_traceback(settings: Settings) -> None:
+    class Bad(api.Callback):
+        def on_batch_end(self, metrics: Any) -> None:
+            raise ValueError("not today")
+
+    with pytest.raises(PartFailed, match=r"on_batch_end: ValueError: not today") as caught:
+        api.Trainer(
+            config={**settings, "run.runtime": "inline", "run.steps": 50}, callbacks=[Bad()], quiet=True
+        ).train()
+    assert "in on_batch_end" in caught.value.remote_traceback
+
+
+def test_a_second_run_on_the_same_directory_is_refused_naming_the_first(settings: Settings, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = start_command("train", *as_arguments({**settings, "run.steps": 100000}))
+    wait_for((run / "run.lock").exists, process)
+    with pytest.raises(BadInput, match=f"in use by process {process.pid}"):
+        api.Trainer(config={**settings, "run.overwrite": True}, quiet=True).train()
+    process.kill()
+    process.communicate()
+
+
+# ------------------------------------------------------------------------------------------------ the Python API
+
+
+SCRIPT = """
+import asyncio
+import outpace
+
+def digits(prompts, completions, **columns):
+    return [float(sum(c.isdigit() for c in text)) + bonus for text in completions]
+
+bonus = 0.5
+
+async def twice(task, client):
+    await client.sample(task.prompt)
+    client.observe("again")
+    await client.sample()
+
+def train(name, **more):
+    config = {config!r}
+    trainer = outpace.Trainer(tasks=[{{"prompt": f"count {{n}}"}} for n in range(40)], rewards=digits,
+                              config={{**config, "run.dir": config["run.dir"] + name}}, quiet=True, **more)
+    return trainer.train()
+
+async def in_a_loop():
+    return train("a", rollout=twice)
+
+print(asyncio.run(in_a_loop()).steps)
+"""
+
+
+def test_functions_of_main_work_and_so_does_training_inside_a_running_loop(settings: Settings, tmp_path: Path) -> None:
+    config = {key: value for key, value in settings.items() if key not in ("tasks.path", "rewards.functions")}
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(config=config))
+    result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1] == "3"
+
+
+async def test_train_async_leaves_the_loop_free(settings: Settings) -> None:
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            await asyncio.sleep(0.02)
+            ticks += 1
+
+    ticking = asyncio.create_task(tick())
+    summary = await api.Trainer(config={**settings, "run.runtime": "inline"}, quiet=True).train_async()
+    ticking.cancel()
+    assert summary.steps == 3
+    assert ticks > 5
