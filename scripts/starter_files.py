@@ -61,7 +61,8 @@ tags: [countdown, reinforcement-learning, byte-level]
 
 A tiny Llama ({parameters:,} parameters) for trying out reinforcement learning in a minute or two on a CPU.
 It answers countdown puzzles: for the message `9 5 3 2=9` it writes an expression like `9+5-3-2`, which should
-use each number once and equal the target. It nearly always gets the form right and mostly the value wrong.
+use each number once and equal the target. Sampled, it nearly always gets the form right and mostly the value
+wrong.
 
 | | |
 |---|---|

@@ -121,7 +121,7 @@ class AlgorithmConfig(Section):
 
 class LearnerConfig(Section):
     lr: float | None = Field(default=None, gt=0)
-    """Peak learning rate. Default: 6e-4 for the starter, 1e-6 otherwise."""
+    """Peak learning rate. Default: 3e-4 for the starter, 1e-6 otherwise."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the learning rate goes after its warm-up."""
     lr_warmup_steps: int = Field(default=0, ge=0)

@@ -48,7 +48,7 @@ def _defaults(config: Config, own_tasks: bool, now: datetime) -> dict[str, dict[
     """New values by section and key, only for what is to change."""
     starter = config.model.path == STARTER
     unset: dict[str, dict[str, Any]] = {
-        "learner": {"lr": 6e-4 if starter else 1e-6},
+        "learner": {"lr": 3e-4 if starter else 1e-6},
         "rollout": {"max_tokens": 32 if starter else 512},
         "pacing": {"max_running": 2 * config.engine.slots},
         "eval": {"temperature": config.rollout.temperature},

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from transformers import DynamicCache, PreTrainedModel
 
 from outpace.engines.build import build_decoder
-from outpace.engines.lane import Done, Lane
+from outpace.engines.lane import Lane
+from outpace.engines.request import Done
 from outpace.errors import RequestFailed
 from outpace.types import Generation, Sampling
 
@@ -81,7 +82,9 @@ def test_only_running_rows_are_stepped(model_of: Models, prompts: Prompts, monke
         lane.submit(str(index), prompt, Sampling(max_tokens=[1, 6, 2, 4][index], seed=index), 0)
     stepped = []
     step = lane.decoder.step
-    monkeypatch.setattr(lane.decoder, "step", lambda tokens, positions: stepped.append(len(tokens)) or step(tokens, positions))
+    monkeypatch.setattr(
+        lane.decoder, "step", lambda tokens, positions: stepped.append(len(tokens)) or step(tokens, positions)
+    )
     drain(lane)
     assert stepped == [4, 3, 2, 2, 1, 1]
 
@@ -235,12 +238,8 @@ def test_recomputed_sequences_go_on_as_if_the_new_weights_had_always_been_there(
     old, new = model_of(family), model_of(family, seed=1)
     (prompt,) = prompts(10)
     generation = swapped_midway(make_lane(old, kv="recompute", path=path), new, prompt, 6, 15)
-    np.testing.assert_allclose(
-        generation.logprobs[:6], forced_logprobs(old, prompt, generation.tokens)[:6], atol=1e-4
-    )
-    np.testing.assert_allclose(
-        generation.logprobs[6:], forced_logprobs(new, prompt, generation.tokens)[6:], atol=1e-4
-    )
+    np.testing.assert_allclose(generation.logprobs[:6], forced_logprobs(old, prompt, generation.tokens)[:6], atol=1e-4)
+    np.testing.assert_allclose(generation.logprobs[6:], forced_logprobs(new, prompt, generation.tokens)[6:], atol=1e-4)
 
 
 @pytest.mark.parametrize(("family", "path"), PATHS)

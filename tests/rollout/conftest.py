@@ -74,7 +74,7 @@ class ScriptedEngine:
         tokens = self._tokenizer.encode(answer, add_special_tokens=False)
         return Generation(
             tokens=np.array(tokens, np.int32),
-            logprobs=-np.arange(1, len(tokens) + 1, dtype=np.float32) / 100,
+            logprobs=(-np.arange(1, len(tokens) + 1) / 100).astype(np.float32),
             versions=np.full(len(tokens), version, np.int32),
             stop=self.stop,
         )
@@ -116,7 +116,7 @@ def chatml() -> Any:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     core.train_from_iterator(words, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False))
     core.add_special_tokens([AddedToken(token, special=True) for token in ("<|im_start|>", "<|im_end|>")])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>")  # type: ignore[no-untyped-call]
     tokenizer.chat_template = CHATML
     return tokenizer
 
@@ -158,9 +158,9 @@ def make_settings(tokenizer: Any) -> Callable[..., ClientSettings]:
 
 @pytest.fixture
 def make_client(tokenizer: Any, make_settings: Callable[..., ClientSettings]) -> Callable[..., PolicyClient]:
-    def make(engine: Any, episode: int = 0, speaks: Any = None, group: int = 7, **changes: Any) -> PolicyClient:
+    def make(engine: Any, episode: int = 0, speaks: Any = None, min_version: int = 2, **changes: Any) -> PolicyClient:
         spoken = speaks or tokenizer
-        order = GroupOrder(group, task=0, epoch=0, min_version=2, size=2)
+        order = GroupOrder(7, task=0, epoch=0, min_version=min_version, size=2)
         settings = make_settings(stop_ids=(spoken.eos_token_id,), **changes)
         return PolicyClient(engine, spoken, settings, order, episode)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -115,6 +116,22 @@ async def test_a_chat_of_several_turns_is_token_for_token_what_the_template_rend
     assert set(built.versions[built.mask].tolist()) == {3, 4}
 
 
+async def test_the_template_sees_the_whole_conversation_so_far(
+    make_engine: Any, make_client: MakeClient, tokenizer: Any
+) -> None:
+    counting = deepcopy(tokenizer)
+    counting.chat_template = (
+        "{% for message in messages %}{{ loop.index ~ message.role ~ ':' ~ message.content ~ '<|end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ (messages | length + 1) ~ 'assistant:' }}{% endif %}"
+    )
+    client = make_client(make_engine(["b<|end|>", "d<|end|>", "f<|end|>"]), speaks=counting)
+    for said in ("a", "c", "e"):
+        await client.sample(said)
+    assert tokenizer.decode(client.trajectory().tokens) == (
+        "1user:a<|end|>2assistant:b<|end|>3user:c<|end|>4assistant:d<|end|>5user:e<|end|>6assistant:f<|end|>"
+    )
+
+
 async def test_each_request_carries_exactly_the_tokens_so_far(
     make_engine: Any, make_client: MakeClient, any_tokenizer: Any
 ) -> None:
@@ -148,7 +165,10 @@ async def test_another_end_of_turn_than_the_templates_is_not_doubled(
     client = PolicyClient(make_engine(["a<|pad|>", "b"]), tokenizer, make_settings(stop_ids=stops), order, 0)
     await client.sample("x")
     await client.sample("y")
-    assert tokenizer.decode(client.trajectory().tokens) == "<|user|>x<|end|><|assistant|>a<|pad|><|user|>y<|end|><|assistant|>b"
+    assert (
+        tokenizer.decode(client.trajectory().tokens)
+        == "<|user|>x<|end|><|assistant|>a<|pad|><|user|>y<|end|><|assistant|>b"
+    )
 
 
 async def test_observed_text_is_appended_as_it_is(make_engine: Any, make_client: MakeClient, tokenizer: Any) -> None:

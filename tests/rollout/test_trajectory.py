@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outpace.rollout.trajectory import TrajectoryBuilder, problem
@@ -30,6 +30,7 @@ def trajectory(**changes: Any) -> Trajectory:
     return msgspec.structs.replace(builder.build(), **changes)
 
 
+@settings(deadline=None)
 @given(pieces=st.lists(st.tuples(st.booleans(), TOKENS, st.integers(0, 9)), max_size=6))
 def test_tokens_stand_in_the_order_in_which_they_came_and_only_sampled_ones_train(
     pieces: list[tuple[bool, list[int], int]],

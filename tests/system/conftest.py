@@ -32,7 +32,7 @@ def toy_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from outpace.models.loading import load_tokenizer
 
     directory = tmp_path_factory.mktemp("toy")
-    tokenizer = load_tokenizer("/tmp/mini")
+    tokenizer = load_tokenizer("starter")
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=(len(tokenizer) + 15) // 16 * 16,

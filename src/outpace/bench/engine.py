@@ -47,6 +47,8 @@ def run(
     """Measure and return everything; `model` is a `model.path`, without it a random 0.9M Llama."""
     torch.set_num_threads(threads)
     policy = _small_llama(seed) if model is None else load_model(model, device="cpu")
+    assert policy.generation_config is not None
+    policy.generation_config.eos_token_id = None  # lengths are part of the load: nobody may stop early
     return asyncio.run(_measure(policy, threads=threads, repeats=repeats, slots=slots, seed=seed))
 
 
@@ -174,14 +176,13 @@ def _through_generate(policy: PreTrainedModel, load: Load) -> None:
 
 
 def _generate(policy: PreTrainedModel, prompts: list[Ints], length: int, *, do_sample: bool) -> torch.Tensor:
-    """`generate` as a user would call it for plain sampling; no end-of-sequence token, so lengths are exact."""
+    """`generate` as a user would call it for plain sampling."""
     tokens = torch.from_numpy(np.stack(prompts).astype(np.int64))
     options = {"do_sample": True, "top_k": 0, "temperature": 1.0} if do_sample else {"do_sample": False}
     with torch.inference_mode():
         output: torch.Tensor = policy.generate(  # type: ignore[operator]
             tokens,
             attention_mask=torch.ones_like(tokens),
-            min_new_tokens=length,
             max_new_tokens=length,
             pad_token_id=0,
             **options,

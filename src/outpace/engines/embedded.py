@@ -30,7 +30,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from outpace.engines.build import DecoderPath, build_decoder
 from outpace.engines.decoder import Prepared
-from outpace.engines.lane import Done, KvPolicy, Lane
+from outpace.engines.lane import KvPolicy, Lane
+from outpace.engines.request import Done
 from outpace.engines.stopping import Decode
 from outpace.errors import OutpaceError, PartFailed, RequestFailed
 from outpace.models.loading import load_model, load_tokenizer

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -25,62 +24,13 @@ import torch
 
 from outpace.engines.decoder import Decoder, Prepared
 from outpace.engines.noise import SEED_MASK, noise
+from outpace.engines.request import Done, Request, check_request
 from outpace.engines.sampling import sample
 from outpace.engines.stopping import Decode, StopStrings
 from outpace.errors import RequestFailed
-from outpace.types import Generation, Ints, Sampling, StopReason, Version
+from outpace.types import Generation, Ints, Sampling, Version
 
 KvPolicy = Literal["keep", "recompute"]
-
-
-@dataclass(eq=False)
-class Request:
-    """One generation under way. `spans` are (first output index, version), oldest first."""
-
-    id: str
-    prompt: Ints
-    sampling: Sampling
-    min_version: Version
-    limit: int
-    stop_ids: frozenset[int]
-    stop_strings: StopStrings | None
-    prompt_version: Version = -1  # under which the prompt alone was prefilled; only then may its cache be copied
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    spans: list[tuple[int, Version]] = field(default_factory=list)
-
-    def sequence(self) -> Ints:
-        """Prompt and output so far."""
-        return np.concatenate((self.prompt, np.array(self.tokens, dtype=np.int32)))
-
-    def append(self, token: int, logprob: float) -> StopReason | None:
-        """Take one sampled token; says why the request ends with it, if it does."""
-        self.tokens.append(token)
-        self.logprobs.append(logprob)
-        if token in self.stop_ids:
-            return "stop"
-        if self.stop_strings is not None and self.stop_strings.completed_by_last(self.tokens):
-            return "stop"
-        return "length" if len(self.tokens) >= self.limit else None
-
-    def generation(self, stop: StopReason) -> Generation:
-        versions = np.empty(len(self.tokens), dtype=np.int32)
-        for start, version in self.spans:
-            versions[start:] = version
-        return Generation(
-            tokens=np.array(self.tokens, dtype=np.int32),
-            logprobs=np.array(self.logprobs, dtype=np.float32),
-            versions=versions,
-            stop=stop,
-        )
-
-
-@dataclass(frozen=True)
-class Done:
-    """How a request ended."""
-
-    id: str
-    result: Generation | RequestFailed
 
 
 class _Rows:
@@ -152,7 +102,7 @@ class Lane:
         room = self.decoder.context - len(prompt)
         if room <= 0:
             raise RequestFailed(f"the prompt has {len(prompt)} tokens, the context {self.decoder.context}")
-        _check(prompt, sampling, self.decoder.vocabulary)
+        check_request(prompt, sampling, self.decoder.vocabulary)
         self._waiting.append(
             Request(
                 id=request_id,
@@ -313,17 +263,3 @@ class Lane:
                 request.spans.append((len(request.tokens), version))
         if self._kv == "recompute":
             self._prefill([slot for slot, request in enumerate(self._running) if request is not None])
-
-
-def _check(prompt: Ints, sampling: Sampling, vocabulary: int) -> None:
-    """Refuse what would fail, or poison the whole batch, later on."""
-    if len(prompt) == 0:
-        raise RequestFailed("the prompt is empty")
-    if int(prompt.min()) < 0 or int(prompt.max()) >= vocabulary:
-        raise RequestFailed(f"the prompt holds a token outside the vocabulary of {vocabulary}")
-    if sampling.max_tokens < 1:
-        raise RequestFailed(f"max_tokens is {sampling.max_tokens}")
-    if not 0 <= sampling.temperature < float("inf"):
-        raise RequestFailed(f"temperature is {sampling.temperature}")
-    if not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
-        raise RequestFailed(f"top_p is {sampling.top_p}, top_k {sampling.top_k}")

@@ -9,6 +9,7 @@ Invariants
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import json
 import os
@@ -226,39 +227,33 @@ def _smollm2_gguf() -> Path:
 
 
 def _convert_smollm2() -> Path:
-    """Dequantise once into safetensors; the directory appears whole or not at all."""
+    """Dequantise once into safetensors. Who comes while another converts waits; the directory appears whole."""
     target = _smollm2_directory()
-    if target.is_dir():
-        return target
-    gguf = _smollm2_gguf()
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
     target.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{SMOLLM2}-", dir=target.parent))
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            gguf.parent,
-            gguf_file=gguf.name,
-            quantization_config=GgufConfig(dequantize=True),
-            dtype=torch.bfloat16,
-            local_files_only=True,
-        )
-        model.save_pretrained(unfinished)
-        AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True).save_pretrained(
-            unfinished
-        )
-        _publish(unfinished, target)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+    with (target.parent / f".{SMOLLM2}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.is_dir():
+            unfinished = Path(tempfile.mkdtemp(prefix=f".{SMOLLM2}-", dir=target.parent))
+            try:
+                _write_smollm2(_smollm2_gguf(), unfinished)
+                unfinished.chmod(0o755)
+                unfinished.rename(target)
+            finally:
+                shutil.rmtree(unfinished, ignore_errors=True)
     return target
 
 
-def _publish(unfinished: Path, target: Path) -> None:
-    """Rename into place; when another process was faster, its copy is as good."""
-    unfinished.chmod(0o755)
-    try:
-        unfinished.rename(target)
-    except OSError:
-        if not target.is_dir():
-            raise
+def _write_smollm2(gguf: Path, directory: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    model = AutoModelForCausalLM.from_pretrained(
+        gguf.parent,
+        gguf_file=gguf.name,
+        quantization_config=GgufConfig(dequantize=True),
+        dtype=torch.bfloat16,
+        local_files_only=True,
+    )
+    model.save_pretrained(directory)
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
+    tokenizer.save_pretrained(directory)

@@ -69,7 +69,7 @@ class Driver:
         self._settings = settings
         self._queue: asyncio.Queue[ev.Event | BaseException] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._groups: dict[int, asyncio.Task[None]] = {}
+        self._lasting: set[asyncio.Task[None]] = set()  # those that the end waits for
         self._orders: dict[int, GroupOrder] = {}
         self._reports: dict[int, GroupReport] = {}
         self._manifests: dict[Version, Manifest] = {}
@@ -131,13 +131,13 @@ class Driver:
     def _carry_out(self, action: ev.Action) -> None:
         match action:
             case ev.Admit():
-                self._groups[action.group] = self._spawn(self._run_group(action))
+                self._spawn(self._run_group(action))
             case ev.Cancel():
                 self._spawn(self._cancel_group(action.group))
             case ev.TrainChunk():
                 self._spawn(self._train_chunk(action))
             case ev.CloseBatch():
-                self._spawn(self._close_batch(action))
+                self._lasting.add(self._spawn(self._close_batch(action)))
             case ev.Publish():
                 self._spawn(self._publish(action))
             case ev.LoadWeights():
@@ -145,7 +145,7 @@ class Driver:
             case ev.Evaluate():
                 self._spawn(self._evaluate(action))
             case ev.Checkpoint():
-                self._spawn(self._save(action.version, action.state))
+                self._lasting.add(self._spawn(self._save(action.version, action.state)))
             case ev.EpochStarted():
                 self._recorder.epoch_started(action.epoch)
             case ev.EpochEnded():
@@ -161,25 +161,25 @@ class Driver:
 
     def _supervise(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
+        self._lasting.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._queue.put_nowait(error)
 
     async def _settle(self) -> None:
-        """Let what was ordered before the end complete; rollouts that nobody will train are given up."""
-        for task in self._groups.values():
-            task.cancel()
-        await asyncio.gather(*self._groups.values(), return_exceptions=True)
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        """Steps are recorded and checkpoints committed; whatever else is under way serves nobody any more."""
+        if self._lasting:
+            await asyncio.wait(self._lasting)
+        await self._cancel_everything()
         while not self._queue.empty():
             item = self._queue.get_nowait()
             if isinstance(item, BaseException):
                 raise await self._best_account(item)
 
     async def _cancel_everything(self) -> None:
-        for task in self._tasks:
+        tasks = list(self._tasks)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     # ------------------------------------------------------------------------------------------------ the actions
 
@@ -196,7 +196,6 @@ class Driver:
             self._journal.opened(report)
         else:
             self._orders.pop(admit.group, None)
-        self._groups.pop(admit.group, None)
         self._recorder.group_closed(report)
         if notice := self._budget.note(report):
             self._recorder.console.status(notice)

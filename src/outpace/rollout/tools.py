@@ -1,6 +1,6 @@
 """Tools: the public, typed methods of an environment, as a model is shown them and as it calls them.
 
-A tool's description is the first paragraph of its docstring; what the docstring says under `Args:` describes its
+A tool's description is its docstring up to `Args:` or another such section; what stands under `Args:` describes its
 parameters. What a model asks for is data from outside: arguments are checked against the method's type hints, and
 whatever goes wrong is an answer to the model, never an error of the episode.
 """
@@ -24,6 +24,7 @@ from outpace.rollout import threads
 NOT_TOOLS = ("reset", "get_reward")
 
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_SECTION = re.compile(r"^(?:Args|Returns|Raises|Yields|Examples?):", re.MULTILINE)
 _ARGUMENTS_SECTION = re.compile(r"^Args:[ \t]*\n(.*?)(?=^\S|\Z)", re.DOTALL | re.MULTILINE)
 _ARGUMENT = re.compile(r"^(\w+)(?: *\([^)]*\))?: *(.*?)(?=^\w+(?: *\([^)]*\))?:|\Z)", re.DOTALL | re.MULTILINE)
 
@@ -120,7 +121,7 @@ def _tool(method: Callable[..., Any], name: str, where: str) -> Tool:
     required = [parameter.name for parameter in parameters if parameter.default is inspect.Parameter.empty]
     function = {
         "name": name,
-        "description": " ".join(document.split("\n\n")[0].split()),
+        "description": _SECTION.split(document)[0].strip(),
         "parameters": {
             "type": "object",
             "properties": properties,

@@ -1,0 +1,27 @@
+"""Options of a benchmark, `--name N` or `--name=N`, set apart from settings of the runs it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from outpace.errors import BadInput
+
+
+def take_options(words: Sequence[str], defaults: Mapping[str, int]) -> tuple[dict[str, int], list[str]]:
+    """The options, defaults filled in, and the words that are not options."""
+    options = dict(defaults)
+    others: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.removeprefix("--").partition("=")
+        name = name.replace("-", "_")
+        if not word.startswith("--") or name not in options:
+            others.append(word)
+            continue
+        if not equals:
+            value = rest.pop(0) if rest else ""
+        if not value.isdecimal() or int(value) < 1:
+            raise BadInput(f"--{name}: needs a whole number of at least 1, not {value!r}")
+        options[name] = int(value)
+    return options, others

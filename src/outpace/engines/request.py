@@ -1,0 +1,75 @@
+"""One request: what is asked, what has been sampled so far, and how it ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from outpace.engines.stopping import StopStrings
+from outpace.errors import RequestFailed
+from outpace.types import Generation, Ints, Sampling, StopReason, Version
+
+
+@dataclass(eq=False)
+class Request:
+    """One generation under way. `spans` are (first output index, version), oldest first."""
+
+    id: str
+    prompt: Ints
+    sampling: Sampling
+    min_version: Version
+    limit: int
+    stop_ids: frozenset[int]
+    stop_strings: StopStrings | None
+    prompt_version: Version = -1  # under which the prompt alone was prefilled; only then may its cache be copied
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[tuple[int, Version]] = field(default_factory=list)
+
+    def sequence(self) -> Ints:
+        """Prompt and output so far."""
+        return np.concatenate((self.prompt, np.array(self.tokens, dtype=np.int32)))
+
+    def append(self, token: int, logprob: float) -> StopReason | None:
+        """Take one sampled token; says why the request ends with it, if it does."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        if token in self.stop_ids:
+            return "stop"
+        if self.stop_strings is not None and self.stop_strings.completed_by_last(self.tokens):
+            return "stop"
+        return "length" if len(self.tokens) >= self.limit else None
+
+    def generation(self, stop: StopReason) -> Generation:
+        versions = np.empty(len(self.tokens), dtype=np.int32)
+        for start, version in self.spans:
+            versions[start:] = version
+        return Generation(
+            tokens=np.array(self.tokens, dtype=np.int32),
+            logprobs=np.array(self.logprobs, dtype=np.float32),
+            versions=versions,
+            stop=stop,
+        )
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a request ended."""
+
+    id: str
+    result: Generation | RequestFailed
+
+
+def check_request(prompt: Ints, sampling: Sampling, vocabulary: int) -> None:
+    """Refuse what would fail, or poison the whole batch, later on."""
+    if len(prompt) == 0:
+        raise RequestFailed("the prompt is empty")
+    if int(prompt.min()) < 0 or int(prompt.max()) >= vocabulary:
+        raise RequestFailed(f"the prompt holds a token outside the vocabulary of {vocabulary}")
+    if sampling.max_tokens < 1:
+        raise RequestFailed(f"max_tokens is {sampling.max_tokens}")
+    if not 0 <= sampling.temperature < float("inf"):
+        raise RequestFailed(f"temperature is {sampling.temperature}")
+    if not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
+        raise RequestFailed(f"top_p is {sampling.top_p}, top_k {sampling.top_k}")

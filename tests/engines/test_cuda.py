@@ -1,0 +1,65 @@
+"""The same promises on a GPU."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from outpace.engines.build import build_decoder
+from outpace.engines.embedded import EmbeddedEngine
+from outpace.engines.lane import Lane
+from outpace.types import Generation, Sampling
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+CASES = [("llama", "fast"), ("qwen3", "fast"), ("gpt2", "general"), ("gemma2-sliding", "general")]
+
+
+@pytest.mark.parametrize(("family", "path"), CASES)
+@pytest.mark.parametrize("deterministic", [False, True])
+async def test_logprobs_are_those_of_a_teacher_forced_forward_on_a_gpu(
+    family: str, path: str, deterministic: bool, model_of: Callable[..., PreTrainedModel],
+    prompts: Callable[..., list[np.ndarray]], forced_logprobs: Callable[..., np.ndarray],
+) -> None:  # fmt: skip
+    model = model_of(family)
+    given = prompts(3, 40, 7, 25, 1, 11, seed=1)
+    on_gpu = model_of(family).cuda()
+    engine = EmbeddedEngine(on_gpu, slots=4, path=path, deterministic=deterministic)  # type: ignore[arg-type]
+    finished = await asyncio.gather(
+        *(engine.generate(str(i), p, Sampling(max_tokens=20 + i, seed=i), 0, None) for i, p in enumerate(given))
+    )
+    await engine.close()
+    for prompt, generation in zip(given, finished, strict=True):
+        np.testing.assert_allclose(generation.logprobs, forced_logprobs(model, prompt, generation.tokens), atol=1e-3)
+
+
+def test_in_deterministic_mode_no_bit_depends_on_company_on_a_gpu(
+    model_of: Callable[..., PreTrainedModel], prompts: Callable[..., list[np.ndarray]]
+) -> None:
+    decoder = build_decoder(model_of("llama").cuda(), 5, None, deterministic=True, path="fast")
+    lane = Lane(decoder, 0, "keep", None)
+    given = prompts(1, 4, 9, 17, 30, 33, 40, 12)
+
+    def serve(chosen: list[int]) -> dict[str, Generation]:
+        finished: dict[str, Generation] = {}
+        for index in chosen:
+            lane.submit(str(index), given[index], Sampling(max_tokens=3 + 4 * index, seed=index), 0)
+        while lane.has_work:
+            for done in lane.advance():
+                assert isinstance(done.result, Generation)
+                finished[done.id] = done.result
+        return finished
+
+    alone = {name: generation for index in range(8) for name, generation in serve([index]).items()}
+    for order in np.random.default_rng(0).permuted(np.tile(np.arange(8), (5, 1)), axis=1).tolist():
+        for name, generation in serve(order).items():
+            assert generation.tokens.tolist() == alone[name].tokens.tolist()
+            assert generation.logprobs.tobytes() == alone[name].logprobs.tobytes()

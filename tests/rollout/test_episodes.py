@@ -1,0 +1,185 @@
+"""Episodes: whatever a rollout does, what comes out is plain data."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from outpace.errors import BadInput, PartFailed, RequestFailed
+from outpace.protocols import ModelClient
+from outpace.rollout.client import PolicyClient
+from outpace.rollout.episodes import run_episode
+from outpace.rollout.single_turn import single_turn
+from outpace.types import Episode, Task
+
+TASK = Task("t1", "hi")
+MakeClient = Callable[..., PolicyClient]
+
+
+@pytest.fixture
+def client(make_engine: Any, make_client: MakeClient) -> PolicyClient:
+    return make_client(make_engine(["hello<|end|>", "again<|end|>"]))
+
+
+def returning(value: Any, ask: bool = True) -> Any:
+    async def rollout(task: Task, client: ModelClient) -> Any:
+        if ask:
+            await client.sample(task.prompt)
+        return value
+
+    return rollout
+
+
+def raising(error: BaseException) -> Any:
+    async def rollout(task: Task, client: ModelClient) -> None:
+        await client.sample(task.prompt)
+        raise error
+
+    return rollout
+
+
+async def run(rollout: Any, client: PolicyClient, timeout_s: float = 60.0) -> Episode:
+    return await run_episode(rollout, TASK, client, timeout_s)
+
+
+async def test_the_default_rollout_asks_once(client: PolicyClient) -> None:
+    episode = await run(single_turn, client)
+    assert (episode.completion, episode.stop, episode.error) == ("hello", "stop", None)
+    assert episode.requests == ["7.0.0"]
+    assert (episode.rewards, episode.reward) == ({}, 0.0)
+    (trajectory,) = episode.trajectories
+    assert trajectory.tokens.tolist() == client.trajectory().tokens.tolist()
+
+
+@pytest.mark.parametrize("reward", [2, 0.5, True, np.float32(0.25)])
+async def test_a_number_is_the_reward_of_the_episode(client: PolicyClient, reward: Any) -> None:
+    assert (await run(returning(reward), client)).rewards == {"rollout": float(reward)}
+
+
+async def test_a_trajectory_is_taken_as_it_is(client: PolicyClient) -> None:
+    async def rollout(task: Task, client: ModelClient) -> Any:
+        await client.sample(task.prompt)
+        first = client.trajectory()
+        await client.sample("more")
+        return first
+
+    episode = await run(rollout, client)
+    assert episode.trajectories[0].mask.sum() == len("hello") + 1
+    assert (episode.completion, episode.requests) == ("again", ["7.0.0", "7.0.1"])
+
+
+async def test_an_episode_keeps_what_it_says_and_gets_its_lineage(client: PolicyClient) -> None:
+    async def rollout(task: Task, client: ModelClient) -> Episode:
+        await client.sample(task.prompt)
+        return Episode([client.trajectory()], completion="mine", rewards={"own": 1.0}, stop="bored")
+
+    episode = await run(rollout, client)
+    assert (episode.completion, episode.rewards, episode.stop) == ("mine", {"own": 1.0}, "bored")
+    assert episode.requests == ["7.0.0"]
+
+
+@pytest.mark.parametrize("odd", ["text", [1.0], {"reward": 1}, object()])
+async def test_something_odd_is_a_failed_episode(client: PolicyClient, odd: Any) -> None:
+    episode = await run(returning(odd), client)
+    assert f"the rollout returned {type(odd).__name__}; return" in (episode.error or "")
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf])
+async def test_a_reward_that_is_not_finite_is_a_failed_episode(
+    make_engine: Any, make_client: MakeClient, reward: float
+) -> None:
+    ways = {"rollout": reward, "reward": Episode([], reward=reward), "own": Episode([], rewards={"own": reward})}
+    client = make_client(make_engine(["hello<|end|>"] * len(ways)))
+    for name, returned in ways.items():
+        episode = await run(returning(returned), client)
+        assert episode.error == f"the rollout's {name} is {reward}, not a finite number"
+
+
+async def test_a_trajectory_that_cannot_be_trained_on_is_a_failed_episode(client: PolicyClient) -> None:
+    async def rollout(task: Task, client: ModelClient) -> Any:
+        await client.sample(task.prompt)
+        return msgspec.structs.replace(client.trajectory(), versions=np.zeros(1, np.int32))
+
+    assert "differ in length" in ((await run(rollout, client)).error or "")
+
+
+@pytest.mark.parametrize("returned", [None, 1.0])
+async def test_a_rollout_that_asks_nothing_fails(client: PolicyClient, returned: Any) -> None:
+    assert (await run(returning(returned, ask=False), client)).error == "the rollout asked the policy nothing"
+
+
+@pytest.mark.parametrize("error", [ValueError("two\nlines"), RequestFailed("no room"), SystemExit(3), StopIteration()])
+async def test_an_exception_is_a_failed_episode(client: PolicyClient, error: BaseException) -> None:
+    episode = await run(raising(error), client)
+    assert episode.error is not None
+    assert "\n" not in episode.error
+    assert episode.stop == "error"
+
+
+async def test_what_a_failed_episode_has_sampled_is_still_counted(client: PolicyClient) -> None:
+    episode = await run(raising(ValueError("no")), client)
+    assert sum(int(trajectory.mask.sum()) for trajectory in episode.trajectories) == len("hello") + 1
+    assert episode.requests == ["7.0.0"]
+
+
+async def test_an_episode_that_takes_too_long_fails_and_frees_the_engine(
+    make_engine: Any, make_client: MakeClient
+) -> None:
+    engine = make_engine([None])
+    episode = await run(single_turn, make_client(engine), timeout_s=0.01)
+    assert episode.error == "took longer than rollout.timeout_s = 0.01 s"
+    assert engine.aborted == ["7.0.0"]
+
+
+async def test_a_timeout_of_the_rollouts_own_is_told_apart(client: PolicyClient) -> None:
+    episode = await run(raising(TimeoutError("the page did not load")), client)
+    assert episode.error == "TimeoutError: the page did not load"
+
+
+@pytest.mark.parametrize("error", [PartFailed("engine-0", "died"), BadInput("tasks: no template")])
+async def test_what_no_sibling_can_do_better_goes_up(
+    make_engine: Any, make_client: MakeClient, error: Exception
+) -> None:
+    with pytest.raises(type(error)) as caught:
+        await run(single_turn, make_client(make_engine([error])))
+    assert caught.value is error
+
+
+async def test_the_failure_of_a_part_goes_up_out_of_a_task_group(make_engine: Any, make_client: MakeClient) -> None:
+    async def rollout(task: Task, client: ModelClient) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(client.sample(task.prompt))
+
+    error = PartFailed("engine-0", "died")
+    with pytest.raises(PartFailed) as caught:
+        await run(rollout, make_client(make_engine([error])))
+    assert caught.value is error
+
+
+async def test_cancelling_frees_the_engine_and_stays_a_cancellation(make_engine: Any, make_client: MakeClient) -> None:
+    engine = make_engine([None])
+    work = asyncio.create_task(run(single_turn, make_client(engine)))
+    await engine.started.wait()
+    work.cancel()
+    await asyncio.gather(work, return_exceptions=True)
+    assert work.cancelled()
+    assert engine.aborted == ["7.0.0"]
+
+
+async def test_a_request_that_a_rollout_left_behind_is_aborted(make_engine: Any, make_client: MakeClient) -> None:
+    engine = make_engine([None])
+
+    async def rollout(task: Task, client: ModelClient) -> float:
+        left = asyncio.create_task(client.sample(task.prompt))
+        await engine.started.wait()
+        left.cancel()
+        return 1.0
+
+    assert (await run(rollout, make_client(engine))).error is None
+    assert engine.aborted == ["7.0.0"]

@@ -1,0 +1,54 @@
+"""Synchronous user code never runs on the event loop, and a call that hangs is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+
+import pytest
+
+from outpace.rollout import threads
+
+
+async def test_a_plain_function_runs_in_another_thread() -> None:
+    assert await threads.call(threading.current_thread) is not threading.current_thread()
+
+
+async def test_a_coroutine_function_runs_on_the_loop() -> None:
+    async def where(extra: int) -> tuple[threading.Thread, int]:
+        return threading.current_thread(), extra
+
+    assert await threads.call(where, extra=2) == (threading.current_thread(), 2)
+
+
+async def test_a_function_that_hands_out_a_coroutine_is_awaited() -> None:
+    assert await threads.call(lambda: asyncio.sleep(0, "slept")) == "slept"
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), StopIteration("over"), SystemExit(3)])
+async def test_exceptions_reach_the_caller(error: BaseException) -> None:
+    def fall() -> None:
+        raise error
+
+    with pytest.raises((type(error), RuntimeError)) as caught:
+        await threads.call(fall)
+    assert error in (caught.value, caught.value.__cause__)
+
+
+async def test_context_variables_are_seen() -> None:
+    colour = contextvars.ContextVar("colour", default="none")
+    colour.set("red")
+    assert await threads.call(colour.get) == "red"
+
+
+async def test_a_call_that_hangs_can_be_given_up() -> None:
+    release = threading.Event()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await threads.call(release.wait)
+    hanging = [thread for thread in threading.enumerate() if thread.name == "outpace-user-code"]
+    assert all(thread.daemon for thread in hanging)
+    release.set()
+    for thread in hanging:
+        thread.join()

@@ -1,0 +1,314 @@
+"""The worker: from an order to a journalled group and its report."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outpace.checkpoint import journal
+from outpace.errors import PartFailed
+from outpace.protocols import ModelClient
+from outpace.rollout.client import ClientSettings
+from outpace.rollout.closing import ClosingRules
+from outpace.rollout.single_turn import single_turn
+from outpace.rollout.worker import Judges, RolloutWorker, WorkerSettings
+from outpace.types import Episode, GroupOrder, GroupRecord, Place, Task
+
+TASKS = [Task("t0", "hi", {"answer": "yes"}), Task("t1", "ho", {"answer": "no"})]
+HELDOUT = [Task("h0", "hey", {"answer": "yes"})]
+ANSWERS = ["yes<|end|>", "no<|end|>"]
+
+
+def correct(prompts: list[str], completions: list[str], answer: list[str]) -> list[float]:
+    return [float(given == wanted) for given, wanted in zip(completions, answer, strict=True)]
+
+
+def by_episode(episode: int, turn: int) -> str:
+    return ANSWERS[episode % 2]
+
+
+def order(group: int = 0, **changes: Any) -> GroupOrder:
+    values = {"task": 0, "epoch": 1, "min_version": 2, "size": 2} | changes
+    return GroupOrder(group, **values)
+
+
+class RecordingJournal:
+    """Keeps records in memory; `place` is their number."""
+
+    def __init__(self) -> None:
+        self.records: list[GroupRecord] = []
+        self.released: list[str] = []
+        self.closed = False
+
+    def append(self, record: GroupRecord) -> Place:
+        assert not self.closed
+        self.records.append(record)
+        return Place("memory", len(self.records) - 1, 1)
+
+    def release(self, segments: list[str]) -> None:
+        self.released += segments
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def kept() -> RecordingJournal:
+    return RecordingJournal()
+
+
+@pytest.fixture
+def make_worker(
+    tokenizer: Any, make_settings: Callable[..., ClientSettings], kept: RecordingJournal
+) -> Callable[..., RolloutWorker]:
+    def make(
+        *engines: Any, rollout: Any = single_turn, rewards: Any = (("correct", correct),), writer: Any = kept
+    ) -> RolloutWorker:
+        settings = WorkerSettings(
+            client=make_settings(),
+            eval_seed=99,
+            eval_temperature=0.0,
+            episode_timeout_s=60.0,
+            reward_timeout_s=60.0,
+            closing=ClosingRules("group_mean", filter_uniform=True, uniform_tolerance=1e-6),
+        )
+        judges = Judges(list(rewards), [1.0] * len(rewards))
+        return RolloutWorker(settings, list(engines), tokenizer, TASKS, HELDOUT, rollout, judges, writer)
+
+    return make
+
+
+MakeWorker = Callable[..., RolloutWorker]
+
+
+async def test_a_group_is_in_the_journal_when_its_report_comes(
+    make_engine: Any, make_worker: MakeWorker, tmp_path: Path
+) -> None:
+    worker = make_worker(make_engine(by_episode), writer=journal.JournalWriter(tmp_path, "w"))
+    report = await worker.run(order(5))
+    assert (report.group, report.task_id, report.outcome, report.reason) == (5, "t0", "finished", "")
+    assert report.place is not None
+    record = journal.read(tmp_path, report.place)
+    assert (record.group, record.task_id, record.epoch, record.admitted) == (5, "t0", 1, 2)
+    assert record.rewards == report.rewards == [1.0, 0.0]
+    assert [row.advantages[-1] for row in record.rows] == [0.5, -0.5]
+    await worker.close()
+
+
+async def test_a_group_that_cannot_be_journalled_is_not_reported(make_engine: Any, make_worker: MakeWorker) -> None:
+    class FullDisk(RecordingJournal):
+        def append(self, record: GroupRecord) -> Place:
+            raise OSError("no space left on device")
+
+    with pytest.raises(OSError, match="no space"):
+        await make_worker(make_engine(by_episode), writer=FullDisk()).run(order())
+
+
+async def test_the_report_says_what_the_group_was_like(make_engine: Any, make_worker: MakeWorker) -> None:
+    engine = make_engine(by_episode)
+    engine.stop = "length"
+    report = await make_worker(engine).run(order())
+    assert (report.episodes, report.failed_episodes, report.truncated) == (2, 0, 2)
+    assert report.tokens_sampled == len("yes") + len("no") + 2
+    assert (report.oldest, report.newest) == (3, 4)
+    assert report.reward_parts == {"correct": 0.5}
+    assert report.seconds >= 0
+
+
+async def test_a_failed_episode_does_not_touch_its_siblings(
+    make_engine: Any, make_worker: MakeWorker, kept: RecordingJournal
+) -> None:
+    def answers(episode: int, turn: int) -> Any:
+        return ValueError("boom") if episode == 1 else ANSWERS[episode // 2]
+
+    report = await make_worker(make_engine(answers)).run(order(size=3))
+    assert (report.outcome, report.episodes, report.failed_episodes) == ("finished", 2, 1)
+    assert report.rewards == [1.0, 0.0]
+    assert len(kept.records[0].rows) == 2
+
+
+@pytest.mark.parametrize(
+    "broken", [lambda completions: 1 / 0, lambda completions: [1.0], lambda completions: ["x"] * len(completions)]
+)
+async def test_a_failed_reward_fails_its_group_as_data(
+    make_engine: Any, make_worker: MakeWorker, kept: RecordingJournal, broken: Any
+) -> None:
+    report = await make_worker(make_engine(by_episode), rewards=[("broken", broken)]).run(order())
+    assert report.outcome == "failed"
+    assert report.reason.startswith("reward: reward broken r")
+    assert (report.place, kept.records) == (None, [])
+    assert report.tokens_sampled == len("yes") + len("no") + 2
+
+
+async def test_an_episode_to_which_no_reward_applies_is_left_out(make_engine: Any, make_worker: MakeWorker) -> None:
+    def picky(completions: list[str]) -> list[float | None]:
+        return [None, 1.0, 0.0]
+
+    report = await make_worker(make_engine(by_episode), rewards=[("picky", picky)]).run(order(size=3))
+    assert (report.outcome, report.episodes, report.rewards) == ("finished", 2, [1.0, 0.0])
+
+
+async def test_a_group_that_teaches_nothing_is_filtered_and_not_journalled(
+    make_engine: Any, make_worker: MakeWorker, kept: RecordingJournal
+) -> None:
+    report = await make_worker(make_engine(["yes", "yes"])).run(order())
+    assert (report.outcome, report.reason, report.place) == ("filtered", "all rewards are 1", None)
+    assert kept.records == []
+
+
+async def test_rewards_see_prompts_and_columns_once_per_completion(make_engine: Any, make_worker: MakeWorker) -> None:
+    seen: dict[str, Any] = {}
+
+    def look(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+        seen.update(columns, prompts=prompts, completions=completions)
+        return [0.0, 1.0]
+
+    await make_worker(make_engine(by_episode), rewards=[("look", look)]).run(order(task=1))
+    assert seen == {"prompts": ["ho", "ho"], "completions": ["yes", "no"], "answer": ["no", "no"]}
+
+
+async def test_a_reward_of_the_rollout_is_added_to_those_of_the_functions(
+    make_engine: Any, make_worker: MakeWorker
+) -> None:
+    async def rollout(task: Task, client: ModelClient) -> float:
+        return float(len(await client.sample(task.prompt)))
+
+    report = await make_worker(make_engine(by_episode), rollout=rollout).run(order())
+    assert report.rewards == [4.0, 2.0]
+    assert report.reward_parts == {"correct": 0.5, "rollout": 2.5}
+
+
+async def test_the_reward_that_an_episode_states_counts(make_engine: Any, make_worker: MakeWorker) -> None:
+    async def rollout(task: Task, client: ModelClient) -> Episode:
+        answer = await client.sample(task.prompt)
+        return Episode([client.trajectory()], reward=float(answer == "yes"))
+
+    report = await make_worker(make_engine(by_episode), rollout=rollout, rewards=()).run(order())
+    assert (report.outcome, report.rewards) == ("finished", [1.0, 0.0])
+
+
+async def test_metrics_of_episodes_are_averaged_over_those_that_have_them(
+    make_engine: Any, make_worker: MakeWorker
+) -> None:
+    async def rollout(task: Task, client: ModelClient) -> Episode:
+        answer = await client.sample(task.prompt)
+        metrics = {"letters": float(len(answer))} | ({"right": 1.0} if answer == "yes" else {})
+        return Episode([client.trajectory()], metrics=metrics)
+
+    report = await make_worker(make_engine(by_episode), rollout=rollout).run(order())
+    assert report.metrics == {"letters": 2.5, "right": 1.0}
+
+
+async def test_a_cancelled_group_reports_failure_and_frees_the_engine(
+    make_engine: Any, make_worker: MakeWorker, kept: RecordingJournal
+) -> None:
+    engine = make_engine([None])
+    worker = make_worker(engine)
+    running = asyncio.create_task(worker.run(order(4)))
+    await engine.started.wait()
+    await worker.cancel(4)
+    report = await running
+    assert (report.group, report.outcome, report.reason) == (4, "failed", "cancelled")
+    assert engine.aborted == ["4.0.0", "4.1.0"]
+    assert kept.records == []
+
+
+async def test_cancelling_one_group_leaves_the_others(make_engine: Any, make_worker: MakeWorker) -> None:
+    engine = make_engine(by_episode)
+    worker = make_worker(engine)
+    await worker.cancel(1)
+    assert (await worker.run(order(1))).outcome == "finished"
+    await worker.cancel(1)
+
+
+async def test_a_caller_that_goes_away_is_not_answered(make_engine: Any, make_worker: MakeWorker) -> None:
+    engine = make_engine([None])
+    running = asyncio.create_task(make_worker(engine).run(order()))
+    await engine.started.wait()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert running.cancelled()
+    assert engine.aborted == ["0.0.0", "0.1.0"]
+
+
+async def test_the_failure_of_the_engine_goes_up_and_leaves_no_episode_running(
+    make_engine: Any, make_worker: MakeWorker
+) -> None:
+    engine = make_engine(lambda episode, turn: None if episode == 0 else PartFailed("engine-0", "died"))
+    with pytest.raises(PartFailed, match="died"):
+        await make_worker(engine).run(order())
+    assert engine.aborted == ["0.0.0"]
+
+
+async def test_closing_waits_until_nobody_writes(
+    make_engine: Any, make_worker: MakeWorker, kept: RecordingJournal
+) -> None:
+    engine = make_engine([None])
+    worker = make_worker(engine)
+    running = asyncio.create_task(worker.run(order()))
+    await engine.started.wait()
+    await worker.close()
+    assert engine.aborted == ["0.0.0", "0.1.0"], "the episodes have ended"
+    assert kept.closed
+    assert (await running).reason == "cancelled"
+
+
+async def test_released_segments_are_handed_to_the_journal(
+    make_engine: Any, make_worker: MakeWorker, kept: RecordingJournal
+) -> None:
+    await make_worker(make_engine([])).release(["w-00001.journal"])
+    assert kept.released == ["w-00001.journal"]
+
+
+async def test_held_out_groups_are_judged_and_never_journalled(
+    make_engine: Any, make_worker: MakeWorker, kept: RecordingJournal
+) -> None:
+    engine = make_engine(by_episode)
+    report = await make_worker(engine).run(order(0, size=1, heldout=True, pinned=2))
+    assert (report.task_id, report.outcome, report.rewards) == ("h0", "finished", [1.0])
+    assert (report.place, kept.records) == (None, [])
+    (request,) = engine.samplings
+    assert engine.samplings[request].temperature == 0.0
+    assert engine.bounds == [(2, 2)]
+
+
+async def test_every_evaluation_has_the_same_noise_and_training_another(
+    make_engine: Any, make_worker: MakeWorker
+) -> None:
+    engine = make_engine(by_episode)
+    worker = make_worker(engine)
+    for version in (2, 3):
+        await worker.run(order(0, size=1, heldout=True, pinned=version, min_version=version))
+    await worker.run(order(0))
+    seeds = [sampling.seed for sampling in engine.samplings.values()]
+    assert seeds[0] == seeds[1]
+    assert len(set(seeds)) == 3
+
+
+async def test_a_held_out_task_that_fails_says_so(make_engine: Any, make_worker: MakeWorker) -> None:
+    report = await make_worker(make_engine([ValueError("boom")])).run(order(0, size=1, heldout=True))
+    assert (report.outcome, report.reason, report.failed_episodes) == ("failed", "ValueError: boom", 1)
+
+
+async def test_episodes_are_shown_only_when_asked(make_engine: Any, make_worker: MakeWorker) -> None:
+    worker = make_worker(make_engine(by_episode))
+    assert (await worker.run(order(0))).views == []
+    views = (await worker.run(order(1, show=True))).views
+    assert [(view.task_id, view.prompt, view.completion, view.reward) for view in views] == [
+        ("t0", "hi", "yes", 1.0),
+        ("t0", "hi", "no", 0.0),
+    ]
+
+
+async def test_groups_are_spread_over_the_engines(make_engine: Any, make_worker: MakeWorker) -> None:
+    engines = [make_engine(by_episode), make_engine(by_episode)]
+    worker = make_worker(*engines)
+    await asyncio.gather(*(worker.run(order(group)) for group in range(4)))
+    assert [sorted({int(request.split(".")[0]) for request in engine.prompts}) for engine in engines] == [
+        [0, 2],
+        [1, 3],
+    ]
