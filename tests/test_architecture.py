@@ -74,9 +74,7 @@ def test_imports_run_downward_only() -> None:
 def test_the_pipeline_knows_protocols_and_no_concrete_engine_learner_or_worker() -> None:
     concrete = ("outpace.engines", "outpace.learn", "outpace.rollout", "outpace.weights", "outpace.rewards")
     assert [
-        (path.name, module)
-        for path, module in imports()
-        if room_of(path) == "pipeline" and module.startswith(concrete)
+        (path.name, module) for path, module in imports() if room_of(path) == "pipeline" and module.startswith(concrete)
     ] == []
 
 

@@ -111,10 +111,20 @@ def doctor(arguments: argparse.Namespace, settings: list[str]) -> int:
 
 
 def bench(arguments: argparse.Namespace, settings: list[str]) -> int:
-    from outpace.bench import engine, memory, overlap
+    words = [*arguments.words, *settings]
+    match arguments.what:
+        case "engine":
+            from outpace.bench import engine
 
-    verbs = {"engine": engine.main, "memory": memory.main, "overlap": overlap.main}
-    return verbs[arguments.what](settings)
+            return engine.main(words)
+        case "memory":
+            from outpace.bench import memory
+
+            return memory.main(words)
+        case _:
+            from outpace.bench import overlap
+
+            return overlap.main(words)
 
 
 def _no_settings(settings: list[str]) -> None:
@@ -184,6 +194,7 @@ def _parser() -> argparse.ArgumentParser:
 
     this = verbs.add_parser("bench", help="measure against the limit", allow_abbrev=False)
     this.add_argument("what", choices=("engine", "memory", "overlap"))
+    this.add_argument("words", nargs=argparse.REMAINDER, help="options of the benchmark, settings of its runs")
     this.set_defaults(verb=bench)
     return parser
 

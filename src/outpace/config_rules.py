@@ -18,6 +18,8 @@ REWARDS_OF_TASKS: dict[str, list[str]] = {"countdown": ["countdown"], "arithmeti
 
 DEFAULT_TASK = "countdown"
 DEFAULT_STEPS = 100
+LOCKSTEP_STARTER_CONTEXT = 256
+"""A deterministic engine attends over its whole context at every step; the starter's puzzles need little of it."""
 
 
 def resolve(
@@ -65,6 +67,8 @@ def _defaults(config: Config, own_tasks: bool, now: datetime) -> dict[str, dict[
     values["pacing"]["chunk_groups"] = min(config.pacing.chunk_groups, config.pacing.groups_per_step)
     if config.run.deterministic and config.run.device == "auto":
         values["run"]["device"] = "cpu"
+    if config.run.deterministic and starter and config.engine.context is None:
+        values["engine"] = {"context": LOCKSTEP_STARTER_CONTEXT}
     return values
 
 

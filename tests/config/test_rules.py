@@ -52,7 +52,7 @@ def test_settings_at_the_edge_of_the_rules_are_accepted(values: dict[str, Any]) 
 
 def test_the_starter_gets_its_own_defaults() -> None:
     config = resolve(Config(), now=datetime(2030, 1, 2, 3, 4, 5))
-    assert config.learner.lr == 6e-4
+    assert config.learner.lr == 3e-4
     assert config.rollout.max_tokens == 32
     assert config.tasks.name == "countdown"
     assert config.rewards.functions == ["countdown"]

@@ -126,6 +126,15 @@ def test_a_template_that_shows_the_past_in_another_way_is_named(template: str) -
         bridge(tokenizer, HI, HI)
 
 
+def test_a_template_that_leaves_out_what_is_said_is_named() -> None:
+    mute = make_tokenizer(
+        TEMPLATE.replace("{{- '[' + message.role", "{{- '' if message.role == 'tool' else '[' + message.role")
+    )
+    assert text_of(bridge(mute, HI, HI)) == "[/]\n[user]hi[/]\n[assistant]"
+    with pytest.raises(RequestFailed, match="does not show messages of tool"):
+        bridge(mute, HI, [{"role": "tool", "content": "3"}])
+
+
 def test_a_template_that_refuses_a_message_says_why() -> None:
     with pytest.raises(RequestFailed, match="refuses: no critics here"):
         bridge(TOKENIZER, HI, [{"role": "critic", "content": "bad"}])

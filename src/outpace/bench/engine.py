@@ -8,9 +8,11 @@ best logits are closer than 1e-4, and sampled logprobs must be within 1e-4 of a 
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from outpace.engines.embedded import EmbeddedEngine
 from outpace.engines.noise import request_seed
 from outpace.models.loading import load_model
+from outpace.resources import cores
 from outpace.types import Generation, Ints, Sampling
 
 TIE = 1e-4
@@ -39,6 +42,18 @@ class Load:
     @property
     def tokens(self) -> int:
         return sum(self.lengths)
+
+
+def main(words: Sequence[str]) -> int:
+    """`outpace bench engine [--threads N] [--repeats N] [--model PATH]`."""
+    parser = argparse.ArgumentParser(prog="outpace bench engine", allow_abbrev=False)
+    parser.add_argument("--model", default="starter", help="what model.path takes")
+    parser.add_argument("--threads", type=int, default=cores())
+    parser.add_argument("--repeats", type=int, default=3)
+    options = parser.parse_args(words)
+    result = run(options.model, threads=options.threads, repeats=options.repeats)
+    print_table(result)
+    return 0
 
 
 def run(

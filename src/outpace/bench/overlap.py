@@ -106,7 +106,7 @@ def print_tables(result: dict[str, Any], console: Console | None = None) -> None
 
 def _comparison(trials: Sequence[Trial], steps: int) -> Table:
     table = Table(title=f"{steps} steps, each mode at its best split; the last rows are medians")
-    for column in ("mode", "threads", "seed", "seconds", "held-out before", "after", "T*/T", "lag max", "sampled tok/s"):
+    for column in ("mode", "threads", "seed", "seconds", "held-out", "after", "T*/T", "lag max", "sampled tok/s"):
         table.add_column(column)
     for trial in sorted(trials, key=lambda trial: (trial.mode, trial.seed)):
         summary = trial.summary

@@ -61,10 +61,14 @@ def bridge(
     try:
         before = _text(tokenizer, heard, tools) + STAND_IN["content"]
         whole = _text(tokenizer, [*heard, STAND_IN, *said], tools)
+        otherwise = _text(tokenizer, [*heard, STAND_IN, *map(_changed, said)], tools)
     except TemplateError as error:
         raise RequestFailed(f"the chat template of {_name(tokenizer)} refuses: {one_line(error)}") from error
     if not whole.startswith(before):
         raise RequestFailed(f"the chat template of {_name(tokenizer)} rewrites earlier turns: it cannot be continued")
+    if whole == otherwise:
+        roles = ", ".join(sorted({str(message.get("role")) for message in said}))
+        raise RequestFailed(f"the chat template of {_name(tokenizer)} does not show messages of {roles} here")
     # Tokenised behind the stand-in, because some tokenizers treat the beginning of a text in a way of their own.
     opening = _ids(tokenizer, STAND_IN["content"])
     ids = _ids(tokenizer, STAND_IN["content"] + whole.removeprefix(before))
@@ -86,6 +90,11 @@ def _text(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Schema] =
             list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=True
         )
     )
+
+
+def _changed(message: Message) -> Message:
+    """The same message saying something else: it must not look the same to the policy."""
+    return {**message, "content": "something else" if message.get("content") != "something else" else ""}
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:

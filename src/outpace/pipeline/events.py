@@ -64,16 +64,7 @@ class StopRequested:
     """Somebody asked the run to stop: no further admission, the step under way completes, then finish."""
 
 
-Event = (
-    Started
-    | GroupClosed
-    | ChunkTrained
-    | BatchTrained
-    | Published
-    | EngineLoaded
-    | EvaluationDone
-    | StopRequested
-)
+Event = Started | GroupClosed | ChunkTrained | BatchTrained | Published | EngineLoaded | EvaluationDone | StopRequested
 
 # --------------------------------------------------------------------------------------------------------- actions
 
