@@ -100,7 +100,7 @@ class PacingConfig(Section):
     """Most episodes being rolled out at once; twice the engine's slots when absent."""
     on_stale: Literal["wait", "requeue", "drop", "train"] = "wait"
     """What happens to a group that is still running when its batch is due."""
-    max_failed: int | None = Field(default=64, ge=1)
+    max_failed: int = Field(default=64, ge=1)
     """The run ends when so many groups in a row have failed: a reward or rollout is broken."""
     max_filtered: int | None = Field(default=None, ge=1)
     """The run ends when so many groups in a row were filtered; without a number it only says so."""

@@ -11,7 +11,6 @@ from outpace.checkpoint.journal import JournalWriter, read
 from outpace.errors import CorruptData
 from outpace.types import GroupRecord, Place, Row
 
-
 OpenJournal = Callable[..., JournalWriter]
 
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from outpace.models.loading import load_tokenizer
 from outpace.rollout.client import ClientSettings, PolicyClient
 from outpace.types import EngineStats, Generation, GroupOrder, Ints, LoadReport, Manifest, Sampling, StopReason, Version
-
-STARTER_FILES = Path(__file__).parents[2] / "scripts" / "starter_files.py"
 
 CHATML = """\
 {%- if tools %}
@@ -95,12 +92,7 @@ class ScriptedEngine:
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
     """The starter's: bytes, and tags for turns and tool calls."""
-    spec = importlib.util.spec_from_file_location("starter_files", STARTER_FILES)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.make_tokenizer()
+    return load_tokenizer("starter")
 
 
 @pytest.fixture(scope="session")

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import read_lines, run_command
 
 from outpace.checkpoint.journal import _HEADER
 from outpace.types import GroupRecord
 from outpace.wire import decode
+from support import read_lines, run_command
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "plain_grpo.py"
 STEPS = 3

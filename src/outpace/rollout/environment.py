@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
 from numbers import Real
 from typing import Any
 
@@ -65,9 +64,14 @@ def gives_reward(factory: Callable[[], object]) -> bool:
     return not isinstance(factory, type) or hasattr(factory, "get_reward")
 
 
-@cache
+_toolboxes: dict[type, dict[str, Tool]] = {}
+
+
 def _toolbox(environment: type) -> dict[str, Tool]:
-    return tools_of(environment)
+    """Made once per class: describing the tools costs more than an episode should pay."""
+    if environment not in _toolboxes:
+        _toolboxes[environment] = tools_of(environment)
+    return _toolboxes[environment]
 
 
 @dataclass
