@@ -55,14 +55,16 @@ class Dataset:
         duplicate_ids: DuplicateIds = "error",
         setting: str = "tasks",
         locate: Callable[[int], str] = "row {}".format,
+        source: str | None = None,
     ) -> None:
         self._rows = rows
         self._name = name
+        self._source = source or name
         self._setting = setting
         self._locate = locate
         self._length = len(rows) if limit is None else min(limit, len(rows))
         if self._length == 0:
-            raise BadInput(f"{setting}: {name} is empty")
+            raise BadInput(f"{setting}: {self._source} is empty")
         self._hashes = np.fromiter(map(_hash, self._all_ids()), dtype=np.uint64, count=self._length)
         self._numbered: dict[int, str] = {}
         self._settle_duplicates(duplicate_ids)
@@ -101,7 +103,7 @@ class Dataset:
         return row
 
     def _bad_row(self, index: int, problem: str) -> BadInput:
-        return BadInput(f"{self._setting}: {self._name} {self._locate(index)} {problem}")
+        return BadInput(f"{self._setting}: {self._source} {self._locate(index)} {problem}")
 
     # -------------------------------------------------------------------------------------------------------- ids
 
@@ -120,7 +122,7 @@ class Dataset:
             return
         columns = self._rows.column_names
         if "prompt" not in columns:
-            raise BadInput(f"{self._setting}: {self._name} has no prompt column; {_columns(columns)}")
+            raise BadInput(f"{self._setting}: {self._source} has no prompt column; {_columns(columns)}")
         given = self._rows["id"] if "id" in columns else repeat(None)
         for index, value in zip(range(self._length), given, strict=False):
             yield self._id(value, index)

@@ -39,9 +39,17 @@ def open_dataset(
     file = Path(path).expanduser()
     if file.suffix in JSONL:
         lines = JsonlRows(file, limit, setting)
-        return Dataset(lines, file.stem, limit=limit, duplicate_ids=duplicate_ids, setting=setting, locate=lines.locate)
+        return Dataset(
+            lines,
+            file.stem,
+            limit=limit,
+            duplicate_ids=duplicate_ids,
+            setting=setting,
+            locate=lines.locate,
+            source=path,
+        )
     rows = _open_table(path, file, split, setting)
-    return Dataset(rows, file.stem, limit=limit, duplicate_ids=duplicate_ids, setting=setting)
+    return Dataset(rows, file.stem, limit=limit, duplicate_ids=duplicate_ids, setting=setting, source=path)
 
 
 class JsonlRows:
