@@ -98,7 +98,8 @@ def test_bad_rows_are_refused_in_one_line_with_their_place(tmp_path: Path, conte
     file = tmp_path / "train.jsonl"
     file.write_bytes(content)
     message = refusal(open_dataset, str(file))
-    assert message.startswith(f"tasks.path: {file}")
+    assert message.startswith("tasks.path: ")
+    assert file.name in message
     assert said in message
 
 

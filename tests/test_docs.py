@@ -1,0 +1,184 @@
+"""The documents, held against the code: what they name exists, what they link to is there."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import outpace
+from outpace import cli, errors
+from outpace.config_loading import FIELDS, SECTIONS, make_config, parse_arguments, type_name
+from outpace.observe.callbacks import Callback
+from outpace.observe.metrics import RULES
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "outpace"
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
+
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SPAN = re.compile(r"`([^`\n]+)`")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+SETTING_ROW = re.compile(r"^\| `(\w+\.\w+)` \| (.+?) \| `(.+?)` \|", re.MULTILINE)
+
+FILE_ENDINGS = ("json", "jsonl", "lock", "log", "md", "py", "safetensors", "toml")
+"""What may stand behind a section's name without being a key: `model.safetensors`, `run.lock`."""
+
+KEY = re.compile(rf"(?<![\w./-])(?:--)?({'|'.join(SECTIONS)})\.(\w+)\b")
+
+
+def text_of(name: str) -> str:
+    return (ROOT / name).read_text()
+
+
+def blocks(name: str, *languages: str) -> list[str]:
+    return [body for language, body in FENCE.findall(text_of(name)) if language in languages]
+
+
+def spans(name: str) -> list[str]:
+    return SPAN.findall(FENCE.sub("", text_of(name)))
+
+
+def commands(name: str) -> Iterator[str]:
+    """Every `outpace …` of a shell block or of inline code, without comments."""
+    lines = [line for block in blocks(name, "bash") for line in block.replace("\\\n", " ").splitlines()]
+    for line in [*lines, *spans(name)]:
+        command = line.partition(" # ")[0].strip()
+        if command.startswith("outpace "):
+            yield command
+
+
+def benchmark_options(what: str) -> set[str]:
+    """Read off the source: importing a benchmark loads torch."""
+    text = (SOURCE / "bench" / f"{what}.py").read_text()
+    declared = re.findall(r'add_argument\("--([\w-]+)"', text)
+    defaults = re.search(r"take_options\(\w+, \{(.*?)\}\)", text)
+    return {*declared, *(name.replace("_", "-") for name in re.findall(r'"(\w+)":', defaults[1] if defaults else ""))}
+
+
+def test_there_are_documents_with_commands_in_them() -> None:
+    assert {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/architecture.md"} <= set(NAMES)
+    assert len([command for name in NAMES for command in commands(name)]) > 30
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_command_is_one_that_the_command_line_takes(name: str) -> None:
+    for command in commands(name):
+        words, settings = cli.split_settings(shlex.split(command)[1:])
+        if "--help" in words:
+            words.remove("--help")
+        arguments = cli._parser().parse_args(words)
+        make_config(parse_arguments(settings))
+        options = {word[2:].partition("=")[0] for word in getattr(arguments, "words", []) if word.startswith("--")}
+        assert not options or options <= benchmark_options(arguments.what), command
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_setting_that_is_named_exists(name: str) -> None:
+    code = [*spans(name), *(body for _, body in FENCE.findall(text_of(name)))]
+    named = [match for text in code for match in KEY.findall(text) if match[1] not in FILE_ENDINGS]
+    unknown = {f"{section}.{key}" for section, key in named} - set(FIELDS)
+    refused = {"pacing.maxlag"}  # shown as an example of what is refused
+    assert unknown <= refused
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_toml_block_is_a_valid_config(name: str) -> None:
+    for block in blocks(name, "toml"):
+        make_config(tomllib.loads(block))
+
+
+def test_the_table_of_settings_is_complete_and_has_the_types_and_defaults_of_the_code() -> None:
+    told = {key: (kind, default) for key, kind, default in SETTING_ROW.findall(text_of("docs/configuration.md"))}
+    expected = {
+        key: (
+            type_name(info.annotation).replace("|", "\\|"),
+            "none" if info.default is None else _as_toml(info.default),
+        )
+        for key, info in FIELDS.items()
+    }
+    assert told == expected
+
+
+def _as_toml(value: object) -> str:
+    """As the table writes a default: TOML's notation."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) else repr(value)
+
+
+def test_defaults_told_in_the_readme_are_those_of_the_code() -> None:
+    rows = re.findall(r"^\| `(\w+\.\w+)` \| `?([\w.-]+)`? \|", text_of("README.md"), re.MULTILINE)
+    assert len(rows) > 5
+    assert {key: default for key, default in rows} == {key: _as_toml(FIELDS[key].default).strip('"') for key, _ in rows}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_link_leads_somewhere(name: str) -> None:
+    broken = []
+    for target in LINK.findall(FENCE.sub("", text_of(name))):
+        place, _, anchor = target.partition("#")
+        if place.startswith(("http://", "https://")):
+            continue
+        path = (ROOT / name).parent / place if place else ROOT / name
+        if not path.exists() or (anchor and anchor not in anchors(path)):
+            broken.append(target)
+    assert broken == []
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors that a Markdown page has: its headings in lower case, punctuation gone, spaces as dashes."""
+    headings = HEADING.findall(FENCE.sub("", path.read_text()))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_room_and_module_is_named_in_the_architecture() -> None:
+    named = set(spans("docs/architecture.md"))
+    rooms = {f"{path.parent.name}/" for path in SOURCE.glob("*/__init__.py")}
+    modules = {path.name for path in SOURCE.glob("*.py")} - {"__init__.py"}
+    assert rooms | modules <= named
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_file_of_the_repository_that_is_named_exists(name: str) -> None:
+    paths = [text for text in spans(name) if re.fullmatch(r"(?:src|tests|examples|scripts|docs)/[\w./-]+", text)]
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_make_target_that_is_named_exists(name: str) -> None:
+    lines = [line for block in blocks(name, "bash") for line in block.splitlines()]
+    named = {match[1] for text in [*spans(name), *lines] if (match := re.match(r"make (\w+)", text))}
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert named <= targets
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_python_blocks_compile(name: str) -> None:
+    for number, block in enumerate(blocks(name, "python")):
+        compile(block, f"{name}, block {number}", "exec")
+
+
+def test_every_metric_of_the_contract_is_explained() -> None:
+    assert set(RULES) <= set(spans("docs/running.md"))
+
+
+def test_every_exit_code_is_explained() -> None:
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.OutpaceError)]
+    codes = {kind.exit_code for kind in kinds} | {0, cli.EXIT_LEFT_AT_ONCE}
+    told = {int(code) for code in re.findall(r"^\| (\d+) \|", text_of("docs/running.md"), re.MULTILINE)}
+    assert codes <= told
+
+
+def test_the_whole_public_surface_is_in_the_python_pages() -> None:
+    text = text_of("docs/python_api.md")
+    parameters = set(inspect.signature(outpace.Trainer).parameters)
+    hooks = {name for name in vars(Callback) if name.startswith("on_")}
+    assert {name for name in {*outpace.__all__, *parameters, *hooks} if f"`{name}" not in text} == set()
