@@ -10,6 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from outpace.checkpoint.journal import _HEADER
+from outpace.types import GroupRecord
+from outpace.wire import decode
+
 RunCommand = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -33,3 +37,16 @@ def run_command(*words: str, **options: Any) -> subprocess.CompletedProcess[str]
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def journalled(journal: Path) -> dict[int, GroupRecord]:
+    """Every record of a journal, read from front to back."""
+    records: dict[int, GroupRecord] = {}
+    for segment in sorted(journal.iterdir()):
+        data = segment.read_bytes()
+        while data:
+            length, _ = _HEADER.unpack_from(data)
+            record: GroupRecord = decode(data[_HEADER.size : _HEADER.size + length], GroupRecord)
+            records[record.group] = record
+            data = data[_HEADER.size + length :]
+    return records

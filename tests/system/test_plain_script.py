@@ -10,27 +10,11 @@ from typing import Any
 
 import pytest
 
-from outpace.checkpoint.journal import _HEADER
-from outpace.types import GroupRecord
-from outpace.wire import decode
-from support import read_lines, run_command
+from support import journalled, read_lines, run_command
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "plain_grpo.py"
 STEPS = 3
 GROUPS = 8
-
-
-def journalled(journal: Path) -> dict[int, GroupRecord]:
-    """Every record of a journal, read from front to back."""
-    records: dict[int, GroupRecord] = {}
-    for segment in sorted(journal.iterdir()):
-        data = segment.read_bytes()
-        while data:
-            length, _ = _HEADER.unpack_from(data)
-            record: GroupRecord = decode(data[_HEADER.size : _HEADER.size + length], GroupRecord)
-            records[record.group] = record
-            data = data[_HEADER.size + length :]
-    return records
 
 
 def plain_run(directory: Path) -> list[dict[str, Any]]:
