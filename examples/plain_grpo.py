@@ -46,7 +46,7 @@ from outpace.learn.losses import truncated_importance
 from outpace.learn.packing import pack
 from outpace.models.chat import render
 from outpace.models.loading import eos_ids, load_model, load_tokenizer
-from outpace.resources import compute_threads
+from outpace.resources import learner_threads
 from outpace.rewards.countdown import countdown
 from outpace.tasks.countdown import Countdown
 from outpace.tasks.order import Order
@@ -244,7 +244,7 @@ def teaches(group: Group, config: Config) -> bool:
 
 def run(config: Config) -> Iterator[dict[str, Any]]:
     """Train, and tell of every step."""
-    torch.set_num_threads(compute_threads(config))
+    torch.set_num_threads(learner_threads(config))
     model = load_model(config.model.path, dtype="float32", device="cpu")
     sampler, learner = Sampler(config, model), Learner(config, model)
     tasks = Countdown("train", config.run.seed)

@@ -100,9 +100,7 @@ def random_answer(puzzle: Puzzle, rng: random.Random) -> str:
     return "".join(f"{number}{rng.choice('+-*/')}" for number in puzzle.numbers)[:-1]
 
 
-def examples(
-    given: Solutions, reordered: Solutions, phase: Phase, rng: random.Random
-) -> Iterator[tuple[str, str]]:
+def examples(given: Solutions, reordered: Solutions, phase: Phase, rng: random.Random) -> Iterator[tuple[str, str]]:
     """Endless (prompt, answer) pairs, right or random in the proportion of the phase."""
     puzzles = list(given)
     while True:
@@ -134,9 +132,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalL
     return LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
 
 
-def make_batch(
-    pairs: list[tuple[str, str]], tokenizer: PreTrainedTokenizerFast
-) -> tuple[torch.Tensor, torch.Tensor]:
+def make_batch(pairs: list[tuple[str, str]], tokenizer: PreTrainedTokenizerFast) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids [B, T] and labels [B, T] that cover the answer and its end, nothing else."""
     texts = [f"{USER}{prompt}{END}{ASSISTANT}{answer}{END}" for prompt, answer in pairs]
     tokens_B_T = tokenizer(texts, padding=True, return_tensors="pt")["input_ids"]
@@ -160,9 +156,7 @@ def learning_rate(step: int, steps: int) -> float:
     return PEAK_LR * min(1.0, step / WARMUP) * (0.05 + 0.475 * (1 + math.cos(math.pi * step / steps)))
 
 
-def train(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, data: Iterator[tuple[str, str]]
-) -> None:
+def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, data: Iterator[tuple[str, str]]) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
     steps, started = LEARN.steps + BLUR.steps, time.monotonic()
     for step in range(1, steps + 1):
@@ -180,9 +174,7 @@ def train(
 
 
 @torch.no_grad()
-def accuracy(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, puzzles: list[Puzzle], greedy: bool
-) -> float:
+def accuracy(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, puzzles: list[Puzzle], greedy: bool) -> float:
     """The share of puzzles solved by one answer each: at temperature 1, or the likeliest if `greedy`."""
     torch.manual_seed(0)
     solved = 0
@@ -218,9 +210,7 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make the starter model.")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--threads", type=int, default=2, help="part of what fixes the weights, to the last bit"
-    )
+    parser.add_argument("--threads", type=int, default=2, help="part of what fixes the weights, to the last bit")
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -235,9 +225,7 @@ def main() -> None:
     puzzles = [source.puzzle(index) for index in range(EVAL_PUZZLES)]
     sampled = accuracy(stored, tokenizer, puzzles, greedy=False)
     greedy = accuracy(stored, tokenizer, puzzles, greedy=True)
-    learn, blur = (
-        f"{phase.steps * BATCH:,} examples, {phase.solved:.0%} of them solutions" for phase in (LEARN, BLUR)
-    )
+    learn, blur = (f"{phase.steps * BATCH:,} examples, {phase.solved:.0%} of them solutions" for phase in (LEARN, BLUR))
     write_card(options.out, model.num_parameters(), learn, blur, sampled, greedy)
     print(f"held-out accuracy on {EVAL_PUZZLES}: sampled {sampled:.3f}, greedy {greedy:.3f}")
     print(f"written to {options.out} in {time.monotonic() - started:.0f} s")

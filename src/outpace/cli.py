@@ -12,9 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from outpace.errors import BadInput, OutpaceError, PartFailed
-
-EXIT_LEFT_AT_ONCE = 130
+from outpace.errors import EXIT_LEFT_AT_ONCE, BadInput, OutpaceError, PartFailed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,7 +40,7 @@ def split_settings(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         word = rest.pop(0)
         if word.startswith("--") and "." in word.partition("=")[0]:
             settings.append(word)
-            if "=" not in word and rest:
+            if "=" not in word and rest and not rest[0].startswith("--"):
                 settings.append(rest.pop(0))
         else:
             words.append(word)
@@ -74,16 +72,12 @@ def train(arguments: argparse.Namespace, settings: list[str]) -> int:
 
 
 def _resume(arguments: argparse.Namespace, settings: list[str]) -> int:
-    from outpace.config_loading import load_config
-    from outpace.planning import Objects, make_plan
+    from outpace.planning import Objects, config_of_run, make_plan
     from outpace.trainer import run_plan
 
     if arguments.config is not None:
         raise BadInput("--resume: a run brings its own config; give changes as --section.key value")
-    file = arguments.resume / "config.toml"
-    if not file.is_file():
-        raise BadInput(f"--resume: there is no run in {arguments.resume}")
-    config = load_config(file, [*settings, f"--run.dir={arguments.resume}"])
+    config = config_of_run(arguments.resume, [*settings, f"--run.dir={arguments.resume}"])
     run_plan(make_plan(config, Objects(), arguments.quiet), resume=True)
     return 0
 

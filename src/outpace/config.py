@@ -138,6 +138,8 @@ class LearnerConfig(Section):
     """Most tokens packed into one forward/backward pass; a longer sequence gets a pass of its own."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
+    threads: int | None = Field(default=None, ge=1)
+    """Compute threads of the learner. Default: run.threads."""
     max_bad_steps: int = Field(default=3, ge=1)
     """The run ends after so many steps in a row whose loss or gradient was not finite."""
 
@@ -151,6 +153,8 @@ class EngineConfig(Section):
     """After a weight swap, running sequences keep their keys and values or recompute them."""
     context: int | None = Field(default=None, ge=2)
     """Longest sequence, prompt included; the model's own limit when absent."""
+    threads: int | None = Field(default=None, ge=1)
+    """Compute threads of the engine. Default: run.threads."""
     path: Literal["auto", "fast", "general"] = "auto"
     """`fast` is for the Llama family, `general` for any causal LM; auto picks."""
 
@@ -202,7 +206,7 @@ class RunConfig(Section):
     runtime: Literal["local", "inline"] = "local"
     """Parts as child processes, or all in this process (for debugging)."""
     threads: int | None = Field(default=None, ge=1)
-    """Compute threads of engine and learner each. Default: the cores shared between those that run together."""
+    """Compute threads of engine and learner each. Default: all cores, half of them for an asynchronous engine."""
     stall_s: float = Field(default=600.0, gt=0)
     """The run ends when nothing has moved for so long."""
     show_rollouts: int = Field(default=4, ge=0)

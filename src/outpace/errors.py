@@ -10,6 +10,9 @@
 
 from __future__ import annotations
 
+EXIT_LEFT_AT_ONCE = 130
+"""A second signal: the run left without a checkpoint of its own."""
+
 
 class OutpaceError(Exception):
     """Anything outpace raises on purpose."""

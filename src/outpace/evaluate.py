@@ -14,7 +14,7 @@ from outpace.config_loading import load_config
 from outpace.errors import BadInput
 from outpace.parts import PartSpecs
 from outpace.pipeline.evaluation import Evaluation, Evaluator
-from outpace.planning import Objects, make_plan
+from outpace.planning import Objects, config_of_run, make_plan
 from outpace.protocols import Engine, Worker
 from outpace.runtime.local import LocalRuntime
 from outpace.runtime.scratch import Scratch
@@ -35,11 +35,10 @@ def evaluate_model(run: Path | None, settings: Sequence[str]) -> dict[str, Any]:
 def _config(run: Path | None, settings: Sequence[str], scratch: Path) -> Config:
     if run is None:
         return load_config(None, [*settings, f"--run.dir={scratch}"])
-    file = run / "config.toml"
-    if not file.is_file():
-        raise BadInput(f"eval: there is no run in {run}")
-    model = export(run, scratch / "model")
-    return load_config(file, [*settings, f"--model.path={model}", f"--run.dir={scratch}"])
+    places = [f"--model.path={scratch / 'model'}", f"--run.dir={scratch}"]
+    config = config_of_run(run, [*settings, *places])
+    export(run, scratch / "model")
+    return config
 
 
 async def _evaluate(plan: Plan, directory: Path) -> Evaluation:

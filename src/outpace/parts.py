@@ -15,7 +15,7 @@ import msgspec
 
 from outpace.config import Config
 from outpace.protocols import Engine, Rollout
-from outpace.resources import child_environment, compute_threads
+from outpace.resources import child_environment, engine_threads, learner_threads
 from outpace.runtime import code
 from outpace.runtime.spec import PartSpec
 
@@ -29,7 +29,6 @@ class PartSettings(msgspec.Struct, frozen=True):
     incarnation: str
     run_dir: str
     scratch: str
-    threads: int
 
     @property
     def parsed(self) -> Config:
@@ -45,10 +44,7 @@ class PartSpecs:
 
     def __init__(self, config: Config, run_dir: Path, scratch: Path, code: bytes = b"") -> None:
         self._config = config
-        self._threads = compute_threads(config)
-        settings = PartSettings(
-            config.model_dump(), secrets.token_hex(8), str(run_dir.absolute()), str(scratch), self._threads
-        )
+        settings = PartSettings(config.model_dump(), secrets.token_hex(8), str(run_dir.absolute()), str(scratch))
         self._facts: dict[str, Any] = msgspec.to_builtins(settings)
         self._token = secrets.token_hex(16)
         self._socket = str(scratch / f"{ENGINE}.sock")
@@ -63,11 +59,11 @@ class PartSpecs:
             listen=self._socket,
             token=self._token,
         )
-        return spec, child_environment(self._threads)
+        return spec, child_environment(engine_threads(self._config))
 
     def learner(self) -> tuple[PartSpec, dict[str, str]]:
         spec = PartSpec("learner", "outpace.parts:build_learner", "outpace.protocols:Learner", self._facts)
-        return spec, child_environment(self._threads)
+        return spec, child_environment(learner_threads(self._config))
 
     def workers(self) -> list[tuple[PartSpec, dict[str, str]]]:
         return [
@@ -109,7 +105,7 @@ def _engine(settings: PartSettings) -> object:
         kv=config.engine.kv,
         path=config.engine.path,
         deterministic=config.run.deterministic,
-        threads=settings.threads,
+        threads=engine_threads(config),
     )
 
 
@@ -133,7 +129,7 @@ def _learner(settings: PartSettings) -> object:
             temperature=config.rollout.temperature,
             total_steps=config.run.steps,
             seed=config.run.seed,
-            threads=settings.threads,
+            threads=learner_threads(config),
             incarnation=settings.incarnation,
             journal=settings.journal,
             snapshots=Path(settings.scratch) / "weights",

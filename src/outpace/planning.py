@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from outpace.checkpoint import commit
 from outpace.config import Config
+from outpace.config_loading import load_config
 from outpace.config_rules import resolve
 from outpace.errors import BadInput
 from outpace.models.loading import check_model
@@ -70,6 +71,18 @@ def make_plan(config: Config, objects: Objects, quiet: bool = False) -> Plan:
         callbacks=list(objects.callbacks),
         quiet=quiet,
     )
+
+
+def config_of_run(run: Path, settings: Sequence[str]) -> Config:
+    """The config that a run left, with changes; for commands, which cannot have a Python caller's objects."""
+    file = run / "config.toml"
+    if not file.is_file():
+        raise BadInput(f"there is no run in {run}")
+    config = load_config(file, settings)
+    judged = config.rewards.functions or config.rollout.function or config.rollout.environment
+    if (config.tasks.name is None and config.tasks.path is None) or not judged:
+        raise BadInput(f"{run} was started from Python with tasks or rewards of its own; go on with it there")
+    return config
 
 
 def with_checkpoint(plan: Plan, run_dir: Path) -> Plan:

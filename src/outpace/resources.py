@@ -12,11 +12,21 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def compute_threads(config: Config) -> int:
-    """Engine and learner take turns when training is synchronous; otherwise they share the cores."""
-    if config.run.threads is not None:
-        return config.run.threads
-    return cores() if config.pacing.max_lag == 0 else max(1, cores() // 2)
+def workplaces(config: Config) -> int:
+    """How many things can compute at once: the cores, or the one accelerator that engine and learner share."""
+    has_accelerator = config.run.device == "auto" and os.path.exists("/dev/nvidia0")
+    return 1 if config.run.device == "cuda" or has_accelerator else cores()
+
+
+def engine_threads(config: Config) -> int:
+    """Half the cores, because the learner runs beside it; all of them when the two take turns."""
+    beside = max(1, cores() // 2) if config.pacing.max_lag else cores()
+    return config.engine.threads or config.run.threads or beside
+
+
+def learner_threads(config: Config) -> int:
+    """All cores: its products are the larger ones, and it may use what the engine leaves idle."""
+    return config.learner.threads or config.run.threads or cores()
 
 
 def child_environment(threads: int, gpu: bool = True) -> dict[str, str]:

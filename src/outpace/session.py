@@ -19,7 +19,7 @@ from typing import Any
 from outpace.checkpoint import commit
 from outpace.config import Config
 from outpace.config_loading import dump_toml
-from outpace.errors import Interrupted, OutpaceError, PartFailed
+from outpace.errors import EXIT_LEFT_AT_ONCE, Interrupted, OutpaceError, PartFailed
 from outpace.observe.callbacks import Callback, CallbackRunner
 from outpace.observe.console import ProgressConsole
 from outpace.observe.runlog import RunLog
@@ -32,7 +32,7 @@ from outpace.pipeline.evaluation import Evaluator
 from outpace.pipeline.pacing import CoreSettings
 from outpace.pipeline.recorder import Recorder
 from outpace.protocols import Engine, Learner, Worker
-from outpace.resources import cores
+from outpace.resources import workplaces
 from outpace.runtime.inline import InlineRuntime
 from outpace.runtime.local import LocalRuntime
 from outpace.runtime.scratch import Scratch
@@ -80,14 +80,13 @@ class Session:
     async def run(self) -> Summary:
         callbacks = CallbackRunner(self._plan.callbacks, self._callback_failed)
         console = ProgressConsole(self._config.run.steps, quiet=self._plan.quiet, title=self._title())
-        recorder = Recorder(self._log, console, callbacks, cores(), self._config.run.seed)
+        recorder = Recorder(self._log, console, callbacks, workplaces(self._config), self._config.run.seed)
         console.start()
         try:
             reason = await self._drive(recorder)
         except BaseException as error:
             console.close()
-            code = error.exit_code if isinstance(error, OutpaceError) else PartFailed.exit_code
-            await self._leave(recorder, recorder.build_summary(code, f"{type(error).__name__}: {error}"))
+            await self._leave(recorder, recorder.build_summary(_exit_code(error), f"{type(error).__name__}: {error}"))
             raise
         ended = recorder.build_summary(Interrupted.exit_code if reason == "stopped" else 0, reason)
         await self._leave(recorder, ended)
@@ -237,6 +236,12 @@ def core_settings(config: Config, tasks: int, evaluates: bool) -> CoreSettings:
         eval_enabled=evaluates,
         checkpoint_every=config.checkpoint.every,
     )
+
+
+def _exit_code(error: BaseException) -> int:
+    if isinstance(error, OutpaceError):
+        return error.exit_code
+    return EXIT_LEFT_AT_ONCE if isinstance(error, asyncio.CancelledError) else PartFailed.exit_code
 
 
 def _empty(directory: Path) -> None:

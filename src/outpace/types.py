@@ -245,6 +245,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     prefill_tokens: int
     steps: int
     busy_s: float  # seconds spent computing for training rollouts
+    core_s: float  # processor seconds (device seconds on an accelerator) of that
     eval_busy_s: float
     slots: int
     threads: int
@@ -255,6 +256,7 @@ class LearnerStats(msgspec.Struct, frozen=True):
 
     version: Version
     busy_s: float
+    core_s: float  # processor seconds (device seconds on an accelerator) of that
     tokens: int
     threads: int
     parameters: int

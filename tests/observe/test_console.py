@@ -102,6 +102,12 @@ def test_the_panel_shows_reward_history_waits_and_groups() -> None:
         assert fact in panel
 
 
+def test_a_score_that_is_no_accuracy_is_not_called_one() -> None:
+    console, file, _ = make(1)
+    console.evaluation(0, 0.25, all_or_nothing=False)
+    assert file.getvalue() == "held-out reward at version 0: 0.25\n"
+
+
 def test_quiet_prints_one_line_at_the_end() -> None:
     console, file, _ = make(1, quiet=True)
     console.start()
@@ -117,7 +123,7 @@ def test_the_final_report_shows_progress_and_examples() -> None:
         EpisodeView("a", "reach 24", "4*6", 1.0, "stop", 9),
         EpisodeView("b", "reach 7", "1+1", 0.0, "stop", 9),
     ]
-    report = render(final_report(build_summary(), views))
+    report = render(final_report(build_summary(), RunView(1, Clock()), views))
     for fact in ("21.0 % → 84.0 %", "✓", "4*6", "✗", "1+1", "93.0 % of the fastest", "1:23"):
         assert fact in report
 
@@ -131,14 +137,14 @@ def test_the_run_directory_is_printed_whole_however_long_it_is() -> None:
 
 def test_text_of_the_model_is_shown_and_never_interpreted() -> None:
     views = [EpisodeView("a", "[bold]p[/bold]", "\x1b[2Jgone\n\n[red]x", 1.0, "stop", 0)]
-    report = render(final_report(build_summary(), views))
+    report = render(final_report(build_summary(), RunView(1, Clock()), views))
     assert "\x1b" not in report
     assert "[bold]p[/bold]" in report
     assert "[red]x" in report
 
 
 def test_examples_where_nothing_was_solved_are_all_unsolved() -> None:
-    report = render(final_report(build_summary(), [EpisodeView("a", "p", "c", 0.0, "stop", 0)]))
+    report = render(final_report(build_summary(), RunView(1, Clock()), [EpisodeView("a", "p", "c", 0.0, "stop", 0)]))
     assert "✗" in report
     assert "✓" not in report
 

@@ -12,12 +12,12 @@ class Clock:
         return self.now
 
 
-def engine(busy_s: float, tokens: int, eval_busy_s: float = 0.0, threads: int = 1) -> EngineStats:
-    return EngineStats(0, 0, 0, tokens, 0, 0, busy_s, eval_busy_s, 8, threads)
+def engine(busy_s: float, tokens: int, eval_busy_s: float = 0.0) -> EngineStats:
+    return EngineStats(0, 0, 0, tokens, 0, 0, busy_s, busy_s, eval_busy_s, 8, 1)
 
 
-def learner(busy_s: float, tokens: int, threads: int = 1) -> LearnerStats:
-    return LearnerStats(0, busy_s, tokens, threads, 10)
+def learner(busy_s: float, tokens: int, core_s: float | None = None) -> LearnerStats:
+    return LearnerStats(0, busy_s, busy_s if core_s is None else core_s, tokens, 2, 10)
 
 
 @pytest.fixture
@@ -66,10 +66,11 @@ def test_evaluation_is_neither_useful_work_nor_waiting(account: WorkAccount, clo
     assert result.engine_wait_s == pytest.approx(1.0)
 
 
-def test_threads_beyond_the_cores_do_no_work(account: WorkAccount, clock: Clock) -> None:
+def test_threads_that_wait_for_one_another_do_no_work(account: WorkAccount, clock: Clock) -> None:
     clock.now += 10
-    account.learner(learner(10.0, 5, threads=64))
-    assert account.whole().efficiency == pytest.approx(1.0)
+    account.learner(learner(10.0, 5, core_s=13.0))
+    assert account.whole().efficiency == pytest.approx(0.65)
+    assert account.whole().trainer_wait_s == 0.0
 
 
 def test_a_lap_counts_only_its_own_time(account: WorkAccount, clock: Clock) -> None:

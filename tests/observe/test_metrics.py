@@ -169,7 +169,7 @@ def test_the_other_reports_have_the_names_of_the_contract() -> None:
     reports.record_publish(meter, Manifest("i", 3, "p", [TensorSpec("w", "float32", [2], 0, 8, 0)], seconds=0.25))
     reports.record_load(meter, LoadReport(3, pause_s=0.01, seconds=0.5, bytes=8))
     reports.record_load(meter, LoadReport(3, pause_s=0.02, seconds=0.5, bytes=8))
-    reports.record_engines(meter, [EngineStats(3, 4, 1, 0, 0, 0, 0.0, 0.0, 8, 1)] * 2)
+    reports.record_engines(meter, [EngineStats(3, 4, 1, 0, 0, 0, 0.0, 0.0, 0.0, 8, 1)] * 2)
     reports.record_queue(meter, running=5, finished=2)
     metrics = meter.flush()
     assert "loss/policy" not in metrics

@@ -29,10 +29,14 @@ MODES = {"synchronous": 0, "asynchronous": 2}
 """The name of a mode and its `pacing.max_lag`."""
 
 
+Split = tuple[int, int]
+"""Threads of the engine and of the learner."""
+
+
 @dataclass(frozen=True)
 class Trial:
     mode: str
-    threads: int
+    split: Split
     seed: int
     summary: Summary
 
@@ -47,11 +51,11 @@ def main(settings: Sequence[str]) -> int:
 def run(steps: int, probe_steps: int, seeds: int, settings: Sequence[str]) -> dict[str, Any]:
     console = Console(stderr=True)
     probes = [
-        _train(mode, threads, 0, probe_steps, [*settings, "--eval.count=0"], console)
-        for threads in _thread_counts()
+        _train(mode, split, 0, probe_steps, [*settings, "--eval.count=0"], console)
+        for split in _splits()
         for mode in MODES
     ]
-    best = {mode: min((probe for probe in probes if probe.mode == mode), key=_seconds).threads for mode in MODES}
+    best = {mode: min((probe for probe in probes if probe.mode == mode), key=_seconds).split for mode in MODES}
     trials = [
         _train(mode, best[mode], seed, steps, settings, console)
         for seed in range(seeds)
@@ -60,21 +64,23 @@ def run(steps: int, probe_steps: int, seeds: int, settings: Sequence[str]) -> di
     return {"steps": steps, "probe_steps": probe_steps, "cores": cores(), "probes": probes, "trials": trials}
 
 
-def _thread_counts() -> list[int]:
-    """Threads of engine and learner each: from half the cores, where both fit, to all of them."""
-    return sorted({max(1, cores() // 2), cores()})
+def _splits() -> list[Split]:
+    """Half of the cores or all of them, for either part."""
+    counts = sorted({max(1, cores() // 2), cores()})
+    return [(engine, learner) for engine in counts for learner in counts]
 
 
 def _seconds(trial: Trial) -> float:
     return trial.summary.train_s
 
 
-def _train(mode: str, threads: int, seed: int, steps: int, settings: Sequence[str], console: Console) -> Trial:
+def _train(mode: str, split: Split, seed: int, steps: int, settings: Sequence[str], console: Console) -> Trial:
     with tempfile.TemporaryDirectory(prefix="outpace-bench-") as directory:
         run_dir = Path(directory) / "run"
         words = [
             f"--pacing.max_lag={MODES[mode]}",
-            f"--run.threads={threads}",
+            f"--engine.threads={split[0]}",
+            f"--learner.threads={split[1]}",
             f"--run.seed={seed}",
             f"--run.steps={steps}",
             f"--run.dir={run_dir}",
@@ -85,8 +91,12 @@ def _train(mode: str, threads: int, seed: int, steps: int, settings: Sequence[st
             raise PartFailed("outpace train", f"exit code {done.returncode}", done.stderr)
         summary = msgspec.json.decode((run_dir / "summary.json").read_bytes(), type=Summary)
     accuracy = "" if summary.eval_last is None else f", held-out {summary.eval_last:.3f}"
-    console.print(f"{mode}, {threads} threads, seed {seed}: {steps} steps in {summary.train_s:.1f} s{accuracy}")
-    return Trial(mode, threads, seed, summary)
+    console.print(f"{mode}, threads {_text(split)}, seed {seed}: {steps} steps in {summary.train_s:.1f} s{accuracy}")
+    return Trial(mode, split, seed, summary)
+
+
+def _text(split: Split) -> str:
+    return f"{split[0]}+{split[1]}"
 
 
 # ----------------------------------------------------------------------------------------------------------- report
@@ -95,10 +105,11 @@ def _train(mode: str, threads: int, seed: int, steps: int, settings: Sequence[st
 def print_tables(result: dict[str, Any], console: Console | None = None) -> None:
     console = console or Console()
     probes = Table(title=f"{result['probe_steps']} steps at every split of {result['cores']} cores")
-    for column in ("mode", "threads of engine and learner", "seconds per step"):
+    for column in ("mode", "threads of engine + learner", "seconds per step", "T*/T"):
         probes.add_column(column)
     for probe in result["probes"]:
-        probes.add_row(probe.mode, str(probe.threads), f"{_seconds(probe) / result['probe_steps']:.2f}")
+        per_step = _seconds(probe) / result["probe_steps"]
+        probes.add_row(probe.mode, _text(probe.split), f"{per_step:.2f}", f"{probe.summary.efficiency:.2f}")
     console.print(probes)
     console.print(_comparison(result["trials"], result["steps"]))
     console.print(verdict(result["trials"]))
@@ -111,7 +122,7 @@ def _comparison(trials: Sequence[Trial], steps: int) -> Table:
     for trial in sorted(trials, key=lambda trial: (trial.mode, trial.seed)):
         summary = trial.summary
         table.add_row(
-            trial.mode, str(trial.threads), str(trial.seed), f"{summary.train_s:.1f}", f"{summary.eval_first:.3f}",
+            trial.mode, _text(trial.split), str(trial.seed), f"{summary.train_s:.1f}", f"{summary.eval_first:.3f}",
             f"{summary.eval_last:.3f}", f"{summary.efficiency:.2f}", str(summary.lag_max),
             f"{summary.tokens_sampled / summary.train_s:,.0f}",
         )  # fmt: skip

@@ -35,6 +35,7 @@ from outpace.engines.request import Done
 from outpace.engines.stopping import Decode
 from outpace.errors import OutpaceError, PartFailed, RequestFailed
 from outpace.models.loading import load_model, load_tokenizer
+from outpace.stopwatch import Stopwatch
 from outpace.types import EngineStats, Generation, Ints, LoadReport, Manifest, Sampling, Version
 from outpace.weights.store import read_snapshot
 
@@ -68,9 +69,9 @@ class EmbeddedEngine:
         self._decode = None if tokenizer is None else _text_decoder(tokenizer)
         self._main = Lane(decoder, 0, kv, self._decode)
         self._pinned: Lane | None = None
-        self._busy_s = 0.0
-        self._eval_busy_s = 0.0
         self._threads = threads or torch.get_num_threads()
+        counted = self._threads if model.device.type == "cpu" else None
+        self._work, self._eval_work = Stopwatch(counted), Stopwatch(counted)
 
         self._pending: dict[str, asyncio.Future[Generation]] = {}
         self._calls: set[Future[Any]] = set()
@@ -137,8 +138,9 @@ class EmbeddedEngine:
             tokens=self._main.tokens,
             prefill_tokens=self._main.prefill_tokens,
             steps=self._main.steps,
-            busy_s=self._busy_s,
-            eval_busy_s=self._eval_busy_s,
+            busy_s=self._work.busy_s,
+            core_s=self._work.core_s,
+            eval_busy_s=self._eval_work.busy_s,
             slots=self._main.decoder.slots,
             threads=self._threads,
         )
@@ -222,14 +224,12 @@ class EmbeddedEngine:
             self._inbox.clear()
         for command in commands:
             command()
-        started = time.perf_counter()
         if self._main.has_work:
-            self._outbox += self._main.advance()
-        between = time.perf_counter()
-        self._busy_s += between - started
+            with self._work.running():
+                self._outbox += self._main.advance()
         if self._pinned is not None and self._pinned.has_work:
-            self._outbox += self._pinned.advance()
-            self._eval_busy_s += time.perf_counter() - between
+            with self._eval_work.running():
+                self._outbox += self._pinned.advance()
         self._flush()
         return True
 

@@ -9,7 +9,6 @@ the copy into shared memory; the checksums are computed elsewhere while the next
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
@@ -21,6 +20,7 @@ from outpace.checkpoint import journal
 from outpace.learn import state
 from outpace.learn.core import LearnerCore
 from outpace.learn.settings import LearnerSettings
+from outpace.stopwatch import Stopwatch
 from outpace.types import ChunkReport, LearnerStats, Manifest, Place, StepReport, Version
 from outpace.weights.store import Draft, SnapshotWriter
 
@@ -38,7 +38,8 @@ class TorchLearner:
         self._settings = settings
         settings.snapshots.mkdir(parents=True, exist_ok=True)
         self._writer = SnapshotWriter(settings.snapshots, settings.incarnation, getattr(torch, settings.dtype))
-        self._busy_s = 0.0
+        threads = settings.threads or torch.get_num_threads()
+        self._work = Stopwatch(threads if settings.device == "cpu" else None)
         self._sealing = ThreadPoolExecutor(1, "seal")
         self._compute = ThreadPoolExecutor(1, "learner")
         self._core = self._compute.submit(self._build, model).result()
@@ -63,7 +64,8 @@ class TorchLearner:
         """Answers at once, also while the compute thread is busy."""
         return LearnerStats(
             version=self._core.version,
-            busy_s=self._busy_s,
+            busy_s=self._work.busy_s,
+            core_s=self._work.core_s,
             tokens=self._core.tokens,
             threads=self._settings.threads or torch.get_num_threads(),
             parameters=sum(p.numel() for p in self._core.parameters.values()),
@@ -77,11 +79,8 @@ class TorchLearner:
 
     async def _on_compute_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         def timed() -> T:
-            started = time.perf_counter()
-            try:
+            with self._work.running():
                 return function(*args, **kwargs)
-            finally:
-                self._busy_s += time.perf_counter() - started
 
         return await asyncio.get_running_loop().run_in_executor(self._compute, timed)
 

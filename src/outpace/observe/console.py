@@ -48,6 +48,7 @@ class RunView:
         self.reward: float | None = None
         self.rewards: deque[float] = deque(maxlen=HISTORY)
         self.evals: list[tuple[int, float]] = []
+        self.all_or_nothing = True  # rewards are 0 or 1, so that their mean is an accuracy
         self.status = "starting"
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -75,6 +76,13 @@ class RunView:
         else:
             pace_s = (self.last_step_at - self.first_step_at) / (self.step - self.first_step)
         return pace_s * max(self.total - self.step, 0)
+
+    @property
+    def score_name(self) -> str:
+        return "held-out accuracy" if self.all_or_nothing else "held-out reward"
+
+    def score(self, value: float | None) -> str:
+        return percent(value) if self.all_or_nothing else number(value)
 
     def rate(self, name: str) -> str:
         return number(self.metrics.get(name))
@@ -123,18 +131,20 @@ class ProgressConsole:
             self._last_line_s = self.view.clock()
             self._say(plain_line(self.view))
 
-    def evaluation(self, version: int, score: float) -> None:
+    def evaluation(self, version: int, score: float, all_or_nothing: bool = True) -> None:
         self.view.evals.append((version, score))
+        self.view.all_or_nothing = all_or_nothing
         if self._plain:
-            self._say(f"held-out accuracy at version {version}: {percent(score)}")
+            self._say(f"{self.view.score_name} at version {version}: {self.view.score(score)}")
 
     def finish(self, summary: Summary, run_dir: str | Path, views: Sequence[EpisodeView] = ()) -> None:
         """Close the live view and print the report."""
         self.close()
         if self._quiet:
-            self._say(f"{run_dir}: {summary.steps} steps, held-out accuracy {_before_after(summary)}")
+            before_after = _before_after(summary, self.view)
+            self._say(f"{run_dir}: {summary.steps} steps, {self.view.score_name} {before_after}")
         else:
-            self.console.print(final_report(summary, views))
+            self.console.print(final_report(summary, self.view, views))
             self._say(f"everything is in   {run_dir}")  # a path is never cut, whatever the width
 
     def close(self) -> None:
@@ -157,7 +167,7 @@ def plain_line(view: RunView) -> str:
     """One line for logs."""
     parts = [f"step {view.step}{f'/{view.total}' if view.total else ''}", f"reward {number(view.reward)}"]
     if view.evals:
-        parts.append(f"held-out {percent(view.evals[-1][1])}")
+        parts.append(f"held-out {view.score(view.evals[-1][1])}")
     parts.append(f"lag {view.rate('lag/mean')} (max {view.rate('lag/max')})")
     sampled, trained = view.metrics.get("throughput/sampled_tok_s"), view.metrics.get("throughput/trained_tok_s")
     parts.append(f"tok/s {si(sampled)} sampled, {si(trained)} trained")
@@ -184,7 +194,7 @@ def live_panel(view: RunView, title: str) -> Panel:
     facts.add_column()
     facts.add_row("reward", Text.assemble(number(view.reward), "  ", (sparkline(list(view.rewards)), "green")))
     if view.evals:
-        history = "  ".join(percent(score) for _, score in view.evals[-8:])
+        history = "  ".join(view.score(score) for _, score in view.evals[-8:])
         facts.add_row("held-out", Text(history, style="bold"))
     facts.add_row("lag", f"mean {view.rate('lag/mean')}   max {view.rate('lag/max')}")
     sampled, trained = view.metrics.get("throughput/sampled_tok_s"), view.metrics.get("throughput/trained_tok_s")
@@ -198,11 +208,11 @@ def live_panel(view: RunView, title: str) -> Panel:
     return Panel(body, title=escape(title), title_align="left", subtitle=subtitle, subtitle_align="right", width=88)
 
 
-def final_report(summary: Summary, views: Sequence[EpisodeView] = ()) -> RenderableType:
+def final_report(summary: Summary, view: RunView, views: Sequence[EpisodeView] = ()) -> RenderableType:
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim")
     facts.add_column()
-    facts.add_row("held-out accuracy", Text(_before_after(summary), style="bold"))
+    facts.add_row(view.score_name, Text(_before_after(summary, view), style="bold"))
     facts.add_row("reward", f"{number(summary.reward_first)} → {number(summary.reward_last)}")
     facts.add_row("steps", f"{summary.steps} in {clock_text(summary.wall_s)}")
     sampled, trained = si(summary.tokens_sampled), si(summary.tokens_trained)
@@ -215,10 +225,10 @@ def final_report(summary: Summary, views: Sequence[EpisodeView] = ()) -> Rendera
     return Group(*parts)
 
 
-def _before_after(summary: Summary) -> str:
+def _before_after(summary: Summary, view: RunView) -> str:
     if summary.eval_first is None:
         return "not measured"
-    return f"{percent(summary.eval_first)} → {percent(summary.eval_last)}"
+    return f"{view.score(summary.eval_first)} → {view.score(summary.eval_last)}"
 
 
 def _examples(views: Sequence[EpisodeView]) -> list[RenderableType]:

@@ -22,7 +22,7 @@ from rich.table import Table
 
 import outpace.models
 from outpace.config import Config
-from outpace.resources import compute_threads, cores
+from outpace.resources import cores, engine_threads, learner_threads
 
 GIB = 2**30
 MIN_MEMORY = 2 * GIB
@@ -62,7 +62,6 @@ def doctor(config: Config | None = None, console: Console | None = None) -> int:
 
 def examine(config: Config) -> list[Check]:
     """Look at this machine."""
-    parts = 1 if config.pacing.max_lag == 0 else 2  # synchronous: engine and learner take turns
     shared = Path("/dev/shm")
     memory = psutil.virtual_memory()
     return [
@@ -71,7 +70,7 @@ def examine(config: Config) -> list[Check]:
         check_version("transformers", _installed("transformers"), TRANSFORMERS),
         check_memory(memory.total, memory.available),
         check_shared_memory(shutil.disk_usage(shared).free if shared.exists() else None),
-        check_threads(cores(), compute_threads(config), parts),
+        check_threads(cores(), engine_threads(config), learner_threads(config)),
         check_thread_settings(cores(), os.environ),
         check_gpu(),
         check_extras({extra: importlib.util.find_spec(module) is not None for extra, module in EXTRAS.items()}),
@@ -105,11 +104,11 @@ def check_shared_memory(free: int | None) -> Check:
     )
 
 
-def check_threads(available: int, threads: int, parts: int) -> Check:
-    """Two parts that fight over cores are slower by an order of magnitude than two that share them."""
-    found = f"{threads} for each of {parts} computing parts, {available} cores"
-    crowded = threads > 1 and threads * parts > available
-    advice = f"more threads than cores; set run.threads to {max(1, available // parts)} or leave it out"
+def check_threads(available: int, engine: int, learner: int) -> Check:
+    """Threads that fight over cores are slower than fewer that share them."""
+    found = f"engine {engine}, learner {learner}, {available} cores"
+    crowded = max(engine, learner) > available
+    advice = f"more threads than cores; set run.threads to {available} or less, or leave it out"
     return Check("Threads", found, advice if crowded else "")
 
 

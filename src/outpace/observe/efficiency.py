@@ -4,15 +4,16 @@ With W_g and W_t the useful core-seconds of generation and of training on N core
 less than T* = (W_g + W_t) / N. `efficiency` is T*/T with T the wall time.
 
 What is counted, plainly
-- W_g: the seconds an engine spent computing for training rollouts, times its threads, less the share of sampled
+- W_g: the processor seconds an engine spent computing for training rollouts, less the share of sampled
   tokens that were thrown away (failed, dropped and requeued groups). Filtered groups are not thrown away: no
   schedule can know a group teaches nothing without sampling it.
-- W_t: the seconds the learner spent on forward, backward and optimizer, times its threads.
+- W_t: the processor seconds the learner spent on forward, backward and optimizer.
 - Evaluation is not counted as useful, and the time it takes is in T.
-- Busy is busy: a thread that waits for memory, for its siblings, or computes padding counts as working. T*/T
-  judges the schedule, not the kernels.
-- Threads are counted up to N per part. Parts that together use more threads than N slow each other down while
-  both count as busy; a value above 1 says exactly that.
+- Processor seconds are what the operating system counted for the part's process: a thread that waits for its
+  siblings or for a core does not count, one that waits for memory or computes padding does. T*/T judges the schedule,
+  not the kernels.
+- On one accelerator N is 1 and the seconds are the clock's while a part was using it; two parts that share it at the
+  same moment both count, so there T*/T can exceed 1.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Work:
 
     busy_s: float = 0.0
     eval_busy_s: float = 0.0
-    core_s: float = 0.0  # busy_s times threads
+    core_s: float = 0.0  # processor seconds of busy_s
     tokens: float = 0.0
 
     def __add__(self, other: Work) -> Work:
@@ -92,15 +93,14 @@ class WorkAccount:
     def engines(self, stats: Mapping[str, EngineStats]) -> None:
         """The newest word of these engines; of engines not named, the last word stands."""
         for name, word in stats.items():
-            threads = min(word.threads, self._cores)
-            work = Work(word.busy_s, word.eval_busy_s, word.busy_s * threads, word.tokens)
+            work = Work(word.busy_s, word.eval_busy_s, word.core_s, word.tokens)
             before = self._engines.get(name)
             if before is not None and work.tokens < before.tokens:
                 self._engine_past += before
             self._engines[name] = work
 
     def learner(self, stats: LearnerStats) -> None:
-        work = Work(stats.busy_s, 0.0, stats.busy_s * min(stats.threads, self._cores), stats.tokens)
+        work = Work(stats.busy_s, 0.0, stats.core_s, stats.tokens)
         if work.busy_s < self._learner.busy_s:
             self._learner_past += self._learner
         self._learner = work

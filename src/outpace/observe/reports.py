@@ -52,7 +52,6 @@ def record_waste(meter: Meter, tokens: float) -> None:
 
 def record_chunk(meter: Meter, report: ChunkReport) -> None:
     meter.add("throughput/trained_tokens", report.tokens)
-    meter.add("time/train_s", report.seconds)
     meter.add_counts("lag", report.lag_counts)
     if report.tokens:
         for name, total in report.sums.items():

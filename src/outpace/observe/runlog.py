@@ -26,7 +26,7 @@ from outpace.observe.summary import Summary
 from outpace.types import EpisodeView
 
 LOCK = "run.lock"
-FILES = ("config.toml", "metrics.jsonl", "batches.jsonl", "summary.json", "timeline.json", "ledger.jsonl")
+FILES = ("config.toml", "metrics.jsonl", "batches.jsonl", "summary.json", "timeline.json")
 FOLDERS = ("rollouts", "checkpoints", "journal", "logs")
 """What a run leaves, and all that overwriting one removes."""
 

@@ -107,7 +107,8 @@ class Recorder:
         metrics = {"eval/version": float(evaluation.version), **evaluation.metrics()}
         for name, value in metrics.items():
             self._meter.add(name, value)
-        self.console.evaluation(evaluation.version, evaluation.reward)
+        all_or_nothing = all(view.reward in (0.0, 1.0) for view in evaluation.views)
+        self.console.evaluation(evaluation.version, evaluation.reward, all_or_nothing)
         self.callbacks.post("on_evaluation", evaluation.version, metrics)
 
     # --------------------------------------------------------------------------------------------------- each step

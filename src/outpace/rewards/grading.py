@@ -13,13 +13,10 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import inspect
 import math
-import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,6 +24,7 @@ from typing import Any
 from outpace.errors import RewardFailed, one_line
 from outpace.protocols import Reward
 from outpace.rewards.registry import accepted
+from outpace.runtime.threads import in_thread
 
 MAX_THREADS = 16
 """Synchronous calls that run at once, per event loop; further ones wait, and their time does not count yet."""
@@ -115,41 +113,12 @@ async def _on_loop(call: Callable[[], Any], timeout_s: float) -> Any:
 
 async def _off_loop(call: Callable[[], Any], timeout_s: float) -> Any:
     async with _places():
-        returned = await _on_loop(partial(_in_thread, call), timeout_s)
-    if isinstance(returned, _Raised):
-        raise returned.error
+        returned, error = await _on_loop(partial(in_thread, call), timeout_s)
+    if error is not None:
+        raise error
     if inspect.isawaitable(returned):  # a plain function that hands out a coroutine
         return await _on_loop(lambda: returned, timeout_s)
     return returned
-
-
-@dataclass(frozen=True)
-class _Raised:
-    """An exception as a value: a future refuses StopIteration, and SystemExit in one would end the event loop."""
-
-    error: BaseException
-
-
-def _in_thread(call: Callable[[], Any]) -> asyncio.Future[Any]:
-    """Runs `call` in a daemon thread of its own, which unlike a pool's thread can be walked away from."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-    context = contextvars.copy_context()
-
-    def answer(value: Any) -> None:
-        if not future.done():
-            future.set_result(value)
-
-    def run() -> None:
-        try:
-            value = context.run(call)
-        except BaseException as error:
-            value = _Raised(error)
-        with suppress(RuntimeError):  # the loop has closed: nobody waits for this any more
-            loop.call_soon_threadsafe(answer, value)
-
-    threading.Thread(target=run, name="outpace-reward", daemon=True).start()
-    return future
 
 
 _places_of_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = weakref.WeakKeyDictionary()

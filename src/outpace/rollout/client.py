@@ -37,8 +37,15 @@ class PolicyClient:
     """Implements `outpace.protocols.ModelClient` for one episode."""
 
     def __init__(
-        self, engine: Engine, tokenizer: Any, settings: ClientSettings, order: GroupOrder, episode: int
+        self,
+        engine: Engine,
+        tokenizer: Any,
+        settings: ClientSettings,
+        order: GroupOrder,
+        episode: int,
+        openings: dict[str, list[int]] | None = None,
     ) -> None:
+        """`openings` is shared by the episodes of a group: prompts that are rendered already."""
         self._engine = engine
         self._tokenizer = tokenizer
         self._settings = settings
@@ -47,6 +54,7 @@ class PolicyClient:
         self._sequence = TrajectoryBuilder()
         self._heard: list[Message] = []  # the conversation up to the newest answer, which it leaves out
         self._tools: Sequence[Schema] = ()
+        self._openings = {} if openings is None else openings
         self._sampling = False
         self._open: set[str] = set()  # requests that the engine may still be working on
         self.requests: list[str] = []
@@ -89,7 +97,7 @@ class PolicyClient:
 
     def _hear(self, prompt: str | list[Message], tools: Sequence[Schema]) -> None:
         if not len(self._sequence):
-            self._sequence.observe(render(self._tokenizer, prompt, self._settings.system, tools))
+            self._sequence.observe(self._opening(prompt, tools))
             self._heard, self._tools = as_messages(prompt, self._settings.system), tools
         elif self._heard and self.completions and not tools:
             said = as_messages(prompt)
@@ -97,6 +105,14 @@ class PolicyClient:
             self._heard += [STAND_IN, *said]
         else:
             raise RequestFailed("a prompt opens a sequence or follows an answer, and only the first one brings tools")
+
+    def _opening(self, prompt: str | list[Message], tools: Sequence[Schema]) -> Sequence[int]:
+        """Siblings of a group open with the same prompt: it is rendered once for all of them."""
+        if tools or not isinstance(prompt, str):
+            return render(self._tokenizer, prompt, self._settings.system, tools)
+        if prompt not in self._openings:
+            self._openings[prompt] = render(self._tokenizer, prompt, self._settings.system)
+        return self._openings[prompt]
 
     def _between(self, ids: list[int]) -> list[int]:
         """The bridge without the end of turn that the policy has sampled already."""

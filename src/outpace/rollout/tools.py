@@ -19,7 +19,7 @@ from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapt
 
 from outpace.errors import BadInput, one_line
 from outpace.models.chat import Schema
-from outpace.rollout import threads
+from outpace.runtime import threads
 
 NOT_TOOLS = ("reset", "get_reward")
 

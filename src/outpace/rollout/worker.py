@@ -126,7 +126,10 @@ class RolloutWorker:
 
     async def _episodes(self, task: Task, order: GroupOrder, settings: ClientSettings) -> list[Episode]:
         engine = self._engines[order.group % len(self._engines)]
-        clients = [PolicyClient(engine, self._tokenizer, settings, order, index) for index in range(order.size)]
+        openings: dict[str, list[int]] = {}
+        clients = [
+            PolicyClient(engine, self._tokenizer, settings, order, index, openings) for index in range(order.size)
+        ]
         limit = self._settings.episode_timeout_s
         return await together(*(run_episode(self._rollout, task, client, limit) for client in clients))
 

@@ -57,6 +57,7 @@ async def live(fd: int) -> None:
             await listen(spec.listen, spec.token, part, parts.resolve(spec.protocol))
     except Exception as error:  # a boundary: the parent reports it as this part's failure
         await channel.send(Broken(type(error).__name__, str(error), traceback.format_exc()))
+        await channel.finish()
         return
     await channel.send(Ready(os.getpid()))
     try:

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from outpace.rollout import threads
+from outpace.runtime import threads
 
 
 async def test_a_plain_function_runs_in_another_thread() -> None:
@@ -50,5 +50,9 @@ async def test_a_call_that_hangs_can_be_given_up() -> None:
     hanging = [thread for thread in threading.enumerate() if thread.name == "outpace-user-code"]
     assert all(thread.daemon for thread in hanging)
     release.set()
-    for thread in hanging:
-        thread.join()
+
+
+async def test_a_thread_that_came_back_is_used_again() -> None:
+    first = await threads.call(threading.get_ident)
+    await asyncio.sleep(0.05)  # it goes back a moment after its answer
+    assert await threads.call(threading.get_ident) == first
