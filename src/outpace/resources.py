@@ -12,10 +12,11 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def workplaces(config: Config) -> int:
-    """How many things can compute at once: the cores, or the one accelerator that engine and learner share."""
+def countable_cores(config: Config) -> int | None:
+    """The cores that engine and learner compute on; None when they share an accelerator, whose time is not counted
+    for either."""
     has_accelerator = config.run.device == "auto" and os.path.exists("/dev/nvidia0")
-    return 1 if config.run.device == "cuda" or has_accelerator else cores()
+    return None if config.run.device == "cuda" or has_accelerator else cores()
 
 
 def engine_threads(config: Config) -> int:

@@ -32,7 +32,7 @@ from outpace.pipeline.evaluation import Evaluator
 from outpace.pipeline.pacing import CoreSettings
 from outpace.pipeline.recorder import Recorder
 from outpace.protocols import Engine, Learner, Worker
-from outpace.resources import workplaces
+from outpace.resources import countable_cores
 from outpace.runtime.inline import InlineRuntime
 from outpace.runtime.local import LocalRuntime
 from outpace.runtime.scratch import Scratch
@@ -80,7 +80,7 @@ class Session:
     async def run(self) -> Summary:
         callbacks = CallbackRunner(self._plan.callbacks, self._callback_failed)
         console = ProgressConsole(self._config.run.steps, quiet=self._plan.quiet, title=self._title())
-        recorder = Recorder(self._log, console, callbacks, workplaces(self._config), self._config.run.seed)
+        recorder = Recorder(self._log, console, callbacks, countable_cores(self._config), self._config.run.seed)
         console.start()
         try:
             reason = await self._drive(recorder)

@@ -12,7 +12,7 @@ class Stopwatch:
 
     `core_s` is processor time of this process, all its threads together: a thread that waits, for its siblings or for
     a core, does not count. It is bounded by the time that `threads` can fill, so that neighbours in the same process
-    are not counted as well. On an accelerator (`threads` None) the clock counts: one device, busy or not.
+    are not counted as well. On an accelerator (`threads` None) processors say nothing, and the clock stands in.
     """
 
     def __init__(self, threads: int | None) -> None:

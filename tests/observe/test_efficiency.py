@@ -73,6 +73,15 @@ def test_threads_that_wait_for_one_another_do_no_work(account: WorkAccount, cloc
     assert account.whole().trainer_wait_s == 0.0
 
 
+def test_on_a_shared_accelerator_no_efficiency_is_claimed(clock: Clock) -> None:
+    account = WorkAccount(None, clock)
+    clock.now += 10
+    account.engines({"e": engine(10.0, 1000)})
+    account.learner(learner(10.0, 900))
+    assert account.whole().efficiency is None
+    assert "efficiency" not in account.whole().metrics()
+
+
 def test_a_lap_counts_only_its_own_time(account: WorkAccount, clock: Clock) -> None:
     clock.now += 10
     account.engines({"e": engine(8.0, 1000)})

@@ -218,7 +218,8 @@ def final_report(summary: Summary, view: RunView, views: Sequence[EpisodeView] =
     sampled, trained = si(summary.tokens_sampled), si(summary.tokens_trained)
     wasted = percent(summary.waste_fraction)
     facts.add_row("tokens", f"{sampled} sampled, {trained} trained, {wasted} wasted, lag at most {summary.lag_max}")
-    facts.add_row("T*/T", f"{percent(summary.efficiency)} of the fastest possible schedule")
+    if summary.efficiency is not None:
+        facts.add_row("T*/T", f"{percent(summary.efficiency)} of the fastest possible schedule")
     if summary.reason:
         facts.add_row("ended", Text(summary.reason))
     parts: list[RenderableType] = [*_examples(views), facts]

@@ -12,8 +12,8 @@ What is counted, plainly
 - Processor seconds are what the operating system counted for the part's process: a thread that waits for its
   siblings or for a core does not count, one that waits for memory or computes padding does. T*/T judges the schedule,
   not the kernels.
-- On one accelerator N is 1 and the seconds are the clock's while a part was using it; two parts that share it at the
-  same moment both count, so there T*/T can exceed 1.
+- Where engine and learner share an accelerator nobody counts its seconds for either: T*/T is then left out rather
+  than guessed.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Efficiency:
     """The account of a span of time."""
 
     seconds: float  # T
-    ideal_s: float  # T*
-    efficiency: float  # T*/T
+    ideal_s: float | None  # T*; None: the work cannot be counted
+    efficiency: float | None  # T*/T
     engine_share: float  # of the wall time, the mean engine computes for training rollouts
     eval_share: float  # ... for evaluation
     learner_share: float  # of the wall time, the learner computes
@@ -58,8 +58,8 @@ class Efficiency:
     def metrics(self) -> dict[str, float]:
         """Under the names of the contract."""
         seconds = max(self.seconds, 1e-9)
-        return {
-            "efficiency": self.efficiency,
+        known = {} if self.efficiency is None else {"efficiency": self.efficiency}
+        return known | {
             "share/engine": self.engine_share,
             "share/eval": self.eval_share,
             "share/learner": self.learner_share,
@@ -78,8 +78,8 @@ class WorkAccount:
     `lap` accounts for the time since the last lap, `whole` for all of it.
     """
 
-    def __init__(self, cores: int, clock: Callable[[], float]) -> None:
-        assert cores >= 1
+    def __init__(self, cores: int | None, clock: Callable[[], float]) -> None:
+        assert cores is None or cores >= 1
         self._cores = cores
         self._clock = clock
         self._began = self._lap_began = clock()
@@ -128,12 +128,12 @@ class WorkAccount:
         span = max(seconds, 1e-9)
         engines = max(len(self._engines), 1)
         useful = 1.0 - min(wasted / generation.tokens, 1.0) if generation.tokens > 0 else 1.0
-        ideal_s = (generation.core_s * useful + training.core_s) / self._cores
+        ideal_s = None if self._cores is None else (generation.core_s * useful + training.core_s) / self._cores
         busy_s, eval_s = generation.busy_s / engines, generation.eval_busy_s / engines
         return Efficiency(
             seconds=seconds,
             ideal_s=ideal_s,
-            efficiency=ideal_s / span,
+            efficiency=None if ideal_s is None else ideal_s / span,
             engine_share=busy_s / span,
             eval_share=eval_s / span,
             learner_share=training.busy_s / span,

@@ -101,7 +101,8 @@ def record_efficiency(meter: Meter, lap: Efficiency, whole: Efficiency) -> None:
     for name, value in lap.metrics().items():
         if name != "efficiency":
             meter.add(name, value)
-    meter.add("efficiency", whole.efficiency)
+    if whole.efficiency is not None:
+        meter.add("efficiency", whole.efficiency)
     meter.add("time/wall_s", whole.seconds)
 
 

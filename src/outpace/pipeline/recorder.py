@@ -41,7 +41,7 @@ class Recorder:
     log: RunLog
     console: ProgressConsole
     callbacks: CallbackRunner
-    cores: int
+    cores: int | None  # None: the work of engine and learner cannot be counted
     seed: int
 
     def __post_init__(self) -> None:
