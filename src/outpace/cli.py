@@ -1,4 +1,4 @@
-"""One verb per job: `outpace train | eval | export | doctor | bench`.
+"""One verb per job: `outpace train | eval | export | ledger | doctor | bench`.
 
 Every error that the user can mend is one line on standard error and exit code 2. Exit codes: 0 done, 2 bad input,
 3 stopped by a signal with a checkpoint, 4 a part failed, 5 stalled, 130 left at once without one.
@@ -97,6 +97,14 @@ def export(arguments: argparse.Namespace, settings: list[str]) -> int:
     return 0
 
 
+def ledger(arguments: argparse.Namespace, settings: list[str]) -> int:
+    from outpace.pipeline.account import account_of
+
+    _no_settings(settings)
+    print(json.dumps(account_of(arguments.run), indent=2))
+    return 0
+
+
 def doctor(arguments: argparse.Namespace, settings: list[str]) -> int:
     from outpace.observe.doctor import doctor as examine
 
@@ -182,6 +190,10 @@ def _parser() -> argparse.ArgumentParser:
     this.add_argument("run", type=Path, help="a run directory or one of its checkpoints")
     this.add_argument("directory", type=Path, help="where to; must not exist yet")
     this.set_defaults(verb=export)
+
+    this = verbs.add_parser("ledger", help="account for every task of a run, as JSON", allow_abbrev=False)
+    this.add_argument("run", type=Path, help="a run directory")
+    this.set_defaults(verb=ledger)
 
     this = verbs.add_parser("doctor", help="check this machine", allow_abbrev=False)
     this.set_defaults(verb=doctor)

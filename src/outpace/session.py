@@ -25,6 +25,7 @@ from outpace.observe.console import ProgressConsole
 from outpace.observe.runlog import RunLog
 from outpace.observe.summary import Summary
 from outpace.parts import ENGINE, PartSpecs
+from outpace.pipeline.account import STATE_FILE
 from outpace.pipeline.budget import Limits
 from outpace.pipeline.core import Core
 from outpace.pipeline.driver import Driver, DriverSettings, Parts
@@ -40,8 +41,6 @@ from outpace.runtime.spec import Runtime
 from outpace.runtime.together import together
 from outpace.tasks.order import Order
 from outpace.types import Version
-
-STATE_FILE = "controller.json"
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,11 @@
 import os
 import subprocess
 import sys
-import threading
-import time
 
 import psutil
 import pytest
 
-from outpace.observe.process import ProcessSampler, ProcessTree
+from outpace.observe.process import ProcessTree
 
 WAIT = "import sys; block = bytearray(b'x' * (64 << 20)); print('up', flush=True); sys.stdin.read()"
 
@@ -41,13 +39,3 @@ def test_a_tree_without_its_root_says_so() -> None:
     child.wait()
     with pytest.raises(psutil.NoSuchProcess):
         tree.sample()
-
-
-def test_the_sampler_has_a_sample_soon_and_ends_when_closed() -> None:
-    before = threading.active_count()
-    sampler = ProcessSampler(ProcessTree(), every_s=60)
-    while sampler.latest is None:
-        time.sleep(0.01)
-    sampler.close()
-    assert sampler.latest.metrics()["fleet/processes"] >= 1
-    assert threading.active_count() == before

@@ -49,7 +49,7 @@ def test_a_run_leaves_its_config_its_steps_and_its_batches(tmp_path: Path) -> No
     assert metrics_of(tmp_path / "run") == [{"step": 1, "reward/mean": 0.5}]
     batch = json.loads((tmp_path / "run/batches.jsonl").read_text())
     assert batch["version"] == 0
-    assert batch["groups"] == [{"task": "task-7", "epoch": 0, "admitted": 0, "lag": 0, "episodes": 8}]
+    assert batch["groups"] == [{"task_id": "task-7", "epoch": 0, "admitted_version": 0, "lag": 0, "episodes": 8}]
     lines = (tmp_path / "run/rollouts/step-000001.jsonl").read_text().splitlines()
     assert [json.loads(line)["completion"] for line in lines] == ["a", "b"]
 

@@ -82,15 +82,6 @@ def test_a_group_with_tokens_older_than_its_stamp_is_a_broken_promise() -> None:
         script.tell(GroupClosed(2, "finished", oldest=0))
 
 
-def test_groups_filtered_in_a_row_are_counted_until_one_finishes() -> None:
-    script = started(SMALL)
-    script.close(0, 1, 2, outcome="filtered")
-    script.close(3, outcome="failed")
-    assert script.core.filtered_in_a_row == 3
-    script.close(4)
-    assert script.core.filtered_in_a_row == 0
-
-
 def test_with_no_lag_nothing_is_admitted_until_the_engines_have_the_newest_weights() -> None:
     script = started(replace(SMALL, max_lag=0))
     script.train(0, 1)
@@ -160,7 +151,7 @@ def test_data_that_is_filtered_altogether_makes_no_step_and_ends_the_run() -> No
     assert script.of(EpochEnded) == [EpochEnded(0), EpochEnded(1)]
     assert [type(action) for action in script.said[-2:]] == [Checkpoint, Finish]
     assert script.core.version == 0
-    assert script.core.filtered_in_a_row == 6
+    assert script.core.counts["filtered"] == 6
 
 
 def test_a_run_of_steps_goes_on_over_data_that_is_filtered_and_keeps_its_bound() -> None:
@@ -168,7 +159,7 @@ def test_a_run_of_steps_goes_on_over_data_that_is_filtered_and_keeps_its_bound()
     for group in range(1000):
         script.close(group, outcome="filtered")
         assert script.core.outstanding == 4
-    assert script.core.filtered_in_a_row == 1000
+    assert script.core.counts["filtered"] == 1000
 
 
 # ------------------------------------------------------------------------------ publication, evaluation and checkpoints

@@ -23,7 +23,7 @@ Settings = dict[str, Any]
 
 
 def trained_tasks(run: Path) -> list[tuple[int, str]]:
-    return [(group["epoch"], group["task"]) for line in read_lines(run / "batches.jsonl") for group in line["groups"]]
+    return [(group["epoch"], group["task_id"]) for line in read_lines(run / "batches.jsonl") for group in line["groups"]]
 
 
 def children_of(pid: int) -> list[psutil.Process]:
@@ -188,6 +188,9 @@ def test_a_signal_stops_the_run_with_a_checkpoint_and_resume_goes_on_without_los
     steps = [line["step"] for line in read_lines(run / "metrics.jsonl")]
     assert steps == list(range(1, 37)), "every step once, in order, across the stop"
     assert sorted(trained_tasks(run)) == sorted((epoch, f"t{n}") for epoch in range(3) for n in range(24))
+    book = json.loads(run_command("ledger", str(run)).stdout)
+    assert [row["trained"] for row in book["epochs"]] == [24, 24, 24]
+    assert book["trained_twice"] == []
 
 
 def test_a_reward_that_always_raises_ends_the_run_and_says_what_it_raised(settings: Settings, rewards: Path) -> None:

@@ -6,14 +6,10 @@ every page once, shared weight buffers included. Where the system does not tell 
 
 from __future__ import annotations
 
-import logging
 import os
-import threading
 
 import msgspec
 import psutil
-
-logger = logging.getLogger(__name__)
 
 
 class TreeSample(msgspec.Struct, frozen=True):
@@ -23,14 +19,6 @@ class TreeSample(msgspec.Struct, frozen=True):
     processes: int
     threads: int
     fds: int
-
-    def metrics(self) -> dict[str, float]:
-        return {
-            "fleet/pss_bytes": float(self.pss),
-            "fleet/processes": float(self.processes),
-            "fleet/threads": float(self.threads),
-            "fleet/fds": float(self.fds),
-        }
 
 
 class ProcessTree:
@@ -56,28 +44,3 @@ class ProcessTree:
             pss += getattr(memory, "pss", 0) or memory.uss
             processes, threads, fds = processes + 1, threads + thread_count, fds + fd_count
         return TreeSample(pss=pss, processes=processes, threads=threads, fds=fds)
-
-
-class ProcessSampler:
-    """Samples a tree every so often on a thread of its own; `latest` is the newest sample."""
-
-    def __init__(self, tree: ProcessTree, every_s: float = 5.0) -> None:
-        self.latest: TreeSample | None = None
-        self._tree = tree
-        self._every_s = every_s
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="outpace-process-sampler", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._closed.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._closed.is_set():
-            try:
-                self.latest = self._tree.sample()
-            except psutil.Error as error:  # nothing of the run depends on these numbers
-                logger.warning("no more process samples: %s", error)
-                return
-            self._closed.wait(self._every_s)

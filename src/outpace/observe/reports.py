@@ -6,7 +6,7 @@ without a slash are looked up below; names with one are taken as they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from outpace.observe.efficiency import Efficiency
 from outpace.observe.metrics import Meter
@@ -104,11 +104,6 @@ def record_efficiency(meter: Meter, lap: Efficiency, whole: Efficiency) -> None:
     if whole.efficiency is not None:
         meter.add("efficiency", whole.efficiency)
     meter.add("time/wall_s", whole.seconds)
-
-
-def evaluation_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Held-out results, under `eval/`."""
-    return {name if name.startswith("eval/") else f"eval/{name}": value for name, value in metrics.items()}
 
 
 def _learner_name(name: str) -> str:

@@ -34,9 +34,9 @@ FOLDERS = ("rollouts", "checkpoints", "journal", "logs")
 class BatchGroup(msgspec.Struct, frozen=True):
     """One group of a trained batch, as `batches.jsonl` names it."""
 
-    task: str
+    task_id: str
     epoch: int
-    admitted: int
+    admitted_version: int
     lag: int
     episodes: int
 

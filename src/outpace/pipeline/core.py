@@ -92,7 +92,6 @@ class Core:
             )
         assert settings.tasks == order.count
         self.version: Version = state.version
-        self.filtered_in_a_row = 0
         self._next_group = state.next_group
         self._groups: dict[int, Admitted] = {}
         self._cancelled: set[int] = set()
@@ -210,11 +209,9 @@ class Core:
             assert event.oldest >= group.stamp, f"group {event.group} has tokens older than its stamp {group.stamp}"
             self._batcher.finish(event.group)
             self._ledger.finish(group.position)
-            self.filtered_in_a_row = 0
         else:
             self._batcher.discard(event.group)
             self._settle(event.group, event.outcome)
-            self.filtered_in_a_row += event.outcome == "filtered"
 
     def _batch_trained(self, version: Version) -> None:
         assert (self._learner, version) == ("step", self.version + 1)

@@ -154,9 +154,9 @@ class Recorder:
 
 def _batch_group(version: Version, order: GroupOrder, report: GroupReport) -> BatchGroup:
     return BatchGroup(
-        task=report.task_id,
+        task_id=report.task_id,
         epoch=order.epoch,
-        admitted=order.min_version,
+        admitted_version=order.min_version,
         lag=version - report.oldest,
         episodes=report.episodes,
     )

@@ -6,7 +6,6 @@ Every part still computes on a thread of its own, so the event loop stays free a
 from __future__ import annotations
 
 import asyncio
-import os
 from collections import defaultdict
 from typing import TypeVar, cast
 
@@ -40,6 +39,3 @@ class InlineRuntime:
             if part.done() and not part.cancelled():
                 await parts.close(part.result())
         self._parts.clear()
-
-    def pids(self) -> dict[str, int]:
-        return {"controller": os.getpid()}

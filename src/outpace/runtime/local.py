@@ -72,9 +72,6 @@ class LocalRuntime:
         await asyncio.gather(*(self._stop(child) for child in self._children))
         self._children.clear()
 
-    def pids(self) -> dict[str, int]:
-        return {child.name: child.process.pid for child in self._children}
-
     async def _introduce(self, child: Child, spec: PartSpec) -> None:
         try:
             async with asyncio.timeout(START_DEADLINE_S):

@@ -41,8 +41,6 @@ class Runtime(Protocol):
 
     async def stop(self) -> None: ...
 
-    def pids(self) -> dict[str, int]: ...
-
 
 Factory = Callable[[PartSpec, dict[str, Any]], Awaitable[object]]
 
