@@ -9,12 +9,16 @@ from pathlib import Path
 from typing import Any
 
 
-def promises(summary: dict[str, Any], config: dict[str, Any]) -> dict[str, bool]:
+MAX_TRAIN_S = 240
+
+
+def promises(summary: dict[str, Any], config: dict[str, Any], judged: list[float]) -> dict[str, bool]:
     first, last = summary["eval_first"], summary["eval_last"]
     return {
         "exit code 0": summary["exit"] == 0,
         "all steps done": summary["steps"] == config["run"]["steps"],
-        "at least 512 held-out puzzles": config["eval"]["count"] >= 512,
+        f"at most {MAX_TRAIN_S} seconds of training": summary["train_s"] <= MAX_TRAIN_S,
+        "at least 512 held-out puzzles judged each time": min(judged) >= 512,
         "sampled at the training temperature": config["eval"]["temperature"] == config["rollout"]["temperature"],
         "held-out accuracy rose by 0.25": last >= first + 0.25,
         "held-out accuracy doubled": last >= 2 * first,
@@ -25,7 +29,8 @@ def promises(summary: dict[str, Any], config: dict[str, Any]) -> dict[str, bool]
 def main(run: Path) -> int:
     summary = json.loads((run / "summary.json").read_text())
     config = tomllib.loads((run / "config.toml").read_text())
-    kept = promises(summary, config)
+    evaluations = [json.loads(line) for line in (run / "evals.jsonl").read_text().splitlines()]
+    kept = promises(summary, config, [line["eval/count"] for line in evaluations])
     for promise, is_kept in kept.items():
         print(f"{'ok  ' if is_kept else 'FAIL'} {promise}")
     print(f"held-out {summary['eval_first']:.3f} -> {summary['eval_last']:.3f} in {summary['train_s']:.0f} s")

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic_core import PydanticCustomError
 
 STARTER = "starter"
 MAX_SEED = 2**63 - 1
@@ -85,6 +86,13 @@ class RolloutConfig(Section):
     """How long one episode may take before it fails."""
     workers: int = Field(default=1, ge=1)
     """How many rollout worker processes."""
+
+    @field_validator("stop")
+    @classmethod
+    def _no_empty_stop(cls, stop: list[str]) -> list[str]:
+        if "" in stop:
+            raise PydanticCustomError("empty_stop", "should hold no empty text, which every completion ends with")
+        return stop
 
 
 class PacingConfig(Section):

@@ -76,8 +76,10 @@ class Learner(Protocol):
         """Snapshot the current weights. Buffers of the `leased` versions, which a reader may be copying, stay."""
         ...
 
-    async def save(self, directory: str) -> None:
-        """Write model, optimizer, scheduler and counters into an existing directory."""
+    async def save(self, directory: str, version: Version) -> bool:
+        """Write model, optimizer, scheduler and counters of `version` into an existing directory.
+
+        False: the learner is past that version, and nothing was written."""
         ...
 
     async def load(self, directory: str) -> Version:

@@ -3,7 +3,7 @@
     claim the run directory ─▶ start engine, learner and workers side by side ─▶ (resume) ─▶ drive ─▶ stop ─▶ summary
 
 Invariants
-- Bad input that only a starting part can see (a model that does not load) takes back what was written.
+- Nothing of an earlier run is touched before the parts are up and the checkpoint fits: bad input costs nothing.
 - However the run ends, children are stopped, scratch memory is removed and `summary.json` says how it ended.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 from outpace.checkpoint import commit
 from outpace.config import Config
 from outpace.config_loading import dump_toml
-from outpace.errors import EXIT_LEFT_AT_ONCE, Interrupted, OutpaceError, PartFailed
+from outpace.errors import EXIT_LEFT_AT_ONCE, BadInput, CorruptData, Interrupted, OutpaceError, PartFailed
 from outpace.observe.callbacks import Callback, CallbackRunner
 from outpace.observe.console import ProgressConsole
 from outpace.observe.runlog import RunLog
@@ -98,8 +98,12 @@ class Session:
 
     async def _leave(self, recorder: Recorder, ended: Summary) -> None:
         """Whatever the end was: say so in the run directory and to the callbacks."""
-        await asyncio.to_thread(self._log.summary, ended)
-        await asyncio.to_thread(recorder.timeline.write, self._log.dir / "timeline.json")
+        try:
+            if self._log.began:
+                await asyncio.to_thread(self._log.summary, ended)
+                await asyncio.to_thread(recorder.timeline.write, self._log.dir / "timeline.json")
+        except OSError as error:  # a full disk must not hide why the run ended
+            recorder.console.status(f"cannot write to {self._log.dir}: {error.strerror}")
         recorder.callbacks.post("on_run_end", ended)
         with contextlib.suppress(PartFailed):  # a callback's failure has ended the run already, or is checked next
             await asyncio.to_thread(recorder.callbacks.close)
@@ -117,9 +121,9 @@ class Session:
         runtime = self._runtime()
         try:
             recorder.console.status("starting engine, learner and rollout workers")
-            self._log.start(dump_toml(self._config))
             parts = await self._start_parts(runtime, scratch.path)
             core, version = await self._core(parts.learner, recorder)
+            await asyncio.to_thread(self._open_log, recorder, version)
             self._driver = self._make_driver(core, parts, recorder)
             if self._stop_wanted:
                 self._driver.stop()
@@ -163,13 +167,22 @@ class Session:
         if checkpoint is None:
             return Core(settings, order), 0
         recorder.console.status(f"resuming from {checkpoint}")
-        version = await learner.load(str(checkpoint))
+        try:
+            version = await learner.load(str(checkpoint))
+        except CorruptData as error:  # its checksums were right: it is another model's
+            raise BadInput(f"--resume: {checkpoint} does not fit {self._config.model.path}: {error}") from None
         state = json.loads(await asyncio.to_thread((checkpoint / STATE_FILE).read_text))
-        # Tasks under way when the checkpoint was made are rolled out anew: what was journalled of them is obsolete.
-        await asyncio.to_thread(_empty, self._log.dir / "journal")
-        for line in await asyncio.to_thread(self._log.roll_back, version):
-            recorder.summary.step(line["step"], {name: value for name, value in line.items() if name != "step"})
         return Core.restore(settings, order, state), version
+
+    def _open_log(self, recorder: Recorder, version: Version) -> None:
+        """Nothing can be refused any more: from here on the directory is this run's."""
+        self._log.start(dump_toml(self._config))
+        if self._plan.resume is None:
+            return
+        # Tasks under way when the checkpoint was made are rolled out anew: what was journalled of them is obsolete.
+        _empty(self._log.dir / "journal")
+        for line in self._log.roll_back(version):
+            recorder.summary.step(line["step"], {name: value for name, value in line.items() if name != "step"})
 
     def _make_driver(self, core: Core, parts: Parts, recorder: Recorder) -> Driver:
         settings = DriverSettings(
@@ -192,21 +205,19 @@ class Session:
     async def _save(self, learner: Learner, recorder: Recorder, version: Version, state: dict[str, object]) -> None:
         """One checkpoint. One that falls due while the last is still being written waits for it, and is skipped if the
         learner has moved on meanwhile; after the last step it never does."""
-        root = self._log.dir / "checkpoints"
-        had_to_wait = self._saving.locked()
         async with self._saving:
-            if had_to_wait and (await learner.stats()).version != version:
-                recorder.fault("checkpoint_skipped")
-                return
             with recorder.span("checkpoint", f"version {version}"):
                 # Not on another thread: `save` must be the very next call that the learner hears.
-                temporary = commit.begin(root, version)
+                temporary = commit.begin(self._log.dir / "checkpoints", version)
                 try:
-                    await learner.save(str(temporary.absolute()))
-                    await asyncio.to_thread(self._commit, temporary, state)
+                    if await learner.save(str(temporary.absolute()), version):
+                        await asyncio.to_thread(self._commit, temporary, state)
+                        return
                 except BaseException:
                     await asyncio.to_thread(commit.discard, temporary)
                     raise
+        await asyncio.to_thread(commit.discard, temporary)
+        recorder.fault("checkpoint_skipped")
 
     def _commit(self, temporary: Path, state: dict[str, object]) -> None:
         (temporary / STATE_FILE).write_text(json.dumps(state))

@@ -133,6 +133,8 @@ class _Background:
         self._loop = asyncio.get_running_loop()
         self._session = Session(self._plan, self._log)
         self._work = asyncio.ensure_future(self._session.run())
+        if self._signals:  # one that came before there was a loop to tell
+            self._session.stop()
         try:
             return await self._work
         except asyncio.CancelledError:

@@ -146,10 +146,22 @@ async def test_a_saved_learner_resumes_at_its_version(
     await first.chunk(0, places)
     await first.step(0)
     (tmp_path / "state").mkdir()
-    await first.save(str(tmp_path / "state"))
+    assert await first.save(str(tmp_path / "state"), first._core.version)
     assert await second.load(str(tmp_path / "state")) == 1
     results = [await learner.chunk(1, places) for learner in (first, second)]
     assert results[0].loss_sum == results[1].loss_sum
+
+
+async def test_a_learner_that_has_moved_on_saves_nothing(
+    make_learner: Make, journalled: Callable[[int], list[Place]], tmp_path: Path
+) -> None:
+    learner = make_learner()
+    await learner.chunk(0, journalled(2))
+    stepping = asyncio.create_task(learner.step(0))
+    await asyncio.sleep(0)  # the step is under way, and `stats` would still say version 0
+    assert not await learner.save(str(tmp_path), 0)
+    assert not await asyncio.to_thread(lambda: list(tmp_path.glob("*.safetensors")))
+    await stepping
 
 
 async def test_a_batch_from_another_version_is_refused(

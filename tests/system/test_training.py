@@ -17,13 +17,14 @@ import pytest
 
 import outpace as api
 from outpace.errors import BadInput, PartFailed
-from support import as_arguments, read_lines, run_command, start_command
+from support import as_arguments, journalled, read_lines, run_command, start_command
 
 Settings = dict[str, Any]
 
 
 def trained_tasks(run: Path) -> list[tuple[int, str]]:
-    return [(group["epoch"], group["task_id"]) for line in read_lines(run / "batches.jsonl") for group in line["groups"]]
+    groups = [group for line in read_lines(run / "batches.jsonl") for group in line["groups"]]
+    return [(group["epoch"], group["task_id"]) for group in groups]
 
 
 def children_of(pid: int) -> list[psutil.Process]:
@@ -117,16 +118,21 @@ def test_warm_up_steps_are_on_policy(settings: Settings, tmp_path: Path) -> None
     assert [line["lag/max"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")][:3] == [0, 0, 0]
 
 
-def test_a_deterministic_run_equals_itself_at_any_lag(settings: Settings, tmp_path: Path) -> None:
+def test_a_deterministic_run_equals_itself_at_any_lag_and_in_any_layout_of_processes(
+    settings: Settings, tmp_path: Path
+) -> None:
     config = {**settings, "run.deterministic": True, "pacing.max_lag": 2, "run.steps": 5, "run.threads": 1}
     results = []
-    for name in ("first", "second"):
-        run = tmp_path / name
-        api.Trainer(config={**config, "run.dir": str(run), "run.runtime": "inline"}, quiet=True).train()
+    for runtime in ("inline", "inline", "local"):
+        run = tmp_path / f"run-{len(results)}"
+        api.Trainer(config={**config, "run.dir": str(run), "run.runtime": runtime}, quiet=True).train()
         losses = [line["loss/policy"] for line in read_lines(run / "metrics.jsonl")]
-        texts = sorted(line for file in sorted((run / "rollouts").iterdir()) for line in file.read_text().splitlines())
-        results.append((losses, (run / "batches.jsonl").read_text(), texts))
-    assert results[0] == results[1]
+        tokens = {
+            group: [row.tokens.tolist() for row in record.rows] for group, record in journalled(run / "journal").items()
+        }
+        rewards = {group: record.rewards for group, record in journalled(run / "journal").items()}
+        results.append((losses, (run / "batches.jsonl").read_text(), tokens, rewards))
+    assert results[0] == results[1] == results[2]
     assert {group["lag"] for line in read_lines(run / "batches.jsonl") for group in line["groups"]} == {0, 1, 2}
 
 
@@ -221,6 +227,45 @@ def test_a_callback_that_raises_ends_the_run_with_its_own_traceback(settings: Se
             config={**settings, "run.runtime": "inline", "run.steps": 50}, callbacks=[Bad()], quiet=True
         ).train()
     assert "in on_batch_end" in caught.value.remote_traceback
+
+
+@pytest.mark.parametrize(("setting", "named"), [("run.seed", "seed"), ("model.path", "does not fit")])
+def test_a_resume_that_is_refused_leaves_the_run_as_it_was(
+    settings: Settings, tmp_path: Path, setting: str, named: str
+) -> None:
+    config = {**settings, "run.runtime": "inline", "run.steps": 2}
+    api.Trainer(config=config, quiet=True).train()
+    run = tmp_path / "run"
+    before = {path.name: path.read_bytes() for path in run.glob("*.*")}
+    other = {"run.seed": 5, "model.path": "starter"}[setting]
+    with pytest.raises(BadInput, match=named):
+        api.Trainer(config={**config, "run.steps": 4, setting: other}, quiet=True).train(resume=True)
+    assert {path.name: path.read_bytes() for path in run.glob("*.*")} == before
+    assert api.Trainer(config={**config, "run.steps": 4}, quiet=True).train(resume=True).steps == 4
+
+
+def test_bad_input_does_not_cost_the_run_that_was_to_be_overwritten(
+    settings: Settings, toy_model: Path, tmp_path: Path
+) -> None:
+    config = {**settings, "run.runtime": "inline", "run.steps": 2, "run.overwrite": True}
+    api.Trainer(config=config, quiet=True).train()
+    run = tmp_path / "run"
+    before = {path.name: path.read_bytes() for path in run.glob("*.*")}
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in toy_model.iterdir():
+        (broken / file.name).write_bytes(file.read_bytes())
+    (broken / "model.safetensors").write_bytes(b"nothing")
+    with pytest.raises(BadInput, match=r"model\.path"):
+        api.Trainer(config={**config, "model.path": str(broken)}, quiet=True).train()
+    assert {path.name: path.read_bytes() for path in run.glob("*.*")} == before
+    assert list((run / "checkpoints").iterdir())
+
+
+def test_groups_given_up_for_being_late_are_waste_and_not_failures(settings: Settings) -> None:
+    config = {**settings, "pacing.on_stale": "drop", "pacing.max_lag": 1, "pacing.max_failed": 2, "run.steps": 6}
+    config |= {"run.runtime": "inline", "rollout.max_tokens": 40, "pacing.depth": 3.0, "pacing.max_running": 200}
+    assert api.Trainer(config=config, quiet=True).train().steps == 6
 
 
 def test_a_second_run_on_the_same_directory_is_refused_naming_the_first(settings: Settings, tmp_path: Path) -> None:

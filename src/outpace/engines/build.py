@@ -1,4 +1,4 @@
-"""Which decoder serves a model."""
+"""Which decoder serves a model. None does before it has given the logits of the model's own forward."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from outpace.engines.decoder import Decoder
 from outpace.engines.general import GeneralDecoder
 from outpace.engines.llama import LlamaDecoder
 from outpace.engines.llama_weights import unsupported
+from outpace.engines.self_check import mismatch
 from outpace.errors import BadInput
 
 DecoderPath = Literal["auto", "fast", "general"]
@@ -20,12 +21,21 @@ def build_decoder(
 ) -> Decoder:
     """A decoder with a copy of the model's weights: fast where the architecture allows it, unless told otherwise."""
     context = resolve_context(model, context)
-    reason = unsupported(model, context)
-    if path == "fast" and reason is not None:
-        raise BadInput(f"engine.path = fast cannot serve this model: {reason}; use engine.path = general")
-    if path == "general" or reason is not None:
-        return GeneralDecoder.of(model, slots, context, deterministic=deterministic)
-    return LlamaDecoder.of(model, slots, context, deterministic=deterministic)
+    if path != "general":
+        reason = unsupported(model, context)
+        if reason is None:
+            fast = LlamaDecoder.of(model, slots, context, deterministic=deterministic)
+            reason = mismatch(fast, model)
+            if reason is None:
+                return fast
+            del fast  # its weights and cache make room for the other path's
+        if path == "fast":
+            raise BadInput(f"engine.path = fast cannot serve this model: {reason}; use engine.path = general")
+    general = GeneralDecoder.of(model, slots, context, deterministic=deterministic)
+    reason = mismatch(general, model)
+    if reason is not None:
+        raise BadInput(f"the embedded engine cannot serve {type(model).__name__}: {reason}")
+    return general
 
 
 def resolve_context(model: PreTrainedModel, context: int | None) -> int:

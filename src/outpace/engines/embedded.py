@@ -11,7 +11,8 @@ later call: an engine that is broken says so, it does not hang.
 Invariants
 - Lanes and decoders are touched by the compute thread alone, between two turns or inside one; so every weight swap
   is at a token boundary. Reading, verifying and laying out a snapshot happen before, on a helper thread.
-- `_pending` and `_calls` are touched by the event loop alone.
+- `_pending` and `_calls` are touched by the event loop alone. Whoever adds to them sets `_loop` first: without it
+  the compute thread could not tell them of its end.
 """
 
 from __future__ import annotations
@@ -177,9 +178,15 @@ class EmbeddedEngine:
             self._condition.notify()
 
     async def _on_compute(self, action: Callable[[], T]) -> T:
-        """Run `action` on the compute thread between two turns."""
+        """Run `action` on the compute thread between two turns, unless the caller has given up by then."""
+        self._loop = asyncio.get_running_loop()
         future: Future[T] = Future()
-        self._post(lambda: future.set_result(action()))
+
+        def answer() -> None:
+            if future.set_running_or_notify_cancel():
+                future.set_result(action())
+
+        self._post(answer)
         self._calls.add(future)
         try:
             return await asyncio.wrap_future(future)
@@ -259,6 +266,9 @@ class EmbeddedEngine:
             self._lane_for(pinned).submit(request_id, token_ids, sampling, min_version if pinned is None else pinned)
         except RequestFailed as error:
             self._outbox.append(Done(request_id, error))
+        except Exception as error:  # a boundary: what one caller sent may fail that caller, never the engine
+            failure = RequestFailed(f"the request cannot be served: {type(error).__name__}: {error}")
+            self._outbox.append(Done(request_id, failure))
 
     def _lane_for(self, pinned: Version | None) -> Lane:
         if pinned is None:

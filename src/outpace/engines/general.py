@@ -2,9 +2,8 @@
 
 The model keeps thinking it talks to a cache of its own kind. Each layer's `update` writes the new keys and values
 at every row's own position in the slots and hands back the key window; an explicit four-dimensional mask and explicit
-positions say the rest. A new decoder checks itself once against the model's plain forward, so that an architecture
-which needs something else (state-space layers, attention biases built from a padding mask) is refused at the start
-instead of sampling from wrong logits.
+positions say the rest. An architecture which needs something else (state-space layers, attention biases built from a
+padding mask) keeps no plain keys and values, or fails the `self_check` that every new decoder must pass.
 
 Shapes: B rows, N prefixes, L padded prefix length, V vocabulary, W key window, H key-value heads, D head size.
 """
@@ -27,8 +26,6 @@ from outpace.engines.cache import SlotCache
 from outpace.engines.decoder import Prepared, check_tensors, round_up
 from outpace.errors import BadInput
 from outpace.types import Ints
-
-SELF_CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3}
 
 
 @dataclass
@@ -92,10 +89,8 @@ class GeneralDecoder:
 
     @classmethod
     def of(cls, model: PreTrainedModel, slots: int, context: int, *, deterministic: bool) -> GeneralDecoder:
-        """With a copy of the model, checked against the model's plain forward."""
-        decoder = cls(copy.deepcopy(model).train(False), slots, context, deterministic=deterministic)
-        decoder._check_itself()
-        return decoder
+        """With a copy of the model."""
+        return cls(copy.deepcopy(model).train(False), slots, context, deterministic=deterministic)
 
     # ------------------------------------------------------------------------------------------------- weights
 
@@ -181,26 +176,6 @@ class GeneralDecoder:
     def _additive(self, seen_B_L_W: Tensor) -> Tensor:
         mask = torch.zeros(seen_B_L_W.shape, dtype=self._dtype, device=self._device)
         return mask.masked_fill_(~seen_B_L_W, torch.finfo(self._dtype).min).unsqueeze(1)
-
-    # ---------------------------------------------------------------------------------------------- self-check
-
-    @torch.inference_mode()
-    def _check_itself(self) -> None:
-        """Two rows of different lengths must give the plain forward's logits."""
-        rows = min(2, self.slots)
-        lengths = [min(self.context, length) for length in (9, 5)][:rows]
-        sequences = [np.arange(1, length + 1, dtype=np.int32) % self.vocabulary for length in lengths]
-        self.prefill(range(rows), [sequence[:-1] for sequence in sequences])
-        newest_B = np.array([sequence[-1] for sequence in sequences], dtype=np.int64)
-        logits_B_V = self.step(newest_B, np.array(lengths, dtype=np.int64) - 1)
-        for row, sequence in enumerate(sequences):
-            tokens_1_L = torch.from_numpy(sequence.astype(np.int64)).to(self._device).unsqueeze(0)
-            expected_V = self._model(input_ids=tokens_1_L, use_cache=False).logits[0, -1].float()
-            error = float((expected_V - logits_B_V[row]).abs().max() / expected_V.abs().max().clamp(min=1))
-            if not error < SELF_CHECK_TOLERANCE.get(self._dtype, 0.3):
-                raise BadInput(
-                    f"the embedded engine cannot serve {type(self._model).__name__}: its logits do not match"
-                )
 
 
 @torch.inference_mode()

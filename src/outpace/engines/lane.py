@@ -77,6 +77,7 @@ class Lane:
         self._waiting: deque[Request] = deque()
         self._running: list[Request | None] = [None] * decoder.slots
         self._rows = _Rows(decoder.slots)
+        self._trial = _Rows(1)
         self._stop_strings: dict[tuple[str, ...], StopStrings] = {}
         self.tokens = 0
         self.prefill_tokens = 0
@@ -98,22 +99,22 @@ class Lane:
     # ------------------------------------------------------------------------------------------------ requests
 
     def submit(self, request_id: str, prompt: Ints, sampling: Sampling, min_version: Version) -> None:
-        """Queue a request. Raises `RequestFailed` when it can never be served."""
+        """Queue a request, or raise and leave the lane as it was: `RequestFailed` when it can never be served."""
         room = self.decoder.context - len(prompt)
         if room <= 0:
             raise RequestFailed(f"the prompt has {len(prompt)} tokens, the context {self.decoder.context}")
         check_request(prompt, sampling, self.decoder.vocabulary)
-        self._waiting.append(
-            Request(
-                id=request_id,
-                prompt=prompt,
-                sampling=sampling,
-                min_version=min_version,
-                limit=min(sampling.max_tokens, room),
-                stop_ids=frozenset(sampling.stop_ids),
-                stop_strings=self._stops(sampling.stop_strings),
-            )
+        request = Request(
+            id=request_id,
+            prompt=prompt,
+            sampling=sampling,
+            min_version=min_version,
+            limit=min(sampling.max_tokens, room),
+            stop_ids=frozenset(sampling.stop_ids),
+            stop_strings=self._stops(sampling.stop_strings),
         )
+        self._trial.fill(0, request)  # a number that no array can hold raises here, not amid the others' turn
+        self._waiting.append(request)
 
     def _stops(self, strings: Sequence[str]) -> StopStrings | None:
         if not strings:

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from outpace.engines.cache import SlotCache
-from outpace.engines.decoder import Prepared, round_up
+from outpace.engines.decoder import Prepared, check_tensors, round_up
 from outpace.engines.llama_weights import Layer, LlamaShape, fuse, layer_of, rotation_table
 from outpace.types import Ints
 
@@ -54,6 +54,7 @@ class LlamaDecoder:
     # ------------------------------------------------------------------------------------------------- weights
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> Prepared:
+        check_tensors(tensors, self._shape.tensors)
         return dict(fuse(tensors, self._shape))
 
     def install(self, prepared: Prepared) -> None:

@@ -73,3 +73,5 @@ def check_request(prompt: Ints, sampling: Sampling, vocabulary: int) -> None:
         raise RequestFailed(f"temperature is {sampling.temperature}")
     if not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
         raise RequestFailed(f"top_p is {sampling.top_p}, top_k {sampling.top_k}")
+    if "" in sampling.stop_strings:
+        raise RequestFailed("a stop string is empty")

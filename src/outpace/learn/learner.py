@@ -54,8 +54,8 @@ class TorchLearner:
         draft = await self._on_compute_thread(self._copy, leased)
         return await asyncio.get_running_loop().run_in_executor(self._sealing, self._writer.seal, draft)
 
-    async def save(self, directory: str) -> None:
-        await self._on_compute_thread(state.save, self._core, directory)
+    async def save(self, directory: str, version: Version) -> bool:
+        return await self._on_compute_thread(self._save, directory, version)
 
     async def load(self, directory: str) -> Version:
         return await self._on_compute_thread(state.restore, self._core, directory)
@@ -107,6 +107,12 @@ class TorchLearner:
 
     def _step(self, version: Version) -> StepReport:
         return self._at(version).step()
+
+    def _save(self, directory: str, version: Version) -> bool:
+        if self._core.version != version:
+            return False
+        state.save(self._core, directory)
+        return True
 
     def _copy(self, leased: list[Version]) -> Draft:
         return self._writer.copy(self._core.version, self._core.model.state_dict(), leased)

@@ -26,7 +26,8 @@ from outpace.observe.summary import Summary
 from outpace.types import EpisodeView
 
 LOCK = "run.lock"
-FILES = ("config.toml", "metrics.jsonl", "batches.jsonl", "summary.json", "timeline.json")
+FILES = ("config.toml", "metrics.jsonl", "batches.jsonl", "evals.jsonl", "summary.json", "timeline.json")
+LINES = ("metrics.jsonl", "batches.jsonl", "evals.jsonl")
 FOLDERS = ("rollouts", "checkpoints", "journal", "logs")
 """What a run leaves, and all that overwriting one removes."""
 
@@ -49,7 +50,8 @@ class RunLog:
         self._lock = lock
         self._made = made  # directories this run created, outermost first
         self._resuming = resuming
-        self._began = False
+        self._found = _content(directory)  # what was there before this run
+        self.began = False
         self._lines: dict[str, LineFile] = {}
 
     # ------------------------------------------------------------------------------------------------ start and end
@@ -74,23 +76,26 @@ class RunLog:
 
     def start(self, config: str) -> None:
         """Everything was checked: write the resolved config and open the logs. A resumed run keeps what it has."""
-        self._began = True
+        self.began = True
         if not self._resuming:
             for name in FILES:
                 (self.dir / name).unlink(missing_ok=True)
-            for name in FOLDERS:
+            for name in set(FOLDERS) - {"logs"}:  # the parts of this run write their logs there already
                 if (self.dir / name).is_dir():
                     shutil.rmtree(self.dir / name)
         for name in FOLDERS:
             (self.dir / name).mkdir(exist_ok=True)
         write_atomically(self.dir / "config.toml", config)
-        for name in ("metrics.jsonl", "batches.jsonl"):
+        for name in LINES:
             self._lines[name] = LineFile(self.dir / name)
 
     def abandon(self) -> None:
         """Leave no trace, if this run has not logged a step; otherwise just close."""
-        untouched = self._began and not self._resuming and not any(read_lines(self.dir / "metrics.jsonl"))
+        untouched = self.began and not self._resuming and not any(read_lines(self.dir / "metrics.jsonl"))
         self._close_lines()
+        if not self.began:  # parts that started before the refusal may have made folders
+            for name in set(FOLDERS) - set(self._found):
+                shutil.rmtree(self.dir / name, ignore_errors=True)
         if untouched:
             for name in FILES:
                 (self.dir / name).unlink(missing_ok=True)
@@ -119,6 +124,10 @@ class RunLog:
         record = {"step": step, "version": version, "groups": [msgspec.to_builtins(group) for group in groups]}
         self._lines["batches.jsonl"].append(record)
 
+    def evaluation(self, version: int, metrics: Mapping[str, float]) -> None:
+        """One line of evals.jsonl: what an evaluation of this version came to. Its step is the version."""
+        self._lines["evals.jsonl"].append({"step": version} | finite(metrics))
+
     def rollouts(self, step: int, views: Iterable[EpisodeView]) -> None:
         """The text of some rollouts, in a file of their own."""
         lines = LineFile(self.dir / "rollouts" / f"step-{step:06d}.jsonl")
@@ -133,9 +142,9 @@ class RunLog:
     def roll_back(self, step: int) -> list[dict[str, Any]]:
         """Forget what was logged after `step`; returns the lines of metrics.jsonl that stay."""
         self._close_lines()
-        for name in ("metrics.jsonl", "batches.jsonl"):
+        for name in LINES:
             keep_lines(self.dir / name, lambda record: _step_of(record) <= step)
-            if self._began:
+            if self.began:
                 self._lines[name] = LineFile(self.dir / name)
         for path in (self.dir / "rollouts").glob("step-*.jsonl"):
             number = path.stem.removeprefix("step-")

@@ -21,6 +21,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -76,12 +77,15 @@ class Driver:
         self._journal = JournalUse(len(parts.workers))
         self._budget = Budget(settings.limits)
         self._recording = asyncio.Lock()
+        self._given_up: set[int] = set()  # groups that were cancelled and have not come back yet
         self._batch_begun: Version = -1
+        self._moved_at = 0.0
         self._finish: str | None = None
 
     async def run(self, served: dict[str, Version]) -> str:
         """Drive the core from start to finish; returns why it finished."""
         self._parts.failure.add_done_callback(self._part_died)
+        self._moved()
         try:
             self._handle(ev.Started(served))
             while self._finish is None:
@@ -106,15 +110,23 @@ class Driver:
             self._carry_out(action)
 
     async def _next(self) -> ev.Event:
-        try:
-            async with asyncio.timeout(self._settings.stall_s):
-                item = await self._queue.get()
-        except TimeoutError:
-            waiting = self._core.waiting_reason()
-            raise Stalled(f"nothing has moved for {self._settings.stall_s:g} s: {waiting}") from None
+        item = await self._next_item()
+        self._moved()
         if isinstance(item, BaseException):
             raise await self._best_account(item)
         return item
+
+    async def _next_item(self) -> ev.Event | BaseException:
+        loop, patience = asyncio.get_running_loop(), self._settings.stall_s
+        while loop.time() < self._moved_at + patience:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(self._moved_at + patience):
+                    return await self._queue.get()
+        raise Stalled(f"nothing has moved for {patience:g} s: {self._core.waiting_reason()}")
+
+    def _moved(self) -> None:
+        """Something got done, even if the core need not hear of it: the watch for a stall starts anew."""
+        self._moved_at = asyncio.get_running_loop().time()
 
     async def _best_account(self, error: BaseException) -> BaseException:
         """A dead part closes its connections first; its own account of its death comes a moment later."""
@@ -191,21 +203,36 @@ class Driver:
         self._recorder.group_started(order)
         self._orders[admit.group] = order
         report = await self._worker(admit.group).run(order)
+        self._close_group(report)
+        self._queue.put_nowait(ev.GroupClosed(admit.group, report.outcome, report.oldest))
+
+    def _close_group(self, report: GroupReport) -> None:
         if report.outcome == "finished":
-            self._reports[admit.group] = report
+            self._reports[report.group] = report
             self._journal.opened(report)
-        else:
-            self._orders.pop(admit.group, None)
+        if report.group in self._given_up:
+            self._given_up.remove(report.group)
+            self._give_up(report)
+            return
+        if report.outcome != "finished":
+            self._orders.pop(report.group)
         self._recorder.group_closed(report)
         if notice := self._budget.note(report):
             self._recorder.console.status(notice)
-        self._queue.put_nowait(ev.GroupClosed(admit.group, report.outcome, report.oldest))
 
     async def _cancel_group(self, group: int) -> None:
-        await self._worker(group).cancel(group)
-        if report := self._reports.pop(group, None):  # it finished while we were asking
-            self._recorder.group_discarded(report)
+        """The core has given this group up; one that came back before we asked is given up all the same."""
+        if report := self._reports.get(group):
+            self._give_up(report)
+        elif group in self._orders:
+            self._given_up.add(group)
+            await self._worker(group).cancel(group)
+
+    def _give_up(self, report: GroupReport) -> None:
+        self._orders.pop(report.group)
+        if self._reports.pop(report.group, None):
             self._journal.closed(report)
+        self._recorder.group_given_up(report)
 
     def _worker(self, group: int) -> Worker:
         return self._parts.workers[group % len(self._parts.workers)]
@@ -266,7 +293,7 @@ class Driver:
         engine = next(iter(self._parts.engines))
         with self._recorder.span("evaluation", f"version {action.version}"):
             await self._load(engine, self._manifests[action.version], pinned=True)
-            result = await self._evaluator.run(action.version, self._parts.workers)
+            result = await self._evaluator.run(action.version, self._parts.workers, progress=self._moved)
             await self._parts.engines[engine].release_pinned()
         self._recorder.evaluated(result)
         self._queue.put_nowait(ev.EvaluationDone(action.version))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from outpace.errors import PartFailed
@@ -12,18 +13,20 @@ from outpace.types import EpisodeView, GroupOrder, GroupReport, Version
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What came of one evaluation. `reward` is the mean over the tasks that could be judged."""
+    """What came of one evaluation. `reward` is the mean over the tasks that could be judged, None if none could."""
 
     version: Version
-    reward: float
+    reward: float | None
     count: int
     failed: int
     tokens: int
     views: list[EpisodeView] = field(default_factory=list)
+    reason: str = ""  # why one failed, if any did
 
     def metrics(self) -> dict[str, float]:
-        return {
-            "eval/reward": self.reward,
+        judged = {} if self.reward is None else {"eval/reward": self.reward}
+        return judged | {
+            "eval/version": float(self.version),
             "eval/count": float(self.count),
             "eval/failed": float(self.failed),
             "eval/mean_tokens": self.tokens / max(self.count, 1),
@@ -37,7 +40,13 @@ class Evaluator:
         self._count = count
         self._max_running = max_running
 
-    async def run(self, version: Version, workers: list[Worker], pinned: bool = True) -> Evaluation:
+    async def run(
+        self,
+        version: Version,
+        workers: list[Worker],
+        pinned: bool = True,
+        progress: Callable[[], None] = lambda: None,
+    ) -> Evaluation:
         """Measure `version`: by the engine's pinned weight set, or by whatever serves where nothing is training."""
         room = asyncio.Semaphore(self._max_running)
 
@@ -46,7 +55,9 @@ class Evaluator:
                 order = GroupOrder(
                     index, index, 0, version, 1, heldout=True, pinned=version if pinned else None, show=True
                 )
-                return await workers[index % len(workers)].run(order)
+                report = await workers[index % len(workers)].run(order)
+                progress()
+                return report
 
         tasks = [asyncio.create_task(one(index)) for index in range(self._count)]
         try:
@@ -62,9 +73,10 @@ def summarise(version: Version, reports: list[GroupReport]) -> Evaluation:
     rewards = [reward for report in reports for reward in report.rewards]
     return Evaluation(
         version=version,
-        reward=sum(rewards) / len(rewards) if rewards else 0.0,
+        reward=sum(rewards) / len(rewards) if rewards else None,
         count=len(rewards),
         failed=sum(report.failed_episodes for report in reports),
         tokens=sum(report.tokens_sampled for report in reports),
         views=[view for report in reports for view in report.views],
+        reason=next((report.reason for report in reports if report.failed_episodes), ""),
     )

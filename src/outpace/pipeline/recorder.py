@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
 from dataclasses import dataclass
 
 from outpace.observe import reports as to_metrics
@@ -35,6 +36,9 @@ from outpace.types import (
 TIMELINE_SPANS = 4096
 """The newest so many spans are kept: enough to look at, and memory stays flat over a long run."""
 
+MAX_VIEWS = 256
+"""Rollouts kept for reading until a step writes them out; where no step comes, the oldest give way."""
+
 
 @dataclass
 class Recorder:
@@ -49,7 +53,7 @@ class Recorder:
         self.summary = SummaryBuilder()
         self.last_evaluation: Evaluation | None = None
         self._meter = Meter()
-        self._views: list[EpisodeView] = []
+        self._views: deque[EpisodeView] = deque(maxlen=MAX_VIEWS)
         self._began = time.monotonic()
         self._training_began = self._trained_at = self._began
         self._account = WorkAccount(self.cores, time.monotonic)
@@ -83,10 +87,11 @@ class Recorder:
             self._account.wasted(report.tokens_sampled)
         self.callbacks.post("on_rollout_end", report)
 
-    def group_discarded(self, report: GroupReport) -> None:
-        """A finished group was given up: its tokens were counted when it closed, now they are waste."""
+    def group_given_up(self, report: GroupReport) -> None:
+        """A group that nobody will train, though nothing was wrong with it: its tokens are waste."""
         to_metrics.record_waste(self._meter, report.tokens_sampled)
         self._account.wasted(report.tokens_sampled)
+        self.fault("given_up_groups")
 
     def batch_started(self, version: Version) -> None:
         self.callbacks.post("on_batch_start", version)
@@ -103,13 +108,17 @@ class Recorder:
 
     def evaluated(self, evaluation: Evaluation) -> None:
         self.last_evaluation = evaluation
-        self.summary.evaluation(evaluation.version, evaluation.reward)
-        metrics = {"eval/version": float(evaluation.version), **evaluation.metrics()}
+        metrics = evaluation.metrics()
+        self.log.evaluation(evaluation.version, metrics)
         for name, value in metrics.items():
             self._meter.add(name, value)
+        self.callbacks.post("on_evaluation", evaluation.version, metrics)
+        if evaluation.reward is None:
+            self.console.status(f"version {evaluation.version} could not be evaluated: {evaluation.reason}")
+            return
+        self.summary.evaluation(evaluation.version, evaluation.reward)
         all_or_nothing = all(view.reward in (0.0, 1.0) for view in evaluation.views)
         self.console.evaluation(evaluation.version, evaluation.reward, all_or_nothing)
-        self.callbacks.post("on_evaluation", evaluation.version, metrics)
 
     # --------------------------------------------------------------------------------------------------- each step
 
@@ -134,7 +143,7 @@ class Recorder:
         self.log.step(step.version, metrics)
         if self._views:
             self.log.rollouts(step.version, self._views)
-            self._views = []
+            self._views.clear()
         self.summary.step(step.version, metrics)
         self.console.step(step.version, metrics)
         self.callbacks.post("on_batch_end", metrics)

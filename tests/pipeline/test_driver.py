@@ -1,0 +1,245 @@
+"""The driver over parts that do nothing: what it orders, what it reports back, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outpace.errors import CorruptData, PartFailed, Stalled
+from outpace.observe.callbacks import CallbackRunner
+from outpace.observe.console import ProgressConsole
+from outpace.observe.linefile import read_lines
+from outpace.observe.runlog import RunLog
+from outpace.pipeline.budget import Limits
+from outpace.pipeline.core import Core, CoreSettings
+from outpace.pipeline.driver import Driver, DriverSettings, Parts
+from outpace.pipeline.evaluation import Evaluator
+from outpace.pipeline.recorder import Recorder
+from outpace.tasks.order import Order
+from outpace.types import (
+    ChunkReport,
+    EngineStats,
+    Generation,
+    GroupOrder,
+    GroupReport,
+    LearnerStats,
+    LoadReport,
+    Manifest,
+    Place,
+    StepReport,
+)
+
+
+class FakeLearner:
+    def __init__(self) -> None:
+        self.version = 0
+        self.calls: list[str] = []
+
+    async def chunk(self, version: int, places: list[Place]) -> ChunkReport:
+        assert version == self.version
+        self.calls.append(f"chunk {version}")
+        return ChunkReport(tokens=len(places), rows=len(places), loss_sum=0.0, lag_counts={0: len(places)})
+
+    async def step(self, version: int) -> StepReport:
+        self.calls.append(f"step {version}")
+        self.version += 1
+        return StepReport(self.version, 0.0, 1, 0.0, 1e-3)
+
+    async def publish(self, leased: list[int]) -> Manifest:
+        self.calls.append(f"publish {self.version}")
+        return Manifest("run", self.version, "/nowhere", [])
+
+    async def save(self, directory: str, version: int) -> bool:
+        return True
+
+    async def load(self, directory: str) -> int:
+        return 0
+
+    async def stats(self) -> LearnerStats:
+        return LearnerStats(self.version, 0.0, 0.0, 0, 1, 1)
+
+
+class FakeEngine:
+    def __init__(self) -> None:
+        self.version = 0
+        self.corrupt = 0  # so many loads fail their checksums
+        self.pinned: list[int] = []
+
+    async def load(self, manifest: Manifest, pinned: bool) -> LoadReport:
+        if self.corrupt:
+            self.corrupt -= 1
+            raise CorruptData("a flipped bit")
+        if pinned:
+            self.pinned.append(manifest.version)
+        else:
+            self.version = manifest.version
+        return LoadReport(manifest.version, 0.0, 0.0, 0)
+
+    async def release_pinned(self) -> None:
+        self.pinned.append(-1)
+
+    async def stats(self) -> EngineStats:
+        return EngineStats(self.version, 0, 0, 0, 0, 0, 0.0, 0.0, 0.0, 8, 1)
+
+    async def abort(self, request_ids: list[str]) -> None: ...
+
+    async def generate(self, *_: Any) -> Generation:
+        raise NotImplementedError
+
+
+class FakeWorker:
+    def __init__(self, engine: FakeEngine) -> None:
+        self.engine = engine
+        self.behave: Callable[[GroupOrder], Any] | None = None
+        self.released: list[str] = []
+
+    async def run(self, order: GroupOrder) -> GroupReport:
+        if self.behave is not None and (result := await self.behave(order)) is not None:
+            return result  # type: ignore[no-any-return]
+        place = None if order.heldout else Place(f"w-{order.group // 10:05d}", order.group, 1)
+        version = max(self.engine.version, order.min_version)
+        return GroupReport(
+            order.group, f"t{order.task}", "finished", place=place, rewards=[1.0], episodes=1, oldest=version
+        )
+
+    async def cancel(self, group: int) -> None: ...
+
+    async def release(self, segments: list[str]) -> None:
+        self.released += segments
+
+
+SETTINGS = CoreSettings(
+    groups_per_step=4, group_size=1, max_lag=2, depth=1.0, chunk_groups=2, max_running=64, on_stale="wait",
+    warmup_steps=0, publish_every=1, update="inflight", deterministic=False, steps=6, epochs=None, tasks=10,
+    eval_every=0, eval_enabled=True, checkpoint_every=0,
+)  # fmt: skip
+
+
+class Rig:
+    """A driver with fakes all around; the run directory is real."""
+
+    def __init__(self, directory: Path, settings: CoreSettings = SETTINGS, stall_s: float = 20.0) -> None:
+        self.log = RunLog.claim(directory)
+        self.log.start("")
+        self.recorder = Recorder(self.log, ProgressConsole(None, quiet=True), CallbackRunner([]), 2, 0)
+        self.learner, self.engine = FakeLearner(), FakeEngine()
+        self.worker = FakeWorker(self.engine)
+        self.saved: list[int] = []
+        self.settings, self.stall_s = settings, stall_s
+
+    async def run(self) -> str:
+        failure: asyncio.Future[PartFailed] = asyncio.get_running_loop().create_future()
+        parts = Parts(self.learner, {"e0": self.engine}, [self.worker], failure)
+        limits = Limits(failed=3, filtered=None, notice_every=1000)
+        core = Core(self.settings, Order(10, 0, True))
+        driver = Driver(
+            core, parts, self.recorder, Evaluator(5, 2), self._save, DriverSettings(1, self.stall_s, 1, limits)
+        )
+        return await driver.run({"e0": 0})
+
+    async def _save(self, version: int, state: dict[str, object]) -> None:
+        self.saved.append(version)
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    rig = Rig(tmp_path / "run")
+    yield rig
+    rig.log.close()
+
+
+async def test_a_run_takes_its_steps_records_them_in_order_and_evaluates_first_and_last(rig: Rig) -> None:
+    assert await rig.run() == "done"
+    lines = await asyncio.to_thread(lambda: list(read_lines(rig.log.dir / "metrics.jsonl")))
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    evals = await asyncio.to_thread(lambda: list(read_lines(rig.log.dir / "evals.jsonl")))
+    assert [line["step"] for line in evals] == [0, 6]
+    assert rig.saved == [6]
+    steps = [call for call in rig.learner.calls if call.startswith("step")]
+    assert steps == [f"step {version}" for version in range(6)]
+
+
+async def test_the_pinned_weights_are_freed_after_every_evaluation(rig: Rig) -> None:
+    await rig.run()
+    assert rig.engine.pinned == [0, -1, 6, -1]
+
+
+async def test_weights_that_fail_their_checksums_are_read_once_more_and_counted(rig: Rig) -> None:
+    rig.engine.corrupt = 1
+    assert await rig.run() == "done"
+    lines = await asyncio.to_thread(lambda: list(read_lines(rig.log.dir / "metrics.jsonl")))
+    assert sum(line.get("faults/corrupt_weights", 0) for line in lines) == 1
+
+
+async def test_weights_that_stay_corrupt_end_the_run(rig: Rig) -> None:
+    rig.engine.corrupt = 100
+    with pytest.raises(CorruptData, match="a flipped bit"):
+        await rig.run()
+
+
+async def test_a_worker_that_raises_ends_the_run_with_what_it_raised(rig: Rig) -> None:
+    async def break_down(order: GroupOrder) -> None:
+        raise PartFailed("worker-0", "boom", "its own traceback")
+
+    rig.worker.behave = break_down
+    with pytest.raises(PartFailed, match="boom") as caught:
+        await rig.run()
+    assert caught.value.remote_traceback == "its own traceback"
+
+
+async def test_a_run_in_which_nothing_moves_ends_and_names_who_waits_on_whom(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "run", stall_s=0.2)
+
+    async def hang(order: GroupOrder) -> None:
+        if not order.heldout:
+            await asyncio.Event().wait()
+
+    rig.worker.behave = hang
+    with pytest.raises(Stalled, match=r"nothing has moved for 0\.2 s: learner waits for"):
+        await rig.run()
+    rig.log.close()
+
+
+async def test_a_long_evaluation_that_makes_progress_is_not_a_stall(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "run", stall_s=0.3)
+
+    async def take_your_time(order: GroupOrder) -> None:
+        if order.heldout:
+            await asyncio.sleep(0.15)  # five tasks, two at a time: longer than the patience in all
+
+    rig.worker.behave = take_your_time
+    assert await rig.run() == "done"
+    rig.log.close()
+
+
+async def test_an_evaluation_that_nothing_survives_has_no_score(rig: Rig) -> None:
+    async def fail_heldout(order: GroupOrder) -> GroupReport | None:
+        if not order.heldout:
+            return None
+        return GroupReport(order.group, "t", "failed", "no luck", failed_episodes=1)
+
+    rig.worker.behave = fail_heldout
+    await rig.run()
+    assert rig.recorder.build_summary(0, "done").eval_first is None
+
+
+async def test_journal_segments_are_released_once_trained_and_the_worker_has_moved_on(
+    rig: Rig,
+) -> None:
+    await rig.run()
+    assert rig.worker.released[0] == "w-00000"
+    assert len(set(rig.worker.released)) == len(rig.worker.released)
+    assert max(rig.worker.released) < "w-00002", "the segment being written stays"
+
+
+async def test_failing_groups_end_the_run_when_the_budget_is_spent(rig: Rig) -> None:
+    async def fail(order: GroupOrder) -> GroupReport | None:
+        return None if order.heldout else GroupReport(order.group, "t", "failed", "broken reward")
+
+    rig.worker.behave = fail
+    with pytest.raises(PartFailed, match="3 groups in a row failed, the last one: broken reward"):
+        await rig.run()
