@@ -8,7 +8,6 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-
 MAX_TRAIN_S = 240
 
 

@@ -29,7 +29,8 @@ def evaluate_model(run: Path | None, settings: Sequence[str]) -> dict[str, Any]:
         if plan.eval_count == 0:
             raise BadInput("eval.count: there are no held-out tasks; give tasks.eval_path or a larger eval.holdout")
         evaluation = asyncio.run(_evaluate(plan, Path(scratch)))
-    return {"model": str(run or plan.config.model.path), **evaluation.metrics()}
+    measured = {name: value for name, value in evaluation.metrics().items() if name != "eval/version"}
+    return {"model": str(run or plan.config.model.path), **measured}
 
 
 def _config(run: Path | None, settings: Sequence[str], scratch: Path) -> Config:

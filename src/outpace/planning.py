@@ -1,5 +1,5 @@
 """From a config and the objects of a Python caller to a checked plan. Everything that can be wrong is found here,
-before a process is started or a file written."""
+before a process is started or a file of the run written; a model that has to be downloaded or converted is, once."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from outpace.checkpoint import commit
 from outpace.config import Config
 from outpace.config_loading import load_config
 from outpace.config_rules import resolve
-from outpace.errors import BadInput
-from outpace.models.loading import check_model
+from outpace.errors import BadInput, one_line
+from outpace.models.loading import resolve_model
 from outpace.observe.callbacks import Callback
 from outpace.protocols import Reward, Rollout, TaskSource
 from outpace.references import load_function
@@ -22,7 +22,7 @@ from outpace.rollout.environment import check_environment, gives_reward
 from outpace.runtime import code
 from outpace.session import Plan
 from outpace.tasks.dataset import Dataset, Rows
-from outpace.tasks.registry import open_tasks
+from outpace.tasks.registry import Reopened, Sources, open_heldout, open_tasks, open_train
 from outpace.types import Task
 
 Tasks = TaskSource | Sequence[Mapping[str, Any]]
@@ -44,8 +44,10 @@ def make_plan(config: Config, objects: Objects, quiet: bool = False) -> Plan:
     """Resolve, open and check everything once: model and tasks first, then what judges them."""
     own_rollout = objects.rollout or objects.environment or config.rollout.function
     judged_elsewhere = bool(objects.rewards) or own_rollout is not None
+    if objects.eval_tasks is not None:
+        config = _holding_nothing_out(config)
     config = resolve(config, own_tasks=objects.tasks is not None, own_rewards=True)
-    check_model(config.model.path)
+    resolve_model(config.model.path)
     if config.rollout.function is not None:
         load_function(config.rollout.function, "rollout.function")
     environment = _environment(config, objects)
@@ -105,20 +107,54 @@ def _environment(config: Config, objects: Objects) -> Callable[[], object] | Non
     return environment
 
 
-def _own_tasks(config: Config, objects: Objects) -> tuple[TaskSource, TaskSource | None] | None:
-    if objects.tasks is None:
+def _holding_nothing_out(config: Config) -> Config:
+    """The config of a run whose held-out tasks are a Python caller's own: it must not name any others."""
+    return config.model_copy(
+        update={
+            "tasks": config.tasks.model_copy(update={"eval_path": None}),
+            "eval": config.eval.model_copy(update={"holdout": 0.0}),
+        }
+    )
+
+
+def _own_tasks(config: Config, objects: Objects) -> Sources | None:
+    """Both sources, where at least one of them is the caller's own; the other one may be named in the config."""
+    if objects.tasks is None and objects.eval_tasks is None:
         return None
-    train = _as_source(objects.tasks, "tasks", config)
-    if objects.eval_tasks is not None:
-        return train, _as_source(objects.eval_tasks, "eval_tasks", config)
-    if isinstance(train, Dataset):
+    heldout = None if objects.eval_tasks is None else _as_source(objects.eval_tasks, "eval_tasks", config)
+    if objects.tasks is None:
+        return Reopened(open_train, config), heldout
+    train = _as_source(objects.tasks, "tasks", config, config.tasks.limit)
+    if heldout is None and config.tasks.eval_path is not None:
+        heldout = Reopened(open_heldout, config)
+    if heldout is None and isinstance(train, Dataset):
         return train.split(config.eval.holdout, config.eval.seed)
-    return train, None
+    return train, heldout
 
 
-def _as_source(given: Tasks, name: str, config: Config) -> TaskSource:
+def _as_source(given: Tasks, name: str, config: Config, limit: int | None = None) -> TaskSource:
     """A source of tasks is taken as it is; rows become tasks."""
+    _check_rows(given, name)
     if len(given) and isinstance(given[0], Task):
         return cast(TaskSource, given)
-    rows = cast(Rows, given)
-    return Dataset(rows, name, limit=config.tasks.limit, duplicate_ids=config.tasks.duplicate_ids, setting=name)
+    return Dataset(cast(Rows, given), name, limit=limit, duplicate_ids=config.tasks.duplicate_ids, setting=name)
+
+
+def _check_rows(given: Any, name: str) -> None:
+    """Refuse what is neither rows nor tasks, above all what else the datasets package has."""
+    kind = type(given).__name__
+    if isinstance(given, Mapping):
+        keys = one_line(", ".join(map(str, given)), 120)
+        first = next(iter(given), "train")
+        raise BadInput(f"{name}: a {kind} of {keys} is not rows; give one split of it, such as data[{first!r}]")
+    try:
+        count = len(given)
+    except TypeError:
+        raise BadInput(
+            f"{name}: a {kind} has no length; give rows that can be counted and indexed, such as list(rows)"
+        ) from None
+    try:
+        if count:
+            given[0]
+    except (KeyError, TypeError, IndexError):
+        raise BadInput(f"{name}: a {kind} has no row 0; give a sequence of rows, each a dict with a prompt") from None

@@ -36,8 +36,8 @@ class Trainer:
     """Trains `model` on `tasks` by `rewards`.
 
     model: what `model.path` takes. tasks: a registered name, a file or dataset path, a list of rows with a `prompt`,
-    or any sized, indexable source of rows; `eval_tasks` likewise. rewards: functions in TRL's signature or their
-    names. config: a `Config`, a nested or dotted dict, or a TOML or YAML file. rollout: an
+    or any sized, indexable source of rows. eval_tasks: what is held out, likewise but for the name. rewards: functions
+    in TRL's signature or their names. config: a `Config`, a nested or dotted dict, or a TOML or YAML file. rollout: an
     `async def rollout(task, client)`. environment: a class with `reset`, typed methods as tools and, if it judges its
     episodes itself, `get_reward`.
     """
@@ -49,7 +49,7 @@ class Trainer:
         rewards: Reward | str | Sequence[Reward | str] | None = None,
         config: Config | Mapping[str, Any] | str | Path | None = None,
         *,
-        eval_tasks: Tasks | None = None,
+        eval_tasks: str | Path | Tasks | None = None,
         rollout: Rollout | None = None,
         environment: Callable[[], object] | None = None,
         callbacks: Sequence[Callback] = (),
@@ -60,9 +60,11 @@ class Trainer:
             changes["model"] = {"path": str(model)}
         if isinstance(tasks, str | Path):
             changes["tasks"] = _named_tasks(tasks)
+        if isinstance(eval_tasks, str | Path):
+            changes["tasks"] = {**changes.get("tasks", {}), "eval_path": str(eval_tasks)}
         self._objects = Objects(
             tasks=None if isinstance(tasks, str | Path) else tasks,
-            eval_tasks=eval_tasks,
+            eval_tasks=None if isinstance(eval_tasks, str | Path) else eval_tasks,
             rewards=_as_tuple(rewards),
             rollout=rollout,
             environment=environment,

@@ -163,6 +163,7 @@ class GroupReport(msgspec.Struct, frozen=True):
     seconds: float = 0.0
     metrics: dict[str, float] = {}
     views: list[EpisodeView] = []
+    cancelled: bool = False  # given up on request: nothing that a rollout or a reward did wrong
 
 
 class GroupRecord(msgspec.Struct, frozen=True):

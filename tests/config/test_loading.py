@@ -232,7 +232,7 @@ words = st.text(st.characters(codec="utf-8"), max_size=20)
             "model.system": words,
             "model.trust_remote_code": st.booleans(),
             "rewards.functions": st.lists(words, unique=True),
-            "rollout.stop": st.lists(words),
+            "rollout.stop": st.lists(words.filter(bool)),
             "learner.lr": st.floats(min_value=1e-300, max_value=1e300),
             "pacing.depth": st.floats(min_value=0, max_value=1e6),
             "pacing.on_stale": st.sampled_from(["wait", "drop"]),

@@ -17,6 +17,7 @@ from outpace.errors import BadInput
         ({"rollout.top_p": 0.9}, "rollout.top_p", "biases"),
         ({"rollout.top_k": 50}, "rollout.top_k", "biases"),
         ({"rollout.temperature": 0}, "rollout.temperature", "greedy"),
+        ({"rollout.stop": ["\n", ""]}, "rollout.stop", "no empty text"),
         ({"tasks.name": "countdown", "tasks.path": "a.jsonl"}, "tasks.path", "keep one of the two"),
         ({"weights.every": 4}, "weights.every", "use at most 3"),
         ({"weights.every": 2, "pacing.max_lag": 0}, "weights.every", "use at most 1"),

@@ -74,6 +74,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
             **_LLAMA_LIKE, tie_word_embeddings=False, attention_bias=True, head_dim=16, rope_parameters=_LLAMA3_ROPE
         )
     ),
+    "llama-mlp-bias": lambda: LlamaForCausalLM(LlamaConfig(**_LLAMA_LIKE, mlp_bias=True)),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**_LLAMA_LIKE, sliding_window=None)),
     "mistral-sliding": lambda: MistralForCausalLM(MistralConfig(**_LLAMA_LIKE, sliding_window=7)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**_LLAMA_LIKE)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import numpy as np
@@ -21,6 +22,7 @@ CASES = [
     ("llama", "fast"),
     ("llama", "general"),
     ("llama-untied-biased-llama3-rope", "fast"),
+    ("llama-mlp-bias", "auto"),
     ("mistral", "fast"),
     ("mistral-sliding", "general"),
     ("qwen2", "fast"),
@@ -101,6 +103,65 @@ def test_the_fast_path_is_picked_where_it_fits(model_of: Callable[..., PreTraine
 def test_the_fast_path_refuses_by_name_what_it_cannot_serve(model_of: Callable[..., PreTrainedModel]) -> None:
     with pytest.raises(BadInput, match="GPT2LMHeadModel is not one of"):
         build_decoder(model_of("gpt2"), 2, None, deterministic=False, path="fast")
+
+
+def _with_a_buffer(model: PreTrainedModel) -> None:
+    model.get_submodule("model.layers.1.mlp").register_buffer("gain", torch.ones(1), persistent=False)
+
+
+def _with_a_head_of_its_own(model: PreTrainedModel) -> None:
+    head = torch.nn.Linear(32, 61, bias=False)
+    model.set_output_embeddings(head)
+
+
+def _without_a_key_bias(model: PreTrainedModel) -> None:
+    model.get_submodule("model.layers.0.self_attn.k_proj").bias = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "tensor"),
+    [
+        ("llama-mlp-bias", None, "model.layers.0.mlp.down_proj.bias"),
+        ("llama", _with_a_buffer, "model.layers.1.mlp.gain"),
+        ("llama", _with_a_head_of_its_own, "lm_head.weight"),
+        ("qwen2", _without_a_key_bias, "model.layers.0.self_attn.k_proj.bias"),
+    ],
+)
+def test_the_fast_path_refuses_a_model_of_which_it_does_not_read_every_tensor(
+    family: str, change: Callable[[PreTrainedModel], None] | None, tensor: str,
+    model_of: Callable[..., PreTrainedModel],
+) -> None:  # fmt: skip
+    model = model_of(family)
+    if change is not None:
+        change(model)
+    with pytest.raises(BadInput, match=re.escape(tensor)):
+        build_decoder(model, 2, None, deterministic=False, path="fast")
+    assert isinstance(build_decoder(model, 2, None, deterministic=False, path="auto"), GeneralDecoder)
+
+
+def test_the_fast_path_gives_way_where_its_logits_are_not_the_models(model_of: Callable[..., PreTrainedModel]) -> None:
+    model = model_of("llama")
+    for layer in range(3):  # no name and no shape tells of this
+        model.get_submodule(f"model.layers.{layer}.self_attn").scaling = 0.1  # type: ignore[assignment]
+    with pytest.raises(BadInput, match="do not match"):
+        build_decoder(model, 2, None, deterministic=False, path="fast")
+    assert isinstance(build_decoder(model, 2, None, deterministic=False, path="auto"), GeneralDecoder)
+
+
+def test_a_model_that_no_path_reproduces_is_refused(model_of: Callable[..., PreTrainedModel]) -> None:
+    model = model_of("gpt2")
+    calls = iter(range(1000))
+    model.get_submodule("lm_head").register_forward_hook(lambda _, __, logits: logits * (1 + next(calls)))
+    with pytest.raises(BadInput, match="cannot serve GPT2LMHeadModel: its logits do not match"):
+        build_decoder(model, 2, None, deterministic=False, path="auto")
+
+
+def test_a_model_in_training_mode_is_served_without_its_dropout(model_of: Callable[..., PreTrainedModel]) -> None:
+    model = model_of("llama").train()
+    for layer in range(3):
+        model.get_submodule(f"model.layers.{layer}.self_attn").attention_dropout = 0.5  # type: ignore[assignment]
+    assert isinstance(build_decoder(model, 2, None, deterministic=False, path="fast"), LlamaDecoder)
+    assert model.training
 
 
 def test_a_model_without_keys_and_values_is_refused() -> None:

@@ -226,6 +226,61 @@ async def test_a_broken_compute_thread_fails_everything_pending_and_everything_l
             await engine.load(publish(model, 1), pinned=False)
 
 
+async def test_a_compute_thread_that_breaks_in_a_load_before_any_request_fails_that_load(
+    model_of: Models, publish: Callable[..., Manifest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of("llama")
+    async with engine_of(model) as engine:
+
+        def broken(*_: object) -> float:
+            raise MemoryError("no room for the second cache")
+
+        monkeypatch.setattr(engine, "_swap_pinned", broken)
+        with pytest.raises(PartFailed, match="no room for the second cache"):
+            await asyncio.wait_for(engine.load(publish(model, 1), pinned=True), timeout=20)
+
+
+async def test_a_load_whose_caller_has_given_up_does_not_break_the_engine(model_of: Models, prompts: Prompts) -> None:
+    async with engine_of(model_of("llama")) as engine:
+        busy, given_up = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            busy.set()
+            given_up.wait()
+
+        engine._post(hold)
+        await asyncio.to_thread(busy.wait)
+        release = asyncio.create_task(engine.release_pinned())
+        await asyncio.sleep(0)
+        release.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await release
+        given_up.set()
+        assert len((await generate(engine, "x", prompts(5)[0])).tokens) == 8
+
+
+@pytest.mark.parametrize(
+    ("sampling", "reason"),
+    [
+        (Sampling(max_tokens=4, seed=0, stop_strings=["x", ""]), "a stop string is empty"),
+        (Sampling(max_tokens=4, seed=0, stop_strings=["\ud800"]), "UnicodeEncodeError"),
+        (Sampling(max_tokens=4, seed=0, top_k=2**70), "OverflowError"),
+        (Sampling(max_tokens=4, seed=0, stop_ids=[[1]]), "TypeError"),  # type: ignore[list-item]
+    ],
+)
+async def test_a_request_that_cannot_be_admitted_fails_alone(
+    sampling: Sampling, reason: str, model_of: Models, prompts: Prompts
+) -> None:
+    async with engine_of(model_of("llama"), slots=1) as engine:
+        engine._main._decode = lambda tokens: "." * len(tokens)
+        other = asyncio.create_task(generate(engine, "other", prompts(5)[0], 40))
+        with pytest.raises(RequestFailed, match=reason):
+            await engine.generate("bad", prompts(5)[0], sampling, 0, None)
+        assert len((await other).tokens) == 40
+        stats = await engine.stats()
+        assert (stats.running, stats.waiting) == (0, 0)
+
+
 async def test_closing_fails_what_is_pending_and_ends_the_thread(model_of: Models, prompts: Prompts) -> None:
     engine = EmbeddedEngine(model_of("llama"), slots=1, threads=1)
     requests = [asyncio.create_task(generate(engine, str(i), prompts(5)[0], 91)) for i in range(20)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from outpace.bench import engine
@@ -23,3 +25,55 @@ def test_the_benchmark_checks_correctness_and_reports_both_sides(
     assert result["correctness"]["logprob_error"] < 1e-4
     engine.print_table(result)
     assert "greedy: 64 of 64 outputs equal" in " ".join(capsys.readouterr().out.split())
+
+
+def result_of(*, wrong: int = 0, error: float = 1e-6, equal: float = 1.6, long_tailed: float = 2.6) -> dict[str, Any]:
+    numbers = {"requests": 64, "tokens": 4096, "engine_tokens_per_s": 2.0, "generate_tokens_per_s": 1.0}
+    return {
+        "parameters": 1000,
+        "threads": 1,
+        "repeats": 1,
+        "loads": [
+            {"load": "equal lengths", "ratio": equal, **numbers},
+            {"load": "long-tailed", "ratio": long_tailed, **numbers},
+        ],
+        "correctness": {
+            "greedy_requests": 64,
+            "greedy_equal": 64 - wrong,
+            "greedy_ties": 0,
+            "greedy_wrong": wrong,
+            "logprob_error": error,
+        },
+    }
+
+
+@pytest.mark.parametrize(
+    ("numbers", "said"),
+    [
+        ({"wrong": 1}, "missed: 1 greedy outputs"),
+        ({"error": 2e-4}, "missed: logprobs are off"),
+        ({"error": float("nan")}, "missed: logprobs are off"),
+        ({"equal": 1.49}, "missed: equal lengths: 1.49"),
+        ({"long_tailed": 2.49}, "missed: long-tailed: 2.49"),
+    ],
+)
+def test_a_missed_bar_is_named_and_fails_the_command(
+    numbers: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(engine, "run", lambda *_, **__: result_of(**numbers))
+    assert engine.main([]) == 1
+    out = capsys.readouterr().out
+    assert said in out
+    assert out.count("missed: ") == 1
+
+
+def test_bars_that_are_just_met_are_met(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(engine, "run", lambda *_, **__: result_of(error=1e-4, equal=1.5, long_tailed=2.5))
+    assert engine.main([]) == 0
+    assert "missed" not in capsys.readouterr().out
+
+
+def test_every_load_has_a_bar() -> None:
+    policy = engine._small_llama(0)
+    loads = [engine._equal_load(policy, 0), engine._long_tailed_load(policy, 0)]
+    assert {load.name for load in loads} == set(engine.MIN_RATIO)

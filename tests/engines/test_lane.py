@@ -157,6 +157,7 @@ def test_a_request_that_outgrows_the_context_is_clamped(model_of: Models, prompt
         (3, Sampling(max_tokens=0, seed=0), "max_tokens"),
         (3, Sampling(max_tokens=1, seed=0, temperature=-1.0), "temperature"),
         (3, Sampling(max_tokens=1, seed=0, top_p=0.0), "top_p"),
+        (3, Sampling(max_tokens=1, seed=0, stop_strings=["a", ""]), "stop string is empty"),
     ],
 )
 def test_a_request_that_cannot_be_served_fails_at_once(

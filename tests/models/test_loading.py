@@ -114,6 +114,41 @@ def test_a_hub_name_that_cannot_be_reached_fails_in_one_line_after_one_try(monke
     assert len(tries) == 1
 
 
+def test_a_download_that_breaks_off_is_bad_input_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def broken(*_: object, **__: object) -> str:
+        raise ConnectionError("the line\nwent dead")
+
+    monkeypatch.setattr(loading, "_cached", lambda name: None)
+    monkeypatch.setattr(loading, "_ask_hub", lambda name: None)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", broken)
+    with pytest.raises(BadInput, match=r"^model\.path owner/model: .*the line went dead") as caught:
+        resolve_model("owner/model")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_download_draws_no_progress_bars_and_leaves_the_callers_setting(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+    from huggingface_hub.utils import are_progress_bars_disabled
+
+    silent: list[bool] = []
+
+    def download(*_: object, **__: object) -> str:
+        silent.append(are_progress_bars_disabled())
+        return str(saved)
+
+    monkeypatch.setattr(loading, "_cached", lambda name: None)
+    monkeypatch.setattr(loading, "_ask_hub", lambda name: None)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    before = are_progress_bars_disabled()
+    assert resolve_model("owner/model") == saved
+    assert silent == [True]
+    assert are_progress_bars_disabled() == before
+
+
 def test_a_name_that_nothing_can_be_called_is_refused() -> None:
     assert "neither starter" in one_line("what is this?")
 

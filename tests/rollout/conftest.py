@@ -36,7 +36,8 @@ class ScriptedEngine:
     """`outpace.protocols.Engine`: gives the prepared answers in the order of the requests of each episode.
 
     Token i of an answer has logprob -(i + 1) / 100 and version `version`, which goes up by one after every request.
-    An answer may be an exception, which is raised, or None, which hangs until the request is aborted or cancelled.
+    An answer may be an exception, which is raised, or None, which hangs until the request is aborted (it then gives
+    `partial`) or cancelled.
     """
 
     def __init__(self, tokenizer: Any, answers: Callable[[int, int], str | Exception | None]) -> None:
@@ -47,7 +48,9 @@ class ScriptedEngine:
         self.prompts: dict[str, list[int]] = {}
         self.samplings: dict[str, Sampling] = {}
         self.bounds: list[tuple[Version, Version | None]] = []
+        self.partial = ""
         self.aborted: list[str] = []
+        self._hanging: dict[str, asyncio.Event] = {}
         self.started = asyncio.Event()
 
     async def generate(
@@ -61,23 +64,26 @@ class ScriptedEngine:
         _, episode, turn = request_id.rsplit(".", 2)
         answer = self._answers(int(episode), int(turn))
         if answer is None:
-            await asyncio.Event().wait()
+            await self._hanging.setdefault(request_id, asyncio.Event()).wait()
+            return self._generation(self.partial, self.version, "aborted")
         if isinstance(answer, Exception):
             raise answer
         version, self.version = self.version, self.version + 1
-        return self._generation(str(answer), version)
+        return self._generation(str(answer), version, self.stop)
 
-    def _generation(self, answer: str, version: Version) -> Generation:
+    def _generation(self, answer: str, version: Version, stop: StopReason) -> Generation:
         tokens = self._tokenizer.encode(answer, add_special_tokens=False)
         return Generation(
             tokens=np.array(tokens, np.int32),
             logprobs=(-np.arange(1, len(tokens) + 1) / 100).astype(np.float32),
             versions=np.full(len(tokens), version, np.int32),
-            stop=self.stop,
+            stop=stop,
         )
 
     async def abort(self, request_ids: list[str]) -> None:
         self.aborted += request_ids
+        for request_id in request_ids:
+            self._hanging.setdefault(request_id, asyncio.Event()).set()
 
     async def load(self, manifest: Manifest, pinned: bool) -> LoadReport:
         raise NotImplementedError

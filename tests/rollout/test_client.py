@@ -56,9 +56,32 @@ async def test_a_rollout_may_override_fields_and_no_others(make_engine: Any, mak
     client = make_client(engine)
     with pytest.raises(TypeError, match="maximum"):
         await client.sample("hi", maximum=3)
-    await client.sample("hi", max_tokens=3, temperature=0.9)
+    await client.sample("hi", max_tokens=3, stop_strings=["!"], temperature=0.5)
     sent = engine.samplings["7.0.0"]
-    assert (sent.max_tokens, sent.temperature, sent.top_p) == (3, 0.9, 1.0)
+    assert (sent.max_tokens, sent.stop_strings, sent.temperature) == (3, ["!"], 0.5)
+
+
+@pytest.mark.parametrize(("name", "value"), [("temperature", 0.9), ("top_p", 0.5), ("top_k", 3)])
+async def test_a_distribution_that_the_learner_does_not_know_is_refused_in_training(
+    make_engine: Any, make_client: MakeClient, name: str, value: float
+) -> None:
+    engine = make_engine(["hello"])
+    client = make_client(engine)
+    with pytest.raises(RequestFailed, match=rf"^{name} = {value} .* rollout\.{name} = "):
+        await client.sample("hi", **{name: value})
+    assert engine.prompts == {}
+    await client.sample("hi")  # nothing was appended by the refused request
+    assert len(engine.prompts) == 1
+
+
+async def test_a_held_out_episode_may_be_sampled_in_any_way(
+    make_engine: Any, make_settings: Any, tokenizer: Any
+) -> None:
+    engine = make_engine(["hello"])
+    order = GroupOrder(7, task=0, epoch=0, min_version=5, size=1, heldout=True, pinned=5)
+    await PolicyClient(engine, tokenizer, make_settings(), order, 0).sample("hi", temperature=0.0, top_p=0.5, top_k=3)
+    (sent,) = engine.samplings.values()
+    assert (sent.temperature, sent.top_p, sent.top_k) == (0.0, 0.5, 3)
 
 
 async def test_every_request_has_a_seed_of_its_own(make_engine: Any, make_client: MakeClient) -> None:
@@ -211,6 +234,40 @@ async def test_an_abandoned_request_is_aborted_once(make_engine: Any, make_clien
     await client.abandon()
     await client.abandon()
     assert engine.aborted == ["7.0.0"]
+
+
+async def test_what_an_abandoned_request_had_sampled_is_counted_and_not_trained_on(
+    make_engine: Any, make_client: MakeClient, tokenizer: Any
+) -> None:
+    engine = make_engine([None])
+    engine.partial = "hal"
+    client = make_client(engine)
+    left = asyncio.create_task(client.sample("hi"))
+    await engine.started.wait()
+    await client.abandon()
+    assert client.abandoned == len("hal")
+    with pytest.raises(RequestFailed, match="the episode has ended"):
+        await left
+    assert not client.trajectory().mask.any()
+
+
+async def test_an_engine_that_does_not_end_a_request_is_not_waited_for_without_end(
+    make_engine: Any, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Deaf(type(make_engine([]))):  # type: ignore[misc]
+        async def abort(self, request_ids: list[str]) -> None:
+            self.aborted += request_ids
+
+    monkeypatch.setattr("outpace.rollout.client.ABORT_GRACE_S", 0.01)
+    engine = make_engine([None])
+    engine.__class__ = Deaf
+    client = make_client(engine)
+    left = asyncio.create_task(client.sample("hi"))
+    await engine.started.wait()
+    await client.abandon()
+    assert (engine.aborted, client.abandoned) == (["7.0.0"], 0)
+    await asyncio.gather(left, return_exceptions=True)
+    assert left.cancelled()
 
 
 async def test_nothing_is_aborted_where_nothing_runs(make_engine: Any, make_client: MakeClient) -> None:

@@ -50,7 +50,7 @@ class Local:
 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr("outpace.planning.check_model", lambda path: None)
+    monkeypatch.setattr("outpace.planning.resolve_model", Path)
     path = tmp_path / "games.py"
     path.write_text(FILE)
     return str(path)

@@ -16,7 +16,7 @@ from outpace.protocols import ModelClient
 from outpace.rollout.client import PolicyClient
 from outpace.rollout.episodes import run_episode
 from outpace.rollout.single_turn import single_turn
-from outpace.types import Episode, Task
+from outpace.types import OBSERVED, Episode, Task
 
 TASK = Task("t1", "hi")
 MakeClient = Callable[..., PolicyClient]
@@ -107,6 +107,33 @@ async def test_a_trajectory_that_cannot_be_trained_on_is_a_failed_episode(client
         return msgspec.structs.replace(client.trajectory(), versions=np.zeros(1, np.int32))
 
     assert "differ in length" in ((await run(rollout, client)).error or "")
+
+
+@pytest.mark.parametrize("in_an_episode", [False, True])
+async def test_tokens_older_than_the_order_allows_make_a_failed_episode(
+    make_engine: Any, make_client: MakeClient, in_an_episode: bool
+) -> None:
+    async def rollout(task: Task, client: ModelClient) -> Any:
+        await client.sample(task.prompt)
+        sampled = client.trajectory()
+        old = msgspec.structs.replace(sampled, versions=np.where(sampled.mask, 1, OBSERVED).astype(np.int32))
+        return Episode([sampled, old]) if in_an_episode else old
+
+    episode = await run(rollout, make_client(make_engine(["hello<|end|>"]), min_version=2))
+    assert episode.error is not None
+    assert episode.error.endswith("a sampled token is of version 1, and this group takes none before 2")
+
+
+@pytest.mark.parametrize("returned", [None, 1.0, "trajectory", "episode"])
+async def test_a_chat_is_completed_by_a_message(client: PolicyClient, returned: Any) -> None:
+    async def rollout(task: Task, client: ModelClient) -> Any:
+        await client.sample(task.prompt)
+        ways = {"trajectory": client.trajectory(), "episode": Episode([client.trajectory()])}
+        return ways.get(returned, returned)
+
+    chat = Task("t1", [{"role": "user", "content": "hi"}])
+    episode = await run_episode(rollout, chat, client, 60.0)
+    assert episode.completion == [{"role": "assistant", "content": "hello"}]
 
 
 @pytest.mark.parametrize("returned", [None, 1.0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from outpace.rollout.single_turn import single_turn
 from outpace.rollout.worker import Judges, RolloutWorker, WorkerSettings
 from outpace.types import Episode, GroupOrder, GroupRecord, Place, Task
 
-TASKS = [Task("t0", "hi", {"answer": "yes"}), Task("t1", "ho", {"answer": "no"})]
+CHAT = [{"role": "user", "content": "hi"}]
+TASKS = [Task("t0", "hi", {"answer": "yes"}), Task("t1", "ho", {"answer": "no"}), Task("t2", CHAT, {"answer": "yes"})]
 HELDOUT = [Task("h0", "hey", {"answer": "yes"})]
 ANSWERS = ["yes<|end|>", "no<|end|>"]
 
@@ -171,6 +173,18 @@ async def test_rewards_see_prompts_and_columns_once_per_completion(make_engine: 
     assert seen == {"prompts": ["ho", "ho"], "completions": ["yes", "no"], "answer": ["no", "no"]}
 
 
+async def test_rewards_see_messages_where_the_prompt_is_messages(make_engine: Any, make_worker: MakeWorker) -> None:
+    seen: dict[str, Any] = {}
+
+    def look(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+        seen.update(prompts=prompts, completions=completions)
+        return [0.0, 1.0]
+
+    await make_worker(make_engine(by_episode), rewards=[("look", look)]).run(order(task=2))
+    assert seen["prompts"] == [CHAT, CHAT]
+    assert seen["completions"] == [[{"role": "assistant", "content": text}] for text in ("yes", "no")]
+
+
 async def test_a_reward_of_the_rollout_is_added_to_those_of_the_functions(
     make_engine: Any, make_worker: MakeWorker
 ) -> None:
@@ -215,6 +229,46 @@ async def test_a_cancelled_group_reports_failure_and_frees_the_engine(
     assert (report.group, report.outcome, report.reason) == (4, "failed", "cancelled")
     assert engine.aborted == ["4.0.0", "4.1.0"]
     assert kept.records == []
+
+
+async def test_a_cancelled_group_says_so_and_counts_every_token_it_had_sampled(
+    make_engine: Any, make_worker: MakeWorker
+) -> None:
+    """Whole answers and the part of an answer that was under way: all of it is work for nothing."""
+
+    async def rollout(task: Task, client: ModelClient) -> None:
+        await client.sample(task.prompt)
+        await client.sample("more")
+
+    engine = make_engine(lambda episode, turn: ANSWERS[episode] if turn == 0 else None)
+    engine.partial = "hal"
+    worker = make_worker(engine, rollout=rollout)
+    running = asyncio.create_task(worker.run(order(4)))
+    while len(engine.prompts) < 4:
+        await asyncio.sleep(0)
+    await worker.cancel(4)
+    report = await running
+    assert report.cancelled
+    assert report.tokens_sampled == len("yes") + len("no") + 2 + 2 * len("hal")
+
+
+async def test_a_group_that_fails_by_itself_is_not_called_cancelled(make_engine: Any, make_worker: MakeWorker) -> None:
+    report = await make_worker(make_engine([ValueError("boom")])).run(order())
+    assert (report.outcome, report.cancelled) == ("failed", False)
+
+
+async def test_tokens_of_an_answer_that_was_given_up_are_counted(make_engine: Any, make_worker: MakeWorker) -> None:
+    async def impatient(task: Task, client: ModelClient) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await client.sample(task.prompt)
+        await client.sample()
+
+    engine = make_engine(lambda episode, turn: None if turn == 0 else ANSWERS[episode])
+    engine.partial = "hal"
+    report = await make_worker(engine, rollout=impatient).run(order())
+    assert report.outcome == "finished"
+    assert report.tokens_sampled == len("yes") + len("no") + 2 + 2 * len("hal")
 
 
 async def test_cancelling_one_group_leaves_the_others(make_engine: Any, make_worker: MakeWorker) -> None:
@@ -302,6 +356,16 @@ async def test_episodes_are_shown_only_when_asked(make_engine: Any, make_worker:
         ("t0", "hi", "yes", 1.0),
         ("t0", "hi", "no", 0.0),
     ]
+
+
+async def test_a_lone_answer_is_shown_as_its_text_whatever_the_prompt_is(
+    make_engine: Any, make_worker: MakeWorker
+) -> None:
+    def fair(completions: Any) -> list[float]:
+        return [0.0, 1.0]
+
+    report = await make_worker(make_engine(by_episode), rewards=[("fair", fair)]).run(order(task=2, show=True))
+    assert [(view.prompt, view.completion) for view in report.views] == [("user: hi", "yes"), ("user: hi", "no")]
 
 
 async def test_groups_are_spread_over_the_engines(make_engine: Any, make_worker: MakeWorker) -> None:

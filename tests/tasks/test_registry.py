@@ -8,8 +8,9 @@ from outpace.config_loading import make_config
 from outpace.errors import BadInput
 from outpace.protocols import TaskSource
 from outpace.rewards.countdown import solves
+from outpace.runtime import code
 from outpace.tasks.dataset import Dataset
-from outpace.tasks.registry import Sources, open_tasks, register
+from outpace.tasks.registry import Reopened, Sources, open_heldout, open_tasks, open_train, register
 
 
 def ids(source: TaskSource | None) -> list[str]:
@@ -130,3 +131,15 @@ def test_an_evaluation_file_leaves_the_training_file_whole(tmp_path: Path) -> No
 def test_a_split_of_a_file_is_refused(tmp_path: Path) -> None:
     message = refusal(make_config({"tasks.path": str(tmp_path / "a.jsonl"), "tasks.split": "test"}))
     assert message.startswith("tasks.split: ")
+
+
+def test_a_reopened_source_travels_as_the_config_that_names_it(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        lines = (json.dumps({"id": f"{name}{number}", "prompt": "hi"}) + "\n" for number in range(20))
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    config = make_config({"tasks.path": str(tmp_path / "a.jsonl"), "tasks.eval_path": str(tmp_path / "b.jsonl")})
+    for opener, first in ((open_train, "a0"), (open_heldout, "b0")):
+        carried = code.pack({"tasks": Reopened(opener, config)})
+        arrived = code.unpack(carried)["tasks"]
+        assert (len(arrived), arrived[0].id) == (20, first)
+        assert b"a5" not in carried, "the rows stay where they are"

@@ -3,7 +3,8 @@
 Two loads: requests of equal length, where only the cost of a step counts, and long-tailed ones, where `generate`
 keeps decoding rows that are done and the engine refills them. Both sides sample from the plain softmax with the same
 number of threads, take turns, and report medians. Before that: greedy output must be `generate`'s, except where the two
-best logits are closer than 1e-4, and sampled logprobs must be within 1e-4 of a teacher-forced forward.
+best logits are closer than 1e-4, and sampled logprobs must be within 1e-4 of a teacher-forced forward. A bar that is
+missed is named, and the command exits with 1.
 """
 
 from __future__ import annotations
@@ -30,6 +31,11 @@ TIE = 1e-4
 BATCH = 64
 PROMPT_TOKENS = 16
 
+EQUAL, LONG_TAILED = "equal lengths", "long-tailed"
+MAX_LOGPROB_ERROR = 1e-4
+MIN_RATIO = {EQUAL: 1.5, LONG_TAILED: 2.5}
+"""Per load, how many times as fast as `generate` the engine must be."""
+
 
 @dataclass(frozen=True)
 class Load:
@@ -53,7 +59,10 @@ def main(words: Sequence[str]) -> int:
     options = parser.parse_args(words)
     result = run(options.model, threads=options.threads, repeats=options.repeats)
     print_table(result)
-    return 0
+    missed = missed_bars(result)
+    for bar in missed:
+        print(f"missed: {bar}")
+    return 1 if missed else 0
 
 
 def run(
@@ -65,6 +74,22 @@ def run(
     assert policy.generation_config is not None
     policy.generation_config.eos_token_id = None  # lengths are part of the load: nobody may stop early
     return asyncio.run(_measure(policy, threads=threads, repeats=repeats, slots=slots, seed=seed))
+
+
+def missed_bars(result: dict[str, Any]) -> list[str]:
+    """What the engine does not live up to, in words; a number that is not one misses its bar."""
+    check = result["correctness"]
+    missed = []
+    if check["greedy_wrong"] > 0:
+        missed.append(f"{check['greedy_wrong']} greedy outputs are not those of generate")
+    if not check["logprob_error"] <= MAX_LOGPROB_ERROR:
+        missed.append(f"logprobs are off by up to {check['logprob_error']:.1e}, more than {MAX_LOGPROB_ERROR:.0e}")
+    missed += [
+        f"{row['load']}: {row['ratio']:.2f} times as fast as generate, not {MIN_RATIO[row['load']]}"
+        for row in result["loads"]
+        if not row["ratio"] >= MIN_RATIO[row["load"]]
+    ]
+    return missed
 
 
 def print_table(result: dict[str, Any]) -> None:
@@ -132,14 +157,14 @@ def _prompts(policy: PreTrainedModel, count: int, seed: int) -> list[Ints]:
 
 
 def _equal_load(policy: PreTrainedModel, seed: int) -> Load:
-    return Load("equal lengths", _prompts(policy, BATCH, seed), [64] * BATCH)
+    return Load(EQUAL, _prompts(policy, BATCH, seed), [64] * BATCH)
 
 
 def _long_tailed_load(policy: PreTrainedModel, seed: int) -> Load:
     """Most short, few long: a log-normal with median 16, cut at 256."""
     random = np.random.default_rng(seed + 1)
     lengths = np.clip(random.lognormal(np.log(16), 0.9, 8 * BATCH), 2, 256).astype(int)
-    return Load("long-tailed", _prompts(policy, len(lengths), seed + 2), lengths.tolist())
+    return Load(LONG_TAILED, _prompts(policy, len(lengths), seed + 2), lengths.tolist())
 
 
 # ------------------------------------------------------------------------------------------------------------- speed

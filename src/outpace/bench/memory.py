@@ -45,10 +45,11 @@ TOY = {
     "pacing.groups_per_step": "2",
     "pacing.chunk_groups": "2",
     "engine.slots": "8",
-    "algorithm.filter_uniform": "false",  # a step must never wait for luck
-    "eval.count": "0",
-    "checkpoint.every": "500",
-    "run.show_rollouts": "0",
+    "learner.lr": "1e-9",  # the policy stays as it is, so that a step late in the run waits no longer for useful groups
+    "eval.every": "100",
+    "eval.count": "32",
+    "checkpoint.every": "100",
+    "run.show_rollouts": "1",
     "run.threads": "1",
 }
 

@@ -93,7 +93,8 @@ def _unread(model: PreTrainedModel) -> str | None:
 
     A tied head is no tensor of its own. Rotary buffers are read by `rotation_table`.
     """
-    own = dict(model.named_parameters())
+    own: dict[str, Tensor] = {}
+    own.update(model.named_parameters())
     own.update((name, buffer) for name, buffer in model.named_buffers() if not name.startswith(ROTARY + "."))
     tensors = _Noting({name: tensor.detach().to("meta") for name, tensor in own.items()})
     try:

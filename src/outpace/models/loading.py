@@ -17,11 +17,13 @@ import re
 import shutil
 import tempfile
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from outpace.config import STARTER
-from outpace.errors import BadInput
+from outpace.errors import BadInput, one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -199,11 +201,30 @@ def _ask_hub(name: str) -> None:
 
 
 def _download(name: str) -> Path:
-    from huggingface_hub import snapshot_download
+    import huggingface_hub
 
-    directory = Path(snapshot_download(name, allow_patterns=_MODEL_FILES))
+    try:
+        with _without_progress_bars():
+            directory = Path(huggingface_hub.snapshot_download(name, allow_patterns=_MODEL_FILES))
+    except Exception as error:  # a boundary: network, disk and hub fail in dozens of ways, none of which is ours
+        raise BadInput(f"model.path {name}: the download failed: {one_line(error)}") from error
     _check_directory(directory)
     return directory
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """The terminal is the run's own; what the caller had set is left as it was."""
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    if are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()
 
 
 # ----------------------------------------------------------------------------------------------------------- SmolLM2

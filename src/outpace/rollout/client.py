@@ -7,6 +7,7 @@ sequence cannot change.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,12 @@ from outpace.errors import RequestFailed
 from outpace.models.chat import STAND_IN, Schema, as_messages, bridge, render
 from outpace.protocols import Engine
 from outpace.rollout.trajectory import TrajectoryBuilder
-from outpace.types import Generation, GroupOrder, Message, Sampling, StopReason, Trajectory
+from outpace.types import Generation, GroupOrder, Message, Sampling, StopReason, Trajectory, Version
+
+ABORT_GRACE_S = 2.0
+"""How long an engine may take to hand out what an aborted request had so far."""
+
+SHAPES_THE_DISTRIBUTION = ("temperature", "top_p", "top_k")
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,8 @@ class PolicyClient:
         self._tools: Sequence[Schema] = ()
         self._openings = {} if openings is None else openings
         self._sampling = False
-        self._open: set[str] = set()  # requests that the engine may still be working on
+        self._open: dict[str, asyncio.Future[Generation]] = {}  # requests whose answer nobody has taken yet
+        self.abandoned = 0  # tokens of answers that were given up
         self.requests: list[str] = []
         self.completions: list[str] = []
         self.stop: StopReason = "stop"
@@ -67,7 +74,7 @@ class PolicyClient:
         """Let the policy answer, to `prompt` or, without one, right after the sequence as it stands.
 
         A first prompt opens the sequence and may show `tools`; a later one goes on with the chat, by the model's
-        template. `overrides` are fields of `Sampling`.
+        template. `overrides` are fields of `Sampling`; in training, those that shape the distribution stay as they are.
         """
         sampling = self._fields(overrides)
         self._refuse_while_sampling()
@@ -87,11 +94,23 @@ class PolicyClient:
     def trajectory(self) -> Trajectory:
         return self._sequence.build()
 
+    @property
+    def min_version(self) -> Version:
+        """The oldest version that may have sampled a token of this episode."""
+        return self._order.min_version
+
     async def abandon(self) -> None:
-        """Free the engine of whatever this episode still has running there."""
-        if self._open:
-            await self._engine.abort(sorted(self._open))
-            self._open.clear()
+        """Free the engine of whatever this episode still has running there, and count what that had sampled."""
+        given_up, self._open = self._open, {}
+        running = sorted(request_id for request_id, answer in given_up.items() if not answer.done())
+        try:
+            if running:
+                await self._engine.abort(running)
+                await asyncio.wait(given_up.values(), timeout=ABORT_GRACE_S)
+        finally:
+            self.abandoned += sum(map(_tokens_of, given_up.values()))
+            for answer in given_up.values():
+                answer.cancel()
 
     # ---------------------------------------------------------------------------------------------- the conversation
 
@@ -130,19 +149,26 @@ class PolicyClient:
         if self._order.heldout:
             request_id = f"eval-{self._order.min_version}.{request_id}"
         self.requests.append(request_id)
-        self._open.add(request_id)
-        self._sampling = True
-        try:
-            generation = await self._engine.generate(
+        answer = asyncio.ensure_future(
+            self._engine.generate(
                 request_id, self._sequence.prefix(), sampling, self._order.min_version, self._order.pinned
             )
+        )
+        self._open[request_id] = answer
+        self._sampling = True
+        try:
+            # Shielded: who gives up on an answer stops waiting, but what was sampled of it is still to be counted.
+            generation = await asyncio.shield(answer)
         finally:
             self._sampling = False
-        self._open.discard(request_id)
+        if self._open.pop(request_id, None) is None:
+            raise RequestFailed("the episode has ended without this answer")
         return generation
 
     def _fields(self, overrides: dict[str, Any]) -> Sampling:
         settings = self._settings
+        if not self._order.heldout:
+            _refuse_another_distribution(settings, overrides)
         fields: dict[str, Any] = {
             "max_tokens": settings.max_tokens,
             "seed": request_seed(settings.seed, self._order.group, self._episode, len(self.requests)),
@@ -153,3 +179,20 @@ class PolicyClient:
             "stop_strings": list(settings.stop_strings),
         }
         return Sampling(**(fields | overrides))
+
+
+def _refuse_another_distribution(settings: ClientSettings, overrides: dict[str, Any]) -> None:
+    for name in SHAPES_THE_DISTRIBUTION:
+        trained = getattr(settings, name)
+        if overrides.get(name, trained) != trained:
+            raise RequestFailed(
+                f"{name} = {overrides[name]} is not the learner's rollout.{name} = {trained}: "
+                "in training every answer is sampled as the config says"
+            )
+
+
+def _tokens_of(answer: asyncio.Future[Generation]) -> int:
+    """How many tokens an answer that nobody waits for brought, if it came at all."""
+    if not answer.done() or answer.cancelled() or answer.exception() is not None:
+        return 0
+    return len(answer.result().tokens)

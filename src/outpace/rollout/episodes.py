@@ -17,7 +17,7 @@ from outpace.errors import BadInput, PartFailed, one_line
 from outpace.protocols import Rollout
 from outpace.rollout.client import PolicyClient
 from outpace.rollout.trajectory import problem
-from outpace.types import Episode, Task, Trajectory
+from outpace.types import Episode, Message, Task, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ async def run_episode(rollout: Rollout, task: Task, client: PolicyClient, timeou
         log.warning("episode of %s failed", task.id, exc_info=True)
         return failed(client, f"{type(error).__name__}: {one_line(error)}")
     await client.abandon()
-    return _as_episode(returned, client)
+    return _as_episode(returned, task, client)
 
 
 def failed(client: PolicyClient, reason: str) -> Episode:
@@ -53,8 +53,8 @@ def _serious(error: BaseException) -> PartFailed | BadInput | None:
     return error if isinstance(error, PartFailed | BadInput) else None
 
 
-def _as_episode(returned: object, client: PolicyClient) -> Episode:
-    last = client.completions[-1] if client.completions else ""
+def _as_episode(returned: object, task: Task, client: PolicyClient) -> Episode:
+    last = _last_answer(task, client)
     rewards: dict[str, float] = {}
     if isinstance(returned, Episode):
         completion, requests = returned.completion or last, returned.requests or list(client.requests)
@@ -74,12 +74,18 @@ def _as_episode(returned: object, client: PolicyClient) -> Episode:
     return _checked(episode, client)
 
 
+def _last_answer(task: Task, client: PolicyClient) -> str | list[Message]:
+    """What the reward functions judge, in the form of the prompt: a message after messages, text after text."""
+    text = client.completions[-1] if client.completions else ""
+    return text if isinstance(task.prompt, str) else [{"role": "assistant", "content": text}]
+
+
 def _checked(episode: Episode, client: PolicyClient) -> Episode:
     """The episode, or a failed one when it would poison the mean of its group or the learner."""
     for name, reward in {**episode.rewards, "reward": episode.reward}.items():
         if not isinstance(reward, Real) or not math.isfinite(reward):
             return failed(client, f"the rollout's {name} is {one_line(repr(reward), 60)}, not a finite number")
     for trajectory in episode.trajectories:
-        if fault := problem(trajectory):
+        if fault := problem(trajectory, client.min_version):
             return failed(client, f"the rollout returned a trajectory that cannot be trained on: {fault}")
     return episode

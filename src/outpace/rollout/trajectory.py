@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from outpace.types import OBSERVED, Generation, Ints, Trajectory
+from outpace.types import OBSERVED, Generation, Ints, Trajectory, Version
 
 
 class TrajectoryBuilder:
@@ -51,8 +51,10 @@ class TrajectoryBuilder:
         )
 
 
-def problem(trajectory: Trajectory) -> str | None:
-    """What makes a trajectory unfit to train on, if anything does: a rollout may have built it by hand."""
+def problem(trajectory: Trajectory, min_version: Version = 0) -> str | None:
+    """What makes a trajectory unfit to train on, if anything does: a rollout may have built it by hand.
+
+    Tokens of a version before `min_version` would be staler than the bound on the lag allows."""
     columns = (trajectory.tokens, trajectory.mask, trajectory.logprobs, trajectory.versions)
     if not all(isinstance(column, np.ndarray) and column.ndim == 1 for column in columns):
         return "its columns are not one-dimensional arrays"
@@ -64,4 +66,7 @@ def problem(trajectory: Trajectory) -> str | None:
         return "a sampled token has no finite logprob"
     if (trajectory.versions[trajectory.mask] < 0).any():
         return "a sampled token has no version"
+    if (trajectory.versions[trajectory.mask] < min_version).any():
+        oldest = int(trajectory.versions[trajectory.mask].min())
+        return f"a sampled token is of version {oldest}, and this group takes none before {min_version}"
     return None

@@ -4,6 +4,7 @@
 
 Invariants
 - A group is in the journal before the controller hears that it is finished.
+- Every token sampled for a group is in its report, also when the group was cancelled or an answer given up.
 - An episode's failure never touches its siblings; a failed reward fails its group as data.
 - User code (rollouts, rewards) never runs on this worker's event loop thread unless it is itself asynchronous.
 """
@@ -27,7 +28,7 @@ from outpace.rollout.client import ClientSettings, PolicyClient
 from outpace.rollout.closing import ClosingRules, Verdict, close_group, version_range
 from outpace.rollout.episodes import run_episode
 from outpace.runtime.together import together
-from outpace.types import Episode, EpisodeView, GroupOrder, GroupRecord, GroupReport, Task
+from outpace.types import Episode, EpisodeView, GroupOrder, GroupRecord, GroupReport, Message, Task, Trajectory
 
 
 @dataclass(frozen=True)
@@ -75,14 +76,16 @@ class RolloutWorker:
     async def run(self, order: GroupOrder) -> GroupReport:
         if order.heldout:
             return await self._evaluate(order)
-        work = asyncio.create_task(self._make_group(order))
+        clients = self._clients(order, self._settings.client)
+        work = asyncio.create_task(self._make_group(order, clients))
         self._running[order.group] = work
         try:
             return await work
         except asyncio.CancelledError:
             if _asked_to_stop():  # the caller of `run` is gone, not just this group
                 raise
-            return GroupReport(order.group, "", "failed", "cancelled")
+            tokens = _tokens([client.trajectory() for client in clients], clients)
+            return GroupReport(order.group, "", "failed", "cancelled", tokens_sampled=tokens, cancelled=True)
         finally:
             self._running.pop(order.group, None)
 
@@ -101,12 +104,12 @@ class RolloutWorker:
         await asyncio.gather(*running, return_exceptions=True)  # nobody may write to a closed journal
         self._journal.close()
 
-    async def _make_group(self, order: GroupOrder) -> GroupReport:
+    async def _make_group(self, order: GroupOrder, clients: list[PolicyClient]) -> GroupReport:
         started = time.monotonic()
         task = await asyncio.to_thread(self._train.__getitem__, order.task)
-        episodes = await self._graded(task, await self._episodes(task, order, self._settings.client))
+        episodes = await self._graded(task, await self._episodes(task, clients))
         verdict = close_group(episodes, self._settings.closing)
-        report = _report(order, task, episodes, verdict, time.monotonic() - started)
+        report = _report(order, task, episodes, clients, verdict, time.monotonic() - started)
         if verdict.outcome == "finished":
             record = GroupRecord(order.group, task.id, order.epoch, order.min_version, verdict.rows, report.rewards)
             report = msgspec.structs.replace(report, place=await asyncio.to_thread(self._journal.append, record))
@@ -119,17 +122,19 @@ class RolloutWorker:
         settings = replace(
             self._settings.client, seed=self._settings.eval_seed, temperature=self._settings.eval_temperature
         )
-        episodes = await self._graded(task, await self._episodes(task, order, settings))
+        clients = self._clients(order, settings)
+        episodes = await self._graded(task, await self._episodes(task, clients))
         survivors = any(episode.error is None for episode in episodes)
         verdict = Verdict("finished" if survivors else "failed", episodes[0].error or "", [])
-        return _report(order, task, episodes, verdict, time.monotonic() - started)
+        return _report(order, task, episodes, clients, verdict, time.monotonic() - started)
 
-    async def _episodes(self, task: Task, order: GroupOrder, settings: ClientSettings) -> list[Episode]:
+    def _clients(self, order: GroupOrder, settings: ClientSettings) -> list[PolicyClient]:
+        """One for each episode."""
         engine = self._engines[order.group % len(self._engines)]
         openings: dict[str, list[int]] = {}
-        clients = [
-            PolicyClient(engine, self._tokenizer, settings, order, index, openings) for index in range(order.size)
-        ]
+        return [PolicyClient(engine, self._tokenizer, settings, order, index, openings) for index in range(order.size)]
+
+    async def _episodes(self, task: Task, clients: list[PolicyClient]) -> list[Episode]:
         limit = self._settings.episode_timeout_s
         return await together(*(run_episode(self._rollout, task, client, limit) for client in clients))
 
@@ -171,7 +176,14 @@ def _asked_to_stop() -> bool:
     return current is not None and current.cancelling() > 0
 
 
-def _report(order: GroupOrder, task: Task, episodes: list[Episode], verdict: Verdict, seconds: float) -> GroupReport:
+def _report(
+    order: GroupOrder,
+    task: Task,
+    episodes: list[Episode],
+    clients: list[PolicyClient],
+    verdict: Verdict,
+    seconds: float,
+) -> GroupReport:
     survivors = [episode for episode in episodes if episode.error is None]
     oldest, newest = version_range(survivors)
     return GroupReport(
@@ -183,7 +195,7 @@ def _report(order: GroupOrder, task: Task, episodes: list[Episode], verdict: Ver
         reward_parts=_means([episode.rewards for episode in survivors]),
         episodes=len(survivors),
         failed_episodes=len(episodes) - len(survivors),
-        tokens_sampled=sum(int(t.mask.sum()) for episode in episodes for t in episode.trajectories),
+        tokens_sampled=_tokens([kept for episode in episodes for kept in episode.trajectories], clients),
         oldest=oldest,
         newest=newest,
         truncated=sum(episode.stop == "length" for episode in survivors),
@@ -191,6 +203,11 @@ def _report(order: GroupOrder, task: Task, episodes: list[Episode], verdict: Ver
         metrics=_means([episode.metrics for episode in survivors]),
         views=[_view(task, episode, newest) for episode in survivors] if order.show else [],
     )
+
+
+def _tokens(kept: list[Trajectory], clients: list[PolicyClient]) -> int:
+    """What was sampled: the tokens that are kept, and those of answers that were given up."""
+    return sum(int(trajectory.mask.sum()) for trajectory in kept) + sum(client.abandoned for client in clients)
 
 
 def _means(measured: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -204,8 +221,14 @@ def _view(task: Task, episode: Episode, version: int) -> EpisodeView:
     return EpisodeView(
         task_id=task.id,
         prompt=as_text(task.prompt),
-        completion=as_text(episode.completion),
+        completion=_readable(episode.completion),
         reward=episode.reward,
         stop=episode.stop,
         version=version,
     )
+
+
+def _readable(completion: str | list[Message]) -> str:
+    """A lone answer needs nobody's name before it."""
+    alone = not isinstance(completion, str) and len(completion) == 1 and completion[0].get("role") == "assistant"
+    return str(completion[0].get("content")) if alone else as_text(completion)

@@ -37,8 +37,12 @@ async def listen(path: str, token: str, target: object, protocol: type) -> async
     return server
 
 
-async def connect(path: str, token: str, deadline_s: float = 120.0) -> Channel:
-    """Connect to a peer that may still be starting."""
+async def connect(path: str, token: str, deadline_s: float | None = None) -> Channel:
+    """Connect to a peer that may still be starting, and may take as long as any part may."""
+    if deadline_s is None:
+        from outpace.runtime import local  # it imports `child`, which imports this module
+
+        deadline_s = local.START_DEADLINE_S
     try:
         async with asyncio.timeout(deadline_s):
             while True:

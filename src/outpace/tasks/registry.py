@@ -17,6 +17,7 @@ from outpace.protocols import TaskSource
 from outpace.references import is_reference, load_function
 from outpace.tasks.dataset import Selection
 from outpace.tasks.files import JSONL, open_dataset
+from outpace.types import Task
 
 Sources = tuple[TaskSource, TaskSource | None]
 TaskFactory = Callable[[Config], Sources]
@@ -39,14 +40,42 @@ def register(name: str) -> Callable[[TaskFactory], TaskFactory]:
 def open_tasks(config: Config) -> Sources:
     """The training tasks and the held-out tasks that the config names."""
     train, heldout = _open_path(config) if config.tasks.path is not None else _open_name(config)
-    if config.tasks.eval_path is not None:
-        heldout = open_dataset(
-            config.tasks.eval_path,
-            split=config.tasks.eval_split,
-            duplicate_ids=config.tasks.duplicate_ids,
-            setting="tasks.eval_path",
-        )
-    return train, heldout
+    return train, heldout if config.tasks.eval_path is None else open_heldout(config)
+
+
+def open_train(config: Config) -> TaskSource:
+    """The training tasks that the config names."""
+    return open_tasks(config)[0]
+
+
+def open_heldout(config: Config) -> TaskSource:
+    """The tasks of `tasks.eval_path`."""
+    assert config.tasks.eval_path is not None
+    return open_dataset(
+        config.tasks.eval_path,
+        split=config.tasks.eval_split,
+        duplicate_ids=config.tasks.duplicate_ids,
+        setting="tasks.eval_path",
+    )
+
+
+class Reopened:
+    """A source that a config names, for where the other one is a Python caller's own. It travels as the config and is
+    opened again on arrival: no open file has to travel, and no row."""
+
+    def __init__(self, opener: Callable[[Config], TaskSource], config: Config) -> None:
+        self._opener = opener
+        self._config = config
+        self._source = opener(config)
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __getitem__(self, index: int) -> Task:
+        return self._source[index]
+
+    def __reduce__(self) -> tuple[type[Reopened], tuple[Callable[[Config], TaskSource], Config]]:
+        return Reopened, (self._opener, self._config)
 
 
 def _open_path(config: Config) -> Sources:

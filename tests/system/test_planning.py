@@ -1,0 +1,167 @@
+"""What a Python caller hands in becomes a plan, or one line: nothing is dropped and nothing is started."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outpace.errors import BadInput, PartFailed
+from outpace.models import loading
+from outpace.planning import make_plan
+from outpace.protocols import TaskSource
+from outpace.runtime import code, local, sockets
+from outpace.session import Plan
+from outpace.trainer import Trainer
+from outpace.types import Task
+
+ROWS = [{"id": f"row{number}", "prompt": f"say {number}"} for number in range(40)]
+HELDOUT = [{"id": f"held{number}", "prompt": f"tell {number}"} for number in range(5)]
+
+
+def reward(completions: list[str]) -> list[float]:
+    return [0.0] * len(completions)
+
+
+def write(file: Path, rows: list[dict[str, str]]) -> Path:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+@pytest.fixture
+def train_file(tmp_path: Path) -> Path:
+    return write(tmp_path / "train.jsonl", ROWS)
+
+
+@pytest.fixture
+def heldout_file(tmp_path: Path) -> Path:
+    return write(tmp_path / "test.jsonl", HELDOUT)
+
+
+def plan_of(config: dict[str, Any] | None = None, **given: Any) -> Plan:
+    trainer = Trainer("starter", rewards=reward, config=config, **given)
+    return make_plan(trainer.config, trainer._objects)
+
+
+def carried(plan: Plan) -> tuple[TaskSource, TaskSource | None]:
+    """The tasks as a worker gets them."""
+    train, heldout = code.unpack(plan.code)["tasks"]
+    assert (len(train), 0 if heldout is None else len(heldout)) == (plan.tasks, plan.heldout)
+    return train, heldout
+
+
+@pytest.mark.parametrize("tasks", ["path", "rows", "source"])
+@pytest.mark.parametrize("eval_tasks", ["text", "path", "rows", "source"])
+def test_training_and_held_out_tasks_are_given_in_any_two_ways(
+    tasks: str, eval_tasks: str, train_file: Path, heldout_file: Path
+) -> None:
+    sources = [[Task(row["id"], row["prompt"]) for row in rows] for rows in (ROWS, HELDOUT)]
+    plan = plan_of(
+        tasks={"path": train_file, "rows": ROWS, "source": sources[0]}[tasks],
+        eval_tasks={"text": str(heldout_file), "path": heldout_file, "rows": HELDOUT, "source": sources[1]}[eval_tasks],
+    )
+    assert (plan.tasks, plan.heldout) == (40, 5), "nothing of the training tasks is held out as well"
+    if tasks == "path" and eval_tasks in ("text", "path"):
+        assert (plan.config.tasks.path, plan.config.tasks.eval_path) == (str(train_file), str(heldout_file))
+        return
+    train, heldout = carried(plan)
+    assert heldout is not None
+    assert (train[0].id, heldout[0].id) == ("row0", "held0")
+
+
+def test_a_registered_task_may_be_held_out_by_rows() -> None:
+    plan = plan_of(tasks="countdown", eval_tasks=HELDOUT)
+    train, heldout = carried(plan)
+    assert train[0].id.startswith("countdown/train")
+    assert heldout is not None
+    assert heldout[4].id == "held4"
+
+
+def test_without_held_out_tasks_a_share_of_the_rows_is_held_out() -> None:
+    plan = plan_of(tasks=ROWS, config={"eval.holdout": 0.25})
+    train, heldout = carried(plan)
+    assert heldout is not None
+    assert len(train) + len(heldout) == 40
+
+
+def test_the_configs_own_held_out_path_counts_for_rows_too(heldout_file: Path) -> None:
+    _, heldout = carried(plan_of(tasks=ROWS, config={"tasks.eval_path": str(heldout_file)}))
+    assert heldout is not None
+    assert heldout[0].id == "held0"
+
+
+def test_the_argument_overrides_the_configs_held_out_path(train_file: Path) -> None:
+    plan = plan_of(tasks=train_file, eval_tasks=HELDOUT, config={"tasks.eval_path": "nowhere.jsonl"})
+    assert plan.heldout == 5
+    assert plan.config.tasks.eval_path is None, "the run's config does not name what was not used"
+
+
+def test_a_limit_is_for_training_alone() -> None:
+    plan = plan_of(tasks=ROWS, eval_tasks=HELDOUT, config={"tasks.limit": 3})
+    assert (plan.tasks, plan.heldout) == (3, 5)
+
+
+def test_a_held_out_file_that_is_not_there_is_named() -> None:
+    with pytest.raises(BadInput, match=r"^tasks\.eval_path: there is no file nowhere\.jsonl"):
+        plan_of(tasks=ROWS, eval_tasks="nowhere.jsonl")
+
+
+@pytest.mark.parametrize("argument", ["tasks", "eval_tasks"])
+def test_a_dataset_with_splits_is_refused_with_the_way_out(argument: str) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_list(ROWS)
+    given = {"tasks": ROWS, argument: datasets.DatasetDict({"train": rows, "test": rows})}
+    with pytest.raises(BadInput, match=rf"^{argument}: .*DatasetDict .*train, test.*\['train'\]") as caught:
+        plan_of(**given)
+    assert "\n" not in str(caught.value)
+    plan_of(**{**given, argument: rows})
+
+
+@pytest.mark.parametrize("argument", ["tasks", "eval_tasks"])
+def test_rows_that_cannot_be_counted_are_refused(argument: str) -> None:
+    datasets = pytest.importorskip("datasets")
+    streamed = datasets.Dataset.from_list(ROWS).to_iterable_dataset()
+    for unsized in (streamed, iter(ROWS), (row for row in ROWS)):
+        with pytest.raises(BadInput, match=rf"^{argument}: .*{type(unsized).__name__} has no length") as caught:
+            plan_of(**{"tasks": ROWS, argument: unsized})
+        assert "\n" not in str(caught.value)
+
+
+def test_rows_that_have_no_first_one_by_number_are_refused() -> None:
+    class ByName:
+        def __len__(self) -> int:
+            return 1
+
+        def __getitem__(self, name: str) -> list[str]:
+            return {"prompt": ["hi"]}[name]
+
+    with pytest.raises(BadInput, match=r"^tasks: .*ByName has no row 0"):
+        plan_of(tasks=ByName())
+
+
+def test_a_model_is_fetched_once_and_before_anything_starts(monkeypatch: pytest.MonkeyPatch, toy_model: Path) -> None:
+    fetched: list[str] = []
+
+    def download(name: str) -> Path:
+        fetched.append(name)
+        return toy_model
+
+    monkeypatch.setattr(loading, "_cached", lambda name: toy_model if fetched else None)
+    monkeypatch.setattr(loading, "_ask_hub", lambda name: None)
+    monkeypatch.setattr(loading, "_download", download)
+    trainer = Trainer("owner/model", tasks=ROWS, rewards=reward)
+    plan = make_plan(trainer.config, trainer._objects)
+    assert fetched == ["owner/model"]
+    assert plan.config.model.path == "owner/model"
+    assert loading.resolve_model("owner/model") == toy_model, "as a part would"
+    assert fetched == ["owner/model"]
+
+
+async def test_a_part_waits_for_another_as_long_as_a_part_may_take_to_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(local, "START_DEADLINE_S", 0.01)
+    with pytest.raises(PartFailed, match=r"did not listen within 0\.01 s"):
+        await sockets.connect(str(tmp_path / "nobody.sock"), "token")
