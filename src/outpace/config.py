@@ -82,7 +82,7 @@ class RolloutConfig(Section):
     """A class `package.module:Class` with `reset`, typed methods as tools and, if it judges itself, `get_reward`."""
     max_turns: int = Field(default=8, ge=1)
     """Most answers of one episode in an environment."""
-    timeout_s: float = Field(default=300.0, gt=0)
+    timeout_s: float = Field(default=600.0, gt=0)
     """How long one episode may take before it fails."""
     workers: int = Field(default=1, ge=1)
     """How many rollout worker processes."""

@@ -128,25 +128,20 @@ def test_a_download_that_breaks_off_is_bad_input_in_one_line(monkeypatch: pytest
     assert "\n" not in str(caught.value)
 
 
-def test_a_download_draws_no_progress_bars_and_leaves_the_callers_setting(
-    saved: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_download_draws_no_progress_bars(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import huggingface_hub
-    from huggingface_hub.utils import are_progress_bars_disabled
-
-    silent: list[bool] = []
+    from tqdm import tqdm
 
     def download(*_: object, **__: object) -> str:
-        silent.append(are_progress_bars_disabled())
-        return str(saved)
+        return next(str(saved) for _ in tqdm(range(3)))
 
     monkeypatch.setattr(loading, "_cached", lambda name: None)
     monkeypatch.setattr(loading, "_ask_hub", lambda name: None)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    before = are_progress_bars_disabled()
     assert resolve_model("owner/model") == saved
-    assert silent == [True]
-    assert are_progress_bars_disabled() == before
+    assert capsys.readouterr() == ("", "")
 
 
 def test_a_name_that_nothing_can_be_called_is_refused() -> None:

@@ -240,12 +240,22 @@ async def test_a_cancelled_group_says_so_and_counts_every_token_it_had_sampled(
         await client.sample(task.prompt)
         await client.sample("more")
 
-    engine = make_engine(lambda episode, turn: ANSWERS[episode] if turn == 0 else None)
+    asked_again: set[int] = set()
+    both_asked_again = asyncio.Event()
+
+    def answers(episode: int, turn: int) -> str | None:
+        if turn == 0:
+            return ANSWERS[episode]
+        asked_again.add(episode)
+        if len(asked_again) == 2:
+            both_asked_again.set()
+        return None
+
+    engine = make_engine(answers)
     engine.partial = "hal"
     worker = make_worker(engine, rollout=rollout)
     running = asyncio.create_task(worker.run(order(4)))
-    while len(engine.prompts) < 4:
-        await asyncio.sleep(0)
+    await both_asked_again.wait()
     await worker.cancel(4)
     report = await running
     assert report.cancelled

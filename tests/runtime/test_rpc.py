@@ -162,3 +162,8 @@ async def test_noise_at_a_socket_does_not_disturb_the_others(tmp_path: object, n
     writer.close()
     close_proxy(good)
     server.close()
+
+
+async def test_a_peer_that_never_listens_is_given_up(tmp_path: object) -> None:
+    with pytest.raises(errors.PartFailed, match=r"did not listen within 0\.01 s"):
+        await connect(f"{tmp_path}/nobody.sock", "token", deadline_s=0.01)

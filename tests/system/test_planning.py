@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from outpace.errors import BadInput, PartFailed
+from outpace.errors import BadInput
 from outpace.models import loading
 from outpace.planning import make_plan
 from outpace.protocols import TaskSource
-from outpace.runtime import code, local, sockets
+from outpace.runtime import code
 from outpace.session import Plan
 from outpace.trainer import Trainer
 from outpace.types import Task
@@ -157,11 +157,3 @@ def test_a_model_is_fetched_once_and_before_anything_starts(monkeypatch: pytest.
     assert plan.config.model.path == "owner/model"
     assert loading.resolve_model("owner/model") == toy_model, "as a part would"
     assert fetched == ["owner/model"]
-
-
-async def test_a_part_waits_for_another_as_long_as_a_part_may_take_to_start(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(local, "START_DEADLINE_S", 0.01)
-    with pytest.raises(PartFailed, match=r"did not listen within 0\.01 s"):
-        await sockets.connect(str(tmp_path / "nobody.sock"), "token")

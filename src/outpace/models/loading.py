@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import fcntl
 import importlib.util
+import io
 import json
 import os
 import re
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -204,27 +204,12 @@ def _download(name: str) -> Path:
     import huggingface_hub
 
     try:
-        with _without_progress_bars():
-            directory = Path(huggingface_hub.snapshot_download(name, allow_patterns=_MODEL_FILES))
+        # Its progress bars stay: this is before anything of the run is on the terminal, and it may take an hour.
+        directory = Path(huggingface_hub.snapshot_download(name, allow_patterns=_MODEL_FILES))
     except Exception as error:  # a boundary: network, disk and hub fail in dozens of ways, none of which is ours
         raise BadInput(f"model.path {name}: the download failed: {one_line(error)}") from error
     _check_directory(directory)
     return directory
-
-
-@contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    """The terminal is the run's own; what the caller had set is left as it was."""
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-
-    if are_progress_bars_disabled():
-        yield
-        return
-    disable_progress_bars()
-    try:
-        yield
-    finally:
-        enable_progress_bars()
 
 
 # ----------------------------------------------------------------------------------------------------------- SmolLM2
@@ -268,13 +253,14 @@ def _write_smollm2(gguf: Path, directory: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent,
-        gguf_file=gguf.name,
-        quantization_config=GgufConfig(dequantize=True),
-        dtype=torch.bfloat16,
-        local_files_only=True,
-    )
-    model.save_pretrained(directory)
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
-    tokenizer.save_pretrained(directory)
+    with redirect_stderr(io.StringIO()):  # progress bars: the terminal is the run's own
+        model = AutoModelForCausalLM.from_pretrained(
+            gguf.parent,
+            gguf_file=gguf.name,
+            quantization_config=GgufConfig(dequantize=True),
+            dtype=torch.bfloat16,
+            local_files_only=True,
+        )
+        model.save_pretrained(directory)
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
+        tokenizer.save_pretrained(directory)

@@ -230,5 +230,6 @@ def _view(task: Task, episode: Episode, version: int) -> EpisodeView:
 
 def _readable(completion: str | list[Message]) -> str:
     """A lone answer needs nobody's name before it."""
-    alone = not isinstance(completion, str) and len(completion) == 1 and completion[0].get("role") == "assistant"
-    return str(completion[0].get("content")) if alone else as_text(completion)
+    if isinstance(completion, list) and len(completion) == 1 and completion[0].get("role") == "assistant":
+        return str(completion[0].get("content"))
+    return as_text(completion)

@@ -20,11 +20,10 @@ from typing import BinaryIO, TypeVar
 from outpace import errors
 from outpace.runtime.child import Broken, Hello
 from outpace.runtime.rpc import Channel, close_proxy, proxy
-from outpace.runtime.spec import PartSpec
+from outpace.runtime.spec import START_DEADLINE_S, PartSpec
 
 P = TypeVar("P")
 
-START_DEADLINE_S = 300.0
 STOP_DEADLINE_S = 5.0
 LOG_TAIL_LINES = 30
 

@@ -12,6 +12,7 @@ import os
 
 from outpace.errors import PartFailed
 from outpace.runtime.rpc import Channel, serve
+from outpace.runtime.spec import START_DEADLINE_S
 from outpace.wire import WireError
 
 log = logging.getLogger(__name__)
@@ -37,12 +38,8 @@ async def listen(path: str, token: str, target: object, protocol: type) -> async
     return server
 
 
-async def connect(path: str, token: str, deadline_s: float | None = None) -> Channel:
+async def connect(path: str, token: str, deadline_s: float = START_DEADLINE_S) -> Channel:
     """Connect to a peer that may still be starting, and may take as long as any part may."""
-    if deadline_s is None:
-        from outpace.runtime import local  # it imports `child`, which imports this module
-
-        deadline_s = local.START_DEADLINE_S
     try:
         async with asyncio.timeout(deadline_s):
             while True:

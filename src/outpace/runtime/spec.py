@@ -13,6 +13,9 @@ from outpace.errors import PartFailed
 
 P = TypeVar("P")
 
+START_DEADLINE_S = 600.0
+"""How long a part may take until it can be called: a large model loads slowly."""
+
 
 class PartSpec(msgspec.Struct, frozen=True):
     """`factory` and `protocol` are `module:name`; the factory is `async (spec, peers) -> object`.
