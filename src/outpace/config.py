@@ -162,7 +162,7 @@ class EngineConfig(Section):
     context: int | None = Field(default=None, ge=2)
     """Longest sequence, prompt included; the model's own limit when absent."""
     threads: int | None = Field(default=None, ge=1)
-    """Compute threads of the engine. Default: run.threads."""
+    """Most compute threads of the engine, which takes fewer where more do not help. Default: run.threads."""
     path: Literal["auto", "fast", "general"] = "auto"
     """`fast` is for the Llama family, `general` for any causal LM; auto picks."""
 

@@ -34,6 +34,7 @@ from outpace.engines.decoder import Prepared
 from outpace.engines.lane import KvPolicy, Lane
 from outpace.engines.request import Done
 from outpace.engines.stopping import Decode
+from outpace.engines.tuning import fitting_threads
 from outpace.errors import OutpaceError, PartFailed, RequestFailed
 from outpace.models.loading import load_model, load_tokenizer
 from outpace.stopwatch import Stopwatch
@@ -61,7 +62,8 @@ class EmbeddedEngine:
         threads: int | None = None,
         trust_remote_code: bool = False,
     ) -> None:
-        """`model` is what `model.path` may be, or a loaded model, whose weights are copied."""
+        """`model` is what `model.path` may be, or a loaded model, whose weights are copied. `threads` is a limit: a
+        small model is stepped with fewer."""
         if isinstance(model, str):
             tokenizer = tokenizer or load_tokenizer(model, trust_remote_code=trust_remote_code)
             model = load_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
@@ -71,7 +73,8 @@ class EmbeddedEngine:
         self._main = Lane(decoder, 0, kv, self._decode)
         self._pinned: Lane | None = None
         self._threads = threads or torch.get_num_threads()
-        counted = self._threads if model.device.type == "cpu" else None
+        self._on_cpu = model.device.type == "cpu"
+        counted = self._threads if self._on_cpu else None
         self._work, self._eval_work = Stopwatch(counted), Stopwatch(counted)
 
         self._pending: dict[str, asyncio.Future[Generation]] = {}
@@ -214,8 +217,10 @@ class EmbeddedEngine:
     # -------------------------------------------------------------------------------------- the compute thread's side
 
     def _compute(self) -> None:
-        torch.set_num_threads(self._threads)  # per thread: the intra-op pool belongs to whoever computes
         try:
+            if self._on_cpu:
+                self._threads = fitting_threads(self._main.decoder, self._threads)
+            torch.set_num_threads(self._threads)  # per thread: the intra-op pool belongs to whoever computes
             while self._take_turn():
                 pass
         except BaseException as error:  # the boundary of the thread: whatever it was, callers must hear of it
