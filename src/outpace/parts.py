@@ -153,10 +153,13 @@ async def build_worker(spec: PartSpec, peers: dict[str, Any]) -> object:
 def _worker(name: str, settings: PartSettings, engines: list[Engine], given: dict[str, Any]) -> object:
     from outpace.checkpoint.journal import JournalWriter
     from outpace.models.loading import eos_ids, load_tokenizer
+    from outpace.rewards.grading import MAX_THREADS
     from outpace.rollout.worker import Judges, RolloutWorker
+    from outpace.runtime.threads import warm_up
     from outpace.tasks.registry import open_tasks
 
     config = settings.parsed
+    warm_up(MAX_THREADS)
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     train, heldout = given["tasks"] if "tasks" in given else open_tasks(config)
     functions = given["rewards"] if "rewards" in given else _rewards(config)

@@ -29,6 +29,7 @@ from outpace.observe.runlog import RunLog
 from outpace.observe.summary import Summary
 from outpace.planning import Objects, Tasks, make_plan, with_checkpoint
 from outpace.protocols import Reward, Rollout
+from outpace.runtime.threads import steady_executor
 from outpace.session import Plan, Session
 
 
@@ -133,6 +134,7 @@ class _Background:
 
     async def _session_main(self) -> Summary:
         self._loop = asyncio.get_running_loop()
+        self._loop.set_default_executor(steady_executor())
         self._session = Session(self._plan, self._log)
         self._work = asyncio.ensure_future(self._session.run())
         if self._signals:  # one that came before there was a loop to tell

@@ -56,3 +56,11 @@ async def test_a_thread_that_came_back_is_used_again() -> None:
     first = await threads.call(threading.get_ident)
     await asyncio.sleep(0.05)  # it goes back a moment after its answer
     assert await threads.call(threading.get_ident) == first
+
+
+def test_a_steady_pool_has_all_its_threads_at_once_and_adds_none() -> None:
+    before = threading.active_count()
+    with threads.steady_executor(3) as pool:
+        assert threading.active_count() == before + 3
+        list(pool.map(abs, range(50)))
+        assert threading.active_count() == before + 3

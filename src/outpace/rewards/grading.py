@@ -26,7 +26,7 @@ from outpace.protocols import Reward
 from outpace.rewards.registry import accepted
 from outpace.runtime.threads import in_thread
 
-MAX_THREADS = 16
+MAX_THREADS = 8
 """Synchronous calls that run at once, per event loop; further ones wait, and their time does not count yet."""
 
 Scores = list[float | None]

@@ -21,6 +21,7 @@ import msgspec
 from outpace.runtime import spec as parts
 from outpace.runtime.rpc import Channel, proxy, serve
 from outpace.runtime.sockets import connect, listen
+from outpace.runtime.threads import steady_executor
 
 PR_SET_PDEATHSIG = 1
 
@@ -46,6 +47,7 @@ def die_with_parent() -> None:
 
 
 async def live(fd: int) -> None:
+    asyncio.get_running_loop().set_default_executor(steady_executor())
     reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=fd))
     channel = Channel(reader, writer)
     spec = await channel.receive(parts.PartSpec)

@@ -13,6 +13,7 @@ import inspect
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -37,6 +38,22 @@ class _Thread:
         while True:
             self._jobs.get()()
             _idle.append(self)
+
+
+def steady_executor(threads: int = 4) -> ThreadPoolExecutor:
+    """A pool for `asyncio.to_thread` whose threads are all there from the start. Left to itself a pool adds a thread
+    whenever luck has them all busy, and a number that grows for hours looks like a leak."""
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="outpace-io")
+    together = threading.Barrier(threads + 1)
+    for _ in range(threads):
+        pool.submit(together.wait)
+    together.wait()
+    return pool
+
+
+def warm_up(threads: int) -> None:
+    """Have so many threads for user code idle from the start, for the same reason."""
+    _idle.extend(_Thread() for _ in range(threads - len(_idle)))
 
 
 async def call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
