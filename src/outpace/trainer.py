@@ -29,6 +29,7 @@ from outpace.observe.runlog import RunLog
 from outpace.observe.summary import Summary
 from outpace.planning import Objects, Tasks, make_plan, with_checkpoint
 from outpace.protocols import Reward, Rollout
+from outpace.references import is_reference
 from outpace.runtime.threads import steady_executor
 from outpace.session import Plan, Session
 
@@ -188,8 +189,10 @@ def _merge(config: Config, changes: Mapping[str, Any]) -> Config:
 def _named_tasks(tasks: str | Path) -> dict[str, str]:
     """A path if it looks like one or is there, a registered name otherwise."""
     text = str(tasks)
-    is_path = isinstance(tasks, Path) or "/" in text or text.endswith((".jsonl", ".json", ".parquet"))
-    return {"path": text} if is_path else {"name": text}
+    if isinstance(tasks, str) and is_reference(text):  # package.module:function
+        return {"name": text}
+    is_path = "/" in text or text.endswith((".jsonl", ".json", ".parquet")) or Path(text).exists()
+    return {"path": text} if is_path or isinstance(tasks, Path) else {"name": text}
 
 
 def _as_tuple(rewards: Reward | str | Sequence[Reward | str] | None) -> tuple[Reward | str, ...]:

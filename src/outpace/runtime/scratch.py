@@ -29,8 +29,11 @@ class Scratch:
         prefix = f"outpace-{os.getuid()}-"
         _sweep(root, prefix)
         self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=root))  # mode 0700
-        self._lock = os.open(self.path / _OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        # Locked before it has its name: a sweep by another start must never find the file free.
+        unnamed = self.path / f"{_OWNER}.new"
+        self._lock = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
+        unnamed.rename(self.path / _OWNER)
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
