@@ -93,7 +93,8 @@ class Session:
         views = recorder.last_evaluation.views if recorder.last_evaluation else []
         console.finish(ended, self._log.dir, views)
         if reason == "stopped":
-            raise Interrupted(f"stopped after step {ended.steps}; go on with: outpace train --resume {self._log.dir}")
+            how = "train(resume=True)" if self._plan.code else f"outpace train --resume {self._log.dir}"
+            raise Interrupted(f"stopped after step {ended.steps}; go on with: {how}")
         return ended
 
     async def _leave(self, recorder: Recorder, ended: Summary) -> None:
@@ -120,14 +121,16 @@ class Session:
         scratch = Scratch()
         runtime = self._runtime()
         try:
-            recorder.console.status("starting engine, learner and rollout workers")
+            recorder.console.status(
+                f"{self._plan.tasks:,} tasks, {self._plan.heldout:,} held out; starting engine, learner and workers"
+            )
             parts = await self._start_parts(runtime, scratch.path)
             core, version = await self._core(parts.learner, recorder)
             await asyncio.to_thread(self._open_log, recorder, version)
             self._driver = self._make_driver(core, parts, recorder)
             if self._stop_wanted:
                 self._driver.stop()
-            recorder.training_begins()
+            await recorder.training_begins(parts.engines, parts.learner)
             recorder.callbacks.post("on_run_start", self._info(version))
             return await self._driver.run({ENGINE: 0})
         finally:

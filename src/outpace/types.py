@@ -95,6 +95,7 @@ class Episode(msgspec.Struct, frozen=True):
     metrics: dict[str, float] = {}
     requests: list[str] = []
     error: str | None = None
+    traceback: str = ""  # of the user's own code, where that is what failed
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -164,6 +165,7 @@ class GroupReport(msgspec.Struct, frozen=True):
     metrics: dict[str, float] = {}
     views: list[EpisodeView] = []
     cancelled: bool = False  # given up on request: nothing that a rollout or a reward did wrong
+    traceback: str = ""  # where user code failed, for people
 
 
 class GroupRecord(msgspec.Struct, frozen=True):

@@ -40,7 +40,16 @@ def test_filtered_groups_end_the_run_only_when_told_to() -> None:
 
 def test_people_are_told_of_the_first_failure_and_of_long_dry_spells() -> None:
     budget = Budget(Limits(failed=99, filtered=None, notice_every=4))
-    assert budget.note(report("failed", "oops")) == "1 groups in a row failed: oops"
+    assert budget.note(report("failed", "oops")) == "a group failed: oops"
     assert budget.note(report("failed")) is None
-    told = [budget.note(report("filtered")) for _ in range(8)]
-    assert [line is not None for line in told] == [False, False, False, True, False, False, False, True]
+    told = [count for count in range(1, 40) if budget.note(report("filtered")) is not None]
+    assert told == [4, 8, 16, 32], "ever more rarely"
+    budget.note(report("finished"))
+    assert [count for count in range(1, 6) if budget.note(report("filtered"))] == [4], "a new spell is news again"
+
+
+def test_the_traceback_of_user_code_comes_along() -> None:
+    budget = Budget(Limits(failed=1, filtered=None, notice_every=4))
+    with pytest.raises(PartFailed) as caught:
+        budget.note(GroupReport(0, "task", "failed", "boom", traceback="line 3 of my_rewards.py"))
+    assert caught.value.remote_traceback == "line 3 of my_rewards.py"

@@ -201,8 +201,9 @@ def test_a_signal_stops_the_run_with_a_checkpoint_and_resume_goes_on_without_los
 
 def test_a_reward_that_always_raises_ends_the_run_and_says_what_it_raised(settings: Settings, rewards: Path) -> None:
     config = {**settings, "rewards.functions": [f"{rewards}:broken"], "pacing.max_failed": 6, "run.runtime": "inline"}
-    with pytest.raises(PartFailed, match=r"6 groups in a row failed.*no reward today"):
+    with pytest.raises(PartFailed, match=r"6 groups in a row failed.*no reward today") as caught:
         api.Trainer(config=config, quiet=True).train()
+    assert 'raise RuntimeError("no reward today")' in caught.value.remote_traceback
 
 
 def test_a_run_in_which_every_group_is_filtered_ends_when_told_to(settings: Settings, rewards: Path) -> None:

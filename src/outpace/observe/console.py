@@ -217,7 +217,9 @@ def final_report(summary: Summary, view: RunView, views: Sequence[EpisodeView] =
     facts.add_row("steps", f"{summary.steps} in {clock_text(summary.wall_s)}")
     sampled, trained = si(summary.tokens_sampled), si(summary.tokens_trained)
     wasted = percent(summary.waste_fraction)
-    facts.add_row("tokens", f"{sampled} sampled, {trained} trained, {wasted} wasted, lag at most {summary.lag_max}")
+    filtered = si(summary.tokens_filtered)
+    facts.add_row("tokens", f"{sampled} sampled: {trained} trained, {filtered} in filtered groups, {wasted} wasted")
+    facts.add_row("lag", f"at most {summary.lag_max}")
     if summary.efficiency is not None:
         facts.add_row("T*/T", f"{percent(summary.efficiency)} of the fastest possible schedule")
     if summary.reason:
@@ -229,6 +231,8 @@ def final_report(summary: Summary, view: RunView, views: Sequence[EpisodeView] =
 def _before_after(summary: Summary, view: RunView) -> str:
     if summary.eval_first is None:
         return "not measured"
+    if len(summary.evals) == 1:
+        return f"{view.score(summary.eval_first)} at version {summary.evals[0][0]}, not measured since"
     return f"{view.score(summary.eval_first)} → {view.score(summary.eval_last)}"
 
 

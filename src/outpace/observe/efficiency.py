@@ -88,7 +88,7 @@ class WorkAccount:
         self._learner = Work()
         self._learner_past = Work()
         self._wasted = 0.0
-        self._lap_start = (Work(), Work(), 0.0)
+        self._origin = self._lap_start = (Work(), Work(), 0.0)
 
     def engines(self, stats: Mapping[str, EngineStats]) -> None:
         """The newest word of these engines; of engines not named, the last word stands."""
@@ -105,6 +105,11 @@ class WorkAccount:
             self._learner_past += self._learner
         self._learner = work
 
+    def start(self) -> None:
+        """Count from here on: neither time nor work before this belongs to the account."""
+        self._began = self._lap_began = self._clock()
+        self._origin = self._lap_start = self._totals()
+
     def wasted(self, tokens: float) -> None:
         """So many sampled tokens were thrown away."""
         self._wasted += tokens
@@ -116,7 +121,7 @@ class WorkAccount:
         return self._account(now - began, start)
 
     def whole(self) -> Efficiency:
-        return self._account(self._clock() - self._began, (Work(), Work(), 0.0))
+        return self._account(self._clock() - self._began, self._origin)
 
     def _totals(self) -> tuple[Work, Work, float]:
         generation = sum(self._engines.values(), self._engine_past)

@@ -24,6 +24,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     eval_last: float | None
     tokens_trained: int
     tokens_sampled: int
+    tokens_filtered: int = 0  # of the sampled ones, in groups that were filtered
     waste_fraction: float
     lag_max: int
     efficiency: float | None
@@ -40,7 +41,7 @@ class SummaryBuilder:
         self.steps = 0
         self._first: list[float] = []
         self._last: deque[float] = deque(maxlen=WINDOW)
-        self._trained = self._sampled = self._wasted = 0.0
+        self._trained = self._sampled = self._wasted = self._filtered = 0.0
         self._lag_max = 0.0
         self._efficiency: float | None = None
         self._evals: dict[int, float] = {}
@@ -52,14 +53,19 @@ class SummaryBuilder:
             self._last.append(reward)
             if len(self._first) < WINDOW:
                 self._first.append(reward)
-        self._trained += metrics.get("throughput/trained_tokens", 0.0)
-        self._sampled += metrics.get("throughput/sampled_tokens", 0.0)
-        self._wasted += metrics.get("waste/tokens", 0.0)
+        self.remainder(metrics)
         self._lag_max = max(self._lag_max, metrics.get("lag/max", 0.0))
         self._efficiency = metrics.get("efficiency", self._efficiency)
         version, score = metrics.get("eval/version"), metrics.get("eval/reward")
         if version is not None and score is not None:
             self.evaluation(int(version), score)
+
+    def remainder(self, metrics: Mapping[str, float]) -> None:
+        """What is added up over a run, of a step or of what came after the last one."""
+        self._trained += metrics.get("throughput/trained_tokens", 0.0)
+        self._sampled += metrics.get("throughput/sampled_tokens", 0.0)
+        self._wasted += metrics.get("waste/tokens", 0.0)
+        self._filtered += metrics.get("waste/filtered_tokens", 0.0)
 
     def evaluation(self, version: int, score: float) -> None:
         self._evals[version] = score
@@ -87,6 +93,7 @@ class SummaryBuilder:
             eval_last=evals[-1][1] if evals else None,
             tokens_trained=round(self._trained),
             tokens_sampled=round(self._sampled),
+            tokens_filtered=round(self._filtered),
             waste_fraction=min(self._wasted / self._sampled, 1.0) if self._sampled else 0.0,
             lag_max=round(self._lag_max),
             efficiency=self._efficiency,

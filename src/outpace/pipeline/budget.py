@@ -25,17 +25,30 @@ class Budget:
         self._limits = limits
         self._failed = 0
         self._filtered = 0
+        self._next_notice = limits.notice_every
 
     def note(self, report: GroupReport) -> str | None:
         """Something to tell people, if there is; raises when a limit is reached."""
         self._failed = self._failed + 1 if report.outcome == "failed" else 0
         self._filtered = self._filtered + 1 if report.outcome == "filtered" else 0
         if self._limits.failed is not None and self._failed >= self._limits.failed:
-            raise PartFailed("rollouts", f"{self._failed} groups in a row failed, the last one: {report.reason}")
+            message = f"{self._failed} groups in a row failed, the last one: {report.reason}"
+            raise PartFailed("rollouts", message, report.traceback)
         if self._limits.filtered is not None and self._filtered >= self._limits.filtered:
-            raise PartFailed("rollouts", f"{self._filtered} groups in a row were filtered: {report.reason}")
-        if self._failed == 1 or (self._failed and self._failed % self._limits.notice_every == 0):
-            return f"{self._failed} groups in a row failed: {report.reason}"
-        if self._filtered and self._filtered % self._limits.notice_every == 0:
-            return f"the last {self._filtered} groups were all filtered: {report.reason}"
-        return None
+            raise PartFailed(
+                "rollouts",
+                f"{self._filtered} groups in a row were filtered: {report.reason}; does the reward tell attempts "
+                "apart, and can the model do the task at all?",
+            )
+        if self._failed == 1:
+            return f"a group failed: {report.reason}"
+        return self._notice_of_dry_spell(report)
+
+    def _notice_of_dry_spell(self, report: GroupReport) -> str | None:
+        """Said at ever longer intervals: once people know, they know."""
+        if not self._filtered:
+            self._next_notice = self._limits.notice_every
+        if self._filtered < self._next_notice:
+            return None
+        self._next_notice *= 2
+        return f"the last {self._filtered} groups were all filtered: {report.reason}"

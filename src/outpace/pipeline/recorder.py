@@ -20,6 +20,7 @@ from outpace.observe.summary import Summary, SummaryBuilder
 from outpace.observe.timeline import Timeline
 from outpace.pipeline.core import Core
 from outpace.pipeline.evaluation import Evaluation
+from outpace.protocols import Engine, Learner
 from outpace.types import (
     ChunkReport,
     EngineStats,
@@ -58,10 +59,12 @@ class Recorder:
         self._training_began = self._trained_at = self._began
         self._account = WorkAccount(self.cores, time.monotonic)
 
-    def training_begins(self) -> None:
-        """The parts are up: the clock of training starts."""
+    async def training_begins(self, engines: dict[str, Engine], learner: Learner) -> None:
+        """The parts are up: the clock of training starts, and what they did before does not count."""
+        self._account.engines({name: await engine.stats() for name, engine in engines.items()})
+        self._account.learner(await learner.stats())
+        self._account.start()
         self._trained_at = self._training_began = time.monotonic()
-        self._account = WorkAccount(self.cores, time.monotonic)
 
     # ------------------------------------------------------------------------------------------------ as it happens
 
@@ -152,6 +155,7 @@ class Recorder:
 
     def build_summary(self, exit_code: int, reason: str) -> Summary:
         now = time.monotonic()
+        self.summary.remainder(self._meter.flush())
         return self.summary.build(
             wall_s=now - self._began,
             train_s=self._trained_at - self._training_began,

@@ -89,8 +89,11 @@ def _load(given: str | Reward) -> Callable[..., Any]:
         return load_function(given, SETTING)
     if given not in BUILT_IN:
         close = difflib.get_close_matches(given, BUILT_IN, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"built in are {', '.join(BUILT_IN)}"
-        raise BadInput(f"{SETTING}: there is no reward {given!r}; {hint} Your own are written package.module:function")
+        hint = f"did you mean {close[0]}?" if close else f"built in are {', '.join(BUILT_IN)}."
+        raise BadInput(
+            f"{SETTING}: there is no reward {given!r}; {hint} "
+            "Your own are written package.module:function or file.py:function"
+        )
     return load_function(BUILT_IN[given], SETTING)
 
 

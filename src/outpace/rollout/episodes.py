@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import traceback
 from numbers import Real
 
 import msgspec
@@ -36,14 +37,15 @@ async def run_episode(rollout: Rollout, task: Task, client: PolicyClient, timeou
         if isinstance(error, TimeoutError) and limit.expired():
             return failed(client, f"took longer than rollout.timeout_s = {timeout_s:g} s")
         log.warning("episode of %s failed", task.id, exc_info=True)
-        return failed(client, f"{type(error).__name__}: {one_line(error)}")
+        text = "".join(traceback.format_exception(error))
+        return failed(client, f"{type(error).__name__}: {one_line(error)}", text)
     await client.abandon()
     return _as_episode(returned, task, client)
 
 
-def failed(client: PolicyClient, reason: str) -> Episode:
+def failed(client: PolicyClient, reason: str, trace: str = "") -> Episode:
     """An episode that trains nothing; what was sampled for it is kept for the accounts."""
-    return Episode([client.trajectory()], error=reason, stop="error", requests=list(client.requests))
+    return Episode([client.trajectory()], error=reason, stop="error", requests=list(client.requests), traceback=trace)
 
 
 def _serious(error: BaseException) -> PartFailed | BadInput | None:

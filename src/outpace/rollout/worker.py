@@ -12,7 +12,9 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,6 +31,8 @@ from outpace.rollout.closing import ClosingRules, Verdict, close_group, version_
 from outpace.rollout.episodes import run_episode
 from outpace.runtime.together import together
 from outpace.types import Episode, EpisodeView, GroupOrder, GroupRecord, GroupReport, Message, Task, Trajectory
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -153,7 +157,9 @@ class RolloutWorker:
                 self._settings.reward_timeout_s,
             )
         except RewardFailed as error:
-            return [episode if episode.error else _unjudged(episode, f"reward: {error}") for episode in episodes]
+            log.warning("grading %s failed", task.id, exc_info=True)
+            trace = "".join(traceback.format_exception(error.__cause__ or error))
+            return [episode if episode.error else _unjudged(episode, f"reward: {error}", trace) for episode in episodes]
         judged = iter(verdicts)
         return [episode if episode.error else self._judged(episode, next(judged)) for episode in episodes]
 
@@ -167,8 +173,8 @@ class RolloutWorker:
         return msgspec.structs.replace(episode, reward=total, rewards={**own, **graded.parts})
 
 
-def _unjudged(episode: Episode, reason: str) -> Episode:
-    return msgspec.structs.replace(episode, error=reason, stop="error")
+def _unjudged(episode: Episode, reason: str, trace: str = "") -> Episode:
+    return msgspec.structs.replace(episode, error=reason, traceback=trace, stop="error")
 
 
 def _asked_to_stop() -> bool:
@@ -202,6 +208,7 @@ def _report(
         seconds=seconds,
         metrics=_means([episode.metrics for episode in survivors]),
         views=[_view(task, episode, newest) for episode in survivors] if order.show else [],
+        traceback=next((episode.traceback for episode in episodes if episode.traceback), ""),
     )
 
 

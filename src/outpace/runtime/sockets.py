@@ -28,6 +28,8 @@ async def listen(path: str, token: str, target: object, protocol: type) -> async
                 log.warning("a connection without the right token was refused")
                 return
             await serve(target, protocol, channel)
+        except asyncio.CancelledError:
+            return  # the process is ending; raised further, asyncio would log it as if something had gone wrong
         except (WireError, TimeoutError) as error:
             log.warning("a connection was refused: %s", error)
         finally:
