@@ -150,7 +150,7 @@ class Session:
     def _runtime(self) -> Runtime:
         if self._config.run.runtime == "inline":
             return InlineRuntime()
-        return LocalRuntime(self._log.dir / "logs")
+        return LocalRuntime(self._log.dir / "logs", append=self._plan.resume is not None)
 
     async def _start_parts(self, runtime: Runtime, scratch: Path) -> Parts:
         specs = PartSpecs(self._config, self._log.dir, scratch, self._plan.code)

@@ -48,6 +48,9 @@ def test_a_run_in_children_trains_the_steps_asked_for_and_leaves_only_its_direct
     settings: Settings, tmp_path: Path
 ) -> None:
     before = scratch_left()
+    (tmp_path / "run" / "logs").mkdir(parents=True)
+    (tmp_path / "run" / "logs" / "learner.log").write_text("of an earlier run")
+    settings = {**settings, "run.overwrite": True}
     result = run_command("train", *as_arguments({**settings, "run.steps": 5, "eval.count": 6, "eval.holdout": 0.3}))
     assert result.returncode == 0, result.stderr
     run = tmp_path / "run"
@@ -64,6 +67,9 @@ def test_a_run_in_children_trains_the_steps_asked_for_and_leaves_only_its_direct
         path.name for path in run.iterdir()
     }
     assert scratch_left() <= before
+    logs = {path.name: path.read_text() for path in (run / "logs").iterdir()}
+    assert "of an earlier run" not in logs["learner.log"]
+    assert not [name for name, text in logs.items() if "Traceback" in text], "a run that went well says so"
     assert f"everything is in   {run}\n" in result.stdout
 
 

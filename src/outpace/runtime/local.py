@@ -15,7 +15,7 @@ import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import BinaryIO, Literal, TypeVar
 
 from outpace import errors
 from outpace.runtime.child import Broken, Hello
@@ -41,8 +41,10 @@ class Child:
 class LocalRuntime:
     """Starts parts as `python -m outpace.runtime.child`, watches them, stops them."""
 
-    def __init__(self, logs: Path) -> None:
+    def __init__(self, logs: Path, append: bool = False) -> None:
+        """`append` keeps what an earlier start of the same run has logged."""
         self._logs = logs
+        self._mode: Literal["ab", "wb"] = "ab" if append else "wb"
         self._children: list[Child] = []
         self._stopping = False
         self.failure: asyncio.Future[errors.PartFailed] = asyncio.get_running_loop().create_future()
@@ -51,7 +53,7 @@ class LocalRuntime:
         """Start one part and wait until it is ready to be called."""
         log = self._logs / f"{spec.name}.log"
         ours, theirs = socket.socketpair()
-        with theirs, _open_log(log) as output:
+        with theirs, _open_log(log, self._mode) as output:
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "outpace.runtime.child", str(theirs.fileno()),
                 pass_fds=[theirs.fileno()], env={**os.environ, **environment},
@@ -109,9 +111,9 @@ class LocalRuntime:
                 continue
 
 
-def _open_log(path: Path) -> BinaryIO:
+def _open_log(path: Path, mode: Literal["ab", "wb"]) -> BinaryIO:
     path.parent.mkdir(parents=True, exist_ok=True)
-    return open(path, "ab")
+    return open(path, mode)
 
 
 def _tail(log: Path) -> str:
