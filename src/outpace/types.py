@@ -37,6 +37,10 @@ Outcome = Literal["finished", "filtered", "failed"]
 """What a worker says of a group it has closed."""
 
 
+def _no_floats() -> Floats:
+    return np.zeros(0, dtype=np.float32)
+
+
 class Task(msgspec.Struct, frozen=True):
     """One problem. `prompt` is text (sent as one user message) or chat messages."""
 
@@ -75,13 +79,18 @@ class Generation(msgspec.Struct, frozen=True):
 
 
 class Trajectory(msgspec.Struct, frozen=True):
-    """One exact token sequence. `mask` marks the sampled, trainable tokens; others have version OBSERVED."""
+    """One exact token sequence. `mask` marks the sampled, trainable tokens; others have version OBSERVED.
+
+    Trajectories of one role are compared with one another. `reward` is this trajectory's own; None: the episode's.
+    A turn is an unbroken run of sampled tokens; `turn_rewards` has one value per turn, or none at all."""
 
     tokens: Ints
     mask: Bools
     logprobs: Floats
     versions: Ints
     role: str = "policy"
+    reward: float | None = None
+    turn_rewards: Floats = msgspec.field(default_factory=_no_floats)
 
 
 class Episode(msgspec.Struct, frozen=True):
@@ -99,13 +108,20 @@ class Episode(msgspec.Struct, frozen=True):
 
 
 class Row(msgspec.Struct, frozen=True):
-    """A trajectory as the learner sees it: no rewards, no groups, only per-token advantages."""
+    """A trajectory to train on. `advantages` are those of the group: what follows over a batch is not in them yet.
+
+    The other fields say where they came from, for estimators that need the batch: `episode` is an index into the
+    record's rewards; role, reward and turn rewards are the trajectory's."""
 
     tokens: Ints
     mask: Bools
     logprobs: Floats
     versions: Ints
     advantages: Floats
+    episode: int = 0
+    role: str = "policy"
+    reward: float | None = None
+    turn_rewards: Floats = msgspec.field(default_factory=_no_floats)
 
 
 class Place(msgspec.Struct, frozen=True, order=True):
@@ -169,7 +185,8 @@ class GroupReport(msgspec.Struct, frozen=True):
 
 
 class GroupRecord(msgspec.Struct, frozen=True):
-    """What the journal keeps of a finished group."""
+    """What the journal keeps of a finished group. `rewards` and `parts` (single rewards by function, unweighted) have
+    one entry per attempt that did not fail."""
 
     group: int
     task_id: str
@@ -177,6 +194,7 @@ class GroupRecord(msgspec.Struct, frozen=True):
     admitted: Version
     rows: list[Row]
     rewards: list[float]
+    parts: list[dict[str, float]] = []
 
 
 class ChunkReport(msgspec.Struct, frozen=True):
@@ -187,7 +205,8 @@ class ChunkReport(msgspec.Struct, frozen=True):
     loss_sum: float
     sums: dict[str, float] = {}
     maxima: dict[str, float] = {}
-    lag_counts: dict[int, int] = {}  # lag in versions -> trained tokens
+    lag_counts: dict[int, int] = {}  # lag in versions -> trained tokens, without those of replayed groups
+    replay_lag_counts: dict[int, int] = {}  # the same of replayed groups
     seconds: float = 0.0
 
 

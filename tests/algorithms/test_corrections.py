@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from algorithms import dense, reference
+from algorithms.reference import MASK_CASES, SURROGATE_CASES, WEIGHT_CASES, Pass, Token, examples, lay_out, passes
+from outpace.algorithms.aggregation import token_weights
+from outpace.algorithms.catalogue import SURROGATES
+from outpace.algorithms.corrections import MASKS, keep, m2po, weights
+from outpace.algorithms.registry import Aggregation
+from outpace.algorithms.tokens import Tokens
+from outpace.config_algorithm import CorrectionConfig
+
+log_ratios = st.lists(st.sampled_from([0.0, 0.25, -0.25, 0.5]) | st.floats(-3, 3), max_size=30)
+
+
+def log_rho(tokens: Tokens) -> Tensor:
+    return tokens.anchor_logp_N - tokens.sampler_logp_N
+
+
+def with_ratios(sequences: list[list[float]], advantage: float = 1.0) -> Tokens:
+    """Tokens whose anchor / sampler are these."""
+    return lay_out([[Token(-1.0, math.log(x), 0.0, advantage) for x in sequence] for sequence in sequences])
+
+
+def kept(tokens: Tokens, name: str, **knobs: float) -> list[bool]:
+    return [bool(x) for x in keep(tokens, log_rho(tokens), {name: knobs})]
+
+
+def test_every_mask_takes_settings_of_the_config_with_the_defaults_of_its_help() -> None:
+    assert {name: dict(facts.parameters) for name, facts in MASKS.items()} == {
+        "token": {"token_low": 0.5, "token_high": 5.0},
+        "sequence": {"sequence_low": 0.5, "sequence_high": 2.0},
+        "geometric": {"geometric_low": 0.99, "geometric_high": 1.01},
+        "veto": {"veto_below": 1e-4},
+        "opsm": {"opsm_delta": 0.1},
+        "m2po": {"m2po_limit": 0.04},
+    }
+    for facts in MASKS.values():
+        assert set(facts.parameters) <= set(CorrectionConfig.model_fields)
+
+
+def test_only_m2po_needs_the_closed_batch_and_keep_refuses_it() -> None:
+    assert [name for name, facts in MASKS.items() if facts.scope == "batch"] == ["m2po"]
+    tokens = with_ratios([[1.0]])
+    with pytest.raises(AssertionError, match="closed batch"):
+        keep(tokens, log_rho(tokens), {"m2po": {}})
+
+
+@pytest.mark.parametrize("knobs", WEIGHT_CASES)
+@examples(50)
+@given(sequences=passes)
+def test_weights_match_a_reference_that_goes_token_by_token(knobs: dict[str, Any], sequences: Pass) -> None:
+    tokens = lay_out(sequences)
+    expected_N = reference.by_sequence(reference.weights, sequences, **knobs)
+    np.testing.assert_allclose(weights(tokens, log_rho(tokens), **knobs), expected_N, rtol=1e-12)
+
+
+@pytest.mark.parametrize(("name", "knobs"), MASK_CASES)
+@examples(50)
+@given(sequences=passes)
+def test_masks_match_a_reference_that_goes_token_by_token(name: str, knobs: dict[str, float], sequences: Pass) -> None:
+    expected_N = reference.by_sequence(getattr(reference, name), sequences, **knobs)
+    assert kept(lay_out(sequences), name, **knobs) == [bool(x) for x in expected_N]
+
+
+@examples(100)
+@given(passes)
+def test_several_masks_keep_what_each_of_them_keeps(sequences: Pass) -> None:
+    tokens = lay_out(sequences)
+    single = [kept(tokens, name, **knobs) for name, knobs in MASK_CASES]
+    together = keep(tokens, log_rho(tokens), dict(MASK_CASES))
+    assert together.tolist() == [all(column) for column in zip(*single, strict=True)]
+    assert keep(tokens, log_rho(tokens), {}).tolist() == [True] * len(together)
+
+
+PRODUCTS: list[tuple[dict[str, Any], dict[str, dict[str, float]]]] = [
+    *((knobs, {}) for knobs in WEIGHT_CASES),
+    *(({"level": "none", "floor": 0.0, "cap": None}, {name: knobs}) for name, knobs in MASK_CASES),
+    ({"level": "token", "floor": 0.0, "cap": 1.7}, {"geometric": dict(MASK_CASES)["geometric"]}),
+]
+AGGREGATIONS: list[Aggregation] = ["token_mean", "seq_mean_token_mean"]
+
+
+@pytest.mark.parametrize(("name", "knobs"), SURROGATE_CASES)
+@examples(15)
+@given(sequences=passes)
+def test_gradients_of_every_corrected_surrogate_match_autograd_of_the_plain_product(
+    name: str, knobs: dict[str, Any], sequences: Pass
+) -> None:
+    for weighting, masks in PRODUCTS:
+        for aggregation in AGGREGATIONS:
+            tokens, padded = lay_out(sequences), dense.pad(sequences)
+            factor_N = weights(tokens, log_rho(tokens), **weighting) * keep(tokens, log_rho(tokens), masks)
+            loss_N = SURROGATES.built_in[name].function(tokens, **knobs) * factor_N
+            (gradient_N,) = torch.autograd.grad((loss_N * token_weights(aggregation, tokens)).sum(), tokens.logp_N)
+
+            plain = dense.SURROGATES[name](padded, **knobs) * dense.weights(padded, **weighting) * padded.real_S_T
+            for mask, bounds in masks.items():
+                plain = plain * dense.MASKS[mask](padded, **bounds)
+            if aggregation == "seq_mean_token_mean":
+                plain = plain / padded.real_S_T.sum(1, keepdim=True).clamp(min=1)
+            np.testing.assert_allclose(gradient_N, dense.gradient(plain.sum(), padded), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", [name for name, _ in MASK_CASES])
+@examples(100)
+@given(sequences=passes)
+def test_neither_the_order_of_sequences_nor_a_cut_between_them_changes_what_is_kept(name: str, sequences: Pass) -> None:
+    knobs = dict(MASK_CASES)[name]
+    whole = kept(lay_out(sequences), name, **knobs)
+    parts = [kept(lay_out([sequence]), name, **knobs) for sequence in sequences]
+    turned = kept(lay_out(sequences[::-1]), name, **knobs)
+    assert whole == [x for part in parts for x in part]
+    assert turned == [x for part in parts[::-1] for x in part]
+
+
+def test_bounds_are_inclusive() -> None:
+    tokens = with_ratios([[0.5], [5.0], [0.499], [5.001]])
+    assert kept(tokens, "token") == [True, True, False, False]
+    tokens = with_ratios([[2.0, 1.0], [0.5], [1.5, 1.5]])
+    assert kept(tokens, "sequence") == [True, True, True, False, False]
+    assert kept(with_ratios([[1.01], [0.99], [1.011]]), "geometric") == [True, True, False]
+    assert kept(with_ratios([[1e-4, 3.0], [0.99e-4, 3.0]]), "veto") == [True, True, False, False]
+    tokens = lay_out([[Token(-1.5, -1, -1, -1.0)]])
+    assert kept(tokens, "opsm", opsm_delta=0.5) == [True]
+    assert kept(tokens, "opsm", opsm_delta=0.499) == [False]
+
+
+def test_a_lower_bound_of_zero_rejects_nothing_from_below() -> None:
+    assert kept(with_ratios([[1e-300, 6.0]]), "token", token_low=0.0) == [True, False]
+
+
+def test_opsm_goes_by_the_current_policy_and_by_the_advantage_of_each_token() -> None:
+    sequence = [Token(-2.0, -1.0, -1.0, advantage) for advantage in (-1.0, 0.0, 1.0)]
+    assert kept(lay_out([sequence]), "opsm") == [False, True, True]
+
+
+def test_corrections_carry_no_gradient_even_when_their_ratio_does() -> None:
+    tokens = lay_out([[Token(-1.2, -1.0, -1.0, 1.0)]])
+    log_ratio_N = tokens.logp_N - tokens.sampler_logp_N
+    assert log_ratio_N.requires_grad
+    for level in ("none", "token", "sequence"):
+        assert not weights(tokens, log_ratio_N, level, 0.0, 2.0).requires_grad  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_extreme_ratios_give_finite_weights_and_are_rejected(dtype: torch.dtype) -> None:
+    extreme = [-math.inf, -1e30, -1e4, 1e4, 1e30, math.inf]
+    sequences = [[Token(-1.0, x, 0.0, -1.0)] for x in extreme] + [[Token(-1.0, x, 0.0, -1.0) for x in extreme]]
+    tokens = lay_out(sequences, dtype)
+    for level in ("token", "sequence"):
+        weights_N = weights(tokens, log_rho(tokens), level, 0.0, None)  # type: ignore[arg-type]
+        assert weights_N.dtype == dtype
+        assert weights_N.isfinite().all()
+    assert kept(tokens, "token") == [False] * 12
+    assert kept(tokens, "sequence")[:6] == [False] * 6
+    assert kept(tokens, "geometric")[:6] == [False] * 6
+    assert kept(tokens, "veto") == [False] * 3 + [True] * 3 + [False] * 6
+
+
+def test_nothing_is_kept_of_nothing() -> None:
+    for sequences in ([], [[]], [[], []]):
+        tokens = lay_out(sequences)
+        assert weights(tokens, log_rho(tokens), "sequence", 0.0, 2.0).shape == (0,)
+        assert keep(tokens, log_rho(tokens), dict(MASK_CASES)).shape == (0,)
+    assert m2po(np.zeros(0)).shape == (0,)
+
+
+@examples(100)
+@given(log_ratios, st.sampled_from([0.01, 0.04, 0.3]))
+def test_m2po_matches_taking_out_the_largest_one_by_one(values: list[float], limit: float) -> None:
+    assert m2po(np.array(values), m2po_limit=limit).tolist() == reference.m2po(values, limit)
+
+
+@examples(100)
+@given(log_ratios.filter(len), st.randoms())
+def test_m2po_does_not_depend_on_the_order_of_tokens_and_keeps_at_least_one(values: list[float], random: Any) -> None:
+    order = list(range(len(values)))
+    random.shuffle(order)
+    kept_N = m2po(np.array(values))
+    assert m2po(np.array(values)[order]).tolist() == kept_N[order].tolist()
+    assert kept_N.any()
+
+
+def test_m2po_rejects_equal_ratios_together_whatever_their_sign() -> None:
+    assert m2po(np.array([0.1, 0.5, -0.5, 0.1])).tolist() == [True, False, False, True]
+    assert m2po(np.array([-0.5, 0.5])).tolist() == [True, True]  # the smallest there are
+    assert m2po(np.array([0.1, -np.inf, np.inf])).tolist() == [True, False, False]
+
+
+def test_m2po_demands_a_mean_below_its_limit() -> None:
+    assert m2po(np.array([0.0, 0.5]), m2po_limit=0.125).tolist() == [True, False]
+    assert m2po(np.array([0.0, 0.5]), m2po_limit=0.126).tolist() == [True, True]
