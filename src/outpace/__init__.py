@@ -5,21 +5,45 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from outpace.algorithms.advantages import Peers
+    from outpace.algorithms.normalisers import BatchSignal
+    from outpace.algorithms.registry import advantage, normaliser, surrogate
+    from outpace.algorithms.tokens import Tokens
     from outpace.config import Config
     from outpace.observe.callbacks import Callback
     from outpace.trainer import Trainer
     from outpace.types import Episode, Task, Trajectory
 
 __version__ = "0.1.0"
-__all__ = ["Callback", "Config", "Episode", "Task", "Trainer", "Trajectory", "__version__"]
+__all__ = [
+    "BatchSignal",
+    "Callback",
+    "Config",
+    "Episode",
+    "Peers",
+    "Task",
+    "Tokens",
+    "Trainer",
+    "Trajectory",
+    "__version__",
+    "advantage",
+    "normaliser",
+    "surrogate",
+]
 
 _HOMES = {
+    "BatchSignal": "outpace.algorithms.normalisers",
     "Callback": "outpace.observe.callbacks",
     "Config": "outpace.config",
     "Episode": "outpace.types",
+    "Peers": "outpace.algorithms.advantages",
     "Task": "outpace.types",
+    "Tokens": "outpace.algorithms.tokens",
     "Trainer": "outpace.trainer",
     "Trajectory": "outpace.types",
+    "advantage": "outpace.algorithms.registry",
+    "normaliser": "outpace.algorithms.registry",
+    "surrogate": "outpace.algorithms.registry",
 }
 
 

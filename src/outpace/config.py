@@ -1,27 +1,32 @@
 """Every setting, typed and strict. Importing this module loads no torch.
 
-Here is what can be set, one class per section; the text under a field is its help. `outpace.config_loading` reads
-values from files and the command line; `outpace.config_rules` fills what depends on other keys and refuses what
-cannot work together. None means "not set": either a default that depends on other keys, or none at all.
+Here is what can be set, one class per section; the text under a field is its help. The sections of the mathematics are
+in `outpace.config_algorithm`. `outpace.config_loading` reads values from files and the command line;
+`outpace.config_rules` fills what depends on other keys and refuses what cannot work together. None means "not set":
+either a default that depends on other keys, or none at all.
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
+
+from outpace.config_algorithm import (
+    AlgorithmConfig,
+    CorrectionConfig,
+    CriticConfig,
+    DifficultyConfig,
+    FilterConfig,
+    GovernorConfig,
+    KlConfig,
+    ReplayConfig,
+)
+from outpace.config_section import Section
 
 STARTER = "starter"
 MAX_SEED = 2**63 - 1
-
-
-class Section(BaseModel):
-    """Frozen and strict: no unknown keys, no silent conversion of types, no NaN and no infinity."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
 
 
 class ModelConfig(Section):
@@ -61,6 +66,10 @@ class RewardsConfig(Section):
     """One weight per function; all 1 when absent."""
     timeout_s: float = Field(default=30.0, gt=0)
     """How long one call of a reward function may take."""
+    overlong_buffer: int = Field(default=0, ge=0)
+    """The last so many tokens before rollout.max_tokens are penalised, more and more; 0: none are."""
+    overlong_penalty: float | None = Field(default=None, gt=0)
+    """What an attempt loses that uses the whole buffer. Default: 1."""
 
 
 class RolloutConfig(Section):
@@ -116,17 +125,6 @@ class PacingConfig(Section):
     """So many first steps are on policy (lag 0) before `max_lag` applies."""
 
 
-class AlgorithmConfig(Section):
-    baseline: Literal["group_mean", "none"] = "group_mean"
-    """What is subtracted from the reward: the mean of its group, or nothing."""
-    importance_cap: float = Field(default=2.0, gt=0)
-    """The importance weight of the current policy over the sampler's is truncated here."""
-    filter_uniform: bool = True
-    """Groups whose rewards are all equal teach nothing: filter and replace them."""
-    uniform_tolerance: float = Field(default=1e-6, ge=0)
-    """Rewards closer than this count as equal."""
-
-
 class LearnerConfig(Section):
     lr: float | None = Field(default=None, gt=0)
     """Peak learning rate. Default: 3e-4 for the starter, 1e-6 otherwise."""
@@ -148,6 +146,8 @@ class LearnerConfig(Section):
     """Recompute activations in the backward pass: less memory, more time."""
     threads: int | None = Field(default=None, ge=1)
     """Compute threads of the learner. Default: run.threads."""
+    stream: bool | None = None
+    """Train on groups as they arrive, or once the batch is closed. Default: as they arrive, where the algorithm can."""
     max_bad_steps: int = Field(default=3, ge=1)
     """The run ends after so many steps in a row whose loss or gradient was not finite."""
 
@@ -227,7 +227,14 @@ class Config(Section):
     rewards: RewardsConfig = RewardsConfig()
     rollout: RolloutConfig = RolloutConfig()
     pacing: PacingConfig = PacingConfig()
+    governor: GovernorConfig = GovernorConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    correction: CorrectionConfig = CorrectionConfig()
+    kl: KlConfig = KlConfig()
+    critic: CriticConfig = CriticConfig()
+    filter: FilterConfig = FilterConfig()
+    difficulty: DifficultyConfig = DifficultyConfig()
+    replay: ReplayConfig = ReplayConfig()
     learner: LearnerConfig = LearnerConfig()
     engine: EngineConfig = EngineConfig()
     weights: WeightsConfig = WeightsConfig()

@@ -23,8 +23,9 @@ from typing import Any, Literal, get_args, get_origin
 import pydantic
 from pydantic.fields import FieldInfo
 
-from outpace.config import Config, Section
+from outpace.config import Config
 from outpace.config_rules import check
+from outpace.config_section import Section
 from outpace.errors import BadInput, one_line
 
 Flat = dict[str, Any]
@@ -220,8 +221,9 @@ def parse_text(text: str, annotation: Any) -> Any:
     """`text` as a value of the type. Text that does not fit comes back as it is, for the validator to refuse."""
     options = get_args(annotation)
     if NoneType in options:
-        inner = next(option for option in options if option is not NoneType)
-        return None if text.strip().lower() == "none" else parse_text(text, inner)
+        if text.strip().lower() == "none" and not _has_word(annotation, "none"):
+            return None
+        return parse_text(text, next(option for option in options if option is not NoneType))
     if get_origin(annotation) is list:
         return _parse_list(text, options[0])
     if annotation is bool:
@@ -242,6 +244,11 @@ def _parse_list(text: str, item: Any) -> Any:
         return json.loads(text)
     except json.JSONDecodeError:
         return text
+
+
+def _has_word(annotation: Any, word: str) -> bool:
+    """Whether `word` is one of the values that the type spells out, as `none` is for `correction.weight`."""
+    return any(option == word or _has_word(option, word) for option in get_args(annotation))
 
 
 def _takes_text(annotation: Any) -> bool:
@@ -272,7 +279,7 @@ def type_name(annotation: Any) -> str:
     if get_origin(annotation) is list:
         return f"list of {type_name(options[0])}"
     if NoneType in options:
-        return " or ".join(type_name(option) for option in options)
+        return " or ".join(dict.fromkeys(type_name(option) for option in options))
     return {bool: "true|false", int: "integer", float: "number", str: "text", NoneType: "none"}[annotation]
 
 

@@ -1,16 +1,19 @@
 """What no single setting can say: defaults that depend on other keys, and combinations that cannot work.
 
 `check` refuses; `resolve` fills, so that the config written into the run directory says exactly what ran. Resolving
-is idempotent. Each rule yields at most one line, which starts with the key to change.
+is idempotent. Each rule yields lines that start with the key to change; the first one is told. What the mathematics
+adds to both is in `outpace.config_dependent` and `outpace.config_algorithm_rules`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
 
 from outpace.config import STARTER, Config
+from outpace.config_algorithm_rules import ALGORITHM_RULES, Rule
+from outpace.config_dependent import settled, value_of, with_values
 from outpace.errors import BadInput
 
 REWARDS_OF_TASKS: dict[str, list[str]] = {"countdown": ["countdown"], "arithmetic": ["number"]}
@@ -18,6 +21,7 @@ REWARDS_OF_TASKS: dict[str, list[str]] = {"countdown": ["countdown"], "arithmeti
 
 DEFAULT_TASK = "countdown"
 DEFAULT_STEPS = 100
+CUT = "cutting the distribution biases every importance weight, as the learner cannot replay which tokens were kept"
 LOCKSTEP_STARTER_CONTEXT = 256
 """A deterministic engine attends over its whole context at every step; the starter's puzzles need little of it."""
 
@@ -29,54 +33,45 @@ def resolve(
 
     `own_tasks` and `own_rewards` say that a Python caller brings objects of its own instead of naming them here.
     """
-    filled = _fill(config, _defaults(config, own_tasks, now or datetime.now()))
-    if not own_rewards:
-        filled = _fill(filled, {"rewards": {"functions": filled.rewards.functions or _rewards_of_task(filled)}})
+    filled = settled(with_values(config, _defaults(config, own_tasks, now or datetime.now())))
+    if not own_rewards and not filled.rewards.functions:
+        filled = with_values(filled, {"rewards.functions": _rewards_of_task(filled)})
     check(filled)
     return filled
 
 
 def check(config: Config) -> None:
-    """Raise `BadInput` for the first rule that the config breaks."""
-    for rule in RULES:
-        for complaint in rule(config):
+    """Raise `BadInput` for the first rule that the config, with its dependent defaults, breaks."""
+    whole = settled(config)
+    for rule in (*RULES, *ALGORITHM_RULES):
+        for complaint in rule(whole):
             raise BadInput(complaint)
 
 
 # --------------------------------------------------------------------------------------------------------- defaults
 
 
-def _defaults(config: Config, own_tasks: bool, now: datetime) -> dict[str, dict[str, Any]]:
-    """New values by section and key, only for what is to change."""
+def _defaults(config: Config, own_tasks: bool, now: datetime) -> dict[str, Any]:
+    """New values by dotted key, only for what is to change."""
     starter = config.model.path == STARTER
-    unset: dict[str, dict[str, Any]] = {
-        "learner": {"lr": 3e-4 if starter else 1e-6},
-        "rollout": {"max_tokens": 32 if starter else 512},
-        "pacing": {"max_running": 2 * config.engine.slots},
-        "eval": {"temperature": config.rollout.temperature},
-        "run": {"dir": f"runs/{now:%Y%m%d-%H%M%S}"},
+    unset: dict[str, Any] = {
+        "learner.lr": 3e-4 if starter else 1e-6,
+        "rollout.max_tokens": 32 if starter else 512,
+        "pacing.max_running": 2 * config.engine.slots,
+        "eval.temperature": config.rollout.temperature,
+        "run.dir": f"runs/{now:%Y%m%d-%H%M%S}",
     }
     if config.run.epochs is None:
-        unset["run"]["steps"] = DEFAULT_STEPS
+        unset["run.steps"] = DEFAULT_STEPS
     if config.tasks.path is None and not own_tasks:
-        unset["tasks"] = {"name": DEFAULT_TASK}
-    values = {
-        section: {key: value for key, value in keys.items() if getattr(getattr(config, section), key) is None}
-        for section, keys in unset.items()
-    }
-    values["pacing"]["chunk_groups"] = min(config.pacing.chunk_groups, config.pacing.groups_per_step)
+        unset["tasks.name"] = DEFAULT_TASK
+    if config.run.deterministic and starter:
+        unset["engine.context"] = LOCKSTEP_STARTER_CONTEXT
+    values = {key: value for key, value in unset.items() if value_of(config, key) is None}
+    values["pacing.chunk_groups"] = min(config.pacing.chunk_groups, config.pacing.groups_per_step)
     if config.run.deterministic and config.run.device == "auto":
-        values["run"]["device"] = "cpu"
-    if config.run.deterministic and starter and config.engine.context is None:
-        values["engine"] = {"context": LOCKSTEP_STARTER_CONTEXT}
+        values["run.device"] = "cpu"
     return values
-
-
-def _fill(config: Config, values: dict[str, dict[str, Any]]) -> Config:
-    """Copies without validation: the values are ours, the combinations are checked afterwards."""
-    return config.model_copy(
-        update={section: getattr(config, section).model_copy(update=keys) for section, keys in values.items()}
-    )
 
 
 def _rewards_of_task(config: Config) -> list[str]:
@@ -89,8 +84,6 @@ def _rewards_of_task(config: Config) -> list[str]:
 
 
 # ------------------------------------------------------------------------------------------------------------ rules
-
-Rule = Callable[[Config], Iterator[str]]
 
 
 def _one_source_of_tasks(config: Config) -> Iterator[str]:
@@ -112,22 +105,13 @@ def _one_way_to_roll_out(config: Config) -> Iterator[str]:
         yield f"rollout.environment: rollout.function is {config.rollout.function} already; keep one of the two"
 
 
-def _groups_can_teach(config: Config) -> Iterator[str]:
-    if config.rollout.group_size > 1:
-        return
-    if config.algorithm.baseline == "group_mean":
-        yield 'rollout.group_size: 1 leaves nothing to compare with; use 2 or more, or algorithm.baseline = "none"'
-    elif config.algorithm.filter_uniform:
-        yield "algorithm.filter_uniform: a group of one is always uniform, so all would be filtered; set it to false"
-
-
 def _sampling_is_exact(config: Config) -> Iterator[str]:
     if config.rollout.temperature == 0:
         yield "rollout.temperature: greedy attempts are all alike and teach nothing; only eval.temperature may be 0"
     if config.rollout.top_p < 1:
-        yield "rollout.top_p: cutting the distribution biases every importance weight; leave it at 1.0"
+        yield f"rollout.top_p: {CUT}; leave it at 1.0"
     if config.rollout.top_k > 0:
-        yield "rollout.top_k: cutting the distribution biases every importance weight; leave it at 0"
+        yield f"rollout.top_k: {CUT}; leave it at 0"
 
 
 def _publishing_keeps_the_lag(config: Config) -> Iterator[str]:
@@ -154,7 +138,6 @@ RULES: tuple[Rule, ...] = (
     _one_source_of_tasks,
     _rewards_fit,
     _one_way_to_roll_out,
-    _groups_can_teach,
     _sampling_is_exact,
     _publishing_keeps_the_lag,
     _lockstep_is_alone,

@@ -1,0 +1,229 @@
+"""Settings that mean something only beside others: what they default to, and their refusal where nothing reads them.
+
+A dependent key is None unless it is set. `settled` goes through the choices in order; each stage sees those before it
+and says which keys they bring, with a default for each. So one table decides what is filled in and what is ignored:
+
+- a key that a stage names and nobody set gets the preset's value, or else the default;
+- a key that no stage names stays None, and is refused if somebody set it.
+
+Settling is idempotent, and a settled config that was dumped and loaded settles to itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from outpace.algorithms.catalogue import ADVANTAGES, NORMALISERS, SURROGATES
+from outpace.algorithms.corrections import MASKS
+from outpace.config import Config
+from outpace.config_methods import (
+    DEFAULT_ADVANTAGE,
+    DEFAULT_SURROGATE,
+    chosen_advantage,
+    chosen_masks,
+    chosen_normaliser,
+    chosen_surrogate,
+    closed_batch_reasons,
+)
+from outpace.config_presets import find_preset
+from outpace.errors import BadInput
+
+Values = Mapping[str, Any]
+"""Settings by dotted key."""
+
+INDEPENDENT = {"algorithm.preset", "filter.longer_than", "difficulty.easy_above", "difficulty.hard_below"}
+"""Keys of the sections of the mathematics that may be None and always mean something."""
+
+SECTIONS = ("algorithm", "correction", "kl", "critic", "filter", "difficulty", "replay", "governor")
+
+DEPENDENT = [
+    f"{section}.{key}"
+    for section in SECTIONS
+    for key, info in type(getattr(Config(), section)).model_fields.items()
+    if info.default is None and f"{section}.{key}" not in INDEPENDENT
+] + ["rewards.overlong_penalty"]
+
+
+def settled(config: Config) -> Config:
+    """The config with its preset and every dependent default filled in. Raises for a key that nothing would read."""
+    preset = _preset(config)
+    config = with_values(config, {key: value for key, value in preset.items() if _is_silent(config, key)})
+    meant: set[str] = set()
+    for stage in STAGES:
+        defaults = stage(config)
+        meant |= set(defaults)
+        unset = {key: preset.get(key, default) for key, default in defaults.items() if value_of(config, key) is None}
+        config = with_values(config, unset)
+    for key in DEPENDENT:
+        if key not in meant and value_of(config, key) is not None:
+            raise BadInput(f"{key}: {_why_ignored(config, key)}")
+    return config
+
+
+def value_of(config: Config, dotted: str) -> Any:
+    section, _, key = dotted.partition(".")
+    return getattr(getattr(config, section), key)
+
+
+def with_values(config: Config, values: Values) -> Config:
+    """A copy without validation: the values are ours, and combinations are checked afterwards."""
+    by_section: dict[str, dict[str, Any]] = {}
+    for dotted, value in values.items():
+        section, _, key = dotted.partition(".")
+        by_section.setdefault(section, {})[key] = value
+    return config.model_copy(
+        update={section: getattr(config, section).model_copy(update=keys) for section, keys in by_section.items()}
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------- presets
+
+
+def _preset(config: Config) -> dict[str, Any]:
+    """What the preset says, less what it says of a surrogate or an estimator that is not the chosen one."""
+    if config.algorithm.preset is None:
+        return {}
+    values = dict(find_preset(config.algorithm.preset).values)
+    owned = {
+        "algorithm.surrogate": ("anchor", "aggregation", *SURROGATES.find(values["algorithm.surrogate"]).parameters),
+        "algorithm.advantage": ("normalise", "credit", *ADVANTAGES.find(values["algorithm.advantage"]).parameters),
+    }
+    for choice, keys in owned.items():
+        if value_of(config, choice) not in (None, values[choice]):
+            values = {key: value for key, value in values.items() if key.removeprefix("algorithm.") not in keys}
+    return values
+
+
+def _is_silent(config: Config, dotted: str) -> bool:
+    """Whether the key has a plain default that nobody has overridden. (Keys of None are the stages' business.)"""
+    section, _, key = dotted.partition(".")
+    settings = getattr(config, section)
+    return type(settings).model_fields[key].default is not None and key not in settings.model_fields_set
+
+
+# ------------------------------------------------------------------------------------------------------------ stages
+
+
+def _functions(config: Config) -> Values:
+    return {"algorithm.surrogate": DEFAULT_SURROGATE, "algorithm.advantage": DEFAULT_ADVANTAGE}
+
+
+def _what_functions_bring(config: Config) -> Values:
+    surrogate = chosen_surrogate(config.algorithm).facts
+    estimator = chosen_advantage(config.algorithm).facts
+    return {
+        "algorithm.normalise": estimator.normalise,
+        "algorithm.credit": estimator.credits[0],
+        "algorithm.anchor": surrogate.anchors[0],
+        "algorithm.aggregation": surrogate.aggregation,
+        "correction.masks": list(surrogate.masks),
+        "filter.uniform": estimator.needs_peers,
+        "filter.min_group": 2 if estimator.needs_peers else 1,
+        "governor.enabled": not config.run.deterministic and config.pacing.max_lag > 0,
+    }
+
+
+def _parameters(config: Config) -> Values:
+    """Of the chosen functions; the discount is the credit's, whatever the estimator."""
+    algorithm = config.algorithm
+    critic = chosen_advantage(algorithm).facts.critic
+    values: dict[str, Any] = {"algorithm.gamma": 1.0} if critic or algorithm.credit != "episode" else {}
+    if critic:
+        lr = config.learner.lr
+        values |= {"algorithm.gae_lambda": 1.0, "critic.lr": None if lr is None else 10 * lr}
+        values |= {"critic.coefficient": 0.5, "critic.clip": 0.2, "critic.shared": False}
+    chosen = (chosen_normaliser(algorithm), chosen_advantage(algorithm), chosen_surrogate(algorithm))
+    return values | {
+        f"algorithm.{name}": default for choice in chosen for name, default in choice.facts.parameters.items()
+    }
+
+
+def _corrections(config: Config) -> Values:
+    weight = {"correction.weight": "none" if config.algorithm.anchor == "rollout" else "token"}
+    return weight | ({"kl.place": "loss", "kl.sync_every": 0} if config.kl.coefficient > 0 else {})
+
+
+def _their_parameters(config: Config) -> Values:
+    masks = chosen_masks(config.correction).values()
+    values = {f"correction.{name}": default for mask in masks for name, default in mask.facts.parameters.items()}
+    if config.correction.weight != "none":
+        values |= {"correction.cap": 2.0, "correction.floor": 0.0}
+    if config.kl.coefficient > 0:
+        values["kl.estimator"] = "k3" if config.kl.place == "loss" else "k1"
+    return values
+
+
+def _data(config: Config) -> Values:
+    """Which groups are trained on, and when."""
+    values: dict[str, Any] = {}
+    if config.filter.uniform:
+        values["filter.tolerance"] = 1e-6
+    if config.difficulty.easy_above is not None or config.difficulty.hard_below is not None:
+        values["difficulty.rest_epochs"] = 1
+    if config.replay.fraction > 0:
+        values |= {"replay.max_age": 8, "replay.times": 1}
+    if config.rewards.overlong_buffer > 0:
+        values["rewards.overlong_penalty"] = 1.0
+    if config.governor.enabled:
+        values |= {"governor.ess_min": 0.5, "governor.kl_max": 0.1, "governor.patience": 5, "governor.min_lag": 0}
+    return values
+
+
+def _streaming(config: Config) -> Values:
+    return {"learner.stream": not any(closed_batch_reasons(config))}
+
+
+STAGES: tuple[Callable[[Config], Values], ...] = (
+    _functions,
+    _what_functions_bring,
+    _parameters,
+    _corrections,
+    _their_parameters,
+    _data,
+    _streaming,
+)
+
+
+# ----------------------------------------------------------------------------------------------------------- refusal
+
+WHY_IGNORED = {
+    "algorithm.gamma": 'whole episodes have no later rewards to discount; use algorithm.credit = "turn" or "token"',
+    "algorithm.gae_lambda": 'only an estimator with a critic takes it; use algorithm.advantage = "gae"',
+    "correction": "there is no weight to truncate; set correction.weight to token or sequence",
+    "kl": "kl.coefficient is 0, so there is no reference to be pulled to; raise it",
+    "critic": 'no values are learned; use algorithm.advantage = "gae"',
+    "filter": "filter.uniform is off, so no rewards are compared; set it to true",
+    "difficulty": "no task is ever too easy or too hard; set difficulty.easy_above or difficulty.hard_below",
+    "replay": "replay.fraction is 0, so nothing is replayed; raise it",
+    "governor": "governor.enabled is off, so the lag in force never changes; set it to true",
+    "rewards": "rewards.overlong_buffer is 0, so nothing is penalised; raise it",
+}
+"""By key or by section."""
+
+
+def _why_ignored(config: Config, dotted: str) -> str:
+    section, _, key = dotted.partition(".")
+    if dotted in WHY_IGNORED:
+        why = WHY_IGNORED[dotted]
+    elif section == "algorithm":
+        why = _why_not_taken(config, key)
+    else:
+        masks = [name for name, mask in MASKS.items() if section == "correction" and key in mask.parameters]
+        why = f"the mask {masks[0]} is not in correction.masks; add it" if masks else WHY_IGNORED[section]
+    return f"{why}, or leave this out"
+
+
+def _why_not_taken(config: Config, key: str) -> str:
+    """Whose parameter it is, and which functions were chosen instead."""
+    takers = dict.fromkeys(
+        name
+        for registry in (SURROGATES, ADVANTAGES, NORMALISERS)
+        for name, facts in registry.built_in.items()
+        if key in facts.parameters
+    )
+    algorithm = config.algorithm
+    return (
+        f"surrogate {algorithm.surrogate}, advantage {algorithm.advantage} and normalise {algorithm.normalise} "
+        f"do not take it; choose one that does ({', '.join(takers) or 'of your own'})"
+    )

@@ -1,0 +1,109 @@
+"""What a config means: the functions it names, with the settings each of them takes, and what follows from the choice.
+
+Works on resolved and unresolved configs alike: a key that is not set has the default of the function that takes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import pydantic
+
+from outpace.algorithms.catalogue import ADVANTAGES, NORMALISERS, SURROGATES
+from outpace.algorithms.corrections import MASKS, MaskFacts
+from outpace.algorithms.registry import AdvantageFacts, Facts, NormaliserFacts, Registry, SurrogateFacts
+from outpace.config import Config
+from outpace.config_algorithm import AlgorithmConfig, CorrectionConfig
+from outpace.errors import BadInput, one_line
+from outpace.references import is_reference
+
+DEFAULT_SURROGATE = "truncated_is"
+DEFAULT_ADVANTAGE = "dr_grpo"
+
+CHOICES = ("preset", "surrogate", "advantage", "normalise", "credit", "anchor", "aggregation")
+PARAMETERS = tuple(
+    key for key, info in AlgorithmConfig.model_fields.items() if info.default is None and key not in CHOICES
+)
+"""The keys of `[algorithm]` that a function may take as keyword-only arguments."""
+
+T = TypeVar("T", bound=Facts, covariant=True)
+F = TypeVar("F", bound=Facts)
+
+
+@dataclass(frozen=True)
+class Chosen(Generic[T]):
+    """A registered function and the keyword arguments that the config gives it."""
+
+    facts: T
+    settings: dict[str, Any]
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.facts.function(*arguments, **self.settings)
+
+
+def chosen_surrogate(config: AlgorithmConfig) -> Chosen[SurrogateFacts]:
+    return _chosen(_find(SURROGATES, config.surrogate or DEFAULT_SURROGATE), config)
+
+
+def chosen_advantage(config: AlgorithmConfig) -> Chosen[AdvantageFacts]:
+    return _chosen(_find(ADVANTAGES, config.advantage or DEFAULT_ADVANTAGE), config)
+
+
+def chosen_normaliser(config: AlgorithmConfig) -> Chosen[NormaliserFacts]:
+    return _chosen(_find(NORMALISERS, config.normalise or chosen_advantage(config).facts.normalise), config)
+
+
+def chosen_masks(config: CorrectionConfig) -> dict[str, Chosen[MaskFacts]]:
+    """Every mask that is named, those of the batch too: their facts say which is which."""
+    return {name: _chosen(MASKS[name], config) for name in config.masks or []}
+
+
+def _chosen(facts: F, config: AlgorithmConfig | CorrectionConfig) -> Chosen[F]:
+    given = {name: getattr(config, name) for name in facts.parameters}
+    return Chosen(facts, {name: facts.parameters[name] if value is None else value for name, value in given.items()})
+
+
+def _find(registry: Registry, name: str) -> Any:
+    """The registration of that name. What a user wrote may hold anything, so the complaint is made one line."""
+    try:
+        facts = registry.find(name)
+    except BadInput as error:
+        raise BadInput(one_line(error, limit=600)) from error
+    if is_reference(name):
+        _check_parameters(facts, registry.setting)
+    return facts
+
+
+def _check_parameters(facts: Facts, setting: str) -> None:
+    """A user's function asks for settings that exist, and its defaults are values that they may have."""
+    for name, default in facts.parameters.items():
+        if name not in PARAMETERS:
+            raise BadInput(
+                f"{setting}: {facts.name} takes {name}, which is no setting of algorithm; "
+                f"name it after one of {', '.join(PARAMETERS)}, or make it a constant"
+            )
+        try:
+            AlgorithmConfig.model_validate({name: default})
+        except pydantic.ValidationError:
+            raise BadInput(
+                f"{setting}: {facts.name} has the default {name} = {one_line(repr(default), limit=60)}, "
+                f"which algorithm.{name} does not allow"
+            ) from None
+
+
+def closed_batch_reasons(config: Config) -> Iterator[str]:
+    """Why the learner cannot start on a batch before it is closed, if there is a reason."""
+    algorithm = config.algorithm
+    if (estimator := chosen_advantage(algorithm).facts).critic:
+        yield f"the estimator {estimator.name} takes values of the whole batch"
+    if (normaliser := chosen_normaliser(algorithm).facts) is not NORMALISERS.find("none"):
+        yield f"the normaliser {normaliser.name} takes statistics of the whole batch"
+    if algorithm.updates * algorithm.passes > 1:
+        yield "several updates with one batch need all of it"
+    for name, mask in chosen_masks(config.correction).items():
+        if mask.facts.scope == "batch":
+            yield f"the mask {name} looks at the tokens of the whole batch"
+    if config.kl.coefficient > 0 and config.kl.place == "reward":
+        yield 'kl.place = "reward" changes rewards before advantages are made of them'

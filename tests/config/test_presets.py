@@ -1,0 +1,88 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outpace.config_dependent import value_of
+from outpace.config_loading import FIELDS, make_config
+from outpace.config_presets import PRESETS
+from outpace.config_rules import resolve
+from outpace.errors import BadInput
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "configuration.md"
+
+
+def resolved(preset: str | None, **values: Any) -> Any:
+    return resolve(make_config({"algorithm.preset": preset, **{k.replace("__", "."): v for k, v in values.items()}}))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_resolves_and_all_it_says_is_used(name: str) -> None:
+    config = resolved(name)
+    assert {key: value_of(config, key) for key in PRESETS[name].values} == dict(PRESETS[name].values)
+    assert resolve(config) == config
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_names_its_functions_and_speaks_of_mathematics_only(name: str) -> None:
+    assert {"algorithm.surrogate", "algorithm.advantage"} <= set(PRESETS[name].values) <= set(FIELDS)
+    assert {key.partition(".")[0] for key in PRESETS[name].values} <= {"algorithm", "correction", "kl", "filter"}
+
+
+def test_no_preset_sets_a_key_that_may_have_no_value() -> None:
+    # unset by the user, it would be left out of the dump and come back from the preset
+    assert {key for preset in PRESETS.values() for key in preset.values} & {
+        "algorithm.dual_clip",
+        "algorithm.pass_k",
+    } == set()
+
+
+def test_no_two_presets_resolve_to_the_same_thing() -> None:
+    seen: dict[str, str] = {}
+    for name in PRESETS:
+        config = resolved(name, run__dir="here")
+        text = config.model_copy(
+            update={"algorithm": config.algorithm.model_copy(update={"preset": None})}
+        ).model_dump_json()
+        assert text not in seen, f"{name} and {seen[text]}"
+        seen[text] = name
+
+
+def test_the_preset_called_default_is_the_default() -> None:
+    default, nothing = resolved("default", run__dir="here"), resolved(None, run__dir="here")
+    assert default.algorithm.model_copy(update={"preset": None}) == nothing.algorithm
+    assert default.correction == nothing.correction
+
+
+def test_what_the_user_sets_wins_over_the_preset() -> None:
+    config = resolved("dapo", algorithm__clip_high=0.5, filter__uniform=False)
+    assert (config.algorithm.clip_low, config.algorithm.clip_high, config.filter.uniform) == (0.2, 0.5, False)
+
+
+def test_a_preset_says_nothing_of_functions_that_it_did_not_choose() -> None:
+    config = resolved("gspo", algorithm__surrogate="ppo")
+    assert (config.algorithm.clip_low, config.algorithm.aggregation) == (0.2, "token_mean")
+    assert config.algorithm.advantage == "grpo"
+    other = resolved("lite_ppo", algorithm__advantage="rloo")
+    assert (other.algorithm.normalise, other.algorithm.surrogate) == ("none", "ppo")
+
+
+def test_a_parameter_of_a_preset_that_lost_its_use_is_left_out() -> None:
+    config = resolved("icepop", correction__masks=[], correction__weight="none")
+    assert (config.correction.cap, config.correction.token_low) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("grpo2", "did you mean grpo"), ("zzz", "there are default, aipo"), ("a\nb", "there are")]
+)
+def test_an_unknown_preset_is_refused_with_a_suggestion(name: str, said: str) -> None:
+    with pytest.raises(BadInput) as caught:
+        make_config({"algorithm.preset": name})
+    assert str(caught.value).startswith("algorithm.preset: ")
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_every_preset_is_in_the_document_with_its_summary() -> None:
+    text = DOCUMENT.read_text()
+    assert [name for name, preset in PRESETS.items() if f"| `{name}` | {preset.summary} |" not in text] == []
