@@ -34,15 +34,16 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from outpace.algorithms.advantages import Peers, dr_grpo, is_uniform
+from outpace.algorithms.tokens import Tokens
 from outpace.config import Config
+from outpace.config_methods import chosen_surrogate
 from outpace.config_rules import resolve
 from outpace.engines.build import build_decoder
 from outpace.engines.decoder import Decoder
 from outpace.engines.noise import noise, request_seed
 from outpace.engines.sampling import sample
-from outpace.learn.advantages import group_mean, is_uniform
-from outpace.learn.forward import Forward, choose_forward
-from outpace.learn.losses import truncated_importance
+from outpace.learn.forward import Forward, Wanted, choose_forward
 from outpace.learn.packing import pack
 from outpace.models.chat import render
 from outpace.models.loading import eos_ids, load_model, load_tokenizer
@@ -156,7 +157,9 @@ class Sampler:
 def rows_of(group: Group, version: int) -> list[Row]:
     """What the learner needs of a group: exact tokens, what they were sampled with, an advantage per token."""
     rows = []
-    for answer, advantage in zip(group.answers, group_mean(group.rewards), strict=True):
+    lengths = np.array([float(len(answer.tokens)) for answer in group.answers])
+    advantages = dr_grpo(Peers(np.array(group.rewards), lengths)).astype(np.float32)
+    for answer, advantage in zip(group.answers, advantages, strict=True):
         observed, count = len(group.prompt), len(answer.tokens)
         mask = np.arange(observed + count) >= observed
         rows.append(
@@ -177,7 +180,8 @@ class Learner:
     def __init__(self, config: Config, model: PreTrainedModel) -> None:
         self.config = config
         self.model = model
-        self.forward: Forward = choose_forward(model, config.rollout.temperature, torch.float32)
+        self.forward: Forward = choose_forward(model, Wanted(config.rollout.temperature))
+        self.surrogate = chosen_surrogate(config.algorithm)
         learner = config.learner
         matrices = {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": learner.weight_decay}
         vectors = {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0}
@@ -201,14 +205,16 @@ class Learner:
         """Add the gradient of the un-normalised loss: sums add up however the batch is cut, means do not."""
         loss_sum, tokens = 0.0, 0
         for packed in pack(rows, self.config.learner.tokens_per_pass):
-            logp_N, _ = self.forward(packed)
-            loss_N = truncated_importance(
-                logp_N,
-                torch.from_numpy(packed.sampler_logp_N),
-                torch.from_numpy(packed.advantages_N),
-                self.config.algorithm.importance_cap,
+            sampler_logp_N = torch.from_numpy(packed.sampler_logp_N)
+            tokens_N = Tokens(
+                logp_N=self.forward(packed).logp_N,
+                anchor_logp_N=sampler_logp_N,
+                sampler_logp_N=sampler_logp_N,
+                advantages_N=torch.from_numpy(packed.advantages_N),
+                sequence_N=torch.from_numpy(packed.sequence_N),
+                sequences=packed.documents,
             )
-            loss = loss_N.sum(dtype=torch.float64)
+            loss = self.surrogate(tokens_N).sum(dtype=torch.float64)
             loss.backward()  # type: ignore[no-untyped-call]
             loss_sum += loss.item()
             tokens += len(packed.targets_N)
@@ -239,7 +245,8 @@ def collect(sampler: Sampler, tasks: Countdown, order: Order, first: int) -> lis
 
 
 def teaches(group: Group, config: Config) -> bool:
-    return not is_uniform(group.rewards, config.algorithm.uniform_tolerance)
+    assert config.filter.tolerance is not None
+    return not is_uniform(group.rewards, config.filter.tolerance)
 
 
 def run(config: Config) -> Iterator[dict[str, Any]]:

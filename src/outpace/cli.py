@@ -119,6 +119,10 @@ def bench(arguments: argparse.Namespace, settings: list[str]) -> int:
             from outpace.bench import engine
 
             return engine.main(words)
+        case "learner":
+            from outpace.bench import learner
+
+            return learner.main(words)
         case "memory":
             from outpace.bench import memory
 
@@ -199,7 +203,7 @@ def _parser() -> argparse.ArgumentParser:
     this.set_defaults(verb=doctor)
 
     this = verbs.add_parser("bench", help="measure against the limit", allow_abbrev=False)
-    this.add_argument("what", choices=("engine", "memory", "overlap"))
+    this.add_argument("what", choices=("engine", "learner", "memory", "overlap"))
     this.add_argument("words", nargs=argparse.REMAINDER, help="options of the benchmark, settings of its runs")
     this.set_defaults(verb=bench)
     return parser

@@ -120,15 +120,8 @@ def _learner(settings: PartSettings) -> object:
     config = settings.parsed
     return TorchLearner(
         LearnerSettings(
-            model=config.model.path,
-            dtype=config.model.dtype,
+            config=config,
             device=_device(config.run.device),
-            trust_remote_code=config.model.trust_remote_code,
-            learner=config.learner,
-            importance_cap=config.algorithm.importance_cap,
-            temperature=config.rollout.temperature,
-            total_steps=config.run.steps,
-            seed=config.run.seed,
             threads=learner_threads(config),
             incarnation=settings.incarnation,
             journal=settings.journal,
@@ -196,12 +189,17 @@ def _rollout(config: Config, environment: Any) -> Rollout:
 
 
 def _worker_settings(config: Config, stops: list[int]) -> Any:
+    from outpace.algorithms.credit import credit_settings
+    from outpace.config_methods import chosen_advantage
+    from outpace.rewards.shaping import Overlong
     from outpace.rollout.client import ClientSettings
-    from outpace.rollout.closing import ClosingRules
+    from outpace.rollout.closing import ClosingRules, Filter
     from outpace.rollout.worker import WorkerSettings
 
-    rollout, algorithm = config.rollout, config.algorithm
+    rollout, algorithm, rewards, filters = config.rollout, config.algorithm, config.rewards, config.filter
     assert rollout.max_tokens is not None, "the config was resolved"
+    assert filters.uniform is not None, "the config was resolved"
+    assert filters.min_group is not None, "the config was resolved"
     return WorkerSettings(
         client=ClientSettings(
             max_tokens=rollout.max_tokens,
@@ -216,6 +214,18 @@ def _worker_settings(config: Config, stops: list[int]) -> Any:
         eval_seed=config.eval.seed,
         eval_temperature=rollout.temperature if config.eval.temperature is None else config.eval.temperature,
         episode_timeout_s=rollout.timeout_s,
-        reward_timeout_s=config.rewards.timeout_s,
-        closing=ClosingRules(algorithm.baseline, algorithm.filter_uniform, algorithm.uniform_tolerance),
+        reward_timeout_s=rewards.timeout_s,
+        closing=ClosingRules(
+            credit_settings(chosen_advantage(algorithm), algorithm.credit, algorithm.gamma),
+            Filter(
+                uniform=filters.uniform,
+                tolerance=filters.tolerance or 0.0,
+                min_group=filters.min_group,
+                truncated=filters.truncated,
+                longer_than=filters.longer_than,
+            ),
+        ),
+        overlong=Overlong(rollout.max_tokens, rewards.overlong_buffer, rewards.overlong_penalty or 1.0)
+        if rewards.overlong_buffer
+        else None,
     )

@@ -10,20 +10,21 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from outpace.config import LearnerConfig
 from outpace.errors import CorruptData, OutpaceError
 from outpace.learn import state
 from outpace.learn.core import LearnerCore
 from outpace.learn.settings import CoreSettings
 from outpace.types import Row, StepReport
+from support import resolved
 
 MakeLlama = Callable[..., LlamaForCausalLM]
 MakeRows = Callable[..., list[Row]]
 
 
-def core_of(model: LlamaForCausalLM, **options: Any) -> LearnerCore:
-    own = {key: options.pop(key) for key in list(options) if key in CoreSettings.__dataclass_fields__}
-    return LearnerCore(model, CoreSettings(learner=LearnerConfig(**({"lr": 1e-2} | options)), **own))
+def core_of(model: LlamaForCausalLM, settings: dict[str, Any] | None = None, **learner: Any) -> LearnerCore:
+    """A core by dotted settings; keywords are those of the learner."""
+    dotted = {"learner.lr": 1e-2} | {f"learner.{key}": value for key, value in learner.items()} | (settings or {})
+    return LearnerCore(model, CoreSettings.of(resolved(dotted)))
 
 
 def weights_of(core: LearnerCore) -> dict[str, torch.Tensor]:
@@ -52,7 +53,7 @@ def spoiled(row: Row) -> Row:
 def test_the_update_is_the_clipped_token_mean_by_adamw(make_llama: MakeLlama, make_rows: MakeRows) -> None:
     """Against an independent loop: one document at a time, plain log-softmax, one mean over all tokens."""
     rows = make_rows(6)
-    core = core_of(make_llama(), max_grad_norm=0.3, weight_decay=0.1, importance_cap=1.5)
+    core = core_of(make_llama(), {"algorithm.cap": 1.5, "correction.masks": []}, max_grad_norm=0.3, weight_decay=0.1)
     core.accumulate(rows)
     report = core.step()
 
@@ -130,13 +131,13 @@ def test_training_on_from_a_saved_state_gives_the_same_bits(
     make_llama: MakeLlama, make_rows: MakeRows, tmp_path: Path
 ) -> None:
     batches = [make_rows(6, seed=s) for s in range(5)]
-    options = {"schedule": "cosine", "total_steps": 5, "weight_decay": 0.01, "lr_warmup_steps": 1}
-    core = core_of(make_llama(), **options)
+    options = {"schedule": "cosine", "weight_decay": 0.01, "lr_warmup_steps": 1}
+    core = core_of(make_llama(), {"run.steps": 5}, **options)
     train(core, batches[:3])
     state.save(core, tmp_path)
     expected = train(core, batches[3:])
 
-    resumed = core_of(make_llama(seed=99), **options)
+    resumed = core_of(make_llama(seed=99), {"run.steps": 5}, **options)
     resumed.accumulate(make_rows(3))  # an open batch from before is forgotten
     assert state.restore(resumed, tmp_path) == 3
     found = train(resumed, batches[3:])
@@ -260,9 +261,9 @@ def test_on_policy_rows_have_weight_one(make_llama: MakeLlama, make_rows: MakeRo
     metrics = core.step().metrics
     assert metrics["offpolicy/ess"] == pytest.approx(1.0, abs=1e-6)
     assert metrics["offpolicy/kl"] == pytest.approx(0.0, abs=1e-6)
-    assert metrics["offpolicy/truncated"] == 0
+    assert metrics["offpolicy/masked"] == metrics["loss/clipped"] == 0
     assert metrics["offpolicy/ratio_max"] == pytest.approx(1.0, abs=1e-3)
-    assert 0 < metrics["entropy"] <= math.log(48)
+    assert 0 < metrics["loss/entropy"] <= math.log(48)
 
 
 def on_its_own(core: LearnerCore, row: Row) -> torch.Tensor:
@@ -273,5 +274,5 @@ def on_its_own(core: LearnerCore, row: Row) -> torch.Tensor:
 
 
 def test_the_learning_rate_follows_the_version(make_llama: MakeLlama, make_rows: MakeRows) -> None:
-    core = core_of(make_llama(), lr=1.0, schedule="linear", total_steps=4)
+    core = core_of(make_llama(), {"run.steps": 4}, lr=1.0, schedule="linear")
     assert [report.lr for report in train(core, [make_rows(2)] * 4)] == pytest.approx([1.0, 0.75, 0.5, 0.25])

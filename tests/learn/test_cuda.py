@@ -9,14 +9,14 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from outpace.config import LearnerConfig
 from outpace.learn import state
 from outpace.learn.core import LearnerCore
-from outpace.learn.forward import PackedForward, PaddedForward
+from outpace.learn.forward import PackedForward, PaddedForward, Wanted
 from outpace.learn.packing import pack
 from outpace.learn.settings import CoreSettings
 from outpace.types import Row
 from outpace.weights.store import SnapshotWriter, read_snapshot
+from support import resolved
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,7 +28,7 @@ MakeRows = Callable[..., list[Row]]
 
 
 def core_on_gpu(model: LlamaForCausalLM, dtype: str) -> LearnerCore:
-    return LearnerCore(model.cuda(), CoreSettings(learner=LearnerConfig(lr=1e-3), dtype=dtype))  # type: ignore[arg-type]
+    return LearnerCore(model.cuda(), CoreSettings.of(resolved({"learner.lr": 1e-3, "model.dtype": dtype})))
 
 
 def test_packed_equals_padded_on_a_gpu(make_llama: MakeLlama, make_rows: MakeRows) -> None:
@@ -37,7 +37,7 @@ def test_packed_equals_padded_on_a_gpu(make_llama: MakeLlama, make_rows: MakeRow
     results = []
     for forward in (PaddedForward, PackedForward):
         model.zero_grad()
-        logp, _ = forward(model, 1.0, torch.float32)(packed)
+        logp = forward(model, Wanted())(packed).logp_N
         logp.sum().backward()
         results.append((logp.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]))
     torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-4, atol=1e-4)
@@ -51,7 +51,7 @@ def test_a_gpu_learner_is_packed_and_agrees_with_the_cpu(
     make_llama: MakeLlama, make_rows: MakeRows, dtype: str
 ) -> None:
     rows = make_rows(12)
-    cpu = LearnerCore(make_llama(initializer_range=0.1), CoreSettings(learner=LearnerConfig(lr=1e-3)))
+    cpu = LearnerCore(make_llama(initializer_range=0.1), CoreSettings.of(resolved({"learner.lr": 1e-3})))
     gpu = core_on_gpu(make_llama(initializer_range=0.1), dtype)
     assert isinstance(gpu._forward, PackedForward)
     for core in (cpu, gpu):

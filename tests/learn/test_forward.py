@@ -25,7 +25,7 @@ from transformers import (
 
 from outpace.learn import attention
 from outpace.learn.attention import Documents, bucket_width
-from outpace.learn.forward import LEAK_TOLERANCE, PackedForward, PaddedForward, choose_forward
+from outpace.learn.forward import LEAK_TOLERANCE, PackedForward, PaddedForward, Wanted, choose_forward
 from outpace.learn.packing import Packed, pack
 from outpace.types import Row
 
@@ -86,7 +86,7 @@ def test_packed_and_padded_equal_one_document_at_a_time(
     (packed,) = pack(make_rows(12), 10_000)
     model = make_llama(**overrides)
     expected = with_gradients(model, one_by_one(model, packed, 0.8))
-    found = with_gradients(model, forward(model, 0.8, torch.float32)(packed)[0])
+    found = with_gradients(model, forward(model, Wanted(0.8))(packed).logp_N)
     assert_same(model, expected, found)
 
 
@@ -98,7 +98,7 @@ def test_the_width_of_the_buckets_does_not_matter(
     (packed,) = pack(make_rows(12), 10_000)
     model = make_llama()
     expected = with_gradients(model, one_by_one(model, packed, 1.0))
-    assert_same(model, expected, with_gradients(model, PackedForward(model, 1.0, torch.float32)(packed)[0]))
+    assert_same(model, expected, with_gradients(model, PackedForward(model, Wanted())(packed).logp_N))
 
 
 def test_transformers_default_leaks_between_packed_documents_and_the_equality_check_notices(
@@ -125,9 +125,9 @@ def test_a_sliding_window_is_kept_inside_documents(make_rows: MakeRows) -> None:
     model = MistralForCausalLM(MistralConfig(**SMALL, sliding_window=5))
     (packed,) = pack(make_rows(8), 10_000)
     expected = with_gradients(model, one_by_one(model, packed, 1.0))
-    forward = choose_forward(model, 1.0, torch.float32)
+    forward = choose_forward(model, Wanted())
     assert isinstance(forward, PackedForward)
-    assert_same(model, expected, with_gradients(model, forward(packed)[0]))
+    assert_same(model, expected, with_gradients(model, forward(packed).logp_N))
 
 
 def test_a_model_with_normalised_queries_and_keys_is_packed(make_rows: MakeRows) -> None:
@@ -135,9 +135,9 @@ def test_a_model_with_normalised_queries_and_keys_is_packed(make_rows: MakeRows)
     model = Qwen3ForCausalLM(Qwen3Config(**SMALL))
     (packed,) = pack(make_rows(8), 10_000)
     expected = with_gradients(model, one_by_one(model, packed, 1.0))
-    forward = choose_forward(model, 1.0, torch.float32)
+    forward = choose_forward(model, Wanted())
     assert isinstance(forward, PackedForward)
-    assert_same(model, expected, with_gradients(model, forward(packed)[0]))
+    assert_same(model, expected, with_gradients(model, forward(packed).logp_N))
 
 
 def make_gpt2() -> PreTrainedModel:
@@ -158,12 +158,12 @@ def test_other_architectures_get_a_forward_that_equals_their_own(
     model = make().eval()
     (packed,) = pack(make_rows(8), 10_000)
     expected = with_gradients(model, one_by_one(model, packed, 1.0))
-    forward = choose_forward(model, 1.0, torch.float32)
-    assert_same(model, expected, with_gradients(model, forward(packed)[0]))
+    forward = choose_forward(model, Wanted())
+    assert_same(model, expected, with_gradients(model, forward(packed).logp_N))
 
 
 def test_a_model_with_capped_logits_is_padded() -> None:
-    assert isinstance(choose_forward(make_gemma2().eval(), 1.0, torch.float32), PaddedForward)
+    assert isinstance(choose_forward(make_gemma2().eval(), Wanted()), PaddedForward)
 
 
 def test_a_model_that_ignores_the_documents_is_never_packed(
@@ -178,7 +178,7 @@ def test_a_model_that_ignores_the_documents_is_never_packed(
     real = torch.nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(attention.functional, "scaled_dot_product_attention", leaky)
     with torch.no_grad():
-        forward = choose_forward(make_llama().eval(), 1.0, torch.float32)
+        forward = choose_forward(make_llama().eval(), Wanted())
     assert isinstance(forward, PaddedForward)
     assert LEAK_TOLERANCE < 1e-4
 
@@ -188,8 +188,8 @@ def test_bfloat16_products_stay_near_float32_and_leave_parameters_float32(
 ) -> None:
     (packed,) = pack(make_rows(8), 10_000)
     model = make_llama(initializer_range=0.1).eval()
-    exact, _ = PackedForward(model, 1.0, torch.float32)(packed)
-    rough, _ = PackedForward(model, 1.0, torch.bfloat16)(packed)
+    exact = PackedForward(model, Wanted())(packed).logp_N
+    rough = PackedForward(model, Wanted(dtype=torch.bfloat16))(packed).logp_N
     rough.sum().backward()  # type: ignore[no-untyped-call]
     difference = (rough - exact).abs().max()
     assert 0 < difference < 0.1

@@ -12,12 +12,12 @@ import torch
 from transformers import LlamaForCausalLM
 
 from outpace.checkpoint.journal import JournalWriter
-from outpace.config import LearnerConfig
 from outpace.errors import CorruptData
 from outpace.learn.learner import LearnerSettings, TorchLearner
 from outpace.protocols import Learner
 from outpace.types import GroupRecord, Place, Row
 from outpace.weights.store import read_snapshot
+from support import resolved
 
 MakeLlama = Callable[..., LlamaForCausalLM]
 MakeRows = Callable[..., list[Row]]
@@ -28,15 +28,13 @@ Make = Callable[..., TorchLearner]
 async def make_learner(make_llama: MakeLlama, tmp_path: Path) -> AsyncIterator[Make]:
     learners: list[TorchLearner] = []
 
-    def make(seed: int = 0, **options: Any) -> TorchLearner:
+    def make(seed: int = 0, dotted: dict[str, Any] | None = None) -> TorchLearner:
         settings = LearnerSettings(
-            learner=LearnerConfig(lr=1e-2),
-            model="given",
+            config=resolved({"learner.lr": 1e-2, **(dotted or {})}),
             journal=tmp_path / "journal",
             snapshots=tmp_path / f"weights{len(learners)}",
             incarnation=f"run-{len(learners)}",
             threads=1,
-            **options,
         )
         learners.append(TorchLearner(settings, make_llama(seed)))
         return learners[-1]
@@ -134,7 +132,7 @@ async def test_the_next_chunk_trains_while_checksums_are_computed(
 
 
 async def test_published_weights_have_the_dtype_of_the_model(make_learner: Make) -> None:
-    manifest = await make_learner(dtype="bfloat16").publish([])
+    manifest = await make_learner(dotted={"model.dtype": "bfloat16"}).publish([])
     assert {tensor.dtype for tensor in read_snapshot(manifest).values()} == {torch.bfloat16}
 
 

@@ -106,6 +106,15 @@ def test_packing_twice_gives_the_same_passes() -> None:
     rows = [row_of(n, 2) for n in (9, 3, 7, 12)]
 
     def as_lists(packed: Packed) -> list[list[float]]:
-        return [getattr(packed, name).tolist() for name in packed.__dataclass_fields__]
+        names = set(packed.__dataclass_fields__) - {"extras"}
+        return [getattr(packed, name).tolist() for name in sorted(names)]
 
     assert [as_lists(p) for p in pack(rows, 16)] == [as_lists(p) for p in pack(rows, 16)]
+
+
+def test_what_else_is_known_of_rows_is_packed_token_by_token_beside_them() -> None:
+    rows = [row_of(9, 2), row_of(4, 4), row_of(6, 3)]
+    extras = [{"value": np.arange(row.mask.sum(), dtype=np.float32) + 10 * i} for i, row in enumerate(rows)]
+    (packed,) = pack(rows, 100, extras)
+    assert packed.extras["value"].tolist() == [0, 1, 2, 3, 4, 5, 6, 20, 21, 22]
+    assert packed.sequence_N.tolist() == [0] * 7 + [1] * 3

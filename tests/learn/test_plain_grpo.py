@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -63,13 +64,9 @@ def test_its_learner_makes_the_same_updates(
         return script.Group(number, Task("t", ""), prompt, [answer() for _ in range(4)], noise.random(4).tolist())
 
     plain = script.Learner(config, make_llama().eval())
-    settings = CoreSettings(
-        learner=config.learner,
-        importance_cap=config.algorithm.importance_cap,
-        temperature=config.rollout.temperature,
-        total_steps=config.run.steps,
-    )
-    core = LearnerCore(make_llama(), settings)
+    # On policy the default's mask rejects nothing, and the script has none; answers made up here are not on policy.
+    correction = config.correction.model_copy(update={"masks": []})
+    core = LearnerCore(make_llama(), replace(CoreSettings.of(config), correction=correction))
     for version in range(3):
         batch = [group(number) for number in range(5)]
         loss, norm = plain.train(batch, version)

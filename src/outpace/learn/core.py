@@ -1,8 +1,11 @@
-"""The learner without processes, files or event loops: rows in, sums of gradients, one update per batch.
+"""The learner without processes, files or event loops: rows in, sums of gradients, one version per batch.
 
-Exactness by linearity: `accumulate` adds gradients of un-normalised loss sums, `step` divides once by the number of
-tokens trained in the whole batch. So the update is the token-mean over the batch however it was cut into chunks and
-passes, up to rounding; with the same chunks in the same order and the same threads it is the same bits.
+Exactness by linearity: `accumulate` adds gradients of un-normalised sums, `update` divides once by the denominator of
+everything accumulated. So an update is the same however its rows were cut into chunks and passes, up to rounding; with
+the same chunks in the same order and the same threads it is the same bits.
+
+    accumulate* ─▶ update ─▶ close        one update per batch: groups are trained as they arrive
+    (accumulate* ─▶ update)* ─▶ close     several: the batch is closed first (`outpace.learn.closed`)
 
 Parameters are float32, whatever dtype the matrix products run in.
 """
@@ -11,134 +14,201 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from outpace.config import LearnerConfig
+from outpace.algorithms import aggregation
 from outpace.errors import OutpaceError
-from outpace.learn.forward import choose_forward
-from outpace.learn.losses import effective_sample_size, mismatch, truncated_importance
-from outpace.learn.packing import Packed, pack
+from outpace.learn.critic import ValueHead
+from outpace.learn.forward import Outputs, Wanted, choose_forward
+from outpace.learn.objective import OLD_LOGP, OLD_VALUES, Objective
+from outpace.learn.optimizer import clipped_norm, make_optimizer
+from outpace.learn.packing import Extras, Packed, pack
+from outpace.learn.reference import Reference
 from outpace.learn.schedule import learning_rate
 from outpace.learn.settings import CoreSettings
+from outpace.learn.totals import Totals, step_metrics
 from outpace.types import ChunkReport, Row, StepReport, Version
 
-
-@dataclass
-class Totals:
-    """What the open batch, or one chunk of it, has seen so far. Sums add up; so do these."""
-
-    tokens: int = 0
-    rows: int = 0
-    loss_sum: float = 0.0
-    sums: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    ratio_max: float = 0.0
-    lag_counts: Counter[int] = field(default_factory=Counter)
-
-    def add(self, other: Totals) -> None:
-        self.tokens += other.tokens
-        self.rows += other.rows
-        self.loss_sum += other.loss_sum
-        for name, value in other.sums.items():
-            self.sums[name] += value
-        self.ratio_max = max(self.ratio_max, other.ratio_max)
-        self.lag_counts.update(other.lag_counts)
+REFERENCE_LOGP = "reference_logp"
 
 
 class LearnerCore:
-    """Owns the model and its optimizer. Not thread-safe: one thread at a time."""
+    """Owns the model, its optimizer and, where the algorithm has them, a reference and a critic. For one thread."""
 
     def __init__(self, model: PreTrainedModel, settings: CoreSettings) -> None:
         self.settings = settings
         self.model = model
         self.version: Version = 0
         self.tokens = 0  # trained since the start
-        self.bad_steps = 0  # in a row
-        _prepare(model, settings.learner.gradient_checkpointing)
-        self._forward = choose_forward(model, settings.temperature, getattr(torch, settings.dtype))
+        self.bad_steps = 0  # updates in a row that could not be made
+        self.engine_kl = 0.0  # mismatch of tokens that were sampled by the very weights that train on them, last seen
+        dtype = getattr(torch, settings.dtype)
+        _prepare(model, settings.learner.gradient_checkpointing, torch.float64 if dtype == torch.float64 else None)
+        wanted = Wanted(settings.temperature, dtype, settings.algorithm.entropy != 0, settings.has_critic)
+        plain = Wanted(settings.temperature, dtype)
+        self.reference = Reference(model, plain) if settings.kl.coefficient > 0 else None
+        self.critic = _make_critic(model, settings)
+        self._forward = choose_forward(model, wanted)
+        self._objective = Objective(settings)
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.optimizer = _make_optimizer(list(self.parameters.values()), settings.learner)
-        self._batch = Totals()
+        self.critic_parameters = (
+            {f"critic.{name}": p for name, p in self.critic.named_parameters()} if self.critic else {}
+        )
+        self.optimizer = make_optimizer(self.parameters, self.critic_parameters, settings)
+        self._open = Totals()  # since the last update
+        self._step = Totals()  # since the last version
+        self._updates: list[tuple[float, float]] = []  # loss and gradient norm of each update of this step
         self._seconds = 0.0
 
-    def accumulate(self, rows: Sequence[Row]) -> ChunkReport:
-        """Forward and backward over these rows as part of the open batch."""
+    # ------------------------------------------------------------------------------------------------- gradients
+
+    def accumulate(self, rows: Sequence[Row], extras: Sequence[Extras] = (), replayed: bool = False) -> ChunkReport:
+        """Forward and backward over these rows as part of the next update."""
         started = time.perf_counter()
-        chunk = Totals(rows=len(rows))
-        for packed in pack(rows, self.settings.learner.tokens_per_pass):
-            chunk.add(self._train_pass(packed))
-        self._batch.add(chunk)
+        chunk = Totals()
+        for packed in pack(rows, self.settings.learner.tokens_per_pass, extras):
+            chunk.add(self._train_pass(packed, replayed))
+        self._open.add(chunk)
         seconds = time.perf_counter() - started
         self._seconds += seconds
         return ChunkReport(
             tokens=chunk.tokens,
-            rows=chunk.rows,
+            rows=len(rows),
             loss_sum=chunk.loss_sum,
             sums=dict(chunk.sums),
-            maxima={"ratio": chunk.ratio_max},
+            maxima=chunk.maxima,
             lag_counts=dict(chunk.lag_counts),
+            replay_lag_counts=dict(chunk.replay_lag_counts),
             seconds=seconds,
+        )
+
+    def _train_pass(self, packed: Packed, replayed: bool) -> Totals:
+        reference_logp_N = self.reference.logp(packed) if self.reference and self.settings.pulls_in_loss else None
+        outputs = self._forward(packed)
+        values_N = self._values(outputs)
+        gradient = self._objective.gradient(packed, outputs, self.version, reference_logp_N, values_N)
+        pairs = [
+            (outputs.logp_N, gradient.logp_N),
+            (outputs.entropy_N, gradient.entropy_N),
+            (values_N, gradient.values_N),
+        ]
+        starts = [(tensor, start) for tensor, start in pairs if tensor is not None and start is not None]
+        torch.autograd.backward([tensor for tensor, _ in starts], [start for _, start in starts])
+        return Totals.of_pass(packed, gradient, self.version, replayed)
+
+    def _values(self, outputs: Outputs) -> Tensor | None:
+        if self.critic is None:
+            return None
+        assert outputs.hidden_ND is not None
+        values_N: Tensor = self.critic(outputs.hidden_ND)
+        return values_N
+
+    @torch.no_grad()
+    def score(self, rows: Sequence[Row]) -> list[dict[str, np.ndarray[tuple[int], np.dtype[np.float32]]]]:
+        """What the weights at the start of a step say of every trained token, row by row: logprob, and value and
+        reference logprob where there are such."""
+        started = time.perf_counter()
+        empty = np.zeros(0, dtype=np.float32)
+        scores = [dict.fromkeys(self._score_names, empty) for _ in rows]
+        trained = iter([score for score, row in zip(scores, rows, strict=True) if row.mask.any()])
+        for packed in pack(rows, self.settings.learner.tokens_per_pass):
+            ends = np.cumsum(np.bincount(packed.sequence_N, minlength=packed.documents))[:-1]
+            by_name = {name: np.split(values, ends) for name, values in self._score_pass(packed).items()}
+            for document in range(packed.documents):
+                next(trained).update({name: parts[document] for name, parts in by_name.items()})
+        self._seconds += time.perf_counter() - started
+        return scores
+
+    @property
+    def _score_names(self) -> list[str]:
+        names = {OLD_LOGP: True, OLD_VALUES: self.critic is not None, REFERENCE_LOGP: self._refers_in_reward}
+        return [name for name, wanted in names.items() if wanted]
+
+    @property
+    def _refers_in_reward(self) -> bool:
+        return self.reference is not None and not self.settings.pulls_in_loss
+
+    def _score_pass(self, packed: Packed) -> dict[str, np.ndarray[tuple[int], np.dtype[np.float32]]]:
+        outputs = self._forward(packed)
+        found = {OLD_LOGP: outputs.logp_N}
+        if (values_N := self._values(outputs)) is not None:
+            found[OLD_VALUES] = values_N
+        if self.reference is not None and self._refers_in_reward:
+            found[REFERENCE_LOGP] = self.reference.logp(packed)
+        return {name: values.cpu().numpy() for name, values in found.items()}
+
+    # --------------------------------------------------------------------------------------------------- updates
+
+    def update(self) -> None:
+        """One normalisation and one optimizer step over everything accumulated since the last."""
+        started = time.perf_counter()
+        totals, self._open = self._open, Totals()
+        denominator = aggregation.denominator(
+            self.settings.aggregation, totals.tokens, totals.sequences, self.settings.longest
+        )
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        loss = totals.loss_sum / denominator
+        grad_norm = float(nn.utils.get_total_norm(gradients)) / denominator if totals.tokens else 0.0
+        skipped = not (math.isfinite(loss) and math.isfinite(grad_norm))
+        if totals.tokens and not skipped:
+            self._apply(gradients, grad_norm, denominator)
+        self.drop_gradients()
+        self._count_bad_steps(skipped, loss, grad_norm)
+        self._step.add(totals)
+        self._updates.append((loss, grad_norm))
+        self._seconds += time.perf_counter() - started
+
+    def _apply(self, gradients: list[Tensor], grad_norm: float, denominator: float) -> None:
+        limit = self.settings.learner.max_grad_norm
+        torch._foreach_mul_(gradients, clipped_norm(grad_norm, limit) / denominator)
+        if self.critic_parameters:
+            of_critic = [p.grad for p in self.critic_parameters.values() if p.grad is not None]
+            norm = float(nn.utils.get_total_norm(of_critic)) / denominator
+            torch._foreach_mul_(of_critic, clipped_norm(norm, limit) / denominator)
+        lr = self._learning_rate()
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr * group["ratio"]
+        self.optimizer.step()
+
+    def close(self) -> StepReport:
+        """All updates of the batch are made: one version more."""
+        step, self._step = self._step, Totals()
+        updates, self._updates = self._updates, []
+        fresh = step.sums["tokens_fresh"]
+        if fresh:
+            self.engine_kl = step.sums["kl_fresh"] / fresh
+        lr = self._learning_rate()
+        self.version += 1
+        tokens = step.tokens // self.settings.algorithm.passes
+        self.tokens += tokens
+        if self.reference is not None and (every := self.settings.kl.sync_every) and self.version % every == 0:
+            self.reference.sync(self.model)
+        seconds, self._seconds = self._seconds, 0.0
+        losses, norms = zip(*updates, strict=True)
+        return StepReport(
+            version=self.version,
+            loss=sum(losses) / len(losses),
+            tokens=tokens,
+            grad_norm=sum(norms) / len(norms),
+            lr=lr,
+            skipped=self.bad_steps > 0,
+            seconds=seconds,
+            metrics=step_metrics(step, self.engine_kl),
         )
 
     def step(self) -> StepReport:
-        """Close the open batch: one normalisation, one update, one version more."""
-        started = time.perf_counter()
-        batch, self._batch = self._batch, Totals()
-        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        tokens = max(1, batch.tokens)
-        loss = batch.loss_sum / tokens
-        grad_norm = float(nn.utils.get_total_norm(gradients)) / tokens if batch.tokens else 0.0
-        lr = self._learning_rate()
-        skipped = not (math.isfinite(loss) and math.isfinite(grad_norm))
-        if batch.tokens and not skipped:
-            self._update(gradients, grad_norm, tokens, lr)
-        self.drop_gradients()
-        self._count_bad_steps(skipped, loss, grad_norm)
-        self.version += 1
-        self.tokens += batch.tokens
-        seconds, self._seconds = self._seconds + time.perf_counter() - started, 0.0
-        return StepReport(
-            version=self.version,
-            loss=loss,
-            tokens=batch.tokens,
-            grad_norm=grad_norm,
-            lr=lr,
-            skipped=skipped,
-            seconds=seconds,
-            metrics=step_metrics(batch),
-        )
+        """Close a batch that takes one update."""
+        self.update()
+        return self.close()
 
     def drop_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=False)  # kept allocated: the next batch needs the same memory
-        self._batch = Totals()
-
-    def _train_pass(self, packed: Packed) -> Totals:
-        logp_N, entropy_N = self._forward(packed)
-        sampler_logp_N = torch.from_numpy(packed.sampler_logp_N).to(logp_N.device)
-        advantages_N = torch.from_numpy(packed.advantages_N).to(logp_N.device)
-        cap = self.settings.importance_cap
-        loss_sum = truncated_importance(logp_N, sampler_logp_N, advantages_N, cap).sum(dtype=torch.float64)
-        loss_sum.backward()  # type: ignore[no-untyped-call]
-        sums, ratio_max = mismatch(logp_N, sampler_logp_N, cap)
-        return Totals(
-            tokens=len(packed.targets_N),
-            loss_sum=loss_sum.item(),
-            sums=defaultdict(float, sums, entropy=entropy_N.sum(dtype=torch.float64).item()),
-            ratio_max=ratio_max,
-            lag_counts=Counter((self.version - packed.versions_N).tolist()),
-        )
-
-    def _update(self, gradients: list[Tensor], grad_norm: float, tokens: int, lr: float) -> None:
-        clip = min(1.0, self.settings.learner.max_grad_norm / (grad_norm + 1e-6))
-        torch._foreach_mul_(gradients, clip / tokens)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
+        self._open = Totals()
 
     def _learning_rate(self) -> float:
         config = self.settings.learner
@@ -156,36 +226,18 @@ class LearnerCore:
             )
 
 
-def step_metrics(batch: Totals) -> dict[str, float]:
-    """Means and shares of one batch; all finite and defined for a batch that trained nothing."""
-    tokens = max(1, batch.tokens)
-    lags = sorted(batch.lag_counts.items())
-    metrics = {
-        "offpolicy/ess": effective_sample_size(batch.sums, batch.tokens),
-        "offpolicy/kl": batch.sums["kl"] / tokens,
-        "offpolicy/truncated": batch.sums["truncated"] / tokens,
-        "offpolicy/ratio_max": batch.ratio_max,
-        "entropy": batch.sums["entropy"] / tokens,
-        "lag/mean": sum(lag * count for lag, count in lags) / tokens,
-        "lag/p95": float(_percentile(lags, 0.95)),
-        "lag/max": float(lags[-1][0]) if lags else 0.0,
-    }
-    return metrics | {f"lag/tokens_{lag}": float(count) for lag, count in lags}
+def _make_critic(model: PreTrainedModel, settings: CoreSettings) -> ValueHead | None:
+    if not settings.has_critic:
+        return None
+    embeddings = model.get_input_embeddings().weight
+    assert isinstance(embeddings, Tensor)
+    width = int(getattr(model.config, "hidden_size", embeddings.shape[1]))
+    return ValueHead(width, bool(settings.critic.shared)).to(device=model.device, dtype=model.dtype)
 
 
-def _percentile(counts: list[tuple[int, int]], share: float) -> int:
-    """The smallest value that at least `share` of all counted things do not exceed."""
-    needed = share * sum(count for _, count in counts)
-    for value, count in counts:
-        needed -= count
-        if needed <= 0:
-            return value
-    return 0
-
-
-def _prepare(model: PreTrainedModel, gradient_checkpointing: bool) -> None:
+def _prepare(model: PreTrainedModel, gradient_checkpointing: bool, dtype: torch.dtype | None) -> None:
     """Float32 parameters, no dropout anywhere: the sampler has none, and the weights compare with the sampler."""
-    nn.Module.float(model)
+    nn.Module.to(model, dtype or torch.float32)
     nn.Module.eval(model)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -193,13 +245,3 @@ def _prepare(model: PreTrainedModel, gradient_checkpointing: bool) -> None:
         for module in model.modules():
             if getattr(module, "gradient_checkpointing", False):
                 module.training = True
-
-
-def _make_optimizer(parameters: list[nn.Parameter], config: LearnerConfig) -> torch.optim.AdamW:
-    """Weight decay is for matrices: biases and norms stay. Each step sets its own learning rate."""
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, betas=(config.beta1, config.beta2), fused=True)

@@ -18,8 +18,9 @@ from transformers import PreTrainedModel
 
 from outpace.checkpoint import journal
 from outpace.learn import state
+from outpace.learn.closed import ClosedBatch
 from outpace.learn.core import LearnerCore
-from outpace.learn.settings import LearnerSettings
+from outpace.learn.settings import CoreSettings, LearnerSettings
 from outpace.stopwatch import Stopwatch
 from outpace.types import ChunkReport, LearnerStats, Manifest, Place, StepReport, Version
 from outpace.weights.store import Draft, SnapshotWriter
@@ -37,15 +38,18 @@ class TorchLearner:
         """`model` replaces the one that `settings` names."""
         self._settings = settings
         settings.snapshots.mkdir(parents=True, exist_ok=True)
-        self._writer = SnapshotWriter(settings.snapshots, settings.incarnation, getattr(torch, settings.dtype))
+        self._writer = SnapshotWriter(
+            settings.snapshots, settings.incarnation, getattr(torch, settings.config.model.dtype)
+        )
         threads = settings.threads or torch.get_num_threads()
         self._work = Stopwatch(threads if settings.device == "cpu" else None)
         self._sealing = ThreadPoolExecutor(1, "seal")
         self._compute = ThreadPoolExecutor(1, "learner")
         self._core = self._compute.submit(self._build, model).result()
+        self._closed = None if settings.config.learner.stream else ClosedBatch(self._core, settings.config)
 
-    async def chunk(self, version: Version, places: list[Place]) -> ChunkReport:
-        return await self._on_compute_thread(self._chunk, version, places)
+    async def chunk(self, version: Version, places: list[Place], replayed: bool = False) -> ChunkReport:
+        return await self._on_compute_thread(self._chunk, version, places, replayed)
 
     async def step(self, version: Version) -> StepReport:
         return await self._on_compute_thread(self._step, version)
@@ -58,7 +62,7 @@ class TorchLearner:
         return await self._on_compute_thread(self._save, directory, version)
 
     async def load(self, directory: str) -> Version:
-        return await self._on_compute_thread(state.restore, self._core, directory)
+        return await self._on_compute_thread(self._load, directory)
 
     async def stats(self) -> LearnerStats:
         """Answers at once, also while the compute thread is busy."""
@@ -88,25 +92,34 @@ class TorchLearner:
         settings = self._settings
         if settings.threads:  # torch's thread count belongs to the thread that sets it
             torch.set_num_threads(settings.threads)
-        torch.manual_seed(settings.seed)
+        config = settings.config
+        torch.manual_seed(config.run.seed)
         if model is None:
             from outpace.models.loading import load_model
 
             model = load_model(
-                settings.model,
+                config.model.path,
                 dtype="float32",
                 device=settings.device,
-                trust_remote_code=settings.trust_remote_code,
+                trust_remote_code=config.model.trust_remote_code,
             )
-        return LearnerCore(model, settings)
+        return LearnerCore(model, CoreSettings.of(config))
 
-    def _chunk(self, version: Version, places: list[Place]) -> ChunkReport:
+    def _chunk(self, version: Version, places: list[Place], replayed: bool) -> ChunkReport:
         core = self._at(version)
         groups = [journal.read(self._settings.journal, place) for place in places]
-        return core.accumulate([row for group in groups for row in group.rows])
+        if self._closed is not None:
+            return self._closed.add(groups, replayed)
+        return core.accumulate([row for group in groups for row in group.rows], replayed=replayed)
 
     def _step(self, version: Version) -> StepReport:
-        return self._at(version).step()
+        core = self._at(version)
+        return core.step() if self._closed is None else self._closed.train()
+
+    def _load(self, directory: str) -> Version:
+        if self._closed is not None:
+            self._closed.drop()
+        return state.restore(self._core, directory)
 
     def _save(self, directory: str, version: Version) -> bool:
         if self._core.version != version:

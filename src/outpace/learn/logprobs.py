@@ -3,9 +3,9 @@
 The head is applied to a slice of the tokens at a time, forward and again in backward: memory is one slice of logits,
 whatever the batch. Only positions that are trained reach this module.
 
-Arithmetic: matrix products in the dtype of the hidden states, everything from the logits on in float32. Logits are
-divided by the sampling temperature, because that is the distribution the tokens were drawn from; at temperature 0
-the sampler records the logprobs of the softmax at 1, and so does this.
+Arithmetic: matrix products in the dtype of the hidden states, everything from the logits on in float32 at least.
+Logits are divided by the sampling temperature, because that is the distribution the tokens were drawn from; at
+temperature 0 the sampler records the logprobs of the softmax at 1, and so does this.
 
 Legend: _N chosen tokens, D hidden size, V vocabulary.
 """
@@ -23,21 +23,34 @@ LOGITS_PER_SLICE = 1 << 24
 
 
 def chosen_logprobs(
-    hidden_ND: Tensor, head_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, temperature: float
+    hidden_ND: Tensor,
+    head_VD: Tensor,
+    bias_V: Tensor | None,
+    targets_N: Tensor,
+    temperature: float,
+    entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Logprob of each target, and the entropy of its distribution (the latter without gradient)."""
+    """Logprob of each target, and the entropy of its distribution (the latter without gradient unless asked for)."""
     scale = sampling_scale(temperature)
     results: tuple[Tensor, Tensor] = _ChosenLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_ND, head_VD, bias_V, targets_N, scale
+        hidden_ND, head_VD, bias_V, targets_N, scale, entropy_gradient
     )
     return results
 
 
-def logprobs_of_logits(logits_NV: Tensor, targets_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def logprobs_of_logits(
+    logits_NV: Tensor, targets_N: Tensor, temperature: float, entropy_gradient: bool = False
+) -> tuple[Tensor, Tensor]:
     """The same by the plain formula, for models whose logits are not simply head times hidden state."""
-    log_probs_NV = (logits_NV.float() * sampling_scale(temperature)).log_softmax(-1)
-    entropy_N = -(log_probs_NV.detach().exp() * log_probs_NV.detach()).sum(-1)
+    log_probs_NV = (wide(logits_NV) * sampling_scale(temperature)).log_softmax(-1)
+    measured_NV = log_probs_NV if entropy_gradient else log_probs_NV.detach()
+    entropy_N = -(measured_NV.exp() * measured_NV).sum(-1)
     return log_probs_NV.gather(-1, targets_N[:, None]).squeeze(-1), entropy_N
+
+
+def wide(values: Tensor) -> Tensor:
+    """In float32 at least."""
+    return values if values.dtype == torch.float64 else values.float()
 
 
 def sampling_scale(temperature: float) -> float:
@@ -50,20 +63,27 @@ def _slices(count: int, vocabulary: int) -> list[slice]:
 
 
 def _scaled_logits(hidden_ND: Tensor, head_VD: Tensor, bias_V: Tensor | None, scale: float) -> Tensor:
-    logits_NV = (hidden_ND @ head_VD.t()).float()
+    logits_NV = wide(hidden_ND @ head_VD.t())
     if bias_V is not None:
-        logits_NV = logits_NV + bias_V.float()
+        logits_NV = logits_NV + wide(bias_V)
     return logits_NV.mul_(scale)
 
 
 class _ChosenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_ND: Tensor, head_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, scale: float
+        ctx: Any,
+        hidden_ND: Tensor,
+        head_VD: Tensor,
+        bias_V: Tensor | None,
+        targets_N: Tensor,
+        scale: float,
+        entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(hidden_ND, head_VD, bias_V, targets_N)
         ctx.scale = scale
-        logp_N = hidden_ND.new_empty(len(targets_N), dtype=torch.float32)
+        ctx.entropy_gradient = entropy_gradient
+        logp_N = wide(hidden_ND.new_empty(len(targets_N)))
         entropy_N = torch.empty_like(logp_N)
         for part in _slices(len(targets_N), len(head_VD)):
             logits = _scaled_logits(hidden_ND[part], head_VD.to(hidden_ND.dtype), bias_V, scale)
@@ -71,12 +91,15 @@ class _ChosenLogprobs(torch.autograd.Function):
             logp_N[part] = logits.gather(-1, targets_N[part, None]).squeeze(-1) - log_total
             probs = (logits - log_total[:, None]).exp_()
             entropy_N[part] = log_total - (probs.mul_(logits)).sum(-1)
-        ctx.mark_non_differentiable(entropy_N)
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy_N)
         return logp_N, entropy_N
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_N: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
+    def backward(
+        ctx: Any, grad_N: Tensor, grad_entropy_N: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None, None, None, None]:
         hidden_ND, head_VD, bias_V, targets_N = ctx.saved_tensors
         head = head_VD.to(hidden_ND.dtype)
         grad_hidden = torch.empty_like(hidden_ND)
@@ -84,13 +107,24 @@ class _ChosenLogprobs(torch.autograd.Function):
         grad_bias = None if bias_V is None else torch.zeros_like(bias_V)
         for part in _slices(len(targets_N), len(head)):
             logits = _scaled_logits(hidden_ND[part], head, bias_V, ctx.scale)
+            surprise = _entropy_part(logits, grad_entropy_N[part]) if ctx.entropy_gradient else None
             # d logp / d logits = scale * (onehot - softmax)
             grad_logits = logits.softmax(-1).neg_()
             grad_logits.scatter_add_(-1, targets_N[part, None], torch.ones_like(grad_logits[:, :1]))
             grad_logits.mul_((grad_N[part] * ctx.scale)[:, None])
+            if surprise is not None:
+                grad_logits.add_(surprise, alpha=ctx.scale)
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0).to(grad_bias.dtype)
             grad_logits = grad_logits.to(hidden_ND.dtype)
             grad_hidden[part] = grad_logits @ head
             grad_head += grad_logits.t() @ hidden_ND[part]
-        return grad_hidden, grad_head, grad_bias, None, None
+        return grad_hidden, grad_head, grad_bias, None, None, None
+
+
+def _entropy_part(logits_NV: Tensor, grad_N: Tensor) -> Tensor:
+    """d entropy / d logits = -softmax * (log softmax + entropy), times the gradient that arrives."""
+    log_probs_NV = logits_NV.log_softmax(-1)
+    probs_NV = log_probs_NV.exp()
+    entropy_N = -(probs_NV * log_probs_NV).sum(-1)
+    return -probs_NV * (log_probs_NV + entropy_N[:, None]) * grad_N[:, None]

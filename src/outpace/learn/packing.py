@@ -11,8 +11,8 @@ No torch here. Legend: _T packed input tokens, _N trained tokens, _D1 documents 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,10 +21,16 @@ from outpace.types import Floats, Ints, Row
 
 Longs = NDArray[np.int64]
 
+Extras = Mapping[str, Floats]
+"""What else is known of a row, by name: one value per trained token."""
+
+NOTHING: Extras = {}
+
 
 @dataclass(frozen=True)
 class Packed:
-    """One forward/backward pass. `sources_N` are indices into T: where each trained token is predicted."""
+    """One forward/backward pass. `sources_N` are indices into T: where each trained token is predicted;
+    `sequence_N` numbers the document each is of."""
 
     tokens_T: Longs
     position_ids_T: Longs
@@ -34,6 +40,8 @@ class Packed:
     sampler_logp_N: Floats
     advantages_N: Floats
     versions_N: Ints
+    sequence_N: Longs
+    extras: Extras = field(default_factory=dict)
 
     @property
     def documents(self) -> int:
@@ -46,15 +54,21 @@ def input_length(row: Row) -> int:
     return int(trained[-1]) if trained.size else 0
 
 
-def pack(rows: Iterable[Row], tokens_per_pass: int) -> list[Packed]:
-    """Fill passes greedily in the order of the rows; rows that train nothing take no part."""
-    return [_join(documents) for documents in _passes(rows, tokens_per_pass)]
+def pack(rows: Sequence[Row], tokens_per_pass: int, extras: Sequence[Extras] = ()) -> list[Packed]:
+    """Fill passes greedily in the order of the rows; rows that train nothing take no part.
+
+    `extras` belong to the rows, one to one, and all have the same names; none at all is fine."""
+    known = extras or [NOTHING] * len(rows)
+    return [_join(documents) for documents in _passes(zip(rows, known, strict=True), tokens_per_pass)]
 
 
-def _passes(rows: Iterable[Row], tokens_per_pass: int) -> Iterator[list[Row]]:
-    current: list[Row] = []
+Document = tuple[Row, Extras]
+
+
+def _passes(documents: Iterable[Document], tokens_per_pass: int) -> Iterator[list[Document]]:
+    current: list[Document] = []
     filled = 0
-    for row in rows:
+    for row, extras in documents:
         _check(row)
         length = input_length(row)
         if length == 0:
@@ -62,7 +76,7 @@ def _passes(rows: Iterable[Row], tokens_per_pass: int) -> Iterator[list[Row]]:
         if current and filled + length > tokens_per_pass:
             yield current
             current, filled = [], 0
-        current.append(row)
+        current.append((row, extras))
         filled += length
     if current:
         yield current
@@ -77,7 +91,8 @@ def _check(row: Row) -> None:
         raise ValueError("the first token of a row cannot be trained: nothing predicts it")
 
 
-def _join(rows: list[Row]) -> Packed:
+def _join(documents: list[Document]) -> Packed:
+    rows = [row for row, _ in documents]
     lengths = [input_length(row) for row in rows]
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     trained = [np.flatnonzero(row.mask) for row in rows]
@@ -94,4 +109,6 @@ def _join(rows: list[Row]) -> Packed:
         sampler_logp_N=pick("logprobs").astype(np.float32),
         advantages_N=pick("advantages").astype(np.float32),
         versions_N=pick("versions").astype(np.int32),
+        sequence_N=np.repeat(np.arange(len(rows)), [len(index) for index in trained]),
+        extras={name: np.concatenate([extras[name] for _, extras in documents]) for name in documents[0][1]},
     )

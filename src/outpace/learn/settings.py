@@ -6,31 +6,71 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from outpace.config import LearnerConfig
+from outpace.algorithms.registry import Aggregation, Anchor
+from outpace.config import Config, LearnerConfig
+from outpace.config_algorithm import AlgorithmConfig, CorrectionConfig, CriticConfig, KlConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class CoreSettings:
-    """The mathematics. `dtype` is that of matrix products and of published weights; the learner's own parameters,
-    gradients and optimizer state are float32 always. `temperature` is the sampler's. `total_steps` is where linear
-    and cosine schedules end; None: nowhere, they stay at their peak."""
+    """The mathematics, from a resolved config. `dtype` is that of matrix products and of published weights; the
+    learner's own parameters, gradients and optimizer state are float32 always (float64 is for proofs). `temperature` is
+    the sampler's. `total_steps` is where linear and cosine schedules end; None: nowhere, they stay at their peak.
+    `longest` is the most tokens of one completion: what dr_grpo divides by."""
 
-    learner: LearnerConfig  # with its learning rate resolved
-    importance_cap: float = 2.0
+    learner: LearnerConfig
+    algorithm: AlgorithmConfig
+    correction: CorrectionConfig
+    kl: KlConfig
+    critic: CriticConfig
+    longest: int = 1
     temperature: float = 1.0
     total_steps: int | None = None
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+
+    @classmethod
+    def of(cls, config: Config) -> CoreSettings:
+        assert config.rollout.max_tokens is not None, "the config was resolved"
+        return cls(
+            learner=config.learner,
+            algorithm=config.algorithm,
+            correction=config.correction,
+            kl=config.kl,
+            critic=config.critic,
+            longest=config.rollout.max_tokens,
+            temperature=config.rollout.temperature,
+            total_steps=config.run.steps,
+            dtype=config.model.dtype,
+        )
+
+    @property
+    def anchor(self) -> Anchor:
+        assert self.algorithm.anchor is not None, "the config was resolved"
+        return self.algorithm.anchor
+
+    @property
+    def aggregation(self) -> Aggregation:
+        assert self.algorithm.aggregation is not None, "the config was resolved"
+        return self.algorithm.aggregation
+
+    @property
+    def has_critic(self) -> bool:
+        return self.critic.coefficient is not None
+
+    @property
+    def pulls_in_loss(self) -> bool:
+        return self.kl.coefficient > 0 and self.kl.place == "loss"
 
 
 @dataclass(frozen=True, kw_only=True)
-class LearnerSettings(CoreSettings):
-    """The mathematics and where things lie: the journal to read from, the directory for snapshots (in memory)."""
+class LearnerSettings:
+    """The mathematics and where things lie: the journal to read from, the directory for snapshots (in memory).
 
-    model: str
+    `config` is resolved; `core` is what follows from it for the mathematics."""
+
+    config: Config
     journal: Path
     snapshots: Path
     incarnation: str
     device: str = "cpu"
-    trust_remote_code: bool = False
-    seed: int = 0
     threads: int | None = None  # None: torch's own choice

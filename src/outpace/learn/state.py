@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from outpace.errors import CorruptData
 from outpace.learn.core import LearnerCore
@@ -22,23 +23,29 @@ from outpace.weights.store import distinct_tensors
 
 MODEL_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
+REFERENCE_FILE = "reference.safetensors"
 COUNTERS_FILE = "learner.json"
 
 RNG = "rng/cpu"
+CRITIC = "critic/"
 
 
 class Counters(msgspec.Struct, frozen=True):
     version: int
     tokens: int
     bad_steps: int
+    engine_kl: float = 0.0
 
 
 def save(core: LearnerCore, directory: str | Path) -> None:
     """Write the state; every file is on the disk, not merely in a cache, when this returns."""
     directory = Path(directory)
     _save_tensors(distinct_tensors(core.model.state_dict()), directory / MODEL_FILE)
-    _save_tensors(_optimizer_tensors(core) | {RNG: torch.get_rng_state()}, directory / OPTIMIZER_FILE)
-    counters = Counters(core.version, core.tokens, core.bad_steps)
+    others = _optimizer_tensors(core) | _critic_tensors(core) | {RNG: torch.get_rng_state()}
+    _save_tensors(others, directory / OPTIMIZER_FILE)
+    if core.reference is not None:
+        _save_tensors(distinct_tensors(core.reference.model.state_dict()), directory / REFERENCE_FILE)
+    counters = Counters(core.version, core.tokens, core.bad_steps, core.engine_kl)
     _sync_write(directory / COUNTERS_FILE, msgspec.json.format(msgspec.json.encode(counters)) + b"\n")
 
 
@@ -51,11 +58,15 @@ def restore(core: LearnerCore, directory: str | Path) -> Version:
         counters = msgspec.json.decode((directory / COUNTERS_FILE).read_bytes(), type=Counters)
     except (OSError, msgspec.DecodeError) as error:
         raise CorruptData(f"{directory / COUNTERS_FILE}: {error}") from None
-    _copy_into_model(core, weights, directory)
+    _copy_into_model(core.model, weights, directory / MODEL_FILE)
+    if core.reference is not None:
+        _copy_into_model(core.reference.model, _load_tensors(directory / REFERENCE_FILE), directory / REFERENCE_FILE)
     torch.set_rng_state(optimizer.pop(RNG))
+    _copy_into_critic(core, optimizer, directory)
     _copy_into_optimizer(core, optimizer)
     core.drop_gradients()
     core.version, core.tokens, core.bad_steps = counters.version, counters.tokens, counters.bad_steps
+    core.engine_kl = counters.engine_kl
     return core.version
 
 
@@ -63,15 +74,29 @@ def _optimizer_tensors(core: LearnerCore) -> dict[str, Tensor]:
     state = core.optimizer.state
     return {
         f"{kind}/{name}": value
-        for name, parameter in core.parameters.items()
+        for name, parameter in (core.parameters | core.critic_parameters).items()
         for kind, value in state.get(parameter, {}).items()
     }
 
 
-def _copy_into_model(core: LearnerCore, weights: dict[str, Tensor], directory: Path) -> None:
-    own = distinct_tensors(core.model.state_dict())
+def _critic_tensors(core: LearnerCore) -> dict[str, Tensor]:
+    return {CRITIC + name: parameter.detach() for name, parameter in core.critic_parameters.items()}
+
+
+def _copy_into_critic(core: LearnerCore, tensors: dict[str, Tensor], directory: Path) -> None:
+    """Takes the critic's own weights out of `tensors`."""
+    saved = {name: tensors.pop(name) for name in list(tensors) if name.startswith(CRITIC)}
+    if saved.keys() != _critic_tensors(core).keys():
+        raise CorruptData(f"{directory / OPTIMIZER_FILE} was saved {'with' if saved else 'without'} a critic")
+    with torch.no_grad():
+        for name, parameter in core.critic_parameters.items():
+            parameter.copy_(saved[CRITIC + name])
+
+
+def _copy_into_model(model: PreTrainedModel, weights: dict[str, Tensor], file: Path) -> None:
+    own = distinct_tensors(model.state_dict())
     if own.keys() != weights.keys() or any(own[name].shape != weights[name].shape for name in own):
-        raise CorruptData(f"{directory / MODEL_FILE} does not hold the weights of this model")
+        raise CorruptData(f"{file} does not hold the weights of this model")
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(weights[name])
@@ -81,7 +106,7 @@ def _copy_into_optimizer(core: LearnerCore, tensors: dict[str, Tensor]) -> None:
     core.optimizer.state.clear()
     for key, value in tensors.items():
         kind, name = key.split("/", 1)
-        parameter = core.parameters[name]
+        parameter = (core.parameters | core.critic_parameters)[name]
         core.optimizer.state[parameter][kind] = value.to(parameter.device)
 
 

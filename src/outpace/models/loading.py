@@ -72,7 +72,9 @@ def load_model(
     import torch
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()  # type: ignore[no-untyped-call]  # the terminal is the run's own
     try:
         with _LOADING:
             model = AutoModelForCausalLM.from_pretrained(

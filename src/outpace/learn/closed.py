@@ -1,0 +1,222 @@
+"""Training on a closed batch: for whatever needs all of it before the first gradient.
+
+Groups are collected, and scored where that is needed, as they stream in. When the batch closes they are put into the
+order of admission, so that nothing below depends on how they arrived:
+
+    score (policy, critic, reference at the start of the step)
+      ─▶ advantages: KL in the reward, gae, statistics of the batch
+      ─▶ which tokens m2po rejects
+      ─▶ passes × updates: accumulate, update
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from outpace.algorithms import corrections
+from outpace.algorithms.credit import attempt_returns, credit_settings, group_advantages, token_rewards
+from outpace.algorithms.gae import gae
+from outpace.algorithms.kl import penalty
+from outpace.algorithms.normalisers import BatchSignal
+from outpace.config import Config
+from outpace.config_methods import chosen_advantage, chosen_normaliser
+from outpace.learn.core import REFERENCE_LOGP, LearnerCore
+from outpace.learn.objective import KEEP, OLD_LOGP, OLD_VALUES, RETURNS
+from outpace.types import ChunkReport, Floats, GroupRecord, Row, StepReport, Version
+
+Doubles = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One group of the batch, with what the learner itself said of each row's trained tokens."""
+
+    record: GroupRecord
+    scores: list[dict[str, Floats]]
+    replayed: bool
+
+
+@dataclass(frozen=True)
+class Example:
+    """A row that is ready to be trained on."""
+
+    row: Row
+    extras: dict[str, Floats]
+    replayed: bool
+
+
+class ClosedBatch:
+    """Collects the groups of one batch after another, and trains on each as a whole."""
+
+    def __init__(self, core: LearnerCore, config: Config) -> None:
+        self._core = core
+        self._config = config
+        algorithm = config.algorithm
+        self._credit = credit_settings(chosen_advantage(algorithm), algorithm.credit, algorithm.gamma)
+        self._normalise = chosen_normaliser(algorithm)
+        self._entries: list[Entry] = []
+
+    # ------------------------------------------------------------------------------------------------- collecting
+
+    def add(self, records: Sequence[GroupRecord], replayed: bool) -> ChunkReport:
+        """Take groups in; the report counts what will be trained."""
+        rows = [row for record in records for row in record.rows]
+        scores = iter(self._core.score(rows) if self._scored else [{} for _ in rows])
+        for record in records:
+            self._entries.append(Entry(record, [next(scores) for _ in record.rows], replayed))
+        lags = _lags(rows, self._core.version)
+        return ChunkReport(
+            tokens=sum(lags.values()),
+            rows=len(rows),
+            loss_sum=0.0,
+            lag_counts={} if replayed else lags,
+            replay_lag_counts=lags if replayed else {},
+        )
+
+    def drop(self) -> None:
+        self._entries.clear()
+
+    @property
+    def _scored(self) -> bool:
+        """Whether the weights at the start of the step have to be asked. With one update they are the current ones."""
+        algorithm = self._config.algorithm
+        several = algorithm.updates * algorithm.passes > 1 and algorithm.anchor == "proximal"
+        return several or self._ranks_tokens or self._pulls or self._core.critic is not None
+
+    @property
+    def _ranks_tokens(self) -> bool:
+        return "m2po" in (self._config.correction.masks or [])
+
+    @property
+    def _pulls(self) -> bool:
+        return self._config.kl.coefficient > 0 and self._config.kl.place == "reward"
+
+    # --------------------------------------------------------------------------------------------------- training
+
+    def train(self) -> StepReport:
+        """Train on everything collected: all passes, all updates, one version."""
+        entries = sorted(self._entries, key=lambda entry: (entry.replayed, entry.record.group))
+        self._entries = []
+        groups = self._examples(entries)
+        for number in range(self._config.algorithm.passes):
+            for part in self._parts(groups, number):
+                self._accumulate([example for group in part for example in group])
+                self._core.update()
+        return self._core.close()
+
+    def _parts(self, groups: list[list[Example]], number: int) -> Iterator[list[list[Example]]]:
+        """The groups of each update, near-equal in number; shuffled, the same way whenever this batch is trained."""
+        updates = self._config.algorithm.updates
+        order = np.arange(len(groups))
+        if updates > 1:
+            order = np.random.default_rng([self._config.run.seed, self._core.version, number]).permutation(order)
+        for part in np.array_split(order, updates):
+            yield [groups[index] for index in sorted(part)]
+
+    def _accumulate(self, examples: list[Example]) -> None:
+        for replayed in (False, True):
+            chosen = [example for example in examples if example.replayed == replayed]
+            if chosen:
+                extras = [example.extras for example in chosen]
+                self._core.accumulate([example.row for example in chosen], extras, replayed)
+
+    # ------------------------------------------------------------------------------------------------- advantages
+
+    def _examples(self, entries: list[Entry]) -> list[list[Example]]:
+        """The rows of every group with their final advantages and whatever else the loss needs."""
+        advantages: list[list[Doubles]] = []
+        returns: list[list[Doubles]] = []
+        for entry in entries:
+            of_group, targets = self._advantages(entry)
+            advantages.append(of_group)
+            returns.append(targets)
+        returned = [attempt_returns(entry.record.rows, entry.record.rewards) for entry in entries]
+        rewards = np.concatenate(returned) if returned else np.zeros(0)
+        flat = [values for group in advantages for values in group]
+        if self._normalise.facts.name != "none":
+            flat = self._normalise(BatchSignal(flat, rewards))
+        normalised, kept = iter(flat), iter(self._kept(entries))
+        return [
+            [
+                Example(
+                    _with_advantages(row, next(normalised)), self._extras(score, target, next(kept)), entry.replayed
+                )
+                for row, score, target in zip(entry.record.rows, entry.scores, targets, strict=True)
+            ]
+            for entry, targets in zip(entries, returns, strict=True)
+        ]
+
+    def _advantages(self, entry: Entry) -> tuple[list[Doubles], list[Doubles]]:
+        """Advantages of a group's rows, and what the critic should have said of them (empty without one)."""
+        record = entry.record
+        penalties = self._penalties(entry)
+        if self._core.critic is not None:
+            return self._with_critic(entry, penalties)
+        nothing = [np.zeros(0)] * len(record.rows)
+        if penalties is None:
+            return [row.advantages[row.mask].astype(np.float64) for row in record.rows], nothing
+        return group_advantages(record.rows, record.rewards, record.parts, self._credit, penalties), nothing
+
+    def _penalties(self, entry: Entry) -> list[Doubles] | None:
+        """What every trained token costs for its distance from the reference."""
+        if not self._pulls:
+            return None
+        kl = self._config.kl
+        assert kl.estimator is not None, "the config was resolved"
+        penalties = []
+        for score in entry.scores:
+            logp_N, reference_N = (torch.from_numpy(score[name]).double() for name in (OLD_LOGP, REFERENCE_LOGP))
+            penalties.append(kl.coefficient * penalty(kl.estimator, logp_N, reference_N, torch.zeros(())).numpy())
+        return penalties
+
+    def _with_critic(self, entry: Entry, penalties: list[Doubles] | None) -> tuple[list[Doubles], list[Doubles]]:
+        algorithm, record = self._config.algorithm, entry.record
+        assert algorithm.gamma is not None
+        assert algorithm.gae_lambda is not None
+        pairs = [
+            gae(
+                token_rewards(row, record.rewards[row.episode], penalties[index] if penalties else None),
+                entry.scores[index][OLD_VALUES].astype(np.float64),
+                algorithm.gamma,
+                algorithm.gae_lambda,
+            )
+            for index, row in enumerate(record.rows)
+        ]
+        return [advantages for advantages, _ in pairs], [returns for _, returns in pairs]
+
+    def _kept(self, entries: list[Entry]) -> list[Floats | None]:
+        """Which tokens m2po keeps, by row: it looks at the tokens of the whole batch at once."""
+        pairs = [pair for entry in entries for pair in zip(entry.record.rows, entry.scores, strict=True)]
+        if not self._ranks_tokens:
+            return [None] * len(pairs)
+        differences = [score[OLD_LOGP] - row.logprobs[row.mask] for row, score in pairs]
+        limit = self._config.correction.m2po_limit
+        assert limit is not None, "the config was resolved"
+        keep = corrections.m2po(np.concatenate(differences), m2po_limit=limit).astype(np.float32)
+        return [*np.split(keep, np.cumsum([len(part) for part in differences])[:-1])]
+
+    def _extras(self, score: dict[str, Floats], returns: Doubles, keep: Floats | None) -> dict[str, Floats]:
+        extras = {name: score[name] for name in (OLD_LOGP, OLD_VALUES) if name in score}
+        if self._core.critic is not None:
+            extras[RETURNS] = returns.astype(np.float32)
+        if keep is not None:
+            extras[KEEP] = keep
+        return extras
+
+
+def _with_advantages(row: Row, advantages_N: Doubles) -> Row:
+    advantages = np.zeros(len(row.tokens), dtype=np.float32)
+    advantages[row.mask] = advantages_N
+    return msgspec.structs.replace(row, advantages=advantages)
+
+
+def _lags(rows: Sequence[Row], version: Version) -> dict[int, int]:
+    versions = np.concatenate([row.versions[row.mask] for row in rows]) if rows else np.zeros(0, dtype=np.int32)
+    lags, counts = np.unique(version - versions, return_counts=True)
+    return dict(zip(lags.tolist(), counts.tolist(), strict=True))

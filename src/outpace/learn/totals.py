@@ -1,0 +1,109 @@
+"""What the tokens of a batch add up to, and the metrics of a step that follow from the sums."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+
+from outpace.algorithms.statistics import RATIO_BINS, effective_sample_size
+from outpace.learn.objective import Gradient
+from outpace.learn.packing import Packed
+from outpace.types import Version
+
+LOSSES = ("policy", "entropy", "kl_reference", "value")
+"""The sums that are about the loss. The others say how stale the batch's own groups were, and those that are replayed,
+which are older on purpose, stay out of them."""
+
+
+@dataclass
+class Totals:
+    """Of one pass, one chunk, one update or one step: sums add up, so all of them are of this form."""
+
+    tokens: int = 0
+    sequences: int = 0
+    loss_sum: float = 0.0
+    sums: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    maxima: dict[str, float] = field(default_factory=dict)
+    lag_counts: Counter[int] = field(default_factory=Counter)
+    replay_lag_counts: Counter[int] = field(default_factory=Counter)
+
+    @classmethod
+    def of_pass(cls, packed: Packed, gradient: Gradient, version: Version, replayed: bool) -> Totals:
+        lags = Counter((version - packed.versions_N).tolist())
+        counted = {name: value for name, value in gradient.sums.items() if name in LOSSES or not replayed}
+        return cls(
+            tokens=len(packed.targets_N),
+            sequences=packed.documents,
+            loss_sum=gradient.loss_sum,
+            sums=defaultdict(float, counted),
+            maxima={} if replayed else gradient.maxima,
+            lag_counts=Counter() if replayed else lags,
+            replay_lag_counts=lags if replayed else Counter(),
+        )
+
+    def add(self, other: Totals) -> None:
+        self.tokens += other.tokens
+        self.sequences += other.sequences
+        self.loss_sum += other.loss_sum
+        for name, value in other.sums.items():
+            self.sums[name] += value
+        for name, value in other.maxima.items():
+            self.maxima[name] = max(self.maxima.get(name, value), value)
+        self.lag_counts.update(other.lag_counts)
+        self.replay_lag_counts.update(other.replay_lag_counts)
+
+
+def step_metrics(step: Totals, engine_kl: float) -> dict[str, float]:
+    """Means and shares over the tokens of a step; all finite and defined for one that trained nothing."""
+    own = sum(step.lag_counts.values())
+    mean = {name: value / max(1, step.tokens if name in LOSSES else own) for name, value in step.sums.items()}
+    metrics = {
+        "offpolicy/ess": effective_sample_size(step.sums, own),
+        "offpolicy/kl": mean.get("kl", 0.0),
+        "offpolicy/kl_engine": engine_kl,
+        "offpolicy/kl_staleness": max(0.0, mean.get("kl", 0.0) - engine_kl),
+        "offpolicy/ratio_max": step.maxima.get("ratio", 0.0),
+        "loss/entropy": mean.get("entropy", 0.0),
+    }
+    metrics |= {f"offpolicy/{name}": mean.get(name, 0.0) for name in RATIO_BINS}
+    for sums_name, metric in (("kl_reference", "loss/kl"), ("value", "loss/value")):
+        if sums_name in mean:
+            metrics[metric] = mean[sums_name]
+    return metrics | _lost_shares(step, own) | _lag_metrics(step.lag_counts)
+
+
+def _lost_shares(step: Totals, own: int) -> dict[str, float]:
+    """Tokens that a mask rejected and tokens that a clip left without gradient: of all, and by the sign of the
+    advantage, of those with that sign."""
+    sums = step.sums
+    sums["clipped"] = sums["clipped_positive"] + sums["clipped_negative"]
+    return {
+        f"{place}/{name}{suffix}": sums[f"{name}{suffix}"] / max(1.0, count)
+        for place, name in (("offpolicy", "masked"), ("loss", "clipped"))
+        for suffix, count in (
+            ("", own),
+            ("_positive", sums["tokens_positive"]),
+            ("_negative", sums["tokens_negative"]),
+        )
+    }
+
+
+def _lag_metrics(lag_counts: Counter[int]) -> dict[str, float]:
+    lags = sorted(lag_counts.items())
+    tokens = max(1, sum(lag_counts.values()))
+    metrics = {
+        "lag/mean": sum(lag * count for lag, count in lags) / tokens,
+        "lag/p95": float(_percentile(lags, 0.95)),
+        "lag/max": float(lags[-1][0]) if lags else 0.0,
+    }
+    return metrics | {f"lag/tokens_{lag}": float(count) for lag, count in lags}
+
+
+def _percentile(counts: list[tuple[int, int]], share: float) -> int:
+    """The smallest value that at least `share` of all counted things do not exceed."""
+    needed = share * sum(count for _, count in counts)
+    for value, count in counts:
+        needed -= count
+        if needed <= 0:
+            return value
+    return 0
