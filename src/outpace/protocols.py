@@ -64,8 +64,10 @@ class Engine(Protocol):
 class Learner(Protocol):
     """Turns journalled groups into gradients, and one batch into one version. Calls run in the order given."""
 
-    async def chunk(self, version: Version, places: list[Place]) -> ChunkReport:
-        """Forward and backward over these groups as part of the batch that is trained from `version`."""
+    async def chunk(self, version: Version, places: list[Place], replayed: bool = False) -> ChunkReport:
+        """Forward and backward over these groups as part of the batch that is trained from `version`.
+
+        `replayed`: they were trained before. Their lag is reported apart; over a channel, all arguments are given."""
         ...
 
     async def step(self, version: Version) -> StepReport:

@@ -14,10 +14,11 @@ import contextlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from outpace.checkpoint import commit
 from outpace.config import Config
+from outpace.config_algorithm import DifficultyConfig, GovernorConfig, ReplayConfig
 from outpace.config_loading import dump_toml
 from outpace.errors import EXIT_LEFT_AT_ONCE, BadInput, CorruptData, Interrupted, OutpaceError, PartFailed
 from outpace.observe.callbacks import Callback, CallbackRunner
@@ -28,10 +29,13 @@ from outpace.parts import ENGINE, PartSpecs
 from outpace.pipeline.account import STATE_FILE
 from outpace.pipeline.budget import Limits
 from outpace.pipeline.core import Core
+from outpace.pipeline.difficulty import DifficultySettings
 from outpace.pipeline.driver import Driver, DriverSettings, Parts
 from outpace.pipeline.evaluation import Evaluator
+from outpace.pipeline.governor import GovernorSettings
 from outpace.pipeline.pacing import CoreSettings
 from outpace.pipeline.recorder import Recorder
+from outpace.pipeline.replay import ReplaySettings
 from outpace.protocols import Engine, Learner, Worker
 from outpace.resources import countable_cores
 from outpace.runtime.inline import InlineRuntime
@@ -41,6 +45,8 @@ from outpace.runtime.spec import Runtime
 from outpace.runtime.together import together
 from outpace.tasks.order import Order
 from outpace.types import Version
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -229,14 +235,13 @@ class Session:
 
 
 def core_settings(config: Config, tasks: int, evaluates: bool) -> CoreSettings:
-    assert config.pacing.max_running is not None, "the config was resolved"
     return CoreSettings(
         groups_per_step=config.pacing.groups_per_step,
         group_size=config.rollout.group_size,
         max_lag=config.pacing.max_lag,
         depth=config.pacing.depth,
         chunk_groups=config.pacing.chunk_groups,
-        max_running=config.pacing.max_running,
+        max_running=_resolved(config.pacing.max_running),
         on_stale=config.pacing.on_stale,
         warmup_steps=config.pacing.warmup_steps,
         publish_every=config.weights.every,
@@ -248,7 +253,38 @@ def core_settings(config: Config, tasks: int, evaluates: bool) -> CoreSettings:
         eval_every=config.eval.every,
         eval_enabled=evaluates,
         checkpoint_every=config.checkpoint.every,
+        governor=_governor(config.governor),
+        difficulty=_difficulty(config.difficulty),
+        replay=_replay(config.replay),
     )
+
+
+def _governor(config: GovernorConfig) -> GovernorSettings | None:
+    if not config.enabled:
+        return None
+    return GovernorSettings(
+        ess_min=_resolved(config.ess_min),
+        kl_max=_resolved(config.kl_max),
+        patience=_resolved(config.patience),
+        min_lag=_resolved(config.min_lag),
+    )
+
+
+def _difficulty(config: DifficultyConfig) -> DifficultySettings | None:
+    if config.easy_above is None and config.hard_below is None:
+        return None
+    return DifficultySettings(config.easy_above, config.hard_below, _resolved(config.rest_epochs))
+
+
+def _replay(config: ReplayConfig) -> ReplaySettings | None:
+    if config.fraction == 0:
+        return None
+    return ReplaySettings(config.fraction, _resolved(config.max_age), _resolved(config.times))
+
+
+def _resolved(value: T | None) -> T:
+    assert value is not None, "the config was resolved"
+    return value
 
 
 def _exit_code(error: BaseException) -> int:

@@ -83,6 +83,10 @@ def test_a_step_starts_empty_and_only_declared_sums_are_zero() -> None:
         ("tool/call_s", "sum"),
         ("tool/calls/max", "max"),
         ("offpolicy/ratio_max", "max"),
+        ("offpolicy/ratio_below_max", "mean"),
+        ("governor/lowered", "sum"),
+        ("governor/max_lag", "last"),
+        ("groups/skipped", "sum"),
         ("faults/anything", "sum"),
         ("queue/anything", "last"),
         ("throughput/anything_s", "last"),
@@ -141,31 +145,38 @@ def test_a_group_dropped_later_never_makes_more_than_all_of_a_step_waste() -> No
 
 
 def test_chunks_of_a_batch_add_up_to_what_one_chunk_would_say() -> None:
-    sums = {"weight": 9.0, "weight_sq": 9.0, "kl": 0.5, "entropy": 4.0, "truncated": 1.0}
     halves = Meter()
-    for share, tokens in ((0.25, 3), (0.75, 7)):
-        part = {name: total * share for name, total in sums.items()}
-        reports.record_chunk(halves, ChunkReport(tokens, 1, 0.0, part, {"ratio": share}, {0: tokens}, 1.0))
+    reports.record_chunk(halves, ChunkReport(3, 1, 0.0, lag_counts={0: 1, 2: 2}))
+    reports.record_chunk(halves, ChunkReport(7, 1, 0.0, lag_counts={2: 7}))
     whole = Meter()
-    reports.record_chunk(whole, ChunkReport(10, 2, 0.0, sums, {"ratio": 0.75}, {0: 10}, 2.0))
+    reports.record_chunk(whole, ChunkReport(10, 2, 0.0, lag_counts={0: 1, 2: 9}))
     expected = whole.flush()
     assert halves.flush() == pytest.approx(expected)
-    assert expected["offpolicy/ess"] == pytest.approx(9.0**2 / (10 * 9.0))
-    assert expected["offpolicy/kl"] == pytest.approx(0.05)
-    assert expected["loss/entropy"] == pytest.approx(0.4)
-    assert expected["offpolicy/ratio_max"] == 0.75
+    assert expected["lag/mean"] == pytest.approx(1.8)
     assert expected["throughput/trained_tokens"] == 10
 
 
-def test_an_empty_chunk_divides_by_nothing() -> None:
+def test_the_lag_of_replayed_groups_is_told_apart() -> None:
     meter = Meter()
-    reports.record_chunk(meter, ChunkReport(0, 0, 0.0, {"kl": 0.0}))
-    assert "offpolicy/kl" not in meter.flush()
+    reports.record_chunk(meter, ChunkReport(4, 1, 0.0, lag_counts={1: 4}))
+    reports.record_chunk(meter, ChunkReport(4, 1, 0.0, replay_lag_counts={5: 1, 9: 3}))
+    reports.record_choices(meter, max_lag=2, resting=6, replayed=3)
+    metrics = meter.flush()
+    assert (metrics["lag/mean"], metrics["lag/max"]) == (1, 1)
+    assert metrics["replay/lag_mean"] == 8
+    assert metrics["throughput/trained_tokens"] == 8
+    assert (metrics["governor/max_lag"], metrics["difficulty/resting"], metrics["replay/groups"]) == (2, 6, 3)
+
+
+def test_what_is_said_of_a_chunk_beside_its_counts_is_no_metric() -> None:
+    meter = Meter()
+    reports.record_chunk(meter, ChunkReport(2, 1, 0.5, sums={"kl": 1.0}, maxima={"ratio": 2.0}, lag_counts={0: 2}))
+    assert not any(name.startswith(("offpolicy/", "loss/")) for name in meter.flush())
 
 
 def test_the_other_reports_have_the_names_of_the_contract() -> None:
     meter = Meter()
-    reports.record_step(meter, StepReport(3, math.nan, 10, 0.5, 1e-3, skipped=True, metrics={"entropy": 2.0}))
+    reports.record_step(meter, StepReport(3, math.nan, 10, 0.5, 1e-3, skipped=True, metrics={"loss/entropy": 2.0}))
     reports.record_publish(meter, Manifest("i", 3, "p", [TensorSpec("w", "float32", [2], 0, 8, 0)], seconds=0.25))
     reports.record_load(meter, LoadReport(3, pause_s=0.01, seconds=0.5, bytes=8))
     reports.record_load(meter, LoadReport(3, pause_s=0.02, seconds=0.5, bytes=8))

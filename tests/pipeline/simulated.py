@@ -1,13 +1,15 @@
 """Modelled parts on a virtual clock, to drive the pure core through whole runs in microseconds.
 
-What happens (outcomes) and how long it takes (durations) are separate: `fate` is a pure function of the group admitted,
-`pace` may be anything. The simulation keeps its own books and checks on every event what must always hold.
+What happens (outcomes, rewards) and how long it takes (durations) are separate: `fate` and `judge` are pure functions
+of the group admitted, `fit` (how well a batch fits its policy) of the version, `pace` may be anything. The simulation
+keeps its own books and checks on every event what must always hold.
 """
 
 from __future__ import annotations
 
 import heapq
 import json
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -30,9 +32,12 @@ from outpace.pipeline.events import (
     Event,
     Finish,
     GroupClosed,
+    LagChanged,
     LoadWeights,
     Publish,
     Published,
+    Retire,
+    Skip,
     Started,
     TrainChunk,
 )
@@ -63,6 +68,10 @@ Some = TypeVar("Some", bound=Action)
 Kind = Literal["group", "chunk", "step", "publish", "load", "evaluate"]
 Fate = Callable[[Admit], Outcome]
 Pace = Callable[[Kind, Action], float]
+Judge = Callable[[Admit], tuple[float, float]]
+"""Mean and spread of a group's rewards."""
+Fit = Callable[[Version], tuple[float, float]]
+"""Effective sample size and mismatch KL of the batch that made a version."""
 
 
 def all_finish(_: Admit) -> Outcome:
@@ -77,6 +86,28 @@ def fate_of(seed: int, filtered: float, failed: float) -> Fate:
         return "filtered" if draw < filtered else "failed" if draw < filtered + failed else "finished"
 
     return fate
+
+
+def judge_of(seed: int) -> Judge:
+    """Rewards drawn from what the group is and nothing else: some too low, some too high, some all alike."""
+
+    def judge(admit: Admit) -> tuple[float, float]:
+        rng = random.Random(f"{seed}/rewards/{admit}")
+        return rng.choice((0.0, 0.5, 1.0)), rng.choice((0.0, 0.25, 0.5))
+
+    return judge
+
+
+def fit_of(seed: int) -> Fit:
+    """Batches that fit, in some runs mostly, in others hardly ever; one figure in a while is no number at all."""
+    share = random.Random(seed).random()
+
+    def fit(version: Version) -> tuple[float, float]:
+        rng = random.Random(f"{seed}/fit/{version}")
+        good = rng.random() < share
+        return (0.9 if good else rng.choice((0.1, math.nan, 0.9))), (0.01 if good else 1.0)
+
+    return fit
 
 
 def steady(**seconds: float) -> Pace:
@@ -108,6 +139,7 @@ class Trace:
 
     actions: list[Action] = field(default_factory=list)
     admitted: dict[int, Admit] = field(default_factory=dict)
+    max_lags: dict[int, int] = field(default_factory=dict)  # the governor's at each group's admission
     oldest: dict[int, Version] = field(default_factory=dict)  # finished groups: their oldest token
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     cancelled: list[int] = field(default_factory=list)
@@ -133,7 +165,15 @@ class Trace:
 
 class Simulation:
     def __init__(
-        self, core: Core, pace: Pace, fate: Fate = all_finish, engines: int = 1, served: Version = 0, seed: int = 0
+        self,
+        core: Core,
+        pace: Pace,
+        fate: Fate = all_finish,
+        engines: int = 1,
+        served: Version = 0,
+        seed: int = 0,
+        judge: Judge | None = None,
+        fit: Fit = lambda _: (1.0, 0.0),
     ) -> None:
         self.core = core
         self.settings = core.settings
@@ -141,6 +181,8 @@ class Simulation:
         self.now = 0.0
         self._pace = pace
         self._fate = fate
+        self._judge = judge or judge_of(0)
+        self._fit = fit
         self._rng = random.Random(seed)
         self._engines = {f"e{number}": served for number in range(engines)}
         self._loading: set[str] = set()
@@ -152,6 +194,8 @@ class Simulation:
         self._buffers: set[Version] = set()
         self._running: set[int] = set()
         self._finished: set[int] = set()  # and not trained
+        self._trained: set[int] = set()
+        self._retired: set[int] = set()
 
     def run(self, until: Callable[[Trace], bool] = lambda _: False) -> Trace:
         """To the end, or until the trace says so (call again to go on). Waiting for nothing at all is a deadlock."""
@@ -186,6 +230,7 @@ class Simulation:
             case BatchTrained(version):
                 self._learner_version = version
                 self._finished -= set(self.trace.batches[-1].groups)
+                self._trained |= set(self.trace.batches[-1].groups)
             case EngineLoaded(engine, version):
                 assert version in self._buffers, f"version {version} was overwritten while it was being loaded"
                 self._engines[engine] = version
@@ -206,13 +251,17 @@ class Simulation:
                 self.trace.cancelled.append(group)
             case TrainChunk(version):
                 assert version == self._learner_version
-                assert set(action.groups) <= self._finished
+                assert set(action.groups) <= (self._trained - self._retired if action.replayed else self._finished)
                 self.trace.chunks.append(action)
                 self._learn("chunk", action, lambda: ChunkTrained(version))
             case CloseBatch(version):
                 assert version == self._learner_version
                 self.trace.batches.append(action)
-                self._learn("step", action, lambda: BatchTrained(version + 1))
+                self._learn("step", action, lambda: BatchTrained(version + 1, *self._fit(version + 1)))
+            case Retire(groups):
+                assert self.settings.replay is not None
+                assert set(groups) <= self._trained - self._retired
+                self._retired |= set(groups)
             case Publish(version, leased):
                 assert version == self._learner_version
                 assert set(leased) <= self._buffers
@@ -232,20 +281,26 @@ class Simulation:
                 assert reason == "stopped" or not self._evaluating
                 assert self._learner_free <= self.now, "the learner was still at work"
                 self.trace.finish = reason
-            case EpochStarted() | EpochEnded():
+            case LagChanged(lag, by):
+                assert self.settings.governor is not None
+                assert by in (-1, 1)
+                assert min(self.settings.governor.min_lag, self.settings.max_lag) <= lag <= self.settings.max_lag
+            case EpochStarted() | EpochEnded() | Skip():
                 pass
 
     def _admit(self, admit: Admit) -> None:
         assert admit.group not in self.trace.admitted
         assert admit.min_version == min(self._engines.values())
         self.trace.admitted[admit.group] = admit
+        self.trace.max_lags[admit.group] = self.core.max_lag
         self._running.add(admit.group)
         outcome = self._fate(admit)
 
         def close() -> Event:
             # A token may come from any version between the stamp and the newest that any engine has.
             oldest = self._rng.randint(admit.min_version, max(self._engines.values()))
-            return GroupClosed(admit.group, outcome, self._rng.choice((admit.min_version, oldest)))
+            reward, spread = (None, 0.0) if outcome == "failed" else self._judge(admit)
+            return GroupClosed(admit.group, outcome, self._rng.choice((admit.min_version, oldest)), reward, spread)
 
         self._after(self._pace("group", admit), close)
 

@@ -10,9 +10,22 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
-from simulated import PLAIN, Simulation, Trace, all_finish, core_of, erratic, fate_of, resume, steady
+from simulated import (
+    PLAIN,
+    Simulation,
+    Trace,
+    all_finish,
+    core_of,
+    erratic,
+    fate_of,
+    fit_of,
+    judge_of,
+    resume,
+    steady,
+)
 
 from outpace.pipeline.core import CoreSettings
+from outpace.pipeline.difficulty import DifficultySettings
 from outpace.pipeline.events import (
     Admit,
     Checkpoint,
@@ -21,10 +34,26 @@ from outpace.pipeline.events import (
     Evaluate,
     LoadWeights,
     Publish,
+    Retire,
+    Skip,
     StopRequested,
 )
+from outpace.pipeline.governor import GovernorSettings
+from outpace.pipeline.replay import ReplaySettings
 
 seeds = st.integers(0, 2**31)
+governors = st.builds(
+    GovernorSettings, ess_min=st.just(0.5), kl_max=st.just(0.1), patience=st.integers(1, 3), min_lag=st.integers(0, 2)
+)
+difficulties = st.builds(
+    DifficultySettings,
+    easy_above=st.sampled_from([None, 0.0, 0.5, 1.0]),  # 0: every task is too easy
+    hard_below=st.sampled_from([None, 0.0]),
+    rest_epochs=st.sampled_from([1, 2, 10**9]),
+)
+replays = st.builds(
+    ReplaySettings, fraction=st.sampled_from([0.1, 0.5, 0.9]), max_age=st.integers(1, 4), times=st.integers(1, 3)
+)
 
 
 @st.composite
@@ -49,13 +78,21 @@ def any_settings(draw: st.DrawFn, /, **fixed: object) -> CoreSettings:
         "eval_every": draw(st.integers(0, 3)),
         "eval_enabled": draw(st.booleans()),
         "checkpoint_every": draw(st.sampled_from([0, 1, 4])),
+        "governor": draw(st.none() | governors),
+        "difficulty": draw(st.none() | difficulties),
+        "replay": draw(st.none() | replays),
     }
-    return CoreSettings(**{**drawn, **fixed})  # type: ignore[arg-type]
+    merged = {**drawn, **fixed}
+    if merged["deterministic"]:
+        merged["governor"] = None
+    return CoreSettings(**merged)  # type: ignore[arg-type]
 
 
 def simulate(settings: CoreSettings, seed: int) -> Trace:
     fate = fate_of(seed, filtered=0.25, failed=0.1)
-    return Simulation(core_of(settings), erratic(seed), fate, engines=1 + seed % 3, seed=seed).run()
+    return Simulation(
+        core_of(settings), erratic(seed), fate, engines=1 + seed % 3, seed=seed, judge=judge_of(seed), fit=fit_of(seed)
+    ).run()
 
 
 def trained(trace: Trace) -> list[int]:
@@ -67,6 +104,17 @@ def trained(trace: Trace) -> list[int]:
 def test_no_token_is_trained_beyond_the_lag_and_warm_up_is_on_policy(settings: CoreSettings, seed: int) -> None:
     for version, lag in simulate(settings, seed).lags:
         assert lag <= (0 if version < settings.warmup_steps else settings.max_lag)
+
+
+@given(any_settings(deterministic=False), governors, seeds)
+@examples(max_examples=150, deadline=None)
+def test_every_group_is_trained_within_the_lag_that_was_in_force_when_it_was_admitted(
+    settings: CoreSettings, governor: GovernorSettings, seed: int
+) -> None:
+    trace = simulate(replace(settings, governor=governor), seed)
+    for batch in trace.batches:
+        for group in batch.groups:
+            assert batch.version - trace.oldest[group] <= trace.max_lags[group]
 
 
 @given(any_settings(), seeds)
@@ -82,7 +130,8 @@ def test_a_run_ends_with_every_group_accounted_for_once_and_whole_batches(settin
     if settings.epochs is None:
         assert sizes == [settings.groups_per_step] * (settings.steps or 0)
     else:
-        assert len(sizes) == settings.steps or len(trace.admitted) == settings.epochs * settings.tasks
+        visits = len(trace.admitted) + len(trace.of(Skip))
+        assert len(sizes) == settings.steps or visits == settings.epochs * settings.tasks
         assert all(0 < size <= settings.groups_per_step for size in sizes)
 
 
@@ -91,9 +140,62 @@ def test_a_run_ends_with_every_group_accounted_for_once_and_whole_batches(settin
 def test_the_chunks_of_a_batch_make_up_the_batch(settings: CoreSettings, seed: int) -> None:
     trace = simulate(settings, seed)
     for batch in trace.batches:
-        chunks = [chunk.groups for chunk in trace.chunks if chunk.version == batch.version]
-        assert sum(chunks, ()) == batch.groups
-        assert all(len(chunk) >= settings.chunk_groups for chunk in chunks[:-1])
+        chunks = [chunk for chunk in trace.chunks if chunk.version == batch.version]
+        own = [chunk.groups for chunk in chunks if not chunk.replayed]
+        assert sum(own, ()) == batch.groups
+        assert all(len(chunk) >= settings.chunk_groups for chunk in own[:-1])
+        assert [chunk.groups for chunk in chunks if chunk.replayed] == ([batch.replayed] if batch.replayed else [])
+        assert not any(chunk.replayed for chunk in chunks[:-1])
+
+
+@given(any_settings(), replays, seeds)
+@examples(max_examples=100, deadline=None)
+def test_groups_are_replayed_as_often_as_allowed_while_they_are_young_and_retired_once(
+    settings: CoreSettings, replay: ReplaySettings, seed: int
+) -> None:
+    trace = simulate(replace(settings, replay=replay), seed)
+    first = {group: batch.version for batch in trace.batches for group in batch.groups}
+    again = Counter(group for batch in trace.batches for group in batch.replayed)
+    assert all(times <= replay.times for times in again.values())
+    for batch in trace.batches:
+        assert len(batch.replayed) <= replay.fraction * settings.groups_per_step
+        assert len(set(batch.replayed)) == len(batch.replayed)
+        assert all(1 <= batch.version - first[group] <= replay.max_age for group in batch.replayed)
+    retired = [group for action in trace.of(Retire) for group in action.groups]
+    assert len(set(retired)) == len(retired)
+    if retired:
+        old = {group for group, version in first.items() if version + replay.max_age < len(trace.batches)}
+        assert old <= set(retired), "what is too old to be replayed does not stay in the journal"
+
+
+@given(any_settings(steps=None, epochs=4), difficulties, seeds)
+@examples(max_examples=100, deadline=None)
+def test_a_visit_is_skipped_only_after_one_that_was_too_easy_or_too_hard_and_never_a_whole_epoch_and_one_more(
+    settings: CoreSettings, difficulty: DifficultySettings, seed: int
+) -> None:
+    trace = simulate(replace(settings, difficulty=difficulty), seed)
+    visited = {(admit.task, admit.epoch) for admit in trace.admitted.values()}
+    skipped = {(skip.task, skip.epoch) for skip in trace.of(Skip)}
+    assert len(skipped) == len(trace.of(Skip))
+    assert visited | skipped == {(task, epoch) for task in range(settings.tasks) for epoch in range(4)}
+    assert not visited & skipped
+    judge = judge_of(seed)
+    extreme = {
+        (admit.task, admit.epoch) for admit in trace.admitted.values() if is_extreme(judge(admit)[0], difficulty)
+    }
+    for task, epoch in skipped:
+        earlier = range(max(0, epoch - difficulty.rest_epochs), epoch)
+        assert any((task, before) in extreme for before in earlier)
+    in_a_row = longest = 0
+    for action in trace.actions:
+        in_a_row = in_a_row + 1 if isinstance(action, Skip) else 0 if isinstance(action, Admit) else in_a_row
+        longest = max(longest, in_a_row)
+    assert longest <= settings.tasks
+
+
+def is_extreme(reward: float, difficulty: DifficultySettings) -> bool:
+    easy, hard = difficulty.easy_above, difficulty.hard_below
+    return (easy is not None and reward >= easy) or (hard is not None and reward <= hard)
 
 
 @given(any_settings(max_lag=0, publish_every=1), seeds)
@@ -106,7 +208,7 @@ def test_with_no_lag_every_batch_is_made_of_groups_admitted_at_its_own_version(
         assert {trace.admitted[group].min_version for group in batch.groups} == {batch.version}
 
 
-@given(any_settings(steps=None, epochs=2), seeds)
+@given(any_settings(steps=None, epochs=2, difficulty=None), seeds)
 @examples(max_examples=50, deadline=None)
 def test_slow_tasks_are_trained_as_often_as_fast_ones(settings: CoreSettings, seed: int) -> None:
     rng = random.Random(seed)
@@ -126,17 +228,20 @@ def test_whatever_becomes_of_stragglers_the_run_ends_and_the_books_balance(
 ) -> None:
     settings = replace(settings, on_stale=on_stale)  # type: ignore[arg-type]
     core = core_of(settings)
-    trace = Simulation(core, erratic(seed), fate_of(seed, 0.2, 0.1), engines=1 + seed % 2, seed=seed).run()
+    trace = Simulation(
+        core, erratic(seed), fate_of(seed, 0.2, 0.1), engines=1 + seed % 2, seed=seed, fit=fit_of(seed)
+    ).run()
     assert trace.finish == "done"
     assert len(set(trained(trace))) == len(trained(trace)) == core.counts["trained"]
     assert not set(trained(trace)) & set(trace.cancelled)
     assert core.counts["requeued" if on_stale == "requeue" else "dropped"] == len(trace.cancelled)
     settled = sum(core.counts[outcome] for outcome in ("trained", "filtered", "failed", "dropped"))
     assert settled + core.counts["requeued"] == len(trace.admitted)
+    assert core.counts["skipped"] == len(trace.of(Skip))
     if on_stale != "train":
         assert all(lag <= settings.max_lag for _, lag in trace.lags)
     if settings.epochs and settings.steps is None:
-        assert settled == settings.epochs * settings.tasks
+        assert settled + core.counts["skipped"] == settings.epochs * settings.tasks
 
 
 @given(any_settings(deterministic=True), seeds, seeds)
@@ -149,7 +254,9 @@ def test_in_lockstep_no_speed_of_any_part_changes_what_is_trained(
     other = Simulation(core_of(settings), erratic(timing), fate, engines=1 + timing % 3, seed=timing).run()
     assert other.assignments == reference.assignments
     assert other.admitted == reference.admitted
-    assert all(len(chunk.groups) <= settings.chunk_groups for chunk in reference.chunks)
+    assert other.of(Skip) == reference.of(Skip)
+    assert other.batches == reference.batches
+    assert all(len(chunk.groups) <= settings.chunk_groups for chunk in reference.chunks if not chunk.replayed)
 
 
 @given(any_settings(deterministic=True, checkpoint_every=2), seeds, seeds)
@@ -178,9 +285,9 @@ def test_a_resume_from_any_checkpoint_visits_every_task_once_per_epoch(
         core = resume(settings, checkpoint)
         # Filtered and failed visits before the checkpoint are settled; all others are trained before or after it.
         settled_before = sum(core.counts[outcome] for outcome in ("filtered", "failed"))
-        rest = Simulation(core, erratic(seed + at), all_finish, seed=seed).run()
+        rest = Simulation(core, erratic(seed + at), all_finish, seed=seed, fit=fit_of(seed)).run()
         visits = kept + visits_trained(rest)
-        assert len(visits) == len(set(visits)) == 3 * settings.tasks - settled_before
+        assert len(visits) == len(set(visits)) == 3 * settings.tasks - settled_before - core.counts["skipped"]
         assert all(lag <= settings.max_lag for _, lag in rest.lags)
         assert min(rest.admitted, default=10**9) > max(groups_before(first, checkpoint), default=-1)
 
@@ -200,7 +307,8 @@ def test_a_run_stopped_anywhere_and_resumed_visits_every_task_once_per_epoch(
     rest = Simulation(core, erratic(seed + 1), all_finish, engines=2, seed=seed).run()
     visits = visits_trained(first, before=checkpoint) + visits_trained(rest)
     assert len(visits) == len(set(visits)) == core.counts["trained"]
-    assert sum(core.counts[outcome] for outcome in ("trained", "filtered", "failed")) == 3 * settings.tasks
+    outcomes = ("trained", "filtered", "failed", "skipped")
+    assert sum(core.counts[outcome] for outcome in outcomes) == 3 * settings.tasks
 
 
 def visits_trained(trace: Trace, before: Checkpoint | None = None) -> list[tuple[int, int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,13 @@ from outpace.observe.linefile import read_lines
 from outpace.observe.runlog import RunLog
 from outpace.pipeline.budget import Limits
 from outpace.pipeline.core import Core, CoreSettings
-from outpace.pipeline.driver import Driver, DriverSettings, Parts
+from outpace.pipeline.difficulty import DifficultySettings
+from outpace.pipeline.driver import Driver, DriverSettings, Parts, _closed
 from outpace.pipeline.evaluation import Evaluator
+from outpace.pipeline.events import GroupClosed
+from outpace.pipeline.governor import GovernorSettings
 from outpace.pipeline.recorder import Recorder
+from outpace.pipeline.replay import ReplaySettings
 from outpace.tasks.order import Order
 from outpace.types import (
     ChunkReport,
@@ -29,6 +34,7 @@ from outpace.types import (
     LearnerStats,
     LoadReport,
     Manifest,
+    Outcome,
     Place,
     StepReport,
 )
@@ -38,16 +44,24 @@ class FakeLearner:
     def __init__(self) -> None:
         self.version = 0
         self.calls: list[str] = []
+        self.replayed: dict[int, list[Place]] = {}
+        self.metrics: dict[str, float] = {}
+        self.gone: list[str] = []  # segments that were released
 
-    async def chunk(self, version: int, places: list[Place]) -> ChunkReport:
+    async def chunk(self, version: int, places: list[Place], replayed: bool = False) -> ChunkReport:
         assert version == self.version
+        assert not {place.segment for place in places} & set(self.gone)
         self.calls.append(f"chunk {version}")
-        return ChunkReport(tokens=len(places), rows=len(places), loss_sum=0.0, lag_counts={0: len(places)})
+        count = len(places)
+        if replayed:
+            self.replayed[version] = places
+            return ChunkReport(tokens=count, rows=count, loss_sum=0.0, replay_lag_counts={7: count})
+        return ChunkReport(tokens=count, rows=count, loss_sum=0.0, lag_counts={0: count})
 
     async def step(self, version: int) -> StepReport:
         self.calls.append(f"step {version}")
         self.version += 1
-        return StepReport(self.version, 0.0, 1, 0.0, 1e-3)
+        return StepReport(self.version, 0.0, 1, 0.0, 1e-3, metrics=self.metrics)
 
     async def publish(self, leased: list[int]) -> Manifest:
         self.calls.append(f"publish {self.version}")
@@ -95,6 +109,7 @@ class FakeWorker:
     def __init__(self, engine: FakeEngine) -> None:
         self.engine = engine
         self.behave: Callable[[GroupOrder], Any] | None = None
+        self.rewards = [1.0]
         self.released: list[str] = []
 
     async def run(self, order: GroupOrder) -> GroupReport:
@@ -103,7 +118,7 @@ class FakeWorker:
         place = None if order.heldout else Place(f"w-{order.group // 10:05d}", order.group, 1)
         version = max(self.engine.version, order.min_version)
         return GroupReport(
-            order.group, f"t{order.task}", "finished", place=place, rewards=[1.0], episodes=1, oldest=version
+            order.group, f"t{order.task}", "finished", place=place, rewards=self.rewards, episodes=1, oldest=version
         )
 
     async def cancel(self, group: int) -> None: ...
@@ -128,6 +143,7 @@ class Rig:
         self.recorder = Recorder(self.log, ProgressConsole(None, quiet=True), CallbackRunner([]), 2, 0)
         self.learner, self.engine = FakeLearner(), FakeEngine()
         self.worker = FakeWorker(self.engine)
+        self.learner.gone = self.worker.released
         self.saved: list[int] = []
         self.settings, self.stall_s = settings, stall_s
 
@@ -234,6 +250,77 @@ async def test_journal_segments_are_released_once_trained_and_the_worker_has_mov
     assert rig.worker.released[0] == "w-00000"
     assert len(set(rig.worker.released)) == len(rig.worker.released)
     assert max(rig.worker.released) < "w-00002", "the segment being written stays"
+
+
+async def test_replayed_groups_are_trained_from_the_journal_marked_and_told_apart(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "run", replace(SETTINGS, replay=ReplaySettings(fraction=0.5, max_age=2, times=1)))
+    rig.worker.rewards = [0.0, 1.0]
+    assert await rig.run() == "done"
+    rig.log.close()
+    batches = await asyncio.to_thread(lambda: list(read_lines(rig.log.dir / "batches.jsonl")))
+    again = [[group["task_id"] for group in line["groups"] if group.get("replay")] for line in batches]
+    assert [len(names) for names in again] == [0, 2, 2, 2, 2, 2]
+    assert all(line["groups"][4:] == [group for group in line["groups"] if group.get("replay")] for line in batches)
+    assert all("replay" not in group for line in batches for group in line["groups"][:4])
+    own = [{group["task_id"] for group in line["groups"][:4]} for line in batches]
+    assert all(set(again[step]) <= own[step - 1] for step in range(1, 6)), "of equal spread, the newest"
+    assert sorted(rig.learner.replayed) == [1, 2, 3, 4, 5]
+    metrics = await asyncio.to_thread(lambda: list(read_lines(rig.log.dir / "metrics.jsonl")))
+    assert [line["replay/groups"] for line in metrics] == [0, 2, 2, 2, 2, 2]
+    assert {line["lag/max"] for line in metrics} == {0}
+    assert {line["replay/lag_mean"] for line in metrics[1:]} == {7}
+
+
+@pytest.mark.parametrize(("max_age", "released"), [(1, ["w-00000", "w-00001"]), (3, ["w-00000"]), (6, [])])
+async def test_a_segment_stays_while_one_of_its_groups_may_be_replayed(
+    tmp_path: Path, max_age: int, released: list[str]
+) -> None:
+    """Ten groups to a segment, four to a batch, six batches; the fake learner refuses what was released."""
+    rig = Rig(tmp_path / "run", replace(SETTINGS, replay=ReplaySettings(fraction=0.25, max_age=max_age, times=9)))
+    rig.worker.rewards = [0.0, 1.0]
+    assert await rig.run() == "done"
+    rig.log.close()
+    assert sorted(rig.learner.replayed) == [1, 2, 3, 4, 5]
+    assert rig.worker.released == released
+
+
+async def test_the_governor_hears_what_the_learner_measured(tmp_path: Path) -> None:
+    governor = GovernorSettings(ess_min=0.5, kl_max=0.1, patience=5, min_lag=0)
+    rig = Rig(tmp_path / "run", replace(SETTINGS, steps=12, governor=governor))
+    rig.learner.metrics = {"offpolicy/ess": 0.2, "offpolicy/kl": 0.0}
+    assert await rig.run() == "done"
+    rig.log.close()
+    metrics = await asyncio.to_thread(lambda: list(read_lines(rig.log.dir / "metrics.jsonl")))
+    assert metrics[-1]["governor/max_lag"] == 0
+    assert sum(line["governor/lowered"] for line in metrics) == 2
+    assert sum(line["governor/raised"] for line in metrics) == 0
+
+
+async def test_skipped_visits_are_counted_in_metrics_and_summary(tmp_path: Path) -> None:
+    difficulty = DifficultySettings(easy_above=1.0, hard_below=None, rest_epochs=1)
+    rig = Rig(tmp_path / "run", replace(SETTINGS, steps=None, epochs=3, max_lag=0, difficulty=difficulty))
+    assert await rig.run() == "done"
+    rig.log.close()
+    summary = rig.recorder.build_summary(0, "done")
+    batches = await asyncio.to_thread(lambda: list(read_lines(rig.log.dir / "batches.jsonl")))
+    trained = sum(len(line["groups"]) for line in batches)
+    assert summary.groups_skipped == 30 - trained > 0
+
+
+@pytest.mark.parametrize(
+    ("outcome", "rewards", "reward", "spread"),
+    [
+        ("finished", [0.0, 1.0], 0.5, 0.5),
+        ("filtered", [1.0, 1.0], 1.0, 0.0),
+        ("failed", [1.0], None, 0.0),
+        ("filtered", [], None, 0.0),
+    ],
+)
+def test_the_core_hears_mean_and_spread_of_a_group_unless_it_failed(
+    outcome: Outcome, rewards: list[float], reward: float | None, spread: float
+) -> None:
+    event = _closed(GroupReport(3, "t", outcome, rewards=rewards, oldest=2))
+    assert event == GroupClosed(3, outcome, oldest=2, reward=reward, spread=spread)
 
 
 async def test_failing_groups_end_the_run_when_the_budget_is_spent(rig: Rig) -> None:

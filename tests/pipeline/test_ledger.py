@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from outpace.pipeline import ledger as module
+from outpace.pipeline.account import _trained_twice
 from outpace.pipeline.ledger import Ledger, LedgerState, by_epoch
 
 
@@ -109,7 +111,8 @@ def test_the_account_of_an_epoch_sums_to_its_tasks() -> None:
     ledger.settle(2, "failed")
     first, second = by_epoch(4, ledger.state())
     assert first == {
-        "epoch": 0, "planned": 0, "running": 2, "finished": 1, "trained": 0, "filtered": 0, "failed": 1, "dropped": 0
+        "epoch": 0, "planned": 0, "running": 2, "finished": 1, "trained": 0, "filtered": 0, "failed": 1, "dropped": 0,
+        "skipped": 0,
     }  # fmt: skip
     assert (second["planned"], second["running"]) == (2, 2)
 
@@ -123,3 +126,23 @@ def test_epochs_of_long_ago_share_one_tally(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(ledger.state().epochs) == 3
     assert ledger.state().earlier.filtered == 47
     assert ledger.counts()["filtered"] == 50
+
+
+def test_a_skipped_visit_is_accounted_for_and_ends_its_epoch() -> None:
+    ledger = fresh(tasks=2)
+    issue(ledger, 2)
+    assert not ledger.settle(0, "skipped")
+    assert ledger.settle(1, "filtered")
+    assert ledger.counts()["skipped"] == by_epoch(2, ledger.state())[0]["skipped"] == 1
+    assert by_epoch(2, ledger.state())[0]["planned"] == 0
+
+
+def test_a_replayed_group_is_not_trained_twice(tmp_path: Path) -> None:
+    visit, other = {"task_id": "a", "epoch": 0}, {"task_id": "b", "epoch": 0}
+    lines = [
+        {"version": 0, "groups": [visit, other]},
+        {"version": 1, "groups": [{"task_id": "a", "epoch": 1}, {**visit, "replay": True}]},
+        {"version": 2, "groups": [other]},
+    ]
+    (tmp_path / "batches.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert _trained_twice(tmp_path / "batches.jsonl", version=3) == ["epoch 0: b"]

@@ -36,13 +36,27 @@ RULES: dict[str, Rule] = {
     "waste/filtered_tokens": "sum",
     "offpolicy/ess": "mean",
     "offpolicy/kl": "mean",
-    "offpolicy/truncated": "mean",
-    "offpolicy/weight": "mean",
-    "offpolicy/weight_sq": "mean",
+    "offpolicy/kl_engine": "mean",
+    "offpolicy/kl_staleness": "mean",
+    "offpolicy/masked": "mean",
+    "offpolicy/masked_positive": "mean",
+    "offpolicy/masked_negative": "mean",
+    "offpolicy/ratio_max": "max",
     "loss/policy": "last",
+    "loss/kl": "mean",
+    "loss/value": "mean",
+    "loss/entropy": "mean",
+    "loss/clipped": "mean",
+    "loss/clipped_positive": "mean",
+    "loss/clipped_negative": "mean",
     "loss/grad_norm": "last",
     "loss/lr": "last",
-    "loss/entropy": "mean",
+    "governor/max_lag": "last",
+    "governor/lowered": "sum",
+    "governor/raised": "sum",
+    "difficulty/resting": "last",
+    "replay/groups": "sum",
+    "replay/lag_mean": "mean",
     "queue/running": "last",
     "queue/finished": "last",
     "queue/outstanding": "last",
@@ -50,6 +64,7 @@ RULES: dict[str, Rule] = {
     "groups/finished": "sum",
     "groups/filtered": "sum",
     "groups/failed": "sum",
+    "groups/skipped": "sum",
     "groups/seconds": "mean",
     "completion/mean_tokens": "mean",
     "completion/truncated": "mean",
@@ -69,6 +84,7 @@ RULES: dict[str, Rule] = {
 
 PREFIX_RULES: tuple[tuple[str, Rule], ...] = (
     ("faults/", "sum"),
+    ("offpolicy/ratio_", "mean"),  # the histogram of ratios: shares of the tokens
     ("queue/", "last"),
     ("fleet/", "last"),
     ("throughput/", "last"),
@@ -209,12 +225,6 @@ class Meter:
 
 def _derived(metrics: Mapping[str, float]) -> dict[str, float]:
     """Metrics made of others, where nobody gave them directly."""
-    derived = {}
-    weight, weight_sq = metrics.get("offpolicy/weight"), metrics.get("offpolicy/weight_sq")
-    if weight is not None and weight_sq:
-        # Kish's effective sample size, as a share of the tokens: (sum w)^2 / (n * sum w^2).
-        derived["offpolicy/ess"] = weight**2 / weight_sq
     # A group dropped in this step may have been sampled in an earlier one, hence the bound.
     sampled = max(metrics["throughput/sampled_tokens"], metrics["waste/tokens"])
-    derived["waste/fraction"] = metrics["waste/tokens"] / sampled if sampled > 0 else 0.0
-    return derived
+    return {"waste/fraction": metrics["waste/tokens"] / sampled if sampled > 0 else 0.0}

@@ -1,7 +1,6 @@
 """What the parts report, under the metric names of the contract.
 
-A learner's sums are over trained tokens, so their means are weighted by tokens and add up over chunks. Names
-without a slash are looked up below; names with one are taken as they are.
+What a learner says of a whole step is exact and carries final names; of a chunk only counts are taken, which add up.
 """
 
 from __future__ import annotations
@@ -11,16 +10,6 @@ from collections.abc import Iterable
 from outpace.observe.efficiency import Efficiency
 from outpace.observe.metrics import Meter
 from outpace.types import ChunkReport, EngineStats, GroupReport, LoadReport, Manifest, StepReport
-
-CHUNK_NAMES: dict[str, str] = {
-    "weight": "offpolicy/weight",
-    "weight_sq": "offpolicy/weight_sq",
-    "kl": "offpolicy/kl",
-    "truncated": "offpolicy/truncated",
-    "ratio": "offpolicy/ratio",
-    "entropy": "loss/entropy",
-}
-"""Where a learner's token sums go; other names go under `loss/`."""
 
 
 def record_group(meter: Meter, report: GroupReport) -> None:
@@ -53,22 +42,18 @@ def record_waste(meter: Meter, tokens: float) -> None:
 def record_chunk(meter: Meter, report: ChunkReport) -> None:
     meter.add("throughput/trained_tokens", report.tokens)
     meter.add_counts("lag", report.lag_counts)
-    if report.tokens:
-        for name, total in report.sums.items():
-            meter.add(_learner_name(name), total / report.tokens, report.tokens)
-    for name, value in report.maxima.items():
-        meter.add(f"{_learner_name(name)}_max", value)
+    for lag, tokens in report.replay_lag_counts.items():
+        meter.add("replay/lag_mean", lag, tokens)
 
 
 def record_step(meter: Meter, report: StepReport) -> None:
-    """What the learner says of the whole batch is exact, and stands before what its chunks add up to."""
     meter.add("loss/policy", report.loss)
     meter.add("loss/grad_norm", report.grad_norm)
     meter.add("loss/lr", report.lr)
     meter.add("time/train_s", report.seconds)
     meter.add("faults/skipped_steps", float(report.skipped))
     for name, value in report.metrics.items():
-        meter.put(_learner_name(name), value)
+        meter.put(name, value)
 
 
 def record_publish(meter: Meter, manifest: Manifest) -> None:
@@ -96,6 +81,13 @@ def record_queue(meter: Meter, running: int, finished: int) -> None:
     meter.add("queue/outstanding", running + finished)
 
 
+def record_choices(meter: Meter, max_lag: int, resting: int, replayed: int) -> None:
+    """What the controller has decided: the lag in force, how many tasks are left out, how many groups came again."""
+    meter.add("governor/max_lag", max_lag)
+    meter.add("difficulty/resting", resting)
+    meter.add("replay/groups", replayed)
+
+
 def record_efficiency(meter: Meter, lap: Efficiency, whole: Efficiency) -> None:
     """Waits and throughput of this step; T*/T of the run so far, since a single step can borrow from the next."""
     for name, value in lap.metrics().items():
@@ -104,7 +96,3 @@ def record_efficiency(meter: Meter, lap: Efficiency, whole: Efficiency) -> None:
     if whole.efficiency is not None:
         meter.add("efficiency", whole.efficiency)
     meter.add("time/wall_s", whole.seconds)
-
-
-def _learner_name(name: str) -> str:
-    return name if "/" in name else CHUNK_NAMES.get(name, f"loss/{name}")

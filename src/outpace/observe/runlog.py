@@ -32,14 +32,15 @@ FOLDERS = ("rollouts", "checkpoints", "journal", "logs")
 """What a run leaves, and all that overwriting one removes."""
 
 
-class BatchGroup(msgspec.Struct, frozen=True):
-    """One group of a trained batch, as `batches.jsonl` names it."""
+class BatchGroup(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One group of a trained batch, as `batches.jsonl` names it; `replay` is there only where it is true."""
 
     task_id: str
     epoch: int
     admitted_version: int
     lag: int
     episodes: int
+    replay: bool = False  # trained before, in an earlier batch: no visit, and its lag may exceed max_lag
 
 
 class RunLog:

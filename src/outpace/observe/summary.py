@@ -25,8 +25,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     tokens_trained: int
     tokens_sampled: int
     tokens_filtered: int = 0  # of the sampled ones, in groups that were filtered
+    groups_skipped: int = 0  # visits left out because their tasks were at rest
     waste_fraction: float
-    lag_max: int
+    lag_max: int  # replayed groups apart
     efficiency: float | None
     exit: int  # the exit code of the process
     reason: str = ""  # why the run ended, for people
@@ -41,7 +42,7 @@ class SummaryBuilder:
         self.steps = 0
         self._first: list[float] = []
         self._last: deque[float] = deque(maxlen=WINDOW)
-        self._trained = self._sampled = self._wasted = self._filtered = 0.0
+        self._trained = self._sampled = self._wasted = self._filtered = self._skipped = 0.0
         self._lag_max = 0.0
         self._efficiency: float | None = None
         self._evals: dict[int, float] = {}
@@ -66,6 +67,7 @@ class SummaryBuilder:
         self._sampled += metrics.get("throughput/sampled_tokens", 0.0)
         self._wasted += metrics.get("waste/tokens", 0.0)
         self._filtered += metrics.get("waste/filtered_tokens", 0.0)
+        self._skipped += metrics.get("groups/skipped", 0.0)
 
     def evaluation(self, version: int, score: float) -> None:
         self._evals[version] = score
@@ -94,6 +96,7 @@ class SummaryBuilder:
             tokens_trained=round(self._trained),
             tokens_sampled=round(self._sampled),
             tokens_filtered=round(self._filtered),
+            groups_skipped=round(self._skipped),
             waste_fraction=min(self._wasted / self._sampled, 1.0) if self._sampled else 0.0,
             lag_max=round(self._lag_max),
             efficiency=self._efficiency,

@@ -39,5 +39,6 @@ def _trained_twice(batches: Path, version: int) -> list[str]:
         for line in read_lines(batches)
         if line["version"] < version
         for group in line["groups"]
+        if not group.get("replay")  # trained again on purpose: no visit
     )
     return sorted(name for name, times in seen.items() if times > 1)

@@ -7,7 +7,13 @@ Invariants (v = the open batch, B = its size, k = the groups it has)
 - Among finished groups the earliest deadline goes first, ties by admission. When nothing runs, the first in this order
   may always be taken: waiting is always for a running group.
 - With `in_order`, groups are taken strictly in admission order and sent in chunks of a fixed size: who finishes first
-  changes nothing.
+  changes nothing. Here, and only here, deadlines must not fall in admission order.
+
+Elsewhere deadlines may fall from one group to the next (a governor lowers the lag in force). The first invariant does
+not mind: a group is admitted with deadline D only while all outstanding groups, whatever their deadlines, number less
+than (D + 1 - v) * B. With it, those outside the batch are at most (D + 1 - v) * B - k, which bounds the groups due by
+any d >= D; for d < D nothing changes. Taking a group raises k by one: for d at or past its deadline it leaves the count
+as well, and for d before it that is what is checked.
 """
 
 from __future__ import annotations
@@ -97,7 +103,7 @@ class Batcher:
 
     def _may_take_first(self) -> bool:
         deadline, group = self._ready[0]
-        if self.in_order:  # deadlines never fall in admission order, so the first ready is the oldest finished group
+        if self.in_order:  # deadlines do not fall here, so the first ready is the oldest finished group
             return group == next(iter(self._deadlines))
         return self._crowded(deadline) is None
 

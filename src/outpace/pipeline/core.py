@@ -7,6 +7,10 @@
             ▲                                        │
             └──────────── Published ◀────────────────┘
 
+What pacing and batches are bent by, each a machine of its own: the governor (the lag in force, by BatchTrained), the
+tasks at rest (visits skipped at admission, by GroupClosed), the pool of groups to train once more (the last chunk of a
+batch).
+
 Who waits for whom, and who ends the wait
 - admission waits for room (a group trained or gone), or for an engine to load (EngineLoaded);
 - the open batch waits for running groups (GroupClosed);
@@ -21,7 +25,7 @@ After every event everything is looked at again, in a fixed order, so no event c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Self
 
 import msgspec
@@ -29,6 +33,7 @@ import msgspec
 from outpace.errors import BadInput
 from outpace.pipeline.batcher import Batcher
 from outpace.pipeline.courier import Courier, Evaluations
+from outpace.pipeline.difficulty import Difficulty, DifficultyState
 from outpace.pipeline.events import (
     Action,
     Admit,
@@ -45,15 +50,20 @@ from outpace.pipeline.events import (
     Event,
     Finish,
     GroupClosed,
+    LagChanged,
     LoadWeights,
     Publish,
     Published,
+    Retire,
+    Skip,
     Started,
     StopRequested,
     TrainChunk,
 )
+from outpace.pipeline.governor import Governor, GovernorState
 from outpace.pipeline.ledger import Ledger, LedgerState, Settled
 from outpace.pipeline.pacing import CoreSettings, Load, Pacing
+from outpace.pipeline.replay import Replay
 from outpace.tasks.order import Order
 from outpace.types import Version
 
@@ -61,7 +71,7 @@ __all__ = ["Core", "CoreSettings", "CoreState"]
 
 
 class CoreState(msgspec.Struct, frozen=True):
-    """What a checkpoint keeps of the core."""
+    """What a checkpoint keeps of the core. The pool of groups to replay is not in it, since the journal is not."""
 
     tasks: int
     seed: int
@@ -69,6 +79,8 @@ class CoreState(msgspec.Struct, frozen=True):
     version: Version = 0
     next_group: int = 0
     ledger: LedgerState = LedgerState()
+    governor: GovernorState = GovernorState()
+    difficulty: DifficultyState = DifficultyState()
 
 
 @dataclass(frozen=True)
@@ -77,6 +89,7 @@ class Admitted:
 
     position: int
     stamp: Version
+    spread: float = 0.0  # of its rewards, once it has finished
 
 
 class Core:
@@ -100,6 +113,10 @@ class Core:
             settings.groups_per_step, settings.chunk_groups, in_order=settings.deterministic, version=state.version
         )
         self._ledger = Ledger(order.count, settings.epochs, state.ledger)
+        self._governor = Governor(settings.governor, settings.max_lag, state.governor)
+        self._difficulty = Difficulty(settings.difficulty, order.count, settings.deterministic, state.difficulty)
+        self._replay = Replay(settings.replay, settings.groups_per_step)
+        self._replayed: tuple[int, ...] | None = None  # in the open batch; None: not chosen yet
         self._courier = Courier("lockstep" if settings.deterministic else settings.update)
         self._evaluations = Evaluations()
         self._learner: Literal["idle", "chunk", "step"] = "idle"
@@ -127,6 +144,8 @@ class Core:
             version=self.version,
             next_group=self._next_group,
             ledger=self._ledger.state(),
+            governor=self._governor.state(),
+            difficulty=self._difficulty.state(),
         )
 
     @property
@@ -145,8 +164,23 @@ class Core:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Since the run began: groups trained, filtered, failed, dropped; requeued; deadlines extended."""
+        """Since the run began: visits trained, filtered, failed, dropped, skipped; requeued; deadlines extended."""
         return self._ledger.counts()
+
+    @property
+    def max_lag(self) -> int:
+        """The lag that the governor allows now."""
+        return self._governor.lag
+
+    @property
+    def resting(self) -> int:
+        """Tasks that are left out for now."""
+        return self._difficulty.resting
+
+    @property
+    def pools(self) -> bool:
+        """Whether trained groups are kept to be replayed, until a Retire names them."""
+        return self._replay.pools
 
     @property
     def _over(self) -> bool:
@@ -155,7 +189,14 @@ class Core:
 
     @property
     def _load(self) -> Load:
-        return Load(self.version, self._courier.oldest, self.running, self.outstanding, self._ledger.left)
+        return Load(
+            version=self.version,
+            oldest=self._courier.oldest,
+            running=self.running,
+            outstanding=self.outstanding,
+            tasks_left=self._ledger.left,
+            lag=self._governor.lag,
+        )
 
     # ------------------------------------------------------------------------------------------------------- events
 
@@ -179,8 +220,8 @@ class Core:
             case ChunkTrained(version):
                 assert (self._learner, version) == ("chunk", self.version)
                 self._learner = "idle"
-            case BatchTrained(version):
-                self._batch_trained(version)
+            case BatchTrained():
+                self._batch_trained(event)
             case Published(version):
                 self._publishing.remove(version)
                 self._courier.published(version)
@@ -205,31 +246,56 @@ class Core:
             self._cancelled.remove(event.group)
             return
         group = self._groups[event.group]
+        epoch, task = self.order.task(group.position)
+        self._difficulty.hear(event.group, task, epoch, event.reward)
         if event.outcome == "finished":
             assert event.oldest >= group.stamp, f"group {event.group} has tokens older than its stamp {group.stamp}"
+            self._groups[event.group] = replace(group, spread=event.spread)
             self._batcher.finish(event.group)
             self._ledger.finish(group.position)
         else:
             self._batcher.discard(event.group)
             self._settle(event.group, event.outcome)
 
-    def _batch_trained(self, version: Version) -> None:
+    def _batch_trained(self, event: BatchTrained) -> None:
+        version = event.version
         assert (self._learner, version) == ("step", self.version + 1)
         self._learner = "idle"
-        for group in self._batcher.close():
+        trained = self._batcher.close()
+        self._govern(event, oldest_group=min(trained))
+        self._difficulty.batch_trained(version, last_group=max(trained))
+        self._update_pool(version, trained)
+        for group in trained:
             self._settle(group, "trained")
         self.version = version
         if self._stopping:
             return
-        if self.settings.is_published(version):
+        if self.settings.is_published(version, self._governor.lag):
             self._publish()
         if self.settings.is_evaluated(version):
             self._evaluations.ask(version, published=False)
         if self.settings.is_checkpointed(version):
             self._checkpoint()
 
+    def _govern(self, event: BatchTrained, oldest_group: int) -> None:
+        if event.version <= self.settings.warmup_steps:  # no lag in it, so nothing to be learned about lag
+            return
+        if by := self._governor.hear(event.ess, event.kl, oldest_group, self._next_group):
+            self._actions.append(LagChanged(self._governor.lag, by))
+
+    def _update_pool(self, version: Version, trained: list[int]) -> None:
+        spreads = {group: self._groups[group].spread for group in trained}
+        gone = self._replay.batch_trained(version - 1, spreads, self._replayed or ())
+        self._replayed = None
+        if self.settings.deterministic and self.settings.is_checkpointed(version):
+            gone += self._replay.clear()
+        if gone:
+            self._actions.append(Retire(gone))
+
     def _settle(self, group: int, outcome: Settled) -> None:
-        position = self._groups.pop(group).position
+        self._book(self._groups.pop(group).position, outcome)
+
+    def _book(self, position: int, outcome: Settled) -> None:
         if self._ledger.settle(position, outcome):
             self._actions.append(EpochEnded(position // self.order.count))
 
@@ -273,15 +339,28 @@ class Core:
         if self._courier.holds_admission:
             return
         stamp, deadline = self._courier.oldest, self._pacing.deadline(self._load)
+        self._difficulty.catch_up(stamp)
         for _ in range(self._pacing.room(self._load)):
-            position, epoch_begins = self._ledger.issue()
+            if (position := self._next_visit()) is None:
+                return
             epoch, task = self.order.task(position)
-            if epoch_begins:
-                self._actions.append(EpochStarted(epoch))
             group, self._next_group = self._next_group, self._next_group + 1
             self._groups[group] = Admitted(position, stamp)
             self._batcher.admit(group, deadline)
             self._actions.append(Admit(group, task, epoch, stamp))
+
+    def _next_visit(self) -> int | None:
+        """The next position whose task is not at rest; those passed over are settled. None: the data has ended."""
+        while self._ledger.left != 0:
+            position, epoch_begins = self._ledger.issue()
+            epoch, task = self.order.task(position)
+            if epoch_begins:
+                self._actions.append(EpochStarted(epoch))
+            if not self._difficulty.skips(task, epoch):
+                return position
+            self._actions.append(Skip(task, epoch))
+            self._book(position, "skipped")
+        return None
 
     def _feed_learner(self) -> None:
         if self._learner != "idle" or not self._batcher.batch:
@@ -293,8 +372,18 @@ class Core:
             self._learner = "chunk"
             self._actions.append(TrainChunk(self.version, chunk))
         elif complete:
-            self._learner = "step"
-            self._actions.append(CloseBatch(self.version, tuple(self._batcher.batch)))
+            self._complete_batch()
+
+    def _complete_batch(self) -> None:
+        """The batch's own groups are trained: what is replayed beside them goes next, then the step."""
+        if self._replayed is None:
+            self._replayed = self._replay.choose()
+            if self._replayed:
+                self._learner = "chunk"
+                self._actions.append(TrainChunk(self.version, self._replayed, replayed=True))
+                return
+        self._learner = "step"
+        self._actions.append(CloseBatch(self.version, tuple(self._batcher.batch), self._replayed))
 
     def _publish(self) -> None:
         leased = self._courier.leases() | self._evaluations.leases() | self._publishing

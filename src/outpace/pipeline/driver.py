@@ -24,6 +24,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from statistics import fmean, pstdev
 from typing import Any
 
 from outpace.errors import CorruptData, PartFailed, Stalled
@@ -73,6 +74,7 @@ class Driver:
         self._lasting: set[asyncio.Task[None]] = set()  # those that the end waits for
         self._orders: dict[int, GroupOrder] = {}
         self._reports: dict[int, GroupReport] = {}
+        self._pooled: dict[int, tuple[GroupOrder, GroupReport]] = {}  # trained, and kept until the core retires them
         self._manifests: dict[Version, Manifest] = {}
         self._journal = JournalUse(len(parts.workers))
         self._budget = Budget(settings.limits)
@@ -150,6 +152,9 @@ class Driver:
                 self._spawn(self._train_chunk(action))
             case ev.CloseBatch():
                 self._lasting.add(self._spawn(self._close_batch(action)))
+            case ev.Retire():
+                retired = [self._pooled.pop(group)[1] for group in action.groups]
+                self._lasting.add(self._spawn(self._release_journal(retired)))
             case ev.Publish():
                 self._spawn(self._publish(action))
             case ev.LoadWeights():
@@ -158,6 +163,10 @@ class Driver:
                 self._spawn(self._evaluate(action))
             case ev.Checkpoint():
                 self._lasting.add(self._spawn(self._save(action.version, action.state)))
+            case ev.Skip():
+                self._recorder.visit_skipped()
+            case ev.LagChanged():
+                self._recorder.lag_changed(action.by)
             case ev.EpochStarted():
                 self._recorder.epoch_started(action.epoch)
             case ev.EpochEnded():
@@ -204,7 +213,7 @@ class Driver:
         self._orders[admit.group] = order
         report = await self._worker(admit.group).run(order)
         self._close_group(report)
-        self._queue.put_nowait(ev.GroupClosed(admit.group, report.outcome, report.oldest))
+        self._queue.put_nowait(_closed(report))
 
     def _close_group(self, report: GroupReport) -> None:
         if report.outcome == "finished":
@@ -241,22 +250,28 @@ class Driver:
         if action.version > self._batch_begun:
             self._batch_begun = action.version
             self._recorder.batch_started(action.version)
-        places = [self._reports[group].place for group in action.groups]
+        reports = [self._pooled[group][1] if action.replayed else self._reports[group] for group in action.groups]
+        places = [report.place for report in reports if report.place]
         with self._recorder.span("learner", f"chunk of batch {action.version}"):
-            report = await self._parts.learner.chunk(action.version, [place for place in places if place])
+            report = await self._parts.learner.chunk(action.version, places, action.replayed)
         self._recorder.chunk_trained(report)
         self._queue.put_nowait(ev.ChunkTrained(action.version))
 
     async def _close_batch(self, action: ev.CloseBatch) -> None:
         with self._recorder.span("learner", f"step {action.version + 1}"):
             report = await self._parts.learner.step(action.version)
-        self._queue.put_nowait(ev.BatchTrained(report.version))
-        groups = [(self._orders.pop(group), self._reports.pop(group)) for group in action.groups]
-        await self._release_journal([report for _, report in groups])
+        groups = {group: (self._orders.pop(group), self._reports.pop(group)) for group in action.groups}
+        replayed = [self._pooled[group] for group in action.replayed]
+        if self._core.pools:  # before the core hears of it and retires some of them
+            self._pooled |= groups
+        ess, kl = report.metrics.get("offpolicy/ess", 1.0), report.metrics.get("offpolicy/kl", 0.0)
+        self._queue.put_nowait(ev.BatchTrained(report.version, ess, kl))
+        if not self._core.pools:
+            await self._release_journal([report for _, report in groups.values()])
         async with self._recording:  # one step's line is written before the next one's
             engines = {name: await engine.stats() for name, engine in self._parts.engines.items()}
             learner = await self._parts.learner.stats()
-            self._recorder.step_done(report, groups, engines, learner, self._core)
+            self._recorder.step_done(report, list(groups.values()), replayed, engines, learner, self._core)
 
     async def _release_journal(self, reports: list[GroupReport]) -> None:
         for report in reports:
@@ -297,3 +312,11 @@ class Driver:
             await self._parts.engines[engine].release_pinned()
         self._recorder.evaluated(result)
         self._queue.put_nowait(ev.EvaluationDone(action.version))
+
+
+def _closed(report: GroupReport) -> ev.GroupClosed:
+    """What the core needs to know of a closed group. One that failed says nothing about its task."""
+    judged = report.rewards if report.outcome != "failed" else []
+    reward = fmean(judged) if judged else None
+    spread = pstdev(judged) if judged else 0.0
+    return ev.GroupClosed(report.group, report.outcome, report.oldest, reward, spread)

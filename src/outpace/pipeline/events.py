@@ -27,6 +27,8 @@ class GroupClosed:
     group: int
     outcome: Outcome
     oldest: Version = 0
+    reward: float | None = None  # mean over its attempts; None: it failed, or nothing was judged
+    spread: float = 0.0  # standard deviation of the rewards over its attempts
 
 
 @dataclass(frozen=True)
@@ -36,9 +38,11 @@ class ChunkTrained:
 
 @dataclass(frozen=True)
 class BatchTrained:
-    """The optimizer step is done: the learner is now at `version`."""
+    """The optimizer step is done: the learner is now at `version`. The rest says how well the batch fitted it."""
 
     version: Version
+    ess: float = 1.0  # effective sample size, as a share of the tokens
+    kl: float = 0.0  # mismatch KL per token
 
 
 @dataclass(frozen=True)
@@ -88,17 +92,30 @@ class Cancel:
 
 @dataclass(frozen=True)
 class TrainChunk:
-    """Forward and backward over these groups, in this order, as part of batch `version`. Answer: ChunkTrained."""
+    """Forward and backward over these groups, in this order, as part of batch `version`. Answer: ChunkTrained.
+
+    `replayed`: they were trained before, in another batch; such a chunk is the last of its batch."""
 
     version: Version
     groups: tuple[int, ...]
+    replayed: bool = False
 
 
 @dataclass(frozen=True)
 class CloseBatch:
-    """Take the optimizer step of batch `version`, made of `groups` in all. Answer: BatchTrained(version + 1)."""
+    """Take the optimizer step of batch `version`, made of its own `groups` and of the `replayed` ones in all.
+
+    Answer: BatchTrained(version + 1)."""
 
     version: Version
+    groups: tuple[int, ...]
+    replayed: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Retire:
+    """These trained groups will not be replayed any more: their journal segments may go. Only where there is replay."""
+
     groups: tuple[int, ...]
 
 
@@ -134,6 +151,22 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
+class Skip:
+    """This visit of a task is left out, because the task is at rest: for people to know."""
+
+    task: int
+    epoch: int
+
+
+@dataclass(frozen=True)
+class LagChanged:
+    """The governor moved the lag in force, to `lag`: for people to know."""
+
+    lag: int
+    by: int
+
+
+@dataclass(frozen=True)
 class EpochStarted:
     epoch: int
 
@@ -157,10 +190,13 @@ Action = (
     | Cancel
     | TrainChunk
     | CloseBatch
+    | Retire
     | Publish
     | LoadWeights
     | Evaluate
     | Checkpoint
+    | Skip
+    | LagChanged
     | EpochStarted
     | EpochEnded
     | Finish

@@ -1,8 +1,9 @@
 """What became of every task: the book in which nothing is lost and nothing happens twice.
 
 A task's visit is a position in the order of tasks (position // tasks = its epoch). Each goes
-planned -> running -> finished -> trained, or leaves on the way as filtered, failed or dropped: exactly once. A visit
-that is given up to be made again (`requeue`, or a resumed run) is planned again, before any new one.
+planned -> running -> finished -> trained, or leaves on the way as filtered, failed, dropped or (its task being at rest)
+skipped: exactly once. A visit that is given up to be made again (`requeue`, or a resumed run) is planned again, before
+any new one.
 
 Memory is bounded: fresh positions are issued in order, so a position below the cursor that is not open is settled, and
 counts are all that remains of it. Epochs that ended long ago share one tally.
@@ -15,7 +16,7 @@ from typing import Literal
 
 import msgspec
 
-Settled = Literal["trained", "filtered", "failed", "dropped"]
+Settled = Literal["trained", "filtered", "failed", "dropped", "skipped"]
 
 KEPT_EPOCHS = 256
 """So many ended epochs keep a tally of their own; it would be a leak to keep all where an epoch is a few tasks."""
@@ -29,10 +30,11 @@ class Tally(msgspec.Struct):
     filtered: int = 0
     failed: int = 0
     dropped: int = 0
+    skipped: int = 0
 
     @property
     def settled(self) -> int:
-        return self.trained + self.filtered + self.failed + self.dropped
+        return sum(self.as_counts().values())
 
     def add(self, outcome: str, count: int = 1) -> None:
         setattr(self, outcome, getattr(self, outcome) + count)
@@ -43,6 +45,7 @@ class Tally(msgspec.Struct):
             "filtered": self.filtered,
             "failed": self.failed,
             "dropped": self.dropped,
+            "skipped": self.skipped,
         }
 
 

@@ -2,10 +2,16 @@
 
 Invariants (B = groups in a batch, v = the learner's version, e = the oldest version that serves)
 - A group admitted while the lag in force is l gets the stamp a = e and the deadline a + l: none of its tokens is older
-  than a, so training it in a batch v <= a + l keeps every token's lag within l.
-- Outstanding groups never exceed (l + 1 - (v - e)) * B at admission. Hence whatever is admitted can still be trained in
-  time: for every d, the groups with a deadline <= d fit into the batches up to d. The batcher keeps it that way.
+  than a, so training it in a batch v <= a + l keeps every token's lag within l. The lag in force is 0 in warm-up, else
+  the governor's, which is at most max_lag. When it falls, later groups may be due before earlier ones.
+- Outstanding groups never exceed (l + 1 - (v - e)) * B at admission, those with later deadlines counted too. Hence
+  whatever is admitted can still be trained in time, in whatever order deadlines come: for every d, the groups with a
+  deadline <= d fit into the batches up to d. The batcher keeps it that way (proof there).
 - Nothing is admitted that the remaining steps or epochs do not need.
+- Nobody waits for ever when the lag in force falls. If B groups or more are outstanding, they make the open batch. If
+  fewer are, admission lacks room only because e < v - l, and ends so when the engines have loaded the newest published
+  version p: where l >= publish_every - 1, v - p is at most that; where l is smaller, every version is published, from
+  the very step that lowered it.
 
 In lockstep (`deterministic`) the depth does not limit admission, so that the groups of a stamp depend on nothing but
 outcomes; and no group is admitted before a checkpoint for a batch behind it, so that a checkpoint finds nothing
@@ -19,6 +25,9 @@ from math import ceil
 from typing import Literal
 
 from outpace.errors import BadInput
+from outpace.pipeline.difficulty import DifficultySettings
+from outpace.pipeline.governor import GovernorSettings
+from outpace.pipeline.replay import ReplaySettings
 from outpace.types import Version
 
 OnStale = Literal["wait", "requeue", "drop", "train"]
@@ -43,6 +52,9 @@ class CoreSettings:
     eval_every: int  # 0: only the first and the last version
     eval_enabled: bool
     checkpoint_every: int  # 0: only at the end
+    governor: GovernorSettings | None = None  # None: the lag in force is max_lag
+    difficulty: DifficultySettings | None = None  # None: no task is left out
+    replay: ReplaySettings | None = None  # None: no group is trained twice
 
     def __post_init__(self) -> None:
         for name in ("groups_per_step", "group_size", "chunk_groups", "max_running", "publish_every", "tasks"):
@@ -56,6 +68,8 @@ class CoreSettings:
                 f"publishing every {self.publish_every} versions needs max_lag >= {self.publish_every - 1}, "
                 f"not {self.max_lag}: else the engines never become fresh enough to serve"
             )
+        if self.governor is not None and self.deterministic:
+            raise BadInput("the governor follows what was measured: in lockstep the lag must be fixed")
 
     def is_last(self, version: Version) -> bool:
         return self.steps is not None and version >= self.steps
@@ -67,12 +81,14 @@ class CoreSettings:
         due = version == 0 or self.is_last(version) or (self.eval_every > 0 and version % self.eval_every == 0)
         return self.eval_enabled and due
 
-    def is_published(self, version: Version) -> bool:
+    def is_published(self, version: Version, lag: int) -> bool:
         """Every k-th version, and each that somebody needs: warm-up and the step after it (they know no older weights),
-        an evaluation, in lockstep a checkpoint (a resumed run starts from those weights), and the last."""
+        an evaluation, in lockstep a checkpoint (a resumed run starts from those weights), and the last. While the
+        governor holds the lag below what every k-th version needs, all of them."""
         return (
             version % self.publish_every == 0
             or version <= self.warmup_steps
+            or lag < self.publish_every - 1
             or self.is_last(version)
             or self.is_evaluated(version)
             or (self.deterministic and self.is_checkpointed(version))
@@ -88,6 +104,7 @@ class Load:
     running: int
     outstanding: int  # running, or finished and not yet trained
     tasks_left: int | None  # None: endless
+    lag: int  # the governor's word on the most there may be; warm-up can lower it further
 
 
 class Pacing:
@@ -102,7 +119,7 @@ class Pacing:
     def lag(self, load: Load) -> int:
         """The lag in force. In lockstep it is a matter of the stamp, not of how far the learner happens to be."""
         version = load.oldest if self.settings.deterministic else load.version
-        return 0 if version < self.settings.warmup_steps else self.settings.max_lag
+        return 0 if version < self.settings.warmup_steps else load.lag
 
     def deadline(self, load: Load) -> Version:
         """The last batch that may train a group admitted now."""

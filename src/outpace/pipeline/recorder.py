@@ -96,6 +96,12 @@ class Recorder:
         self._account.wasted(report.tokens_sampled)
         self.fault("given_up_groups")
 
+    def visit_skipped(self) -> None:
+        self._meter.add("groups/skipped", 1)
+
+    def lag_changed(self, by: int) -> None:
+        self._meter.add("governor/raised" if by > 0 else "governor/lowered", abs(by))
+
     def batch_started(self, version: Version) -> None:
         self.callbacks.post("on_batch_start", version)
 
@@ -129,6 +135,7 @@ class Recorder:
         self,
         step: StepReport,
         groups: list[tuple[GroupOrder, GroupReport]],
+        replayed: list[tuple[GroupOrder, GroupReport]],
         engines: dict[str, EngineStats],
         learner: LearnerStats,
         core: Core,
@@ -137,12 +144,15 @@ class Recorder:
         to_metrics.record_step(self._meter, step)
         to_metrics.record_engines(self._meter, engines.values())
         to_metrics.record_queue(self._meter, core.running, core.finished)
+        to_metrics.record_choices(self._meter, core.max_lag, core.resting, len(replayed))
         self._account.engines(engines)
         self._account.learner(learner)
         to_metrics.record_efficiency(self._meter, self._account.lap(), self._account.whole())
         metrics = self._meter.flush()
         version = step.version - 1
-        self.log.batch(step.version, version, [_batch_group(version, *group) for group in groups])
+        lines = [_batch_group(version, *group) for group in groups]
+        lines += [_batch_group(version, *group, replay=True) for group in replayed]
+        self.log.batch(step.version, version, lines)
         self.log.step(step.version, metrics)
         if self._views:
             self.log.rollouts(step.version, self._views)
@@ -165,11 +175,12 @@ class Recorder:
         )
 
 
-def _batch_group(version: Version, order: GroupOrder, report: GroupReport) -> BatchGroup:
+def _batch_group(version: Version, order: GroupOrder, report: GroupReport, replay: bool = False) -> BatchGroup:
     return BatchGroup(
         task_id=report.task_id,
         epoch=order.epoch,
         admitted_version=order.min_version,
         lag=version - report.oldest,
         episodes=report.episodes,
+        replay=replay,
     )
