@@ -11,10 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from outpace.checkpoint.journal import _HEADER
+from outpace.config import Config
+from outpace.config_loading import make_config
+from outpace.config_rules import resolve
 from outpace.types import GroupRecord
 from outpace.wire import decode
 
 RunCommand = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def resolved(settings: dict[str, Any] | None = None) -> Config:
+    """A complete config from dotted settings."""
+    return resolve(make_config(settings or {}))
 
 
 def as_arguments(settings: dict[str, Any]) -> list[str]:

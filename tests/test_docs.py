@@ -8,14 +8,21 @@ import shlex
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 import outpace
 from outpace import cli, errors
+from outpace.algorithms.catalogue import ADVANTAGES, NORMALISERS, SURROGATES
+from outpace.algorithms.corrections import MASKS
+from outpace.algorithms.registry import Aggregation, Anchor, Credit
+from outpace.algorithms.statistics import RATIO_BINS
 from outpace.config_loading import FIELDS, SECTIONS, make_config, parse_arguments, type_name
+from outpace.config_presets import PRESETS
 from outpace.observe.callbacks import Callback
 from outpace.observe.metrics import RULES
+from support import resolved
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "outpace"
@@ -189,3 +196,52 @@ def test_the_whole_public_surface_is_in_the_python_pages() -> None:
     parameters = set(inspect.signature(outpace.Trainer).parameters)
     hooks = {name for name in vars(Callback) if name.startswith("on_")}
     assert {name for name in {*outpace.__all__, *parameters, *hooks} if f"`{name}" not in text} == set()
+
+
+# ------------------------------------------------------------------------------------------------------- algorithms
+
+ALGORITHMS = "docs/algorithms.md"
+PRESET_ROW = re.compile(r"^\| `(\w+)` \|((?:[^|\n]*\|){7})$", re.MULTILINE)
+
+
+def test_everything_that_can_be_named_in_an_algorithm_is_on_its_page() -> None:
+    built_in = {name for registry in (SURROGATES, ADVANTAGES, NORMALISERS) for name in registry.built_in}
+    choices = {*get_args(Anchor), *get_args(Aggregation), *get_args(Credit)}
+    assert built_in | choices | set(MASKS) | set(PRESETS) <= set(spans(ALGORITHMS))
+
+
+def test_every_setting_of_the_mathematics_is_on_the_page_of_algorithms() -> None:
+    sections = ("algorithm", "correction", "kl", "critic", "filter", "difficulty", "replay", "governor")
+    settings = {key for key in FIELDS if key.partition(".")[0] in sections}
+    named = {f"{section}.{key}" for text in spans(ALGORITHMS) for section, key in KEY.findall(text)}
+    assert settings - named - {"governor.enabled"} == set()
+
+
+def test_every_metric_of_the_mathematics_is_on_the_page_of_algorithms() -> None:
+    rooms = ("offpolicy/", "loss/", "lag/", "governor/", "replay/", "difficulty/")
+    metrics = {name for name in RULES if name.startswith(rooms)} | {f"offpolicy/{name}" for name in RATIO_BINS}
+    assert metrics <= set(spans(ALGORITHMS))
+
+
+def test_the_table_of_presets_says_what_each_resolves_to() -> None:
+    told = {
+        name: [cell.strip() for cell in cells.split("|")[:-1]]
+        for name, cells in PRESET_ROW.findall(text_of(ALGORITHMS))
+    }
+    assert told == {name: _cells_of_preset(name) for name in PRESETS}
+
+
+def _cells_of_preset(name: str) -> list[str]:
+    config = resolved({"algorithm.preset": name})
+    algorithm, correction = config.algorithm, config.correction
+    normaliser = "" if algorithm.normalise == "none" else f", `{algorithm.normalise}`"
+    cap = f", cap {correction.cap:g}" if correction.cap else ", no cap"
+    return [
+        f"`{algorithm.surrogate}`",
+        str(algorithm.anchor),
+        f"`{algorithm.advantage}`{normaliser}",
+        str(algorithm.aggregation),
+        "none" if correction.weight == "none" else f"{correction.weight}{cap}",
+        ", ".join(f"`{mask}`" for mask in correction.masks or []),
+        "yes" if config.learner.stream else "no",
+    ]

@@ -9,20 +9,44 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outpace.rollout.closing import ClosingRules, close_group, version_range
+from outpace.algorithms.credit import credit_settings
+from outpace.config_algorithm import AlgorithmConfig
+from outpace.config_methods import chosen_advantage
+from outpace.rollout.closing import ClosingRules, Filter, close_group, version_range
 from outpace.types import OBSERVED, Episode, Trajectory
 
-GROUP_MEAN = ClosingRules("group_mean", filter_uniform=True, uniform_tolerance=1e-6)
 REWARDS = st.floats(-100, 100, width=32)
 
 
-def trajectory(prompt: int = 2, versions: tuple[int, ...] = (4, 5)) -> Trajectory:
+def rules(advantage: str = "dr_grpo", credit: Any = None, gamma: float | None = None, **filters: Any) -> ClosingRules:
+    estimator = chosen_advantage(AlgorithmConfig(advantage=advantage))
+    return ClosingRules(credit_settings(estimator, credit, gamma), Filter(**filters))
+
+
+GROUP_MEAN = rules()
+
+
+def trajectory(prompt: int = 2, versions: tuple[int, ...] = (4, 5), **more: Any) -> Trajectory:
     count = prompt + len(versions)
     return Trajectory(
         tokens=np.arange(count, dtype=np.int32),
         mask=np.arange(count) >= prompt,
         logprobs=np.where(np.arange(count) >= prompt, np.float32(-0.5), np.float32(0)),
         versions=np.array([OBSERVED] * prompt + list(versions), np.int32),
+        **more,
+    )
+
+
+def two_turns(*turn_rewards: float, **more: Any) -> Trajectory:
+    """Two turns of one token each."""
+    mask = np.array([False, True, False, True])
+    return Trajectory(
+        tokens=np.arange(4, dtype=np.int32),
+        mask=mask,
+        logprobs=np.where(mask, np.float32(-0.5), np.float32(0)),
+        versions=np.where(mask, 3, OBSERVED).astype(np.int32),
+        turn_rewards=np.array(turn_rewards, np.float32),
+        **more,
     )
 
 
@@ -41,9 +65,10 @@ def test_advantages_are_rewards_less_their_mean_on_sampled_tokens_and_zero_elsew
 def test_rows_are_the_trajectories_untouched_and_no_observed_token_has_an_advantage(
     rewards: list[float], lengths: list[int]
 ) -> None:
-    rules = ClosingRules("group_mean", filter_uniform=False, uniform_tolerance=0)
     made = [trajectory(prompt=length, versions=(1,)) for length in lengths]
-    verdict = close_group([episode(reward, trajectories=[made[i]]) for i, reward in enumerate(rewards)], rules)
+    verdict = close_group(
+        [episode(reward, trajectories=[made[i]]) for i, reward in enumerate(rewards)], rules(uniform=False)
+    )
     assert len(verdict.rows) == len(rewards)
     for row, source, reward in zip(verdict.rows, made, rewards, strict=False):
         assert row.tokens is source.tokens
@@ -69,8 +94,7 @@ def test_rewards_that_differ_by_rounding_alone_are_equal() -> None:
 
 
 def test_a_uniform_group_may_be_kept() -> None:
-    rules = ClosingRules("none", filter_uniform=False, uniform_tolerance=1e-6)
-    verdict = close_group([episode(1.0), episode(1.0)], rules)
+    verdict = close_group([episode(1.0), episode(1.0)], rules("none", uniform=False))
     assert [row.advantages[-1] for row in verdict.rows] == [1.0, 1.0]
 
 
@@ -79,15 +103,19 @@ def test_failed_episodes_are_left_out_of_the_mean_and_of_the_rows() -> None:
     assert [row.advantages[-1] for row in verdict.rows] == [0.5, -0.5]
 
 
-def test_one_survivor_has_nothing_to_be_compared_with() -> None:
+def test_a_group_with_too_few_survivors_fails_and_says_why() -> None:
     verdict = close_group([episode(1.0), episode(error="boom")], GROUP_MEAN)
-    assert (verdict.outcome, verdict.reason) == ("failed", "one survivor has no baseline: boom")
+    assert (verdict.outcome, verdict.reason) == ("failed", "1 of 2 attempts left, filter.min_group is 2: boom")
     assert verdict.rows == []
+    three = [episode(1.0), episode(0.0), episode(error="boom")]
+    assert close_group(three, rules(min_group=3)).outcome == "failed"
+    assert close_group(three, rules(min_group=2)).outcome == "finished"
 
 
-def test_one_survivor_is_enough_without_a_baseline() -> None:
-    rules = ClosingRules("none", filter_uniform=False, uniform_tolerance=1e-6)
-    assert len(close_group([episode(1.0), episode(error="boom")], rules).rows) == 1
+def test_one_survivor_is_enough_where_nothing_is_compared() -> None:
+    group = [episode(1.0), episode(error="boom")]
+    verdict = close_group(group, rules("none", uniform=False, min_group=1))
+    assert [row.advantages.tolist() for row in verdict.rows] == [[0, 0, 1, 1]]
 
 
 def test_without_survivors_the_group_says_what_happened_to_the_first() -> None:
@@ -116,3 +144,102 @@ def test_versions_range_over_sampled_tokens_only() -> None:
     assert version_range([episode(trajectories=[trajectory(versions=(4, 7)), trajectory(versions=(5,))])]) == (4, 7)
     assert version_range([episode(trajectories=[trajectory(versions=())])]) == (OBSERVED, OBSERVED)
     assert version_range([]) == (OBSERVED, OBSERVED)
+
+
+# ------------------------------------------------------------------------------------------- where advantages came from
+
+
+def test_a_row_says_which_episode_and_role_it_is_of_and_what_it_was_given() -> None:
+    own = trajectory(role="solver", reward=2.0)
+    group = [episode(error="boom"), episode(1.0), episode(0.0, trajectories=[two_turns(0.5, 1.5), own])]
+    rows = close_group(group, GROUP_MEAN).rows
+    assert [(row.episode, row.role, row.reward) for row in rows] == [
+        (0, "policy", None),
+        (1, "policy", None),
+        (1, "solver", 2.0),
+    ]
+    assert [row.turn_rewards.tolist() for row in rows] == [[], [0.5, 1.5], []]
+    assert {row.turn_rewards.dtype for row in rows} == {np.dtype(np.float32)}
+
+
+def test_turn_rewards_reach_the_turns_they_are_for() -> None:
+    group = [episode(1.0, trajectories=[two_turns(2, 0)]), episode(0.0, trajectories=[two_turns(0, 0)])]
+    verdict = close_group(group, rules(credit="turn", gamma=0.5))
+    assert [row.advantages.tolist() for row in verdict.rows] == [[0, 1.25, 0, 0.5], [0, -1.25, 0, -0.5]]
+
+
+def test_two_solvers_and_a_judge_have_the_baselines_of_their_roles() -> None:
+    def played(judged: float, *solved: float) -> Episode:
+        solvers = [trajectory(0, (1,), role="solver", reward=reward) for reward in solved]
+        return episode(judged, trajectories=[*solvers, trajectory(0, (1,), role="judge")])
+
+    verdict = close_group([played(1.0, 3.0, 1.0), played(0.0, 2.0, 2.0)], GROUP_MEAN)
+    assert [float(row.advantages[0]) for row in verdict.rows] == [1.0, -1.0, 0.5, 0.0, 0.0, -0.5]
+
+
+def test_a_row_whose_advantages_are_all_zero_is_kept() -> None:
+    verdict = close_group([episode(1.0), episode(0.0), episode(0.5)], GROUP_MEAN)
+    assert len(verdict.rows) == 3
+    assert not verdict.rows[2].advantages.any()
+
+
+def test_a_critic_makes_the_advantages_later() -> None:
+    verdict = close_group([episode(1.0), episode(1.0)], rules("gae", uniform=False))
+    assert [row.advantages.tolist() for row in verdict.rows] == [[0, 0, 0, 0]] * 2
+
+
+# ----------------------------------------------------------------------------------------------------------- uniformity
+
+
+def test_a_group_is_uniform_only_if_every_role_is() -> None:
+    def played(judged: float, solved: float) -> Episode:
+        return episode(judged, trajectories=[trajectory(role="judge"), trajectory(role="solver", reward=solved)])
+
+    same = close_group([played(1.0, 0.5), played(1.0, 0.5)], GROUP_MEAN)
+    assert (same.outcome, same.reason) == ("filtered", "all rewards that are compared are equal")
+    assert close_group([played(1.0, 0.0), played(1.0, 0.5)], GROUP_MEAN).outcome == "finished"
+    assert close_group([played(1.0, 0.5), played(0.0, 0.5)], GROUP_MEAN).outcome == "finished"
+
+
+def test_turn_rewards_that_cancel_out_are_uniform_as_a_whole_but_not_by_turn() -> None:
+    group = [episode(1.0, trajectories=[two_turns(1, 0)]), episode(1.0, trajectories=[two_turns(0, 1)])]
+    assert close_group(group, GROUP_MEAN).outcome == "filtered"
+    by_turn = close_group(group, rules(credit="turn"))
+    assert [row.advantages.tolist() for row in by_turn.rows] == [[0, 0, 0, -0.5], [0, 0, 0, 0.5]]
+    assert close_group(group, rules(credit="token")).outcome == "finished"
+
+
+def test_single_rewards_that_add_up_to_the_same_are_worth_training_for_an_estimator_that_looks_at_them() -> None:
+    group = [episode(1.0, rewards={"a": 1.0, "b": 0.0}), episode(1.0, rewards={"a": 0.0, "b": 1.0})]
+    assert close_group(group, GROUP_MEAN).outcome == "filtered"
+    assert close_group(group, rules("gdpo")).outcome == "finished"
+
+
+def test_rewards_within_the_tolerance_are_equal() -> None:
+    group = [episode(1.0), episode(1.05)]
+    assert close_group(group, rules(tolerance=0.1)).outcome == "filtered"
+    assert close_group(group, rules(tolerance=0.01)).outcome == "finished"
+
+
+# ------------------------------------------------------------------------------------------------------- not trained on
+
+
+def test_attempts_that_were_cut_off_are_masked_and_still_count_for_the_baseline() -> None:
+    group = [episode(1.0), episode(0.0, stop="length"), episode(0.5)]
+    assert len(close_group(group, GROUP_MEAN).rows) == 3
+    masked = close_group(group, rules(truncated="mask")).rows
+    assert [(row.episode, float(row.advantages[-1])) for row in masked] == [(0, 0.5), (2, 0.0)]
+
+
+def test_attempts_that_are_too_long_are_masked_and_still_count_for_the_baseline() -> None:
+    long = episode(1.0, trajectories=[trajectory(), trajectory(0, (1,))])
+    masked = close_group([long, episode(0.0)], rules(longer_than=2)).rows
+    assert [(row.episode, float(row.advantages[-1])) for row in masked] == [(1, -0.5)]
+    assert len(close_group([long, episode(0.0)], rules(longer_than=3)).rows) == 3
+
+
+def test_a_group_of_which_nothing_is_left_to_train_on_is_filtered() -> None:
+    group = [episode(1.0, stop="length"), episode(0.0, stop="length")]
+    verdict = close_group(group, rules(truncated="mask"))
+    assert (verdict.outcome, verdict.reason) == ("filtered", "every attempt was cut off or is too long to train on")
+    assert close_group(group, rules(longer_than=1)).outcome == "filtered"

@@ -72,10 +72,20 @@ def test_the_arrays_travel_as_they_are_stored() -> None:
         ({"mask": np.array([0, 0, 1, 1], np.int32)}, "mask is of int32"),
         ({"logprobs": np.array([0, 0, -1, np.nan], np.float32)}, "no finite logprob"),
         ({"versions": np.array([-1, -1, 2, -1], np.int32)}, "no version"),
+        ({"reward": float("nan")}, "its reward is nan"),
+        ({"reward": "1"}, "its reward is '1'"),
+        ({"turn_rewards": [1.0]}, "not a one-dimensional array of numbers"),
+        ({"turn_rewards": np.array(["1"])}, "not a one-dimensional array of numbers"),
+        ({"turn_rewards": np.array([np.inf], np.float32)}, "a turn reward is not finite"),
+        ({"turn_rewards": np.array([1, 2], np.float32)}, "2 turn rewards and 1 turn"),
     ],
 )
 def test_a_trajectory_made_by_hand_is_checked(changes: dict[str, Any], said: str) -> None:
     assert said in (problem(trajectory(**changes)) or "")
+
+
+def test_a_trajectory_may_bring_its_reward_and_those_of_its_turns() -> None:
+    assert problem(trajectory(reward=1, turn_rewards=np.array([0.5], np.float32))) is None
 
 
 def test_observed_tokens_need_no_logprob() -> None:

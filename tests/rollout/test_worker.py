@@ -8,16 +8,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 
+from outpace.algorithms.credit import credit_settings
 from outpace.checkpoint import journal
+from outpace.config_algorithm import AlgorithmConfig
+from outpace.config_methods import chosen_advantage
 from outpace.errors import PartFailed
 from outpace.protocols import ModelClient
+from outpace.rewards.shaping import Overlong
 from outpace.rollout.client import ClientSettings
-from outpace.rollout.closing import ClosingRules
+from outpace.rollout.closing import ClosingRules, Filter
 from outpace.rollout.single_turn import single_turn
 from outpace.rollout.worker import Judges, RolloutWorker, WorkerSettings
-from outpace.types import Episode, GroupOrder, GroupRecord, Place, Task
+from outpace.types import Episode, GroupOrder, GroupRecord, Place, Task, Trajectory
 
 CHAT = [{"role": "user", "content": "hi"}]
 TASKS = [Task("t0", "hi", {"answer": "yes"}), Task("t1", "ho", {"answer": "no"}), Task("t2", CHAT, {"answer": "yes"})]
@@ -68,7 +74,13 @@ def make_worker(
     tokenizer: Any, make_settings: Callable[..., ClientSettings], kept: RecordingJournal
 ) -> Callable[..., RolloutWorker]:
     def make(
-        *engines: Any, rollout: Any = single_turn, rewards: Any = (("correct", correct),), writer: Any = kept
+        *engines: Any,
+        rollout: Any = single_turn,
+        rewards: Any = (("correct", correct),),
+        weights: Any = None,
+        writer: Any = kept,
+        advantage: str = "dr_grpo",
+        overlong: Overlong | None = None,
     ) -> RolloutWorker:
         settings = WorkerSettings(
             client=make_settings(),
@@ -76,9 +88,10 @@ def make_worker(
             eval_temperature=0.0,
             episode_timeout_s=60.0,
             reward_timeout_s=60.0,
-            closing=ClosingRules("group_mean", filter_uniform=True, uniform_tolerance=1e-6),
+            closing=ClosingRules(credit_settings(chosen_advantage(AlgorithmConfig(advantage=advantage))), Filter()),
+            overlong=overlong,
         )
-        judges = Judges(list(rewards), [1.0] * len(rewards))
+        judges = Judges(list(rewards), weights or [1.0] * len(rewards))
         return RolloutWorker(settings, list(engines), tokenizer, TASKS, HELDOUT, rollout, judges, writer)
 
     return make
@@ -203,6 +216,65 @@ async def test_the_reward_that_an_episode_states_counts(make_engine: Any, make_w
 
     report = await make_worker(make_engine(by_episode), rollout=rollout, rewards=()).run(order())
     assert (report.outcome, report.rewards) == ("finished", [1.0, 0.0])
+
+
+async def test_the_journal_keeps_the_single_rewards_of_every_survivor_that_it_had(
+    make_engine: Any, make_worker: MakeWorker, kept: RecordingJournal
+) -> None:
+    def picky(completions: list[str]) -> list[float | None]:
+        return [None if text == "yes" else 2.0 for text in completions]
+
+    def answers(episode: int, turn: int) -> Any:
+        return ValueError("boom") if episode == 1 else ANSWERS[episode // 2]
+
+    rewards = [("correct", correct), ("picky", picky)]
+    report = await make_worker(make_engine(answers), rewards=rewards, weights=[3.0, 0.5]).run(order(size=3))
+    (record,) = kept.records
+    assert record.rewards == report.rewards == [3.0, 1.0]
+    assert record.parts == [{"correct": 1.0}, {"correct": 0.0, "picky": 2.0}]
+    assert [row.episode for row in record.rows] == [0, 1]
+
+
+async def test_the_weights_of_rewards_reach_an_estimator_that_looks_at_single_rewards(
+    make_engine: Any, make_worker: MakeWorker, kept: RecordingJournal
+) -> None:
+    def wrong(completions: list[str]) -> list[float]:
+        return [float(text == "no") for text in completions]
+
+    rewards = [("correct", correct), ("wrong", wrong)]
+    worker = make_worker(make_engine(by_episode), rewards=rewards, weights=[3.0, 1.0], advantage="gdpo")
+    await worker.run(order())
+    assert [float(row.advantages[-1]) for row in kept.records[0].rows] == pytest.approx(
+        [2 * 0.707007, -2 * 0.707007], abs=1e-5
+    )
+
+
+async def test_nearly_running_out_of_tokens_costs_reward_in_training_and_not_in_evaluation(
+    make_engine: Any, make_worker: MakeWorker, kept: RecordingJournal
+) -> None:
+    """`yes` has four tokens with its end, `no` three: of a buffer of 4 before 6 they use 2 and 1."""
+    worker = make_worker(make_engine(by_episode), overlong=Overlong(limit=6, buffer=4, penalty=2.0))
+    report = await worker.run(order())
+    assert report.rewards == [1.0 - 1.0, 0.0 - 0.5]
+    assert report.reward_parts == {"correct": 0.5, "overlong": -0.75}
+    assert kept.records[0].parts == [{"correct": 1.0, "overlong": -1.0}, {"correct": 0.0, "overlong": -0.5}]
+    evaluated = await worker.run(order(1, size=1, heldout=True))
+    assert (evaluated.rewards, evaluated.reward_parts) == ([1.0], {"correct": 1.0})
+
+
+async def test_rewards_that_trajectories_bring_along_are_enough(
+    make_engine: Any, make_worker: MakeWorker, kept: RecordingJournal
+) -> None:
+    """Where no reward function applies, an episode is judged all the same if its trajectories are."""
+
+    async def rollout(task: Task, client: ModelClient) -> Trajectory:
+        answer = await client.sample(task.prompt)
+        return msgspec.structs.replace(client.trajectory(), reward=float(answer == "yes"))
+
+    silent = [("silent", lambda completions: [None] * len(completions))]
+    report = await make_worker(make_engine(by_episode), rollout=rollout, rewards=silent).run(order())
+    assert (report.outcome, report.rewards) == ("finished", [0.0, 0.0])
+    assert [(row.reward, float(row.advantages[-1])) for row in kept.records[0].rows] == [(1.0, 0.5), (0.0, -0.5)]
 
 
 async def test_metrics_of_episodes_are_averaged_over_those_that_have_them(
@@ -386,3 +458,18 @@ async def test_groups_are_spread_over_the_engines(make_engine: Any, make_worker:
         [0, 2],
         [1, 3],
     ]
+
+
+async def test_people_see_whole_returns_and_the_journal_keeps_rewards_and_turn_rewards_apart(
+    make_engine: Any, make_worker: MakeWorker, kept: RecordingJournal
+) -> None:
+    async def with_a_turn_reward(task: Task, client: ModelClient) -> Episode:
+        await client.sample(task.prompt)
+        turn_rewards = np.array([0.25], dtype=np.float32)
+        return Episode([msgspec.structs.replace(client.trajectory(), turn_rewards=turn_rewards)])
+
+    report = await make_worker(make_engine(by_episode), rollout=with_a_turn_reward).run(order())
+    assert report.rewards == [1.25, 0.25]
+    (record,) = kept.records
+    assert record.rewards == [1.0, 0.0]
+    assert [row.turn_rewards.tolist() for row in record.rows] == [[0.25], [0.25]]

@@ -79,7 +79,7 @@ def settings(toy_model: Path, rewards: Path, tasks: Path, tmp_path: Path) -> dic
         "pacing.chunk_groups": 2,
         "engine.slots": 16,
         "learner.lr": 1e-3,
-        "algorithm.filter_uniform": False,
+        "filter.uniform": False,
         "eval.count": 0,
         "run.dir": str(tmp_path / "run"),
         "run.steps": 3,

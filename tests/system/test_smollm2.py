@@ -30,7 +30,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
             sys.executable, "-m", "outpace.cli", "train", "--quiet", "--model.path=smollm2-135m",
             "--tasks.name=arithmetic", f"--run.dir={directory}", f"--run.steps={STEPS}", "--rollout.group_size=4",
             "--rollout.max_tokens=8", "--pacing.groups_per_step=4", "--pacing.chunk_groups=2", "--engine.slots=16",
-            "--engine.context=128", "--algorithm.filter_uniform=false", "--learner.lr=1e-6", "--eval.count=0",
+            "--engine.context=128", "--filter.uniform=false", "--learner.lr=1e-6", "--eval.count=0",
         ],
         capture_output=True, text=True, timeout=700, check=False, env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )  # fmt: skip

@@ -216,7 +216,7 @@ def test_a_run_in_which_every_group_is_filtered_ends_when_told_to(settings: Sett
     config = {
         **settings,
         "rewards.functions": [f"{rewards}:always"],
-        "algorithm.filter_uniform": True,
+        "filter.uniform": True,
         "pacing.max_filtered": 20,
         "run.runtime": "inline",
     }

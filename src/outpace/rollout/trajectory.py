@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from numbers import Real
 
 import numpy as np
 
+from outpace.algorithms.attempts import turn_numbers
+from outpace.errors import one_line
 from outpace.types import OBSERVED, Generation, Ints, Trajectory, Version
 
 
@@ -69,4 +73,19 @@ def problem(trajectory: Trajectory, min_version: Version = 0) -> str | None:
     if (trajectory.versions[trajectory.mask] < min_version).any():
         oldest = int(trajectory.versions[trajectory.mask].min())
         return f"a sampled token is of version {oldest}, and this group takes none before {min_version}"
+    return _problem_of_rewards(trajectory)
+
+
+def _problem_of_rewards(trajectory: Trajectory) -> str | None:
+    """The rewards that a trajectory may bring along would poison every one they are compared with."""
+    reward, turn_rewards = trajectory.reward, trajectory.turn_rewards
+    if reward is not None and not (isinstance(reward, Real) and math.isfinite(reward)):
+        return f"its reward is {one_line(repr(reward), 60)}, not a finite number"
+    if not isinstance(turn_rewards, np.ndarray) or turn_rewards.ndim != 1 or turn_rewards.dtype.kind not in "fiu":
+        return "its turn rewards are not a one-dimensional array of numbers"
+    if not np.isfinite(turn_rewards).all():
+        return "a turn reward is not finite"
+    turns = len(set(turn_numbers(trajectory.mask).tolist()))
+    if len(turn_rewards) not in (0, turns):
+        return f"it has {len(turn_rewards)} turn rewards and {turns} turn{'s' * (turns != 1)}"
     return None

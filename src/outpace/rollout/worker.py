@@ -1,6 +1,6 @@
 """A rollout worker: makes a group from an order, and hands in metadata.
 
-    order ─▶ episodes, all at once ─▶ graded together ─▶ closed ─▶ journal ─▶ report
+    order ─▶ episodes, all at once ─▶ graded together ─▶ shaped ─▶ closed ─▶ journal ─▶ report
 
 Invariants
 - A group is in the journal before the controller hears that it is finished.
@@ -26,6 +26,7 @@ from outpace.errors import RewardFailed
 from outpace.models.chat import as_text
 from outpace.protocols import Engine, Reward, Rollout, TaskSource
 from outpace.rewards.grading import Graded, grade
+from outpace.rewards.shaping import Overlong, shaped
 from outpace.rollout.client import ClientSettings, PolicyClient
 from outpace.rollout.closing import ClosingRules, Verdict, close_group, version_range
 from outpace.rollout.episodes import run_episode
@@ -43,6 +44,7 @@ class WorkerSettings:
     episode_timeout_s: float
     reward_timeout_s: float
     closing: ClosingRules
+    overlong: Overlong | None = None
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,8 @@ class RolloutWorker:
         judges: Judges,
         journal: JournalWriter,
     ) -> None:
+        weights = dict(zip((name for name, _ in judges.functions), judges.weights, strict=True))
+        self._closing = replace(settings.closing, credit=replace(settings.closing.credit, weights=weights))
         self._settings = settings
         self._engines = engines
         self._tokenizer = tokenizer
@@ -111,11 +115,14 @@ class RolloutWorker:
     async def _make_group(self, order: GroupOrder, clients: list[PolicyClient]) -> GroupReport:
         started = time.monotonic()
         task = await asyncio.to_thread(self._train.__getitem__, order.task)
-        episodes = await self._graded(task, await self._episodes(task, clients))
-        verdict = close_group(episodes, self._settings.closing)
+        judged = await self._graded(task, await self._episodes(task, clients))
+        episodes = [shaped(episode, self._settings.overlong) for episode in judged]
+        verdict = close_group(episodes, self._closing)
         report = _report(order, task, episodes, clients, verdict, time.monotonic() - started)
         if verdict.outcome == "finished":
-            record = GroupRecord(order.group, task.id, order.epoch, order.min_version, verdict.rows, report.rewards)
+            judged = [episode for episode in episodes if episode.error is None]
+            rewards, parts = [episode.reward for episode in judged], [episode.rewards for episode in judged]
+            record = GroupRecord(order.group, task.id, order.epoch, order.min_version, verdict.rows, rewards, parts)
             report = msgspec.structs.replace(report, place=await asyncio.to_thread(self._journal.append, record))
         return report
 
@@ -167,10 +174,14 @@ class RolloutWorker:
         own = episode.rewards
         if not own and (episode.reward or not self._judges.functions):
             own = {"rollout": episode.reward}
-        if graded.total is None and not own:
+        if graded.total is None and not own and not _brings_rewards(episode):
             return _unjudged(episode, "no reward function applies")
         total = sum(own.values()) + (graded.total or 0.0)
         return msgspec.structs.replace(episode, reward=total, rewards={**own, **graded.parts})
+
+
+def _brings_rewards(episode: Episode) -> bool:
+    return any(trajectory.reward is not None or len(trajectory.turn_rewards) for trajectory in episode.trajectories)
 
 
 def _unjudged(episode: Episode, reason: str, trace: str = "") -> Episode:
@@ -197,7 +208,7 @@ def _report(
         task_id=task.id,
         outcome=verdict.outcome,
         reason=verdict.reason,
-        rewards=[episode.reward for episode in survivors],
+        rewards=[_whole_return(episode) for episode in survivors],
         reward_parts=_means([episode.rewards for episode in survivors]),
         episodes=len(survivors),
         failed_episodes=len(episodes) - len(survivors),
@@ -210,6 +221,11 @@ def _report(
         views=[_view(task, episode, newest) for episode in survivors] if order.show else [],
         traceback=next((episode.traceback for episode in episodes if episode.traceback), ""),
     )
+
+
+def _whole_return(episode: Episode) -> float:
+    """What an episode brought in all, for people: its reward and those of its turns."""
+    return episode.reward + sum(float(trajectory.turn_rewards.sum()) for trajectory in episode.trajectories)
 
 
 def _tokens(kept: list[Trajectory], clients: list[PolicyClient]) -> int:

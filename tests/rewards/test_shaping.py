@@ -1,0 +1,62 @@
+"""Over-long shaping: what an attempt loses for nearly running out of tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outpace.rewards.shaping import OVERLONG, Overlong, shaped
+from outpace.types import Episode, Trajectory
+
+RULE = Overlong(limit=10, buffer=4, penalty=2.0)
+
+
+def trajectory(tokens: int, **more: Any) -> Trajectory:
+    """One observed token, then so many sampled ones."""
+    mask = np.arange(tokens + 1) > 0
+    return Trajectory(mask.astype(np.int32), mask, mask.astype(np.float32), mask.astype(np.int32), **more)
+
+
+def episode(*tokens: int, **more: Any) -> Episode:
+    return Episode([trajectory(count) for count in tokens], **more)
+
+
+@settings(deadline=None)
+@given(limit=st.integers(1, 500), tokens=st.integers(0, 500), penalty=st.floats(0.1, 10), data=st.data())
+def test_the_loss_follows_its_formula_up_to_the_limit(
+    limit: int, tokens: int, penalty: float, data: st.DataObject
+) -> None:
+    buffer, tokens = data.draw(st.integers(1, limit)), min(tokens, limit)
+    expected = min(-(tokens - (limit - buffer)) / buffer * penalty, 0)
+    assert Overlong(limit, buffer, penalty).of(tokens) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("tokens", "loss"), [(0, 0.0), (6, 0.0), (7, -0.5), (10, -2.0), (11, -2.0), (1000, -2.0)])
+def test_it_begins_with_the_buffer_and_is_never_more_than_the_penalty(tokens: int, loss: float) -> None:
+    assert RULE.of(tokens) == loss
+
+
+def test_all_sampled_tokens_of_the_episode_count_and_the_loss_is_shown_as_a_reward() -> None:
+    found = shaped(episode(5, 4, reward=1.0, rewards={"right": 1.0}), RULE)
+    assert (found.reward, found.rewards) == (-0.5, {"right": 1.0, OVERLONG: -1.5})
+
+
+def test_an_attempt_that_loses_nothing_shows_that_too() -> None:
+    found = shaped(episode(3, reward=1.0), RULE)
+    assert (found.reward, found.rewards) == (1.0, {OVERLONG: 0.0})
+
+
+def test_trajectories_with_rewards_of_their_own_lose_the_same() -> None:
+    found = shaped(Episode([trajectory(4, reward=3.0), trajectory(4)], reward=1.0), RULE)
+    assert [kept.reward for kept in found.trajectories] == [2.0, None]
+    assert found.reward == 0.0
+
+
+def test_without_a_rule_and_without_a_reward_nothing_changes() -> None:
+    long, failed = episode(10, reward=1.0), episode(10, error="boom")
+    assert shaped(long, None) is long
+    assert shaped(failed, RULE) is failed
