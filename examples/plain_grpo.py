@@ -37,8 +37,8 @@ from transformers import PreTrainedModel
 from outpace.algorithms.advantages import Peers, dr_grpo, is_uniform
 from outpace.algorithms.tokens import Tokens
 from outpace.config import Config
-from outpace.config_methods import chosen_surrogate
-from outpace.config_rules import resolve
+from outpace.config.methods import chosen_surrogate
+from outpace.config.rules import resolve
 from outpace.engines.build import build_decoder
 from outpace.engines.decoder import Decoder
 from outpace.engines.noise import noise, request_seed

@@ -12,8 +12,8 @@ from typing import Any
 
 from outpace.checkpoint.journal import _HEADER
 from outpace.config import Config
-from outpace.config_loading import make_config
-from outpace.config_rules import resolve
+from outpace.config.loading import make_config
+from outpace.config.rules import resolve
 from outpace.types import GroupRecord
 from outpace.wire import decode
 

@@ -14,8 +14,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "outpace"
 FLOORS: list[set[str]] = [
     {"types", "protocols", "wire", "errors", "references", "stopwatch"},
     {"algorithms"},
-    {"config", "config_section", "config_algorithm", "config_loading", "config_rules", "config_presets"}
-    | {"config_methods", "config_dependent", "config_algorithm_rules", "resources"},
+    {"config", "resources"},
     {"models", "tasks"},
     {"rollout", "rewards", "engines", "learn", "weights", "checkpoint", "runtime", "observe"},
     {"pipeline"},
@@ -27,7 +26,7 @@ FLOORS: list[set[str]] = [
 
 NO_TORCH = (
     "outpace.cli",
-    "outpace.config_rules",
+    "outpace.config.rules",
     "outpace.algorithms.catalogue",
     "outpace.trainer",
     "outpace.pipeline.driver",

@@ -18,8 +18,8 @@ from outpace.algorithms.catalogue import ADVANTAGES, NORMALISERS, SURROGATES
 from outpace.algorithms.corrections import MASKS
 from outpace.algorithms.registry import Aggregation, Anchor, Credit
 from outpace.algorithms.statistics import RATIO_BINS
-from outpace.config_loading import FIELDS, SECTIONS, make_config, parse_arguments, type_name
-from outpace.config_presets import PRESETS
+from outpace.config.loading import FIELDS, SECTIONS, make_config, parse_arguments, type_name
+from outpace.config.presets import PRESETS
 from outpace.observe.callbacks import Callback
 from outpace.observe.metrics import RULES
 from support import resolved

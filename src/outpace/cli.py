@@ -56,8 +56,8 @@ def _complain(error: OutpaceError) -> int:
 
 
 def train(arguments: argparse.Namespace, settings: list[str]) -> int:
-    from outpace.config_loading import dump_toml, load_config
-    from outpace.config_rules import resolve
+    from outpace.config.loading import dump_toml, load_config
+    from outpace.config.rules import resolve
     from outpace.planning import Objects, make_plan
     from outpace.trainer import run_plan
 
@@ -156,7 +156,7 @@ class _DescribeSettings(argparse.Action):
         super().__init__(option_strings, dest, nargs=0, help="show every option and setting")
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from outpace.config_loading import describe
+        from outpace.config.loading import describe
 
         parser.print_help()
         print("\nsettings, in a TOML or YAML file or as --section.key value:\n")

@@ -10,7 +10,7 @@ from typing import Any
 
 from outpace.checkpoint.export import export
 from outpace.config import Config
-from outpace.config_loading import load_config
+from outpace.config.loading import load_config
 from outpace.errors import BadInput
 from outpace.parts import PartSpecs
 from outpace.pipeline.evaluation import Evaluation, Evaluator

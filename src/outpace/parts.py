@@ -190,7 +190,7 @@ def _rollout(config: Config, environment: Any) -> Rollout:
 
 def _worker_settings(config: Config, stops: list[int]) -> Any:
     from outpace.algorithms.credit import credit_settings
-    from outpace.config_methods import chosen_advantage
+    from outpace.config.methods import chosen_advantage
     from outpace.rewards.shaping import Overlong
     from outpace.rollout.client import ClientSettings
     from outpace.rollout.closing import ClosingRules, Filter

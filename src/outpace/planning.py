@@ -10,8 +10,8 @@ from typing import Any, cast
 
 from outpace.checkpoint import commit
 from outpace.config import Config
-from outpace.config_loading import load_config
-from outpace.config_rules import resolve
+from outpace.config.loading import load_config
+from outpace.config.rules import resolve
 from outpace.errors import BadInput, one_line
 from outpace.models.loading import resolve_model
 from outpace.observe.callbacks import Callback

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 
 from outpace.checkpoint import commit
 from outpace.config import Config
-from outpace.config_algorithm import DifficultyConfig, GovernorConfig, ReplayConfig
-from outpace.config_loading import dump_toml
+from outpace.config.algorithm import DifficultyConfig, GovernorConfig, ReplayConfig
+from outpace.config.loading import dump_toml
 from outpace.errors import EXIT_LEFT_AT_ONCE, BadInput, CorruptData, Interrupted, OutpaceError, PartFailed
 from outpace.observe.callbacks import Callback, CallbackRunner
 from outpace.observe.console import ProgressConsole

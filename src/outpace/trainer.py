@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from outpace.config import Config
-from outpace.config_loading import load_config, make_config
+from outpace.config.loading import load_config, make_config
 from outpace.errors import BadInput
 from outpace.observe.callbacks import Callback
 from outpace.observe.runlog import RunLog

@@ -17,7 +17,7 @@ from outpace.algorithms.catalogue import SURROGATES
 from outpace.algorithms.corrections import MASKS, keep, m2po, weights
 from outpace.algorithms.registry import Aggregation
 from outpace.algorithms.tokens import Tokens
-from outpace.config_algorithm import CorrectionConfig
+from outpace.config.algorithm import CorrectionConfig
 
 log_ratios = st.lists(st.sampled_from([0.0, 0.25, -0.25, 0.5]) | st.floats(-3, 3), max_size=30)
 

@@ -22,8 +22,8 @@ from outpace.algorithms.credit import (
     token_rewards,
 )
 from outpace.algorithms.registry import FACTS, advantage
-from outpace.config_algorithm import AlgorithmConfig
-from outpace.config_methods import Chosen, chosen_advantage
+from outpace.config.algorithm import AlgorithmConfig
+from outpace.config.methods import Chosen, chosen_advantage
 from outpace.errors import BadInput
 from outpace.types import OBSERVED, Row
 

@@ -14,7 +14,7 @@ from algorithms.reference import FROM_ROLLOUT, SURROGATE_CASES, Pass, Token, exa
 from outpace.algorithms.aggregation import token_weights
 from outpace.algorithms.catalogue import SURROGATES
 from outpace.algorithms.tokens import Tokens
-from outpace.config_algorithm import AlgorithmConfig
+from outpace.config.algorithm import AlgorithmConfig
 
 every_surrogate = pytest.mark.parametrize(("name", "knobs"), SURROGATE_CASES)
 

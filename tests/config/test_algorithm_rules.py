@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from outpace.config_loading import make_config
-from outpace.config_rules import resolve
+from outpace.config.loading import make_config
+from outpace.config.rules import resolve
 from outpace.errors import BadInput
 
 PPO = {"algorithm.surrogate": "ppo"}

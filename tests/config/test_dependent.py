@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from outpace.algorithms.catalogue import ADVANTAGES, NORMALISERS, SURROGATES
 from outpace.algorithms.corrections import MASKS
 from outpace.config import Config
-from outpace.config_dependent import DEPENDENT, settled, value_of
-from outpace.config_loading import FIELDS, dump_toml, make_config
-from outpace.config_methods import chosen_advantage, chosen_masks, chosen_normaliser, chosen_surrogate
-from outpace.config_rules import resolve
+from outpace.config.dependent import DEPENDENT, settled, value_of
+from outpace.config.loading import FIELDS, dump_toml, make_config
+from outpace.config.methods import chosen_advantage, chosen_masks, chosen_normaliser, chosen_surrogate
+from outpace.config.rules import resolve
 from outpace.errors import BadInput
 
 SAMPLE: dict[str, Any] = {

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outpace.config import Config
-from outpace.config_loading import (
+from outpace.config.loading import (
     FIELDS,
     describe,
     dump_toml,
@@ -18,7 +18,7 @@ from outpace.config_loading import (
     parse_arguments,
     parse_text,
 )
-from outpace.config_rules import resolve
+from outpace.config.rules import resolve
 from outpace.errors import BadInput
 
 
@@ -287,7 +287,7 @@ def test_help_lists_every_setting_with_type_default_and_meaning() -> None:
 
 def test_importing_the_config_loads_no_heavy_package() -> None:
     script = (
-        "import sys, outpace.config_loading, outpace.config_rules;"
+        "import sys, outpace.config.loading, outpace.config.rules;"
         "print([name for name in ('torch', 'transformers', 'datasets', 'yaml') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

@@ -3,10 +3,10 @@ from typing import Any
 
 import pytest
 
-from outpace.config_dependent import value_of
-from outpace.config_loading import FIELDS, make_config
-from outpace.config_presets import PRESETS
-from outpace.config_rules import resolve
+from outpace.config.dependent import value_of
+from outpace.config.loading import FIELDS, make_config
+from outpace.config.presets import PRESETS
+from outpace.config.rules import resolve
 from outpace.errors import BadInput
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "configuration.md"

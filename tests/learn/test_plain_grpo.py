@@ -15,7 +15,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from outpace.config import Config
-from outpace.config_rules import resolve
+from outpace.config.rules import resolve
 from outpace.engines.lane import Lane
 from outpace.engines.noise import request_seed
 from outpace.learn.core import LearnerCore

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from outpace.config import Config
-from outpace.config_loading import make_config
+from outpace.config.loading import make_config
 from outpace.observe import doctor as room
 from outpace.observe.doctor import (
     GIB,

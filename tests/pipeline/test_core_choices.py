@@ -9,8 +9,8 @@ import pytest
 from scripted import SMALL, Script, groups, started
 from simulated import PLAIN, Simulation, Trace, core_of, resume, steady
 
-from outpace.config_loading import make_config
-from outpace.config_rules import resolve
+from outpace.config.loading import make_config
+from outpace.config.rules import resolve
 from outpace.pipeline.core import Core, CoreSettings
 from outpace.pipeline.difficulty import DifficultySettings
 from outpace.pipeline.events import (

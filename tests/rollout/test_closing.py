@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outpace.algorithms.credit import credit_settings
-from outpace.config_algorithm import AlgorithmConfig
-from outpace.config_methods import chosen_advantage
+from outpace.config.algorithm import AlgorithmConfig
+from outpace.config.methods import chosen_advantage
 from outpace.rollout.closing import ClosingRules, Filter, close_group, version_range
 from outpace.types import OBSERVED, Episode, Trajectory
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from outpace.config_loading import make_config
-from outpace.config_rules import resolve
+from outpace.config.loading import make_config
+from outpace.config.rules import resolve
 from outpace.errors import BadInput
 from outpace.parts import _rollout
 from outpace.planning import Objects, make_plan

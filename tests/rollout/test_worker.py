@@ -14,8 +14,8 @@ import pytest
 
 from outpace.algorithms.credit import credit_settings
 from outpace.checkpoint import journal
-from outpace.config_algorithm import AlgorithmConfig
-from outpace.config_methods import chosen_advantage
+from outpace.config.algorithm import AlgorithmConfig
+from outpace.config.methods import chosen_advantage
 from outpace.errors import PartFailed
 from outpace.protocols import ModelClient
 from outpace.rewards.shaping import Overlong

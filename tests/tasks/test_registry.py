@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from outpace.config import Config
-from outpace.config_loading import make_config
+from outpace.config.loading import make_config
 from outpace.errors import BadInput
 from outpace.protocols import TaskSource
 from outpace.rewards.countdown import solves

@@ -43,8 +43,8 @@ class Facts:
 @dataclass(frozen=True)
 class SurrogateFacts(Facts):
     """`anchors`: to which policies its ratio may be taken; the first is the default. `masks`: what is rejected beside
-    it unless the config says otherwise. `unbounded`: its weights have no upper bound, which is only safe near the policy
-    that sampled."""
+    it unless the config says otherwise. `unbounded`: its weights have no upper bound, which is only safe near the
+    policy that sampled."""
 
     anchors: tuple[Anchor, ...] = ("proximal", "rollout", "approximate")
     aggregation: Aggregation = "token_mean"

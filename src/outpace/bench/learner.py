@@ -20,8 +20,8 @@ from rich.table import Table
 
 from outpace.bench.options import take_options
 from outpace.config import Config
-from outpace.config_loading import make_config, parse_arguments
-from outpace.config_rules import resolve
+from outpace.config.loading import make_config, parse_arguments
+from outpace.config.rules import resolve
 from outpace.types import OBSERVED, GroupRecord, Row
 
 BASE = "no correction"

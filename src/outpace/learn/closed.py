@@ -25,7 +25,7 @@ from outpace.algorithms.gae import gae
 from outpace.algorithms.kl import penalty
 from outpace.algorithms.normalisers import BatchSignal
 from outpace.config import Config
-from outpace.config_methods import chosen_advantage, chosen_normaliser
+from outpace.config.methods import chosen_advantage, chosen_normaliser
 from outpace.learn.core import REFERENCE_LOGP, LearnerCore
 from outpace.learn.objective import KEEP, OLD_LOGP, OLD_VALUES, RETURNS
 from outpace.types import ChunkReport, Floats, GroupRecord, Row, StepReport, Version

@@ -26,7 +26,7 @@ from torch import Tensor
 from outpace.algorithms import aggregation, corrections, kl
 from outpace.algorithms.statistics import staleness_sums
 from outpace.algorithms.tokens import Tokens
-from outpace.config_methods import chosen_masks, chosen_surrogate
+from outpace.config.methods import chosen_masks, chosen_surrogate
 from outpace.learn.forward import Outputs
 from outpace.learn.packing import Packed
 from outpace.learn.settings import CoreSettings

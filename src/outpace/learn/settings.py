@@ -8,7 +8,7 @@ from typing import Literal
 
 from outpace.algorithms.registry import Aggregation, Anchor
 from outpace.config import Config, LearnerConfig
-from outpace.config_algorithm import AlgorithmConfig, CorrectionConfig, CriticConfig, KlConfig
+from outpace.config.algorithm import AlgorithmConfig, CorrectionConfig, CriticConfig, KlConfig
 
 
 @dataclass(frozen=True, kw_only=True)

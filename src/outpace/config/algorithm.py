@@ -1,6 +1,6 @@
 """The settings of the mathematics: what is learned from which tokens, how strongly, and what is done about staleness.
 
-Most keys are None until they are resolved (`outpace.config_dependent`): whether they mean anything, and what they
+Most keys are None until they are resolved (`outpace.config.dependent`): whether they mean anything, and what they
 default to, depends on the functions chosen (`outpace.algorithms.registry`). A key that nothing would read is refused,
 and stays None in a resolved config. See docs/algorithms.md.
 """
@@ -12,7 +12,7 @@ from typing import Literal
 from pydantic import Field
 
 from outpace.algorithms.registry import Aggregation, Anchor, Credit
-from outpace.config_section import Section
+from outpace.config.section import Section
 
 Mask = Literal["token", "sequence", "geometric", "veto", "opsm", "m2po"]
 Name = Literal["none"] | str

@@ -2,7 +2,7 @@
 
 `check` refuses; `resolve` fills, so that the config written into the run directory says exactly what ran. Resolving
 is idempotent. Each rule yields lines that start with the key to change; the first one is told. What the mathematics
-adds to both is in `outpace.config_dependent` and `outpace.config_algorithm_rules`.
+adds to both is in `outpace.config.dependent` and `outpace.config.algorithm_rules`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from datetime import datetime
 from typing import Any
 
 from outpace.config import STARTER, Config
-from outpace.config_algorithm_rules import ALGORITHM_RULES, Rule
-from outpace.config_dependent import settled, value_of, with_values
+from outpace.config.algorithm_rules import ALGORITHM_RULES, Rule
+from outpace.config.dependent import settled, value_of, with_values
 from outpace.errors import BadInput
 
 REWARDS_OF_TASKS: dict[str, list[str]] = {"countdown": ["countdown"], "arithmetic": ["number"]}

@@ -24,8 +24,8 @@ import pydantic
 from pydantic.fields import FieldInfo
 
 from outpace.config import Config
-from outpace.config_rules import check
-from outpace.config_section import Section
+from outpace.config.rules import check
+from outpace.config.section import Section
 from outpace.errors import BadInput, one_line
 
 Flat = dict[str, Any]

@@ -1,8 +1,8 @@
 """Every setting, typed and strict. Importing this module loads no torch.
 
 Here is what can be set, one class per section; the text under a field is its help. The sections of the mathematics are
-in `outpace.config_algorithm`. `outpace.config_loading` reads values from files and the command line;
-`outpace.config_rules` fills what depends on other keys and refuses what cannot work together. None means "not set":
+in `outpace.config.algorithm`. `outpace.config.loading` reads values from files and the command line;
+`outpace.config.rules` fills what depends on other keys and refuses what cannot work together. None means "not set":
 either a default that depends on other keys, or none at all.
 """
 
@@ -13,7 +13,7 @@ from typing import Literal
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from outpace.config_algorithm import (
+from outpace.config.algorithm import (
     AlgorithmConfig,
     CorrectionConfig,
     CriticConfig,
@@ -23,7 +23,7 @@ from outpace.config_algorithm import (
     KlConfig,
     ReplayConfig,
 )
-from outpace.config_section import Section
+from outpace.config.section import Section
 
 STARTER = "starter"
 MAX_SEED = 2**63 - 1

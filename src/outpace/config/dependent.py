@@ -17,7 +17,7 @@ from typing import Any
 from outpace.algorithms.catalogue import ADVANTAGES, NORMALISERS, SURROGATES
 from outpace.algorithms.corrections import MASKS
 from outpace.config import Config
-from outpace.config_methods import (
+from outpace.config.methods import (
     DEFAULT_ADVANTAGE,
     DEFAULT_SURROGATE,
     chosen_advantage,
@@ -26,7 +26,7 @@ from outpace.config_methods import (
     chosen_surrogate,
     closed_batch_reasons,
 )
-from outpace.config_presets import find_preset
+from outpace.config.presets import find_preset
 from outpace.errors import BadInput
 
 Values = Mapping[str, Any]

@@ -1,7 +1,7 @@
 """Known recipes by name, in terms of our own settings.
 
 A preset speaks for keys that the config leaves out, and only where its own functions are the chosen ones: see
-`outpace.config_dependent.settled`. Where a recipe leaves something open, so does the preset, and the default holds.
+`outpace.config.dependent.settled`. Where a recipe leaves something open, so does the preset, and the default holds.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from outpace.algorithms.catalogue import ADVANTAGES, NORMALISERS, SURROGATES
 from outpace.algorithms.corrections import MASKS, MaskFacts
 from outpace.algorithms.registry import AdvantageFacts, Facts, NormaliserFacts, Registry, SurrogateFacts
 from outpace.config import Config
-from outpace.config_algorithm import AlgorithmConfig, CorrectionConfig
+from outpace.config.algorithm import AlgorithmConfig, CorrectionConfig
 from outpace.errors import BadInput, one_line
 from outpace.references import is_reference
 

@@ -1,6 +1,6 @@
 """Combinations of the mathematics that are refused: what would count something twice, be ignored, or diverge.
 
-Every rule takes a settled config (`outpace.config_dependent`): the functions are chosen and their settings filled in.
+Every rule takes a settled config (`outpace.config.dependent`): the functions are chosen and their settings filled in.
 Like all rules, each yields lines that start with the key to change.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from outpace.config import Config
-from outpace.config_methods import chosen_advantage, chosen_surrogate, closed_batch_reasons
+from outpace.config.methods import chosen_advantage, chosen_surrogate, closed_batch_reasons
 
 Rule = Callable[[Config], Iterator[str]]
 

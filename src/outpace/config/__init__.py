@@ -1,0 +1,14 @@
+"""Every setting, typed and strict; importing it loads no torch.
+
+sections, algorithm     what can be set
+loading                 from files, command lines and dicts, and back
+presets, dependent      recipes, and defaults that follow from other settings
+rules, algorithm_rules  what is refused, in one line that starts with the key to change
+methods                 the functions that a config names, with the settings each takes
+"""
+
+from __future__ import annotations
+
+from outpace.config.sections import STARTER, Config, LearnerConfig
+
+__all__ = ["STARTER", "Config", "LearnerConfig"]
