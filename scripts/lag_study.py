@@ -29,9 +29,15 @@ LAGS = (0, 1, 2, 4, 8)
 FAR_LAGS = (4, 8)
 SEEDS = (0, 1, 2, 3, 4)
 FEW_SEEDS = (0, 1)
+STRESSED = ("ppo, rollout anchor", "dppo", "truncated_is cap 5, no mask")
+"""What is tried under stress beside none and the default, with one seed."""
+
 LR = 3e-4
 STRESS_LR = 1e-3
 """The stress setting, declared before any of it was run: the same training at 3.3 times the learning rate."""
+
+COLLAPSED = 512
+"""A run is over when so many groups in a row had equal rewards: the policy has collapsed, and no answer is right."""
 
 NONE = "none"
 DEFAULT = "default"
@@ -76,6 +82,7 @@ class Run:
     def arguments(self) -> list[str]:
         settings: dict[str, Any] = {
             "pacing.max_lag": self.lag,
+            "pacing.max_filtered": COLLAPSED,
             "learner.lr": LR if self.setting == "usual" else STRESS_LR,
             "run.seed": self.seed,
             "run.steps": STEPS,
@@ -98,6 +105,7 @@ def plan() -> Iterator[Run]:
     for seed in FEW_SEEDS:
         yield from (Run("stress", method, lag, seed) for method in METHODS for lag in (0, *FAR_LAGS))
         yield from (Run("usual", method, lag, seed) for method in OTHERS for lag in FAR_LAGS)
+    yield from (Run("stress", method, lag, FEW_SEEDS[0]) for method in STRESSED for lag in FAR_LAGS)
 
 
 # ------------------------------------------------------------------------------------------------------------ running
@@ -109,7 +117,9 @@ def carry_out(run: Run) -> dict[str, Any]:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run([*command, *run.arguments], env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
-            return {**asdict(run), "failed": done.stderr.strip().splitlines()[-1:]}
+            reason = done.stderr.strip().splitlines()[-1:]
+            collapsed = any("in a row were filtered" in line for line in reason)
+            return {**asdict(run), "collapsed": True} if collapsed else {**asdict(run), "failed": reason}
         steps, evals = (_lines(Path(directory) / name) for name in ("metrics.jsonl", "evals.jsonl"))
     return {
         **asdict(run),
@@ -131,7 +141,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 def finished(results: Path) -> dict[Run, dict[str, Any]]:
     lines = _lines(results) if results.exists() else []
     return {
-        Run(line["setting"], line["method"], line["lag"], line["seed"]): line for line in lines if "accuracy" in line
+        Run(line["setting"], line["method"], line["lag"], line["seed"]): line for line in lines if "failed" not in line
     }
 
 
@@ -144,7 +154,7 @@ def run_all(results: Path, jobs: int, limit: int | None) -> None:
             line = future.result()
             file.write(json.dumps(line) + "\n")
             file.flush()
-            outcome = f"{line['accuracy']:.3f}" if "accuracy" in line else f"failed: {line['failed']}"
+            outcome = f"{line['accuracy']:.3f}" if "accuracy" in line else str(line.get("failed", "collapsed"))
             print(
                 f"{number}/{len(missing)}  {line['setting']} {line['method']} lag {line['lag']}: {outcome}", flush=True
             )
@@ -157,23 +167,28 @@ def accuracies(known: dict[Run, dict[str, Any]], setting: str, method: str, lag:
     return [
         line["accuracy"]
         for run, line in sorted(known.items())
-        if (run.setting, run.method, run.lag) == (setting, method, lag)
+        if (run.setting, run.method, run.lag) == (setting, method, lag) and "accuracy" in line
     ]
 
 
-def shown(values: list[float]) -> str:
+def shown(known: dict[Run, dict[str, Any]], setting: str, method: str, lag: int) -> str:
     """Mean and standard error over the seeds."""
+    values = accuracies(known, setting, method, lag)
+    lines = [line for run, line in known.items() if (run.setting, run.method, run.lag) == (setting, method, lag)]
+    if len(values) < len(lines):
+        return f"collapsed ({len(lines) - len(values)} of {len(lines)})"
     if not values:
         return "–"
-    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
-    return f"{statistics.fmean(values):.3f} ± {error:.3f}"
+    if len(values) == 1:
+        return f"{values[0]:.3f} (one seed)"
+    return f"{statistics.fmean(values):.3f} ± {statistics.stdev(values) / len(values) ** 0.5:.3f}"
 
 
 def table(known: dict[Run, dict[str, Any]], setting: str, methods: Iterable[str], lags: Iterable[int]) -> str:
     columns = list(lags)
     head = ["| correction | " + " | ".join(f"lag {lag}" for lag in columns) + " |", "|---" * (len(columns) + 1) + "|"]
     rows = [
-        f"| {method} | " + " | ".join(shown(accuracies(known, setting, method, lag)) for lag in columns) + " |"
+        f"| {method} | " + " | ".join(shown(known, setting, method, lag) for lag in columns) + " |"
         for method in methods
     ]
     return "\n".join([*head, *rows])
@@ -194,12 +209,20 @@ def health(known: dict[Run, dict[str, Any]], lags: Iterable[int]) -> str:
     return "\n".join(rows)
 
 
+def tables(known: dict[Run, dict[str, Any]]) -> dict[str, str]:
+    """The tables of docs/algorithms.md by their captions."""
+    return {
+        f"Learning rate {LR:g}, {len(SEEDS)} seeds": table(known, "usual", METHODS, LAGS),
+        f"Other corrections, {len(FEW_SEEDS)} seeds": table(known, "usual", OTHERS, FAR_LAGS),
+        f"Stress: learning rate {STRESS_LR:g}": table(known, "stress", [*METHODS, *STRESSED], (0, *FAR_LAGS)),
+        "How stale the data was under the default": health(known, LAGS),
+    }
+
+
 def report(results: Path, figures: Path) -> None:
     known = finished(results)
-    print("Usual setting\n\n" + table(known, "usual", METHODS, LAGS))
-    print("\nOther corrections\n\n" + table(known, "usual", [*METHODS, *OTHERS], FAR_LAGS))
-    print("\nStress setting\n\n" + table(known, "stress", METHODS, (0, *FAR_LAGS)))
-    print("\nStaleness under the default\n\n" + health(known, LAGS))
+    for caption, text in tables(known).items():
+        print(f"**{caption}**\n\n{text}\n")
     draw(known, figures)
 
 

@@ -1,0 +1,65 @@
+"""The study of staleness: its plan is what it says it is, and the document shows what was measured."""
+
+from __future__ import annotations
+
+import importlib.util
+import statistics
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from outpace.config.loading import load_config
+from outpace.config.rules import resolve
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def study() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("lag_study", ROOT / "scripts" / "lag_study.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["lag_study"] = module  # dataclasses look their module up by name
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_it_holds_the_lag_exactly_and_varies_nothing_else(study: ModuleType) -> None:
+    for run in study.plan():
+        config = resolve(load_config(None, run.arguments))
+        assert config.run.deterministic
+        assert (config.pacing.max_lag, config.run.seed) == (run.lag, run.seed)
+        assert config.learner.lr == (study.LR if run.setting == "usual" else study.STRESS_LR)
+        if run.method == study.DEFAULT:
+            assert config.algorithm.surrogate == "truncated_is"
+            assert config.correction.masks == ["opsm"]
+
+
+def test_it_covers_five_seeds_at_every_lag_and_each_other_correction_at_the_far_ones(study: ModuleType) -> None:
+    runs = set(study.plan())
+    for lag in (0, 1, 2, 4, 8):
+        for method in ("none", "default"):
+            assert sum((run.setting, run.method, run.lag) == ("usual", method, lag) for run in runs) == 5
+    for method in study.OTHERS:
+        assert {run.lag for run in runs if (run.setting, run.method) == ("usual", method)} == {4, 8}
+    known = study.finished(ROOT / "docs" / "data" / "lag_study.jsonl")
+    assert runs <= set(known)
+
+
+def test_the_document_shows_the_tables_that_the_data_gives(study: ModuleType) -> None:
+    known = study.finished(ROOT / "docs" / "data" / "lag_study.jsonl")
+    document = (ROOT / "docs" / "algorithms.md").read_text()
+    for caption, table in study.tables(known).items():
+        assert caption in document
+        assert table in document, caption
+
+
+def test_as_measured_the_default_at_lag_4_is_as_good_as_at_lag_0(study: ModuleType) -> None:
+    known = study.finished(ROOT / "docs" / "data" / "lag_study.jsonl")
+    fresh, stale = (statistics.fmean(study.accuracies(known, "usual", "default", lag)) for lag in (0, 4))
+    assert stale >= fresh - 0.03
+    uncorrected = statistics.fmean(study.accuracies(known, "usual", "none", 4))
+    assert uncorrected < fresh - 0.03, "without a correction there is something to correct"
