@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
@@ -36,8 +37,9 @@ LR = 3e-4
 STRESS_LR = 1e-3
 """The stress setting, declared before any of it was run: the same training at 3.3 times the learning rate."""
 
-COLLAPSED = 512
-"""A run is over when so many groups in a row had equal rewards: the policy has collapsed, and no answer is right."""
+COLLAPSED = 0.05
+"""A run is over when the training reward of a step is below this, a quarter of where it began: hardly an answer is
+right, and filling a batch with groups that are not all wrong would take for ever."""
 
 NONE = "none"
 DEFAULT = "default"
@@ -82,7 +84,6 @@ class Run:
     def arguments(self) -> list[str]:
         settings: dict[str, Any] = {
             "pacing.max_lag": self.lag,
-            "pacing.max_filtered": COLLAPSED,
             "learner.lr": LR if self.setting == "usual" else STRESS_LR,
             "run.seed": self.seed,
             "run.steps": STEPS,
@@ -115,11 +116,19 @@ def carry_out(run: Run) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, "-m", "outpace.cli", "train", f"--run.dir={directory}", "--run.overwrite"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run([*command, *run.arguments], env=environment, capture_output=True, text=True, check=False)
-        if done.returncode:
-            reason = done.stderr.strip().splitlines()[-1:]
-            collapsed = any("in a row were filtered" in line for line in reason)
-            return {**asdict(run), "collapsed": True} if collapsed else {**asdict(run), "failed": reason}
+        errors = Path(directory) / "errors"
+        with errors.open("w") as file:
+            process = subprocess.Popen(
+                [*command, *run.arguments], env=environment, stdout=subprocess.DEVNULL, stderr=file
+            )
+            while process.poll() is None:
+                if has_collapsed(Path(directory)):
+                    process.kill()
+                    process.wait()
+                    return {**asdict(run), "collapsed": True}
+                time.sleep(1)
+        if process.returncode:
+            return {**asdict(run), "failed": errors.read_text().strip().splitlines()[-1:]}
         steps, evals = (_lines(Path(directory) / name) for name in ("metrics.jsonl", "evals.jsonl"))
     return {
         **asdict(run),
@@ -132,6 +141,12 @@ def carry_out(run: Run) -> dict[str, Any]:
         "clipped": statistics.fmean(line["loss/clipped"] for line in steps),
         "lag_max": max(line["lag/max"] for line in steps),
     }
+
+
+def has_collapsed(directory: Path) -> bool:
+    file = directory / "metrics.jsonl"
+    whole = file.read_text().rpartition("\n")[0].splitlines() if file.exists() else []
+    return bool(whole) and json.loads(whole[-1])["reward/mean"] < COLLAPSED
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from hashlib import blake2b
 from pathlib import Path
 from types import ModuleType
@@ -24,15 +24,23 @@ def is_reference(name: str) -> bool:
     return ":" in name
 
 
+def nearest(word: str, known: Iterable[str], count: int = 1) -> list[str]:
+    """The names most like a misspelt one, whatever the case of its letters."""
+    by_small = {name.lower(): name for name in known}
+    return [by_small[close] for close in difflib.get_close_matches(word.lower(), by_small, n=count)]
+
+
 def load_function(reference: str, setting: str) -> Callable[..., Any]:
     """The callable that `reference` names; `setting` is the dotted key it came from."""
     place, _, name = reference.rpartition(":")
     if not place or not name:
         raise BadInput(f"{setting}: {reference!r} should be package.module:function or path/to/file.py:function")
+    if place == "__main__":  # in a child process that is another script
+        raise BadInput(f"{setting}: {reference}: name the script's file: script.py:{name}")
     module = _module(place, f"{setting}: {reference}")
     value = getattr(module, name, None)
     if value is None:
-        close = difflib.get_close_matches(name, vars(module), n=1)
+        close = nearest(name, vars(module))
         hint = f"; did you mean {close[0]}?" if close else ""
         raise BadInput(f"{setting}: {reference}: {place} has no function {name}{hint}")
     if not callable(value):

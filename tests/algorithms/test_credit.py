@@ -18,8 +18,8 @@ from outpace.algorithms.credit import (
     attempt_returns,
     compared_returns,
     credit_settings,
+    critic_advantages,
     group_advantages,
-    token_rewards,
 )
 from outpace.algorithms.registry import FACTS, advantage
 from outpace.config.algorithm import AlgorithmConfig
@@ -260,7 +260,6 @@ def test_returns_to_go_follow_their_definition(
         by_turn.append(sum(piece))
     arriving[-1] += reward
     by_turn[-1] += reward
-    np.testing.assert_allclose(token_rewards(single, reward, penalties[0]), arriving, rtol=1e-9, atol=1e-9)
     per_token = [sum(gamma ** (j - t) * arriving[j] for j in range(t, count)) for t in range(count)]
     per_turn = [sum(gamma ** (j - k) * by_turn[j] for j in range(k, len(turns))) for k in range(len(turns))]
     spread = [value for value, length in zip(per_turn, turns, strict=True) for _ in range(length)]
@@ -269,11 +268,25 @@ def test_returns_to_go_follow_their_definition(
     close(group_advantages([single], [reward], [], using("none"), penalties), [[sum(arriving)] * count])
 
 
-def test_the_reward_of_a_row_arrives_at_its_last_trained_token() -> None:
-    assert token_rewards(row(2, 1), 5.0).tolist() == [0.0, 0.0, 5.0]
-    assert token_rewards(row(2, 1, reward=7.0), 5.0).tolist() == [0.0, 0.0, 7.0]
-    assert token_rewards(row(2, 1, turn_rewards=[1, 2]), 5.0, np.full(3, 0.5)).tolist() == [-0.5, 0.5, 6.5]
-    assert token_rewards(row(), 5.0).tolist() == []
+def test_a_critic_is_asked_about_the_rows_of_an_attempt_one_after_the_other() -> None:
+    """Two rows of one attempt, and a row with a reward of its own: values of zero show what arrives at which token."""
+    rows = [row(2), row(1, turn_rewards=[5]), row(1, reward=7.0)]
+    nothing = [np.zeros(2), np.zeros(1), np.zeros(1)]
+    advantages, returns = critic_advantages(rows, [1.0], nothing, gamma=1.0, lam=1.0)
+    assert lists(advantages) == lists(returns) == [[6.0, 6.0], [6.0], [7.0]]
+    penalties = [np.array([0.5, 0.0]), np.zeros(1), np.zeros(1)]
+    advantages, _ = critic_advantages(rows, [1.0], nothing, gamma=0.5, lam=1.0, penalties=penalties)
+    assert lists(advantages) == [[-0.5 + 0.25 * 6, 0.5 * 6], [6.0], [7.0]]
+    values = [np.array([1.0, 2.0]), np.array([3.0]), np.array([4.0])]
+    advantages, returns = critic_advantages(rows, [1.0], values, gamma=1.0, lam=0.0)
+    assert lists(advantages) == [[1.0, 1.0], [3.0], [3.0]]
+    assert lists(returns) == [[2.0, 3.0], [6.0], [7.0]]
+
+
+def test_an_attempt_without_peers_gets_nothing_at_any_token() -> None:
+    alone = [row(2, 1, turn_rewards=[1, 0])]
+    assert lists(group_advantages(alone, [0.0], [], using("dr_grpo", credit="token"))) == [[0.0, 0.0, 0.0]]
+    assert lists(group_advantages(alone, [0.0], [], using("none", credit="token"))) == [[1.0, 1.0, 0.0]]
 
 
 # ------------------------------------------------------------------------------------------------------------ penalties

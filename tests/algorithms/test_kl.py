@@ -85,3 +85,14 @@ def test_what_each_estimator_pulls_at_in_expectation() -> None:
     torch.testing.assert_close(over_vocabulary("k2", logits, reference, current), to_reference)
     torch.testing.assert_close(over_vocabulary("k3", logits, reference, current), from_reference)
     torch.testing.assert_close(over_vocabulary("unbiased", logits, reference, other), to_reference)
+
+
+def test_beyond_the_bound_of_k3_unbiased_goes_on_pulling_towards_the_reference() -> None:
+    """Its gradient is w d everywhere. Through w alone it would push away where k3 is held at its bound."""
+    distance = torch.tensor([-19.0, -5.0, -2.7, -2.5, 0.5, 12.0], dtype=torch.float64)
+    logp = torch.full_like(distance, -3.0).requires_grad_()
+    log_ratio = logp - torch.full_like(distance, -3.2)
+    value = penalty("unbiased", logp, logp.detach() - distance, log_ratio)
+    (gradient,) = torch.autograd.grad(value.sum(), logp)
+    torch.testing.assert_close(gradient, math.exp(0.2) * distance)
+    assert value.max() <= 10 * math.exp(0.2) + 1e-9

@@ -41,7 +41,7 @@ def plain(table: list[Row]) -> dict[str, float]:
         for side, on_it in (("positive", advantage > 0), ("negative", advantage < 0)):
             counts[f"tokens_{side}"] += on_it
             counts[f"masked_{side}"] += on_it and not kept
-            counts[f"clipped_{side}"] += on_it and kept and coefficient == 0
+            counts[f"clipped_{side}"] += on_it and kept and coefficient * advantage >= 0
         counts[RATIO_BINS[sum(w >= edge for edge in RATIO_EDGES)]] += 1
     return totals | {name: float(count) for name, count in counts.items()}
 

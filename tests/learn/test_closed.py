@@ -15,6 +15,7 @@ from transformers import LlamaForCausalLM
 from outpace.algorithms.corrections import m2po
 from outpace.algorithms.gae import gae
 from outpace.config import Config
+from outpace.errors import BadInput, OutpaceError
 from outpace.learn import state
 from outpace.learn.closed import ClosedBatch
 from outpace.learn.core import LearnerCore
@@ -248,3 +249,92 @@ def test_critic_and_reference_survive_a_restart(
     assert state.restore(resumed, tmp_path) == 3
     train(again, 2)
     assert torch.equal(weights_of(resumed), weights_of(core))
+
+
+def test_the_spread_of_a_batch_is_that_of_what_was_returned_with_its_penalties(
+    make_llama: MakeLlama, records: list[GroupRecord]
+) -> None:
+    core, batch = make(make_llama, {"kl.coefficient": 0.5, "kl.place": "reward", "algorithm.normalise": "batch_std"})
+    assert core.reference is not None
+    core.reference.sync(make_llama(seed=4).double())
+    batch.add(records, replayed=False)
+    entries = batch._entries
+    returned = [
+        reward - 0.5 * float((score["old_logp"].astype(np.float64) - score["reference_logp"]).sum())
+        for entry in entries
+        for reward, score in zip(entry.record.rewards, entry.scores, strict=True)
+    ]
+    first = np.array(returned[:3])
+    expected = (first - first.mean()) / (np.std(returned, ddof=1) + 1e-4)
+    found = [example.row.advantages[example.row.mask][0] for example in batch._examples(entries)[0]]
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (lambda batch: batch.advantages[1:], "one array per row"),
+        (lambda batch: [*batch.advantages, np.zeros(1)], "one array per row"),
+        (lambda batch: [values[:1] for values in batch.advantages], "one array per row"),
+        (lambda batch: [0.0 for _ in batch.advantages], "one array per row"),
+        (lambda batch: [values * np.nan for values in batch.advantages], "not finite"),
+        (lambda batch: None, "failed on 18 rows"),
+        (lambda batch: [["a"]] * len(batch.advantages), "failed on 18 rows"),
+    ],
+)
+def test_a_normaliser_that_gives_something_else_is_named(
+    make_llama: MakeLlama, records: list[GroupRecord], function: Callable[[Any], object], said: str
+) -> None:
+    _, batch = make(make_llama, {"algorithm.normalise": "batch_std"})
+    facts = replace(batch._normalise.facts, function=lambda signal, **_: function(signal))
+    batch._normalise = replace(batch._normalise, facts=facts)
+    batch.add(records, replayed=False)
+    with pytest.raises(BadInput, match=f"algorithm.normalise: .*{said}"):
+        batch.train()
+
+
+def test_several_updates_leave_the_measure_of_staleness_to_the_first(
+    make_llama: MakeLlama, records: list[GroupRecord]
+) -> None:
+    """Later ones find a distance that the step itself has made: no engine's fault, and no reason to lower the lag."""
+    once, often = (
+        make(make_llama, {"algorithm.surrogate": "ppo", "algorithm.passes": passes, "learner.stream": False})[1]
+        for passes in (1, 4)
+    )
+    for batch in (once, often):
+        batch.add(records, replayed=False)
+    expected, found = once.train(), often.train()
+    for name in ("ess", "kl", "kl_engine", "kl_staleness", "ratio_max", "ratio_above_2"):
+        assert found.metrics[f"offpolicy/{name}"] == pytest.approx(expected.metrics[f"offpolicy/{name}"]), name
+    for name in ("lag/tokens_0", "lag/mean"):
+        assert found.metrics[name] == expected.metrics[name]
+    assert found.tokens == expected.tokens
+
+
+def test_a_step_with_one_bad_update_counts_as_one_bad_step(make_llama: MakeLlama, records: list[GroupRecord]) -> None:
+    core, batch = make(make_llama, {"algorithm.updates": 3, "learner.max_bad_steps": 2})
+    record = records[0]
+    spoiled = [
+        Row(row.tokens, row.mask, row.logprobs, row.versions, row.advantages * np.float32("nan"), row.episode)
+        for row in record.rows
+    ]
+    bad = GroupRecord(record.group, record.task_id, 0, 0, spoiled, record.rewards)
+    batch.add([bad, *records[1:]], replayed=False)
+    report = batch.train()
+    assert report.skipped
+    assert np.isfinite([report.loss, report.grad_norm]).all(), "of the updates that were made"
+    assert core.bad_steps == 1
+    batch.add([bad, *records[1:]], replayed=False)
+    with pytest.raises(OutpaceError, match="2 steps in a row"):
+        batch.train()
+
+
+def test_a_batch_without_groups_is_a_version(make_llama: MakeLlama) -> None:
+    for settings in (
+        {"algorithm.advantage": "gae"},
+        {"correction.masks": ["m2po"]},
+        {"algorithm.normalise": "batch_std"},
+    ):
+        core, batch = make(make_llama, settings)
+        assert batch.train().tokens == 0
+        assert core.version == 1

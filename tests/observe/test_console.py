@@ -102,6 +102,17 @@ def test_the_panel_shows_reward_history_waits_and_groups() -> None:
         assert fact in panel
 
 
+def test_the_reward_shown_is_the_plain_mean_of_the_first_steps_and_then_forgets_the_oldest() -> None:
+    view = RunView(None, Clock())
+    for step in range(1, 11):
+        view.update(step, {"reward/mean": float(step)})
+        assert view.reward == pytest.approx((step + 1) / 2)
+    view.update(11, {})
+    assert view.reward == pytest.approx(5.5)
+    view.update(12, {"reward/mean": 15.5})
+    assert view.reward == pytest.approx(0.9 * 5.5 + 0.1 * 15.5)
+
+
 def test_a_score_that_is_no_accuracy_is_not_called_one() -> None:
     console, file, _ = make(1)
     console.evaluation(0, 0.25, all_or_nothing=False)

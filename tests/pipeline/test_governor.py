@@ -98,6 +98,15 @@ def test_its_state_goes_on_where_it_was_and_within_the_bounds_of_today() -> None
     assert governor(min_lag=2, state=GovernorState(lag=0)).lag == 2
 
 
+def test_a_lag_at_its_bound_goes_on_at_the_bound_of_today_and_a_lowered_one_where_it_was() -> None:
+    run = Run(governor(max_lag=2, patience=1))
+    assert governor(max_lag=8, state=run.governor.state()).lag == 8
+    assert run.batches(BAD) == [1]
+    assert governor(max_lag=8, state=run.governor.state()).lag == 1
+    assert run.batches(GOOD) == [2]
+    assert governor(max_lag=8, state=run.governor.state()).lag == 8
+
+
 def test_without_settings_nothing_moves_and_nothing_is_kept() -> None:
     subject = Governor(None, 4, GovernorState(lag=1, good=3))
     assert subject.hear(*BAD, oldest=0, next_group=1) == 0

@@ -273,7 +273,7 @@ async def test_rewards_that_trajectories_bring_along_are_enough(
 
     silent = [("silent", lambda completions: [None] * len(completions))]
     report = await make_worker(make_engine(by_episode), rollout=rollout, rewards=silent).run(order())
-    assert (report.outcome, report.rewards) == ("finished", [0.0, 0.0])
+    assert (report.outcome, report.rewards) == ("finished", [1.0, 0.0])
     assert [(row.reward, float(row.advantages[-1])) for row in kept.records[0].rows] == [(1.0, 0.5), (0.0, -0.5)]
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from outpace.algorithms.registry import advantage
+from outpace.algorithms.registry import ADVANTAGES, advantage
 
 Doubles = NDArray[np.float64]
 
@@ -138,7 +138,7 @@ def pass_at_k(peers: Peers, *, pass_k: int | None = None) -> Doubles:
     return leads_G
 
 
-@advantage(credits=("token",), additive=True, needs_peers=False, critic=True, normalise="whiten_tokens")
+@ADVANTAGES.register(credits=("token",), additive=True, needs_peers=False, critic=True, normalise="whiten_tokens")
 def gae(peers: Peers, *, gae_lambda: float = 1.0) -> Doubles:
     """Generalised advantage estimation with learned values: see `outpace.algorithms.gae`. The learner makes these
     advantages, which need its critic; nothing is compared within the group, so here is the return."""

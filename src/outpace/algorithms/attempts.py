@@ -54,11 +54,16 @@ class Attempt:
         rewards_K[-1:] += self.reward
         return discounted(rewards_K, gamma)
 
-    def from_tokens(self, gamma: float) -> Doubles:
-        """What came from each token on, discounted per token."""
+    @property
+    def arriving_T(self) -> Doubles:
+        """What arrives at each token, the reward of the attempt included."""
         rewards_T = self.rewards_T.copy()
         rewards_T[-1:] += self.reward
-        return discounted(rewards_T, gamma)
+        return rewards_T
+
+    def from_tokens(self, gamma: float) -> Doubles:
+        """What came from each token on, discounted per token."""
+        return discounted(self.arriving_T, gamma)
 
 
 def attempts_of(

@@ -20,9 +20,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from outpace.algorithms.advantages import Doubles, Peers
-from outpace.algorithms.attempts import Attempt, attempts_of, before_the_end
+from outpace.algorithms.attempts import Attempt, attempts_of
+from outpace.algorithms.gae import gae
 from outpace.algorithms.registry import AdvantageFacts, Credit
-from outpace.errors import BadInput
+from outpace.errors import BadInput, one_line
 from outpace.types import Row
 
 
@@ -104,13 +105,27 @@ def attempt_returns(
     return np.array([attempt.whole for attempt in attempts_of(rows, rewards, [], penalties)], dtype=np.float64)
 
 
-def token_rewards(row: Row, reward: float, penalties_T: Doubles | None = None) -> Doubles:
-    """What arrives at each trained token of a row: the rewards of turns at their last tokens, less the penalties, and
-    at the very last token the row's own reward, or else `reward`, which is the episode's."""
-    rewards_T = before_the_end(row, penalties_T)
-    if len(rewards_T):
-        rewards_T[-1] += reward if row.reward is None else row.reward
-    return rewards_T
+def critic_advantages(
+    rows: Sequence[Row],
+    rewards: Sequence[float],
+    values: Sequence[Doubles],
+    gamma: float,
+    lam: float,
+    penalties: Sequence[Doubles] | None = None,
+) -> tuple[list[Doubles], list[Doubles]]:
+    """For each row what gae makes of the critic's `values`, and what the critic should have said: one value per trained
+    token. The rows of one attempt follow one another here too."""
+    advantages, returns = ([np.zeros(0)] * len(rows) for _ in range(2))
+    for attempt in attempts_of(rows, rewards, (), penalties):
+        if not attempt.rows:
+            continue
+        lengths = [len(values[index]) for index in attempt.rows]
+        values_T = np.concatenate([values[index] for index in attempt.rows])
+        pair = gae(attempt.arriving_T, values_T, gamma, lam)
+        for column, found_T in zip((advantages, returns), pair, strict=True):
+            for index, part_T in zip(attempt.rows, np.split(found_T, np.cumsum(lengths)[:-1]), strict=True):
+                column[index] = part_T
+    return advantages, returns
 
 
 # ------------------------------------------------------------------------------------------------------ comparisons
@@ -176,20 +191,27 @@ def _advantages(attempts: list[Attempt], settings: CreditSettings) -> list[Doubl
             attempt = attempts[index]
             chosen_T = slice(None) if comparison.turn is None else attempt.turn_T == comparison.turn
             by_attempt[index][chosen_T] = estimated
-            if settings.credit == "token":
+            if settings.credit == "token" and not _is_alone(comparison.peers, settings.estimator):
                 by_attempt[index] += attempt.from_tokens(settings.gamma) - attempt.whole
     return by_attempt
+
+
+def _is_alone(peers: Peers, estimator: Estimator) -> bool:
+    return len(peers.returns_G) == 1 and estimator.facts.needs_peers
 
 
 def _estimated(peers: Peers, estimator: Estimator) -> Doubles:
     """What the estimator says, which may be a user's."""
     count, name = len(peers.returns_G), estimator.facts.name
-    if count == 1 and estimator.facts.needs_peers:
+    if _is_alone(peers, estimator):
         return np.zeros(1)
-    advantages_G = np.asarray(estimator(peers), dtype=np.float64)
+    try:
+        advantages_G = np.asarray(estimator(peers), dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise BadInput(f"algorithm.advantage: {name} failed on {count} attempts: {one_line(error)}") from error
     if advantages_G.shape != (count,):
         raise BadInput(f"algorithm.advantage: {name} gave an array of shape {advantages_G.shape} for {count} attempts")
-    if not np.isfinite(advantages_G).all():
+    if not (np.abs(advantages_G) <= np.finfo(np.float32).max).all():  # NaN is not, either
         raise BadInput(
             f"algorithm.advantage: {name} gave an advantage that is not finite for {peers.returns_G.tolist()}"
         )

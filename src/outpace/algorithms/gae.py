@@ -26,6 +26,8 @@ def gae(rewards_T: Doubles, values_T: Doubles, gamma: float, lam: float) -> tupl
 def discounted(values_T: Doubles, factor: float) -> Doubles:
     """sum over j >= t of factor^(j - t) values_j: what is still to come at each place."""
     sums_T = np.array(values_T, dtype=np.float64)
+    if factor == 1:
+        return np.cumsum(sums_T[::-1])[::-1]
     for t in range(len(sums_T) - 2, -1, -1):
         sums_T[t] += factor * sums_T[t + 1]
     return sums_T

@@ -12,8 +12,8 @@ All three estimate the same number, KL(current || reference), when the current p
   KL(current || reference) whoever sampled, lag included.
 
 Bounds: d is clamped at 20 on both sides, and k3 at 10 (d below about -2.6, or above 11). Inside, value and gradient are
-exact; outside, the value stays at the bound and the token pulls no more. k3 needs its own bound because its gradient
-grows like exp(-d): a single token could rule the step. k1 and k2 do not, so they have none.
+exact; outside, the value stays at the bound. A token beyond the bound of k3 pulls no more: its gradient grows like
+exp(-d), so a single token could rule the step. That of unbiased is w d, which does not, and goes on.
 
 Legend: _N one entry per trained token.
 """
@@ -41,4 +41,11 @@ def penalty(estimator: Estimator, logp_N: Tensor, reference_logp_N: Tensor, log_
     if estimator == "k2":
         return distance_N.square() / 2
     k3_N = ((-distance_N).expm1() + distance_N).clamp(max=K3_BOUND)
-    return k3_N if estimator == "k3" else k3_N * bounded_exp(log_ratio_N)
+    return k3_N if estimator == "k3" else _weighted(k3_N, distance_N, bounded_exp(log_ratio_N), logp_N)
+
+
+def _weighted(k3_N: Tensor, distance_N: Tensor, weight_N: Tensor, logp_N: Tensor) -> Tensor:
+    """w k3, with its gradient w d put in by hand: exact inside the bound of k3, and beyond it still a pull towards the
+    reference, where the gradient through w alone would push away from it."""
+    gradient_N = (weight_N * distance_N).detach()
+    return (weight_N * k3_N).detach() + gradient_N * (logp_N - logp_N.detach())

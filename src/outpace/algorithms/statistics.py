@@ -44,7 +44,7 @@ def staleness_sums(
     - kl, kl_fresh: the k3 estimate of KL(sampler || current), never negative
     - tokens_fresh, tokens_positive, tokens_negative: tokens, by the sign of their advantage
     - masked, masked_positive, masked_negative: rejected tokens
-    - clipped_positive, clipped_negative: kept tokens with an advantage and yet no gradient
+    - clipped_positive, clipped_negative: kept tokens with an advantage that their gradient does not follow
     - `RATIO_BINS`: tokens by w
     - maximum: ratio, the largest w
     """
@@ -52,7 +52,7 @@ def staleness_sums(
     weights_N = log_ratio_N.exp()
     kl_N = log_ratio_N.expm1() - log_ratio_N
     positive_N, negative_N = advantages_N > 0, advantages_N < 0
-    clipped_N = keep_N & (coefficient_N == 0)
+    clipped_N = keep_N & (coefficient_N * advantages_N >= 0)
     summands = {
         "weight": weights_N,
         "weight_sq": weights_N.square(),

@@ -32,7 +32,7 @@ VESPO_LOWEST = math.log(1e-8)
 """vespo: the log of a sequence's weight is at least this."""
 
 
-@surrogate(anchors=("proximal",))
+@surrogate(anchors=("proximal",), ratio=False)
 def reinforce(tokens: Tokens) -> Tensor:
     """-A log pi: no ratio at all. What was sampled by another policy is taken as if it had not been."""
     return -tokens.advantages_N * tokens.logp_N

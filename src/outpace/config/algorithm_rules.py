@@ -85,6 +85,11 @@ def _credit_fits(config: Config) -> Iterator[str]:
         yield f"algorithm.credit: {facts.name} gives no credit by {credit}; use {' or '.join(facts.credits)}"
     elif credit == "token" and not facts.additive:
         yield f'algorithm.credit: {facts.name} is no return minus a baseline, which "token" needs; use "episode"'
+    elif credit == "token" and facts.needs_peers and (config.algorithm.gamma or 1.0) < 1:
+        yield (
+            f"algorithm.gamma: the baseline of {facts.name} is one number for all tokens, so discounted returns would "
+            'fall below it early on; leave this out, or use "turn" credit, "none" or "reinforce_pp"'
+        )
 
 
 def _the_pull_reaches_the_estimator(config: Config) -> Iterator[str]:

@@ -47,18 +47,29 @@ DEPENDENT = [
 
 def settled(config: Config) -> Config:
     """The config with its preset and every dependent default filled in. Raises for a key that nothing would read."""
+    whole, defaults = _filled(config)
+    for key in DEPENDENT:
+        if key not in defaults and value_of(whole, key) is not None:
+            raise BadInput(f"{key}: {_why_ignored(whole, key)}")
+    return whole
+
+
+def redundant(config: Config) -> set[str]:
+    """Keys that are set to what they would be if they were left out, all of them together. A resolved config is full of
+    them; without, it means the same, and a choice made on top of it brings its own defaults."""
+    return {key for key, default in _filled(config)[1].items() if value_of(config, key) == default}
+
+
+def _filled(config: Config) -> tuple[Config, Values]:
+    """The config with every default filled in, and these defaults, also of keys that are set."""
     preset = _preset(config)
     config = with_values(config, {key: value for key, value in preset.items() if _is_silent(config, key)})
-    meant: set[str] = set()
+    all_defaults: dict[str, Any] = {}
     for stage in STAGES:
-        defaults = stage(config)
-        meant |= set(defaults)
-        unset = {key: preset.get(key, default) for key, default in defaults.items() if value_of(config, key) is None}
-        config = with_values(config, unset)
-    for key in DEPENDENT:
-        if key not in meant and value_of(config, key) is not None:
-            raise BadInput(f"{key}: {_why_ignored(config, key)}")
-    return config
+        defaults = {key: preset.get(key, default) for key, default in stage(config).items()}
+        all_defaults |= defaults
+        config = with_values(config, {key: value for key, value in defaults.items() if value_of(config, key) is None})
+    return config, all_defaults
 
 
 def value_of(config: Config, dotted: str) -> Any:
@@ -208,6 +219,8 @@ def _why_ignored(config: Config, dotted: str) -> str:
         why = WHY_IGNORED[dotted]
     elif section == "algorithm":
         why = _why_not_taken(config, key)
+    elif dotted in ("correction.cap", "correction.floor") and config.algorithm.anchor == "rollout":
+        return "there is no weight to truncate with the anchor rollout; leave this out"
     else:
         masks = [name for name, mask in MASKS.items() if section == "correction" and key in mask.parameters]
         why = f"the mask {masks[0]} is not in correction.masks; add it" if masks else WHY_IGNORED[section]

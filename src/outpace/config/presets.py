@@ -6,12 +6,12 @@ A preset speaks for keys that the config leaves out, and only where its own func
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from outpace.errors import BadInput
+from outpace.references import nearest
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ PRESETS: dict[str, Preset] = {
 
 def find_preset(name: str) -> Preset:
     if name not in PRESETS:
-        close = difflib.get_close_matches(name, PRESETS, n=2)
+        close = nearest(name, PRESETS, count=2)
         hint = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(PRESETS)}"
         raise BadInput(f"algorithm.preset: no preset is called {name!r}; {hint}")
     return PRESETS[name]

@@ -20,12 +20,13 @@ import torch
 from numpy.typing import NDArray
 
 from outpace.algorithms import corrections
-from outpace.algorithms.credit import attempt_returns, credit_settings, group_advantages, token_rewards
-from outpace.algorithms.gae import gae
+from outpace.algorithms.catalogue import NORMALISERS
+from outpace.algorithms.credit import attempt_returns, credit_settings, critic_advantages, group_advantages
 from outpace.algorithms.kl import penalty
 from outpace.algorithms.normalisers import BatchSignal
 from outpace.config import Config
-from outpace.config.methods import chosen_advantage, chosen_normaliser
+from outpace.config.methods import chosen_advantage, chosen_normaliser, chosen_surrogate
+from outpace.errors import BadInput, one_line
 from outpace.learn.core import REFERENCE_LOGP, LearnerCore
 from outpace.learn.objective import KEEP, OLD_LOGP, OLD_VALUES, RETURNS
 from outpace.types import ChunkReport, Floats, GroupRecord, Row, StepReport, Version
@@ -49,6 +50,16 @@ class Example:
     row: Row
     extras: dict[str, Floats]
     replayed: bool
+
+
+@dataclass(frozen=True)
+class Credited:
+    """Of one group: what its attempts returned, and per row, with one value per trained token, the advantages and what
+    the critic should have said (nothing without one)."""
+
+    returns: Doubles
+    advantages: list[Doubles]
+    targets: list[Doubles]
 
 
 class ClosedBatch:
@@ -87,6 +98,7 @@ class ClosedBatch:
         """Whether the weights at the start of the step have to be asked. With one update they are the current ones."""
         algorithm = self._config.algorithm
         several = algorithm.updates * algorithm.passes > 1 and algorithm.anchor == "proximal"
+        several = several and chosen_surrogate(algorithm).facts.ratio
         return several or self._ranks_tokens or self._pulls or self._core.critic is not None
 
     @property
@@ -130,38 +142,50 @@ class ClosedBatch:
 
     def _examples(self, entries: list[Entry]) -> list[list[Example]]:
         """The rows of every group with their final advantages and whatever else the loss needs."""
-        advantages: list[list[Doubles]] = []
-        returns: list[list[Doubles]] = []
-        for entry in entries:
-            of_group, targets = self._advantages(entry)
-            advantages.append(of_group)
-            returns.append(targets)
-        returned = [attempt_returns(entry.record.rows, entry.record.rewards) for entry in entries]
-        rewards = np.concatenate(returned) if returned else np.zeros(0)
-        flat = [values for group in advantages for values in group]
-        if self._normalise.facts.name != "none":
-            flat = self._normalise(BatchSignal(flat, rewards))
-        normalised, kept = iter(flat), iter(self._kept(entries))
-        return [
-            [
-                Example(
-                    _with_advantages(row, next(normalised)), self._extras(score, target, next(kept)), entry.replayed
-                )
-                for row, score, target in zip(entry.record.rows, entry.scores, targets, strict=True)
-            ]
-            for entry, targets in zip(entries, returns, strict=True)
-        ]
+        credited = [self._credited(entry) for entry in entries]
+        advantages = self._normalised(credited)
+        kept = self._kept(entries)
+        examples = []
+        for entry, credit in zip(entries, credited, strict=True):
+            count = len(entry.record.rows)
+            rows = map(_with_advantages, entry.record.rows, advantages[:count])
+            extras = map(self._extras, entry.scores, credit.targets, kept[:count])
+            examples.append([Example(row, extra, entry.replayed) for row, extra in zip(rows, extras, strict=True)])
+            advantages, kept = advantages[count:], kept[count:]
+        return examples
 
-    def _advantages(self, entry: Entry) -> tuple[list[Doubles], list[Doubles]]:
-        """Advantages of a group's rows, and what the critic should have said of them (empty without one)."""
-        record = entry.record
-        penalties = self._penalties(entry)
+    def _credited(self, entry: Entry) -> Credited:
+        rows, rewards, penalties = entry.record.rows, entry.record.rewards, self._penalties(entry)
+        returns = attempt_returns(rows, rewards, penalties)
         if self._core.critic is not None:
-            return self._with_critic(entry, penalties)
-        nothing = [np.zeros(0)] * len(record.rows)
+            algorithm = self._config.algorithm
+            assert algorithm.gamma is not None
+            assert algorithm.gae_lambda is not None
+            values = [score[OLD_VALUES].astype(np.float64) for score in entry.scores]
+            both = critic_advantages(rows, rewards, values, algorithm.gamma, algorithm.gae_lambda, penalties)
+            return Credited(returns, *both)
         if penalties is None:
-            return [row.advantages[row.mask].astype(np.float64) for row in record.rows], nothing
-        return group_advantages(record.rows, record.rewards, record.parts, self._credit, penalties), nothing
+            advantages = [row.advantages[row.mask].astype(np.float64) for row in rows]
+        else:
+            advantages = group_advantages(rows, rewards, entry.record.parts, self._credit, penalties)
+        return Credited(returns, advantages, [np.zeros(0)] * len(rows))
+
+    def _normalised(self, credited: list[Credited]) -> list[Doubles]:
+        """The advantages of all rows, after the stage over the whole batch, which may be a user's."""
+        before = [values for credit in credited for values in credit.advantages]
+        if self._normalise.facts is NORMALISERS.built_in["none"] or not before:
+            return before
+        returns = np.concatenate([credit.returns for credit in credited])
+        name = f"algorithm.normalise: {self._normalise.facts.name}"
+        try:
+            after = [np.asarray(values, dtype=np.float64) for values in self._normalise(BatchSignal(before, returns))]
+        except (TypeError, ValueError) as error:
+            raise BadInput(f"{name} failed on {len(before)} rows: {one_line(error)}") from error
+        if [values.shape for values in after] != [values.shape for values in before]:
+            raise BadInput(f"{name} must give one array per row, with one value per trained token")
+        if not all(np.isfinite(values).all() for values in after):
+            raise BadInput(f"{name} gave an advantage that is not finite")
+        return after
 
     def _penalties(self, entry: Entry) -> list[Doubles] | None:
         """What every trained token costs for its distance from the reference."""
@@ -175,25 +199,10 @@ class ClosedBatch:
             penalties.append(kl.coefficient * penalty(kl.estimator, logp_N, reference_N, torch.zeros(())).numpy())
         return penalties
 
-    def _with_critic(self, entry: Entry, penalties: list[Doubles] | None) -> tuple[list[Doubles], list[Doubles]]:
-        algorithm, record = self._config.algorithm, entry.record
-        assert algorithm.gamma is not None
-        assert algorithm.gae_lambda is not None
-        pairs = [
-            gae(
-                token_rewards(row, record.rewards[row.episode], penalties[index] if penalties else None),
-                entry.scores[index][OLD_VALUES].astype(np.float64),
-                algorithm.gamma,
-                algorithm.gae_lambda,
-            )
-            for index, row in enumerate(record.rows)
-        ]
-        return [advantages for advantages, _ in pairs], [returns for _, returns in pairs]
-
     def _kept(self, entries: list[Entry]) -> list[Floats | None]:
         """Which tokens m2po keeps, by row: it looks at the tokens of the whole batch at once."""
         pairs = [pair for entry in entries for pair in zip(entry.record.rows, entry.scores, strict=True)]
-        if not self._ranks_tokens:
+        if not self._ranks_tokens or not pairs:
             return [None] * len(pairs)
         differences = [score[OLD_LOGP] - row.logprobs[row.mask] for row, score in pairs]
         limit = self._config.correction.m2po_limit

@@ -36,6 +36,9 @@ from outpace.types import ChunkReport, Row, StepReport, Version
 
 REFERENCE_LOGP = "reference_logp"
 
+Update = tuple[float, float]
+"""Loss and gradient norm of one update."""
+
 
 class LearnerCore:
     """Owns the model, its optimizer and, where the algorithm has them, a reference and a critic. For one thread."""
@@ -45,7 +48,7 @@ class LearnerCore:
         self.model = model
         self.version: Version = 0
         self.tokens = 0  # trained since the start
-        self.bad_steps = 0  # updates in a row that could not be made
+        self.bad_steps = 0  # in a row, of which an update could not be made
         self.engine_kl = 0.0  # mismatch of tokens that were sampled by the very weights that train on them, last seen
         dtype = getattr(torch, settings.dtype)
         _prepare(model, settings.learner.gradient_checkpointing, torch.float64 if dtype == torch.float64 else None)
@@ -62,7 +65,7 @@ class LearnerCore:
         self.optimizer = make_optimizer(self.parameters, self.critic_parameters, settings)
         self._open = Totals()  # since the last update
         self._step = Totals()  # since the last version
-        self._updates: list[tuple[float, float]] = []  # loss and gradient norm of each update of this step
+        self._updates: list[Update] = []  # of this step
         self._seconds = 0.0
 
     # ------------------------------------------------------------------------------------------------- gradients
@@ -99,7 +102,7 @@ class LearnerCore:
         ]
         starts = [(tensor, start) for tensor, start in pairs if tensor is not None and start is not None]
         torch.autograd.backward([tensor for tensor, _ in starts], [start for _, start in starts])
-        return Totals.of_pass(packed, gradient, self.version, replayed)
+        return Totals.of_pass(packed, gradient, self.version, replayed, untouched=not self._updates)
 
     def _values(self, outputs: Outputs) -> Tensor | None:
         if self.critic is None:
@@ -154,11 +157,9 @@ class LearnerCore:
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         loss = totals.loss_sum / denominator
         grad_norm = float(nn.utils.get_total_norm(gradients)) / denominator if totals.tokens else 0.0
-        skipped = not (math.isfinite(loss) and math.isfinite(grad_norm))
-        if totals.tokens and not skipped:
+        if totals.tokens and _is_finite((loss, grad_norm)):
             self._apply(gradients, grad_norm, denominator)
         self.drop_gradients()
-        self._count_bad_steps(skipped, loss, grad_norm)
         self._step.add(totals)
         self._updates.append((loss, grad_norm))
         self._seconds += time.perf_counter() - started
@@ -179,26 +180,26 @@ class LearnerCore:
         """All updates of the batch are made: one version more."""
         step, self._step = self._step, Totals()
         updates, self._updates = self._updates, []
-        fresh = step.sums["tokens_fresh"]
-        if fresh:
+        skipped = self._count_bad_steps(updates)
+        if fresh := step.sums["tokens_fresh"]:
             self.engine_kl = step.sums["kl_fresh"] / fresh
         lr = self._learning_rate()
+        passes = self.settings.algorithm.passes
         self.version += 1
-        tokens = step.tokens // self.settings.algorithm.passes
-        self.tokens += tokens
+        self.tokens += step.tokens // passes
         if self.reference is not None and (every := self.settings.kl.sync_every) and self.version % every == 0:
             self.reference.sync(self.model)
         seconds, self._seconds = self._seconds, 0.0
-        losses, norms = zip(*updates, strict=True)
+        losses, norms = zip(*([*filter(_is_finite, updates)] or updates), strict=True)
         return StepReport(
             version=self.version,
             loss=sum(losses) / len(losses),
-            tokens=tokens,
+            tokens=step.tokens // passes,
             grad_norm=sum(norms) / len(norms),
             lr=lr,
-            skipped=self.bad_steps > 0,
+            skipped=skipped,
             seconds=seconds,
-            metrics=step_metrics(step, self.engine_kl),
+            metrics=step_metrics(step, self.engine_kl, passes),
         )
 
     def step(self) -> StepReport:
@@ -217,13 +218,20 @@ class LearnerCore:
             config.lr, self.version, self.settings.total_steps, config.schedule, config.lr_warmup_steps
         )
 
-    def _count_bad_steps(self, skipped: bool, loss: float, grad_norm: float) -> None:
-        self.bad_steps = self.bad_steps + 1 if skipped else 0
+    def _count_bad_steps(self, updates: list[Update]) -> bool:
+        """Whether an update of this step could not be made; too many such steps in a row are no accident."""
+        bad = [update for update in updates if not _is_finite(update)]
+        self.bad_steps = self.bad_steps + 1 if bad else 0
         if self.bad_steps >= self.settings.learner.max_bad_steps:
             raise OutpaceError(
                 f"{self.bad_steps} steps in a row had a loss or gradient that is not finite "
-                f"(version {self.version}: loss {loss}, gradient norm {grad_norm})"
+                f"(version {self.version}: loss {bad[-1][0]}, gradient norm {bad[-1][1]})"
             )
+        return bool(bad)
+
+
+def _is_finite(update: Update) -> bool:
+    return all(map(math.isfinite, update))
 
 
 def _make_critic(model: PreTrainedModel, settings: CoreSettings) -> ValueHead | None:

@@ -83,8 +83,11 @@ class TorchLearner:
 
     async def _on_compute_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         def timed() -> T:
-            with self._work.running():
-                return function(*args, **kwargs)
+            try:
+                with self._work.running():
+                    return function(*args, **kwargs)
+            except StopIteration as error:  # a future cannot hold one, and its caller would wait for ever
+                raise RuntimeError("StopIteration") from error
 
         return await asyncio.get_running_loop().run_in_executor(self._compute, timed)
 

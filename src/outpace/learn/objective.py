@@ -27,6 +27,7 @@ from outpace.algorithms import aggregation, corrections, kl
 from outpace.algorithms.statistics import staleness_sums
 from outpace.algorithms.tokens import Tokens
 from outpace.config.methods import chosen_masks, chosen_surrogate
+from outpace.errors import BadInput
 from outpace.learn.forward import Outputs
 from outpace.learn.packing import Packed
 from outpace.learn.settings import CoreSettings
@@ -70,9 +71,8 @@ class Objective:
         tokens = self._tokens(packed, outputs.logp_N, version)
         weights_N = aggregation.token_weights(self._settings.aggregation, tokens)
         correction_N, keep_N = self._correct(tokens, packed.extras)
-        loss_N = self._surrogate(tokens) * (correction_N * weights_N)
-        policy = loss_N.sum(dtype=torch.float64)
-        (coefficient_N,) = torch.autograd.grad(policy, tokens.logp_N, retain_graph=reference_logp_N is not None)
+        policy = (self._losses(tokens) * (correction_N * weights_N)).sum(dtype=torch.float64)
+        (coefficient_N,) = torch.autograd.grad(policy, tokens.logp_N)
         sums, maxima = staleness_sums(
             tokens.logp_N.detach(),
             tokens.sampler_logp_N,
@@ -90,10 +90,22 @@ class Objective:
             sums["kl_reference"] = pull_N.sum(dtype=torch.float64).item()
             total += self._settings.kl.coefficient * (pull_N * weights_N).sum(dtype=torch.float64).item()
         entropy_N, entropy_loss = self._entropy(outputs.entropy_N, weights_N)
-        value_N, value_loss = self._values(packed.extras, values_N, weights_N)
+        value_N, value_loss, error_sum = self._values(packed.extras, values_N, weights_N)
         if values_N is not None:
-            sums["value"] = value_loss
+            sums["value"] = error_sum
         return Gradient(coefficient_N, entropy_N, value_N, total + entropy_loss + value_loss, sums, maxima)
+
+    def _losses(self, tokens: Tokens) -> Tensor:
+        """What the surrogate says, which may be a user's."""
+        name, loss_N = self._surrogate.facts.name, self._surrogate(tokens)
+        if not isinstance(loss_N, Tensor) or loss_N.shape != tokens.logp_N.shape:
+            found = f"a tensor of shape {tuple(loss_N.shape)}" if isinstance(loss_N, Tensor) else type(loss_N).__name__
+            raise BadInput(
+                f"algorithm.surrogate: {name} gave {found} for {len(tokens.logp_N)} tokens; return one loss per token"
+            )
+        if not loss_N.requires_grad:
+            raise BadInput(f"algorithm.surrogate: the loss of {name} has no gradient; make it of tokens.logp_N")
+        return loss_N
 
     def _tokens(self, packed: Packed, logp_N: Tensor, version: Version) -> Tokens:
         leaf_N = logp_N.detach().requires_grad_()
@@ -121,7 +133,8 @@ class Objective:
         """The weight of every token (0 where it is rejected), and which are kept."""
         correction = self._settings.correction
         current_N = tokens.logp_N.detach()
-        log_rho_N = (current_N if self._anchor == "rollout" else tokens.anchor_logp_N) - tokens.sampler_logp_N
+        counted = self._anchor != "rollout" and self._surrogate.facts.ratio  # current / anchor is in the surrogate
+        log_rho_N = (tokens.anchor_logp_N if counted else current_N) - tokens.sampler_logp_N
         keep_N = corrections.keep(tokens, log_rho_N, self._masks)
         if KEEP in extras:
             keep_N = keep_N & _like(extras[KEEP], current_N).bool()
@@ -147,10 +160,11 @@ class Objective:
 
     def _values(
         self, extras: Mapping[str, Floats], values_N: Tensor | None, weights_N: Tensor
-    ) -> tuple[Tensor | None, float]:
-        """Half the squared error, of the value or of the value clipped near the old one, whichever is worse."""
+    ) -> tuple[Tensor | None, float, float]:
+        """Half the squared error, of the value or of the value clipped near the old one, whichever is worse: its
+        gradient, its part of the objective, and its sum over the tokens."""
         if values_N is None:
-            return None, 0.0
+            return None, 0.0, 0.0
         critic = self._settings.critic
         assert critic.clip is not None
         assert critic.coefficient is not None
@@ -160,7 +174,7 @@ class Objective:
         error_N = (leaf_N - returns_N).square().maximum((clipped_N - returns_N).square())
         loss = 0.5 * critic.coefficient * (error_N * weights_N).sum(dtype=torch.float64)
         (gradient_N,) = torch.autograd.grad(loss, leaf_N)
-        return gradient_N, loss.item()
+        return gradient_N, loss.item(), 0.5 * error_N.detach().sum(dtype=torch.float64).item()
 
 
 def nearness(versions_N: Ints, version: Version) -> Floats:

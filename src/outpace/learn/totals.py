@@ -11,8 +11,16 @@ from outpace.learn.packing import Packed
 from outpace.types import Version
 
 LOSSES = ("policy", "entropy", "kl_reference", "value")
-"""The sums that are about the loss. The others say how stale the batch's own groups were, and those that are replayed,
-which are older on purpose, stay out of them."""
+"""Sums about the loss: over everything that is trained."""
+
+STALENESS = ("weight", "weight_sq", "kl", "kl_fresh", "tokens_fresh", *RATIO_BINS)
+"""Sums about the distance to the sampler: over the batch's own groups, before the first update of the step. Replayed
+groups are older on purpose, and later updates find a distance that the step itself has made.
+
+All others, such as what was masked or clipped, are over the batch's own groups in every update."""
+
+MEASURED = "measured"
+"""How many tokens the sums of staleness are over."""
 
 
 @dataclass
@@ -28,15 +36,21 @@ class Totals:
     replay_lag_counts: Counter[int] = field(default_factory=Counter)
 
     @classmethod
-    def of_pass(cls, packed: Packed, gradient: Gradient, version: Version, replayed: bool) -> Totals:
+    def of_pass(cls, packed: Packed, gradient: Gradient, version: Version, replayed: bool, untouched: bool) -> Totals:
+        """`untouched`: no update of this step has been made yet."""
+        tokens, measured = len(packed.targets_N), untouched and not replayed
         lags = Counter((version - packed.versions_N).tolist())
-        counted = {name: value for name, value in gradient.sums.items() if name in LOSSES or not replayed}
+        counted = {
+            name: value
+            for name, value in gradient.sums.items()
+            if name in LOSSES or (measured if name in STALENESS else not replayed)
+        }
         return cls(
-            tokens=len(packed.targets_N),
+            tokens=tokens,
             sequences=packed.documents,
             loss_sum=gradient.loss_sum,
-            sums=defaultdict(float, counted),
-            maxima={} if replayed else gradient.maxima,
+            sums=defaultdict(float, counted, **{MEASURED: tokens * measured}),
+            maxima=gradient.maxima if measured else {},
             lag_counts=Counter() if replayed else lags,
             replay_lag_counts=lags if replayed else Counter(),
         )
@@ -53,12 +67,13 @@ class Totals:
         self.replay_lag_counts.update(other.replay_lag_counts)
 
 
-def step_metrics(step: Totals, engine_kl: float) -> dict[str, float]:
+def step_metrics(step: Totals, engine_kl: float, passes: int = 1) -> dict[str, float]:
     """Means and shares over the tokens of a step; all finite and defined for one that trained nothing."""
-    own = sum(step.lag_counts.values())
-    mean = {name: value / max(1, step.tokens if name in LOSSES else own) for name, value in step.sums.items()}
+    own, measured = sum(step.lag_counts.values()), int(step.sums[MEASURED])
+    over = dict.fromkeys(LOSSES, step.tokens) | dict.fromkeys(STALENESS, measured)
+    mean = {name: value / max(1, over.get(name, own)) for name, value in step.sums.items()}
     metrics = {
-        "offpolicy/ess": effective_sample_size(step.sums, own),
+        "offpolicy/ess": effective_sample_size(step.sums, measured),
         "offpolicy/kl": mean.get("kl", 0.0),
         "offpolicy/kl_engine": engine_kl,
         "offpolicy/kl_staleness": max(0.0, mean.get("kl", 0.0) - engine_kl),
@@ -69,7 +84,7 @@ def step_metrics(step: Totals, engine_kl: float) -> dict[str, float]:
     for sums_name, metric in (("kl_reference", "loss/kl"), ("value", "loss/value")):
         if sums_name in mean:
             metrics[metric] = mean[sums_name]
-    return metrics | _lost_shares(step, own) | _lag_metrics(step.lag_counts)
+    return metrics | _lost_shares(step, own) | _lag_metrics(step.lag_counts, passes)
 
 
 def _lost_shares(step: Totals, own: int) -> dict[str, float]:
@@ -88,7 +103,8 @@ def _lost_shares(step: Totals, own: int) -> dict[str, float]:
     }
 
 
-def _lag_metrics(lag_counts: Counter[int]) -> dict[str, float]:
+def _lag_metrics(lag_counts: Counter[int], passes: int) -> dict[str, float]:
+    """Every pass over a batch counts its tokens once more."""
     lags = sorted(lag_counts.items())
     tokens = max(1, sum(lag_counts.values()))
     metrics = {
@@ -96,7 +112,7 @@ def _lag_metrics(lag_counts: Counter[int]) -> dict[str, float]:
         "lag/p95": float(_percentile(lags, 0.95)),
         "lag/max": float(lags[-1][0]) if lags else 0.0,
     }
-    return metrics | {f"lag/tokens_{lag}": float(count) for lag, count in lags}
+    return metrics | {f"lag/tokens_{lag}": count / passes for lag, count in lags}
 
 
 def _percentile(counts: list[tuple[int, int]], share: float) -> int:

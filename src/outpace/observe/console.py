@@ -26,7 +26,9 @@ from outpace.observe.summary import Summary
 from outpace.types import EpisodeView
 
 LINE_EVERY_S = 2.0
-SMOOTHING = 0.9
+SMOOTHED_OVER = 10
+"""The reward shown is the plain mean of the first so many steps, then a running one that forgets at this pace."""
+
 HISTORY = 60
 EXAMPLES = 3
 
@@ -46,6 +48,7 @@ class RunView:
         self.step = 0
         self.metrics: dict[str, float] = {}
         self.reward: float | None = None
+        self.rewarded = 0  # steps with a reward
         self.rewards: deque[float] = deque(maxlen=HISTORY)
         self.evals: list[tuple[int, float]] = []
         self.all_or_nothing = True  # rewards are 0 or 1, so that their mean is an accuracy
@@ -59,7 +62,9 @@ class RunView:
         self.metrics = dict(metrics)
         reward = metrics.get("reward/mean")
         if reward is not None:
-            self.reward = reward if self.reward is None else SMOOTHING * self.reward + (1 - SMOOTHING) * reward
+            self.rewarded += 1
+            before = self.reward or 0.0
+            self.reward = before + (reward - before) / min(self.rewarded, SMOOTHED_OVER)
             self.rewards.append(self.reward)
 
     @property

@@ -5,7 +5,8 @@ visits of the next `rest_epochs` epochs are skipped. Groups that failed say noth
 
 Invariants
 - A visit of epoch e is skipped only if a visit of one of the epochs e - rest_epochs to e - 1 was too easy or too hard.
-  An earlier visit that is made again (requeued, or after a resume) is not skipped: that choice was made before.
+  What came of its own epoch or a later one never skips it. This holds for visits that are made again too (requeued, or
+  after a resume): such a one is skipped if an earlier epoch's group has closed as too easy or too hard meanwhile.
 - At most `tasks` visits in a row are skipped. If all of these were, an epoch's worth of visits brought nothing: every
   rest ends there, and the next visit is made.
 - Only tasks at rest are remembered: a task is forgotten at the visit it returns with.

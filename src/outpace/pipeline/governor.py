@@ -36,7 +36,7 @@ class GovernorSettings:
 class GovernorState(msgspec.Struct, frozen=True):
     """What a checkpoint keeps of the governor."""
 
-    lag: int | None = None  # None: max_lag
+    lag: int | None = None  # None: max_lag, whatever it is when the run goes on
     good: int = 0
     lowered_at: int = 0
     changed_at: int = 0
@@ -57,7 +57,8 @@ class Governor:
     def state(self) -> GovernorState:
         if self._settings is None:
             return GovernorState()
-        return GovernorState(self.lag, self._good, self._lowered_at, self._changed_at)
+        lag = None if self.lag == self._max else self.lag
+        return GovernorState(lag, self._good, self._lowered_at, self._changed_at)
 
     def hear(self, ess: float, kl: float, oldest: int, next_group: int) -> int:
         """A batch was trained whose first admitted group was `oldest`; returns by how much the lag in force changed.

@@ -224,8 +224,11 @@ def _report(
 
 
 def _whole_return(episode: Episode) -> float:
-    """What an episode brought in all, for people: its reward and those of its turns."""
-    return episode.reward + sum(float(trajectory.turn_rewards.sum()) for trajectory in episode.trajectories)
+    """What an episode brought in all, for people: its reward, those of its turns, and the mean of those that its
+    trajectories have of their own."""
+    own = [trajectory.reward for trajectory in episode.trajectories if trajectory.reward is not None]
+    turns = sum(float(trajectory.turn_rewards.sum()) for trajectory in episode.trajectories)
+    return episode.reward + turns + (sum(own) / len(own) if own else 0.0)
 
 
 def _tokens(kept: list[Trajectory], clients: list[PolicyClient]) -> int:
