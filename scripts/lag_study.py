@@ -249,16 +249,19 @@ def draw(known: dict[Run, dict[str, Any]], figures: Path) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(8, 3.2), sharey=True)
     for axis, (setting, lags) in zip(axes, (("usual", LAGS), ("stress", (0, *FAR_LAGS))), strict=True):
         for method in METHODS:
-            points = [(lag, values) for lag in lags if (values := accuracies(known, setting, method, lag))]
-            means = [statistics.fmean(values) for _, values in points]
-            axis.plot([lag for lag, _ in points], means, marker="o", label=method)
-            for lag, values in points:
-                axis.scatter([lag] * len(values), values, s=8, color="grey", alpha=0.6, zorder=0)
+            outcomes = [
+                (run.lag, line) for run, line in known.items() if (run.setting, run.method) == (setting, method)
+            ]
+            points = [(lag, line.get("accuracy", 0.0)) for lag, line in outcomes]
+            means = [statistics.fmean(value for place, value in points if place == lag) for lag in lags]
+            (curve,) = axis.plot(lags, means, marker="o", label=f"{method} (mean, seeds)")
+            axis.scatter(*zip(*points, strict=True), s=9, color=curve.get_color(), alpha=0.5)
         axis.set_title(f"learning rate {LR if setting == 'usual' else STRESS_LR:g}")
         axis.set_xlabel("lag (versions)")
         axis.grid(alpha=0.3)
     axes[0].set_ylabel(f"held-out accuracy after {STEPS} steps")
     axes[0].legend()
+    axes[1].annotate("collapsed", (4.2, 0.02))
     figure.tight_layout()
     figure.savefig(figures / "lag.svg", metadata={"Date": None})
 
@@ -272,9 +275,9 @@ def draw(known: dict[Run, dict[str, Any]], figures: Path) -> None:
         for place, found in zip(places, values, strict=True):
             axis.scatter([place] * len(found), found, s=6, color="black", zorder=3)
     axis.set_xticks(range(len(names)), names, rotation=40, ha="right")
-    axis.set_ylim(0.5, 0.95)
+    axis.set_ylim(0.3, 0.9)
     axis.set_ylabel("held-out accuracy")
-    axis.legend(loc="lower right")
+    axis.legend(loc="lower right", framealpha=0.9)
     figure.tight_layout()
     figure.savefig(figures / "corrections.svg", metadata={"Date": None})
 
