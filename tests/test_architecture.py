@@ -32,6 +32,7 @@ NO_TORCH = (
     "outpace.pipeline.driver",
     "outpace.rollout.worker",
     "outpace.rewards.registry",
+    "outpace.rewards.grader",
     "outpace.tasks.registry",
     "outpace.runtime.child",
     "outpace.observe.console",

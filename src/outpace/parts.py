@@ -147,7 +147,7 @@ def _worker(name: str, settings: PartSettings, engines: list[Engine], given: dic
     from outpace.checkpoint.journal import JournalWriter
     from outpace.models.loading import eos_ids, load_tokenizer
     from outpace.rewards.grading import MAX_THREADS
-    from outpace.rollout.worker import Judges, RolloutWorker
+    from outpace.rollout.worker import RolloutWorker
     from outpace.runtime.threads import warm_up
     from outpace.tasks.registry import open_tasks
 
@@ -155,7 +155,6 @@ def _worker(name: str, settings: PartSettings, engines: list[Engine], given: dic
     warm_up(MAX_THREADS)
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     train, heldout = given["tasks"] if "tasks" in given else open_tasks(config)
-    functions = given["rewards"] if "rewards" in given else _rewards(config)
     return RolloutWorker(
         settings=_worker_settings(config, eos_ids(config.model.path)),
         engines=engines,
@@ -163,15 +162,22 @@ def _worker(name: str, settings: PartSettings, engines: list[Engine], given: dic
         train=train,
         heldout=heldout,
         rollout=given.get("rollout") or _rollout(config, given.get("environment")),
-        judges=Judges(functions, config.rewards.weights or [1.0] * len(functions)),
+        judges=_judges(config, given.get("rewards")),
         journal=JournalWriter(settings.journal, name),
     )
 
 
-def _rewards(config: Config) -> list[Any]:
-    from outpace.rewards.registry import resolve_rewards
+def _judges(config: Config, given: list[Any] | None) -> Any:
+    """The reward functions that a Python caller gave, or those that the config names."""
+    from outpace.rewards.pool import GraderPool
+    from outpace.rewards.registry import isolated, resolve_rewards
+    from outpace.rollout.worker import Judges
 
-    return resolve_rewards(config.rewards.functions)
+    rewards = config.rewards
+    functions = resolve_rewards(rewards.functions) if given is None else given
+    apart = isolated(functions, rewards.isolation, rewards.functions if given is None else None)
+    pool = GraderPool(apart, rewards.workers, rewards.memory_mb) if apart else None
+    return Judges(functions, rewards.weights or [1.0] * len(functions), pool)
 
 
 def _rollout(config: Config, environment: Any) -> Rollout:

@@ -21,6 +21,7 @@ from outpace.errors import BadInput
         ({"weights.every": 2, "pacing.max_lag": 0}, "weights.every", "use at most 1"),
         ({"rewards.functions": ["a", "b"], "rewards.weights": [1.0]}, "rewards.weights", "2 in all, not 1"),
         ({"rewards.functions": ["a", "a"]}, "rewards.functions", "a is there twice"),
+        ({"rewards.isolation": "thread", "rewards.memory_mb": 512}, "rewards.memory_mb", "leave this out"),
         ({"run.deterministic": True, "weights.update": "drain"}, "weights.update", "leave this out"),
         ({"run.deterministic": True, "pacing.on_stale": "drop"}, "pacing.on_stale", '"wait"'),
         ({"run.deterministic": True, "run.device": "cuda"}, "run.device", "CPU"),

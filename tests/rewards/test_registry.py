@@ -5,8 +5,9 @@ import pytest
 
 from outpace.errors import BadInput
 from outpace.rewards.countdown import countdown
+from outpace.rewards.handle import Source
 from outpace.rewards.number import last_integer, number
-from outpace.rewards.registry import accepted, check_rewards, resolve_rewards
+from outpace.rewards.registry import accepted, check_rewards, isolated, resolve_rewards
 
 
 def refusal(call: Any, *arguments: Any) -> str:
@@ -136,3 +137,31 @@ def test_the_last_integer_is_found(text: str, expected: int | None) -> None:
 def test_the_number_reward_reads_text_and_chats() -> None:
     completions: list[Any] = ["41", "14", [{"role": "assistant", "content": "so 41"}], [{"role": "assistant"}], []]
     assert number(completions, answer=[41] * 5) == [1.0, 0.0, 1.0, 0.0, 0.0]
+
+
+# ----------------------------------------------------------------------------------------------------------- isolation
+
+
+def mine(completions: list[str]) -> list[float]:
+    return [0.0] * len(completions)
+
+
+async def patient(completions: list[str]) -> list[float]:
+    return [0.0] * len(completions)
+
+
+NAMED = [("countdown", countdown), ("mine", mine), ("patient", patient)]
+
+
+@pytest.mark.parametrize(("isolation", "apart"), [(None, ["mine"]), ("thread", []), ("process", ["countdown", "mine"])])
+def test_plain_functions_of_users_get_processes_and_async_ones_never(isolation: Any, apart: list[str]) -> None:
+    assert list(isolated(NAMED, isolation)) == apart
+
+
+def test_a_function_goes_by_reference_where_it_has_one_and_by_value_otherwise() -> None:
+    by_value = isolated(NAMED, "process")
+    assert by_value["countdown"] == Source("outpace.rewards.countdown:countdown")
+    assert not by_value["mine"].reference
+    assert by_value["mine"].code
+    named = isolated(NAMED, "process", ["countdown", "my_rewards.py:mine", "my_rewards.py:patient"])
+    assert named == {"countdown": Source("outpace.rewards.countdown:countdown"), "mine": Source("my_rewards.py:mine")}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
+import psutil
 import pytest
 
 from outpace.algorithms.credit import credit_settings
@@ -18,6 +20,8 @@ from outpace.config.algorithm import AlgorithmConfig
 from outpace.config.methods import chosen_advantage
 from outpace.errors import PartFailed
 from outpace.protocols import ModelClient
+from outpace.rewards.pool import GraderPool
+from outpace.rewards.registry import isolated
 from outpace.rewards.shaping import Overlong
 from outpace.rollout.client import ClientSettings
 from outpace.rollout.closing import ClosingRules, Filter
@@ -81,6 +85,7 @@ def make_worker(
         writer: Any = kept,
         advantage: str = "dr_grpo",
         overlong: Overlong | None = None,
+        pool: GraderPool | None = None,
     ) -> RolloutWorker:
         settings = WorkerSettings(
             client=make_settings(),
@@ -91,7 +96,7 @@ def make_worker(
             closing=ClosingRules(credit_settings(chosen_advantage(AlgorithmConfig(advantage=advantage))), Filter()),
             overlong=overlong,
         )
-        judges = Judges(list(rewards), weights or [1.0] * len(rewards))
+        judges = Judges(list(rewards), weights or [1.0] * len(rewards), pool)
         return RolloutWorker(settings, list(engines), tokenizer, TASKS, HELDOUT, rollout, judges, writer)
 
     return make
@@ -391,6 +396,27 @@ async def test_closing_waits_until_nobody_writes(
     assert engine.aborted == ["0.0.0", "0.1.0"], "the episodes have ended"
     assert kept.closed
     assert (await running).reason == "cancelled"
+
+
+async def test_a_group_judged_in_a_process_keeps_its_traceback_and_closing_ends_the_process(
+    make_engine: Any, make_worker: MakeWorker
+) -> None:
+    def by_letter(completions: list[str], answer: list[str]) -> list[float]:
+        if answer[0] == "no":
+            raise ValueError("boom")
+        return [float(os.getpid()), 0.0]
+
+    rewards = [("by_letter", by_letter)]
+    worker = make_worker(make_engine(by_episode), rewards=rewards, pool=GraderPool(isolated(rewards)))
+    report = await worker.run(order())
+    assert report.outcome == "finished"
+    broken = await worker.run(order(1, task=1))
+    assert broken.reason == "reward: reward by_letter raised ValueError on samples 0 to 1: boom"
+    assert "in by_letter" in broken.traceback
+    grader = int(report.rewards[0])
+    assert psutil.pid_exists(grader)
+    await worker.close()
+    assert not psutil.pid_exists(grader)
 
 
 async def test_released_segments_are_handed_to_the_journal(

@@ -98,6 +98,8 @@ def _rewards_fit(config: Config) -> Iterator[str]:
             yield f"rewards.functions: {name} is there twice; give it a weight of 2 instead"
     if weights is not None and functions and len(weights) != len(functions):
         yield f"rewards.weights: needs one per function, {len(functions)} in all, not {len(weights)}"
+    if config.rewards.memory_mb is not None and config.rewards.isolation == "thread":
+        yield "rewards.memory_mb: threads have no limit of their own; leave this out or rewards.isolation"
 
 
 def _one_way_to_roll_out(config: Config) -> Iterator[str]:

@@ -66,6 +66,12 @@ class RewardsConfig(Section):
     """One weight per function; all 1 when absent."""
     timeout_s: float = Field(default=30.0, gt=0)
     """How long one call of a reward function may take."""
+    isolation: Literal["process", "thread"] | None = None
+    """Plain functions run in processes that can be killed, or on threads. Default: threads for built-in ones only."""
+    workers: int = Field(default=2, ge=1)
+    """How many processes per rollout worker judge at once."""
+    memory_mb: int | None = Field(default=None, ge=256)
+    """Address space of each of these processes; no limit when absent."""
     overlong_buffer: int = Field(default=0, ge=0)
     """The last so many tokens before rollout.max_tokens are penalised, more and more; 0: none are."""
     overlong_penalty: float | None = Field(default=None, gt=0)

@@ -5,8 +5,8 @@ number or None per completion, anything else is a `RewardFailed` that names the 
 
 Invariants:
 - The event loop never runs a synchronous reward function; async ones run on it.
-- A call takes at most `timeout_s`. A thread cannot be killed, so one that hangs is abandoned: it holds neither a place
-  among the running calls nor the end of the process.
+- A call takes at most `timeout_s`. A grader process that hangs is killed. A thread cannot be, so it is abandoned: it
+  holds neither a place among the running calls nor the end of the process.
 - None means "does not apply" and is left out of the sum. A completion to which nothing applies has no total.
 """
 
@@ -21,15 +21,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from outpace.errors import RewardFailed, one_line
+from outpace.errors import BadInput, RewardFailed, one_line
 from outpace.protocols import Reward
-from outpace.rewards.registry import accepted
+from outpace.rewards.outcomes import CallRaised, GraderDied, Scores, TimeLimitError, checked
+from outpace.rewards.pool import GraderPool
+from outpace.rewards.registry import accepted, is_async
 from outpace.runtime.threads import in_thread
 
 MAX_THREADS = 8
 """Synchronous calls that run at once, per event loop; further ones wait, and their time does not count yet."""
-
-Scores = list[float | None]
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,18 @@ async def grade(
     completions: Sequence[Any],
     columns: Mapping[str, Sequence[Any]],
     timeout_s: float,
+    pool: GraderPool | None = None,
 ) -> list[Graded]:
-    """Judge `completions`. Prompts and every column have one value per completion; weights are 1 when absent."""
+    """Judge `completions`. Prompts and every column have one value per completion; weights are 1 when absent.
+
+    The functions that `pool` knows run in its processes."""
     count = len(completions)
     arguments = {**columns, "prompts": prompts, "completions": completions}
     assert all(len(values) == count for values in arguments.values())
     # Every function is heard before the first failure is raised, so that no call is left running unwatched.
     scores = await asyncio.gather(
-        *(_score(name, function, arguments, count, timeout_s) for name, function in functions), return_exceptions=True
+        *(_score(name, function, arguments, count, timeout_s, pool) for name, function in functions),
+        return_exceptions=True,
     )
     by_name: dict[str, Scores] = {}
     for (name, _), answer in zip(functions, scores, strict=True):
@@ -77,28 +81,53 @@ def _combine(by_name: dict[str, Scores], weights: dict[str, float], sample: int)
 
 
 async def _score(
-    name: str, function: Reward, arguments: dict[str, Sequence[Any]], count: int, timeout_s: float
+    name: str,
+    function: Reward,
+    arguments: dict[str, Sequence[Any]],
+    count: int,
+    timeout_s: float,
+    pool: GraderPool | None,
 ) -> Scores:
     taken = accepted(function, arguments)
-    call = partial(
-        function, **{key: list(arguments[key]) for key in taken}
-    )  # a list of its own, to do with as it likes
-    samples = f"samples 0 to {count - 1}" if count > 1 else "sample 0"
+    given = {key: list(arguments[key]) for key in taken}  # lists of its own, to do with as it likes
     try:
-        returned = await (_on_loop(call, timeout_s) if _is_async(function) else _off_loop(call, timeout_s))
-    except _TimeLimitError:
-        raise RewardFailed(f"reward {name} took longer than {timeout_s:g} s on {samples}") from None
-    # The boundary to the user's code, which may raise anything and may even try to exit.
-    except (Exception, SystemExit) as error:
-        raise RewardFailed(f"reward {name} raised {type(error).__name__} on {samples}: {one_line(error)}") from error
-    return _checked(name, returned, count)
+        if pool is not None and name in pool:
+            return await _in_process(pool, name, given, count, timeout_s)
+        returned = await _in_worker(name, function, given, count, timeout_s)
+    except TimeLimitError:
+        raise RewardFailed(f"reward {name} took longer than {timeout_s:g} s on {_samples(count)}") from None
+    return checked(name, returned, count)
 
 
 # ----------------------------------------------------------------------------------------------------------- calling
 
 
-class _TimeLimitError(Exception):
-    """Ours, unlike a TimeoutError that the function itself may raise."""
+async def _in_process(pool: GraderPool, name: str, given: dict[str, list[Any]], count: int, timeout_s: float) -> Scores:
+    try:
+        return await pool.call(name, given, count, timeout_s)
+    except CallRaised as error:
+        raise RewardFailed(f"reward {name} raised {error.kind} on {_samples(count)}: {error.message}") from error
+    except GraderDied as error:
+        raise RewardFailed(f"the process of reward {name} {error} on {_samples(count)}") from None
+    except BadInput as error:  # a column that cannot be copied into another process
+        raise RewardFailed(f"reward {name} needs rewards.isolation = thread: {error}") from error
+
+
+async def _in_worker(name: str, function: Reward, given: dict[str, list[Any]], count: int, timeout_s: float) -> Any:
+    call = partial(function, **given)
+    try:
+        return await (_on_loop(call, timeout_s) if is_async(function) else _off_loop(call, timeout_s))
+    except TimeLimitError:
+        raise
+    # The boundary to the user's code, which may raise anything and may even try to exit.
+    except (Exception, SystemExit) as error:
+        raise RewardFailed(
+            f"reward {name} raised {type(error).__name__} on {_samples(count)}: {one_line(error)}"
+        ) from error
+
+
+def _samples(count: int) -> str:
+    return f"samples 0 to {count - 1}" if count > 1 else "sample 0"
 
 
 async def _on_loop(call: Callable[[], Any], timeout_s: float) -> Any:
@@ -107,7 +136,7 @@ async def _on_loop(call: Callable[[], Any], timeout_s: float) -> Any:
             return await call()
     except TimeoutError:
         if limit.expired():
-            raise _TimeLimitError from None
+            raise TimeLimitError from None
         raise
 
 
@@ -129,38 +158,3 @@ def _places() -> asyncio.Semaphore:
     if loop not in _places_of_loop:
         _places_of_loop[loop] = asyncio.Semaphore(MAX_THREADS)
     return _places_of_loop[loop]
-
-
-def _is_async(function: Reward) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-
-
-# ---------------------------------------------------------------------------------------------------------- checking
-
-
-def _checked(name: str, returned: Any, count: int) -> Scores:
-    """The returned values as floats and Nones, one per completion."""
-    if isinstance(returned, str | bytes | Mapping):
-        raise RewardFailed(f"reward {name} returned a {type(returned).__name__}, not a list of {count} numbers")
-    try:
-        values = list(returned)
-    except TypeError:
-        raise RewardFailed(
-            f"reward {name} returned {one_line(repr(returned), 60)}, not a list of {count} numbers"
-        ) from None
-    if len(values) != count:
-        raise RewardFailed(f"reward {name} returned {len(values)} values for {count} samples")
-    return [_number(name, value, sample) for sample, value in enumerate(values)]
-
-
-def _number(name: str, value: Any, sample: int) -> float | None:
-    if value is None:
-        return None
-    try:
-        score = math.nan if isinstance(value, str | bytes) else float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor of several elements
-        score = math.nan
-    if not math.isfinite(score):
-        shown = one_line(repr(value), 60)
-        raise RewardFailed(f"reward {name} returned {shown} for sample {sample}, not a finite number or None")
-    return score

@@ -9,11 +9,13 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from outpace.errors import BadInput
 from outpace.protocols import Reward
 from outpace.references import is_reference, load_function
+from outpace.rewards.handle import Source
+from outpace.runtime import code
 
 SETTING = "rewards.functions"
 ALWAYS_GIVEN = ("prompts", "completions")
@@ -60,6 +62,35 @@ def accepted(function: Reward, columns: Collection[str]) -> set[str]:
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return set(columns)
     return {parameter.name for parameter in parameters if parameter.kind in _BY_KEYWORD} & set(columns)
+
+
+def is_async(function: Reward) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def isolated(
+    functions: Sequence[NamedReward],
+    isolation: Literal["process", "thread"] | None = None,
+    references: Sequence[str] | None = None,
+) -> dict[str, Source]:
+    """Which functions run in processes of their own, and how those get them.
+
+    None stands for "all but the built-in ones", which can be trusted and take microseconds. Asynchronous functions
+    belong to the event loop whatever is said. Without `references` a function that is not built in goes by value."""
+    found: dict[str, Source] = {}
+    for (name, function), reference in zip(functions, references or [""] * len(functions), strict=True):
+        built_in = _built_in(function)
+        if is_async(function) or isolation == "thread" or (isolation is None and built_in):
+            continue
+        reference = built_in or reference
+        found[name] = Source(reference) if reference else Source(code=code.pack({name: function}))
+    return found
+
+
+def _built_in(function: Reward) -> str:
+    """The reference of a built-in function, whoever named it; empty for others."""
+    reference = f"{getattr(function, '__module__', '')}:{getattr(function, '__qualname__', '')}"
+    return reference if reference in BUILT_IN.values() else ""
 
 
 _BY_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)

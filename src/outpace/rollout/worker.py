@@ -26,6 +26,7 @@ from outpace.errors import RewardFailed
 from outpace.models.chat import as_text
 from outpace.protocols import Engine, Reward, Rollout, TaskSource
 from outpace.rewards.grading import Graded, grade
+from outpace.rewards.pool import GraderPool
 from outpace.rewards.shaping import Overlong, shaped
 from outpace.rollout.client import ClientSettings, PolicyClient
 from outpace.rollout.closing import ClosingRules, Verdict, close_group, version_range
@@ -49,10 +50,12 @@ class WorkerSettings:
 
 @dataclass(frozen=True)
 class Judges:
-    """The reward functions and their weights; none at all means that the rollout itself gives the reward."""
+    """The reward functions and their weights; none at all means that the rollout itself gives the reward. `pool` has
+    the processes of those that do not run in the worker's own; it is the worker's to close."""
 
     functions: list[tuple[str, Reward]]
     weights: list[float]
+    pool: GraderPool | None = None
 
 
 class RolloutWorker:
@@ -111,6 +114,8 @@ class RolloutWorker:
             work.cancel()
         await asyncio.gather(*running, return_exceptions=True)  # nobody may write to a closed journal
         self._journal.close()
+        if self._judges.pool is not None:
+            await self._judges.pool.close()
 
     async def _make_group(self, order: GroupOrder, clients: list[PolicyClient]) -> GroupReport:
         started = time.monotonic()
@@ -162,6 +167,7 @@ class RolloutWorker:
                 [episode.completion for episode in ended],
                 {name: [value] * len(ended) for name, value in task.columns.items()},
                 self._settings.reward_timeout_s,
+                self._judges.pool,
             )
         except RewardFailed as error:
             log.warning("grading %s failed", task.id, exc_info=True)

@@ -7,7 +7,6 @@ the socket. A child never outlives its parent: the kernel kills it when the pare
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
 import os
 import signal
@@ -19,11 +18,10 @@ from typing import Any
 import msgspec
 
 from outpace.runtime import spec as parts
+from outpace.runtime.lifeline import die_with_parent
 from outpace.runtime.rpc import Channel, proxy, serve
 from outpace.runtime.sockets import connect, listen
 from outpace.runtime.threads import steady_executor
-
-PR_SET_PDEATHSIG = 1
 
 
 class Ready(msgspec.Struct, tag="ready"):
@@ -39,11 +37,6 @@ class Broken(msgspec.Struct, tag="broken"):
 
 
 Hello = Ready | Broken
-
-
-def die_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 async def live(fd: int) -> None:

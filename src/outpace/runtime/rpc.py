@@ -64,12 +64,12 @@ class Channel:
         self._writer = writer
         self._unsent: list[bytes] = []
 
-    async def receive(self, kind: Any = Frame) -> Any:
-        """The next frame, or None when the other side is gone."""
+    async def receive(self, kind: Any = Frame, limit: int = wire.MAX_FRAME) -> Any:
+        """The next frame, or None when the other side is gone. One longer than `limit` bytes is a `WireError`."""
         try:
             header = await self._reader.readexactly(wire.HEADER.size)
             (size,) = wire.HEADER.unpack(header)
-            if size > wire.MAX_FRAME:
+            if size > limit:
                 raise wire.WireError(f"a frame of {size} bytes")
             body = await self._reader.readexactly(size)
         except (asyncio.IncompleteReadError, ConnectionError):

@@ -1,0 +1,59 @@
+"""What a call of a reward function may come to: one finite number or None per completion, or a failure with a name.
+
+Light: a grader process imports this before any code of the user.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from outpace.errors import RewardFailed, one_line
+
+Scores = list[float | None]
+
+
+class TimeLimitError(Exception):
+    """The call took too long. Ours, unlike a TimeoutError that the function itself may raise."""
+
+
+class CallRaised(Exception):
+    """The function raised in another process. Shown to people, this is the traceback it had there."""
+
+    def __init__(self, kind: str, message: str, remote_traceback: str) -> None:
+        super().__init__(remote_traceback)
+        self.kind = kind
+        self.message = message
+
+
+class GraderDied(Exception):
+    """The process ended, or stopped making sense, in the middle of the call; the text says how."""
+
+
+def checked(name: str, returned: Any, count: int) -> Scores:
+    """The returned values as floats and Nones, one per completion. Runs code of the user: iteration, conversion."""
+    if isinstance(returned, str | bytes | Mapping):
+        raise RewardFailed(f"reward {name} returned a {type(returned).__name__}, not a list of {count} numbers")
+    try:
+        values = list(returned)
+    except TypeError:
+        raise RewardFailed(
+            f"reward {name} returned {one_line(repr(returned), 60)}, not a list of {count} numbers"
+        ) from None
+    if len(values) != count:
+        raise RewardFailed(f"reward {name} returned {len(values)} values for {count} samples")
+    return [_number(name, value, sample) for sample, value in enumerate(values)]
+
+
+def _number(name: str, value: Any, sample: int) -> float | None:
+    if value is None:
+        return None
+    try:
+        score = math.nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor of several elements
+        score = math.nan
+    if not math.isfinite(score):
+        shown = one_line(repr(value), 60)
+        raise RewardFailed(f"reward {name} returned {shown} for sample {sample}, not a finite number or None")
+    return score

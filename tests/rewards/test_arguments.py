@@ -1,0 +1,61 @@
+"""Arguments on their way to a grader process."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outpace import wire
+from outpace.rewards.arguments import packed
+from outpace.runtime import code
+
+
+def arrived(arguments: dict[str, list[Any]]) -> dict[str, Any]:
+    body, by_value = packed(arguments)
+    return code.unpack(body) if by_value else wire.decode(body, dict[str, list[Any]])
+
+
+def shape(value: Any) -> Any:
+    """The value with all its types, to compare by."""
+    if isinstance(value, list | tuple):
+        return type(value), [shape(each) for each in value]
+    if isinstance(value, dict):
+        return [(shape(key), shape(each)) for key, each in value.items()]
+    return type(value), repr(value)
+
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.binary() | st.text()
+foreign = st.fractions() | st.decimals() | st.dates() | st.tuples(st.integers()) | st.complex_numbers()
+keys = st.text("ab") | st.integers() | st.booleans()
+values = st.recursive(
+    scalars | foreign,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.dictionaries(st.sampled_from("abc"), st.lists(values, max_size=3)))
+def test_whatever_is_sent_arrives_with_its_types(arguments: dict[str, list[Any]]) -> None:
+    assert shape(arrived(arguments)) == shape(arguments)
+
+
+@pytest.mark.parametrize("value", ["text", 1, 0.5, None, True, b"x", [1, ["a"]], {"role": "user", "content": ""}])
+def test_plain_data_travels_as_msgpack(value: Any) -> None:
+    assert not packed({"column": [value, value]})[1]
+
+
+@pytest.mark.parametrize("value", [(1, 2), Decimal(1), Fraction(1), 2**64, "\ud800", {1: 2}, {"a": {3}}])
+def test_what_msgpack_would_refuse_or_change_travels_by_value(value: Any) -> None:
+    assert packed({"plain": ["x"], "column": [value]})[1]
+
+
+def test_a_list_within_itself_travels_too() -> None:
+    circle: list[Any] = []
+    circle.append(circle)
+    again = arrived({"column": circle})["column"]
+    assert again[0] is again
