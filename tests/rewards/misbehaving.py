@@ -189,13 +189,10 @@ def reproduces(note: list[str]) -> list[float]:
     """Each process makes the next one and ends: no list of process ids is ever up to date."""
     if os.fork():
         time.sleep(600)
-    generation = 0
     while True:
-        if generation == 20:
-            _tell(note[0], os.getpid())
+        _tell(note[0], os.getpid())
         if os.fork():
             os._exit(0)
-        generation += 1
 
 
 def returns_twice(completions: list[str]) -> list[float]:

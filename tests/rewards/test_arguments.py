@@ -10,14 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outpace import wire
-from outpace.rewards.arguments import packed
-from outpace.runtime import code
+from outpace.rewards.arguments import packed, unpacked
 
 
-def arrived(arguments: dict[str, list[Any]]) -> dict[str, Any]:
-    body, by_value = packed(arguments)
-    return code.unpack(body) if by_value else wire.decode(body, dict[str, list[Any]])
+def arrived(arguments: dict[str, list[Any]], count: int) -> dict[str, Any]:
+    return unpacked(*packed(arguments), count)
 
 
 def shape(value: Any) -> Any:
@@ -39,9 +36,22 @@ values = st.recursive(
 )
 
 
-@given(st.dictionaries(st.sampled_from("abc"), st.lists(values, max_size=3)))
-def test_whatever_is_sent_arrives_with_its_types(arguments: dict[str, list[Any]]) -> None:
-    assert shape(arrived(arguments)) == shape(arguments)
+@given(st.data())
+def test_whatever_is_sent_arrives_with_its_types(data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, 3))
+    column = st.lists(values, min_size=count, max_size=count) | values.map(lambda value: [value] * count)
+    arguments = data.draw(st.dictionaries(st.sampled_from("abc"), column))
+    got = arrived(arguments, count)
+    assert {name: shape(got[name]) for name in arguments} == {name: shape(sent) for name, sent in arguments.items()}
+
+
+@pytest.mark.parametrize("value", ["x" * 10_000, ("x" * 10_000,)])
+def test_what_is_the_same_for_all_is_sent_once(value: Any) -> None:
+    arguments = {"prompts": [value] * 100, "completions": [str(number) for number in range(100)]}
+    assert len(packed(arguments)[0]) < 20_000
+    got = arrived(arguments, 100)
+    assert got == arguments
+    assert got["prompts"][0] is got["prompts"][99]
 
 
 @pytest.mark.parametrize("value", ["text", 1, 0.5, None, True, b"x", [1, ["a"]], {"role": "user", "content": ""}])
@@ -57,5 +67,5 @@ def test_what_msgpack_would_refuse_or_change_travels_by_value(value: Any) -> Non
 def test_a_list_within_itself_travels_too() -> None:
     circle: list[Any] = []
     circle.append(circle)
-    again = arrived({"column": circle})["column"]
+    again = arrived({"column": [circle]}, 1)["column"][0]
     assert again[0] is again

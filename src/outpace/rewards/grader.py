@@ -29,6 +29,7 @@ import msgspec
 from outpace import wire
 from outpace.errors import RewardFailed, one_line
 from outpace.references import load_function
+from outpace.rewards.arguments import unpacked
 from outpace.rewards.outcomes import checked
 from outpace.runtime import code
 from outpace.runtime.lifeline import die_with_parent
@@ -47,7 +48,7 @@ class Load(msgspec.Struct, tag="load"):
 
 
 class Ask(msgspec.Struct, tag="ask"):
-    """Call a function. `arguments` is msgpack, or where msgpack would change their types, `by_value` like code."""
+    """Call a function for `count` completions. `arguments` and `by_value` are those of `outpace.rewards.arguments`."""
 
     id: int
     function: str
@@ -154,8 +155,7 @@ def _load(order: Load) -> Any:
 
 
 def _call(order: Ask, function: Any) -> Any:
-    arguments = code.unpack(order.arguments) if order.by_value else wire.decode(order.arguments, dict[str, list[Any]])
-    returned = function(**arguments)
+    returned = function(**unpacked(order.arguments, order.by_value, order.count))
     return _awaited(returned) if inspect.isawaitable(returned) else returned
 
 
