@@ -19,6 +19,9 @@ from typing import Any
 
 from outpace.errors import BadInput, one_line
 
+FILE_MODULE = "outpace_file_"
+"""How the name of a module begins that was loaded from a file; no other process can import it by that name."""
+
 
 def is_reference(name: str) -> bool:
     return ":" in name
@@ -75,7 +78,7 @@ def _by_name(name: str, context: str) -> ModuleType:
 def _from_file(file: Path, context: str) -> ModuleType:
     """A file is imported once; its name in `sys.modules` comes from where it lies."""
     path = file.expanduser().resolve()
-    name = f"outpace_file_{path.stem}_{blake2b(str(path).encode(), digest_size=4).hexdigest()}"
+    name = f"{FILE_MODULE}{path.stem}_{blake2b(str(path).encode(), digest_size=4).hexdigest()}"
     if name in sys.modules:
         return sys.modules[name]
     if not path.is_file():

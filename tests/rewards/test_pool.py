@@ -177,8 +177,8 @@ async def test_a_process_that_ends_or_lies_costs_its_own_call_only(make_pool: Ma
 async def test_a_process_that_hangs_is_killed_at_the_limit_and_replaced(make_pool: MakePool, tmp_path: Path) -> None:
     note = tmp_path / "note"
     pool = make_pool("hangs", "good", workers=1)
-    error = await failure(pool, "hangs", timeout_s=0.5, note=str(note))
-    assert str(error) == "reward hangs took longer than 0.5 s on samples 0 to 1"
+    error = await failure(pool, "hangs", timeout_s=1.0, note=str(note))
+    assert str(error) == "reward hangs took longer than 1 s on samples 0 to 1"
     assert await totals(pool, "good") == [3.0, 3.0]
     await pool.close()
     assert [is_gone(pid) for pid in await lines(note)] == [True]
@@ -325,11 +325,11 @@ async def test_calls_that_wait_are_served_in_the_order_they_came_and_their_time_
     order: list[int] = []
 
     async def waiting(number: int) -> None:
-        assert await totals(pool, "good", timeout_s=0.5) == [3.0, 3.0]
+        assert await totals(pool, "good", timeout_s=1.0) == [3.0, 3.0]
         order.append(number)
 
     others = [asyncio.create_task(waiting(number)) for number in range(4)]
-    await asyncio.sleep(0.7)  # longer than each of them may take
+    await asyncio.sleep(1.2)  # longer than each of them may take
     gate.touch()
     await asyncio.gather(first, *others)
     assert order == [0, 1, 2, 3]
@@ -402,6 +402,17 @@ async def test_functions_and_columns_of_a_python_caller_arrive_as_they_are() -> 
     pool = GraderPool(isolated(functions))
     columns = {"pair": [(1, 2)], "exact": [Decimal("0.1")], "array": [np.arange(4)], "big": [2**70]}
     assert await grade(functions, None, ["p"], ["c"], columns, 60.0, pool) == [Graded(1.5, {"typed": 1.5})]
+    await pool.close()
+
+
+async def test_a_function_from_a_file_can_go_by_value_with_what_it_uses() -> None:
+    functions = [
+        ("raises", load_function(reference("raises"), "test")),
+        ("good", load_function(reference("good"), "test")),
+    ]
+    pool = GraderPool(isolated(functions))
+    assert await totals(pool, "good") == [3.0, 3.0]
+    assert "raised ValueError" in str(await failure(pool, "raises"))
     await pool.close()
 
 

@@ -113,9 +113,11 @@ class RolloutWorker:
         for work in running:
             work.cancel()
         await asyncio.gather(*running, return_exceptions=True)  # nobody may write to a closed journal
-        self._journal.close()
-        if self._judges.pool is not None:
-            await self._judges.pool.close()
+        try:
+            self._journal.close()
+        finally:
+            if self._judges.pool is not None:
+                await self._judges.pool.close()
 
     async def _make_group(self, order: GroupOrder, clients: list[PolicyClient]) -> GroupReport:
         started = time.monotonic()

@@ -6,11 +6,13 @@ ever read from a socket, a file or a child.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import cloudpickle
 
 from outpace.errors import BadInput
+from outpace.references import FILE_MODULE
 
 
 def pack(objects: dict[str, Any]) -> bytes:
@@ -18,6 +20,9 @@ def pack(objects: dict[str, Any]) -> bytes:
     given = {name: value for name, value in objects.items() if value is not None}
     if not given:
         return b""
+    for name, module in list(sys.modules.items()):
+        if name.startswith(FILE_MODULE):
+            cloudpickle.register_pickle_by_value(module)
     for name, value in given.items():
         try:
             cloudpickle.dumps(value)
