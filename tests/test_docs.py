@@ -33,7 +33,7 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
-SETTING_ROW = re.compile(r"^\| `(\w+\.\w+)` \| (.+?) \| `(.+?)` \|", re.MULTILINE)
+SETTING_ROW = re.compile(r"^\| `(\w+\.\w+)` \| (.+?) \| (.+?) \|", re.MULTILINE)
 
 FILE_ENDINGS = ("json", "jsonl", "lock", "log", "md", "py", "safetensors", "toml")
 """What may stand behind a section's name without being a key: `model.safetensors`, `run.lock`."""
@@ -114,7 +114,7 @@ def test_the_table_of_settings_is_complete_and_has_the_types_and_defaults_of_the
     expected = {
         key: (
             type_name(info.annotation).replace("|", "\\|"),
-            "none" if info.default is None else _as_toml(info.default),
+            "not set" if info.default is None else f"`{_as_toml(info.default)}`",
         )
         for key, info in FIELDS.items()
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -58,27 +59,20 @@ def _complain(error: OutpaceError) -> int:
 def train(arguments: argparse.Namespace, settings: list[str]) -> int:
     from outpace.config.loading import dump_toml, load_config
     from outpace.config.rules import resolve
-    from outpace.planning import Objects, make_plan
-    from outpace.trainer import run_plan
-
-    if arguments.resume is not None:
-        return _resume(arguments, settings)
-    config = load_config(arguments.config, settings)
-    if arguments.dry_run:
-        print(dump_toml(resolve(config)), end="")
-        return 0
-    run_plan(make_plan(config, Objects(), arguments.quiet))
-    return 0
-
-
-def _resume(arguments: argparse.Namespace, settings: list[str]) -> int:
     from outpace.planning import Objects, config_of_run, make_plan
     from outpace.trainer import run_plan
 
-    if arguments.config is not None:
+    resumes = arguments.resume is not None
+    if resumes and arguments.config is not None:
         raise BadInput("--resume: a run brings its own config; give changes as --section.key value")
-    config = config_of_run(arguments.resume, [*settings, f"--run.dir={arguments.resume}"])
-    run_plan(make_plan(config, Objects(), arguments.quiet), resume=True)
+    if resumes:
+        config = config_of_run(arguments.resume, [*settings, f"--run.dir={arguments.resume}"])
+    else:
+        config = load_config(arguments.config, settings)
+    if arguments.dry_run:
+        print(dump_toml(resolve(config)), end="")
+        return 0
+    run_plan(make_plan(config, Objects(), arguments.quiet), resume=resumes)
     return 0
 
 
@@ -145,8 +139,29 @@ class _Parser(argparse.ArgumentParser):
     """One line for a usage error, as for every other one."""
 
     def error(self, message: str) -> None:  # type: ignore[override]
-        print(f"outpace: {message}", file=sys.stderr)
+        print(f"outpace: {_improved(message)}", file=sys.stderr)
         raise SystemExit(2)
+
+
+COMMANDS = ("train", "eval", "export", "ledger", "doctor", "bench")
+UNKNOWN_COMMAND = re.compile(r"argument : invalid choice: '(.*?)'")
+UNKNOWN_OPTION = re.compile(r"unrecognized arguments: --([\w-]+)")
+
+
+def _improved(message: str) -> str:
+    """argparse's complaint, or a better one where we know what may have been meant."""
+    from outpace.config.loading import settings_like
+    from outpace.references import nearest
+
+    if command := UNKNOWN_COMMAND.match(message):
+        close = nearest(command[1], COMMANDS)
+        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(COMMANDS)}"
+        return f"no command {command[1]}; {hint}"
+    if option := UNKNOWN_OPTION.match(message):
+        meant = " or ".join(f"--{key}" for key in settings_like(option[1].replace("-", "_")))
+        hint = f"; did you mean {meant}?" if meant else " value"
+        return f"--{option[1]}: no such option; settings are written --section.key{hint}"
+    return message
 
 
 class _DescribeSettings(argparse.Action):

@@ -27,6 +27,12 @@ def is_reference(name: str) -> bool:
     return ":" in name
 
 
+def absolute(reference: str) -> str:
+    """The reference with the file in it, if one is, named from the root: it stays true in another directory."""
+    place, _, name = reference.rpartition(":")
+    return f"{Path(place).expanduser().absolute()}:{name}" if place.endswith(".py") and name else reference
+
+
 def nearest(word: str, known: Iterable[str], count: int = 1) -> list[str]:
     """The names most like a misspelt one, whatever the case of its letters."""
     by_small = {name.lower(): name for name in known}

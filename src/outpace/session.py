@@ -178,8 +178,8 @@ class Session:
         recorder.console.status(f"resuming from {checkpoint}")
         try:
             version = await learner.load(str(checkpoint))
-        except CorruptData as error:  # its checksums were right: it is another model's
-            raise BadInput(f"--resume: {checkpoint} does not fit {self._config.model.path}: {error}") from None
+        except CorruptData as error:  # its checksums were right: it is another config's
+            raise BadInput(f"--resume: {checkpoint} does not fit this config: {error}") from None
         state = json.loads(await asyncio.to_thread((checkpoint / STATE_FILE).read_text))
         return Core.restore(settings, order, state), version
 

@@ -24,8 +24,16 @@ def refusal(values: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("values", "key", "said"),
     [
-        ({"correction.weight": "token"}, "correction.weight", 'count it twice; use "none" or another anchor'),
-        ({**PPO, "algorithm.anchor": "rollout", "correction.weight": "sequence"}, "correction.weight", "twice"),
+        (
+            {"correction.weight": "token"},
+            "correction.weight",
+            'twice; use "none", or a surrogate with the anchor proximal, such as reinforce or ppo',
+        ),
+        (
+            {**PPO, "algorithm.anchor": "rollout", "correction.weight": "sequence"},
+            "correction.weight",
+            'twice; use "none", or the anchor proximal or approximate',
+        ),
         (
             {"kl.coefficient": 0.1, "kl.place": "reward", "kl.estimator": "unbiased"},
             "kl.estimator",
@@ -45,7 +53,7 @@ def test_what_would_count_a_ratio_twice_is_refused(values: dict[str, Any], key: 
         (
             {"algorithm.surrogate": "importance"},
             "algorithm.surrogate",
-            "set pacing.max_lag to 1, or set algorithm.force",
+            'use truncated_is, add the mask "token", set pacing.max_lag to 1, or set algorithm.force',
         ),
         (
             {"algorithm.surrogate": "importance", "correction.masks": ["sequence"]},
@@ -55,7 +63,12 @@ def test_what_would_count_a_ratio_twice_is_refused(values: dict[str, Any], key: 
         (
             {"algorithm.surrogate": "importance", "pacing.max_lag": 0, "replay.fraction": 0.5},
             "algorithm.surrogate",
-            "replay.max_age allows tokens 8 versions old",
+            "pacing.max_lag and replay.max_age allow tokens 0 + 8 versions old",
+        ),
+        (
+            {**PPO, "correction.cap": 0, "pacing.max_lag": 1, "replay.fraction": 0.5, "replay.max_age": 1},
+            "correction.cap",
+            'allow tokens 1 + 1 versions old; set a cap, add the mask "token", lower the two to 1 in all',
         ),
         ({**PPO, "correction.cap": 0}, "correction.cap", 'set a cap, add the mask "token"'),
         ({**PPO, "correction.cap": 0, "correction.masks": ["sequence"]}, "correction.cap", "without an upper bound"),
@@ -79,6 +92,7 @@ def test_weights_without_a_bound_are_refused_on_old_tokens(values: dict[str, Any
         {"algorithm.surrogate": "importance", "pacing.max_lag": 1},
         {"algorithm.surrogate": "importance", "correction.masks": ["token"]},
         {**PPO, "correction.cap": 0, "pacing.max_lag": 1},
+        {**PPO, "correction.cap": 0, "pacing.max_lag": 0, "replay.fraction": 0.5, "replay.max_age": 1},
         {**PPO, "correction.cap": 0, "correction.masks": ["token"]},
         {**PPO, "correction.cap": 0, "correction.weight": "sequence", "correction.masks": ["sequence"]},
     ],
@@ -116,7 +130,11 @@ def test_what_needs_the_closed_batch_does_not_stream(values: dict[str, Any], rea
         ({"algorithm.pass_k": 2}, "algorithm.pass_k", "(pass_at_k)"),
         ({"algorithm.gamma": 0.9}, "algorithm.gamma", 'use algorithm.credit = "turn" or "token", or leave this out'),
         ({"algorithm.gae_lambda": 0.9, "algorithm.credit": "turn"}, "algorithm.gae_lambda", '"gae", or leave this out'),
-        ({"correction.cap": 3}, "correction.cap", "no weight to truncate"),
+        (
+            {"correction.cap": 3},
+            "correction.cap",
+            "there is no weight to truncate with the anchor rollout; leave this out",
+        ),
         ({"correction.floor": 0.1, **PPO, "correction.weight": "none"}, "correction.floor", "no weight to truncate"),
         ({"correction.token_low": 0.1}, "correction.token_low", "the mask token is not in correction.masks; add it"),
         ({"correction.masks": ["token"], "correction.veto_below": 0.1}, "correction.veto_below", "the mask veto"),
@@ -143,7 +161,15 @@ def test_a_key_that_nothing_would_read_is_refused(values: dict[str, Any], key: s
 @pytest.mark.parametrize(
     ("values", "key", "said"),
     [
-        ({"algorithm.surrogate": "pppo"}, "algorithm.surrogate", "no surrogate is called 'pppo'; there are reinforce"),
+        ({"algorithm.surrogate": "pppo"}, "algorithm.surrogate", "no surrogate is called 'pppo'; did you mean ppo?"),
+        ({"algorithm.surrogate": "PPO"}, "algorithm.surrogate", "did you mean ppo?"),
+        ({"algorithm.surrogate": "zzz"}, "algorithm.surrogate", "called 'zzz'; there are reinforce"),
+        ({"algorithm.advantage": "Dr-GRPO"}, "algorithm.advantage", "did you mean dr_grpo?"),
+        ({"algorithm.normalise": "BatchStd"}, "algorithm.normalise", "did you mean batch_std?"),
+        ({"algorithm.advantage": "ppo"}, "algorithm.advantage", "ppo is a surrogate, not an advantage estimator"),
+        ({"algorithm.surrogate": "grpo"}, "algorithm.surrogate", "grpo is an advantage estimator, not a surrogate"),
+        ({"algorithm.advantage": "my.py"}, "algorithm.advantage", "name the function too: my.py:function"),
+        ({"algorithm.surrogate": "__main__:f"}, "algorithm.surrogate", "name the script's file: script.py:f"),
         ({"algorithm.advantage": "a:b:c"}, "algorithm.advantage", "there is no module"),
         (
             {"algorithm.anchor": "proximal"},
@@ -154,12 +180,15 @@ def test_a_key_that_nothing_would_read_is_refused(values: dict[str, Any], key: s
         ({"algorithm.advantage": "grpo", "algorithm.credit": "token"}, "algorithm.credit", "use episode or turn"),
         ({"correction.masks": ["veto", "veto"]}, "correction.masks", "veto is there twice"),
         (
-            {"correction.masks": ["token"], "correction.token_low": 9.0},
-            "correction.token_low",
-            "token_high, which is 5.0",
+            {"algorithm.credit": "token", "algorithm.gamma": 0.0},
+            "algorithm.gamma",
+            'leave this out, or use "turn" credit, the estimator "none"',
         ),
-        ({"correction.masks": ["sequence"], "correction.sequence_high": 0.5}, "correction.sequence_low", "lower it"),
-        ({"correction.masks": ["geometric"], "correction.geometric_low": 1.5}, "correction.geometric_low", "lower it"),
+        (
+            {"correction.masks": ["geometric"], "correction.geometric_low": 1.0, "correction.geometric_high": 1.0},
+            "correction.geometric_low",
+            "1.0 is not below correction.geometric_high",
+        ),
         ({**PPO, "correction.floor": 2}, "correction.floor", "not below correction.cap, which is 2.0"),
         (ONE, "rollout.group_size", 'use 2 or more, or algorithm.advantage = "none"'),
         ({**ONE, "algorithm.advantage": "none", "filter.uniform": True}, "filter.uniform", "set it to false"),
@@ -173,7 +202,15 @@ def test_a_key_that_nothing_would_read_is_refused(values: dict[str, Any], key: s
         ({"algorithm.updates": 5, "pacing.groups_per_step": 4}, "algorithm.updates", "use at most 4"),
         ({"rewards.overlong_buffer": 33}, "rewards.overlong_buffer", "do not fit into rollout.max_tokens, 32"),
         ({"difficulty.easy_above": 0.5, "difficulty.hard_below": 0.5}, "difficulty.easy_above", "set it above"),
-        ({"governor.min_lag": 3}, "governor.min_lag", "use at most 2"),
+        ({"governor.min_lag": 2}, "governor.min_lag", "use at most 1, or governor.enabled = false"),
+        ({"governor.enabled": True, "pacing.max_lag": 0}, "governor.enabled", "there is no lag to lower"),
+        ({"difficulty.easy_above": 0.9, "run.epochs": 1}, "difficulty.easy_above", "no task comes again"),
+        ({"difficulty.hard_below": 0.1, "run.epochs": 1}, "difficulty.hard_below", "no task comes again"),
+        (
+            {**ONE, "algorithm.advantage": "none", "replay.fraction": 0.5},
+            "replay.fraction",
+            "a group of one attempt has no spread",
+        ),
         ({"governor.enabled": True, "run.deterministic": True}, "governor.enabled", "holds the lag constant"),
         (
             {"filter.truncated": "mask", "kl.coefficient": 0.1, "kl.place": "reward"},
@@ -198,6 +235,22 @@ def test_settings_of_the_mathematics_that_do_not_fit_are_refused(values: dict[st
     assert said in message
 
 
+@pytest.mark.parametrize("name", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize(("bound", "value", "advice"), [("low", 1.2, "most"), ("high", 0.9, "least")])
+def test_a_mask_that_would_reject_what_is_on_policy_is_refused(
+    name: str, bound: str, value: float, advice: str
+) -> None:
+    message = refusal({"correction.masks": [name], f"correction.{name}_{bound}": value})
+    what = "tokens" if name == "token" else "sequences"
+    said = f"{value} would reject {what} on policy, whose ratio is 1; use at {advice} 1"
+    assert message == f"correction.{name}_{bound}: {said}"
+
+
+def test_a_veto_of_what_is_on_policy_is_refused() -> None:
+    message = refusal({"correction.masks": ["veto"], "correction.veto_below": 1.2})
+    assert message.startswith("correction.veto_below: 1.2 would reject sequences on policy")
+
+
 @pytest.mark.parametrize(
     "values",
     [
@@ -208,7 +261,13 @@ def test_settings_of_the_mathematics_that_do_not_fit_are_refused(values: dict[st
         {"algorithm.advantage": "pass_at_k", "algorithm.pass_k": 8},
         {"filter.min_group": 8},
         {"rewards.overlong_buffer": 32},
-        {"governor.min_lag": 2},
+        {"governor.min_lag": 1},
+        {"governor.min_lag": 0, "pacing.max_lag": 1},
+        {"pacing.max_lag": 0},
+        {"difficulty.easy_above": 0.9, "run.epochs": 2},
+        {"difficulty.easy_above": 0.9, "run.steps": 3},
+        {"rollout.group_size": 2, "replay.fraction": 0.5},
+        {"correction.masks": ["token", "veto"], "correction.token_low": 1.0, "correction.veto_below": 1.0},
         {"learner.stream": True},
         {"replay.fraction": 0.5, "run.deterministic": True},
         {"algorithm.updates": 64},
@@ -241,6 +300,22 @@ def wrong(tokens: outpace.Tokens, *, cap: float = -1.0):
 def reward(peers: outpace.Peers):
     return peers.returns_G
 
+@outpace.advantage
+def unadorned(peers: outpace.Peers):
+    return peers.returns_G
+
+@outpace.surrogate
+def plain(tokens: outpace.Tokens, *, cap: float = 7.0):
+    return tokens.logp_N
+
+@outpace.normaliser
+def batch(signal: outpace.BatchSignal):
+    return signal.advantages
+
+@outpace.advantage(parts=True, credits=("episode", "turn"))
+def single(peers: outpace.Peers):
+    return peers.returns_G
+
 def bare(tokens):
     return tokens.logp_N
 """
@@ -264,7 +339,8 @@ def test_a_function_of_ones_own_brings_its_defaults_like_a_built_in_one(own: str
         ("greedy", "greedy takes sharpness, which is no setting of algorithm; name it after one of"),
         ("wrong", "wrong has the default cap = -1.0, which algorithm.cap does not allow"),
         ("bare", "put @outpace.surrogate above it"),
-        ("reward", "put @outpace.surrogate above it"),
+        ("reward", "own.py:reward is an advantage estimator, not a surrogate"),
+        ("batch", "own.py:batch is a normaliser, not a surrogate"),
         ("los", "did you mean loss?"),
     ],
 )
@@ -276,3 +352,62 @@ def test_a_function_of_ones_own_that_cannot_be_configured_is_refused(own: str, n
 
 def test_a_name_with_line_breaks_is_refused_in_one_line() -> None:
     assert refusal({"algorithm.surrogate": "no\nsuch:thing"}).startswith("algorithm.surrogate: ")
+
+
+def test_a_decorator_needs_no_parentheses(own: str) -> None:
+    given = {"surrogate": f"{own}:plain", "advantage": f"{own}:unadorned", "normalise": f"{own}:batch"}
+    chosen = resolve(make_config({"algorithm": given})).algorithm
+    assert (chosen.cap, chosen.anchor, chosen.credit) == (7.0, "proximal", "episode")
+    assert {key: getattr(chosen, key) for key in given} == given
+
+
+@pytest.mark.parametrize(
+    ("decorator", "said"),
+    [
+        ("surrogate(anchors=())", "has no anchors; give at least one of proximal, rollout, approximate"),
+        ("surrogate(anchors=('sampler',))", "has anchors of 'sampler'; there are proximal, rollout, approximate"),
+        ("surrogate(anchors='rollout')", "has anchors = 'rollout'; give a tuple of"),
+        ("surrogate(anchors=([],))", "has anchors of []"),
+        ("surrogate(aggregation='mean')", "has aggregation of 'mean'; there are token_mean"),
+        ("surrogate(masks=('vetoo',))", "has masks of 'vetoo'; there are token"),
+        ("advantage(credits=())", "has no credits; give at least one of episode, turn, token"),
+        ("advantage(credits=('step',))", "has credits of 'step'"),
+        ("advantage(credits='turn')", "has credits = 'turn'; give a tuple of"),
+        ("advantage(credits=('episode', 'token'))", 'has "token" among its credits, which needs'),
+    ],
+)
+def test_arguments_of_a_decorator_that_do_not_exist_are_refused(tmp_path: Path, decorator: str, said: str) -> None:
+    file = tmp_path / "odd.py"
+    file.write_text(f"import outpace\n@outpace.{decorator}\ndef mine(x):\n    return x\n")
+    setting = f"algorithm.{decorator.partition('(')[0]}"
+    assert refusal({setting: f"{file}:mine"}).startswith(f"{setting}: mine {said}")
+
+
+def test_no_estimator_of_ones_own_has_a_critic(tmp_path: Path) -> None:
+    file = tmp_path / "critic.py"
+    file.write_text("import outpace\n@outpace.advantage(critic=True)\ndef mine(x):\n    return x\n")
+    assert "unexpected keyword argument 'critic'" in refusal({"algorithm.advantage": f"{file}:mine"})
+
+
+def test_single_rewards_have_no_credit_by_turn(own: str) -> None:
+    given = {"algorithm.advantage": f"{own}:single"}
+    assert refusal({**given, "algorithm.credit": "turn"}).endswith('which are of whole episodes; use "episode"')
+    resolve(make_config(given))
+
+
+def test_a_file_of_functions_is_named_from_the_root_once_resolved(
+    own: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = {
+        "algorithm": {"surrogate": "own.py:plain", "advantage": "./own.py:unadorned", "normalise": "own.py:batch"},
+        "rollout": {"function": "sub/../own.py:bare"},
+        "rewards": {"functions": ["own.py:bare", "number", "package.module:function"]},
+    }
+    config = resolve(make_config(given))
+    assert config.algorithm.surrogate == f"{own}:plain"
+    assert config.algorithm.advantage == f"{own}:unadorned"
+    assert config.algorithm.normalise == f"{own}:batch"
+    assert config.rollout.function == f"{tmp_path}/sub/../own.py:bare"
+    assert config.rewards.functions == [f"{own}:bare", "number", "package.module:function"]
+    assert resolve(config) == config

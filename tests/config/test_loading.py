@@ -49,6 +49,44 @@ def test_overrides_win_over_the_file_which_wins_over_the_defaults(tmp_path: Path
     assert (config.pacing.max_lag, config.pacing.depth, config.pacing.groups_per_step) == (1, 2.0, 64)
 
 
+@pytest.mark.parametrize(
+    ("first", "on_top"),
+    [
+        ({}, {"algorithm.preset": "gspo"}),
+        ({"algorithm.preset": "grpo"}, {"algorithm.preset": "gspo"}),
+        ({"algorithm.preset": "ppo"}, {"algorithm.preset": "no_correction"}),
+        ({"algorithm.surrogate": "ppo", "correction.masks": ["opsm"]}, {"algorithm.updates": 2}),
+        ({}, {"governor.enabled": False}),
+        ({"kl.coefficient": 0.1}, {"kl.coefficient": 0.0}),
+        ({"kl.coefficient": 0.1, "kl.place": "reward"}, {"kl.place": "loss"}),
+        ({"replay.fraction": 0.5}, {"replay.fraction": 0.0}),
+        ({}, {"filter.uniform": False}),
+        ({}, {"algorithm.updates": 2}),
+        ({}, {"run.deterministic": True}),
+        ({}, {"pacing.max_lag": 0}),
+        ({"algorithm.advantage": "gae", "learner.lr": 1e-3}, {"learner.lr": 1e-4}),
+    ],
+)
+def test_a_choice_on_top_of_a_resolved_file_is_as_if_made_at_first(
+    tmp_path: Path, first: dict[str, Any], on_top: dict[str, Any]
+) -> None:
+    first = {**first, "run.dir": "here", "engine.context": 256}
+    file = write(tmp_path, "config.toml", dump_toml(resolve(make_config(first))))
+    assert resolve(load_config(file, on_top)) == resolve(make_config({**first, **on_top}))
+
+
+def test_what_a_file_sets_apart_from_defaults_stays_under_a_preset_on_top(tmp_path: Path) -> None:
+    file = write(tmp_path, "config.toml", dump_toml(resolve(make_config({"filter.tolerance": 0.5}))))
+    config = resolve(load_config(file, ["--algorithm.preset", "gspo"]))
+    assert (config.algorithm.surrogate, config.filter.tolerance) == ("gspo", 0.5)
+
+
+def test_what_is_wrong_in_a_file_may_be_mended_on_top_and_is_told_otherwise(tmp_path: Path) -> None:
+    file = write(tmp_path, "a.toml", '[algorithm]\nsurrogate = "pppo"\n')
+    assert load_config(file, {"algorithm.surrogate": "ppo"}).algorithm.surrogate == "ppo"
+    assert refusal(load_config, file, ["--run.steps=2"]).startswith("algorithm.surrogate: ")
+
+
 @pytest.mark.parametrize("suffix", [".yaml", ".yml"])
 def test_yaml_says_the_same_as_toml(tmp_path: Path, suffix: str) -> None:
     toml = write(tmp_path, "a.toml", '[learner]\nlr = 1e-5\n[rewards]\nfunctions = ["a.b:c"]\n[run]\nsteps = 3\n')
@@ -93,7 +131,10 @@ def test_a_dict_may_be_nested_or_dotted() -> None:
         (["--algorithm.normalise=none"], {"algorithm.normalise": "none"}),
         (["--correction.weight", "none"], {"correction.weight": "none"}),
         (["--correction.masks", "token, veto"], {"correction.masks": ["token", "veto"]}),
-        (["--correction.masks=none"], {"correction.masks": None}),
+        (["--correction.masks=none"], {"correction.masks": []}),
+        (["--correction.masks="], {"correction.masks": []}),
+        (["--governor.enabled", "--filter.uniform"], {"governor.enabled": True, "filter.uniform": True}),
+        (["--critic.shared", "--learner.stream"], {"critic.shared": True, "learner.stream": True}),
         (["--kl.place", "none"], {"kl.place": None}),
         (["--model.system", "Be brief = good."], {"model.system": "Be brief = good."}),
         (["--run.steps", "2", "--run.steps", "5"], {"run.steps": 5}),
@@ -168,6 +209,24 @@ def attempt(key: str, text: str) -> str | None:
         ({"model": {"path": 3}}, "model.path", "string"),
         ({"model": {"path": "a\nb"}, "run": {"steps": "a\nb"}}, "run.steps", "integer"),
         ({"run": {"steps": 0, "seed": -1}}, "run.steps", "(and 1 more)"),
+        ({"algorithm": {"advantage": 3}}, "algorithm.advantage", "should be a valid string, not 3"),
+        (
+            {"algorithm": {"advantage": len}},
+            "algorithm.advantage",
+            "name it as path/to/file.py:function; functions of algorithm are not sent by value",
+        ),
+        ({"algorithm": {"surrogate": len}}, "algorithm.surrogate", "functions of algorithm are not sent by value"),
+        ({"algorithm": {"importance_cap": 2.0}}, "algorithm.importance_cap", "is now algorithm.cap"),
+        ({"algorithm.baseline": "group_mean"}, "algorithm.baseline", "is now algorithm.advantage"),
+        ({"algorithm.filter_uniform": True}, "algorithm.filter_uniform", "is now filter.uniform"),
+        ({"algorithm.uniform_tolerance": 0.1}, "algorithm.uniform_tolerance", "is now filter.tolerance"),
+        ({"algorithm.beta": 0.1}, "algorithm.beta", "did you mean kl.coefficient?"),
+        ({"kl": {"beta": 0.1}}, "kl.beta", "did you mean kl.coefficient?"),
+        ({"learner.learning_rate": 0.1}, "learner.learning_rate", "did you mean learner.lr?"),
+        ({"rollout": {"n": 4}}, "rollout.n", "did you mean rollout.group_size?"),
+        ({"rollout.num_generations": 4}, "rollout.num_generations", "did you mean rollout.group_size?"),
+        ({"algorithm.epsilon": 0.2}, "algorithm.epsilon", "did you mean algorithm.clip_low?"),
+        ({"algorithm.loss_type": "grpo"}, "algorithm.loss_type", "did you mean algorithm.surrogate?"),
     ],
 )
 def test_bad_values_are_refused_in_one_line(values: dict[str, Any], key: str, said: str) -> None:
@@ -282,7 +341,9 @@ def test_help_lists_every_setting_with_type_default_and_meaning() -> None:
         assert info.description, f"{key} has no docstring"
     assert "--pacing.max_lag  integer  (default 2)" in text
     assert '--pacing.on_stale  wait|requeue|drop|train  (default "wait")' in text
-    assert "--rewards.weights  list of number or none  (default none)" in text
+    assert "--rewards.weights  list of number or none  (not set)" in text
+    assert "--algorithm.advantage  text  (not set)" in text
+    assert "--correction.weight  none|token|sequence  (not set)" in text
 
 
 def test_importing_the_config_loads_no_heavy_package() -> None:

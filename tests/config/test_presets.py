@@ -73,7 +73,13 @@ def test_a_parameter_of_a_preset_that_lost_its_use_is_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("grpo2", "did you mean grpo"), ("zzz", "there are default, aipo"), ("a\nb", "there are")]
+    ("name", "said"),
+    [
+        ("grpo2", "did you mean grpo"),
+        ("DAPO", "did you mean dapo"),
+        ("zzz", "there are default, aipo"),
+        ("a\nb", "there are"),
+    ],
 )
 def test_an_unknown_preset_is_refused_with_a_suggestion(name: str, said: str) -> None:
     with pytest.raises(BadInput) as caught:

@@ -338,3 +338,15 @@ def test_a_batch_without_groups_is_a_version(make_llama: MakeLlama) -> None:
         core, batch = make(make_llama, settings)
         assert batch.train().tokens == 0
         assert core.version == 1
+
+
+def test_every_update_has_groups_of_the_batchs_own(make_llama: MakeLlama, records: list[GroupRecord]) -> None:
+    """However many are replayed: the first update tells how stale the batch is."""
+    _, batch = make(make_llama, {"algorithm.updates": 2})
+    batch.add(records[:2], replayed=False)
+    batch.add(records[2:], replayed=True)
+    groups = batch._examples(batch._entries)
+    for number in range(8):
+        parts = list(batch._parts(groups, number))
+        assert [[group[0].replayed for group in part] for part in parts] == [[False, True, True]] * 2
+        assert sorted(id(group) for part in parts for group in part) == sorted(map(id, groups))

@@ -175,3 +175,36 @@ def test_waiting_for_the_closed_batch_gives_the_gradient_of_streaming(
     )
     found = closed(core_of(make_llama(), config, "float64"), config, cuts(records, 3), monkeypatch)
     assert_same(found, expected, "float64")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["gae", "kl_in_reward", "m2po"])
+def test_padded_and_packed_give_the_same_gradient_of_a_closed_batch(
+    make_llama: MakeLlama, make_rows: MakeRows, monkeypatch: pytest.MonkeyPatch, name: str, dtype: str
+) -> None:
+    records, config = records_of(make_rows, 4), config_of(CLOSED[name])
+    packed, padded = (core_of(make_llama(), config, dtype) for _ in range(2))
+    padded.model.set_attn_implementation("sdpa")
+    padded._forward = PaddedForward(padded.model, Wanted(1.0, getattr(torch, dtype), hidden=padded.critic is not None))
+    expected = closed(packed, config, [records], monkeypatch)
+    assert_same(closed(padded, config, [records], monkeypatch), expected, dtype)
+
+
+def test_several_updates_in_float32_end_at_the_same_weights_in_any_arrival_order(
+    make_llama: MakeLlama, make_rows: MakeRows
+) -> None:
+    records = records_of(make_rows, 6)
+    config = config_of({"algorithm.preset": "decoupled_ppo", "algorithm.updates": 3, "learner.lr": 1e-3})
+    found = []
+    for chunks in ([records], cuts(records, 0), cuts(records, 1)):
+        core = core_of(make_llama(), config, "float32")
+        batch = ClosedBatch(core, config)
+        for chunk in chunks:
+            batch.add(chunk, replayed=False)
+        batch.train()
+        found.append(torch.cat([p.detach().flatten() for p in core.parameters.values()]))
+    start = torch.cat([p.detach().flatten() for p in make_llama().parameters()])
+    moved = (found[0] - start).norm()
+    assert moved > 0
+    for other in found[1:]:
+        assert (other - found[0]).norm() / moved < 1e-3, "AdamW's first steps go by the sign of small gradients"

@@ -16,6 +16,7 @@ from outpace.algorithms.catalogue import SURROGATES
 from outpace.errors import BadInput
 from outpace.learn.core import LearnerCore
 from outpace.learn.objective import nearness
+from outpace.learn.packing import pack
 from outpace.learn.settings import CoreSettings
 from outpace.types import Row
 from support import resolved
@@ -308,3 +309,15 @@ def test_values_are_clipped_near_the_old_ones_and_the_worse_error_counts(
     assert core.critic.bias.grad is not None
     assert 0 < int((expected == 0).sum()) < len(expected), "some values are clipped, and some are not"
     assert float(core.critic.bias.grad) == pytest.approx(float(expected.sum()), rel=1e-6)
+
+
+def test_the_guessed_proximal_logprobs_are_the_golden_ones(make_llama: MakeLlama) -> None:
+    """Tokens of version 3 in the step from 5 to 6: two thirds of the way from the sampler to the current policy."""
+    core = core_of(make_llama(), {"algorithm.surrogate": "ppo", "algorithm.anchor": "approximate"})
+    current = torch.tensor([-0.5, -1.0, -2.0, -0.3, -1.5], dtype=torch.float64)
+    sampler = torch.tensor([-0.7, -0.9, -2.9, -0.35, -1.0], dtype=torch.float64)
+    row = Row(np.zeros(6, np.int32), np.arange(6) > 0, np.zeros(6, np.float32), np.full(6, 3, np.int32), np.ones(6))
+    (packed,) = pack([row], 100)
+    found = core._objective._anchor_logp(packed, current, sampler, 5)
+    expected = torch.tensor([-0.566667, -0.966667, -2.3, -0.316667, -1.333333], dtype=torch.float64)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,9 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--weights.every=5", "--pacing.max_lag=1"], "weights.every"),
         (["missing.toml"], "missing.toml"),
         (["--stepps", "3"], "--stepps"),
+        (["--preset", "grpo"], "settings are written --section.key; did you mean --algorithm.preset?"),
+        (["--beta", "0.1"], "did you mean --kl.coefficient?"),
+        (["--zzzzzz"], "--zzzzzz: no such option; settings are written --section.key value"),
         (["--run.steps"], "run.steps"),
     ],
 )
@@ -56,6 +60,13 @@ def test_a_bad_setting_gives_one_line_and_leaves_nothing(
     monkeypatch.chdir(tmp_path)
     assert named in refused(["train", *words], capsys)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("word", "said"), [("trian", "no command trian; did you mean train?"), ("zzz", "there are train, eval, export")]
+)
+def test_a_command_that_does_not_exist_gives_one_line(word: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said in refused([word, "--run.steps=2"], capsys)
 
 
 @pytest.mark.parametrize(
@@ -131,6 +142,40 @@ def test_a_dry_run_prints_the_resolved_config_and_touches_nothing(
     assert "[pacing]" in printed
     assert f"groups_per_step = {json.dumps(settings['pacing.groups_per_step'])}" in printed
     assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_of_a_resume_prints_what_would_run_and_touches_nothing(
+    settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "--dry-run", *as_arguments(settings)]) == 0
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.toml").write_text(capsys.readouterr().out)
+    words = ["train", "--resume", str(run), "--dry-run", "--algorithm.preset", "gspo"]
+    assert main(words) == 0
+    printed = tomllib.loads(capsys.readouterr().out)
+    assert (printed["algorithm"]["surrogate"], printed["run"]["dir"]) == ("gspo", str(run))
+    assert printed["filter"]["uniform"] is False
+    assert [path.name for path in run.iterdir()] == ["config.toml"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"kl.coefficient": 0.1}, "it was saved without a reference; kl.coefficient must stay 0"),
+        ({"algorithm.preset": "ppo"}, "it was saved without a critic; algorithm.advantage cannot be gae"),
+        ({"model.path": "starter"}, "does not hold the weights of this model; model.path must stay"),
+    ],
+)
+def test_a_checkpoint_without_what_the_new_config_needs_is_refused(
+    change: Settings, said: str, settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = {**settings, "run.runtime": "inline", "run.steps": 1}
+    assert main(["train", "--quiet", *as_arguments(short)]) == 0
+    capsys.readouterr()
+    line = refused(["train", "--resume", str(tmp_path / "run"), *as_arguments({"run.steps": 2, **change})], capsys)
+    assert "does not fit this config" in line
+    assert said in line
 
 
 def test_help_describes_every_setting(capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,8 +58,8 @@ class AdvantageFacts(Facts):
     """`normalise` is the batch-scope stage that follows unless the config says otherwise. `credits`: what its
     advantages may be for; the first is the default. `additive`: the advantage is the return minus a baseline, so a
     return of a part of the episode can take the place of the whole. `needs_peers`: a group of one gets nothing from it.
-    `critic`: values are learned, and the learner makes the advantages, which only knows how for `gae`. `parts`: it looks at the single rewards, not
-    only at their sum."""
+    `critic`: values are learned, and the learner makes the advantages; it knows how for `gae` alone, so no user sets
+    this. `parts`: it looks at the single rewards, not only at their sum."""
 
     normalise: str = "none"
     credits: tuple[Credit, ...] = ("episode", "turn")

@@ -1,7 +1,8 @@
 """Every setting, typed and strict; importing it loads no torch.
 
 sections, algorithm     what can be set
-loading                 from files, command lines and dicts, and back
+loading, files          from files, command lines and dicts, and back
+aliases                 what settings are called elsewhere, for a hint
 presets, dependent      recipes, and defaults that follow from other settings
 rules, algorithm_rules  what is refused, in one line that starts with the key to change
 methods                 the functions that a config names, with the settings each takes

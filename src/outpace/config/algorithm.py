@@ -157,7 +157,7 @@ class ReplayConfig(Section):
     fraction: float = Field(default=0.0, ge=0, lt=1)
     """Groups trained once more, beside each batch's own, as a share of groups_per_step; beyond max_lag on purpose."""
     max_age: int | None = Field(default=None, ge=1)
-    """Oldest version, counted back from the step's, whose groups may be replayed. Default: 8."""
+    """Groups that were first trained at most so many versions ago may be replayed. Default: 8."""
     times: int | None = Field(default=None, ge=1)
     """How often one group may be replayed. Default: 1."""
 

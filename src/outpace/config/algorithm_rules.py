@@ -13,6 +13,8 @@ from outpace.config.methods import chosen_advantage, chosen_surrogate, closed_ba
 
 Rule = Callable[[Config], Iterator[str]]
 
+OTHER_SURROGATES = "a surrogate with the anchor proximal, such as reinforce or ppo"
+
 
 def _the_anchor_fits(config: Config) -> Iterator[str]:
     anchor, facts = config.algorithm.anchor, chosen_surrogate(config.algorithm).facts
@@ -21,11 +23,13 @@ def _the_anchor_fits(config: Config) -> Iterator[str]:
 
 
 def _no_ratio_counts_twice(config: Config) -> Iterator[str]:
-    weight = config.correction.weight
+    weight, facts = config.correction.weight, chosen_surrogate(config.algorithm).facts
     if config.algorithm.anchor == "rollout" and weight != "none":
+        others = [anchor for anchor in facts.anchors if anchor != "rollout"]
+        instead = f"the anchor {' or '.join(others)}" if others else OTHER_SURROGATES
         yield (
             f'correction.weight: algorithm.anchor = "rollout" puts the ratio to the sampler into the surrogate, '
-            f'"{weight}" would count it twice; use "none" or another anchor'
+            f'"{weight}" would count it twice; use "none", or {instead}'
         )
     if config.kl.place == "reward" and config.kl.estimator == "unbiased":
         yield (
@@ -37,34 +41,51 @@ def _no_ratio_counts_twice(config: Config) -> Iterator[str]:
 def _weights_have_a_bound(config: Config) -> Iterator[str]:
     """Where tokens may be older than one version. A mask of tokens bounds what is weighted token by token, one of
     sequences what is weighted by sequence; with the anchor `rollout` masks look at the surrogate's own ratio."""
-    age, key = _oldest(config)
+    age, why, remedy = _oldest(config)
     if age <= 1 or config.algorithm.force:
         return
     correction, masks = config.correction, config.correction.masks or []
     facts = chosen_surrogate(config.algorithm).facts
-    ending = f"without an upper bound, and {key} allows tokens {age} versions old"
+    ending, remedy = f"without an upper bound, and {why}", f"{remedy}, or set algorithm.force = true"
     if facts.unbounded and not (config.algorithm.anchor == "rollout" and "token" in masks):
-        yield (
-            f"algorithm.surrogate: {facts.name} has importance weights {ending}; use truncated_is, set {key} to 1, "
-            "or set algorithm.force = true"
-        )
+        mask = 'add the mask "token", ' if config.algorithm.anchor == "rollout" else ""
+        yield f"algorithm.surrogate: {facts.name} has importance weights {ending}; use truncated_is, {mask}{remedy}"
     if correction.weight != "none" and correction.cap == 0 and correction.weight not in masks:
-        yield (
-            f'correction.cap: 0 leaves weights {ending}; set a cap, add the mask "{correction.weight}", '
-            f"set {key} to 1, or set algorithm.force = true"
-        )
+        yield f'correction.cap: 0 leaves weights {ending}; set a cap, add the mask "{correction.weight}", {remedy}'
 
 
-def _oldest(config: Config) -> tuple[int, str]:
-    """Age in versions of the oldest token that may be trained, and the setting that allows it."""
-    age, replayed = config.pacing.max_lag, config.replay.max_age or 0
-    return (replayed, "replay.max_age") if replayed > age else (age, "pacing.max_lag")
+def _oldest(config: Config) -> tuple[int, str, str]:
+    """Age in versions of the oldest token that may be trained, which settings allow it, and how to lower it. A replayed
+    group was first trained up to `max_age` versions ago, and its tokens sampled up to `max_lag` before that."""
+    max_lag, max_age = config.pacing.max_lag, config.replay.max_age
+    if config.replay.fraction == 0 or max_age is None:
+        return max_lag, f"pacing.max_lag allows tokens {max_lag} versions old", "set pacing.max_lag to 1"
+    age = max_lag + max_age
+    why = f"pacing.max_lag and replay.max_age allow tokens {max_lag} + {max_age} versions old"
+    return age, why, "lower the two to 1 in all"
+
+
+BOUNDED = {"token": "tokens", "sequence": "sequences", "geometric": "sequences"}
+"""Masks with a lower and an upper bound of what they keep, and what they reject."""
+
+
+def _masks_keep_what_is_on_policy(config: Config) -> Iterator[str]:
+    correction = config.correction
+    for name, what in BOUNDED.items():
+        low, high = getattr(correction, f"{name}_low"), getattr(correction, f"{name}_high")
+        ending = f"would reject {what} on policy, whose ratio is 1; use at"
+        if low is not None and low > 1:
+            yield f"correction.{name}_low: {low} {ending} most 1"
+        if high is not None and high < 1:
+            yield f"correction.{name}_high: {high} {ending} least 1"
+    if (bound := correction.veto_below) is not None and bound > 1:
+        yield f"correction.veto_below: {bound} would reject sequences on policy, whose ratios are 1; use at most 1"
 
 
 def _bounds_are_in_order(config: Config) -> Iterator[str]:
     correction = config.correction
     pairs = [("floor", correction.floor, "cap", correction.cap or None)]
-    for name in ("token", "sequence", "geometric"):
+    for name in BOUNDED:
         low, high = getattr(correction, f"{name}_low"), getattr(correction, f"{name}_high")
         pairs.append((f"{name}_low", low, f"{name}_high", high))
     for low_key, low, high_key, high in pairs:
@@ -80,15 +101,17 @@ def _masks_differ(config: Config) -> Iterator[str]:
 
 
 def _credit_fits(config: Config) -> Iterator[str]:
-    credit, facts = config.algorithm.credit, chosen_advantage(config.algorithm).facts
+    credit, gamma, facts = config.algorithm.credit, config.algorithm.gamma, chosen_advantage(config.algorithm).facts
     if credit not in facts.credits:
         yield f"algorithm.credit: {facts.name} gives no credit by {credit}; use {' or '.join(facts.credits)}"
-    elif credit == "token" and not facts.additive:
-        yield f'algorithm.credit: {facts.name} is no return minus a baseline, which "token" needs; use "episode"'
-    elif credit == "token" and facts.needs_peers and (config.algorithm.gamma or 1.0) < 1:
+    elif credit != "episode" and facts.parts:
+        yield f'algorithm.credit: {facts.name} looks at single rewards, which are of whole episodes; use "episode"'
+    elif credit == "token" and facts.needs_peers and gamma is not None and gamma < 1:
+        turn = '"turn" credit, ' if "turn" in facts.credits else ""
         yield (
             f"algorithm.gamma: the baseline of {facts.name} is one number for all tokens, so discounted returns would "
-            'fall below it early on; leave this out, or use "turn" credit, "none" or "reinforce_pp"'
+            f"fall below it early on; leave this out, or use {turn}"
+            'the estimator "none" or "reinforce_pp"'
         )
 
 
@@ -136,6 +159,9 @@ def _difficulty_leaves_tasks(config: Config) -> Iterator[str]:
     easy, hard = config.difficulty.easy_above, config.difficulty.hard_below
     if easy is not None and hard is not None and easy <= hard:
         yield f"difficulty.easy_above: every task is too easy or too hard; set it above difficulty.hard_below, {hard}"
+    if config.run.epochs == 1 and (easy is not None or hard is not None):
+        key = "hard_below" if easy is None else "easy_above"
+        yield f"difficulty.{key}: run.epochs is 1, so no task comes again to be left out; raise that, or leave this out"
 
 
 def _the_governor_can_act(config: Config) -> Iterator[str]:
@@ -144,20 +170,28 @@ def _the_governor_can_act(config: Config) -> Iterator[str]:
         return
     if config.run.deterministic:
         yield "governor.enabled: run.deterministic holds the lag constant; leave this out"
-    elif governor.min_lag is not None and governor.min_lag > max_lag:
-        yield f"governor.min_lag: {governor.min_lag} is above pacing.max_lag; use at most {max_lag}"
+    elif max_lag == 0:
+        yield "governor.enabled: pacing.max_lag is 0, so there is no lag to lower; raise that, or leave this out"
+    elif governor.min_lag is not None and governor.min_lag >= max_lag:
+        yield (
+            f"governor.min_lag: {governor.min_lag} is not below pacing.max_lag, so the lag in force could not change; "
+            f"use at most {max_lag - 1}, or governor.enabled = false"
+        )
 
 
 def _replay_has_groups(config: Config) -> Iterator[str]:
     fraction, size = config.replay.fraction, config.pacing.groups_per_step
     if fraction > 0 and round(fraction * size, 6) < 1:
         yield f"replay.fraction: {fraction:g} of {size} groups is less than one; use at least {1 / size:.3g}"
+    elif fraction > 0 and config.rollout.group_size == 1:
+        yield "replay.fraction: a group of one attempt has no spread of rewards to be chosen by; leave this out"
 
 
 ALGORITHM_RULES: tuple[Rule, ...] = (
     _the_anchor_fits,
     _no_ratio_counts_twice,
     _weights_have_a_bound,
+    _masks_keep_what_is_on_policy,
     _bounds_are_in_order,
     _masks_differ,
     _credit_fits,

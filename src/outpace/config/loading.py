@@ -5,6 +5,8 @@ settings are one flat mapping from dotted keys (`pacing.max_lag`) to values, so 
 
 Invariants:
 - An unknown key is an error with a suggestion, never ignored.
+- A choice on top of a file brings its own defaults, also where the file spells out those of another, as the config of
+  a run does.
 - Every error is a `BadInput` of exactly one line that starts with the dotted key, or the file if no key is to blame.
 - Text given for a setting that is not text is read as on the command line, wherever it comes from: YAML takes
   `1e-5` for text. Nothing else is converted.
@@ -12,10 +14,8 @@ Invariants:
 
 from __future__ import annotations
 
-import difflib
 import json
-import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
@@ -24,9 +24,13 @@ import pydantic
 from pydantic.fields import FieldInfo
 
 from outpace.config import Config
+from outpace.config.aliases import ALIASES, RENAMED
+from outpace.config.dependent import redundant
+from outpace.config.files import read_file
 from outpace.config.rules import check
 from outpace.config.section import Section
 from outpace.errors import BadInput, one_line
+from outpace.references import nearest
 
 Flat = dict[str, Any]
 """Settings by dotted key."""
@@ -48,21 +52,35 @@ def load_config(file: Path | None = None, overrides: Sequence[str] | Mapping[str
     """The config of a file (optional) and overrides: command-line arguments, or a nested or dotted dict."""
     from_file = flatten(read_file(file)) if file is not None else {}
     on_top = flatten(overrides) if isinstance(overrides, Mapping) else parse_arguments(overrides)
-    return make_config({**from_file, **on_top})
+    return make_config({**(_without_defaults(from_file) if on_top else from_file), **on_top})
 
 
 def make_config(values: Mapping[str, Any]) -> Config:
     """A checked config from a nested or dotted dict: `{"pacing": {"max_lag": 2}, "run.steps": 10}`."""
+    config = _validated(flatten(values))
+    check(config)
+    return config
+
+
+def _validated(flat: Flat) -> Config:
+    """Key by key; no combination is looked at."""
     nested: dict[str, dict[str, Any]] = {}
-    for dotted, value in flatten(values).items():
+    for dotted, value in flat.items():
         section, _, key = dotted.partition(".")
         nested.setdefault(section, {})[key] = value
     try:
-        config = Config.model_validate(nested)
+        return Config.model_validate(nested)
     except pydantic.ValidationError as error:
         raise BadInput(_explain(error)) from None
-    check(config)
-    return config
+
+
+def _without_defaults(flat: Flat) -> Flat:
+    """The same without keys that say what would be filled in anyway."""
+    try:
+        unneeded = redundant(_validated(flat))
+    except BadInput:  # what is wrong may be overridden; if not, it is told when the whole is checked
+        return flat
+    return {key: value for key, value in flat.items() if key not in unneeded}
 
 
 def dump_toml(config: Config) -> str:
@@ -71,64 +89,6 @@ def dump_toml(config: Config) -> str:
     for section, values in config.model_dump(exclude_none=True).items():
         lines += [f"[{section}]", *(f"{key} = {_toml(value)}" for key, value in values.items()), ""]
     return "\n".join(lines)
-
-
-# ------------------------------------------------------------------------------------------------------------ files
-
-
-def read_file(file: Path) -> Mapping[str, Any]:
-    """The raw content of a TOML or YAML file."""
-    readers = {".toml": _read_toml, ".yaml": _read_yaml, ".yml": _read_yaml}
-    if file.suffix not in readers:
-        raise BadInput(f"{file}: a config file ends in .toml, .yaml or .yml")
-    try:
-        content = readers[file.suffix](file.read_text(encoding="utf-8-sig"))
-    except FileNotFoundError:
-        raise BadInput(f"{file}: there is no such config file") from None
-    except OSError as error:
-        raise BadInput(f"{file}: cannot be read: {one_line(error.strerror)}") from None
-    except ValueError as error:
-        raise BadInput(f"{file}: {one_line(error)}") from None
-    if not isinstance(content, Mapping):
-        raise BadInput(f"{file}: should hold sections with keys, not a {type(content).__name__}")
-    return content
-
-
-def _read_toml(text: str) -> Any:
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        at_end = f"at line {text.count(chr(10)) + 1}, the end of the file"
-        raise ValueError(f"not valid TOML: {str(error).replace('at end of document', at_end)}") from None
-
-
-def _read_yaml(text: str) -> Any:
-    import yaml  # here, because most configs are TOML
-
-    try:
-        _refuse_repeated_keys(yaml.compose(text, Loader=yaml.SafeLoader))
-        return yaml.safe_load(text) or {}
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = f" (at line {mark.line + 1}, column {mark.column + 1})" if mark else ""
-        raise ValueError(f"not valid YAML: {error.problem}{where}") from None
-    except yaml.YAMLError as error:
-        raise ValueError(f"not valid YAML: {error}") from None
-
-
-def _refuse_repeated_keys(root: Any) -> None:
-    """YAML lets the last of two equal keys win, so that the first would be ignored in silence."""
-    pending = [root]
-    while pending:
-        node = pending.pop()
-        if node is None or node.id != "mapping":
-            continue
-        seen: set[str] = set()
-        for key, value in node.value:
-            if key.value in seen:
-                raise ValueError(f"{key.value} is set twice (the second time at line {key.start_mark.line + 1})")
-            seen.add(key.value)
-            pending.append(value)
 
 
 def _toml(value: Any) -> str:
@@ -167,11 +127,14 @@ def _read_by_type(dotted: str, value: Any) -> Any:
 
 def unknown_key(dotted: str) -> BadInput:
     """The error for a key that does not exist, with the nearest one that does."""
+    if dotted in RENAMED:
+        return BadInput(f"{dotted}: is now {RENAMED[dotted]}")
     section, dot, last = dotted.rpartition(".")
     candidates = (
-        [f"{section}.{key}" for key in _nearest(last, SECTIONS[section].model_fields)] if section in SECTIONS else [],
-        [key for key in FIELDS if key.rpartition(".")[2] == last],
-        _nearest(dotted, FIELDS if dot else SECTIONS) if section not in SECTIONS else [],
+        [ALIASES[dotted]] if dotted in ALIASES else [],
+        [f"{section}.{key}" for key in nearest(last, SECTIONS[section].model_fields)] if section in SECTIONS else [],
+        _settings_called(last),
+        nearest(dotted, FIELDS if dot else SECTIONS) if section not in SECTIONS else [],
     )
     close = next(filter(None, candidates), [])
     if close:
@@ -183,8 +146,19 @@ def unknown_key(dotted: str) -> BadInput:
     return BadInput(f"{one_line(dotted)}: no such {'setting' if dot else 'section'}; {hint}")
 
 
-def _nearest(word: str, known: Iterable[str]) -> list[str]:
-    return difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+def settings_like(word: str) -> list[str]:
+    """What a key without its section may mean."""
+    aliased = [key for alias, key in ALIASES.items() if _last(alias) == word]
+    exact = _settings_called(word) or list(dict.fromkeys(aliased))
+    return exact or [key for name in nearest(word, map(_last, FIELDS)) for key in _settings_called(name)]
+
+
+def _settings_called(last: str) -> list[str]:
+    return [key for key in FIELDS if _last(key) == last]
+
+
+def _last(dotted: str) -> str:
+    return dotted.rpartition(".")[2]
 
 
 # ----------------------------------------------------------------------------------------------------- command line
@@ -212,7 +186,7 @@ def parse_arguments(arguments: Sequence[str]) -> Flat:
 def _next_value(dotted: str, annotation: Any, rest: list[str]) -> str:
     if rest and not rest[0].startswith("--"):
         return rest.pop(0)
-    if annotation is bool:
+    if annotation is bool or bool in get_args(annotation):
         return "true"
     raise BadInput(f"{dotted}: needs a value after it, {type_name(annotation)}")
 
@@ -221,9 +195,10 @@ def parse_text(text: str, annotation: Any) -> Any:
     """`text` as a value of the type. Text that does not fit comes back as it is, for the validator to refuse."""
     options = get_args(annotation)
     if NoneType in options:
+        option = next(option for option in options if option is not NoneType)
         if text.strip().lower() == "none" and not _has_word(annotation, "none"):
-            return None
-        return parse_text(text, next(option for option in options if option is not NoneType))
+            return [] if _is_choice_of_several(option) else None
+        return parse_text(text, option)
     if get_origin(annotation) is list:
         return _parse_list(text, options[0])
     if annotation is bool:
@@ -251,6 +226,11 @@ def _has_word(annotation: Any, word: str) -> bool:
     return any(option == word or _has_word(option, word) for option in get_args(annotation))
 
 
+def _is_choice_of_several(annotation: Any) -> bool:
+    """A list of words from a fixed set, such as `correction.masks`: none of them can be chosen, too."""
+    return get_origin(annotation) is list and get_origin(get_args(annotation)[0]) is Literal
+
+
 def _takes_text(annotation: Any) -> bool:
     return annotation is str or get_origin(annotation) is Literal or str in get_args(annotation)
 
@@ -264,16 +244,18 @@ def describe() -> str:
     for name, section in SECTIONS.items():
         lines = [name]
         for key, info in section.model_fields.items():
-            default = "none" if info.default is None else _toml(info.default)
-            lines.append(f"  --{name}.{key}  {type_name(info.annotation)}  (default {default})")
+            default = "not set" if info.default is None else f"default {_toml(info.default)}"
+            lines.append(f"  --{name}.{key}  {type_name(info.annotation)}  ({default})")
             lines.append(f"      {one_line(info.description)}")
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
 
 
 def type_name(annotation: Any) -> str:
-    """A type as people say it: `integer`, `wait|drop`, `list of text`."""
+    """A type as people say it: `integer`, `wait|drop`, `list of text`. Where `none` is a word, it does not unset."""
     options = get_args(annotation)
+    if NoneType in options and _has_word(annotation, "none"):
+        return "text" if str in options else type_name(options[0])
     if get_origin(annotation) is Literal:
         return "|".join(map(str, options))
     if get_origin(annotation) is list:
@@ -285,12 +267,18 @@ def type_name(annotation: Any) -> str:
 
 def _explain(error: pydantic.ValidationError) -> str:
     """The first complaint of the validator as one line, with the number of those left unsaid."""
-    first, *others = error.errors(include_url=False)
-    dotted = ".".join(str(part) for part in first["loc"][:2])
+    by_key: dict[str, list[Any]] = {}
+    for each in error.errors(include_url=False):
+        by_key.setdefault(".".join(str(part) for part in each["loc"][:2]), []).append(each)
+    key, about = next(iter(by_key.items()))
+    # Of the alternatives of a name, text is the one that was meant.
+    first = next((each for each in about if each["type"] == "string_type"), about[0])
+    more = f" (and {len(by_key) - 1} more)" if len(by_key) > 1 else ""
+    if callable(first["input"]) and key.startswith("algorithm."):
+        return f"{key}: name it as path/to/file.py:function; functions of algorithm are not sent by value{more}"
     item = "".join(f"item {part + 1} " for part in first["loc"][2:] if isinstance(part, int))
     complaint = first["msg"].replace("Input should", "should", 1)
-    more = f" (and {len(others)} more)" if others else ""
-    return f"{dotted}: {item}{one_line(complaint)}, not {_shown(first['input'])}{more}"
+    return f"{key}: {item}{one_line(complaint)}, not {_shown(first['input'])}{more}"
 
 
 def _shown(value: Any) -> str:

@@ -7,13 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, get_args
 
 import pydantic
 
 from outpace.algorithms.catalogue import ADVANTAGES, NORMALISERS, SURROGATES
 from outpace.algorithms.corrections import MASKS, MaskFacts
-from outpace.algorithms.registry import AdvantageFacts, Facts, NormaliserFacts, Registry, SurrogateFacts
+from outpace.algorithms.registry import (
+    AdvantageFacts,
+    Aggregation,
+    Anchor,
+    Credit,
+    Facts,
+    NormaliserFacts,
+    Registry,
+    SurrogateFacts,
+)
 from outpace.config import Config
 from outpace.config.algorithm import AlgorithmConfig, CorrectionConfig
 from outpace.errors import BadInput, one_line
@@ -73,6 +82,8 @@ def _find(registry: Registry, name: str) -> Any:
         raise BadInput(one_line(error, limit=600)) from error
     if is_reference(name):
         _check_parameters(facts, registry.setting)
+        for complaint in _complaints(facts):
+            raise BadInput(f"{registry.setting}: {facts.name} {complaint}")
     return facts
 
 
@@ -91,6 +102,32 @@ def _check_parameters(facts: Facts, setting: str) -> None:
                 f"{setting}: {facts.name} has the default {name} = {one_line(repr(default), limit=60)}, "
                 f"which algorithm.{name} does not allow"
             ) from None
+
+
+def _complaints(facts: Facts) -> Iterator[str]:
+    """What is wrong with the arguments of a user's decorator: types are not checked when it runs."""
+    if isinstance(facts, SurrogateFacts):
+        yield from _odd_names("anchors", facts.anchors, get_args(Anchor), needed=True)
+        yield from _odd_names("masks", facts.masks, tuple(MASKS))
+        yield from _odd_names("aggregation", (facts.aggregation,), get_args(Aggregation))
+    if isinstance(facts, AdvantageFacts):
+        yield from _odd_names("credits", facts.credits, get_args(Credit), needed=True)
+        if "token" in facts.credits and not facts.additive:
+            yield (
+                'has "token" among its credits, which needs a return minus a baseline; '
+                'declare additive=True if it is one, or drop "token"'
+            )
+
+
+def _odd_names(argument: str, given: Any, known: tuple[str, ...], *, needed: bool = False) -> Iterator[str]:
+    if not isinstance(given, tuple | list):
+        yield f"has {argument} = {one_line(repr(given), limit=60)}; give a tuple of {', '.join(known)}"
+        return
+    if needed and not given:
+        yield f"has no {argument}; give at least one of {', '.join(known)}"
+    for name in given:
+        if name not in known:
+            yield f"has {argument} of {one_line(repr(name), limit=60)}; there are {', '.join(known)}"
 
 
 def closed_batch_reasons(config: Config) -> Iterator[str]:

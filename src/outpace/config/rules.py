@@ -15,9 +15,19 @@ from outpace.config import STARTER, Config
 from outpace.config.algorithm_rules import ALGORITHM_RULES, Rule
 from outpace.config.dependent import settled, value_of, with_values
 from outpace.errors import BadInput
+from outpace.references import absolute
 
 REWARDS_OF_TASKS: dict[str, list[str]] = {"countdown": ["countdown"], "arithmetic": ["number"]}
 """The built-in tasks and what they are graded by unless told otherwise."""
+
+FUNCTIONS = (
+    "rollout.function",
+    "rollout.environment",
+    "algorithm.surrogate",
+    "algorithm.advantage",
+    "algorithm.normalise",
+)
+"""Settings that may name a function in a file, beside `rewards.functions`."""
 
 DEFAULT_TASK = "countdown"
 DEFAULT_STEPS = 100
@@ -36,6 +46,7 @@ def resolve(
     filled = settled(with_values(config, _defaults(config, own_tasks, now or datetime.now())))
     if not own_rewards and not filled.rewards.functions:
         filled = with_values(filled, {"rewards.functions": _rewards_of_task(filled)})
+    filled = _with_absolute_files(filled)
     check(filled)
     return filled
 
@@ -72,6 +83,13 @@ def _defaults(config: Config, own_tasks: bool, now: datetime) -> dict[str, Any]:
     if config.run.deterministic and config.run.device == "auto":
         values["run.device"] = "cpu"
     return values
+
+
+def _with_absolute_files(config: Config) -> Config:
+    """A run may be resumed from another directory."""
+    named = {key: value_of(config, key) for key in FUNCTIONS}
+    values: dict[str, Any] = {key: absolute(name) for key, name in named.items() if name is not None}
+    return with_values(config, values | {"rewards.functions": [absolute(name) for name in config.rewards.functions]})
 
 
 def _rewards_of_task(config: Config) -> list[str]:

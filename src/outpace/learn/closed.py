@@ -123,13 +123,20 @@ class ClosedBatch:
         return self._core.close()
 
     def _parts(self, groups: list[list[Example]], number: int) -> Iterator[list[list[Example]]]:
-        """The groups of each update, near-equal in number; shuffled, the same way whenever this batch is trained."""
+        """The groups of each update, near-equal in number; shuffled, the same way whenever this batch is trained.
+
+        Replayed ones are shared out apart, so that every update has groups of the batch's own: they tell how stale it
+        was."""
         updates = self._config.algorithm.updates
-        order = np.arange(len(groups))
-        if updates > 1:
-            order = np.random.default_rng([self._config.run.seed, self._core.version, number]).permutation(order)
-        for part in np.array_split(order, updates):
-            yield [groups[index] for index in sorted(part)]
+        shuffle = np.random.default_rng([self._config.run.seed, self._core.version, number])
+        shares: list[list[int]] = [[] for _ in range(updates)]
+        for replayed in (False, True):
+            members = [index for index, group in enumerate(groups) if group[0].replayed == replayed]
+            order = shuffle.permutation(members) if updates > 1 else np.array(members, dtype=np.int64)
+            for share, part in zip(shares, np.array_split(order, updates), strict=True):
+                share += sorted(part.tolist())
+        for share in shares:
+            yield [groups[index] for index in share]
 
     def _accumulate(self, examples: list[Example]) -> None:
         for replayed in (False, True):

@@ -60,6 +60,8 @@ def restore(core: LearnerCore, directory: str | Path) -> Version:
         raise CorruptData(f"{directory / COUNTERS_FILE}: {error}") from None
     _copy_into_model(core.model, weights, directory / MODEL_FILE)
     if core.reference is not None:
+        if not (directory / REFERENCE_FILE).exists():
+            raise CorruptData("it was saved without a reference; kl.coefficient must stay 0")
         _copy_into_model(core.reference.model, _load_tensors(directory / REFERENCE_FILE), directory / REFERENCE_FILE)
     torch.set_rng_state(optimizer.pop(RNG))
     _copy_into_critic(core, optimizer, directory)
@@ -87,7 +89,12 @@ def _copy_into_critic(core: LearnerCore, tensors: dict[str, Tensor], directory: 
     """Takes the critic's own weights out of `tensors`."""
     saved = {name: tensors.pop(name) for name in list(tensors) if name.startswith(CRITIC)}
     if saved.keys() != _critic_tensors(core).keys():
-        raise CorruptData(f"{directory / OPTIMIZER_FILE} was saved {'with' if saved else 'without'} a critic")
+        kept = (
+            "with a critic; algorithm.advantage must stay"
+            if saved
+            else "without a critic; algorithm.advantage cannot be"
+        )
+        raise CorruptData(f"it was saved {kept} gae")
     with torch.no_grad():
         for name, parameter in core.critic_parameters.items():
             parameter.copy_(saved[CRITIC + name])
@@ -96,7 +103,7 @@ def _copy_into_critic(core: LearnerCore, tensors: dict[str, Tensor], directory: 
 def _copy_into_model(model: PreTrainedModel, weights: dict[str, Tensor], file: Path) -> None:
     own = distinct_tensors(model.state_dict())
     if own.keys() != weights.keys() or any(own[name].shape != weights[name].shape for name in own):
-        raise CorruptData(f"{file} does not hold the weights of this model")
+        raise CorruptData(f"{file} does not hold the weights of this model; model.path must stay")
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(weights[name])
