@@ -52,12 +52,18 @@ async def failure(pool: GraderPool | None, name: str, **more: Any) -> RewardFail
     return caught.value
 
 
+OWNER = "OUTPACE_TESTED_BY"
+"""Tells our graders from those of any other run on the machine."""
+
+
 def marked() -> list[int]:
     """Every living process that is, or descends from, a grader of this test process."""
     found = []
     for process in psutil.process_iter():
         try:
-            if MARK in process.environ() and process.status() != psutil.STATUS_ZOMBIE:
+            environment = process.environ()
+            own = MARK in environment and environment.get(OWNER) == str(os.getpid())
+            if own and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process.pid)
         except psutil.Error:
             continue
@@ -90,7 +96,8 @@ def is_gone(pid: int) -> bool:
 
 
 @pytest.fixture
-async def make_pool() -> AsyncIterator[MakePool]:
+async def make_pool(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[MakePool]:
+    monkeypatch.setenv(OWNER, str(os.getpid()))
     pools = []
     before = set(marked())
 
