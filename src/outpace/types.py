@@ -203,8 +203,6 @@ class ChunkReport(msgspec.Struct, frozen=True):
     tokens: int
     rows: int
     loss_sum: float
-    sums: dict[str, float] = {}
-    maxima: dict[str, float] = {}
     lag_counts: dict[int, int] = {}  # lag in versions -> trained tokens, without those of replayed groups
     replay_lag_counts: dict[int, int] = {}  # the same of replayed groups
     seconds: float = 0.0

@@ -168,12 +168,6 @@ def test_the_lag_of_replayed_groups_is_told_apart() -> None:
     assert (metrics["governor/max_lag"], metrics["difficulty/resting"], metrics["replay/groups"]) == (2, 6, 3)
 
 
-def test_what_is_said_of_a_chunk_beside_its_counts_is_no_metric() -> None:
-    meter = Meter()
-    reports.record_chunk(meter, ChunkReport(2, 1, 0.5, sums={"kl": 1.0}, maxima={"ratio": 2.0}, lag_counts={0: 2}))
-    assert not any(name.startswith(("offpolicy/", "loss/")) for name in meter.flush())
-
-
 def test_the_other_reports_have_the_names_of_the_contract() -> None:
     meter = Meter()
     reports.record_step(meter, StepReport(3, math.nan, 10, 0.5, 1e-3, skipped=True, metrics={"loss/entropy": 2.0}))

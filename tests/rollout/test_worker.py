@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -484,6 +486,24 @@ async def test_groups_are_spread_over_the_engines(make_engine: Any, make_worker:
         [0, 2],
         [1, 3],
     ]
+
+
+async def test_an_estimator_never_runs_on_the_event_loop(make_engine: Any, make_worker: MakeWorker) -> None:
+    """It may be a user's, and slow."""
+    worker = make_worker(make_engine(by_episode))
+    seen: list[int] = []
+
+    def watching(peers: Any) -> Any:
+        seen.append(threading.get_ident())
+        return peers.returns_G - peers.returns_G.mean()
+
+    closing = worker._closing
+    facts = replace(closing.credit.estimator.facts, function=lambda peers, **_: watching(peers))
+    estimator = replace(closing.credit.estimator, facts=facts)
+    worker._closing = replace(closing, credit=replace(closing.credit, estimator=estimator))
+    assert (await worker.run(order())).outcome == "finished"
+    assert seen
+    assert threading.get_ident() not in seen
 
 
 async def test_people_see_whole_returns_and_the_journal_keeps_rewards_and_turn_rewards_apart(

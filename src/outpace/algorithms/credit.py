@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 
 from outpace.algorithms.advantages import Doubles, Peers
@@ -96,6 +97,13 @@ def compared_returns(
             yield from (values_G[np.isfinite(values_G)] for values_G in comparison.peers.parts.values())
         else:
             yield comparison.peers.returns_G
+
+
+def with_advantages(row: Row, advantages_T: Doubles) -> Row:
+    """The row with these advantages at its trained tokens, and 0 elsewhere."""
+    advantages = np.zeros(len(row.tokens), dtype=np.float32)
+    advantages[row.mask] = advantages_T
+    return msgspec.structs.replace(row, advantages=advantages)
 
 
 def attempt_returns(

@@ -5,7 +5,7 @@ order of admission, so that nothing below depends on how they arrived:
 
     score (policy, critic, reference at the start of the step)
       ─▶ advantages: KL in the reward, gae, statistics of the batch
-      ─▶ which tokens m2po rejects
+      ─▶ which tokens the masks of the batch reject
       ─▶ passes × updates: accumulate, update
 """
 
@@ -14,18 +14,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from outpace.algorithms import corrections
 from outpace.algorithms.catalogue import NORMALISERS
-from outpace.algorithms.credit import attempt_returns, credit_settings, critic_advantages, group_advantages
+from outpace.algorithms.credit import (
+    attempt_returns,
+    credit_settings,
+    critic_advantages,
+    group_advantages,
+    with_advantages,
+)
 from outpace.algorithms.kl import penalty
 from outpace.algorithms.normalisers import BatchSignal
 from outpace.config import Config
-from outpace.config.methods import chosen_advantage, chosen_normaliser, chosen_surrogate
+from outpace.config.methods import chosen_advantage, chosen_masks, chosen_normaliser, chosen_surrogate
 from outpace.errors import BadInput, one_line
 from outpace.learn.core import REFERENCE_LOGP, LearnerCore
 from outpace.learn.objective import KEEP, OLD_LOGP, OLD_VALUES, RETURNS
@@ -71,6 +75,8 @@ class ClosedBatch:
         algorithm = config.algorithm
         self._credit = credit_settings(chosen_advantage(algorithm), algorithm.credit, algorithm.gamma)
         self._normalise = chosen_normaliser(algorithm)
+        masks = chosen_masks(config.correction).values()
+        self._masks = [mask for mask in masks if mask.facts.scope == "batch"]
         self._entries: list[Entry] = []
 
     # ------------------------------------------------------------------------------------------------- collecting
@@ -99,11 +105,7 @@ class ClosedBatch:
         algorithm = self._config.algorithm
         several = algorithm.updates * algorithm.passes > 1 and algorithm.anchor == "proximal"
         several = several and chosen_surrogate(algorithm).facts.ratio
-        return several or self._ranks_tokens or self._pulls or self._core.critic is not None
-
-    @property
-    def _ranks_tokens(self) -> bool:
-        return "m2po" in (self._config.correction.masks or [])
+        return several or bool(self._masks) or self._pulls or self._core.critic is not None
 
     @property
     def _pulls(self) -> bool:
@@ -155,7 +157,7 @@ class ClosedBatch:
         examples = []
         for entry, credit in zip(entries, credited, strict=True):
             count = len(entry.record.rows)
-            rows = map(_with_advantages, entry.record.rows, advantages[:count])
+            rows = map(with_advantages, entry.record.rows, advantages[:count])
             extras = map(self._extras, entry.scores, credit.targets, kept[:count])
             examples.append([Example(row, extra, entry.replayed) for row, extra in zip(rows, extras, strict=True)])
             advantages, kept = advantages[count:], kept[count:]
@@ -207,14 +209,13 @@ class ClosedBatch:
         return penalties
 
     def _kept(self, entries: list[Entry]) -> list[Floats | None]:
-        """Which tokens m2po keeps, by row: it looks at the tokens of the whole batch at once."""
+        """Which tokens the masks of the batch keep, by row: they look at all of its tokens at once."""
         pairs = [pair for entry in entries for pair in zip(entry.record.rows, entry.scores, strict=True)]
-        if not self._ranks_tokens or not pairs:
+        if not self._masks or not pairs:
             return [None] * len(pairs)
         differences = [score[OLD_LOGP] - row.logprobs[row.mask] for row, score in pairs]
-        limit = self._config.correction.m2po_limit
-        assert limit is not None, "the config was resolved"
-        keep = corrections.m2po(np.concatenate(differences), m2po_limit=limit).astype(np.float32)
+        log_rho_N = np.concatenate(differences)
+        keep = np.logical_and.reduce([mask(log_rho_N) for mask in self._masks]).astype(np.float32)
         return [*np.split(keep, np.cumsum([len(part) for part in differences])[:-1])]
 
     def _extras(self, score: dict[str, Floats], returns: Doubles, keep: Floats | None) -> dict[str, Floats]:
@@ -224,12 +225,6 @@ class ClosedBatch:
         if keep is not None:
             extras[KEEP] = keep
         return extras
-
-
-def _with_advantages(row: Row, advantages_N: Doubles) -> Row:
-    advantages = np.zeros(len(row.tokens), dtype=np.float32)
-    advantages[row.mask] = advantages_N
-    return msgspec.structs.replace(row, advantages=advantages)
 
 
 def _lags(rows: Sequence[Row], version: Version) -> dict[int, int]:

@@ -32,7 +32,7 @@ from outpace.learn.reference import Reference
 from outpace.learn.schedule import learning_rate
 from outpace.learn.settings import CoreSettings
 from outpace.learn.totals import Totals, step_metrics
-from outpace.types import ChunkReport, Row, StepReport, Version
+from outpace.types import ChunkReport, Floats, Row, StepReport, Version
 
 REFERENCE_LOGP = "reference_logp"
 
@@ -83,8 +83,6 @@ class LearnerCore:
             tokens=chunk.tokens,
             rows=len(rows),
             loss_sum=chunk.loss_sum,
-            sums=dict(chunk.sums),
-            maxima=chunk.maxima,
             lag_counts=dict(chunk.lag_counts),
             replay_lag_counts=dict(chunk.replay_lag_counts),
             seconds=seconds,
@@ -112,7 +110,7 @@ class LearnerCore:
         return values_N
 
     @torch.no_grad()
-    def score(self, rows: Sequence[Row]) -> list[dict[str, np.ndarray[tuple[int], np.dtype[np.float32]]]]:
+    def score(self, rows: Sequence[Row]) -> list[dict[str, Floats]]:
         """What the weights at the start of a step say of every trained token, row by row: logprob, and value and
         reference logprob where there are such."""
         started = time.perf_counter()
@@ -136,7 +134,7 @@ class LearnerCore:
     def _refers_in_reward(self) -> bool:
         return self.reference is not None and not self.settings.pulls_in_loss
 
-    def _score_pass(self, packed: Packed) -> dict[str, np.ndarray[tuple[int], np.dtype[np.float32]]]:
+    def _score_pass(self, packed: Packed) -> dict[str, Floats]:
         outputs = self._forward(packed)
         found = {OLD_LOGP: outputs.logp_N}
         if (values_N := self._values(outputs)) is not None:

@@ -65,8 +65,7 @@ class CoreSettings:
 @dataclass(frozen=True, kw_only=True)
 class LearnerSettings:
     """The mathematics and where things lie: the journal to read from, the directory for snapshots (in memory).
-
-    `config` is resolved; `core` is what follows from it for the mathematics."""
+    `config` is resolved."""
 
     config: Config
     journal: Path

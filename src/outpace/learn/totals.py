@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from outpace.algorithms.statistics import RATIO_BINS, effective_sample_size
 from outpace.learn.objective import Gradient
 from outpace.learn.packing import Packed
+from outpace.observe.metrics import percentile
 from outpace.types import Version
 
 LOSSES = ("policy", "entropy", "kl_reference", "value")
@@ -109,17 +110,7 @@ def _lag_metrics(lag_counts: Counter[int], passes: int) -> dict[str, float]:
     tokens = max(1, sum(lag_counts.values()))
     metrics = {
         "lag/mean": sum(lag * count for lag, count in lags) / tokens,
-        "lag/p95": float(_percentile(lags, 0.95)),
+        "lag/p95": percentile(lag_counts, 0.95) if lags else 0.0,
         "lag/max": float(lags[-1][0]) if lags else 0.0,
     }
     return metrics | {f"lag/tokens_{lag}": count / passes for lag, count in lags}
-
-
-def _percentile(counts: list[tuple[int, int]], share: float) -> int:
-    """The smallest value that at least `share` of all counted things do not exceed."""
-    needed = share * sum(count for _, count in counts)
-    for value, count in counts:
-        needed -= count
-        if needed <= 0:
-            return value
-    return 0

@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import msgspec
 import numpy as np
 
 from outpace.algorithms.advantages import Doubles, is_uniform
-from outpace.algorithms.credit import CreditSettings, compared_returns, group_advantages
+from outpace.algorithms.credit import CreditSettings, compared_returns, group_advantages, with_advantages
 from outpace.types import OBSERVED, Episode, Outcome, Row, Trajectory
 
 
@@ -53,7 +52,7 @@ def close_group(episodes: list[Episode], rules: ClosingRules) -> Verdict:
     if reason := _uniform(rows, survivors, rules):
         return Verdict("filtered", reason, [])
     trained = [
-        _with_advantages(row, advantages_T)
+        with_advantages(row, advantages_T)
         for row, advantages_T in zip(rows, _advantages(rows, survivors, rules.credit), strict=True)
         if row.mask.any() and _is_trained_on(survivors[row.episode], rules.filter)
     ]
@@ -128,9 +127,3 @@ def _row(trajectory: Trajectory, episode: int) -> Row:
         reward=None if trajectory.reward is None else float(trajectory.reward),
         turn_rewards=trajectory.turn_rewards.astype(np.float32, copy=False),
     )
-
-
-def _with_advantages(row: Row, advantages_T: Doubles) -> Row:
-    advantages = np.zeros(len(row.tokens), dtype=np.float32)
-    advantages[row.mask] = advantages_T
-    return msgspec.structs.replace(row, advantages=advantages)

@@ -6,7 +6,7 @@ Invariants
 - A group is in the journal before the controller hears that it is finished.
 - Every token sampled for a group is in its report, also when the group was cancelled or an answer given up.
 - An episode's failure never touches its siblings; a failed reward fails its group as data.
-- User code (rollouts, rewards) never runs on this worker's event loop thread unless it is itself asynchronous.
+- User code (rollouts, rewards, estimators) never runs on this worker's event loop unless it is itself asynchronous.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class RolloutWorker:
         task = await asyncio.to_thread(self._train.__getitem__, order.task)
         judged = await self._graded(task, await self._episodes(task, clients))
         episodes = [shaped(episode, self._settings.overlong) for episode in judged]
-        verdict = close_group(episodes, self._closing)
+        verdict = await asyncio.to_thread(close_group, episodes, self._closing)  # which calls a user's estimator
         report = _report(order, task, episodes, clients, verdict, time.monotonic() - started)
         if verdict.outcome == "finished":
             judged = [episode for episode in episodes if episode.error is None]

@@ -1,7 +1,7 @@
-"""User code that cannot be imported by name, carried by value from a parent to the children it starts.
+"""User code, and data that msgpack would change, carried by value from a parent to the children it starts.
 
-This is the only place that pickles, in one direction only: down a private pipe to our own child. Nothing pickled is
-ever read from a socket, a file or a child.
+This is the only place that pickles, in one direction only: down the channel that our own child inherited, which nobody
+else can open. Nothing pickled is ever read from a child, a file, or a socket that somebody can connect to.
 """
 
 from __future__ import annotations
@@ -23,12 +23,19 @@ def pack(objects: dict[str, Any]) -> bytes:
     for name, module in list(sys.modules.items()):
         if name.startswith(FILE_MODULE):
             cloudpickle.register_pickle_by_value(module)
-    for name, value in given.items():
-        try:
-            cloudpickle.dumps(value)
-        except Exception as error:  # cloudpickle raises whatever the object's own reduction raises
-            raise BadInput(f"{name}: {value!r} cannot be sent to a worker process: {error}") from None
-    return bytes(cloudpickle.dumps(given))
+    try:
+        return bytes(cloudpickle.dumps(given))
+    except Exception:  # cloudpickle raises whatever an object's own reduction raises
+        for name, value in given.items():
+            _refuse_if_stuck(name, value)
+        raise
+
+
+def _refuse_if_stuck(name: str, value: Any) -> None:
+    try:
+        cloudpickle.dumps(value)
+    except Exception as error:  # as above; now it is known whose
+        raise BadInput(f"{name}: {value!r} cannot be sent to a worker process: {error}") from None
 
 
 def unpack(data: bytes) -> dict[str, Any]:
