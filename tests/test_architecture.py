@@ -16,7 +16,7 @@ FLOORS: list[set[str]] = [
     {"algorithms"},
     {"config", "resources"},
     {"models", "tasks"},
-    {"rollout", "rewards", "engines", "learn", "weights", "checkpoint", "runtime", "observe"},
+    {"rollouts", "rewards", "engines", "learn", "weights", "checkpoint", "runtime", "observe"},
     {"pipeline"},
     {"parts", "session", "planning", "trainer", "evaluate"},
     {"bench"},
@@ -30,7 +30,7 @@ NO_TORCH = (
     "outpace.algorithms.catalogue",
     "outpace.trainer",
     "outpace.pipeline.driver",
-    "outpace.rollout.worker",
+    "outpace.rollouts.worker",
     "outpace.rewards.registry",
     "outpace.rewards.grader",
     "outpace.tasks.registry",
@@ -75,7 +75,7 @@ def test_imports_run_downward_only() -> None:
 
 
 def test_the_pipeline_knows_protocols_and_no_concrete_engine_learner_or_worker() -> None:
-    concrete = ("outpace.engines", "outpace.learn", "outpace.rollout", "outpace.weights", "outpace.rewards")
+    concrete = ("outpace.engines", "outpace.learn", "outpace.rollouts", "outpace.weights", "outpace.rewards")
     assert [
         (path.name, module) for path, module in imports() if room_of(path) == "pipeline" and module.startswith(concrete)
     ] == []

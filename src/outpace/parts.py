@@ -147,7 +147,7 @@ def _worker(name: str, settings: PartSettings, engines: list[Engine], given: dic
     from outpace.checkpoint.journal import JournalWriter
     from outpace.models.loading import eos_ids, load_tokenizer
     from outpace.rewards.grading import MAX_THREADS
-    from outpace.rollout.worker import RolloutWorker
+    from outpace.rollouts.worker import RolloutWorker
     from outpace.runtime.threads import warm_up
     from outpace.tasks.registry import open_tasks
 
@@ -171,7 +171,7 @@ def _judges(config: Config, given: list[Any] | None) -> Any:
     """The reward functions that a Python caller gave, or those that the config names."""
     from outpace.rewards.pool import GraderPool
     from outpace.rewards.registry import isolated, resolve_rewards
-    from outpace.rollout.worker import Judges
+    from outpace.rollouts.worker import Judges
 
     rewards = config.rewards
     functions = resolve_rewards(rewards.functions) if given is None else given
@@ -182,8 +182,8 @@ def _judges(config: Config, given: list[Any] | None) -> Any:
 
 def _rollout(config: Config, environment: Any) -> Rollout:
     from outpace.references import load_function
-    from outpace.rollout.environment import Limits, as_rollout
-    from outpace.rollout.single_turn import single_turn
+    from outpace.rollouts.environment import Limits, as_rollout
+    from outpace.rollouts.single_turn import single_turn
 
     if config.rollout.environment is not None:
         environment = load_function(config.rollout.environment, "rollout.environment")
@@ -198,9 +198,9 @@ def _worker_settings(config: Config, stops: list[int]) -> Any:
     from outpace.algorithms.credit import credit_settings
     from outpace.config.methods import chosen_advantage
     from outpace.rewards.shaping import Overlong
-    from outpace.rollout.client import ClientSettings
-    from outpace.rollout.closing import ClosingRules, Filter
-    from outpace.rollout.worker import WorkerSettings
+    from outpace.rollouts.client import ClientSettings
+    from outpace.rollouts.closing import ClosingRules, Filter
+    from outpace.rollouts.worker import WorkerSettings
 
     rollout, algorithm, rewards, filters = config.rollout, config.algorithm, config.rewards, config.filter
     assert rollout.max_tokens is not None, "the config was resolved"

@@ -18,7 +18,7 @@ from outpace.observe.callbacks import Callback
 from outpace.protocols import Reward, Rollout, TaskSource
 from outpace.references import load_function
 from outpace.rewards.registry import check_rewards
-from outpace.rollout.environment import check_environment, gives_reward
+from outpace.rollouts.environment import check_environment, gives_reward
 from outpace.runtime import code
 from outpace.session import Plan
 from outpace.tasks.dataset import Dataset, Rows

@@ -11,7 +11,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 from outpace.types import (
+    Answer,
     ChunkReport,
+    Endpoint,
     EngineStats,
     Episode,
     Generation,
@@ -114,7 +116,10 @@ class TaskSource(Protocol):
 
 
 class ModelClient(Protocol):
-    """What a rollout holds in its hand to talk to the policy: one growing, exact token sequence."""
+    """What a rollout holds in its hand to talk to the policy. Every token of every request is accounted for.
+
+    `sample` goes on with one growing sequence; `chat` takes a whole history, as OpenAI's endpoint does, and goes on
+    with the sequence that this history is the continuation of. Requests may run in parallel."""
 
     @property
     def stop(self) -> StopReason:
@@ -133,7 +138,39 @@ class ModelClient(Protocol):
         """Append text that the policy did not write."""
         ...
 
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[dict[str, Any]] = (),
+        role: str = "policy",
+        **overrides: Any,
+    ) -> Answer:
+        """The policy's answer to a whole history. `overrides` are `max_tokens` and `stop_strings`, and in evaluation
+        what shapes the distribution."""
+        ...
+
+    async def complete(self, prompt: str | Sequence[int], *, role: str = "policy", **overrides: Any) -> Answer:
+        """What the policy writes after a plain text, without a chat template."""
+        ...
+
+    async def endpoint(self, role: str = "policy") -> Endpoint:
+        """An OpenAI-compatible URL of this episode, for agents that know nothing of outpace. It ends with the episode."""
+        ...
+
+    def reward(self, value: float, *, request: str | Answer | None = None, role: str | None = None) -> None:
+        """Give the trajectory with that request, or all of a role, a reward of its own, in place of the episode's."""
+        ...
+
+    def turn_reward(self, value: float, request: str | Answer) -> None:
+        """Give one answer a reward on top of what its trajectory gets."""
+        ...
+
     def trajectory(self) -> Trajectory: ...
+
+    def trajectories(self) -> list[Trajectory]:
+        """Everything that was sampled in this episode, each token once: one per branch of history and per role."""
+        ...
 
 
 Rollout = Callable[[Task, ModelClient], Awaitable[Episode | Trajectory | float | None]]

@@ -78,6 +78,52 @@ class Generation(msgspec.Struct, frozen=True):
     stop: StopReason
 
 
+class ToolCall(msgspec.Struct, frozen=True):
+    """What an answer asks for. `arguments` is the text of a JSON object as the model wrote it; where that cannot be
+    read, `problem` says why, for the model to hear."""
+
+    id: str
+    name: str
+    arguments: str
+    problem: str = ""
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """One answer of the policy, found again by its `request_id`.
+
+    `text` is all that was sampled, without special tokens; `content`, `reasoning` and `calls` are the parts that the
+    model's dialect has for it. The arrays cannot be written to."""
+
+    request_id: str
+    text: str
+    content: str
+    reasoning: str
+    calls: tuple[ToolCall, ...]
+    stop: StopReason
+    prompt_tokens: int
+    tokens: Ints
+    logprobs: Floats
+    versions: Ints
+
+    @property
+    def message(self) -> Message:
+        """The answer as a chat message, one of its own for everyone who asks: changing it changes nothing here."""
+        calls = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in self.calls
+        ]
+        reasoning = {"reasoning_content": self.reasoning} if self.reasoning else {}
+        return {"role": "assistant", "content": self.content, **reasoning, **({"tool_calls": calls} if calls else {})}
+
+
+class Endpoint(msgspec.Struct, frozen=True):
+    """Where an agent that speaks OpenAI's protocol finds the policy, for one episode and one role."""
+
+    base_url: str
+    api_key: str
+    model: str
+
+
 class Trajectory(msgspec.Struct, frozen=True):
     """One exact token sequence. `mask` marks the sampled, trainable tokens; others have version OBSERVED.
 

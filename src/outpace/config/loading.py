@@ -93,6 +93,10 @@ def dump_toml(config: Config) -> str:
 
 def _toml(value: Any) -> str:
     """JSON's notation of text, numbers, booleans and lists is TOML's, but for one control character."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_toml(key)} = {_toml(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml, value)) + "]"
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
@@ -201,6 +205,8 @@ def parse_text(text: str, annotation: Any) -> Any:
         return parse_text(text, option)
     if get_origin(annotation) is list:
         return _parse_list(text, options[0])
+    if get_origin(annotation) is dict:
+        return _parse_table(text)
     if annotation is bool:
         return {"true": True, "false": False}.get(text.strip().lower(), text)
     if annotation in (int, float):
@@ -213,8 +219,20 @@ def parse_text(text: str, annotation: Any) -> Any:
 
 def _parse_list(text: str, item: Any) -> Any:
     """A JSON list, or items between commas."""
-    if not text.lstrip().startswith("["):
-        return [parse_text(part.strip(), item) for part in text.split(",")] if text.strip() else []
+    if text.lstrip().startswith("["):
+        return _json_or_text(text)
+    return [parse_text(part.strip(), item) for part in text.split(",")] if text.strip() else []
+
+
+def _parse_table(text: str) -> Any:
+    """A JSON object, or `name=value` between commas, with values in JSON where they are not plain text."""
+    if not text.lstrip().startswith("{"):
+        pairs = [part.partition("=") for part in text.split(",") if part.strip()]
+        return {name.strip(): _json_or_text(value.strip()) for name, _, value in pairs}
+    return _json_or_text(text)
+
+
+def _json_or_text(text: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError:
@@ -260,6 +278,8 @@ def type_name(annotation: Any) -> str:
         return "|".join(map(str, options))
     if get_origin(annotation) is list:
         return f"list of {type_name(options[0])}"
+    if get_origin(annotation) is dict:
+        return "table"
     if NoneType in options:
         return " or ".join(dict.fromkeys(type_name(option) for option in options))
     return {bool: "true|false", int: "integer", float: "number", str: "text", NoneType: "none"}[annotation]

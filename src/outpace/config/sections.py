@@ -8,11 +8,12 @@ either a default that depends on other keys, or none at all.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
+from outpace.config.agents import EnvironmentConfig, GatewayConfig, JudgeConfig, SandboxConfig, ToolsConfig
 from outpace.config.algorithm import (
     AlgorithmConfig,
     CorrectionConfig,
@@ -38,6 +39,8 @@ class ModelConfig(Section):
     """Run Python code that comes with the model. Off unless you say so here."""
     system: str | None = None
     """A system message put before every prompt that does not bring its own."""
+    renderer: str | None = None
+    """How chats become tokens: `template`, or a family of the package `renderers`, as `qwen3`. Default: by name."""
 
 
 class TasksConfig(Section):
@@ -55,6 +58,8 @@ class TasksConfig(Section):
     """Train on the first so many tasks only."""
     shuffle: bool = True
     """Visit the tasks of each epoch in a seeded random order."""
+    options: dict[str, Any] = {}
+    """Settings of the task itself, where it has any: `{min_terms = 2}`."""
     duplicate_ids: Literal["error", "number"] = "error"
     """What to do when two rows carry the same id."""
 
@@ -95,8 +100,17 @@ class RolloutConfig(Section):
     """A custom rollout, `package.module:function`: `async def f(task, client)`."""
     environment: str | None = None
     """A class `package.module:Class` with `reset`, typed methods as tools and, if it judges itself, `get_reward`."""
+    agent: list[str] = []
+    """A program that is the agent: started once per episode, with the task on its standard input and the model behind
+    `OPENAI_BASE_URL`."""
     max_turns: int = Field(default=8, ge=1)
-    """Most answers of one episode in an environment."""
+    """Most answers of one episode with tools or an environment."""
+    max_calls: int | None = Field(default=None, ge=1)
+    """Most tool calls of one episode; no limit when absent."""
+    max_episode_tokens: int | None = Field(default=None, ge=1)
+    """Most tokens that the model may write in one episode, over all its answers; no limit when absent."""
+    max_seconds: float | None = Field(default=None, gt=0)
+    """After so long an episode ends with what it has, and is judged; no limit when absent."""
     timeout_s: float = Field(default=600.0, gt=0)
     """How long one episode may take before it fails."""
     workers: int = Field(default=1, ge=1)
@@ -232,6 +246,11 @@ class Config(Section):
     tasks: TasksConfig = TasksConfig()
     rewards: RewardsConfig = RewardsConfig()
     rollout: RolloutConfig = RolloutConfig()
+    tools: ToolsConfig = ToolsConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
+    gateway: GatewayConfig = GatewayConfig()
+    judge: JudgeConfig = JudgeConfig()
+    sandbox: SandboxConfig = SandboxConfig()
     pacing: PacingConfig = PacingConfig()
     governor: GovernorConfig = GovernorConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()

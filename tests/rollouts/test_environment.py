@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 import pytest
 
 from outpace.errors import BadInput, PartFailed
-from outpace.rollout.client import PolicyClient
-from outpace.rollout.environment import Limits, as_rollout, check_environment, gives_reward, with_observation
-from outpace.rollout.episodes import run_episode
-from outpace.rollout.tools import tools_of
+from outpace.rollouts.client import PolicyClient
+from outpace.rollouts.environment import Limits, as_rollout, check_environment, gives_reward, with_observation
+from outpace.rollouts.episodes import run_episode
+from outpace.rollouts.tools import tools_of
 from outpace.types import OBSERVED, Episode, Task
 
 TASK = Task("t1", "Find the number.", {"secret": 7, "colour": "red"})

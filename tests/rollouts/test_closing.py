@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from outpace.algorithms.credit import credit_settings
 from outpace.config.algorithm import AlgorithmConfig
 from outpace.config.methods import chosen_advantage
-from outpace.rollout.closing import ClosingRules, Filter, close_group, version_range
+from outpace.rollouts.closing import ClosingRules, Filter, close_group, version_range
 from outpace.types import OBSERVED, Episode, Trajectory
 
 REWARDS = st.floats(-100, 100, width=32)

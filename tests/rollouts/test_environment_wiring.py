@@ -12,7 +12,7 @@ from outpace.config.rules import resolve
 from outpace.errors import BadInput
 from outpace.parts import _rollout
 from outpace.planning import Objects, make_plan
-from outpace.rollout.single_turn import single_turn
+from outpace.rollouts.single_turn import single_turn
 from outpace.runtime import code
 
 FILE = """

@@ -13,9 +13,9 @@ import pytest
 
 from outpace.errors import BadInput, PartFailed, RequestFailed
 from outpace.protocols import ModelClient
-from outpace.rollout.client import PolicyClient
-from outpace.rollout.episodes import run_episode
-from outpace.rollout.single_turn import single_turn
+from outpace.rollouts.client import PolicyClient
+from outpace.rollouts.episodes import run_episode
+from outpace.rollouts.single_turn import single_turn
 from outpace.types import OBSERVED, Episode, Task
 
 TASK = Task("t1", "hi")

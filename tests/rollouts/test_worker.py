@@ -25,10 +25,10 @@ from outpace.protocols import ModelClient
 from outpace.rewards.pool import GraderPool
 from outpace.rewards.registry import isolated
 from outpace.rewards.shaping import Overlong
-from outpace.rollout.client import ClientSettings
-from outpace.rollout.closing import ClosingRules, Filter
-from outpace.rollout.single_turn import single_turn
-from outpace.rollout.worker import Judges, RolloutWorker, WorkerSettings
+from outpace.rollouts.client import ClientSettings
+from outpace.rollouts.closing import ClosingRules, Filter
+from outpace.rollouts.single_turn import single_turn
+from outpace.rollouts.worker import Judges, RolloutWorker, WorkerSettings
 from outpace.types import Episode, GroupOrder, GroupRecord, Place, Task, Trajectory
 
 CHAT = [{"role": "user", "content": "hi"}]

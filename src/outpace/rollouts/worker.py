@@ -28,9 +28,9 @@ from outpace.protocols import Engine, Reward, Rollout, TaskSource
 from outpace.rewards.grading import Graded, grade
 from outpace.rewards.pool import GraderPool
 from outpace.rewards.shaping import Overlong, shaped
-from outpace.rollout.client import ClientSettings, PolicyClient
-from outpace.rollout.closing import ClosingRules, Verdict, close_group, version_range
-from outpace.rollout.episodes import run_episode
+from outpace.rollouts.client import ClientSettings, PolicyClient
+from outpace.rollouts.closing import ClosingRules, Verdict, close_group, version_range
+from outpace.rollouts.episodes import run_episode
 from outpace.runtime.together import together
 from outpace.types import Episode, EpisodeView, GroupOrder, GroupRecord, GroupReport, Message, Task, Trajectory
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import get_json_schema
 
 from outpace.errors import BadInput
-from outpace.rollout.tools import Call, ToolError, parse_calls, tools_of
+from outpace.rollouts.tools import Call, ToolError, parse_calls, tools_of
 
 
 class Desk:

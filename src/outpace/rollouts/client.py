@@ -16,7 +16,7 @@ from outpace.engines.noise import request_seed
 from outpace.errors import RequestFailed
 from outpace.models.chat import STAND_IN, Schema, as_messages, bridge, render
 from outpace.protocols import Engine
-from outpace.rollout.trajectory import TrajectoryBuilder
+from outpace.rollouts.trajectory import TrajectoryBuilder
 from outpace.types import Generation, GroupOrder, Message, Sampling, StopReason, Trajectory, Version
 
 ABORT_GRACE_S = 2.0

@@ -25,7 +25,7 @@ from outpace.errors import BadInput, one_line
 from outpace.models.chat import as_messages
 from outpace.protocols import ModelClient, Rollout
 from outpace.rewards.registry import accepted
-from outpace.rollout.tools import Call, Tool, ToolError, parse_calls, tools_of
+from outpace.rollouts.tools import Call, Tool, ToolError, parse_calls, tools_of
 from outpace.runtime import threads
 from outpace.types import Episode, Message, Task
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from outpace.models.loading import load_tokenizer
-from outpace.rollout.client import ClientSettings, PolicyClient
+from outpace.rollouts.client import ClientSettings, PolicyClient
 from outpace.types import EngineStats, Generation, GroupOrder, Ints, LoadReport, Manifest, Sampling, StopReason, Version
 
 CHATML = """\

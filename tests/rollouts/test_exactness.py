@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outpace.engines.embedded import EmbeddedEngine
-from outpace.rollout.client import PolicyClient
+from outpace.rollouts.client import PolicyClient
 
 
 @pytest.fixture
