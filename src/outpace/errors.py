@@ -5,6 +5,7 @@
 - `Stalled`: nothing moved for longer than configured. Exit code 5.
 - `Interrupted`: a signal asked the run to stop; a checkpoint was written. Exit code 3.
 - `RequestFailed`: one engine request failed; the episode that made it fails, its siblings do not.
+- `ContextFull`: the same, because the conversation has outgrown the model's context.
 - `RewardFailed`: a reward function gave something unusable; names the function and the sample.
 """
 
@@ -52,6 +53,10 @@ class Stalled(OutpaceError):
 
 class RequestFailed(OutpaceError):
     """One generation request could not be served."""
+
+
+class ContextFull(RequestFailed):
+    """The prompt leaves no room for an answer in the engine's context."""
 
 
 class RewardFailed(OutpaceError):

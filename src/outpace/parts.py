@@ -145,6 +145,7 @@ async def build_worker(spec: PartSpec, peers: dict[str, Any]) -> object:
 
 def _worker(name: str, settings: PartSettings, engines: list[Engine], given: dict[str, Any]) -> object:
     from outpace.checkpoint.journal import JournalWriter
+    from outpace.models.dialect import dialect_of
     from outpace.models.loading import eos_ids, load_tokenizer
     from outpace.rewards.grading import MAX_THREADS
     from outpace.rollouts.worker import RolloutWorker
@@ -156,9 +157,9 @@ def _worker(name: str, settings: PartSettings, engines: list[Engine], given: dic
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     train, heldout = given["tasks"] if "tasks" in given else open_tasks(config)
     return RolloutWorker(
-        settings=_worker_settings(config, eos_ids(config.model.path)),
+        settings=_worker_settings(config),
         engines=engines,
-        tokenizer=tokenizer,
+        dialect=dialect_of(tokenizer, eos_ids(config.model.path), config.model.renderer),
         train=train,
         heldout=heldout,
         rollout=given.get("rollout") or _rollout(config, given.get("environment")),
@@ -174,7 +175,7 @@ def _judges(config: Config, given: list[Any] | None) -> Any:
     from outpace.rollouts.worker import Judges
 
     rewards = config.rewards
-    functions = resolve_rewards(rewards.functions) if given is None else given
+    functions = resolve_rewards(rewards.functions, config) if given is None else given
     apart = isolated(functions, rewards.isolation, rewards.functions if given is None else None)
     pool = GraderPool(apart, rewards.workers, rewards.memory_mb) if apart else None
     return Judges(functions, rewards.weights or [1.0] * len(functions), pool)
@@ -194,12 +195,12 @@ def _rollout(config: Config, environment: Any) -> Rollout:
     return load_function(config.rollout.function, "rollout.function")
 
 
-def _worker_settings(config: Config, stops: list[int]) -> Any:
+def _worker_settings(config: Config) -> Any:
     from outpace.algorithms.credit import credit_settings
     from outpace.config.methods import chosen_advantage
     from outpace.rewards.shaping import Overlong
-    from outpace.rollouts.client import ClientSettings
     from outpace.rollouts.closing import ClosingRules, Filter
+    from outpace.rollouts.requests import ClientSettings
     from outpace.rollouts.worker import WorkerSettings
 
     rollout, algorithm, rewards, filters = config.rollout, config.algorithm, config.rewards, config.filter
@@ -212,7 +213,6 @@ def _worker_settings(config: Config, stops: list[int]) -> Any:
             temperature=rollout.temperature,
             top_p=rollout.top_p,
             top_k=rollout.top_k,
-            stop_ids=tuple(stops),
             stop_strings=tuple(rollout.stop),
             system=config.model.system,
             seed=config.run.seed,

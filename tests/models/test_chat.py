@@ -78,7 +78,7 @@ def test_without_a_template_only_text_can_be_rendered() -> None:
     plain = make_tokenizer(None)
     assert text_of(render(plain, "hi", "be kind")) == "be kind\nhi"
     with pytest.raises(BadInput, match="use text prompts"):
-        render(plain, HI)
+        render(plain, [*HI, {"role": "assistant", "content": "ho"}, *HI])
     with pytest.raises(BadInput, match="tools need a chat template"):
         render(plain, "hi", tools=[TOOL])
     with pytest.raises(RequestFailed, match="no chat template to continue"):
@@ -87,7 +87,7 @@ def test_without_a_template_only_text_can_be_rendered() -> None:
 
 def test_a_bridge_ends_the_answer_says_the_messages_and_begins_the_next_answer() -> None:
     said = [{"role": "tool", "content": "3"}, {"role": "user", "content": "go on"}]
-    assert text_of(bridge(TOKENIZER, HI, said)) == "[/]\n[tool]3[/]\n[user]go on[/]\n[assistant]"
+    assert text_of(bridge(TOKENIZER, HI, said) or []) == "[/]\n[tool]3[/]\n[user]go on[/]\n[assistant]"
 
 
 TURNS = st.lists(st.tuples(st.text(), st.text()), min_size=1, max_size=4)
@@ -119,28 +119,27 @@ def test_a_bridge_shows_tools_where_the_prompt_did() -> None:
     ],
     ids=["counts its turns", "changes what was said", "opens thoughts that it later drops"],
 )
-def test_a_template_that_shows_the_past_in_another_way_is_named(template: str) -> None:
-    tokenizer = make_tokenizer(template)
-    tokenizer.name_or_path = "some/model"
-    with pytest.raises(RequestFailed, match="chat template of some/model rewrites earlier turns"):
-        bridge(tokenizer, HI, HI)
+def test_a_template_that_shows_the_past_in_another_way_has_no_bridge(template: str) -> None:
+    assert bridge(make_tokenizer(template), HI, HI) is None
 
 
 def test_a_template_that_leaves_out_what_is_said_is_named() -> None:
     mute = make_tokenizer(
         TEMPLATE.replace("{{- '[' + message.role", "{{- '' if message.role == 'tool' else '[' + message.role")
     )
-    assert text_of(bridge(mute, HI, HI)) == "[/]\n[user]hi[/]\n[assistant]"
+    assert text_of(bridge(mute, HI, HI) or []) == "[/]\n[user]hi[/]\n[assistant]"
     with pytest.raises(RequestFailed, match="does not show messages of tool"):
         bridge(mute, HI, [{"role": "tool", "content": "3"}])
 
 
 def test_a_template_that_refuses_a_message_says_why() -> None:
+    critic = {"role": "critic", "content": "bad"}
+    assert bridge(TOKENIZER, HI, [critic]) is None
     with pytest.raises(RequestFailed, match="refuses: no critics here"):
-        bridge(TOKENIZER, HI, [{"role": "critic", "content": "bad"}])
+        render(TOKENIZER, [*HI, critic])
 
 
-def test_a_token_across_the_end_of_an_answer_is_refused() -> None:
+def test_a_token_across_the_end_of_an_answer_has_no_bridge() -> None:
     class Greedy:
         """Takes the last letter of an answer and the line break after it as one token."""
 
@@ -153,8 +152,7 @@ def test_a_token_across_the_end_of_an_answer_is_refused() -> None:
         def encode(self, text: str, **options: Any) -> list[int]:
             return [ord(character) for character in text.replace("n\n", "ñ")]
 
-    with pytest.raises(RequestFailed, match="in one token"):
-        bridge(Greedy(), HI, HI)
+    assert bridge(Greedy(), HI, HI) is None
 
 
 def test_prompts_can_be_read_by_people() -> None:

@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from outpace.models.dialect import TemplateDialect
 from outpace.models.loading import load_tokenizer
-from outpace.rollouts.client import ClientSettings, PolicyClient
+from outpace.rollouts.client import PolicyClient
+from outpace.rollouts.requests import ClientSettings
 from outpace.types import EngineStats, Generation, GroupOrder, Ints, LoadReport, Manifest, Sampling, StopReason, Version
 
 CHATML = """\
@@ -137,14 +139,13 @@ def make_engine(tokenizer: Any) -> Callable[..., ScriptedEngine]:
 
 
 @pytest.fixture
-def make_settings(tokenizer: Any) -> Callable[..., ClientSettings]:
+def make_settings() -> Callable[..., ClientSettings]:
     def make(**changes: Any) -> ClientSettings:
         values: dict[str, Any] = {
             "max_tokens": 16,
             "temperature": 0.5,
             "top_p": 1.0,
             "top_k": 0,
-            "stop_ids": (tokenizer.eos_token_id,),
             "stop_strings": ("\n",),
             "system": None,
             "seed": 11,
@@ -159,7 +160,7 @@ def make_client(tokenizer: Any, make_settings: Callable[..., ClientSettings]) ->
     def make(engine: Any, episode: int = 0, speaks: Any = None, min_version: int = 2, **changes: Any) -> PolicyClient:
         spoken = speaks or tokenizer
         order = GroupOrder(7, task=0, epoch=0, min_version=min_version, size=2)
-        settings = make_settings(stop_ids=(spoken.eos_token_id,), **changes)
-        return PolicyClient(engine, spoken, settings, order, episode)
+        dialect = TemplateDialect(spoken, (spoken.eos_token_id,))
+        return PolicyClient(engine, dialect, make_settings(**changes), order, episode)
 
     return make

@@ -12,6 +12,7 @@ import pytest
 from outpace.engines.noise import request_seed
 from outpace.errors import RequestFailed
 from outpace.models.chat import render
+from outpace.models.dialect import TemplateDialect
 from outpace.rollouts.client import PolicyClient
 from outpace.types import OBSERVED, GroupOrder
 
@@ -79,7 +80,8 @@ async def test_a_held_out_episode_may_be_sampled_in_any_way(
 ) -> None:
     engine = make_engine(["hello"])
     order = GroupOrder(7, task=0, epoch=0, min_version=5, size=1, heldout=True, pinned=5)
-    await PolicyClient(engine, tokenizer, make_settings(), order, 0).sample("hi", temperature=0.0, top_p=0.5, top_k=3)
+    client = PolicyClient(engine, TemplateDialect(tokenizer, ()), make_settings(), order, 0)
+    await client.sample("hi", temperature=0.0, top_p=0.5, top_k=3)
     (sent,) = engine.samplings.values()
     assert (sent.temperature, sent.top_p, sent.top_k) == (0.0, 0.5, 3)
 
@@ -100,7 +102,8 @@ async def test_the_lineage_lists_the_requests_in_order(make_engine: Any, make_cl
     await client.sample("hi")
     await client.sample("more")
     assert client.requests == ["7.1.0", "7.1.1"]
-    assert client.completions == ["a", "b"]
+    assert client.newest is not None
+    assert client.newest.text == "b"
 
 
 async def test_requests_of_an_evaluation_cannot_be_mistaken_for_those_of_training(
@@ -108,7 +111,7 @@ async def test_requests_of_an_evaluation_cannot_be_mistaken_for_those_of_trainin
 ) -> None:
     engine = make_engine(["hello"])
     order = GroupOrder(7, task=0, epoch=0, min_version=5, size=1, heldout=True, pinned=5)
-    await PolicyClient(engine, tokenizer, make_settings(), order, 0).sample("hi")
+    await PolicyClient(engine, TemplateDialect(tokenizer, ()), make_settings(), order, 0).sample("hi")
     assert list(engine.prompts) == ["eval-5.7.0.0"]
     assert engine.bounds == [(5, 5)]
 
@@ -185,7 +188,8 @@ async def test_another_end_of_turn_than_the_templates_is_not_doubled(
 ) -> None:
     stops = (tokenizer.eos_token_id, tokenizer.pad_token_id)
     order = GroupOrder(7, task=0, epoch=0, min_version=0, size=1)
-    client = PolicyClient(make_engine(["a<|pad|>", "b"]), tokenizer, make_settings(stop_ids=stops), order, 0)
+    dialect = TemplateDialect(tokenizer, stops)
+    client = PolicyClient(make_engine(["a<|pad|>", "b"]), dialect, make_settings(), order, 0)
     await client.sample("x")
     await client.sample("y")
     assert (
@@ -258,7 +262,7 @@ async def test_an_engine_that_does_not_end_a_request_is_not_waited_for_without_e
         async def abort(self, request_ids: list[str]) -> None:
             self.aborted += request_ids
 
-    monkeypatch.setattr("outpace.rollouts.client.ABORT_GRACE_S", 0.01)
+    monkeypatch.setattr("outpace.rollouts.requests.ABORT_GRACE_S", 0.01)
     engine = make_engine([None])
     engine.__class__ = Deaf
     client = make_client(engine)

@@ -21,6 +21,7 @@ from outpace.checkpoint import journal
 from outpace.config.algorithm import AlgorithmConfig
 from outpace.config.methods import chosen_advantage
 from outpace.errors import PartFailed
+from outpace.models.dialect import TemplateDialect
 from outpace.protocols import ModelClient
 from outpace.rewards.pool import GraderPool
 from outpace.rewards.registry import isolated
@@ -98,8 +99,9 @@ def make_worker(
             closing=ClosingRules(credit_settings(chosen_advantage(AlgorithmConfig(advantage=advantage))), Filter()),
             overlong=overlong,
         )
+        dialect = TemplateDialect(tokenizer, (tokenizer.eos_token_id,))
         judges = Judges(list(rewards), weights or [1.0] * len(rewards), pool)
-        return RolloutWorker(settings, list(engines), tokenizer, TASKS, HELDOUT, rollout, judges, writer)
+        return RolloutWorker(settings, list(engines), dialect, TASKS, HELDOUT, rollout, judges, writer)
 
     return make
 

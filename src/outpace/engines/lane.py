@@ -27,7 +27,7 @@ from outpace.engines.noise import SEED_MASK, noise
 from outpace.engines.request import Done, Request, check_request
 from outpace.engines.sampling import sample
 from outpace.engines.stopping import Decode, StopStrings
-from outpace.errors import RequestFailed
+from outpace.errors import ContextFull, RequestFailed
 from outpace.types import Generation, Ints, Sampling, Version
 
 KvPolicy = Literal["keep", "recompute"]
@@ -98,11 +98,15 @@ class Lane:
 
     # ------------------------------------------------------------------------------------------------ requests
 
+    def under_way(self) -> dict[str, Request]:
+        """Every request that has not ended, by its id."""
+        return {request.id: request for request in (*self._waiting, *self._running) if request is not None}
+
     def submit(self, request_id: str, prompt: Ints, sampling: Sampling, min_version: Version) -> None:
         """Queue a request, or raise and leave the lane as it was: `RequestFailed` when it can never be served."""
         room = self.decoder.context - len(prompt)
         if room <= 0:
-            raise RequestFailed(f"the prompt has {len(prompt)} tokens, the context {self.decoder.context}")
+            raise ContextFull(f"the prompt has {len(prompt)} tokens, the context {self.decoder.context}")
         check_request(prompt, sampling, self.decoder.vocabulary)
         request = Request(
             id=request_id,

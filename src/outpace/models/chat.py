@@ -8,6 +8,7 @@ Invariants
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,24 +38,26 @@ def render(
     """The ids after which the policy speaks."""
     if tokenizer.chat_template:
         messages = as_messages(prompt, system)
-        text = _text(tokenizer, messages, tools)
+        try:
+            text = _text(tokenizer, messages, tools)
+        except TemplateError as error:
+            raise RequestFailed(f"the chat template of {_name(tokenizer)} refuses: {one_line(error)}") from error
         if tools and text == _text(tokenizer, messages):
             raise BadInput(f"rollout.environment: the chat template of {_name(tokenizer)} shows the model no tools")
         return _ids(tokenizer, text)
     if tools:
         raise BadInput(f"rollout.environment: tools need a chat template, and {_name(tokenizer)} has none")
-    if isinstance(prompt, str):
-        return [int(token) for token in tokenizer.encode((system + "\n" if system else "") + prompt)]
-    raise BadInput("tasks: prompts are chat messages, but the model's tokenizer has no chat template; use text prompts")
+    return [int(token) for token in tokenizer.encode(_plain(as_messages(prompt, system)))]
 
 
 def bridge(
     tokenizer: Any, heard: Sequence[Message], said: Sequence[Message], tools: Sequence[Schema] = ()
-) -> list[int]:
+) -> list[int] | None:
     """The ids between two answers of the policy: how the first one ends, `said`, and how the second one begins.
 
-    `heard` is the conversation before the first answer, with stand-ins for those still earlier. A template that would
-    show the policy's past in another way once `said` is there cannot be continued exactly, and that is an error.
+    `heard` is the conversation before the first answer, with stand-ins for those still earlier. None: the template
+    would show the policy's past in another way once `said` is there, so that it cannot be continued exactly. A
+    template that does not show `said` at all is an error, since no other rendering would.
     """
     if not tokenizer.chat_template:
         raise RequestFailed(f"{_name(tokenizer)} has no chat template to continue a chat by; use observe(text)")
@@ -62,19 +65,27 @@ def bridge(
         before = _text(tokenizer, heard, tools) + STAND_IN["content"]
         whole = _text(tokenizer, [*heard, STAND_IN, *said], tools)
         otherwise = _text(tokenizer, [*heard, STAND_IN, *map(_changed, said)], tools)
-    except TemplateError as error:
-        raise RequestFailed(f"the chat template of {_name(tokenizer)} refuses: {one_line(error)}") from error
+    except TemplateError:  # for instance one that wants to see the call before its result
+        return None
     if not whole.startswith(before):
-        raise RequestFailed(f"the chat template of {_name(tokenizer)} rewrites earlier turns: it cannot be continued")
-    if whole == otherwise:
+        return None
+    if said and whole == otherwise:
         roles = ", ".join(sorted({str(message.get("role")) for message in said}))
         raise RequestFailed(f"the chat template of {_name(tokenizer)} does not show messages of {roles} here")
     # Tokenised behind the stand-in, because some tokenizers treat the beginning of a text in a way of their own.
     opening = _ids(tokenizer, STAND_IN["content"])
     ids = _ids(tokenizer, STAND_IN["content"] + whole.removeprefix(before))
-    if ids[: len(opening)] != opening:
-        raise RequestFailed(f"the chat template of {_name(tokenizer)} joins an answer and what follows in one token")
-    return ids[len(opening) :]
+    return ids[len(opening) :] if ids[: len(opening)] == opening else None
+
+
+def _plain(messages: Sequence[Message]) -> str:
+    """A single prompt, and a system text before it, for a model without a chat template."""
+    *before, last = messages
+    if last.get("role") != "user" or [message.get("role") for message in before] not in ([], ["system"]):
+        raise BadInput(
+            "tasks: prompts are chat messages, but the model's tokenizer has no chat template; use text prompts"
+        )
+    return "\n".join(str(message["content"]) for message in messages)
 
 
 def as_text(prompt: str | list[Message]) -> str:
@@ -87,9 +98,29 @@ def as_text(prompt: str | list[Message]) -> str:
 def _text(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> str:
     return str(
         tokenizer.apply_chat_template(
-            list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=True
+            list(map(_for_template, messages)), tools=list(tools) or None, tokenize=False, add_generation_prompt=True
         )
     )
+
+
+def _for_template(message: Message) -> Message:
+    """Templates take the arguments of a call as an object, and content as text; OpenAI's protocol has them as JSON and
+    perhaps as nothing."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    return {**message, "content": message.get("content") or "", "tool_calls": [_with_object(call) for call in calls]}
+
+
+def _with_object(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function", call)
+    if not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _changed(message: Message) -> Message:

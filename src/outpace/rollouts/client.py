@@ -1,42 +1,49 @@
 """The policy as a rollout sees it: say something, get an answer, with every token accounted for.
 
-Invariant: no token is trained under a prefix it was not sampled from. The client owns the one growing sequence, sends
-exactly that as the prompt of each request and appends exactly what came back; while a request is under way the
-sequence cannot change.
+    sample    one growing chat  ─┐
+    chat      a whole history   ─┼─▶ a turn of the transcript ─▶ request ─▶ engine ─▶ answer, found by its request id
+    complete  plain text        ─┘
+
+Invariant: no token is trained under a prefix it was not sampled from. A request sends exactly the ids of the turns
+before it and keeps exactly what came back (`outpace.rollouts.transcript`).
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from numbers import Real
+from typing import Any, Protocol
 
-from outpace.engines.noise import request_seed
-from outpace.errors import RequestFailed
-from outpace.models.chat import STAND_IN, Schema, as_messages, bridge, render
+import msgspec
+import numpy as np
+
+from outpace.errors import RequestFailed, one_line
+from outpace.models.chat import Schema, as_messages
+from outpace.models.dialect import Dialect
 from outpace.protocols import Engine
+from outpace.rollouts.conversations import Conversations
+from outpace.rollouts.history import Digest, digests
+from outpace.rollouts.requests import ClientSettings, Requests
+from outpace.rollouts.thread import Thread
 from outpace.rollouts.trajectory import TrajectoryBuilder
-from outpace.types import Generation, GroupOrder, Message, Sampling, StopReason, Trajectory, Version
+from outpace.rollouts.transcript import Transcript, Turn
+from outpace.types import Answer, Endpoint, Generation, GroupOrder, Message, Sampling, StopReason, Trajectory, Version
 
-ABORT_GRACE_S = 2.0
-"""How long an engine may take to hand out what an aborted request had so far."""
+POLICY = "policy"
+"""The role of whoever does not say otherwise."""
 
-SHAPES_THE_DISTRIBUTION = ("temperature", "top_p", "top_k")
+Openings = dict[Digest, list[int]]
+"""Beginnings of conversations that are rendered already."""
+
+Listener = Callable[[str], None]
+"""Told the id of a request as soon as it is under way."""
 
 
-@dataclass(frozen=True)
-class ClientSettings:
-    """What every request of this worker has in common."""
+class Doors(Protocol):
+    """Where an episode gets a URL of its own."""
 
-    max_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int
-    stop_ids: tuple[int, ...]
-    stop_strings: tuple[str, ...]
-    system: str | None
-    seed: int
+    async def open(self, client: PolicyClient, role: str) -> Endpoint: ...
 
 
 class PolicyClient:
@@ -45,154 +52,194 @@ class PolicyClient:
     def __init__(
         self,
         engine: Engine,
-        tokenizer: Any,
+        dialect: Dialect,
         settings: ClientSettings,
         order: GroupOrder,
         episode: int,
-        openings: dict[str, list[int]] | None = None,
+        openings: Openings | None = None,
+        doors: Doors | None = None,
     ) -> None:
-        """`openings` is shared by the episodes of a group: prompts that are rendered already."""
-        self._engine = engine
-        self._tokenizer = tokenizer
-        self._settings = settings
-        self._order = order
-        self._episode = episode
-        self._sequence = TrajectoryBuilder()
-        self._heard: list[Message] = []  # the conversation up to the newest answer, which it leaves out
-        self._tools: Sequence[Schema] = ()
-        self._openings = {} if openings is None else openings
-        self._sampling = False
-        self._open: dict[str, asyncio.Future[Generation]] = {}  # requests whose answer nobody has taken yet
-        self.abandoned = 0  # tokens of answers that were given up
-        self.requests: list[str] = []
-        self.completions: list[str] = []
-        self.stop: StopReason = "stop"
+        """`openings` is shared by the episodes of a group."""
+        self.engine = engine
+        self.dialect = dialect
+        self.system = settings.system
+        self.max_tokens = settings.max_tokens
+        self.min_version: Version = order.min_version
+        self._doors = doors
+        self._transcript = Transcript()
+        self._requests = Requests(engine, settings, order, episode)
+        self._conversations = Conversations(dialect, {} if openings is None else openings)
+        self._main = Thread(self, POLICY)
+        self.newest: Answer | None = None
+
+    # ------------------------------------------------------------------------------------------------ to be asked
 
     async def sample(
         self, prompt: str | list[Message] | None = None, *, tools: Sequence[Schema] = (), **overrides: Any
     ) -> str:
-        """Let the policy answer, to `prompt` or, without one, right after the sequence as it stands.
-
-        A first prompt opens the sequence and may show `tools`; a later one goes on with the chat, by the model's
-        template. `overrides` are fields of `Sampling`; in training, those that shape the distribution stay as they are.
-        """
-        sampling = self._fields(overrides)
-        self._refuse_while_sampling()
-        if prompt is not None:
-            self._hear(prompt, tools)
-        generation = await self._request(sampling)
-        self._sequence.sampled(generation)
-        self.stop = generation.stop
-        text = str(self._tokenizer.decode(generation.tokens.tolist(), skip_special_tokens=True))
-        self.completions.append(text)
-        return text
+        return await self._main.sample(prompt, tools=tools, **overrides)
 
     def observe(self, text: str) -> None:
-        self._refuse_while_sampling()
-        self._sequence.observe(self._tokenizer.encode(text, add_special_tokens=False))
+        self._main.observe(text)
 
-    def trajectory(self) -> Trajectory:
-        return self._sequence.build()
+    def thread(self, role: str = POLICY) -> Thread:
+        """Another growing chat of this episode, for a sub-agent or another role."""
+        return Thread(self, role)
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Schema] = (),
+        role: str = POLICY,
+        listener: Listener | None = None,
+        **overrides: Any,
+    ) -> Answer:
+        sampling = self.sampling(overrides)
+        position = self._conversations.place(role, tools, as_messages(list(messages), self.system))
+        turn, answer = await self.ask(position.parent, position.observed, role, sampling, tools, listener)
+        self._conversations.remember(position, turn, answer)
+        return answer
+
+    async def complete(
+        self, prompt: str | Sequence[int], *, role: str = POLICY, listener: Listener | None = None, **overrides: Any
+    ) -> Answer:
+        sampling = self.sampling(overrides)
+        ids = self.dialect.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+        parent, length = self._transcript.longest_prefix(ids, role)
+        return (await self.ask(parent, ids[length:], role, sampling, (), listener))[1]
+
+    async def endpoint(self, role: str = POLICY) -> Endpoint:
+        if self._doors is None:
+            raise RequestFailed("this client has no gateway to offer an endpoint on")
+        return await self._doors.open(self, role)
 
     @property
-    def min_version(self) -> Version:
-        """The oldest version that may have sampled a token of this episode."""
-        return self._order.min_version
+    def stop(self) -> StopReason:
+        """Why the newest answer ended."""
+        return "stop" if self.newest is None else self.newest.stop
+
+    # ---------------------------------------------------------------------------------------------------- to be judged
+
+    def reward(self, value: float, *, request: str | Answer | None = None, role: str | None = None) -> None:
+        if role is not None and request is None:
+            self._transcript.role_rewards[role] = _finite(value)
+        elif request is not None and role is None:
+            self._transcript.rewards[self._answered(request)] = _finite(value)
+        else:
+            raise ValueError("reward takes a request or a role: whose reward is it?")
+
+    def turn_reward(self, value: float, request: str | Answer) -> None:
+        self._transcript.turn_rewards[self._answered(request)] = _finite(value)
+
+    def trajectory(self) -> Trajectory:
+        """The chat of `sample` so far."""
+        return self._main.trajectory()
+
+    def trajectories(self) -> list[Trajectory]:
+        return self._transcript.trajectories()
+
+    # ---------------------------------------------------------------------------------------- for the rest of the room
+
+    @property
+    def requests(self) -> list[str]:
+        """The ids of all requests, in the order in which they were made."""
+        return self._requests.ids
+
+    @property
+    def answers(self) -> int:
+        return len(self._transcript.turns)
+
+    @property
+    def abandoned(self) -> int:
+        """Tokens of answers that were given up."""
+        return self._requests.abandoned
+
+    @property
+    def breaks(self) -> int:
+        """How often a conversation could not be continued exactly, and a new trajectory began."""
+        return self._conversations.breaks
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self.dialect.decode(tokens)
+
+    def sampling(self, overrides: dict[str, Any]) -> Sampling:
+        return self._requests.sampling(self.dialect.stop_ids, overrides)
+
+    def opening(self, role: str, messages: Sequence[Message], tools: Sequence[Schema]) -> list[int]:
+        return self._conversations.opening(digests(role, tools, messages)[-1], messages, tools)
+
+    def reopening(self, messages: Sequence[Message], tools: Sequence[Schema]) -> list[int]:
+        """The same for a conversation that cannot be continued exactly."""
+        self._conversations.breaks += 1
+        return self.dialect.open(messages, tools)
+
+    async def ask(
+        self,
+        parent: Turn | None,
+        observed: Sequence[int],
+        role: str,
+        sampling: Sampling,
+        tools: Sequence[Schema] = (),
+        listener: Listener | None = None,
+    ) -> tuple[Turn, Answer]:
+        """One request: `observed` behind `parent`'s answer, or at the beginning of a trajectory."""
+        request_id = self._requests.next_id()
+        turn, prompt = self._transcript.begin(request_id, role, parent, observed)
+        if listener is not None:
+            listener(request_id)
+        turn.generation = await self._requests.send(request_id, prompt, sampling)
+        self._transcript.turns.append(turn)
+        self.newest = self._answer(turn, turn.generation, prompt.tolist(), tools)
+        return turn, self.newest
+
+    def branch(self, turn: Turn | None, after: Sequence[int], role: str) -> Trajectory:
+        """The sequence up to `turn`, and what was observed after it."""
+        if turn is not None:
+            return self._transcript.branch(turn, after)
+        built = TrajectoryBuilder()
+        built.observe(after)
+        return built.build(role)
 
     async def abandon(self) -> None:
         """Free the engine of whatever this episode still has running there, and count what that had sampled."""
-        given_up, self._open = self._open, {}
-        running = sorted(request_id for request_id, answer in given_up.items() if not answer.done())
-        try:
-            if running:
-                await self._engine.abort(running)
-                await asyncio.wait(given_up.values(), timeout=ABORT_GRACE_S)
-        finally:
-            self.abandoned += sum(map(_tokens_of, given_up.values()))
-            for answer in given_up.values():
-                answer.cancel()
+        await self._requests.abandon()
 
-    # ---------------------------------------------------------------------------------------------- the conversation
-
-    def _hear(self, prompt: str | list[Message], tools: Sequence[Schema]) -> None:
-        if not len(self._sequence):
-            self._sequence.observe(self._opening(prompt, tools))
-            self._heard, self._tools = as_messages(prompt, self._settings.system), tools
-        elif self._heard and self.completions and not tools:
-            said = as_messages(prompt)
-            self._sequence.observe(self._between(bridge(self._tokenizer, self._heard, said, self._tools)))
-            self._heard += [STAND_IN, *said]
-        else:
-            raise RequestFailed("a prompt opens a sequence or follows an answer, and only the first one brings tools")
-
-    def _opening(self, prompt: str | list[Message], tools: Sequence[Schema]) -> Sequence[int]:
-        """Siblings of a group open with the same prompt: it is rendered once for all of them."""
-        if tools or not isinstance(prompt, str):
-            return render(self._tokenizer, prompt, self._settings.system, tools)
-        if prompt not in self._openings:
-            self._openings[prompt] = render(self._tokenizer, prompt, self._settings.system)
-        return self._openings[prompt]
-
-    def _between(self, ids: list[int]) -> list[int]:
-        """The bridge without the end of turn that the policy has sampled already."""
-        stops = self._settings.stop_ids
-        return ids[1:] if self._sequence.last in stops and ids and ids[0] in stops else ids
-
-    # --------------------------------------------------------------------------------------------------- the request
-
-    def _refuse_while_sampling(self) -> None:
-        if self._sampling:
-            raise RequestFailed("the policy is still answering: one sequence takes one request at a time")
-
-    async def _request(self, sampling: Sampling) -> Generation:
-        request_id = f"{self._order.group}.{self._episode}.{len(self.requests)}"
-        if self._order.heldout:
-            request_id = f"eval-{self._order.min_version}.{request_id}"
-        self.requests.append(request_id)
-        answer = asyncio.ensure_future(
-            self._engine.generate(
-                request_id, self._sequence.prefix(), sampling, self._order.min_version, self._order.pinned
-            )
+    def _answer(self, turn: Turn, generation: Generation, prompt: list[int], tools: Sequence[Schema]) -> Answer:
+        tokens = generation.tokens.tolist()
+        parsed = self.dialect.parse(tokens, prompt, tools)
+        calls = [
+            msgspec.structs.replace(call, id=call.id or f"call_{turn.request_id}_{index}")
+            for index, call in enumerate(parsed.calls)
+        ]
+        return Answer(
+            request_id=turn.request_id,
+            text=self.dialect.decode(tokens),
+            content=parsed.content,
+            reasoning=parsed.reasoning,
+            calls=tuple(calls),
+            stop=generation.stop,
+            prompt_tokens=len(prompt),
+            tokens=_sealed(generation.tokens),
+            logprobs=_sealed(generation.logprobs),
+            versions=_sealed(generation.versions),
         )
-        self._open[request_id] = answer
-        self._sampling = True
-        try:
-            # Shielded: who gives up on an answer stops waiting, but what was sampled of it is still to be counted.
-            generation = await asyncio.shield(answer)
-        finally:
-            self._sampling = False
-        if self._open.pop(request_id, None) is None:
-            raise RequestFailed("the episode has ended without this answer")
-        return generation
 
-    def _fields(self, overrides: dict[str, Any]) -> Sampling:
-        settings = self._settings
-        if not self._order.heldout:
-            _refuse_another_distribution(settings, overrides)
-        fields: dict[str, Any] = {
-            "max_tokens": settings.max_tokens,
-            "seed": request_seed(settings.seed, self._order.group, self._episode, len(self.requests)),
-            "temperature": settings.temperature,
-            "top_p": settings.top_p,
-            "top_k": settings.top_k,
-            "stop_ids": list(settings.stop_ids),
-            "stop_strings": list(settings.stop_strings),
-        }
-        return Sampling(**(fields | overrides))
+    def _answered(self, request: str | Answer) -> str:
+        request_id = request.request_id if isinstance(request, Answer) else request
+        if not any(turn.request_id == request_id for turn in self._transcript.turns):
+            raise ValueError(f"request {request_id!r} is none that was answered in this episode")
+        return request_id
 
 
-def _refuse_another_distribution(settings: ClientSettings, overrides: dict[str, Any]) -> None:
-    for name in SHAPES_THE_DISTRIBUTION:
-        trained = getattr(settings, name)
-        if overrides.get(name, trained) != trained:
-            raise RequestFailed(
-                f"{name} = {overrides[name]} is not the learner's rollout.{name} = {trained}: "
-                "in training every answer is sampled as the config says"
-            )
+def _sealed(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """A view that cannot be written through."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
 
 
-def _tokens_of(answer: asyncio.Future[Generation]) -> int:
-    """How many tokens an answer that nobody waits for brought, if it came at all."""
-    if not answer.done() or answer.cancelled() or answer.exception() is not None:
-        return 0
-    return len(answer.result().tokens)
+def _finite(value: float) -> float:
+    if not isinstance(value, Real) or not math.isfinite(value):
+        raise ValueError(f"a reward is a finite number, not {one_line(repr(value), 60)}")
+    return float(value)

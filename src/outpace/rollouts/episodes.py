@@ -45,7 +45,7 @@ async def run_episode(rollout: Rollout, task: Task, client: PolicyClient, timeou
 
 def failed(client: PolicyClient, reason: str, trace: str = "") -> Episode:
     """An episode that trains nothing; what was sampled for it is kept for the accounts."""
-    return Episode([client.trajectory()], error=reason, stop="error", requests=list(client.requests), traceback=trace)
+    return Episode(client.trajectories(), error=reason, stop="error", requests=list(client.requests), traceback=trace)
 
 
 def _serious(error: BaseException) -> PartFailed | BadInput | None:
@@ -59,26 +59,38 @@ def _as_episode(returned: object, task: Task, client: PolicyClient) -> Episode:
     last = _last_answer(task, client)
     rewards: dict[str, float] = {}
     if isinstance(returned, Episode):
-        completion, requests = returned.completion or last, returned.requests or list(client.requests)
-        returned = msgspec.structs.replace(returned, completion=completion, requests=requests)
+        returned = msgspec.structs.replace(
+            returned,
+            trajectories=returned.trajectories or client.trajectories(),
+            completion=returned.completion or last,
+            requests=returned.requests or list(client.requests),
+            metrics={**_measured(client), **returned.metrics},
+        )
         return returned if returned.error else _checked(returned, client)
     if isinstance(returned, Trajectory):
         trajectories = [returned]
     elif returned is None or isinstance(returned, Real):
         if not client.requests:
             return failed(client, "the rollout asked the policy nothing")
-        trajectories = [client.trajectory()]
+        trajectories = client.trajectories()
         rewards = {} if returned is None else {"rollout": float(returned)}
     else:
         kind = type(returned).__name__
         return failed(client, f"the rollout returned {kind}; return an Episode, a Trajectory, a number or None")
-    episode = Episode(trajectories, last, rewards, stop=client.stop, requests=list(client.requests))
+    episode = Episode(
+        trajectories, last, rewards, stop=client.stop, metrics=_measured(client), requests=list(client.requests)
+    )
     return _checked(episode, client)
+
+
+def _measured(client: PolicyClient) -> dict[str, float]:
+    """What is worth knowing of an episode with several answers."""
+    return {"breaks": float(client.breaks)} if client.answers > 1 else {}
 
 
 def _last_answer(task: Task, client: PolicyClient) -> str | list[Message]:
     """What the reward functions judge, in the form of the prompt: a message after messages, text after text."""
-    text = client.completions[-1] if client.completions else ""
+    text = client.newest.text if client.newest else ""
     return text if isinstance(task.prompt, str) else [{"role": "assistant", "content": text}]
 
 

@@ -45,13 +45,17 @@ class TrajectoryBuilder:
     def prefix(self) -> Ints:
         return np.array(self._tokens, dtype=np.int32)
 
-    def build(self, role: str = "policy") -> Trajectory:
+    def build(
+        self, role: str = "policy", reward: float | None = None, turn_rewards: Sequence[float] = ()
+    ) -> Trajectory:
         return Trajectory(
             tokens=np.array(self._tokens, dtype=np.int32),
             mask=np.array(self._mask, dtype=np.bool_),
             logprobs=np.array(self._logprobs, dtype=np.float32),
             versions=np.array(self._versions, dtype=np.int32),
             role=role,
+            reward=reward,
+            turn_rewards=np.array(turn_rewards, dtype=np.float32),
         )
 
 

@@ -24,13 +24,15 @@ import msgspec
 from outpace.checkpoint.journal import JournalWriter
 from outpace.errors import RewardFailed
 from outpace.models.chat import as_text
+from outpace.models.dialect import Dialect
 from outpace.protocols import Engine, Reward, Rollout, TaskSource
 from outpace.rewards.grading import Graded, grade
 from outpace.rewards.pool import GraderPool
 from outpace.rewards.shaping import Overlong, shaped
-from outpace.rollouts.client import ClientSettings, PolicyClient
+from outpace.rollouts.client import Doors, Openings, PolicyClient
 from outpace.rollouts.closing import ClosingRules, Verdict, close_group, version_range
 from outpace.rollouts.episodes import run_episode
+from outpace.rollouts.requests import ClientSettings
 from outpace.runtime.together import together
 from outpace.types import Episode, EpisodeView, GroupOrder, GroupRecord, GroupReport, Message, Task, Trajectory
 
@@ -65,23 +67,25 @@ class RolloutWorker:
         self,
         settings: WorkerSettings,
         engines: list[Engine],
-        tokenizer: Any,
+        dialect: Dialect,
         train: TaskSource,
         heldout: TaskSource | None,
         rollout: Rollout,
         judges: Judges,
         journal: JournalWriter,
+        doors: Doors | None = None,
     ) -> None:
         weights = dict(zip((name for name, _ in judges.functions), judges.weights, strict=True))
         self._closing = replace(settings.closing, credit=replace(settings.closing.credit, weights=weights))
         self._settings = settings
         self._engines = engines
-        self._tokenizer = tokenizer
+        self._dialect = dialect
         self._train = train
         self._heldout = heldout
         self._rollout = rollout
         self._judges = judges
         self._journal = journal
+        self._doors = doors
         self._running: dict[int, asyncio.Task[GroupReport]] = {}
 
     async def run(self, order: GroupOrder) -> GroupReport:
@@ -95,7 +99,7 @@ class RolloutWorker:
         except asyncio.CancelledError:
             if _asked_to_stop():  # the caller of `run` is gone, not just this group
                 raise
-            tokens = _tokens([client.trajectory() for client in clients], clients)
+            tokens = _tokens([kept for client in clients for kept in client.trajectories()], clients)
             return GroupReport(order.group, "", "failed", "cancelled", tokens_sampled=tokens, cancelled=True)
         finally:
             self._running.pop(order.group, None)
@@ -149,8 +153,11 @@ class RolloutWorker:
     def _clients(self, order: GroupOrder, settings: ClientSettings) -> list[PolicyClient]:
         """One for each episode."""
         engine = self._engines[order.group % len(self._engines)]
-        openings: dict[str, list[int]] = {}
-        return [PolicyClient(engine, self._tokenizer, settings, order, index, openings) for index in range(order.size)]
+        openings: Openings = {}
+        return [
+            PolicyClient(engine, self._dialect, settings, order, index, openings, self._doors)
+            for index in range(order.size)
+        ]
 
     async def _episodes(self, task: Task, clients: list[PolicyClient]) -> list[Episode]:
         limit = self._settings.episode_timeout_s
@@ -170,6 +177,7 @@ class RolloutWorker:
                 {name: [value] * len(ended) for name, value in task.columns.items()},
                 self._settings.reward_timeout_s,
                 self._judges.pool,
+                (task, ended),
             )
         except RewardFailed as error:
             log.warning("grading %s failed", task.id, exc_info=True)

@@ -1,0 +1,154 @@
+"""How a model family writes a chat: from messages to token ids, on from what was sampled, and back to a message.
+
+Two implementations: `TemplateDialect` works with the chat template of any tokenizer, `outpace.models.renderer` with the
+families that the package `renderers` knows by heart.
+
+Invariants
+- What the policy sampled is never rendered again: `extend` gives only the ids that follow it, or None where the dialect
+  would show the past in another way. Then whoever asked has to begin a new sequence.
+- Parsing never changes a token. What cannot be read as a call stays in the content, and is a call with a problem too,
+  so that somebody can tell the model.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from outpace.errors import BadInput, one_line
+from outpace.models.chat import STAND_IN, Schema, bridge, render
+from outpace.types import Message, ToolCall
+
+TEMPLATE = "template"
+"""The name of the dialect that goes by the model's own chat template."""
+
+SHAPE = 'a tool call is an object like {"name": "...", "arguments": {...}}'
+
+_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_THOUGHT = re.compile(r"\A\s*(?:<think>)?(.*?)</think>\s*", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """What an answer says, in parts. The ids of its calls are given by whoever knows the request."""
+
+    content: str
+    reasoning: str = ""
+    calls: tuple[ToolCall, ...] = ()
+
+
+@dataclass(frozen=True)
+class Said:
+    """A conversation up to an answer: as messages, with stand-ins for the policy's, and as the ids that were used."""
+
+    heard: Sequence[Message]
+    prompt: Sequence[int]
+    answer: Sequence[int]
+
+
+class Dialect(Protocol):
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer."""
+        ...
+
+    def open(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> list[int]:
+        """The ids after which the policy speaks. Raises `BadInput` for a model that cannot show this."""
+        ...
+
+    def extend(self, said: Said, new: Sequence[Message], tools: Sequence[Schema] = ()) -> list[int] | None:
+        """The ids between that answer and the next one, or None."""
+        ...
+
+    def parse(self, answer: Sequence[int], prompt: Sequence[int], tools: Sequence[Schema] = ()) -> Parsed: ...
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text without special tokens."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Plain text, no special tokens added."""
+        ...
+
+
+def dialect_of(tokenizer: Any, stop_ids: Sequence[int], wanted: str | None = None) -> Dialect:
+    """The dialect that `model.renderer` names; without one, the family that the model's name is known to belong to."""
+    if wanted == TEMPLATE:
+        return TemplateDialect(tokenizer, stop_ids)
+    if importlib.util.find_spec("renderers") is None:
+        if wanted is not None:
+            raise BadInput(f'model.renderer: {wanted} needs the package renderers: pip install "outpace[renderers]"')
+        return TemplateDialect(tokenizer, stop_ids)
+    if wanted is None and not _may_be_a_hub_name(tokenizer):
+        return TemplateDialect(tokenizer, stop_ids)
+    from outpace.models.renderer import renderer_dialect
+
+    return renderer_dialect(tokenizer, stop_ids, wanted) or TemplateDialect(tokenizer, stop_ids)
+
+
+def _may_be_a_hub_name(tokenizer: Any) -> bool:
+    """Families are known by the exact names of their models; the package takes a second to load."""
+    return bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(getattr(tokenizer, "name_or_path", ""))))
+
+
+class TemplateDialect:
+    """Any chat template; calls between `<tool_call>` tags as JSON, reasoning before `</think>`."""
+
+    def __init__(self, tokenizer: Any, stop_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._stop_ids = tuple(stop_ids)
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        return self._stop_ids
+
+    def open(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> list[int]:
+        return render(self._tokenizer, list(messages), tools=tools)
+
+    def extend(self, said: Said, new: Sequence[Message], tools: Sequence[Schema] = ()) -> list[int] | None:
+        ids = bridge(self._tokenizer, said.heard, new, tools)
+        ended = bool(said.answer) and said.answer[-1] in self._stop_ids
+        # The end of turn that the policy has sampled already is not put there twice.
+        return ids[1:] if ids and ended and ids[0] in self._stop_ids else ids
+
+    def parse(self, answer: Sequence[int], prompt: Sequence[int], tools: Sequence[Schema] = ()) -> Parsed:
+        return parse_text(self.decode(answer))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def encode(self, text: str) -> list[int]:
+        return [int(token) for token in self._tokenizer.encode(text, add_special_tokens=False)]
+
+
+def stand_in_for(message: Message) -> Message:
+    """What a conversation holds in the place of something that the policy said."""
+    return STAND_IN if message.get("role") == "assistant" else message
+
+
+def parse_text(text: str) -> Parsed:
+    """An answer in the most common form of tool calls and reasoning."""
+    thought = _THOUGHT.match(text)
+    reasoning, rest = (thought[1].strip(), text[thought.end() :]) if thought else ("", text)
+    calls = tuple(_read_call(body) for body in _CALL.findall(rest))
+    if not calls:
+        return Parsed(rest, reasoning)
+    readable = iter(calls)
+    content = _CALL.sub(lambda match: match[0] if next(readable).problem else "", rest)
+    return Parsed(content.strip(), reasoning, calls)
+
+
+def _read_call(body: str) -> ToolCall:
+    try:
+        call = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        return ToolCall("", "", "", f"this tool call is not valid JSON: {one_line(error, 120)}")
+    name = call.get("name") if isinstance(call, dict) else None
+    arguments = call.get("arguments", {}) if isinstance(call, dict) else None
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        return ToolCall("", "", "", SHAPE)
+    return ToolCall("", name, json.dumps(arguments, ensure_ascii=False))

@@ -1,0 +1,85 @@
+"""The families of the package `renderers`, which knows their chat templates token by token."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from renderers import config_from_name, create_renderer
+from renderers.base import MODEL_RENDERER_MAP, RENDERER_REGISTRY, ParsedToolCall, ToolCallParseStatus
+
+from outpace.errors import BadInput, RequestFailed, one_line
+from outpace.models.chat import Schema
+from outpace.models.dialect import SHAPE, Parsed, Said
+from outpace.references import nearest
+from outpace.types import Message, ToolCall
+
+
+def renderer_dialect(tokenizer: Any, stop_ids: Sequence[int], wanted: str | None) -> RendererDialect | None:
+    """The dialect of that family, or of the one that the model's name belongs to, if any does."""
+    family = wanted or MODEL_RENDERER_MAP.get(getattr(tokenizer, "name_or_path", ""))
+    if family is None:
+        return None
+    try:
+        config = config_from_name(family)
+    except (KeyError, ValueError):
+        close = nearest(family, RENDERER_REGISTRY or MODEL_RENDERER_MAP.values())
+        hint = f"did you mean {close[0]}?" if close else "see the package renderers for the families it has"
+        raise BadInput(f"model.renderer: there is no family {family!r}; {hint}") from None
+    try:
+        return RendererDialect(create_renderer(tokenizer, config), tokenizer, stop_ids)
+    except Exception as error:  # a tokenizer without the tokens of the family fails in whatever way it does
+        raise BadInput(f"model.renderer: the tokenizer does not fit {family}: {one_line(error)}") from error
+
+
+class RendererDialect:
+    def __init__(self, renderer: Any, tokenizer: Any, stop_ids: Sequence[int]) -> None:
+        self._renderer = renderer
+        self._tokenizer = tokenizer
+        self._stop_ids = tuple(dict.fromkeys([*stop_ids, *renderer.get_stop_token_ids()]))
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        return self._stop_ids
+
+    def open(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> list[int]:
+        try:
+            return list(
+                self._renderer.render_ids(list(messages), tools=_specs(tools) or None, add_generation_prompt=True)
+            )
+        except Exception as error:  # the boundary to the package: it raises what the family's own rules raise
+            raise RequestFailed(f"this conversation cannot be rendered: {one_line(error)}") from error
+
+    def extend(self, said: Said, new: Sequence[Message], tools: Sequence[Schema] = ()) -> list[int] | None:
+        before = [*said.prompt, *said.answer]
+        whole = self._renderer.bridge_to_next_turn(
+            list(said.prompt), list(said.answer), list(new), tools=_specs(tools) or None
+        )
+        ids = None if whole is None else list(whole.token_ids)
+        return ids[len(before) :] if ids is not None and ids[: len(before)] == before else None
+
+    def parse(self, answer: Sequence[int], prompt: Sequence[int], tools: Sequence[Schema] = ()) -> Parsed:
+        parsed = self._renderer.parse_response(list(answer), tools=_specs(tools) or None, prompt_ids=list(prompt))
+        calls = tuple(map(_call, parsed.tool_calls))
+        unread = "".join(each.raw for each, call in zip(parsed.tool_calls, calls, strict=True) if call.problem)
+        return Parsed((parsed.content or "") + unread, parsed.reasoning_content or "", calls)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def encode(self, text: str) -> list[int]:
+        return [int(token) for token in self._tokenizer.encode(text, add_special_tokens=False)]
+
+
+def _call(parsed: ParsedToolCall) -> ToolCall:
+    readable = parsed.status in (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL)
+    if not readable or not parsed.name or isinstance(parsed.arguments, str):
+        reason = "this tool call is not valid JSON" if parsed.status == ToolCallParseStatus.INVALID_JSON else SHAPE
+        return ToolCall(parsed.id or "", parsed.name or "", "", reason)
+    return ToolCall(parsed.id or "", parsed.name, json.dumps(parsed.arguments or {}, ensure_ascii=False))
+
+
+def _specs(tools: Sequence[Schema]) -> list[dict[str, Any]]:
+    """The package takes the inner half of OpenAI's form."""
+    return [dict(tool.get("function", tool)) for tool in tools]

@@ -1,0 +1,97 @@
+"""Which turn a conversation goes on from, and with which ids.
+
+A history that somebody sends is compared with all conversations in which the policy has spoken. The longest part that
+is one of these is kept as the ids it was sampled with, and only what is new is rendered. Where nothing matches although
+the policy has spoken in it (the agent changed its past), or where the dialect cannot go on exactly, the whole history
+is rendered anew as the beginning of another trajectory. Both are counted as breaks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outpace.models.chat import Schema
+from outpace.models.dialect import Dialect, Said, stand_in_for
+from outpace.rollouts.history import Digest, digests, followed_by
+from outpace.rollouts.transcript import Turn
+from outpace.types import Answer, Message
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a request stands: after `parent`'s answer (None: at the beginning), with `observed` in between.
+
+    `heard` is the conversation so far with stand-ins for what the policy said; `digest` is that of the real one."""
+
+    parent: Turn | None
+    observed: Sequence[int]
+    heard: tuple[Message, ...]
+    digest: Digest
+
+
+@dataclass(frozen=True)
+class _Known:
+    turn: Turn
+    heard: tuple[Message, ...]
+
+
+class Conversations:
+    def __init__(self, dialect: Dialect, openings: dict[Digest, list[int]]) -> None:
+        """`openings` are rendered already; siblings of a group begin with the same prompt and share them."""
+        self._dialect = dialect
+        self._openings = openings
+        self._known: dict[Digest, list[_Known]] = {}
+        self._continued: set[int] = set()
+        self.breaks = 0
+
+    def place(self, role: str, tools: Sequence[Schema], history: Sequence[Message]) -> Position:
+        chain = digests(role, tools, history)
+        known, length = self._longest_known(history, chain)
+        if known is not None:
+            observed = extension(self._dialect, known.turn, (), known.heard, history[length:], tools)
+            if observed is not None:
+                self._continued.add(id(known.turn))
+                heard = (*known.heard, stand_in_for(history[length - 1]), *history[length:])
+                return Position(known.turn, observed, heard, chain[-1])
+        self.breaks += any(message.get("role") == "assistant" for message in history)
+        heard = tuple(map(stand_in_for, history))
+        return Position(None, self.opening(chain[-1], history, tools), heard, chain[-1])
+
+    def opening(self, digest: Digest, history: Sequence[Message], tools: Sequence[Schema]) -> list[int]:
+        if digest not in self._openings:
+            self._openings[digest] = self._dialect.open(history, tools)
+        return self._openings[digest]
+
+    def remember(self, position: Position, turn: Turn, answer: Answer) -> None:
+        """Later histories that go on from this answer are known by it."""
+        known = _Known(turn, position.heard)
+        self._known.setdefault(followed_by(position.digest, answer.message), []).append(known)
+
+    def _longest_known(self, history: Sequence[Message], chain: Sequence[Digest]) -> tuple[_Known | None, int]:
+        for length in range(len(history), 0, -1):
+            if history[length - 1].get("role") == "assistant" and chain[length - 1] in self._known:
+                return self._unclaimed(self._known[chain[length - 1]]), length
+        return None, 0
+
+    def _unclaimed(self, alike: list[_Known]) -> _Known:
+        """Of answers that say the same, one that nothing follows yet: so each goes on in its own trajectory."""
+        return next((known for known in alike if id(known.turn) not in self._continued), alike[0])
+
+
+def extension(
+    dialect: Dialect,
+    turn: Turn,
+    after: Sequence[int],
+    heard: Sequence[Message],
+    new: Sequence[Message],
+    tools: Sequence[Schema],
+) -> list[int] | None:
+    """The ids with which a conversation goes on to `new`, behind a turn's answer and what was observed `after` it.
+
+    None: not exactly possible."""
+    if any(message.get("role") == "assistant" for message in new):
+        return None  # words put into the policy's mouth: rendered, they would stand where samples do
+    assert turn.generation is not None, "a conversation goes on from an answer"
+    answer = [*turn.generation.tokens.tolist(), *after]
+    return dialect.extend(Said(heard, turn.prompt().tolist(), answer), new, tools)

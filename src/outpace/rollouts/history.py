@@ -1,0 +1,70 @@
+"""Recognising a conversation that somebody sends again, longer.
+
+An agent that speaks OpenAI's protocol sends the whole history with every request. Whether that history goes on from an
+answer of ours is decided by a chain of digests, one per message: equal digests, equal conversations.
+
+Two messages count as equal when they say the same: ids of calls, empty fields, white space around an answer, the order
+of keys in arguments and reasoning that was not sent back make no difference. The tokens stay those of the original.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+from typing import Any
+
+from outpace.types import Message
+
+Digest = bytes
+
+
+def digests(role: str, tools: Sequence[dict[str, Any]], messages: Sequence[Message]) -> list[Digest]:
+    """For each message the digest of everything up to it."""
+    return list(_chain(_digest(b"", [role, list(tools)]), messages))
+
+
+def followed_by(digest: Digest, message: Message) -> Digest:
+    """The digest of a conversation that goes on with `message`."""
+    return _digest(digest, said(message))
+
+
+def said(message: Message) -> list[Any]:
+    """What a message says, in a form that compares."""
+    calls = [_call(call) for call in message.get("tool_calls") or ()]
+    content = text_of(message.get("content"))
+    role = message.get("role")
+    return [role, content.strip() if role == "assistant" else content, calls, message.get("name")]
+
+
+def text_of(content: Any) -> str:
+    """The content of a message as text: as it is, or its parts one after the other."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list | tuple):
+        return "".join(str(part.get("text", part)) if isinstance(part, dict) else str(part) for part in content)
+    return str(content)
+
+
+def _chain(digest: Digest, messages: Sequence[Message]) -> Iterator[Digest]:
+    for message in messages:
+        digest = followed_by(digest, message)
+        yield digest
+
+
+def _call(call: dict[str, Any]) -> list[Any]:
+    function = call.get("function") or call
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return [function.get("name"), arguments]
+    return [function.get("name"), arguments or {}]
+
+
+def _digest(before: Digest, value: Any) -> Digest:
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16, key=before).digest()

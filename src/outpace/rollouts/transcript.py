@@ -1,0 +1,153 @@
+"""Every token of one episode: a tree of turns, each an answer under the exact ids it was sampled from.
+
+    opening ─▶ answer ─▶ observed ─▶ answer          one trajectory
+                   └───▶ observed ─▶ answer          another one: the first answer is context here, trained on above
+
+Invariants
+- A turn is asked under the ids of its parent's prompt, its parent's answer verbatim, and what was observed since.
+- In the trajectories every sampled token is trainable exactly once, under the prefix it was sampled from. That is not
+  only so by construction: it is checked against what was really sent, and a difference ends the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from zlib import crc32
+
+import numpy as np
+
+from outpace.errors import PartFailed
+from outpace.rollouts.trajectory import TrajectoryBuilder
+from outpace.types import Generation, Ints, Trajectory
+
+
+@dataclass(eq=False, slots=True)
+class Turn:
+    """One request and, once it is there, its answer."""
+
+    request_id: str
+    role: str
+    parent: Turn | None
+    observed: Ints
+    prompt_length: int = 0
+    prompt_check: int = 0
+    generation: Generation | None = None
+
+    def lineage(self) -> list[Turn]:
+        """From the opening to this one."""
+        found: list[Turn] = []
+        turn: Turn | None = self
+        while turn is not None:
+            found.append(turn)
+            turn = turn.parent
+        return found[::-1]
+
+    def prompt(self) -> Ints:
+        """The ids that this turn is asked under."""
+        parts: list[Ints] = []
+        for turn in self.lineage():
+            parts.append(turn.observed)
+            if turn is not self:
+                assert turn.generation is not None, "a turn follows an answer"
+                parts.append(turn.generation.tokens)
+        return np.concatenate(parts)
+
+    def is_prefix_of(self, ids: Ints) -> bool:
+        """Whether `ids` begin with this turn's prompt and answer."""
+        assert self.generation is not None
+        end = self.prompt_length + len(self.generation.tokens)
+        answered = np.array_equal(ids[self.prompt_length : end], self.generation.tokens)
+        return answered and crc32(ids[: self.prompt_length].tobytes()) == self.prompt_check
+
+
+@dataclass
+class Transcript:
+    turns: list[Turn] = field(default_factory=list)  # answered ones
+    rewards: dict[str, float] = field(default_factory=dict)  # of the trajectory that a request lies in
+    role_rewards: dict[str, float] = field(default_factory=dict)
+    turn_rewards: dict[str, float] = field(default_factory=dict)
+
+    def begin(self, request_id: str, role: str, parent: Turn | None, observed: Sequence[int]) -> tuple[Turn, Ints]:
+        """A new turn, and the ids to send for it."""
+        turn = Turn(request_id, role, parent, np.array(observed, dtype=np.int32))
+        prompt = turn.prompt()
+        turn.prompt_length, turn.prompt_check = len(prompt), crc32(prompt.tobytes())
+        return turn, prompt
+
+    def longest_prefix(self, ids: Sequence[int], role: str) -> tuple[Turn | None, int]:
+        """The answered turn of that role that most of `ids` begins with, and how many of them that is."""
+        wanted = np.array(ids, dtype=np.int32)
+        best: tuple[Turn | None, int] = (None, 0)
+        for turn in self.turns:
+            assert turn.generation is not None, "only answered turns are kept"
+            length = turn.prompt_length + len(turn.generation.tokens)
+            if turn.role == role and best[1] < length <= len(wanted) and turn.is_prefix_of(wanted):
+                best = turn, length
+        return best
+
+    def trajectories(self) -> list[Trajectory]:
+        """All that was sampled, one trajectory per branch, in the order in which the branches were finished."""
+        parents = {id(turn.parent) for turn in self.turns if turn.parent is not None}
+        leaves = [turn for turn in self.turns if id(turn) not in parents]
+        claimed: set[int] = set()
+        return [self._trajectory(leaf, claimed) for leaf in leaves]
+
+    def branch(self, leaf: Turn, after: Sequence[int]) -> Trajectory:
+        """The sequence up to this turn and what was observed after it, whatever else branched off."""
+        return self._trajectory(leaf, set(), after)
+
+    def _trajectory(self, leaf: Turn, claimed: set[int], after: Sequence[int] = ()) -> Trajectory:
+        built = TrajectoryBuilder()
+        own: list[Turn] = []
+        for turn in leaf.lineage():
+            assert turn.generation is not None, "a turn follows an answer"
+            built.observe(turn.observed.tolist())
+            if id(turn) in claimed:
+                built.observe(turn.generation.tokens.tolist())
+            else:
+                claimed.add(id(turn))
+                own.append(turn)
+                built.sampled(turn.generation)
+        built.observe(after)
+        trajectory = built.build(leaf.role, self._reward(leaf.role, own), self._of_turns(own))
+        _assert_prefixes(trajectory, own)
+        return trajectory
+
+    def _reward(self, role: str, own: list[Turn]) -> float | None:
+        """The newest that was given for one of these turns, or the role's."""
+        for turn in reversed(own):
+            if turn.request_id in self.rewards:
+                return self.rewards[turn.request_id]
+        return self.role_rewards.get(role)
+
+    def _of_turns(self, own: list[Turn]) -> list[float]:
+        """One reward per unbroken run of sampled tokens, or none at all."""
+        if not any(turn.request_id in self.turn_rewards for turn in own):
+            return []
+        return [sum(self.turn_rewards.get(turn.request_id, 0.0) for turn in run) for run in _runs(own)]
+
+
+def _runs(own: list[Turn]) -> Iterator[list[Turn]]:
+    """Turns with nothing observed between their tokens are one run; a turn without a token is none."""
+    run: list[Turn] = []
+    for turn in own:
+        assert turn.generation is not None
+        if run and len(turn.observed):
+            yield run
+            run = []
+        if len(turn.generation.tokens):
+            run.append(turn)
+    if run:
+        yield run
+
+
+def _assert_prefixes(trajectory: Trajectory, own: list[Turn]) -> None:
+    """Every turn that is trained on here stands behind exactly the ids that were sent for it."""
+    check, done = 0, 0
+    for turn in own:
+        check = crc32(trajectory.tokens[done : turn.prompt_length].tobytes(), check)
+        done = turn.prompt_length
+        if check != turn.prompt_check:
+            problem = f"request {turn.request_id} would be trained under a prefix it was not sampled from"
+            raise PartFailed("rollout", problem)
