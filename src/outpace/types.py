@@ -111,6 +111,7 @@ class Answer(msgspec.Struct, frozen=True):
         calls = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
             for call in self.calls
+            if not call.problem
         ]
         reasoning = {"reasoning_content": self.reasoning} if self.reasoning else {}
         return {"role": "assistant", "content": self.content, **reasoning, **({"tool_calls": calls} if calls else {})}

@@ -1,50 +1,134 @@
-"""A chat of several turns by a real engine: every logprob is the one of that token after exactly what precedes it."""
+"""Conversations of a real engine under weights that change: every recorded logprob is the one of that token after
+exactly what precedes it in its trajectory, under the version that is recorded for it."""
 
 from __future__ import annotations
 
+import asyncio
+import copy
+import random
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from outpace.engines.embedded import EmbeddedEngine
 from outpace.rollouts.client import PolicyClient
+from outpace.types import Message, Trajectory
+from outpace.weights.store import SnapshotWriter
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "f", "description": "a tool", "parameters": {"type": "object", "properties": {}}},
+}
+WORDS = ("ok", "é→", "", "  two  spaces ", "<tool_call>", "12", "line\nbreak", "the answer is stand-in")
+VERSIONS = 6
 
 
-@pytest.fixture
-def model(tokenizer: Any) -> Any:
+def make_model(vocabulary: int) -> PreTrainedModel:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=len(tokenizer),
+        vocab_size=vocabulary,
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=1,
         head_dim=32,
-        max_position_embeddings=512,
+        max_position_embeddings=768,
         initializer_range=0.2,  # so that a token in the wrong place is loud
     )
     return LlamaForCausalLM(config).eval()  # type: ignore[no-untyped-call]
 
 
-async def test_logprobs_are_those_of_one_forward_over_the_whole_trajectory(
-    model: Any, tokenizer: Any, make_client: Any
+def changed(model: PreTrainedModel, version: int) -> PreTrainedModel:
+    """Weights far enough from the original that a token of another version is loud too."""
+    torch.manual_seed(version)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    return other
+
+
+async def converse(client: PolicyClient, chance: random.Random) -> None:
+    """A few turns with tool results, some of them side by side, with histories that are kept, cut or edited."""
+    tools = [TOOL] if chance.random() < 0.5 else []
+    history: list[Message] = [{"role": "user", "content": chance.choice(WORDS)}]
+    for _ in range(chance.randint(1, 4)):
+        answers = await asyncio.gather(
+            *(
+                client.chat(history, tools=tools, max_tokens=chance.randint(1, 12))
+                for _ in range(chance.choice((1, 1, 2)))
+            )
+        )
+        message = chance.choice(answers).message
+        if chance.random() < 0.15:
+            message = {"role": "assistant", "content": "something that I never said"}
+        result = [{"role": "tool", "content": chance.choice(WORDS)} for _ in range(chance.randint(0, 2))]
+        history = [*history, message, *result, {"role": "user", "content": chance.choice(WORDS)}]
+    thread = client.thread("helper")
+    await thread.sample(chance.choice(WORDS), max_tokens=5)
+    thread.observe(" so ")
+    await thread.sample(max_tokens=5)
+
+
+async def swap_until(done: asyncio.Event, engine: EmbeddedEngine, versions: Sequence[PreTrainedModel], at: Path) -> int:
+    """Load one version after the other while conversations go on; how many were loaded."""
+    writer, loaded = SnapshotWriter(at, "test"), 0
+    for version, model in enumerate(versions[1:], start=1):
+        await engine.load(writer.publish(version, dict(model.named_parameters()), leased=()), pinned=False)
+        loaded = version
+        try:
+            async with asyncio.timeout(0.2):
+                await done.wait()
+                break
+        except TimeoutError:
+            continue
+    return loaded
+
+
+def logprobs_under(model: PreTrainedModel, trajectory: Trajectory) -> np.ndarray:
+    """Of every token but the first, by one plain forward over the whole sequence."""
+    tokens = torch.from_numpy(trajectory.tokens).long()
+    with torch.no_grad():
+        logits = model(tokens[None], use_cache=False).logits[0]
+    return logits[:-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0].numpy()  # type: ignore[no-any-return]
+
+
+def largest_error(trajectory: Trajectory, versions: Sequence[PreTrainedModel]) -> float:
+    worst = 0.0
+    for version in np.unique(trajectory.versions[trajectory.mask]):
+        of_version = (trajectory.mask & (trajectory.versions == version))[1:]
+        error = logprobs_under(versions[version], trajectory)[of_version] - trajectory.logprobs[1:][of_version]
+        worst = max(worst, float(np.abs(error).max()))
+    return worst
+
+
+@pytest.mark.parametrize("count", [10, pytest.param(500, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+async def test_every_logprob_is_that_of_a_forward_over_what_was_recorded(
+    count: int, any_tokenizer: Any, make_client: Any, tmp_path: Path
 ) -> None:
-    engine = EmbeddedEngine(model, tokenizer=tokenizer, slots=2, device="cpu", threads=1)
-    client: PolicyClient = make_client(engine, min_version=0, temperature=1.0, max_tokens=12)
+    base = make_model(len(any_tokenizer))
+    versions = [base, *(changed(base, version) for version in range(1, VERSIONS))]
+    engine = EmbeddedEngine(base, tokenizer=any_tokenizer, slots=32, device="cpu", threads=1, kv="recompute")
+    options = {"speaks": any_tokenizer, "min_version": 0, "temperature": 1.0, "stop_strings": ()}
+    clients: list[PolicyClient] = [make_client(engine, episode, **options) for episode in range(count)]
+    done = asyncio.Event()
+    swaps = asyncio.create_task(swap_until(done, engine, versions, tmp_path))
     try:
-        await client.sample("first")
-        await client.sample([{"role": "tool", "content": "second"}, {"role": "user", "content": "third"}])
-        client.observe("so")
-        await client.sample()
+        await asyncio.gather(*(converse(client, random.Random(index)) for index, client in enumerate(clients)))
+        done.set()
+        loaded = await swaps
     finally:
         await engine.close()
-    built = client.trajectory()
-    with torch.no_grad():
-        logits = model(torch.from_numpy(built.tokens).long()[None], use_cache=False).logits[0]
-    expected = logits[:-1].log_softmax(-1).gather(1, torch.from_numpy(built.tokens[1:]).long()[:, None])[:, 0].numpy()
-    sampled = built.mask[1:]
-    assert sampled.sum() >= 3
-    np.testing.assert_allclose(built.logprobs[1:][sampled], expected[sampled], atol=1e-4)
+    kept = [trajectory for client in clients for trajectory in client.trajectories()]
+    torch.set_num_threads(2)
+    assert max(largest_error(trajectory, versions) for trajectory in kept) < 1e-4
+    assert loaded >= 1
+    assert sum(len(set(each.versions[each.mask].tolist())) > 1 for each in kept), "no swap fell inside a trajectory"
+    assert sum(client.breaks for client in clients) > 0
+    sampled = sum(len(turn.generation.tokens) for client in clients for turn in client._transcript.turns)  # type: ignore[union-attr]
+    assert sum(int(trajectory.mask.sum()) for trajectory in kept) == sampled

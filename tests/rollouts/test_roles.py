@@ -1,0 +1,138 @@
+"""Two solvers and a judge in one episode, answered in any order: each token gets the advantage of its own role."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from outpace.algorithms.credit import credit_settings
+from outpace.config.algorithm import AlgorithmConfig
+from outpace.config.methods import chosen_advantage
+from outpace.models.dialect import TemplateDialect
+from outpace.rollouts.closing import ClosingRules, Filter
+from outpace.rollouts.requests import ClientSettings
+from outpace.rollouts.worker import Judges, RolloutWorker, WorkerSettings
+from outpace.types import Generation, GroupOrder, GroupRecord, Ints, Place, Sampling, Task, Version
+
+EPISODES = 4
+
+
+class HastyEngine:
+    """Answers each request with its own id, after as many turns of the loop as chance will have it."""
+
+    def __init__(self, tokenizer: Any, chance: random.Random) -> None:
+        self._tokenizer, self._chance = tokenizer, chance
+
+    async def generate(
+        self, request_id: str, token_ids: Ints, sampling: Sampling, min_version: Version, pinned: Version | None
+    ) -> Generation:
+        for _ in range(self._chance.randint(0, 20)):
+            await asyncio.sleep(0)
+        tokens = np.array(self._tokenizer.encode(f"[{request_id}]", add_special_tokens=False), np.int32)
+        logprobs = np.full(len(tokens), -0.5, np.float32)
+        return Generation(tokens, logprobs, np.full(len(tokens), min_version, np.int32), "stop")
+
+    async def abort(self, request_ids: list[str]) -> None:
+        raise AssertionError("nothing is given up here")
+
+
+class Kept:
+    """A journal in memory."""
+
+    def __init__(self) -> None:
+        self.records: list[GroupRecord] = []
+
+    def append(self, record: GroupRecord) -> Place:
+        self.records.append(record)
+        return Place("memory", len(self.records) - 1, 1)
+
+    def close(self) -> None:
+        return
+
+
+def worth(request_id: str) -> float:
+    """What an answer is worth: fixed by its id, different for each."""
+    return random.Random(request_id).random()
+
+
+@pytest.fixture
+def group_of(tokenizer: Any, make_settings: Callable[..., ClientSettings]) -> Callable[[int], Any]:
+    async def run(schedule: int) -> tuple[GroupRecord, dict[str, tuple[str, int]]]:
+        """The journalled group of one random schedule, and whose each request is: role and episode."""
+        chance = random.Random(schedule)
+        whose: dict[str, tuple[str, int]] = {}
+
+        async def solve(task: Task, client: Any, wait: int) -> Any:
+            for _ in range(wait):
+                await asyncio.sleep(0)
+            history = [{"role": "user", "content": task.prompt}]
+            answer = await client.chat(history, role="solver")
+            for _ in range(wait % 3):  # some solvers go on for a few turns
+                history = [*history, answer.message, {"role": "user", "content": "more"}]
+                answer = await client.chat(history, role="solver")
+            client.reward(worth(answer.request_id), request=answer)
+            return answer
+
+        async def rollout(task: Task, client: Any) -> None:
+            solvers = await asyncio.gather(*(solve(task, client, chance.randint(0, 8)) for _ in range(2)))
+            question = " or ".join(sorted(answer.text for answer in solvers))
+            verdict = await client.chat([{"role": "user", "content": question}], role="judge")
+            client.reward(worth(verdict.request_id), role="judge")
+            for trajectory in client.trajectories():
+                text = tokenizer.decode(trajectory.tokens[trajectory.mask].tolist())
+                for request_id in client.requests:
+                    if f"[{request_id}]" in text:
+                        whose[request_id] = trajectory.role, int(request_id.split(".")[1])
+
+        advantage = credit_settings(chosen_advantage(AlgorithmConfig(advantage="dr_grpo")))
+        settings = WorkerSettings(
+            client=make_settings(),
+            eval_seed=99,
+            eval_temperature=0.0,
+            episode_timeout_s=60.0,
+            reward_timeout_s=60.0,
+            closing=ClosingRules(advantage, Filter()),
+        )
+        dialect = TemplateDialect(tokenizer, (tokenizer.eos_token_id,))
+        engine: Any = HastyEngine(tokenizer, chance)
+        journal: Any = Kept()
+        worker = RolloutWorker(settings, [engine], dialect, [Task("t", "why?")], None, rollout, Judges([], []), journal)
+        report = await worker.run(GroupOrder(schedule, task=0, epoch=0, min_version=3, size=EPISODES))
+        assert (report.outcome, report.failed_episodes) == ("finished", 0)
+        await worker.close()
+        return journal.records[0], whose
+
+    return run
+
+
+async def test_every_token_gets_its_own_roles_advantage_whatever_the_schedule(
+    tokenizer: Any, group_of: Callable[[int], Any]
+) -> None:
+    for schedule in range(100):
+        record, whose = await group_of(schedule)
+        expected = advantages_by_hand(record, whose, tokenizer)
+        seen = 0
+        for row, advantage in zip(record.rows, expected, strict=True):
+            np.testing.assert_allclose(row.advantages[row.mask], advantage, atol=1e-6)
+            seen += int(row.mask.sum())
+        said = sum(len(tokenizer.encode(f"[{request_id}]", add_special_tokens=False)) for request_id in whose)
+        assert seen == said, "each token is there once"
+
+
+def advantages_by_hand(record: GroupRecord, whose: dict[str, tuple[str, int]], tokenizer: Any) -> list[float]:
+    """Reward minus the mean of the role, from the ids that the answers themselves consist of: a chain of answers is
+    worth what its last one is."""
+    rewards, roles = [], []
+    for row in record.rows:
+        requests = tokenizer.decode(row.tokens[row.mask].tolist()).strip("[]").split("][")
+        assert len({whose[request_id] for request_id in requests}) == 1, "a trajectory is of one role and one episode"
+        rewards.append(worth(requests[-1]))
+        roles.append(whose[requests[0]][0])
+    assert sorted(roles) == ["judge"] * EPISODES + ["solver"] * (2 * EPISODES)
+    means = {role: np.mean([worth for worth, its in zip(rewards, roles, strict=True) if its == role]) for role in roles}
+    return [float(reward - means[role]) for reward, role in zip(rewards, roles, strict=True)]
