@@ -1,21 +1,48 @@
-"""The parts of the starter model that are not weights: tokenizer, chat template, model card.
+"""The parts of the built-in models that are not weights: tokenizers, chat templates, what goes on disk.
 
 Invariants:
-- Token ids 0-255 are the bytes in order; there are no merges, so any UTF-8 text round-trips.
+- Token ids 0-255 are the bytes in order, so any UTF-8 text round-trips; what is merged from them follows.
+- A digit is never merged with anything: numbers are written and read digit by digit.
 - Every id of the vocabulary has a token: nothing the model can sample is undecodable.
 - Rendering is append-only: a conversation's text is a prefix of the text of its continuation.
 """
 
 import json
+import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 PAD, BOS, END = "<|pad|>", "<|bos|>", "<|end|>"
 SYSTEM, USER, ASSISTANT, TOOL = "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"
+CONTROL = (PAD, BOS, END, SYSTEM, USER, ASSISTANT, TOOL)
 TOOL_TAGS = ("<tool_call>", "</tool_call>")
 VOCABULARY_MULTIPLE = 16
+LONGEST_TOKEN = 12
+"""In characters. Without a limit a whole tool call would become one token, and there would be nothing to write."""
+
+Merge = tuple[str, str]
+
+WHOLE_SCHEMAS = """\
+    {%- for tool in tools %}
+        {{- '\\n' + (tool | tojson) }}
+    {%- endfor %}
+    {{- '\\nTo call one: <tool_call>{"name": ..., "arguments": {...}}</tool_call><|end|>' }}
+"""
+SIGNATURES = """\
+    {%- for tool in tools %}
+        {%- set function = tool.function or tool %}
+        {{- '\\n' + function.name + '(' }}
+        {%- for name, value in ((function.parameters or {}).properties or {}).items() %}
+            {{- (', ' if not loop.first else '') + name + ': ' + (value.type or 'any') | string }}
+        {%- endfor %}
+        {{- ')' + (': ' + function.description if function.description else '') }}
+    {%- endfor %}
+    {{- '<|end|>' }}
+"""
+"""Two ways to show tools: as JSON, or short, as one line each like `add(a: integer): Add one.`"""
 
 CHAT_TEMPLATE = """\
 {%- if tools %}
@@ -24,11 +51,7 @@ CHAT_TEMPLATE = """\
         {{- messages[0].content + '\\n' }}
     {%- endif %}
     {{- 'Tools:' }}
-    {%- for tool in tools %}
-        {{- '\\n' + (tool | tojson) }}
-    {%- endfor %}
-    {{- '\\nTo call one: <tool_call>{"name": ..., "arguments": {...}}</tool_call><|end|>' }}
-{%- endif %}
+TOOLS{%- endif %}
 {%- for message in messages %}
     {%- if message.role not in ('system', 'user', 'assistant', 'tool') %}
         {{- raise_exception('Unknown role: ' + message.role) }}
@@ -49,56 +72,36 @@ CHAT_TEMPLATE = """\
 {%- endif %}
 """
 
-CARD = """\
----
-license: apache-2.0
-library_name: transformers
-pipeline_tag: text-generation
-tags: [countdown, reinforcement-learning, byte-level]
----
 
-# outpace starter
-
-A tiny Llama ({parameters:,} parameters) for trying out reinforcement learning in a minute or two on a CPU.
-It answers countdown puzzles: for the message `9 5 3 2=9` it writes an expression like `9+5-3-2`, which should
-use each number once and equal the target. Sampled, it nearly always gets the form right and mostly the value
-wrong.
-
-| | |
-|---|---|
-| Architecture | Llama, 4 layers, hidden size 128, 4 heads of 32, context 1,024, tied embeddings |
-| Vocabulary | 256 bytes and 16 added tokens, no merges |
-| Stored as | bfloat16 (train it in float32) |
-| Held-out accuracy, sampled at temperature 1 | {sampled:.3f} |
-| Held-out accuracy, greedy | {greedy:.3f} |
-
-Accuracies are over 1,024 held-out puzzles, one answer each.
-
-## How it was made
-
-`python scripts/make_starter.py` makes it from nothing, including its data, all of it from the training split:
-
-1. learning to solve: {learn};
-2. blurring, so that there is room to improve: {blur}, the others random expressions over the same numbers.
-
-No held-out puzzle was trained on.
-
-## Limits
-
-It knows countdown and nothing else. The chat template covers system, user, assistant and tool messages, so
-that it can stand in for a larger model in tests, but it has never seen a tool call.
-
-Licence: Apache-2.0, the weights and the data alike.
-"""
+def learn_merges(corpus: Iterable[str], most: int) -> list[Merge]:
+    """At most so many merges, the most useful in these texts first. Added tokens in them are left out."""
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = _pre_tokenizer(merging=True)
+    trainer = trainers.BpeTrainer(
+        vocab_size=256 + most,
+        initial_alphabet=_byte_characters(),
+        max_token_length=LONGEST_TOKEN,
+        show_progress=False,
+    )
+    added = re.compile("|".join(map(re.escape, (*CONTROL, *TOOL_TAGS))))
+    core.train_from_iterator((part for text in corpus for part in added.split(text)), trainer)
+    return [(left, right) for left, right in json.loads(core.to_str())["model"]["merges"]]
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    alphabet = _byte_characters()
-    core = Tokenizer(models.BPE(vocab={char: byte for byte, char in enumerate(alphabet)}, merges=[]))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+def _pre_tokenizer(merging: bool) -> pre_tokenizers.PreTokenizer:
+    bytes_alone = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    if not merging:
+        return bytes_alone
+    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), bytes_alone])
+
+
+def make_tokenizer(merges: Sequence[Merge] = (), tools: str = WHOLE_SCHEMAS) -> PreTrainedTokenizerFast:
+    """`tools` is the part of the chat template that shows them."""
+    tokens = [*_byte_characters(), *(left + right for left, right in merges)]
+    core = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=list(merges)))
+    core.pre_tokenizer = _pre_tokenizer(merging=bool(merges))
     core.decoder = decoders.ByteLevel()
-    control = [PAD, BOS, END, SYSTEM, USER, ASSISTANT, TOOL]
-    core.add_special_tokens([_added(token, special=True) for token in control])
+    core.add_special_tokens([_added(token, special=True) for token in CONTROL])
     # Tool tags stay in decoded text when special tokens are skipped: a parser has to find them there.
     core.add_tokens([_added(token, special=False) for token in TOOL_TAGS])
     spare = -core.get_vocab_size() % VOCABULARY_MULTIPLE
@@ -111,7 +114,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         model_max_length=1024,
         clean_up_tokenization_spaces=False,
     )
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("TOOLS", tools)
     return tokenizer
 
 
@@ -137,8 +140,3 @@ def make_portable(out: Path) -> None:
     config["tokenizer_class"] = "PreTrainedTokenizerFast"
     path.write_text(json.dumps(config, indent=2) + "\n")
     (out / "model.safetensors").chmod(0o644)
-
-
-def write_card(out: Path, parameters: int, learn: str, blur: str, sampled: float, greedy: float) -> None:
-    card = CARD.format(parameters=parameters, learn=learn, blur=blur, sampled=sampled, greedy=greedy)
-    (out / "README.md").write_text(card)

@@ -31,6 +31,8 @@ NO_TORCH = (
     "outpace.trainer",
     "outpace.pipeline.driver",
     "outpace.rollouts.worker",
+    "outpace.rollouts.assembly",
+    "outpace.rollouts.stage_child",
     "outpace.rewards.registry",
     "outpace.rewards.grader",
     "outpace.tasks.registry",

@@ -11,14 +11,18 @@ if TYPE_CHECKING:
     from outpace.algorithms.tokens import Tokens
     from outpace.config import Config
     from outpace.observe.callbacks import Callback
+    from outpace.rewards.evaluator import evaluator
+    from outpace.rollouts.custom import rollout
     from outpace.trainer import Trainer
-    from outpace.types import Episode, Task, Trajectory
+    from outpace.types import Answer, Endpoint, Episode, Task, Trajectory
 
 __version__ = "0.1.0"
 __all__ = [
+    "Answer",
     "BatchSignal",
     "Callback",
     "Config",
+    "Endpoint",
     "Episode",
     "Peers",
     "Task",
@@ -27,14 +31,18 @@ __all__ = [
     "Trajectory",
     "__version__",
     "advantage",
+    "evaluator",
     "normaliser",
+    "rollout",
     "surrogate",
 ]
 
 _HOMES = {
+    "Answer": "outpace.types",
     "BatchSignal": "outpace.algorithms.normalisers",
     "Callback": "outpace.observe.callbacks",
     "Config": "outpace.config",
+    "Endpoint": "outpace.types",
     "Episode": "outpace.types",
     "Peers": "outpace.algorithms.advantages",
     "Task": "outpace.types",
@@ -42,7 +50,9 @@ _HOMES = {
     "Trainer": "outpace.trainer",
     "Trajectory": "outpace.types",
     "advantage": "outpace.algorithms.registry",
+    "evaluator": "outpace.rewards.evaluator",
     "normaliser": "outpace.algorithms.registry",
+    "rollout": "outpace.rollouts.custom",
     "surrogate": "outpace.algorithms.registry",
 }
 

@@ -9,15 +9,18 @@ from __future__ import annotations
 import asyncio
 import secrets
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from outpace.config import Config
-from outpace.protocols import Engine, Rollout
+from outpace.protocols import Engine
 from outpace.resources import child_environment, engine_threads, learner_threads
 from outpace.runtime import code
 from outpace.runtime.spec import PartSpec
+
+if TYPE_CHECKING:
+    from outpace.rollouts.assembly import Assembled
 
 ENGINE = "engine-0"
 
@@ -139,15 +142,25 @@ def _device(wanted: str) -> str:
 
 
 async def build_worker(spec: PartSpec, peers: dict[str, Any]) -> object:
-    given = code.unpack(spec.code)
-    return await asyncio.to_thread(_worker, spec.name, settings_of(spec), list(peers.values()), given)
+    from outpace.rollouts.assembly import assemble
+
+    given, settings = code.unpack(spec.code), settings_of(spec)
+    assembled = await assemble(settings.parsed, given)
+    try:
+        return await asyncio.to_thread(_worker, spec.name, settings, list(peers.values()), given, assembled)
+    except BaseException:
+        await assembled.close()
+        raise
 
 
-def _worker(name: str, settings: PartSettings, engines: list[Engine], given: dict[str, Any]) -> object:
+def _worker(
+    name: str, settings: PartSettings, engines: list[Engine], given: dict[str, Any], assembled: Assembled
+) -> object:
     from outpace.checkpoint.journal import JournalWriter
     from outpace.models.dialect import dialect_of
     from outpace.models.loading import eos_ids, load_tokenizer
     from outpace.rewards.grading import MAX_THREADS
+    from outpace.rollouts.gateway.server import Gateway
     from outpace.rollouts.worker import RolloutWorker
     from outpace.runtime.threads import warm_up
     from outpace.tasks.registry import open_tasks
@@ -162,10 +175,18 @@ def _worker(name: str, settings: PartSettings, engines: list[Engine], given: dic
         dialect=dialect_of(tokenizer, eos_ids(config.model.path), config.model.renderer),
         train=train,
         heldout=heldout,
-        rollout=given.get("rollout") or _rollout(config, given.get("environment")),
+        rollout=assembled.rollout,
         judges=_judges(config, given.get("rewards")),
         journal=JournalWriter(settings.journal, name),
+        doors=Gateway(config.gateway.host, _gateway_port(config, name), config.model.path),
+        closers=assembled.closers,
     )
+
+
+def _gateway_port(config: Config, worker: str) -> int:
+    """The next ports are those of the next workers; 0 takes any that is free."""
+    first = config.gateway.port
+    return first + int(worker.rpartition("-")[2]) if first else 0
 
 
 def _judges(config: Config, given: list[Any] | None) -> Any:
@@ -179,20 +200,6 @@ def _judges(config: Config, given: list[Any] | None) -> Any:
     apart = isolated(functions, rewards.isolation, rewards.functions if given is None else None)
     pool = GraderPool(apart, rewards.workers, rewards.memory_mb) if apart else None
     return Judges(functions, rewards.weights or [1.0] * len(functions), pool)
-
-
-def _rollout(config: Config, environment: Any) -> Rollout:
-    from outpace.references import load_function
-    from outpace.rollouts.environment import Limits, as_rollout
-    from outpace.rollouts.single_turn import single_turn
-
-    if config.rollout.environment is not None:
-        environment = load_function(config.rollout.environment, "rollout.environment")
-    if environment is not None:
-        return as_rollout(environment, Limits(config.rollout.max_turns))
-    if config.rollout.function is None:
-        return single_turn
-    return load_function(config.rollout.function, "rollout.function")
 
 
 def _worker_settings(config: Config) -> Any:

@@ -16,9 +16,9 @@ from outpace.errors import BadInput, one_line
 from outpace.models.loading import resolve_model
 from outpace.observe.callbacks import Callback
 from outpace.protocols import Reward, Rollout, TaskSource
-from outpace.references import load_function
 from outpace.rewards.registry import check_rewards
-from outpace.rollouts.environment import check_environment, gives_reward
+from outpace.rollouts.assembly import check_assembly
+from outpace.rollouts.kinds import Given
 from outpace.runtime import code
 from outpace.session import Plan
 from outpace.tasks.dataset import Dataset, Rows
@@ -36,35 +36,29 @@ class Objects:
     eval_tasks: Tasks | None = None
     rewards: tuple[Reward | str, ...] = ()
     rollout: Rollout | None = None
-    environment: Callable[[], object] | None = None
+    environment: Given | None = None
+    tools: tuple[Callable[..., Any] | str, ...] = ()
     callbacks: tuple[Callback, ...] = ()
 
 
 def make_plan(config: Config, objects: Objects, quiet: bool = False) -> Plan:
     """Resolve, open and check everything once: model and tasks first, then what judges them."""
-    own_rollout = objects.rollout or objects.environment or config.rollout.function
-    judged_elsewhere = bool(objects.rewards) or own_rollout is not None
+    own_rollout = objects.rollout is not None or objects.environment is not None
+    judged_elsewhere = bool(objects.rewards) or own_rollout or config.rollout.function is not None
     if objects.eval_tasks is not None:
         config = _holding_nothing_out(config)
-    config = resolve(config, own_tasks=objects.tasks is not None, own_rewards=True)
+    own_tasks = objects.tasks is not None
+    config = resolve(config, own_tasks=own_tasks, own_rewards=True, own_rollout=own_rollout)
     resolve_model(config.model.path)
-    if config.rollout.function is not None:
-        load_function(config.rollout.function, "rollout.function")
-    environment = _environment(config, objects)
-    own_tasks = _own_tasks(config, objects)
-    train, heldout = own_tasks or open_tasks(config)
-    config = resolve(config, own_tasks=objects.tasks is not None, own_rewards=judged_elsewhere)
-    rewards = check_rewards(objects.rewards or config.rewards.functions, config.rewards.weights, train[0].columns)
-    if environment is not None and not rewards and not gives_reward(environment):
-        raise BadInput("rewards.functions: name at least one: the environment has no get_reward of its own")
-    carried = code.pack(
-        {
-            "tasks": own_tasks,
-            "rewards": rewards if objects.rewards else None,
-            "rollout": objects.rollout,
-            "environment": objects.environment,
-        }
-    )
+    own_sources = _own_sources(config, objects)
+    train, heldout = own_sources or open_tasks(config)
+    config = resolve(config, own_tasks=own_tasks, own_rewards=judged_elsewhere, own_rollout=own_rollout)
+    named = objects.rewards or config.rewards.functions
+    rewards = check_rewards(named, config.rewards.weights, train[0].columns, config)
+    own = {"rollout": objects.rollout, "environment": objects.environment, "tools": objects.tools or None}
+    if not check_assembly(config, own, train[0]) and not rewards:
+        raise BadInput("rewards.functions: name at least one: nothing else gives an episode of this run a reward")
+    carried = code.pack({"tasks": own_sources, "rewards": rewards if objects.rewards else None, **own})
     return Plan(
         config=config,
         tasks=len(train),
@@ -81,7 +75,8 @@ def config_of_run(run: Path, settings: Sequence[str]) -> Config:
     if not file.is_file():
         raise BadInput(f"there is no run in {run}")
     config = load_config(file, settings)
-    judged = config.rewards.functions or config.rollout.function or config.rollout.environment
+    rollout = config.rollout
+    judged = config.rewards.functions or rollout.function or rollout.environment or config.environment.kinds
     if (config.tasks.name is None and config.tasks.path is None) or not judged:
         raise BadInput(f"{run} was started from Python with tasks or rewards of its own; go on with it there")
     return config
@@ -95,18 +90,6 @@ def with_checkpoint(plan: Plan, run_dir: Path) -> Plan:
     return replace(plan, resume=checkpoint)
 
 
-def _environment(config: Config, objects: Objects) -> Callable[[], object] | None:
-    """The environment that is given or named, if one is, as far as it can be checked without making one."""
-    named = config.rollout.environment
-    ways = (objects.rollout, objects.environment, config.rollout.function, named)
-    if sum(way is not None for way in ways) > 1:
-        raise BadInput("rollout: a rollout and an environment, or two of either, are given; keep one")
-    environment = objects.environment if named is None else load_function(named, "rollout.environment")
-    if environment is not None:
-        check_environment(environment, "rollout.environment")
-    return environment
-
-
 def _holding_nothing_out(config: Config) -> Config:
     """The config of a run whose held-out tasks are a Python caller's own: it must not name any others."""
     return config.model_copy(
@@ -117,7 +100,7 @@ def _holding_nothing_out(config: Config) -> Config:
     )
 
 
-def _own_tasks(config: Config, objects: Objects) -> Sources | None:
+def _own_sources(config: Config, objects: Objects) -> Sources | None:
     """Both sources, where at least one of them is the caller's own; the other one may be named in the config."""
     if objects.tasks is None and objects.eval_tasks is None:
         return None

@@ -50,6 +50,12 @@ class Engine(Protocol):
         """End these requests now: each returns what it has, with stop reason `aborted`."""
         ...
 
+    async def peek(self, request_id: str, after: int) -> Ints:
+        """Tokens of a request under way beyond the first `after`; waits until there is at least one.
+
+        Empty when the request has ended or is unknown."""
+        ...
+
     async def load(self, manifest: Manifest, pinned: bool) -> LoadReport:
         """Verify the snapshot, then swap at a token boundary; running sequences go on under the new weights.
 
@@ -155,7 +161,7 @@ class ModelClient(Protocol):
         ...
 
     async def endpoint(self, role: str = "policy") -> Endpoint:
-        """An OpenAI-compatible URL of this episode, for agents that know nothing of outpace. It ends with the episode."""
+        """An OpenAI-compatible URL of this episode, for agents that know nothing of outpace; it ends with the episode."""
         ...
 
     def reward(self, value: float, *, request: str | Answer | None = None, role: str | None = None) -> None:

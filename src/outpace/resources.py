@@ -39,5 +39,6 @@ def child_environment(threads: int, gpu: bool = True) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),  # what the caller can import, a child can
         "PYTHONUNBUFFERED": "1",
+        "PYTHONHASHSEED": "0",  # so that a task made from the order of a set is the same task in every process
     }
     return environment if gpu else {**environment, "CUDA_VISIBLE_DEVICES": ""}

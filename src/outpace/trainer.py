@@ -30,8 +30,10 @@ from outpace.observe.summary import Summary
 from outpace.planning import Objects, Tasks, make_plan, with_checkpoint
 from outpace.protocols import Reward, Rollout
 from outpace.references import is_reference
+from outpace.rollouts.kinds import Given
 from outpace.runtime.threads import steady_executor
 from outpace.session import Plan, Session
+from outpace.tasks.registry import is_of_family
 
 
 class Trainer:
@@ -41,7 +43,8 @@ class Trainer:
     or any sized, indexable source of rows. eval_tasks: what is held out, likewise but for the name. rewards: functions
     in TRL's signature or their names. config: a `Config`, a nested or dotted dict, or a TOML or YAML file. rollout: an
     `async def rollout(task, client)`. environment: a class with `reset`, typed methods as tools and, if it judges its
-    episodes itself, `get_reward`.
+    episodes itself, `get_reward`; or several of them by the name that a column of the task gives. tools: typed,
+    documented functions that the model may call.
     """
 
     def __init__(
@@ -53,7 +56,8 @@ class Trainer:
         *,
         eval_tasks: str | Path | Tasks | None = None,
         rollout: Rollout | None = None,
-        environment: Callable[[], object] | None = None,
+        environment: Given | None = None,
+        tools: Sequence[Callable[..., Any] | str] = (),
         callbacks: Sequence[Callback] = (),
         quiet: bool = False,
     ) -> None:
@@ -70,6 +74,7 @@ class Trainer:
             rewards=_as_tuple(rewards),
             rollout=rollout,
             environment=environment,
+            tools=tuple(tools),
             callbacks=tuple(callbacks),
         )
         self.config = _merge(_as_config(config), changes)
@@ -189,7 +194,7 @@ def _merge(config: Config, changes: Mapping[str, Any]) -> Config:
 def _named_tasks(tasks: str | Path) -> dict[str, str]:
     """A path if it looks like one or is there, a registered name otherwise."""
     text = str(tasks)
-    if isinstance(tasks, str) and is_reference(text):  # package.module:function
+    if isinstance(tasks, str) and (is_reference(text) or is_of_family(text)):
         return {"name": text}
     is_path = "/" in text or text.endswith((".jsonl", ".json", ".parquet")) or Path(text).exists()
     return {"path": text} if is_path or isinstance(tasks, Path) else {"name": text}

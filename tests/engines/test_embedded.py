@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -16,6 +17,8 @@ from transformers import PreTrainedModel
 
 from outpace.engines.embedded import EmbeddedEngine
 from outpace.errors import CorruptData, OutpaceError, PartFailed, RequestFailed
+from outpace.protocols import Engine
+from outpace.runtime.rpc import Channel, close_proxy, proxy, serve
 from outpace.types import Generation, Manifest, Sampling
 from outpace.weights.store import SnapshotWriter
 
@@ -310,3 +313,96 @@ async def test_an_idle_engine_burns_no_cpu(model_of: Models, prompts: Prompts) -
         assert turns <= 2  # a request that waits for newer weights keeps nobody busy
         await engine.abort(["later"])
         assert (await waiting).stop == "aborted"
+
+
+async def peeked(engine: EmbeddedEngine, name: str) -> list[int]:
+    """All that can be seen of a request while it is under way."""
+    tokens: list[int] = []
+    while len(new := await engine.peek(name, len(tokens))):
+        tokens += new.tolist()
+    return tokens
+
+
+async def test_a_request_under_way_can_be_looked_at_token_by_token(model_of: Models, prompts: Prompts) -> None:
+    async with engine_of(model_of("llama")) as engine:
+        others = [asyncio.create_task(generate(engine, str(i), prompts(5)[0], 40)) for i in range(6)]
+        request = asyncio.create_task(generate(engine, "x", prompts(5)[0], 85))
+        await asyncio.sleep(0)
+        first, again = await asyncio.gather(peeked(engine, "x"), peeked(engine, "x"))
+        tokens = (await request).tokens.tolist()
+        await asyncio.gather(*others)
+    for seen in (first, again):
+        assert 0 < len(seen) < 85  # the last one comes with the answer
+        assert seen == tokens[: len(seen)]
+    assert not engine._peeking
+
+
+async def test_nothing_is_seen_of_a_request_that_is_unknown_or_has_ended(model_of: Models, prompts: Prompts) -> None:
+    async with engine_of(model_of("llama")) as engine:
+        assert (await engine.peek("nobody", 0)).tolist() == []
+        await generate(engine, "x", prompts(5)[0])
+        assert (await engine.peek("x", 0)).tolist() == []
+
+
+async def test_a_look_at_a_request_that_has_not_begun_ends_with_it(model_of: Models, prompts: Prompts) -> None:
+    async with engine_of(model_of("llama")) as engine:
+        later = asyncio.create_task(engine.generate("later", prompts(5)[0], Sampling(max_tokens=1, seed=0), 9, None))
+        await asyncio.sleep(0)
+        look = asyncio.create_task(engine.peek("later", 0))
+        given_up = asyncio.create_task(engine.peek("later", 0))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        await generate(engine, "x", prompts(5)[0])
+        assert not look.done()
+        assert len(engine._peeks) == 1  # those who gave up are forgotten
+        await engine.abort(["later"])
+        assert (await look).tolist() == []
+        assert (await later).stop == "aborted"
+
+
+async def test_a_pinned_request_can_be_looked_at_too(
+    model_of: Models, prompts: Prompts, publish: Callable[..., Manifest]
+) -> None:
+    async with engine_of(model_of("llama")) as engine:
+        await engine.load(publish(model_of("llama", seed=1), 3), pinned=True)
+        request = asyncio.create_task(generate(engine, "x", prompts(5)[0], 85, pinned=3))
+        await asyncio.sleep(0)
+        seen = await peeked(engine, "x")
+        assert seen == (await request).tokens.tolist()[: len(seen)]
+        assert seen
+
+
+async def test_a_look_fails_with_the_engine(
+    model_of: Models, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with engine_of(model_of("llama")) as engine:
+        waits = asyncio.create_task(engine.generate("later", prompts(5)[0], Sampling(max_tokens=1, seed=0), 9, None))
+        await asyncio.sleep(0)
+        look = asyncio.create_task(engine.peek("later", 0))
+        await asyncio.sleep(0)
+
+        def broken(*_: object) -> torch.Tensor:
+            raise MemoryError("no room for the logits")
+
+        monkeypatch.setattr(engine._main.decoder, "step", broken)
+        results = await asyncio.gather(look, waits, generate(engine, "x", prompts(5)[0]), return_exceptions=True)
+        assert all(isinstance(result, PartFailed) for result in results)
+        with pytest.raises(PartFailed):
+            await engine.peek("x", 0)
+
+
+async def test_a_look_works_over_a_channel(model_of: Models, prompts: Prompts) -> None:
+    ours, theirs = socket.socketpair()
+    near = Channel(*await asyncio.open_connection(sock=ours))
+    far = Channel(*await asyncio.open_connection(sock=theirs))
+    async with engine_of(model_of("llama")) as engine:
+        server = asyncio.create_task(serve(engine, Engine, far))
+        remote = proxy(Engine, near, "engine-0")
+        request = asyncio.create_task(remote.generate("x", prompts(5)[0], Sampling(max_tokens=85, seed=3), 0, None))
+        await asyncio.sleep(0)
+        seen = (await remote.peek("x", 0)).tolist()
+        assert seen
+        assert seen == (await request).tokens.tolist()[: len(seen)]
+        close_proxy(remote)
+        await server
+        far.close()

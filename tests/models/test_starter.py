@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import outpace.models
-from outpace.rewards.countdown import evaluate
 from outpace.tasks.countdown import Countdown
+from outpace.tasks.expressions import evaluate
 
 STARTER = Path(outpace.models.__file__).parent / "starter"
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}

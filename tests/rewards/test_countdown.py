@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outpace.rewards.countdown import MAX_DEPTH, MAX_DIGITS, MAX_LENGTH, countdown, evaluate
+from outpace.rewards.countdown import countdown
+from outpace.tasks.expressions import MAX_DEPTH, MAX_DIGITS, MAX_LENGTH, evaluate
 
 Tree = int | tuple[str, Any, Any]
 

@@ -19,11 +19,11 @@ import pytest
 
 from outpace.errors import RewardFailed
 from outpace.references import load_function
-from outpace.rewards import output
 from outpace.rewards.grading import Graded, grade
-from outpace.rewards.handle import Source
 from outpace.rewards.pool import GraderPool
 from outpace.rewards.registry import isolated
+from outpace.runtime import output
+from outpace.runtime.code import Source
 from outpace.runtime.family import MARK
 
 FILE = Path(__file__).parent / "misbehaving.py"
@@ -286,7 +286,7 @@ async def test_a_copy_that_the_function_forked_does_not_answer(make_pool: MakePo
 
 PARENT = """
 import asyncio, sys
-from outpace.rewards.handle import Source
+from outpace.runtime.code import Source
 from outpace.rewards.pool import GraderPool
 
 async def main():

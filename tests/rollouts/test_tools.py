@@ -1,16 +1,20 @@
-"""Tools: what a model is shown of a method, and what becomes of what it asks for."""
+"""Tools: what a model is shown of a function or a method, and what becomes of the arguments it gives."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import asyncio
+import threading
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import Field
 from transformers.utils.chat_template_utils import get_json_schema
 
 from outpace.errors import BadInput
-from outpace.rollouts.tools import Call, ToolError, parse_calls, tools_of
+from outpace.rollouts.tools import Call, ToolError, load_tools, parse_calls, tools_of
 
 
 class Desk:
@@ -62,8 +66,8 @@ class Desk:
 TOOLS = tools_of(Desk)
 
 
-async def run(name: str, **arguments: Any) -> str:
-    return await TOOLS[name].run(Desk(), arguments)
+async def run(name: str, **arguments: Any) -> Any:
+    return await TOOLS[name].call(arguments, getattr(Desk(), name))
 
 
 def test_the_public_methods_are_the_tools() -> None:
@@ -97,11 +101,11 @@ def test_types_become_json_types() -> None:
     assert "required" not in TOOLS["ring"].schema["function"]["parameters"]
 
 
-async def test_results_are_text() -> None:
+async def test_a_method_is_called_on_its_instance_plain_or_not() -> None:
     assert await run("write", text="a", times=2) == "a a"
-    assert await run("add", numbers=[1, 2.5]) == "3.5"
-    assert await run("paint", colour="red") == '{"colour": "red", "size": null}'
-    assert await run("ring") == "null"
+    assert await run("add", numbers=[1, 2.5]) == 3.5
+    assert await run("paint", colour="red") == {"colour": "red", "size": None}
+    assert await run("ring") is None
 
 
 async def test_arguments_take_the_type_that_the_method_declares() -> None:
@@ -116,6 +120,7 @@ async def test_arguments_take_the_type_that_the_method_declares() -> None:
         ("write", {"text": "a", "times": "often"}, "write: times: Input should be a valid integer"),
         ("paint", {"colour": "green"}, "paint: colour: Input should be 'red' or 'blue'"),
         ("fall", {}, "fall raised RuntimeError: two lines"),
+        ("write", {"text": "a", "x" * 10**6: 1}, "write does not take xxx"),
     ],
 )
 async def test_what_goes_wrong_is_said_in_one_line(name: str, arguments: dict[str, Any], said: str) -> None:
@@ -123,6 +128,7 @@ async def test_what_goes_wrong_is_said_in_one_line(name: str, arguments: dict[st
         await run(name, **arguments)
     assert str(caught.value).startswith(said)
     assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 500
 
 
 class Undocumented:
@@ -166,6 +172,113 @@ def test_a_method_that_cannot_be_a_tool_is_refused(environment: type, said: str)
     with pytest.raises(BadInput) as caught:
         tools_of(environment)
     assert str(caught.value).startswith(f"rollout.environment: {said}")
+
+
+def count_words(text: str, minimum: Annotated[int, Field(ge=0)] = 0) -> int:
+    """Count words.
+
+    Args:
+        text: What to read.
+        minimum: Shorter words do not count.
+    """
+    return sum(len(word) >= minimum for word in text.split())
+
+
+async def fetch(page: str) -> str:
+    """Fetch a page."""
+    await asyncio.sleep(0)
+    return f"<{page}>"
+
+
+async def test_functions_are_tools_plain_or_not() -> None:
+    first, second = load_tools([count_words, fetch])
+    assert (first.name, second.name) == ("count_words", "fetch")
+    assert first.schema["function"]["parameters"]["properties"]["minimum"] == {
+        "type": "integer",
+        "minimum": 0,
+        "description": "Shorter words do not count.",
+    }
+    assert await first.call({"text": "a bb ccc", "minimum": 2}) == 2
+    assert await second.call({"page": "x"}) == "<x>"
+
+
+async def test_a_plain_function_runs_off_the_loop_and_an_asynchronous_one_on_it() -> None:
+    def where() -> int:
+        """Where am I?"""
+        return threading.get_ident()
+
+    async def here() -> int:
+        """Where am I?"""
+        return threading.get_ident()
+
+    off, on = load_tools([where, here])
+    assert await off.call({}) != threading.get_ident()
+    assert await on.call({}) == threading.get_ident()
+
+
+async def test_functions_are_named_in_files(tmp_path: Path) -> None:
+    file = tmp_path / "my_tools.py"
+    file.write_text('def double(x: int) -> int:\n    """Double it."""\n    return 2 * x\n')
+    (tool,) = load_tools([f"{file}:double"])
+    assert await tool.call({"x": 4}) == 8
+
+
+def silent(x: int) -> int:
+    return x
+
+
+def unhinted(x) -> int:  # type: ignore[no-untyped-def]
+    """Do."""
+    return 0
+
+
+class Instance:
+    """A callable object, which has no name."""
+
+    def __call__(self, x: int) -> int:
+        return x
+
+
+@pytest.mark.parametrize(
+    ("functions", "said"),
+    [
+        ([silent], "tools.functions: silent needs a docstring"),
+        ([unhinted], "tools.functions: unhinted: x needs a type hint"),
+        ([fetch, count_words, fetch], "tools.functions: two functions are called fetch"),
+        ([lambda x: x], "tools.functions: <lambda> should be a function with a name"),
+        ([Instance()], "tools.functions: <"),
+        ([Desk], "tools.functions: Desk should be a function"),
+        (["no.such:thing"], "tools.functions: no.such:thing: there is no module no"),
+    ],
+)
+def test_a_function_that_cannot_be_a_tool_is_refused_in_one_line(functions: list[Any], said: str) -> None:
+    with pytest.raises(BadInput) as caught:
+        load_tools(functions)
+    assert str(caught.value).startswith(said)
+    assert "\n" not in str(caught.value)
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise ValueError
+
+
+async def test_an_exception_that_cannot_be_printed_is_still_told() -> None:
+    def tool() -> None:
+        """Do."""
+        raise Mute
+
+    with pytest.raises(ToolError, match=r"^tool raised Mute: <Mute>$"):
+        await load_tools([tool])[0].call({})
+
+
+async def test_the_traceback_of_a_tool_is_in_the_log_and_not_in_what_the_model_hears(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level("DEBUG", logger="outpace.rollouts.tools"), pytest.raises(ToolError) as caught:
+        await run("fall")
+    assert "Traceback" in caplog.text
+    assert "Traceback" not in str(caught.value)
 
 
 def test_calls_are_found_in_the_order_in_which_they_are_made() -> None:

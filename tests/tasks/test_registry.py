@@ -92,7 +92,7 @@ def test_a_function_of_the_current_directory_needs_no_registration(
     ("name", "said"),
     [
         ("countdwn", "there is no task 'countdwn'; did you mean countdown?"),
-        ("zzz", "known are arithmetic, countdown"),
+        ("zzz", "known are arithmetic, calculator, countdown, guess"),
         ("no_such_module:make", "there is no module no_such_module"),
         ("outpace.tasks.registry:open_task", "did you mean open_tasks?"),
     ],

@@ -10,6 +10,6 @@ methods                 the functions that a config names, with the settings eac
 
 from __future__ import annotations
 
-from outpace.config.sections import STARTER, Config, LearnerConfig
+from outpace.config.sections import STARTER, STARTER_AGENT, Config, LearnerConfig
 
-__all__ = ["STARTER", "Config", "LearnerConfig"]
+__all__ = ["STARTER", "STARTER_AGENT", "Config", "LearnerConfig"]

@@ -11,14 +11,26 @@ from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
 
-from outpace.config import STARTER, Config
+from outpace.config import STARTER, STARTER_AGENT, Config
 from outpace.config.algorithm_rules import ALGORITHM_RULES, Rule
 from outpace.config.dependent import settled, value_of, with_values
 from outpace.errors import BadInput
 from outpace.references import absolute
 
-REWARDS_OF_TASKS: dict[str, list[str]] = {"countdown": ["countdown"], "arithmetic": ["number"]}
-"""The built-in tasks and what they are graded by unless told otherwise."""
+REWARDS_OF_TASKS: dict[str, list[str]] = {
+    "countdown": ["countdown"],
+    "arithmetic": ["number"],
+    "calculator": ["number"],
+    "guess": [],
+    "reasoning_gym": ["reasoning_gym"],
+}
+"""The built-in tasks and what they are graded by unless told otherwise; by nothing: their environment judges."""
+
+ENVIRONMENTS_OF_TASKS = {
+    "calculator": "outpace.tasks.calculator:Calculator",
+    "guess": "outpace.tasks.guess:Guess",
+}
+"""The built-in tasks that are played in an environment, unless told otherwise."""
 
 FUNCTIONS = (
     "rollout.function",
@@ -32,18 +44,32 @@ FUNCTIONS = (
 DEFAULT_TASK = "countdown"
 DEFAULT_STEPS = 100
 CUT = "cutting the distribution biases every importance weight, as the learner cannot replay which tokens were kept"
-LOCKSTEP_STARTER_CONTEXT = 256
-"""A deterministic engine attends over its whole context at every step; the starter's puzzles need little of it."""
+MODEL_DEFAULTS: dict[str, dict[str, Any]] = {
+    STARTER: {"learner.lr": 3e-4, "rollout.max_tokens": 32},
+    STARTER_AGENT: {"learner.lr": 3e-4, "rollout.max_tokens": 48},
+}
+OTHER_MODELS: dict[str, Any] = {"learner.lr": 1e-6, "rollout.max_tokens": 512}
+
+LOCKSTEP_CONTEXTS = {STARTER: 256, STARTER_AGENT: 512}
+"""A deterministic engine attends over its whole context at every step; the built-in tasks need little of it."""
 
 
 def resolve(
-    config: Config, *, own_tasks: bool = False, own_rewards: bool = False, now: datetime | None = None
+    config: Config,
+    *,
+    own_tasks: bool = False,
+    own_rewards: bool = False,
+    own_rollout: bool = False,
+    now: datetime | None = None,
 ) -> Config:
     """The config with every dependent default filled in, checked again.
 
-    `own_tasks` and `own_rewards` say that a Python caller brings objects of its own instead of naming them here.
+    `own_tasks`, `own_rewards` and `own_rollout` (or environment) say that a Python caller brings objects of its own
+    instead of naming them here.
     """
     filled = settled(with_values(config, _defaults(config, own_tasks, now or datetime.now())))
+    if not own_tasks and not own_rollout and not _says_how_to_roll_out(filled):
+        filled = with_values(filled, {"rollout.environment": ENVIRONMENTS_OF_TASKS.get(filled.tasks.name or "")})
     if not own_rewards and not filled.rewards.functions:
         filled = with_values(filled, {"rewards.functions": _rewards_of_task(filled)})
     filled = _with_absolute_files(filled)
@@ -64,10 +90,8 @@ def check(config: Config) -> None:
 
 def _defaults(config: Config, own_tasks: bool, now: datetime) -> dict[str, Any]:
     """New values by dotted key, only for what is to change."""
-    starter = config.model.path == STARTER
     unset: dict[str, Any] = {
-        "learner.lr": 3e-4 if starter else 1e-6,
-        "rollout.max_tokens": 32 if starter else 512,
+        **MODEL_DEFAULTS.get(config.model.path, OTHER_MODELS),
         "pacing.max_running": 2 * config.engine.slots,
         "eval.temperature": config.rollout.temperature,
         "run.dir": f"runs/{now:%Y%m%d-%H%M%S}",
@@ -76,8 +100,8 @@ def _defaults(config: Config, own_tasks: bool, now: datetime) -> dict[str, Any]:
         unset["run.steps"] = DEFAULT_STEPS
     if config.tasks.path is None and not own_tasks:
         unset["tasks.name"] = DEFAULT_TASK
-    if config.run.deterministic and starter:
-        unset["engine.context"] = LOCKSTEP_STARTER_CONTEXT
+    if config.run.deterministic:
+        unset["engine.context"] = LOCKSTEP_CONTEXTS.get(config.model.path)
     values = {key: value for key, value in unset.items() if value_of(config, key) is None}
     values["pacing.chunk_groups"] = min(config.pacing.chunk_groups, config.pacing.groups_per_step)
     if config.run.deterministic and config.run.device == "auto":
@@ -92,10 +116,17 @@ def _with_absolute_files(config: Config) -> Config:
     return with_values(config, values | {"rewards.functions": [absolute(name) for name in config.rewards.functions]})
 
 
+def _says_how_to_roll_out(config: Config) -> bool:
+    rollout = config.rollout
+    return bool(rollout.function or rollout.agent or rollout.environment or config.environment.kinds)
+
+
 def _rewards_of_task(config: Config) -> list[str]:
-    if config.rollout.function is not None or config.rollout.environment is not None:
+    task = config.tasks.name or ""
+    is_the_tasks_own = config.rollout.environment == ENVIRONMENTS_OF_TASKS.get(task)
+    if config.rollout.function is not None or config.environment.kinds or not is_the_tasks_own:
         return []  # a custom rollout or an environment may give the reward itself
-    rewards = REWARDS_OF_TASKS.get(config.tasks.name or "")
+    rewards = REWARDS_OF_TASKS.get(task.partition("/")[0])  # the name of a task, or of the family before the slash
     if rewards is None:
         raise BadInput("rewards.functions: name at least one, such as my_rewards.py:score or package.module:score")
     return rewards
@@ -120,9 +151,31 @@ def _rewards_fit(config: Config) -> Iterator[str]:
         yield "rewards.memory_mb: threads have no limit of their own; leave this out or rewards.isolation"
 
 
+def _the_judge_is_asked(config: Config) -> Iterator[str]:
+    functions = config.rewards.functions  # empty where a Python caller brings rewards
+    if config.judge.base_url is not None and functions and "judge" not in functions:
+        yield "judge.base_url: nobody asks the judge; add judge to rewards.functions, or leave this out"
+
+
 def _one_way_to_roll_out(config: Config) -> Iterator[str]:
-    if config.rollout.function is not None and config.rollout.environment is not None:
-        yield f"rollout.environment: rollout.function is {config.rollout.function} already; keep one of the two"
+    rollout = config.rollout
+    ways: dict[str, Any] = {
+        "rollout.function": rollout.function,
+        "rollout.agent": " ".join(rollout.agent),
+        "rollout.environment": rollout.environment,
+        "environment.kinds": ", ".join(config.environment.kinds),
+    }
+    (first, named), *others = [(way, value) for way, value in ways.items() if value] or [("", "")]
+    for other, _ in others:
+        yield f"{other}: {first} is {named} already; keep one of the two"
+    for tools, given in (("functions", config.tools.functions), ("mcp", config.tools.mcp)):
+        if given and first in ("rollout.function", "rollout.agent"):
+            yield f"tools.{tools}: {first} is a rollout of its own, which would not use them; leave this out"
+
+
+def _environments_can_be_limited(config: Config) -> Iterator[str]:
+    if config.environment.memory_mb is not None and config.environment.isolation == "thread":
+        yield 'environment.memory_mb: threads have no limit of their own; set environment.isolation = "process"'
 
 
 def _sampling_is_exact(config: Config) -> Iterator[str]:
@@ -157,7 +210,9 @@ def _lockstep_is_alone(config: Config) -> Iterator[str]:
 RULES: tuple[Rule, ...] = (
     _one_source_of_tasks,
     _rewards_fit,
+    _the_judge_is_asked,
     _one_way_to_roll_out,
+    _environments_can_be_limited,
     _sampling_is_exact,
     _publishing_keeps_the_lag,
     _lockstep_is_alone,

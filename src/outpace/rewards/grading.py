@@ -1,12 +1,14 @@
 """Judging the completions of one group by several reward functions.
 
-A function is called once for the whole group, in TRL's signature. What it returns is data from outside: one finite
-number or None per completion, anything else is a `RewardFailed` that names the function and the sample.
+A function is called once for the whole group, in TRL's signature; an evaluator (`outpace.rewards.evaluator`) once for
+each episode, all at once. What it returns is data from outside: one finite number or None per completion, anything else
+is a `RewardFailed` that names the function and the sample.
 
 Invariants:
 - The event loop never runs a synchronous reward function; async ones run on it.
-- A call takes at most `timeout_s`. A grader process that hangs is killed. A thread cannot be, so it is abandoned: it
-  holds neither a place among the running calls nor the end of the process.
+- A call takes at most `timeout_s`; only built-in functions that wait in queues of their own count their time
+  themselves. A grader process that hangs is killed. A thread cannot be, so it is abandoned: it holds neither a place
+  among the running calls nor the end of the process.
 - None means "does not apply" and is left out of the sum. A completion to which nothing applies has no total.
 """
 
@@ -15,18 +17,22 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from outpace.errors import BadInput, RewardFailed, one_line
 from outpace.protocols import Reward
-from outpace.rewards.outcomes import CallRaised, GraderDied, Scores, TimeLimitError, checked
+from outpace.rewards.evaluator import is_evaluator, wired
+from outpace.rewards.outcomes import Scores, checked
+from outpace.rewards.per_loop import PerLoop
 from outpace.rewards.pool import GraderPool
-from outpace.rewards.registry import accepted, is_async
+from outpace.rewards.registry import accepted, is_async, keeps_own_time
+from outpace.runtime.limits import TimeLimitError, within
+from outpace.runtime.servant import CallRaised, ServantDied
 from outpace.runtime.threads import in_thread
+from outpace.types import Episode, Task
 
 MAX_THREADS = 8
 """Synchronous calls that run at once, per event loop; further ones wait, and their time does not count yet."""
@@ -48,25 +54,34 @@ async def grade(
     columns: Mapping[str, Sequence[Any]],
     timeout_s: float,
     pool: GraderPool | None = None,
+    attempts: tuple[Task, Sequence[Episode]] | None = None,
 ) -> list[Graded]:
     """Judge `completions`. Prompts and every column have one value per completion; weights are 1 when absent.
 
-    The functions that `pool` knows run in its processes."""
+    The functions that `pool` knows run in its processes. `attempts` are the same completions as episodes, and their
+    task, for evaluators."""
     count = len(completions)
     arguments = {**columns, "prompts": prompts, "completions": completions}
     assert all(len(values) == count for values in arguments.values())
     # Every function is heard before the first failure is raised, so that no call is left running unwatched.
-    scores = await asyncio.gather(
-        *(_score(name, function, arguments, count, timeout_s, pool) for name, function in functions),
-        return_exceptions=True,
+    scores = await _all_heard(
+        _score_each(_Call(name, function, timeout_s, pool), attempts)
+        if is_evaluator(function)
+        else _score(_Call(name, function, timeout_s, pool, count), arguments)
+        for name, function in functions
     )
-    by_name: dict[str, Scores] = {}
-    for (name, _), answer in zip(functions, scores, strict=True):
-        if isinstance(answer, BaseException):
-            raise answer
-        by_name[name] = answer
+    by_name = dict(zip((name for name, _ in functions), scores, strict=True))
     weighted = dict(zip(by_name, weights or [1.0] * len(by_name), strict=True))
     return [_combine(by_name, weighted, sample) for sample in range(count)]
+
+
+async def _all_heard(calls: Iterable[Coroutine[Any, Any, Scores]]) -> list[Scores]:
+    """What all of them gave, or the first failure once none of them runs any more."""
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer
+    return cast(list[Scores], answers)
 
 
 def _combine(by_name: dict[str, Scores], weights: dict[str, float], sample: int) -> Graded:
@@ -80,81 +95,98 @@ def _combine(by_name: dict[str, Scores], weights: dict[str, float], sample: int)
     return Graded(total, parts)
 
 
-async def _score(
-    name: str,
-    function: Reward,
-    arguments: dict[str, Sequence[Any]],
-    count: int,
-    timeout_s: float,
-    pool: GraderPool | None,
-) -> Scores:
-    taken = accepted(function, arguments)
+@dataclass(frozen=True)
+class _Call:
+    """One function and the samples that it is to judge: `count` of them from `first` on."""
+
+    name: str
+    function: Reward
+    timeout_s: float
+    pool: GraderPool | None
+    count: int = 1
+    first: int = 0
+
+    @property
+    def samples(self) -> str:
+        last = self.first + self.count - 1
+        return f"samples {self.first} to {last}" if self.count > 1 else f"sample {last}"
+
+    @property
+    def process(self) -> GraderPool | None:
+        return self.pool if self.pool is not None and self.name in self.pool else None
+
+
+async def _score(call: _Call, arguments: Mapping[str, Sequence[Any]]) -> Scores:
+    taken = accepted(call.function, arguments)
     given = {key: list(arguments[key]) for key in taken}  # lists of its own, to do with as it likes
-    try:
-        if pool is not None and name in pool:
-            return await _in_process(pool, name, given, count, timeout_s)
-        returned = await _in_worker(name, function, given, count, timeout_s)
-    except TimeLimitError:
-        raise RewardFailed(f"reward {name} took longer than {timeout_s:g} s on {_samples(count)}") from None
-    return checked(name, returned, count)
+    if call.process is not None:
+        return await _in_process(call, call.process, lambda: given)
+    return checked(call.name, await _in_worker(call, partial(call.function, **given)), call.count)
+
+
+async def _score_each(call: _Call, attempts: tuple[Task, Sequence[Episode]] | None) -> Scores:
+    assert attempts is not None, "an evaluator needs the episodes"
+    task, episodes = attempts
+    scores = await _all_heard(
+        _score_one(replace(call, first=sample), task, episode) for sample, episode in enumerate(episodes)
+    )
+    return [score for (score,) in scores]
+
+
+async def _score_one(call: _Call, task: Task, episode: Episode) -> Scores:
+    if call.process is not None:
+        return await _in_process(call, call.process, lambda: wired(task, episode))
+    returned = await _in_worker(call, partial(call.function, task, episode))
+    return checked(call.name, [returned], 1, call.first)
 
 
 # ----------------------------------------------------------------------------------------------------------- calling
 
 
-async def _in_process(pool: GraderPool, name: str, given: dict[str, list[Any]], count: int, timeout_s: float) -> Scores:
+async def _in_process(call: _Call, pool: GraderPool, given: Callable[[], dict[str, list[Any]]]) -> Scores:
     try:
-        return await pool.call(name, given, count, timeout_s)
-    except CallRaised as error:
-        raise RewardFailed(f"reward {name} raised {error.kind} on {_samples(count)}: {error.message}") from error
-    except GraderDied as error:
-        raise RewardFailed(f"the process of reward {name} {error} on {_samples(count)}") from None
-    except BadInput as error:  # a column that cannot be copied into another process
-        raise RewardFailed(f"reward {name} needs rewards.isolation = thread: {error}") from error
-
-
-async def _in_worker(name: str, function: Reward, given: dict[str, list[Any]], count: int, timeout_s: float) -> Any:
-    call = partial(function, **given)
-    try:
-        return await (_on_loop(call, timeout_s) if is_async(function) else _off_loop(call, timeout_s))
+        return await pool.call(call.name, given(), call.count, call.timeout_s, call.first)
     except TimeLimitError:
+        raise _too_long(call) from None
+    except CallRaised as error:
+        raise RewardFailed(f"reward {call.name} raised {error.kind} on {call.samples}: {error.message}") from error
+    except ServantDied as error:
+        raise RewardFailed(f"the process of reward {call.name} {error} on {call.samples}") from None
+    except BadInput as error:  # a column that cannot be copied into another process
+        raise RewardFailed(f"reward {call.name} needs rewards.isolation = thread: {error}") from error
+
+
+async def _in_worker(call: _Call, work: Callable[[], Any]) -> Any:
+    limit = math.inf if keeps_own_time(call.function) else call.timeout_s
+    try:
+        return await (within(limit, work()) if is_async(call.function) else _off_loop(work, limit))
+    except TimeLimitError:
+        raise _too_long(call) from None
+    except RewardFailed:  # of a built-in function, which says it all
         raise
     # The boundary to the user's code, which may raise anything and may even try to exit.
     except (Exception, SystemExit) as error:
         raise RewardFailed(
-            f"reward {name} raised {type(error).__name__} on {_samples(count)}: {one_line(error)}"
+            f"reward {call.name} raised {type(error).__name__} on {call.samples}: {one_line(error)}"
         ) from error
 
 
-def _samples(count: int) -> str:
-    return f"samples 0 to {count - 1}" if count > 1 else "sample 0"
-
-
-async def _on_loop(call: Callable[[], Any], timeout_s: float) -> Any:
-    try:
-        async with asyncio.timeout(timeout_s) as limit:
-            return await call()
-    except TimeoutError:
-        if limit.expired():
-            raise TimeLimitError from None
-        raise
+def _too_long(call: _Call) -> RewardFailed:
+    return RewardFailed(f"reward {call.name} took longer than {call.timeout_s:g} s on {call.samples}")
 
 
 async def _off_loop(call: Callable[[], Any], timeout_s: float) -> Any:
     async with _places():
-        returned, error = await _on_loop(partial(in_thread, call), timeout_s)
+        returned, error = await within(timeout_s, in_thread(call))
     if error is not None:
         raise error
     if inspect.isawaitable(returned):  # a plain function that hands out a coroutine
-        return await _on_loop(lambda: returned, timeout_s)
+        return await within(timeout_s, returned)
     return returned
 
 
-_places_of_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = weakref.WeakKeyDictionary()
+_places_of_loop: PerLoop[asyncio.Semaphore] = PerLoop()
 
 
 def _places() -> asyncio.Semaphore:
-    loop = asyncio.get_running_loop()
-    if loop not in _places_of_loop:
-        _places_of_loop[loop] = asyncio.Semaphore(MAX_THREADS)
-    return _places_of_loop[loop]
+    return _places_of_loop.get(lambda: asyncio.Semaphore(MAX_THREADS))

@@ -1,4 +1,4 @@
-"""What a call of a reward function may come to: one finite number or None per completion, or a failure with a name.
+"""What a call of a reward function may come to: one finite number or None per completion, or `RewardFailed`.
 
 Light: a grader process imports this before any code of the user.
 """
@@ -14,25 +14,10 @@ from outpace.errors import RewardFailed, one_line
 Scores = list[float | None]
 
 
-class TimeLimitError(Exception):
-    """The call took too long. Ours, unlike a TimeoutError that the function itself may raise."""
+def checked(name: str, returned: Any, count: int, first: int = 0) -> Scores:
+    """The returned values as floats and Nones, one per completion. Runs code of the user: iteration, conversion.
 
-
-class CallRaised(Exception):
-    """The function raised in another process. Shown to people, this is the traceback it had there."""
-
-    def __init__(self, kind: str, message: str, remote_traceback: str) -> None:
-        super().__init__(remote_traceback)
-        self.kind = kind
-        self.message = message
-
-
-class GraderDied(Exception):
-    """The process ended, or stopped making sense, in the middle of the call; the text says how."""
-
-
-def checked(name: str, returned: Any, count: int) -> Scores:
-    """The returned values as floats and Nones, one per completion. Runs code of the user: iteration, conversion."""
+    `first` is the number of the first sample, for messages."""
     if isinstance(returned, str | bytes | Mapping):
         raise RewardFailed(f"reward {name} returned a {type(returned).__name__}, not a list of {count} numbers")
     try:
@@ -43,7 +28,7 @@ def checked(name: str, returned: Any, count: int) -> Scores:
         ) from None
     if len(values) != count:
         raise RewardFailed(f"reward {name} returned {len(values)} values for {count} samples")
-    return [_number(name, value, sample) for sample, value in enumerate(values)]
+    return [_number(name, value, sample) for sample, value in enumerate(values, first)]
 
 
 def _number(name: str, value: Any, sample: int) -> float | None:

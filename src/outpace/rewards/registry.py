@@ -7,29 +7,46 @@ has ends in one line and not in a thousand failed groups.
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import inspect
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
+from outpace.config import Config
 from outpace.errors import BadInput
 from outpace.protocols import Reward
 from outpace.references import is_reference, load_function
-from outpace.rewards.handle import Source
-from outpace.runtime import code
+from outpace.rewards.evaluator import is_evaluator
+from outpace.runtime.code import Source, by_value
 
 SETTING = "rewards.functions"
 ALWAYS_GIVEN = ("prompts", "completions")
 BUILT_IN = {
     "countdown": "outpace.rewards.countdown:countdown",
     "number": "outpace.rewards.number:number",
+    "math": "outpace.rewards.mathematics:math",
+    "reasoning_gym": "outpace.rewards.reasoning_gym:reasoning_gym",
 }
+APART = frozenset({BUILT_IN["reasoning_gym"], BUILT_IN["math"]})
+"""Built-in functions that call the code of another package, and so run in processes like anybody's own."""
+MADE = {
+    "judge": "outpace.rewards.judge:make_judge",
+    "python": "outpace.rewards.programs:make_python",
+}
+"""Built-in rewards with settings of their own: what makes each from the config."""
+PACKAGES = {"math": ("math_verify", "math"), "judge": ("aiohttp", "judge")}
+"""What some need that is not always installed, and the extra of outpace that has it."""
+MAIN_THREAD = frozenset({BUILT_IN["math"]})
+"""Built-in functions that use signals, and so cannot run on a thread at all."""
 
 NamedReward = tuple[str, Reward]
 
 
-def resolve_rewards(names: Sequence[str | Reward]) -> list[NamedReward]:
-    """Each function with the short name it has in metrics; the full reference where two short names are equal."""
-    functions = [(given, _load(given)) for given in names]
+def resolve_rewards(names: Sequence[str | Reward], config: Config | None = None) -> list[NamedReward]:
+    """Each function with the short name it has in metrics; the full reference where two short names are equal.
+
+    `config` has the settings of those that are made from it; its defaults when absent."""
+    functions = [(given, _load(given, config or Config())) for given in names]
     short = [_short_name(given) for given, _ in functions]
     named = [
         (name if short.count(name) == 1 else str(given), function)
@@ -42,13 +59,18 @@ def resolve_rewards(names: Sequence[str | Reward]) -> list[NamedReward]:
 
 
 def check_rewards(
-    names: Sequence[str | Reward], weights: Sequence[float] | None = None, columns: Collection[str] | None = None
+    names: Sequence[str | Reward],
+    weights: Sequence[float] | None = None,
+    columns: Collection[str] | None = None,
+    config: Config | None = None,
 ) -> list[NamedReward]:
     """Resolve, and check weights and parameters against the columns of the tasks where these are known."""
-    named = resolve_rewards(names)
+    named = resolve_rewards(names, config)
     if weights is not None and len(weights) != len(named):
         raise BadInput(f"rewards.weights: needs one per function, {len(named)} in all, not {len(weights)}")
     for name, function in named:
+        if config is not None and config.rewards.isolation == "thread" and _built_in(function) in MAIN_THREAD:
+            raise BadInput(f"rewards.isolation: {name} needs a process that can be killed; leave this out")
         missing = [] if columns is None else _required(function) - {*columns, *ALWAYS_GIVEN}
         if missing:
             have = ", ".join(sorted(columns or ())) or "none"
@@ -68,6 +90,11 @@ def is_async(function: Reward) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
+def keeps_own_time(function: Reward) -> bool:
+    """Whether it is a built-in function whose single steps have limits of their own, however many wait in its queue."""
+    return getattr(function, "own_time", False) is True and type(function).__module__.startswith("outpace.rewards.")
+
+
 def isolated(
     functions: Sequence[NamedReward],
     isolation: Literal["process", "thread"] | None = None,
@@ -80,10 +107,10 @@ def isolated(
     found: dict[str, Source] = {}
     for (name, function), reference in zip(functions, references or [""] * len(functions), strict=True):
         built_in = _built_in(function)
-        if is_async(function) or isolation == "thread" or (isolation is None and built_in):
+        if is_async(function) or isolation == "thread" or (isolation is None and built_in and built_in not in APART):
             continue
         reference = built_in or reference
-        found[name] = Source(reference) if reference else Source(code=code.pack({name: function}))
+        found[name] = Source(reference) if reference else by_value(function)
     return found
 
 
@@ -97,6 +124,8 @@ _BY_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWOR
 
 
 def _required(function: Reward) -> set[str]:
+    if is_evaluator(function):
+        return set()
     return {
         parameter.name
         for parameter in _parameters(function)
@@ -111,21 +140,31 @@ def _parameters(function: Reward) -> list[inspect.Parameter]:
         return [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in ALWAYS_GIVEN]
 
 
-def _load(given: str | Reward) -> Callable[..., Any]:
+def _load(given: str | Reward, config: Config) -> Callable[..., Any]:
     if not isinstance(given, str):
         if callable(given):
             return given
         raise BadInput(f"{SETTING}: {given!r} is a {type(given).__name__}, not a function or the name of one")
     if is_reference(given):
         return load_function(given, SETTING)
-    if given not in BUILT_IN:
-        close = difflib.get_close_matches(given, BUILT_IN, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"built in are {', '.join(BUILT_IN)}."
+    _check_built_in(given)
+    if given in MADE:
+        return cast(Reward, load_function(MADE[given], SETTING)(config))
+    return load_function(BUILT_IN[given], SETTING)
+
+
+def _check_built_in(name: str) -> None:
+    known = [*BUILT_IN, *MADE]
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"built in are {', '.join(known)}."
         raise BadInput(
-            f"{SETTING}: there is no reward {given!r}; {hint} "
+            f"{SETTING}: there is no reward {name!r}; {hint} "
             "Your own are written package.module:function or file.py:function"
         )
-    return load_function(BUILT_IN[given], SETTING)
+    package, extra = PACKAGES.get(name, ("", ""))
+    if package and importlib.util.find_spec(package) is None:
+        raise BadInput(f'{SETTING}: {name} needs the package {package}: pip install "outpace[{extra}]"')
 
 
 def _short_name(given: str | Reward) -> str:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from outpace.errors import RequestFailed, one_line
+from outpace.errors import BadInput, PartFailed, RequestFailed, one_line
 from outpace.models.chat import Schema, as_messages
 from outpace.models.dialect import Dialect
 from outpace.protocols import Engine
@@ -28,7 +28,18 @@ from outpace.rollouts.requests import ClientSettings, Requests
 from outpace.rollouts.thread import Thread
 from outpace.rollouts.trajectory import TrajectoryBuilder
 from outpace.rollouts.transcript import Transcript, Turn
-from outpace.types import Answer, Endpoint, Generation, GroupOrder, Message, Sampling, StopReason, Trajectory, Version
+from outpace.types import (
+    Answer,
+    Endpoint,
+    Generation,
+    GroupOrder,
+    Ints,
+    Message,
+    Sampling,
+    StopReason,
+    Trajectory,
+    Version,
+)
 
 POLICY = "policy"
 """The role of whoever does not say otherwise."""
@@ -36,14 +47,20 @@ POLICY = "policy"
 Openings = dict[Digest, list[int]]
 """Beginnings of conversations that are rendered already."""
 
-Listener = Callable[[str], None]
-"""Told the id of a request as soon as it is under way."""
+Listener = Callable[[str, Ints], None]
+"""Told the id and the prompt of a request as soon as it is under way."""
 
 
 class Doors(Protocol):
-    """Where an episode gets a URL of its own."""
+    """Where an episode gets URLs of its own."""
 
     async def open(self, client: PolicyClient, role: str) -> Endpoint: ...
+
+    async def close_session(self, client: PolicyClient) -> PartFailed | BadInput | None:
+        """End them all; says what went wrong behind them that no other attempt could do better, if anything did."""
+        ...
+
+    async def close(self) -> None: ...
 
 
 class PolicyClient:
@@ -187,7 +204,7 @@ class PolicyClient:
         request_id = self._requests.next_id()
         turn, prompt = self._transcript.begin(request_id, role, parent, observed)
         if listener is not None:
-            listener(request_id)
+            listener(request_id, prompt)
         turn.generation = await self._requests.send(request_id, prompt, sampling)
         self._transcript.turns.append(turn)
         self.newest = self._answer(turn, turn.generation, prompt.tolist(), tools)
@@ -201,9 +218,12 @@ class PolicyClient:
         built.observe(after)
         return built.build(role)
 
-    async def abandon(self) -> None:
-        """Free the engine of whatever this episode still has running there, and count what that had sampled."""
+    async def abandon(self) -> PartFailed | BadInput | None:
+        """The episode is over: close its URLs, free the engine of what it still has running there, and count what that
+        had sampled. What came of the URLs that concerns the whole run, if anything, is for the caller to raise."""
+        serious = None if self._doors is None else await self._doors.close_session(self)
         await self._requests.abandon()
+        return serious
 
     def _answer(self, turn: Turn, generation: Generation, prompt: list[int], tools: Sequence[Schema]) -> Answer:
         tokens = generation.tokens.tolist()

@@ -33,13 +33,15 @@ async def run_episode(rollout: Rollout, task: Task, client: PolicyClient, timeou
     except (Exception, SystemExit) as error:  # a boundary: user code may raise anything, and that is data
         if serious := _serious(error):
             raise serious from None
-        await client.abandon()
+        if serious := await client.abandon():
+            raise serious from None
         if isinstance(error, TimeoutError) and limit.expired():
             return failed(client, f"took longer than rollout.timeout_s = {timeout_s:g} s")
         log.warning("episode of %s failed", task.id, exc_info=True)
         text = "".join(traceback.format_exception(error))
         return failed(client, f"{type(error).__name__}: {one_line(error)}", text)
-    await client.abandon()
+    if serious := await client.abandon():
+        raise serious
     return _as_episode(returned, task, client)
 
 

@@ -1,17 +1,18 @@
-"""Tools: the public, typed methods of an environment, as a model is shown them and as it calls them.
+"""Tools: typed, documented Python functions and methods, as a model is shown them and as it calls them.
 
 A tool's description is its docstring up to `Args:` or another such section; what stands under `Args:` describes its
-parameters. What a model asks for is data from outside: arguments are checked against the method's type hints, and
-whatever goes wrong is an answer to the model, never an error of the episode.
+parameters. What a model asks for is data from outside: arguments are checked against the type hints, and whatever goes
+wrong with a call is a `ToolError`, an answer to the model, never an error of the episode.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
+import logging
 import re
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,8 @@ from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapt
 
 from outpace.errors import BadInput, one_line
 from outpace.models.chat import Schema
+from outpace.references import load_function
+from outpace.rollouts.results import told
 from outpace.runtime import threads
 
 NOT_TOOLS = ("reset", "get_reward")
@@ -28,6 +31,8 @@ _SECTION = re.compile(r"^(?:Args|Returns|Raises|Yields|Examples?):", re.MULTILIN
 _ARGUMENTS_SECTION = re.compile(r"^Args:[ \t]*\n(.*?)(?=^\S|\Z)", re.DOTALL | re.MULTILINE)
 _ARGUMENT = re.compile(r"^(\w+)(?: *\([^)]*\))?: *(.*?)(?=^\w+(?: *\([^)]*\))?:|\Z)", re.DOTALL | re.MULTILINE)
 
+log = logging.getLogger(__name__)
+
 
 class ToolError(Exception):
     """Something the model should hear about a call that it made."""
@@ -35,34 +40,78 @@ class ToolError(Exception):
 
 @dataclass(frozen=True)
 class Tool:
-    """One method: what the model is shown, and what it takes."""
+    """One function: what the model is shown of it, and what it takes. That of a method is not bound to an instance."""
 
     name: str
     schema: Schema
+    function: Callable[..., Any]
     parameters: dict[str, TypeAdapter[Any]]
     required: frozenset[str]
 
-    async def run(self, environment: object, arguments: dict[str, Any]) -> str:
-        """The result as text for the model; raises `ToolError` for whatever goes wrong."""
-        checked = self._checked(arguments)
-        try:
-            return _as_text(await threads.call(getattr(environment, self.name), **checked))
-        except (Exception, SystemExit) as error:  # the boundary to the user's code: the model may learn from it
-            raise ToolError(f"{self.name} raised {type(error).__name__}: {one_line(error)}") from error
+    async def call(self, arguments: dict[str, Any], bound: Callable[..., Any] | None = None) -> Any:
+        """What the function returns, or `bound` where it is the method of an instance; plain ones run on a thread.
 
-    def _checked(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        Raises `ToolError` for arguments that do not fit and for whatever the function raises."""
+        checked = self.checked(arguments)
+        try:
+            return await threads.call(bound or self.function, **checked)
+        except (Exception, SystemExit) as error:  # the boundary to the user's code: the model may learn from it
+            log.debug("the tool %s raised", self.name, exc_info=True)
+            raise ToolError(f"{self.name} raised {told(error)}") from error
+
+    def checked(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The arguments in the types that the function declares, or `ToolError`."""
         missing, unknown = self.required - arguments.keys(), arguments.keys() - self.parameters.keys()
         if missing:
             raise ToolError(f"{self.name} needs {', '.join(sorted(missing))}")
         if unknown:
-            raise ToolError(f"{self.name} does not take {', '.join(sorted(unknown))}")
+            raise ToolError(f"{self.name} does not take {one_line(', '.join(sorted(unknown)), 100)}")
         return {name: self._value(name, value) for name, value in arguments.items()}
 
     def _value(self, name: str, value: Any) -> Any:
         try:
             return self.parameters[name].validate_python(value)
         except ValidationError as error:
-            raise ToolError(f"{self.name}: {name}: {error.errors()[0]['msg']}") from None
+            raise ToolError(f"{self.name}: {name}: {one_line(error.errors()[0]['msg'])}") from None
+        except Exception as error:  # a boundary: types may bring validators of their own
+            raise ToolError(f"{self.name}: {name}: {told(error)}") from error
+
+
+def tools_of(environment: type) -> dict[str, Tool]:
+    """The tools of an environment class, by name. Raises `BadInput` for a method that cannot be one."""
+    methods = inspect.getmembers(environment, inspect.isroutine)
+    return {
+        name: _method_tool(method, name, f"rollout.environment: {environment.__name__}.{name}")
+        for name, method in methods
+        if not name.startswith("_") and name not in NOT_TOOLS
+    }
+
+
+def load_tools(given: Iterable[str | Callable[..., Any]], setting: str = "tools.functions") -> list[Tool]:
+    """Functions, or references to such, as tools. Raises `BadInput` for one that cannot be a tool."""
+    tools = [_function_tool(one, setting) for one in given]
+    names = [tool.name for tool in tools]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise BadInput(f"{setting}: two functions are called {twice[0]}, and a model calls tools by name; rename one")
+    return tools
+
+
+def _function_tool(given: str | Callable[..., Any], setting: str) -> Tool:
+    function = load_function(given, setting) if isinstance(given, str) else given
+    name = getattr(function, "__name__", "")
+    where = f"{setting}: {given if isinstance(given, str) else name or one_line(repr(given), 60)}"
+    if not inspect.isroutine(function) or not name.isidentifier():
+        raise BadInput(f"{where} should be a function with a name, which is that of the tool")
+    if not inspect.getdoc(function):
+        raise BadInput(f"{where} needs a docstring, which tells the model what it does")
+    return _tool(function, name, where)
+
+
+def _method_tool(method: Callable[..., Any], name: str, where: str) -> Tool:
+    if not inspect.getdoc(method):
+        raise BadInput(f"{where} is public, so it is a tool, and a tool needs a docstring")
+    return _tool(method, name, where)
 
 
 @dataclass(frozen=True)
@@ -71,16 +120,6 @@ class Call:
 
     name: str
     arguments: dict[str, Any]
-
-
-def tools_of(environment: type) -> dict[str, Tool]:
-    """The tools of an environment class, by name. Raises `BadInput` for a method that cannot be one."""
-    methods = inspect.getmembers(environment, inspect.isroutine)
-    return {
-        name: _tool(method, name, f"{environment.__name__}.{name}")
-        for name, method in methods
-        if not name.startswith("_") and name not in NOT_TOOLS
-    }
 
 
 def parse_calls(text: str) -> list[Call | ToolError]:
@@ -100,26 +139,20 @@ def _parse(body: str) -> Call | ToolError:
     return Call(name, arguments)
 
 
-def _as_text(result: Any) -> str:
-    return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
-
-
 # ----------------------------------------------------------------------------------------------------------- schemas
 
 
-def _tool(method: Callable[..., Any], name: str, where: str) -> Tool:
-    document = inspect.getdoc(method)
-    if not document:
-        raise BadInput(f"rollout.environment: {where} is public, so it is a tool, and a tool needs a docstring")
-    told = _parameters_told(document)
-    parameters = _parameters(method, where)
+def _tool(function: Callable[..., Any], name: str, where: str) -> Tool:
+    document = inspect.getdoc(function) or ""
+    described = _parameters_told(document)
+    parameters = _parameters(function, where)
     adapters = {parameter.name: _adapter(parameter, where) for parameter in parameters}
     properties = {
-        key: {**adapter.json_schema(), **({"description": told[key]} if key in told else {})}
+        key: {**adapter.json_schema(), **({"description": described[key]} if key in described else {})}
         for key, adapter in adapters.items()
     }
     required = [parameter.name for parameter in parameters if parameter.default is inspect.Parameter.empty]
-    function = {
+    shown = {
         "name": name,
         "description": _SECTION.split(document)[0].strip(),
         "parameters": {
@@ -128,25 +161,26 @@ def _tool(method: Callable[..., Any], name: str, where: str) -> Tool:
             **({"required": required} if required else {}),
         },
     }
-    return Tool(name, {"type": "function", "function": function}, adapters, frozenset(required))
+    return Tool(name, {"type": "function", "function": shown}, function, adapters, frozenset(required))
 
 
-def _parameters(method: Callable[..., Any], where: str) -> list[inspect.Parameter]:
+def _parameters(function: Callable[..., Any], where: str) -> list[inspect.Parameter]:
     """The parameters with their hints resolved, without `self`."""
     try:
-        hints = typing.get_type_hints(method)
-    except NameError as error:
-        raise BadInput(f"rollout.environment: {where}: a type hint cannot be resolved: {error}") from None
+        hints = typing.get_type_hints(function, include_extras=True)
+        signature = inspect.signature(function)
+    except Exception as error:  # a boundary: resolving a hint evaluates what the user wrote
+        raise BadInput(f"{where}: a type hint cannot be resolved: {told(error)}") from None
     found = [
         parameter.replace(annotation=hints.get(parameter.name, inspect.Parameter.empty))
-        for parameter in inspect.signature(method).parameters.values()
+        for parameter in signature.parameters.values()
         if parameter.name != "self"
     ]
     for parameter in found:
         if parameter.kind not in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY):
-            raise BadInput(f"rollout.environment: {where}: a model names its arguments; {parameter} has no name for it")
+            raise BadInput(f"{where}: a model names its arguments; {parameter} has no name for it")
         if parameter.annotation is inspect.Parameter.empty:
-            raise BadInput(f"rollout.environment: {where}: {parameter.name} needs a type hint")
+            raise BadInput(f"{where}: {parameter.name} needs a type hint")
     return found
 
 
@@ -155,7 +189,7 @@ def _adapter(parameter: inspect.Parameter, where: str) -> TypeAdapter[Any]:
         adapter: TypeAdapter[Any] = TypeAdapter(parameter.annotation)
         adapter.json_schema()
     except (PydanticSchemaGenerationError, PydanticUserError):
-        raise BadInput(f"rollout.environment: {where}: {parameter.name} cannot be written as JSON") from None
+        raise BadInput(f"{where}: {parameter.name} cannot be written as JSON") from None
     return adapter
 
 

@@ -15,9 +15,9 @@ import asyncio
 import logging
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from typing import Any
 
 import msgspec
 
@@ -74,7 +74,9 @@ class RolloutWorker:
         judges: Judges,
         journal: JournalWriter,
         doors: Doors | None = None,
+        closers: Sequence[Callable[[], Awaitable[None]]] = (),
     ) -> None:
+        """`doors`, the pool of the judges and what `closers` close are the worker's to end."""
         weights = dict(zip((name for name, _ in judges.functions), judges.weights, strict=True))
         self._closing = replace(settings.closing, credit=replace(settings.closing.credit, weights=weights))
         self._settings = settings
@@ -86,6 +88,7 @@ class RolloutWorker:
         self._judges = judges
         self._journal = journal
         self._doors = doors
+        self._closers = closers
         self._running: dict[int, asyncio.Task[GroupReport]] = {}
 
     async def run(self, order: GroupOrder) -> GroupReport:
@@ -117,11 +120,14 @@ class RolloutWorker:
         for work in running:
             work.cancel()
         await asyncio.gather(*running, return_exceptions=True)  # nobody may write to a closed journal
-        try:
-            self._journal.close()
-        finally:
+        async with AsyncExitStack() as ending:  # each is closed, whatever the others raise
             if self._judges.pool is not None:
-                await self._judges.pool.close()
+                ending.push_async_callback(self._judges.pool.close)
+            for close in self._closers:
+                ending.push_async_callback(close)
+            if self._doors is not None:
+                ending.push_async_callback(self._doors.close)
+            ending.callback(self._journal.close)
 
     async def _make_group(self, order: GroupOrder, clients: list[PolicyClient]) -> GroupReport:
         started = time.monotonic()

@@ -7,12 +7,35 @@ else can open. Nothing pickled is ever read from a child, a file, or a socket th
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
 
 from outpace.errors import BadInput
-from outpace.references import FILE_MODULE
+from outpace.references import FILE_MODULE, load_function
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a child gets a function or class of the user from: `reference`, or `code` where that is empty."""
+
+    reference: str = ""
+    code: bytes = b""
+
+    def load(self, setting: str) -> Any:
+        """The object, in the process that is to use it; `setting` is the dotted key it came from."""
+        if self.reference:
+            return load_function(self.reference, setting)
+        return unpack(self.code)[_ONE]
+
+
+_ONE = "object"
+
+
+def by_value(value: Any) -> Source:
+    """A source that carries the object itself."""
+    return Source(code=pack({_ONE: value}))
 
 
 def pack(objects: dict[str, Any]) -> bytes:

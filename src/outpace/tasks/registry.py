@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
@@ -23,6 +24,15 @@ Sources = tuple[TaskSource, TaskSource | None]
 TaskFactory = Callable[[Config], Sources]
 
 _factories: dict[str, TaskFactory] = {}
+
+FAMILIES = {"reasoning_gym": "outpace.tasks.reasoning_gym:open_reasoning_gym"}
+"""Tasks of other packages: `tasks.name` is the family, a slash, and the name that the task has there."""
+
+
+def is_of_family(name: str) -> bool:
+    """Whether this names a task of another package; a file of that name comes first."""
+    family, of, _ = name.partition("/")
+    return bool(of) and family in FAMILIES and not Path(name).exists()
 
 
 def register(name: str) -> Callable[[TaskFactory], TaskFactory]:
@@ -89,6 +99,8 @@ def _open_path(config: Config) -> Sources:
 
 def _open_name(config: Config) -> Sources:
     name = config.tasks.name or "countdown"
+    if config.tasks.options and not is_reference(name) and not is_of_family(name):
+        raise BadInput(f"tasks.options: {name} has none; leave this out")
     sources = _factory(name)(config)
     if not isinstance(sources, tuple) or len(sources) != 2:
         raise BadInput(f"tasks.name: {name} should return a training source and a held-out source or None")
@@ -104,6 +116,8 @@ def _open_name(config: Config) -> Sources:
 def _factory(name: str) -> TaskFactory:
     if is_reference(name):
         return load_function(name, "tasks.name")
+    if is_of_family(name):
+        return load_function(FAMILIES[name.partition("/")[0]], "tasks.name")
     if name not in _factories:
         close = difflib.get_close_matches(name, _factories, n=1)
         hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(sorted(_factories))}"
@@ -123,3 +137,17 @@ def _arithmetic(config: Config) -> Sources:
     from outpace.tasks.arithmetic import Arithmetic
 
     return Arithmetic("train", config.run.seed), Arithmetic("heldout", config.eval.seed)
+
+
+@register("calculator")
+def _calculator(config: Config) -> Sources:
+    from outpace.tasks.calculator import calculator
+
+    return calculator("train", config.run.seed), calculator("heldout", config.eval.seed)
+
+
+@register("guess")
+def _guess(config: Config) -> Sources:
+    from outpace.tasks.guess import guess
+
+    return guess("train", config.run.seed), guess("heldout", config.eval.seed)

@@ -1,0 +1,195 @@
+"""Anthropic's protocol, translated: its blocks to messages and back. Pure.
+
+A user's turn may hold results of tools beside text; these are messages of their own here. Thinking that is sent back is
+dropped: what the policy thought is in its tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import msgspec
+
+from outpace.rollouts.gateway.openai_form import checked
+from outpace.rollouts.gateway.wanted import Refused, Reply, Wanted, pinned_in
+from outpace.types import Message
+
+Json = dict[str, Any]
+
+_STOP_REASON = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class _Block(msgspec.Struct):
+    type: str
+    text: str = ""
+    id: str = ""
+    name: str = ""
+    input: dict[str, Any] = {}
+    tool_use_id: str = ""
+    content: str | list[dict[str, Any]] | None = None
+
+
+class _Turn(msgspec.Struct):
+    role: Literal["user", "assistant"]
+    content: str | list[_Block]
+
+
+class _Tool(msgspec.Struct):
+    name: str
+    input_schema: dict[str, Any]
+    description: str = ""
+
+
+class _Choice(msgspec.Struct):
+    type: str
+
+
+class _Messages(msgspec.Struct, kw_only=True):
+    messages: list[_Turn]
+    max_tokens: int
+    system: str | list[_Block] | None = None
+    tools: list[_Tool] | None = None
+    tool_choice: _Choice | None = None
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+
+
+# ------------------------------------------------------------------------------------------------------------ requests
+
+
+def read_messages(body: Json) -> Wanted:
+    request = checked(body, _Messages)
+    choice = request.tool_choice.type if request.tool_choice else "auto"
+    if choice not in ("auto", "none"):
+        raise Refused("tool_choice: only auto and none are offered", param="tool_choice")
+    if request.max_tokens < 1 or not request.messages or "" in (request.stop_sequences or ()):
+        raise Refused("messages must not be empty, nor a stop sequence; max_tokens is at least 1")
+    system = [{"role": "system", "content": _text(request.system)}] if request.system else []
+    return Wanted(
+        messages=[*system, *(message for turn in request.messages for message in _messages(turn))],
+        tools=[_tool(tool) for tool in request.tools or ()] if choice == "auto" else (),
+        calls=choice == "auto",
+        max_tokens=request.max_tokens,
+        stop=request.stop_sequences or (),
+        stream=bool(request.stream),
+        pinned=pinned_in(body),
+    )
+
+
+def _messages(turn: _Turn) -> Iterator[Message]:
+    blocks = [_Block("text", turn.content)] if isinstance(turn.content, str) else turn.content
+    if unknown := [block.type for block in blocks if block.type not in _BLOCKS[turn.role]]:
+        raise Refused(f"messages: blocks of type {unknown[0]} are not offered here", param="messages")
+    text = _text([block for block in blocks if block.type == "text"])
+    if turn.role == "assistant":
+        calls = [_call(block) for block in blocks if block.type == "tool_use"]
+        yield {"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {})}
+        return
+    results = [block for block in blocks if block.type == "tool_result"]
+    for block in results:
+        yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _result(block)}
+    if text or not results:
+        yield {"role": "user", "content": text}
+
+
+_BLOCKS = {
+    "user": ("text", "tool_result"),
+    "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
+}
+
+
+def _text(blocks: str | list[_Block]) -> str:
+    return blocks if isinstance(blocks, str) else "".join(block.text for block in blocks)
+
+
+def _result(block: _Block) -> str:
+    if isinstance(block.content, list):
+        return "".join(str(part.get("text", "")) for part in block.content)
+    return block.content or ""
+
+
+def _call(block: _Block) -> Json:
+    arguments = json.dumps(block.input, ensure_ascii=False)
+    return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": arguments}}
+
+
+def _tool(tool: _Tool) -> Json:
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+    return {"type": "function", "function": function}
+
+
+# ----------------------------------------------------------------------------------------------------------- responses
+
+
+def messages_response(reply: Reply, model: str) -> Json:
+    thinking = [{"type": "thinking", "thinking": reply.reasoning, "signature": ""}] if reply.reasoning else []
+    text = [{"type": "text", "text": reply.content}] if reply.content or not reply.calls else []
+    calls = [
+        {"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)}
+        for call in reply.calls
+    ]
+    usage = {"input_tokens": reply.prompt_tokens, "output_tokens": reply.tokens}
+    notes = {"outpace": {"pinned": list(reply.pinned)}} if reply.pinned else {}
+    return {**_message(reply.id, model, [*thinking, *text, *calls], _STOP_REASON[reply.finish], usage), **notes}
+
+
+def error_body(kind: str, message: str) -> Json:
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+class MessagesStream:
+    """The events of one streamed answer: blocks of text and of calls, each opened and closed."""
+
+    def __init__(self, request_id: str, model: str, wanted: Wanted) -> None:
+        self._id, self._model = request_id, model
+        self._blocks = 0
+        self._in_text = False
+
+    def opening(self) -> Iterator[Json]:
+        usage = {"input_tokens": 0, "output_tokens": 0}
+        yield {"type": "message_start", "message": _message(self._id, self._model, [], None, usage)}
+
+    def delta(self, text: str) -> Iterator[Json]:
+        if not self._in_text:
+            self._in_text = True
+            yield self._start({"type": "text", "text": ""})
+        yield self._inside({"type": "text_delta", "text": text})
+
+    def closing(self, reply: Reply, rest: str) -> Iterator[Json]:
+        if rest:
+            yield from self.delta(rest)
+        if self._in_text:
+            yield self._stop()
+        for call in reply.calls:
+            yield self._start({"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
+            yield self._inside({"type": "input_json_delta", "partial_json": call.arguments})
+            yield self._stop()
+        ended = {"stop_reason": _STOP_REASON[reply.finish], "stop_sequence": None}
+        usage = {"input_tokens": reply.prompt_tokens, "output_tokens": reply.tokens}
+        yield {"type": "message_delta", "delta": ended, "usage": usage}
+        yield {"type": "message_stop"}
+
+    def _start(self, block: Json) -> Json:
+        return {"type": "content_block_start", "index": self._blocks, "content_block": block}
+
+    def _inside(self, delta: Json) -> Json:
+        return {"type": "content_block_delta", "index": self._blocks, "delta": delta}
+
+    def _stop(self) -> Json:
+        self._blocks += 1
+        return {"type": "content_block_stop", "index": self._blocks - 1}
+
+
+def _message(request_id: str, model: str, content: list[Json], stop: str | None, usage: Json) -> Json:
+    return {
+        "id": request_id,
+        "type": "message",
+        "role": "assistant",
+        "model": model,
+        "content": content,
+        "stop_reason": stop,
+        "stop_sequence": None,
+        "usage": usage,
+    }

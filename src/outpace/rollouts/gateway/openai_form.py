@@ -1,0 +1,212 @@
+"""OpenAI's protocol, one way: what a request must look like. Pure.
+
+Requests come from code that nobody here has written: everything that is used is checked, everything else is ignored.
+Messages and tools go to the episode's client as they came, in the plainest form they have: content is one text, and
+`developer` is called `system`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from outpace.rollouts.gateway.wanted import Refused, Wanted, pinned_in
+from outpace.types import Message
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+MAX_DEPTH = 64
+"""Of nested lists and objects in a request: chat templates and JSON writers are recursive."""
+
+
+class _Part(msgspec.Struct):
+    type: str
+    text: str | None = None
+
+
+class _Function(msgspec.Struct):
+    name: str
+    arguments: str = "{}"
+
+
+class _Call(msgspec.Struct):
+    function: _Function
+
+
+class _Message(msgspec.Struct):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[_Part] | None = None
+    tool_calls: list[_Call] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
+class _Named(msgspec.Struct):
+    name: str
+
+
+class _Tool(msgspec.Struct):
+    type: Literal["function"]
+    function: _Named
+
+
+class _Streaming(msgspec.Struct):
+    include_usage: bool | None = None
+
+
+class _Format(msgspec.Struct):
+    type: str = "text"
+
+
+class _Common(msgspec.Struct):
+    max_tokens: int | None = None
+    stop: str | list[str] | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: _Streaming | None = None
+
+
+class _Chat(_Common, kw_only=True):
+    messages: list[_Message]
+    tools: list[_Tool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: _Format | None = None
+
+
+class _Completion(_Common, kw_only=True):
+    prompt: str | list[int | str]
+    logprobs: int | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+
+
+# ------------------------------------------------------------------------------------------------------------ requests
+
+
+def read_chat(body: dict[str, Any]) -> Wanted:
+    request = checked(body, _Chat)
+    _refuse_more_than_one(request.n, "n")
+    if not request.messages:
+        raise Refused("messages is empty", param="messages")
+    if request.top_logprobs:
+        raise Refused("top_logprobs: only 0 is offered, the sampled tokens themselves", param="top_logprobs")
+    if request.response_format is not None and request.response_format.type != "text":
+        kind = request.response_format.type
+        raise Refused(f"response_format: {kind} is not offered, only text", param="response_format")
+    allowed = _calls_allowed(request.tool_choice)
+    return Wanted(
+        messages=[_message(message, index) for index, message in enumerate(body["messages"])],
+        tools=(body.get("tools") or ()) if allowed else (),
+        calls=allowed,
+        max_tokens=_limit(request.max_completion_tokens or request.max_tokens),
+        stop=_stops(request.stop),
+        stream=bool(request.stream),
+        usage=request.stream_options is not None and bool(request.stream_options.include_usage),
+        logprobs=bool(request.logprobs),
+        pinned=pinned_in(body),
+    )
+
+
+def read_completion(body: dict[str, Any]) -> Wanted:
+    request = checked(body, _Completion)
+    _refuse_more_than_one(request.n, "n")
+    _refuse_more_than_one(request.best_of, "best_of")
+    if request.echo or request.suffix:
+        raise Refused("echo and suffix are not offered", param="echo" if request.echo else "suffix")
+    if request.logprobs is not None and not 0 <= request.logprobs <= 1:
+        raise Refused("logprobs: only those of the sampled tokens are offered: 0 or 1", param="logprobs")
+    return Wanted(
+        prompt=_prompt(request.prompt),
+        max_tokens=_limit(request.max_tokens),
+        stop=_stops(request.stop),
+        stream=bool(request.stream),
+        usage=request.stream_options is not None and bool(request.stream_options.include_usage),
+        logprobs=request.logprobs is not None,
+        pinned=pinned_in(body),
+    )
+
+
+def checked(body: dict[str, Any], shape: type[S]) -> S:
+    """The fields of a request that are used, in their types."""
+    if too_deep(body):
+        raise Refused(f"the request is nested deeper than {MAX_DEPTH}")
+    try:
+        return msgspec.convert(body, shape)
+    except msgspec.ValidationError as error:
+        message, _, place = str(error).partition(" - at `$.")
+        param = place.rstrip("`") or None
+        raise Refused(f"{param}: {message}" if param else message, param=param) from None
+
+
+def too_deep(value: Any) -> bool:
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH):
+        level = [inner for outer in level for inner in _inside(outer)]
+        if not level:
+            return False
+    return True
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
+
+
+def _message(message: Message, index: int) -> Message:
+    if message["role"] == "tool" and not isinstance(message.get("tool_call_id"), str):
+        param = f"messages[{index}].tool_call_id"
+        raise Refused(f"{param}: the result of a tool says which call it belongs to", param=param)
+    role = "system" if message["role"] == "developer" else message["role"]
+    return {**message, "role": role, "content": _content(message.get("content"), index)}
+
+
+def _content(content: str | list[dict[str, Any]] | None, index: int) -> str:
+    if not isinstance(content, list):
+        return content or ""
+    for part in content:
+        if part["type"] != "text" or part.get("text") is None:
+            param = f"messages[{index}].content"
+            raise Refused(f"{param}: parts of type {part['type']} are not offered, only text", param=param)
+    return "".join(part["text"] for part in content)
+
+
+def _calls_allowed(choice: str | dict[str, Any] | None) -> bool:
+    if choice in (None, "auto", "none"):
+        return choice != "none"
+    raise Refused("tool_choice: only auto and none are offered: nothing forces the model to call", param="tool_choice")
+
+
+def _refuse_more_than_one(count: int | None, name: str) -> None:
+    if count not in (None, 1):
+        raise Refused(f"{name}: only 1 is offered; send several requests instead", param=name)
+
+
+def _limit(tokens: int | None) -> int | None:
+    if tokens is not None and tokens < 1:
+        raise Refused(f"max_tokens is {tokens}, and should be at least 1", param="max_tokens")
+    return tokens
+
+
+def _stops(stop: str | list[str] | None) -> list[str]:
+    stops = [stop] if isinstance(stop, str) else stop or []
+    if "" in stops:
+        raise Refused("stop: an empty text ends every answer", param="stop")
+    return stops
+
+
+def _prompt(prompt: str | list[int | str]) -> str | list[int]:
+    if isinstance(prompt, str):
+        return prompt
+    if len(prompt) == 1 and isinstance(prompt[0], str):
+        return prompt[0]
+    tokens = [token for token in prompt if isinstance(token, int) and 0 <= token < 1 << 31]
+    if tokens and len(tokens) == len(prompt):
+        return tokens
+    raise Refused("prompt: one text or one list of token ids; send several requests instead", param="prompt")

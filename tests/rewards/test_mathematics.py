@@ -1,0 +1,90 @@
+"""The reward `math`, in real grader processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from outpace.config import Config
+from outpace.errors import BadInput
+from outpace.rewards import mathematics
+from outpace.rewards.grading import grade
+from outpace.rewards.mathematics import math
+from outpace.rewards.pool import GraderPool
+from outpace.rewards.registry import check_rewards, isolated, resolve_rewards
+
+pytest.importorskip("math_verify")
+
+NAMED = resolve_rewards(["math"])
+
+
+@pytest.fixture
+async def pool() -> AsyncIterator[GraderPool]:
+    pool = GraderPool(isolated(NAMED), workers=1)
+    yield pool
+    await pool.close()
+
+
+async def scores(pool: GraderPool, completions: list[Any], answers: list[Any]) -> list[float | None]:
+    prompts = ["p"] * len(answers)
+    graded = await grade(NAMED, None, prompts, completions, {"answer": answers}, 60.0, pool)
+    return [each.total for each in graded]
+
+
+async def test_answers_are_compared_as_mathematics(pool: GraderPool) -> None:
+    cases: list[tuple[Any, Any, float | None]] = [
+        ("so it is \\boxed{\\frac{1}{2}}", "0.5", 1.0),
+        ("The answer is 42.", 42, 1.0),
+        ("$x^2 + 2x + 1$", "(x+1)^2", 1.0),
+        ("\\boxed{\\{1, 2\\}}", "$\\{2, 1\\}$", 1.0),
+        ([{"role": "assistant", "content": "\\boxed{7}"}], 7, 1.0),
+        ("\\boxed{8}", 7, 0.0),
+        ("no idea", "7", 0.0),
+        ("", "7", 0.0),
+        ([], "7", 0.0),
+        ("\\boxed{7}", "", None),
+        ("\\boxed{7}", None, None),
+    ]
+    assert await scores(pool, [case[0] for case in cases], [case[1] for case in cases]) == [case[2] for case in cases]
+
+
+async def test_an_answer_that_takes_for_ever_is_cut_and_its_neighbours_are_judged(pool: GraderPool) -> None:
+    endless = ["\\boxed{9^{9^{9^{9}}}}", "\\boxed{\\binom{10^9}{5 \\cdot 10^8}}"]
+    assert await scores(pool, [*endless, "\\boxed{2}"], ["2"] * 3) == [0.0, 0.0, 1.0]
+    assert await scores(pool, ["2"], ["2"]) == [1.0]
+
+
+def hang(text: str, gold: Any) -> bytes:
+    while text == "hang":
+        time.sleep(60)
+    if text == "crash":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return mathematics.RIGHT
+
+
+def test_a_judge_that_hears_no_signal_is_killed_and_the_rest_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mathematics, "_verdict", hang)
+    monkeypatch.setattr(mathematics, "HARD_LIMIT_S", 0.3)
+    texts = ["a", "hang", "b", "crash", "hang", "c"]
+    assert math(["p"] * 6, texts, ["1"] * 6) == [1.0, 0.0, 1.0, 0.0, 0.0, 1.0]
+
+
+def test_it_runs_in_a_process_unless_that_is_forbidden_which_is_refused() -> None:
+    assert isolated(NAMED)["math"].reference == "outpace.rewards.mathematics:math"
+    threads = Config.model_validate({"rewards": {"isolation": "thread"}})
+    with pytest.raises(BadInput) as caught:
+        check_rewards(["math"], None, ["answer"], threads)
+    assert str(caught.value) == "rewards.isolation: math needs a process that can be killed; leave this out"
+    assert check_rewards(["number"], None, ["answer"], threads)
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(BadInput) as caught:
+        resolve_rewards(["math"])
+    assert str(caught.value) == 'rewards.functions: math needs the package math_verify: pip install "outpace[math]"'

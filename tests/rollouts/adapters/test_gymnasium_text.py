@@ -1,0 +1,172 @@
+"""Gymnasium environments as environments with one tool."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outpace.errors import BadInput
+from outpace.rollouts.adapters.gymnasium_text import OVER, text_environment, without_escapes
+from outpace.rollouts.episodes import run_episode
+from outpace.rollouts.kinds import Origin
+from outpace.rollouts.limits import Limits
+from outpace.rollouts.loop import ToolLoop
+from outpace.rollouts.stage import Stages
+from outpace.rollouts.tools import tools_of
+from outpace.runtime import code
+from outpace.types import Task
+
+gymnasium = pytest.importorskip("gymnasium")
+
+DIRECTIONS = ("left", "down", "right", "up")
+WAY_TO_THE_GOAL = ("down", "down", "right", "right", "down", "right")
+
+
+def frozen_lake(**options: Any) -> type[Any]:
+    return text_environment("FrozenLake-v1", actions=DIRECTIONS, is_slippery=False, **options)
+
+
+def test_the_way_to_the_goal_is_one_point_and_the_end() -> None:
+    lake = frozen_lake()()
+    assert lake.reset(seed=0) == "[S]FFF\nFHFH\nFFFH\nHFFG"
+    seen = [lake.act(direction) for direction in WAY_TO_THE_GOAL]
+    assert seen[0].splitlines()[-4:] == ["SFFF", "[F]HFH", "FFFH", "HFFG"]
+    assert seen[-1].endswith(f"HFF[G]\n{OVER}")
+    assert lake.get_reward() == 1.0
+
+
+def test_nothing_happens_after_the_end_until_it_is_reset() -> None:
+    lake = frozen_lake()()
+    assert lake.act("left") == OVER, "before the first reset"
+    lake.reset(seed=0)
+    for direction in WAY_TO_THE_GOAL:
+        lake.act(direction)
+    assert lake.act("left") == OVER
+    assert lake.get_reward() == 1.0
+    lake.reset(seed=0)
+    assert lake.get_reward() == 0.0
+    assert lake.act("down") != OVER
+
+
+def test_a_truncated_episode_is_over_too() -> None:
+    lake = frozen_lake(max_episode_steps=2)()
+    lake.reset(seed=0)
+    assert OVER not in lake.act("left")
+    assert lake.act("left").endswith(OVER)
+
+
+def test_an_action_goes_by_name_or_by_number() -> None:
+    byname, bynumber = frozen_lake()(), frozen_lake()()
+    byname.reset(seed=0)
+    bynumber.reset(seed=0)
+    assert byname.act(" Down ") == bynumber.act("1")
+
+
+@pytest.mark.parametrize("action", ["jump", "4", "-1", "", "1.0"])
+def test_what_is_no_action_is_told_and_changes_nothing(action: str) -> None:
+    lake = frozen_lake()()
+    lake.reset(seed=0)
+    with pytest.raises(ValueError, match="is no action; there are left, down, right, up"):
+        lake.act(action)
+    assert lake.act("down").splitlines()[-3] == "[F]HFH"
+
+
+def test_the_model_is_shown_one_tool_with_the_names_of_the_actions() -> None:
+    [tool] = tools_of(frozen_lake()).values()
+    assert tool.name == "act"
+    told = tool.schema["function"]["parameters"]
+    assert told["required"] == ["action"]
+    assert told["properties"]["action"]["description"] == "the action, one of left, down, right, up, or its number."
+
+
+def test_the_seed_decides_where_an_episode_starts() -> None:
+    taxi = text_environment("Taxi-v4")
+    starts = [taxi().reset(seed=seed, unused="column") for seed in (1, 1, 2)]
+    assert starts[0] == starts[1] != starts[2]
+    assert "\x1b" not in starts[0]
+
+
+def test_an_observation_can_be_described_in_words_instead() -> None:
+    blackjack = text_environment("Blackjack-v1", actions=("stick", "hit"), describe=lambda seen: f"You have {seen[0]}.")
+    game = blackjack()
+    assert game.reset(seed=0).startswith("You have ")
+    assert game.act("stick").endswith(OVER)
+
+
+class Echo(gymnasium.Env):  # type: ignore[misc, name-defined]
+    """Text in, text out."""
+
+    observation_space = action_space = gymnasium.spaces.Text(max_length=20)
+
+    def reset(self, **options: Any) -> tuple[str, dict[str, Any]]:
+        return "Say something.", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        return f"you said {action}", 0.5, False, action == "bye", {}
+
+
+def test_text_goes_in_and_comes_out_as_it_is_and_rewards_add_up() -> None:
+    game = text_environment(Echo)()
+    assert game.reset() == "Say something."
+    assert [game.act("hello"), game.act("bye")] == ["you said hello", f"you said bye\n{OVER}"]
+    assert game.get_reward() == 1.0
+    game.reset()
+    with pytest.raises(ValueError, match="is no action"):
+        game.act("far too long for the space of these actions")
+
+
+class Pushing(Echo):
+    action_space = gymnasium.spaces.Box(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: text_environment(Pushing), "cannot be said in a word"),
+        (lambda: text_environment("FrozenLake-v1", actions=("left", "right")), "2 names of actions do not fit"),
+        (lambda: text_environment(Echo, actions=("say",)), "1 names of actions do not fit"),
+    ],
+)
+def test_what_cannot_be_played_in_words_is_refused(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        make()
+
+
+def test_a_class_travels_to_another_process_by_value() -> None:
+    lake = code.unpack(code.pack({"environment": frozen_lake()}))["environment"]()
+    assert lake.reset(seed=0).startswith("[S]FFF")
+
+
+def test_only_what_is_highlighted_stands_in_brackets() -> None:
+    assert without_escapes("\n\x1b[41mS\x1b[0mF\n\x1b[0mG\x1b[2K\n") == "[S]F\nG"
+
+
+FILE = """
+from outpace.rollouts.adapters.gymnasium_text import text_environment
+
+FrozenLake = text_environment("FrozenLake-v1", actions=("left", "down", "right", "up"), is_slippery=False)
+"""
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+async def test_a_file_that_names_it_is_played_to_the_end(
+    isolation: Any, tmp_path: Path, make_engine: Callable[..., Any], make_client: Callable[..., Any]
+) -> None:
+    (tmp_path / "my_lake.py").write_text(FILE)
+    calls = [json.dumps({"name": "act", "arguments": {"action": direction}}) for direction in WAY_TO_THE_GOAL]
+    engine = make_engine([*(f"<tool_call>{call}</tool_call>" for call in calls), "There."])
+    stages = Stages({"": Origin("rollout.environment", f"{tmp_path}/my_lake.py:FrozenLake")}, isolation=isolation)
+    try:
+        rollout = ToolLoop(stages=stages, limits=Limits(turns=10))
+        client = make_client(engine, max_tokens=200, stop_strings=())
+        episode = await run_episode(rollout, Task("lake", "Walk to G.\n", {"seed": 0}), client, 60)
+    finally:
+        await stages.close()
+    assert episode.error is None
+    assert episode.rewards == {"environment": 1.0}
+    assert [message["role"] for message in episode.completion][:2] == ["assistant", "tool"]
+    assert "[G]" in episode.completion[-2]["content"]

@@ -1,0 +1,199 @@
+"""Environments behind OpenEnv's own server, in a process and a Python of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outpace.errors import BadInput
+from outpace.rollouts.adapters.gymnasium_text import OVER
+from outpace.rollouts.adapters.openenv import observation_text, openenv_environment
+from outpace.rollouts.adapters.openenv_session import ServerRefused
+from outpace.rollouts.kinds import Origin
+from outpace.rollouts.stage import Stages
+from outpace.rollouts.tools import ToolError, tools_of
+from outpace.types import Task
+
+pytest.importorskip("aiohttp")
+
+Server = Callable[[str], str]
+SESSIONS = 3  # of the server
+
+
+# ---------------------------------------------------------------------------------------------- without any server
+
+
+def test_a_server_that_is_not_there_is_said_in_one_line() -> None:
+    with pytest.raises(BadInput) as caught:
+        openenv_environment("http://127.0.0.1:9", timeout_s=5)
+    message = str(caught.value)
+    assert message.startswith("rollout.environment: no OpenEnv server answers at http://127.0.0.1:9: ")
+    assert len(message.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("observation", "text"),
+    [
+        ({"text": "hello", "metadata": {"secret": 7}}, "hello"),
+        ({"board": [1, 2], "turn": 3}, '{"board": [1, 2], "turn": 3}'),
+        ({"result": {"content": [{"type": "text", "text": "3"}], "data": 3}, "error": None, "tool_name": "price"}, "3"),
+        ({"result": {"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "data": None}}, "a\nb"),
+        ({"metadata": {"status": "open"}}, ""),
+        (None, ""),
+    ],
+)
+def test_the_policy_is_shown_what_there_is_to_see_and_no_metadata(observation: Any, text: str) -> None:
+    assert observation_text(observation) == text
+
+
+@pytest.mark.parametrize(
+    "observation",
+    [
+        {"result": None, "error": {"error_type": "execution_error", "message": "not for sale"}},
+        {"result": {"content": [{"type": "text", "text": "not for sale"}], "is_error": True}},
+    ],
+)
+def test_the_error_of_a_tool_is_an_error(observation: Any) -> None:
+    with pytest.raises(ServerRefused, match="not for sale"):
+        observation_text(observation)
+
+
+# ------------------------------------------------------------------------------------------------- with a real one
+
+
+@pytest.mark.slow
+async def test_an_action_is_a_tool_and_the_rewards_of_the_steps_add_up(openenv_server: Server) -> None:
+    made = openenv_environment(openenv_server("guess"))
+    [tool] = tools_of(made).values()
+    assert tool.schema["function"] == {
+        "name": "step",
+        "description": "Guess the number.",
+        "parameters": {"type": "object", "properties": {"number": {"type": "integer"}}, "required": ["number"]},
+    }
+    game = made()
+    assert await game.reset(secret=5, unused="column") == "Guess."
+    assert await game.step(number=3) == "wrong"
+    assert await game.step(number=5) == f"right\n{OVER}"
+    assert await game.step(number=5) == OVER
+    assert await game.get_reward() == 0.75
+
+
+@pytest.mark.slow
+async def test_mcp_tools_are_tools_with_their_own_schemas(openenv_server: Server) -> None:
+    made = openenv_environment(openenv_server("shop"))
+    tools = tools_of(made)
+    assert sorted(tools) == ["price", "sell"]
+    told = tools["sell"].schema["function"]
+    assert told["description"] == "Sell some items."
+    assert told["parameters"]["properties"] == {"item": {"type": "string"}, "count": {"default": 1, "type": "integer"}}
+    assert told["parameters"]["required"] == ["item"]
+    shop = made()
+    await shop.reset()
+    assert await shop.price(item="abc") == "3"
+    with pytest.raises(ServerRefused, match="not for sale"):
+        await shop.price(item="gold")
+    assert await shop.sell(item="abc", count=2) == f"sold 2 abc\n{OVER}"
+    assert await shop.get_reward() == 2.0
+
+
+@pytest.mark.slow
+async def test_what_the_server_refuses_is_told_and_the_episode_goes_on(openenv_server: Server) -> None:
+    game = openenv_environment(openenv_server("guess"))()
+    await game.reset()
+    with pytest.raises(ServerRefused, match="numbers are not negative"):
+        await game.step(number=-1)
+    with pytest.raises(ServerRefused, match="number: Input should be a valid integer"):
+        await game.step(number="seven")
+    assert await game.step(number=7) == f"right\n{OVER}"
+    assert await game.get_reward() == 1.0
+
+
+@pytest.mark.slow
+async def test_episodes_do_not_see_one_another(openenv_server: Server) -> None:
+    made = openenv_environment(openenv_server("guess"))
+    games = [made() for _ in range(SESSIONS)]
+    await asyncio.gather(*(game.reset(secret=number) for number, game in enumerate(games)))
+    await asyncio.gather(*(game.step(number=number) for number, game in enumerate(games)))
+    assert [await game.get_reward() for game in games] == [1.0] * SESSIONS
+
+
+@pytest.mark.slow
+async def test_sessions_are_given_back_also_by_episodes_that_were_given_up(openenv_server: Server) -> None:
+    made = openenv_environment(openenv_server("guess"))
+    for _ in range(2 * SESSIONS):
+        game = made()
+        await game.reset()
+        del game  # nobody asks for its reward
+        gc.collect()
+        await asyncio.sleep(0.05)
+    kept = [made() for _ in range(SESSIONS)]
+    for game in kept:
+        await _with_patience(game.reset)
+    with pytest.raises(ServerRefused, match=r"(?i)capacity"):
+        await made().reset()
+    for game in kept:
+        await game.get_reward()
+
+
+async def _with_patience(reset: Callable[[], Any]) -> None:
+    """The server counts a session until it has noticed that the connection is closed."""
+    async with asyncio.timeout(20):
+        while True:
+            try:
+                await reset()
+            except ServerRefused:
+                await asyncio.sleep(0.05)
+            else:
+                return
+
+
+@pytest.mark.slow
+async def test_after_an_interrupted_step_no_late_answer_is_taken_for_another(openenv_server: Server) -> None:
+    game = openenv_environment(openenv_server("guess"))()
+    await game.reset(secret=5)
+    step = asyncio.create_task(game.step(number=2000))
+    await asyncio.sleep(0.1)
+    step.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await step
+    with pytest.raises(ServerRefused, match="the session on the server has ended"):
+        await game.step(number=5)
+    assert await game.get_reward() == 0.0
+
+
+@pytest.mark.slow
+async def test_an_environment_can_be_reset_again(openenv_server: Server) -> None:
+    game = openenv_environment(openenv_server("guess"))()
+    for secret in (3, 4):
+        await _with_patience(lambda secret=secret: game.reset(secret=secret))
+        await game.step(number=secret)
+        assert await game.get_reward() == 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+async def test_a_file_that_names_it_is_an_environment_of_a_run(
+    isolation: Any, openenv_server: Server, tmp_path: Path
+) -> None:
+    url = openenv_server("shop")
+    (tmp_path / "my_shop.py").write_text(
+        f"from outpace.rollouts.adapters.openenv import openenv_environment\nShop = openenv_environment({url!r})\n"
+    )
+    stages = Stages({"": Origin("rollout.environment", f"{tmp_path}/my_shop.py:Shop")}, isolation=isolation)
+    try:
+        stage = await stages.open(Task("shop", "Sell.", {}))
+        await stage.reset({})
+        assert sorted(stage.tools) == ["price", "sell"]
+        assert await stage.call("price", {"item": "abc"}) == "3"
+        with pytest.raises(ToolError, match="not for sale"):
+            await stage.call("price", {"item": "gold"})
+        await stage.call("sell", {"item": "abc"})
+        assert await stage.reward() == 1.0
+        await stage.close()
+    finally:
+        await stages.close()

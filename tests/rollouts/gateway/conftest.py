@@ -1,0 +1,146 @@
+"""An engine that writes prepared texts token by token, real clients on it, and a gateway in front of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+from openai import AsyncOpenAI
+
+from outpace.models.dialect import TemplateDialect
+from outpace.rollouts.client import PolicyClient
+from outpace.rollouts.gateway import wanted
+from outpace.rollouts.gateway.server import Gateway
+from outpace.types import Endpoint, EngineStats, Generation, GroupOrder, Ints, LoadReport, Manifest, Sampling, Version
+
+
+class TypingEngine:
+    """`outpace.protocols.Engine`: request number i gets text number i, the last one over and over.
+
+    All of it is there at once; with `by_hand` only what `write` allows. An exception in place of a text is raised."""
+
+    def __init__(self, tokenizer: Any, texts: list[str | Exception], by_hand: bool) -> None:
+        self._tokenizer = tokenizer
+        self._texts = texts
+        self._changed = asyncio.Condition()
+        self._written = 0 if by_hand else 1 << 30
+        self._tokens: dict[str, list[int]] = {}  # of requests under way
+        self._aborted: set[str] = set()
+        self.samplings: list[Sampling] = []
+        self.prompts: list[str] = []
+        self.aborted: list[str] = []
+        self.started = asyncio.Event()
+        self.stopped = asyncio.Event()
+
+    async def generate(
+        self, request_id: str, token_ids: Ints, sampling: Sampling, min_version: Version, pinned: Version | None
+    ) -> Generation:
+        text = self._texts[min(len(self.prompts), len(self._texts) - 1)]
+        self.prompts.append(self._tokenizer.decode(token_ids.tolist()))
+        self.samplings.append(sampling)
+        self.started.set()
+        if isinstance(text, Exception):
+            raise text
+        tokens = self._tokens[request_id] = self._tokenizer.encode(text, add_special_tokens=False)
+        try:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._written >= len(tokens) or request_id in self._aborted)
+        finally:
+            del self._tokens[request_id]
+        kept = tokens[: self._written]
+        length = np.arange(1, len(kept) + 1)
+        stop = "aborted" if request_id in self._aborted else "stop" if len(kept) < sampling.max_tokens else "length"
+        return Generation(
+            np.array(kept, np.int32),
+            (-length / 100).astype(np.float32),
+            np.full(len(kept), 3, np.int32),
+            stop,  # type: ignore[arg-type]
+        )
+
+    async def write(self, tokens: int) -> None:
+        """Let every request have so many tokens in all."""
+        async with self._changed:
+            self._written = tokens
+            self._changed.notify_all()
+
+    async def peek(self, request_id: str, after: int) -> Ints:
+        async with self._changed:
+            await self._changed.wait_for(
+                lambda: request_id not in self._tokens or min(self._written, len(self._tokens[request_id])) > after
+            )
+        return np.array(self._tokens.get(request_id, [])[after : self._written], np.int32)
+
+    async def abort(self, request_ids: list[str]) -> None:
+        async with self._changed:
+            self.aborted += request_ids
+            self.stopped.set()
+            self._aborted.update(request_ids)
+            self._changed.notify_all()
+
+    async def load(self, manifest: Manifest, pinned: bool) -> LoadReport:
+        raise NotImplementedError
+
+    async def release_pinned(self) -> None:
+        raise NotImplementedError
+
+    async def stats(self) -> EngineStats:
+        raise NotImplementedError
+
+
+@pytest.fixture
+def typing_engine(tokenizer: Any) -> Callable[..., TypingEngine]:
+    def make(*texts: str | Exception, by_hand: bool = False, speaks: Any = None) -> TypingEngine:
+        return TypingEngine(speaks or tokenizer, list(texts), by_hand)
+
+    return make
+
+
+@pytest.fixture
+def policy(tokenizer: Any, make_settings: Callable[..., Any]) -> Callable[..., PolicyClient]:
+    """The client of one episode, without stop strings and with room for 2,000 tokens unless said otherwise."""
+
+    def make(engine: Any, episode: int = 0, speaks: Any = None, **changes: Any) -> PolicyClient:
+        spoken = speaks or tokenizer
+        settings = make_settings(**{"max_tokens": 2000, "stop_strings": (), **changes})
+        dialect = TemplateDialect(spoken, (spoken.eos_token_id,))
+        return PolicyClient(engine, dialect, settings, GroupOrder(7, 0, 0, 0, 8), episode)
+
+    return make
+
+
+@pytest.fixture
+async def gateway() -> AsyncIterator[Gateway]:
+    gateway = Gateway("127.0.0.1", 0, "policy-model")
+    yield gateway
+    await gateway.close()
+
+
+@pytest.fixture
+async def http() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession() as session:
+        yield session
+
+
+@pytest.fixture
+async def agent_of() -> AsyncIterator[Callable[[Endpoint], AsyncOpenAI]]:
+    """The official client, pointed at an endpoint, without second tries."""
+    made: list[AsyncOpenAI] = []
+
+    def make(endpoint: Endpoint) -> AsyncOpenAI:
+        made.append(AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0))
+        return made[-1]
+
+    yield make
+    for client in made:
+        await client.close()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_told_yet() -> Iterator[None]:
+    wanted._told.clear()
+    yield
+    wanted._told.clear()

@@ -1,0 +1,232 @@
+"""Who is let in, and what garbage does."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import socket
+import subprocess
+import sys
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from outpace.errors import BadInput
+from outpace.rollouts.gateway.app import MAX_BODY
+from outpace.rollouts.gateway.server import Gateway
+from outpace.types import Endpoint
+
+HI = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+PATHS = ["/chat/completions", "/completions", "/messages", "/models"]
+
+
+def key(endpoint: Endpoint) -> dict[str, str]:
+    return {"Authorization": f"Bearer {endpoint.api_key}"}
+
+
+def method_of(path: str) -> str:
+    return "GET" if path == "/models" else "POST"
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"Authorization": "Bearer "},
+        {"Authorization": "Bearer wrong"},
+        {"Authorization": "Basic eDp5"},
+        {"Authorization": "Bearer \u00fc\u00df"},
+        {"x-api-key": "wrong"},
+    ],
+)
+async def test_no_route_is_open_without_the_key(
+    path: str, headers: dict[str, str], gateway: Any, policy: Any, typing_engine: Any, http: Any
+) -> None:
+    client = policy(typing_engine("hello"))
+    endpoint = await gateway.open(client)
+    async with http.request(method_of(path), endpoint.base_url + path, json=HI, headers=headers) as response:
+        assert response.status == 401
+        assert (await response.json())["error"]["type"] == "authentication_error"
+    assert client.requests == []
+
+
+async def test_the_key_of_one_session_opens_no_other(gateway: Any, policy: Any, typing_engine: Any, http: Any) -> None:
+    engine = typing_engine("hello")
+    ours, theirs = await gateway.open(policy(engine)), await gateway.open(policy(engine, episode=1))
+    assert ours.api_key != theirs.api_key
+    async with http.get(f"{theirs.base_url}/models", headers=key(ours)) as response:
+        assert response.status == 401
+    async with http.get(f"{theirs.base_url}/models", headers={"X-API-Key": theirs.api_key}) as response:
+        assert response.status == 200
+
+
+async def test_a_role_has_one_endpoint_and_another_role_another(
+    gateway: Any, policy: Any, typing_engine: Any, agent_of: Any
+) -> None:
+    client = policy(typing_engine("hello"))
+    judge = await gateway.open(client, "judge")
+    assert judge == await gateway.open(client, "judge") != await gateway.open(client, "policy")
+    await agent_of(judge).chat.completions.create(**HI)
+    assert [trajectory.role for trajectory in client.trajectories()] == ["judge"]
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1", "127.0.0.1:1", "localhost.evil.example:{port}", ""])
+async def test_a_request_for_another_host_is_turned_away(
+    host: str, gateway: Any, policy: Any, typing_engine: Any, http: Any
+) -> None:
+    endpoint = await gateway.open(policy(typing_engine("hello")))
+    named = host.format(port=urlsplit(endpoint.base_url).port)
+    async with http.get(f"{endpoint.base_url}/models", headers={**key(endpoint), "Host": named}) as response:
+        assert response.status == 421
+
+
+async def test_this_machine_may_be_called_localhost(gateway: Any, policy: Any, typing_engine: Any, http: Any) -> None:
+    endpoint = await gateway.open(policy(typing_engine("hello")))
+    named = f"LOCALHOST:{urlsplit(endpoint.base_url).port}"
+    async with http.get(f"{endpoint.base_url}/models", headers={**key(endpoint), "Host": named}) as response:
+        assert response.status == 200
+        assert not [header for header in response.headers if header.lower().startswith("access-control")]
+
+
+async def test_a_page_of_another_origin_gets_no_permission(
+    gateway: Any, policy: Any, typing_engine: Any, http: Any
+) -> None:
+    endpoint = await gateway.open(policy(typing_engine("hello")))
+    asked = {"Origin": "https://evil.example", "Access-Control-Request-Method": "POST"}
+    async with http.options(f"{endpoint.base_url}/chat/completions", headers=asked) as response:
+        assert response.status >= 400
+        assert not [header for header in response.headers if header.lower().startswith("access-control")]
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/v1/models", "/sessions/x/v1/models", "/sessions//v1/models", "/sessions/../etc", "/%00"]
+)
+async def test_an_unknown_place_is_not_found(
+    path: str, gateway: Any, policy: Any, typing_engine: Any, http: Any
+) -> None:
+    endpoint = await gateway.open(policy(typing_engine("hello")))
+    async with http.get(gateway.origin + path, headers=key(endpoint)) as response:
+        assert response.status == 404
+        assert (await response.json())["error"]["code"] is None
+
+
+async def test_a_wrong_method_is_answered_in_form(gateway: Any, policy: Any, typing_engine: Any, http: Any) -> None:
+    endpoint = await gateway.open(policy(typing_engine("hello")))
+    async with http.get(f"{endpoint.base_url}/chat/completions", headers=key(endpoint)) as response:
+        assert response.status in (404, 405)
+        assert (await response.json())["error"]["message"]
+
+
+DEEP = b'{"messages": [{"role": "user", "content": "hi"}], "tools": ' + b"[" * 200 + b"]" * 200 + b"}"
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (b"", "not JSON"),
+        (b"\xff\xfe", "not JSON"),
+        (b"{", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b'{"messages": NaN}', "not JSON"),
+        (b"[]", "not a JSON object"),
+        (b"null", "not a JSON object"),
+        (DEEP, "nested deeper"),
+        (b"{}", "messages"),
+        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', ""),
+    ],
+)
+@pytest.mark.parametrize("path", ["/chat/completions", "/messages"])
+async def test_garbage_is_refused_in_form(
+    path: str, body: bytes, told: str, gateway: Any, policy: Any, typing_engine: Any, http: Any
+) -> None:
+    client = policy(typing_engine("hello"))
+    endpoint = await gateway.open(client)
+    async with http.post(endpoint.base_url + path, data=body, headers=key(endpoint)) as response:
+        assert response.status == 400
+        error = (await response.json())["error"]
+        assert told in error["message"]
+        assert error["type"] == "invalid_request_error"
+    assert client.requests == []
+
+
+async def test_a_body_that_is_too_large_is_refused(gateway: Any, policy: Any, typing_engine: Any, http: Any) -> None:
+    endpoint = await gateway.open(policy(typing_engine("hello")))
+    body = io.BytesIO(b" " * (MAX_BODY + 1))
+    async with http.post(f"{endpoint.base_url}/completions", data=body, headers=key(endpoint)) as sent:
+        assert sent.status == 413
+        assert (await sent.json())["error"]["type"] == "request_too_large"
+
+
+@given(st.one_of(st.binary(max_size=300), st.binary(max_size=100).map(lambda data: b"POST / HTTP/1.1\r\n" + data)))
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_random_bytes_at_the_port_do_no_harm(data: bytes) -> None:
+    async def attack() -> None:
+        gateway = Gateway("127.0.0.1", 0, "m")
+        await gateway.start()
+        port = urlsplit(gateway.origin).port
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(data)
+        writer.write_eof()
+        await reader.read()
+        writer.close()
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(f"GET / HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nConnection: close\r\n\r\n".encode())
+        assert b"404" in (await reader.read()).splitlines()[0]
+        writer.close()
+        await gateway.close()
+
+    asyncio.run(attack())
+
+
+async def test_it_listens_on_loopback_and_only_once_somebody_asks(policy: Any, typing_engine: Any) -> None:
+    gateway = Gateway("127.0.0.1", 0, "m")
+    assert gateway._runner is None
+    await asyncio.gather(*(gateway.open(policy(typing_engine("x"), episode=index)) for index in range(5)))
+    assert gateway._runner is not None
+    assert [address[0] for address in gateway._runner.addresses] == ["127.0.0.1"]
+    await gateway.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "origin", "names"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:80", {"127.0.0.1:80", "localhost:80"}),
+        ("localhost", "http://127.0.0.1:80", {"127.0.0.1:80", "localhost:80"}),
+        ("::1", "http://[::1]:80", {"[::1]:80", "localhost:80"}),
+        ("10.0.0.7", "http://10.0.0.7:80", {"10.0.0.7:80"}),
+        ("::", "http://127.0.0.1:80", None),
+    ],
+)
+def test_it_is_called_by_the_address_on_which_it_listens(host: str, origin: str, names: set[str] | None) -> None:
+    gateway = Gateway(host, 80, "m")
+    assert (gateway.origin, gateway.hosts()) == (origin, names)
+
+
+async def test_a_port_that_is_taken_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(BadInput, match=rf"^gateway\.port: cannot listen on 127\.0\.0\.1:{port}"):
+            await Gateway("127.0.0.1", port, "m").start()
+
+
+async def test_on_all_addresses_it_goes_by_any_name(policy: Any, typing_engine: Any, http: Any) -> None:
+    gateway = Gateway("0.0.0.0", 0, "m")
+    endpoint = await gateway.open(policy(typing_engine("hello")))
+    assert endpoint.base_url.startswith("http://127.0.0.1:")
+    async with http.get(f"{endpoint.base_url}/models", headers={**key(endpoint), "Host": "my-machine:80"}) as response:
+        assert response.status == 200
+    await gateway.close()
+
+
+def test_a_worker_that_opens_no_endpoint_loads_no_http_server() -> None:
+    program = (
+        "import sys, outpace.rollouts.worker, outpace.rollouts.gateway.server, outpace.rollouts.agent_process;"
+        "sys.exit('aiohttp' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

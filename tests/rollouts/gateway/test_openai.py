@@ -1,0 +1,365 @@
+"""OpenAI's protocol as the official client speaks it, against real clients of episodes."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import logging
+from typing import Any
+
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outpace.errors import ContextFull, PartFailed, RequestFailed
+from outpace.models.dialect import parse_text
+from outpace.rollouts.gateway.reveal import shown
+
+HI: list[Any] = [{"role": "user", "content": "hi"}]
+ADD: list[Any] = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+CALL = 'let me see <tool_call>{"name": "add", "arguments": {"a": 1, "b": "ö"}}</tool_call>'
+
+
+async def heard(asked: Any) -> list[Any]:
+    """Every chunk of a stream."""
+    return [chunk async for chunk in await asked]
+
+
+async def test_an_agent_asks_and_gets_an_answer(gateway: Any, policy: Any, typing_engine: Any, agent_of: Any) -> None:
+    engine = typing_engine("hello<|end|>")
+    client = policy(engine)
+    endpoint = await gateway.open(client)
+    answer = await agent_of(endpoint).chat.completions.create(model="whatever", messages=HI)
+    assert (answer.id, answer.model, answer.object) == ("7.0.0", "policy-model", "chat.completion")
+    assert answer.choices[0].message.content == "hello"
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.choices[0].message.tool_calls is None
+    assert (answer.usage.completion_tokens, answer.usage.prompt_tokens) == (6, len(client.trajectories()[0].tokens) - 6)
+    assert client.requests == ["7.0.0"]
+
+
+async def test_a_history_that_comes_back_is_one_trajectory(
+    gateway: Any, policy: Any, typing_engine: Any, agent_of: Any
+) -> None:
+    client = policy(typing_engine(CALL + "<|end|>", "it is 3<|end|>"))
+    agent = agent_of(await gateway.open(client))
+    first = await agent.chat.completions.create(model="m", messages=HI, tools=ADD)
+    message = first.choices[0].message
+    (call,) = message.tool_calls
+    assert first.choices[0].finish_reason == "tool_calls"
+    assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1, "b": "ö"})
+    assert message.content == "let me see"
+    result = {"role": "tool", "tool_call_id": call.id, "content": "3"}
+    messages = [*HI, message.model_dump(exclude_none=True), result]
+    second = await agent.chat.completions.create(model="m", messages=messages, tools=ADD)
+    assert second.choices[0].message.content == "it is 3"
+    assert (len(client.trajectories()), client.breaks) == (1, 0)
+
+
+async def test_the_sampling_of_the_run_is_pinned_and_the_agent_is_told(
+    gateway: Any, policy: Any, typing_engine: Any, agent_of: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    engine = typing_engine("hello")
+    agent = agent_of(await gateway.open(policy(engine)))
+    for _ in range(2):
+        answer = await agent.chat.completions.create(
+            model="m", messages=HI, temperature=0, top_p=0.1, presence_penalty=1, logit_bias={"5": 2}, seed=4
+        )
+        assert answer.model_extra["outpace"]["pinned"] == [
+            "temperature", "top_p", "presence_penalty", "logit_bias", "seed",
+        ]  # fmt: skip
+    assert [(sent.temperature, sent.top_p) for sent in engine.samplings] == [(0.5, 1.0)] * 2
+    assert sum("temperature = 0" in message for message in caplog.messages) == 1
+
+
+@pytest.mark.parametrize(("asked", "sent"), [(3, 3), (5000, 2000), (None, 2000)])
+async def test_a_token_limit_is_at_most_that_of_the_run(
+    asked: int | None, sent: int, gateway: Any, policy: Any, typing_engine: Any, agent_of: Any
+) -> None:
+    engine = typing_engine("hello")
+    agent = agent_of(await gateway.open(policy(engine)))
+    await agent.chat.completions.create(model="m", messages=HI, max_completion_tokens=asked)
+    await agent.chat.completions.create(model="m", messages=HI, max_tokens=asked, stop=["!"])
+    assert [sampling.max_tokens for sampling in engine.samplings] == [sent, sent]
+    assert [sampling.stop_strings for sampling in engine.samplings] == [[], ["!"]]
+
+
+async def test_an_answer_that_was_cut_off_says_so(gateway: Any, policy: Any, typing_engine: Any, agent_of: Any) -> None:
+    agent = agent_of(await gateway.open(policy(typing_engine("hello"))))
+    answer = await agent.chat.completions.create(model="m", messages=HI, max_tokens=5)
+    assert answer.choices[0].finish_reason == "length"
+
+
+async def test_reasoning_is_apart_from_the_content(
+    gateway: Any, policy: Any, typing_engine: Any, agent_of: Any
+) -> None:
+    agent = agent_of(await gateway.open(policy(typing_engine("<think>hm</think>\n\nyes"))))
+    message = (await agent.chat.completions.create(model="m", messages=HI)).choices[0].message
+    assert (message.content, message.reasoning_content) == ("yes", "hm")
+    parts = [chunk async for chunk in await agent.chat.completions.create(model="m", messages=HI, stream=True)]
+    assert "".join(part.choices[0].delta.content or "" for part in parts) == "yes"
+    told = [part.choices[0].delta.model_extra.get("reasoning_content") for part in parts]
+    assert [text for text in told if text] == ["hm"]
+
+
+async def test_logprobs_are_those_of_the_sampled_tokens(
+    gateway: Any, policy: Any, typing_engine: Any, agent_of: Any
+) -> None:
+    agent = agent_of(await gateway.open(policy(typing_engine("abc"))))
+    asked = {"model": "m", "messages": HI, "logprobs": True, "top_logprobs": 0}
+    whole = (await agent.chat.completions.create(**asked)).choices[0].logprobs
+    assert [token.token for token in whole.content] == ["a", "b", "c"]
+    assert [token.logprob for token in whole.content] == pytest.approx([-0.01, -0.02, -0.03])
+    chunks = [chunk async for chunk in await agent.chat.completions.create(**asked, stream=True)]
+    streamed = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices[0].logprobs]
+    assert [logprobs.content for logprobs in streamed] == [whole.content]
+    plain = (await agent.completions.create(model="m", prompt="x", logprobs=0)).choices[0].logprobs
+    assert (plain.tokens, plain.text_offset) == (["a", "b", "c"], [0, 1, 2])
+
+
+async def test_plain_text_and_token_ids_are_continued(
+    gateway: Any, policy: Any, typing_engine: Any, agent_of: Any, tokenizer: Any
+) -> None:
+    engine = typing_engine(" two<|end|>")
+    agent = agent_of(await gateway.open(policy(engine)))
+    for prompt in ("one,", tokenizer.encode("one,", add_special_tokens=False), ["one,"]):
+        answer = await agent.completions.create(model="m", prompt=prompt)
+        assert (answer.choices[0].text, answer.choices[0].finish_reason) == (" two", "stop")
+    chunks = [chunk async for chunk in await agent.completions.create(model="m", prompt="one,", stream=True)]
+    assert "".join(chunk.choices[0].text for chunk in chunks) == " two"
+    assert chunks[-1].choices[0].finish_reason == "stop"
+    assert engine.prompts == ["one,"] * 4
+
+
+async def test_the_model_is_listed(gateway: Any, policy: Any, typing_engine: Any, agent_of: Any) -> None:
+    agent = agent_of(await gateway.open(policy(typing_engine("x"))))
+    assert [model.id async for model in agent.models.list()] == ["policy-model"]
+
+
+async def test_no_tools_are_shown_where_none_may_be_called(
+    gateway: Any, policy: Any, typing_engine: Any, agent_of: Any
+) -> None:
+    engine = typing_engine(CALL)
+    agent = agent_of(await gateway.open(policy(engine)))
+    answer = await agent.chat.completions.create(model="m", messages=HI, tools=ADD, tool_choice="none")
+    assert "add" not in engine.prompts[0]
+    assert answer.choices[0].message.tool_calls is None
+    assert answer.choices[0].message.content == CALL
+    assert answer.choices[0].finish_reason == "stop"
+
+
+async def test_a_call_that_cannot_be_read_stays_in_the_content(
+    gateway: Any, policy: Any, typing_engine: Any, agent_of: Any
+) -> None:
+    agent = agent_of(await gateway.open(policy(typing_engine("<tool_call>{nonsense</tool_call>"))))
+    choice = (await agent.chat.completions.create(model="m", messages=HI, tools=ADD)).choices[0]
+    assert choice.message.content == "<tool_call>{nonsense</tool_call>"
+    assert (choice.message.tool_calls, choice.finish_reason) == (None, "stop")
+
+
+async def test_a_developer_speaks_as_the_system_and_parts_of_text_are_text(
+    gateway: Any, policy: Any, typing_engine: Any, agent_of: Any
+) -> None:
+    engine = typing_engine("hello")
+    agent = agent_of(await gateway.open(policy(engine)))
+    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+    await agent.chat.completions.create(
+        model="m", messages=[{"role": "developer", "content": "be kind"}, {"role": "user", "content": parts}]
+    )
+    assert engine.prompts == ["<|system|>be kind<|end|><|user|>hi<|end|><|assistant|>"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "told"),
+    [
+        ("n", 2, "n: only 1 is offered"),
+        ("tool_choice", "required", "tool_choice: only auto and none"),
+        ("tool_choice", {"type": "function", "function": {"name": "add"}}, "tool_choice: only auto and none"),
+        ("top_logprobs", 3, "top_logprobs: only 0"),
+        ("response_format", {"type": "json_object"}, "response_format: json_object is not offered"),
+        ("max_tokens", 0, "max_tokens is 0"),
+        ("max_tokens", "many", "max_tokens: Expected `int | null`, got `str`"),
+        ("stop", [""], "stop: an empty text"),
+        ("messages", [], "messages is empty"),
+        ("messages", "hi", "messages: Expected `array`, got `str`"),
+        ("messages", [{"role": "king", "content": "hi"}], "messages"),
+        ("messages", [{"role": "user", "content": 7}], "messages"),
+        ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "image_url"),
+        ("messages", [{"role": "user", "content": [{"type": "text"}]}], "text"),
+        ("messages", [*HI, {"role": "tool", "content": "3"}], "tool_call_id: the result of a tool"),
+        ("tools", [{"type": "search"}], "tools"),
+    ],
+)
+async def test_what_cannot_be_honoured_is_refused_with_a_reason(
+    field: str, value: Any, told: str, gateway: Any, policy: Any, typing_engine: Any, agent_of: Any
+) -> None:
+    client = policy(typing_engine("hello"))
+    agent = agent_of(await gateway.open(client))
+    with pytest.raises(openai.BadRequestError) as refused:
+        await agent.chat.completions.create(**{"model": "m", "messages": HI, field: value})
+    assert told in refused.value.message
+    assert refused.value.type == "invalid_request_error"
+    assert (refused.value.param or "").startswith(field)
+    assert client.requests == []
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("n", 3), ("best_of", 2), ("echo", True), ("suffix", "x"), ("logprobs", 5), ("prompt", ["a", "b"])],
+)
+async def test_plain_completions_refuse_what_they_do_not_have(
+    field: str, value: Any, gateway: Any, policy: Any, typing_engine: Any, agent_of: Any
+) -> None:
+    agent = agent_of(await gateway.open(policy(typing_engine("hello"))))
+    with pytest.raises(openai.BadRequestError) as refused:
+        await agent.completions.create(**{"model": "m", "prompt": "x", field: value})
+    assert refused.value.param == field
+
+
+async def test_unknown_fields_do_no_harm(gateway: Any, policy: Any, typing_engine: Any, agent_of: Any) -> None:
+    agent = agent_of(await gateway.open(policy(typing_engine("hello"))))
+    extra = {"user": "me", "store": True, "reasoning_effort": "high", "nonsense": [1, {"a": None}]}
+    answer = await agent.chat.completions.create(model="m", messages=HI, extra_body=extra)
+    assert answer.choices[0].message.content == "hello"
+
+
+@pytest.mark.parametrize(
+    ("failure", "kind", "code"),
+    [
+        (ContextFull("the prompt has 9 tokens, the context 8"), openai.BadRequestError, "context_length_exceeded"),
+        (RequestFailed("logits are not finite"), openai.BadRequestError, None),
+        (PartFailed("engine", "was stopped"), openai.InternalServerError, None),
+        (ZeroDivisionError("oh"), openai.InternalServerError, None),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_that_fails_says_why(
+    failure: Exception, kind: Any, code: str | None, stream: bool,
+    gateway: Any, policy: Any, typing_engine: Any, agent_of: Any,
+) -> None:  # fmt: skip
+    client = policy(typing_engine(failure))
+    agent = agent_of(await gateway.open(client))
+    asked = agent.chat.completions.create(model="m", messages=HI, stream=stream)
+    with pytest.raises(openai.APIError if stream else kind, match=str(failure).split(":")[-1].strip()) as told:
+        await (heard(asked) if stream else asked)
+    assert told.value.code == code
+    serious = await gateway.close_session(client)
+    assert serious is (failure if isinstance(failure, PartFailed) else None)
+
+
+# ------------------------------------------------------------------------------------------------------------ streaming
+
+
+async def test_text_is_streamed_while_it_is_written(
+    gateway: Any, policy: Any, typing_engine: Any, agent_of: Any
+) -> None:
+    engine = typing_engine("one two three<|end|>", by_hand=True)
+    agent = agent_of(await gateway.open(policy(engine)))
+    stream = await agent.chat.completions.create(
+        model="m", messages=HI, stream=True, stream_options={"include_usage": True}
+    )
+    opening = await anext(stream)
+    assert (opening.id, opening.choices[0].delta.role) == ("7.0.0", "assistant")
+    await engine.write(5)
+    assert (await anext(stream)).choices[0].delta.content == "one t"
+    await engine.write(8)  # the white space may turn out to be the last thing
+    await engine.write(9)
+    heard = ""
+    while heard != "wo t":
+        heard += (await anext(stream)).choices[0].delta.content
+    await engine.write(99)
+    rest = [chunk async for chunk in stream]
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in rest[:-1]) == "hree"
+    assert rest[-2].choices[0].finish_reason == "stop"
+    assert (rest[-1].choices, rest[-1].usage.completion_tokens) == ([], 14)
+
+
+async def test_a_call_is_held_back_and_streamed_as_a_call(
+    gateway: Any, policy: Any, typing_engine: Any, agent_of: Any
+) -> None:
+    engine = typing_engine(CALL, by_hand=True)
+    agent = agent_of(await gateway.open(policy(engine)))
+    stream = await agent.chat.completions.create(model="m", messages=HI, tools=ADD, stream=True)
+    await anext(stream)
+    await engine.write(len("let me s"))
+    heard = (await anext(stream)).choices[0].delta.content
+    await engine.write(999)
+    rest = [chunk async for chunk in stream]
+    assert heard + "".join(chunk.choices[0].delta.content or "" for chunk in rest) == "let me see"
+    calls = [call for chunk in rest for call in chunk.choices[0].delta.tool_calls or ()]
+    assert [(call.index, call.function.name) for call in calls] == [(0, "add")]
+    assert json.loads(calls[0].function.arguments) == {"a": 1, "b": "ö"}
+    assert rest[-1].choices[0].finish_reason == "tool_calls"
+
+
+async def test_half_a_character_is_not_streamed(gateway: Any, policy: Any, typing_engine: Any, agent_of: Any) -> None:
+    engine = typing_engine("aé😀z", by_hand=True)
+    agent = agent_of(await gateway.open(policy(engine)))
+    stream = await agent.chat.completions.create(model="m", messages=HI, stream=True)
+    await anext(stream)
+    await engine.write(1)
+    heard = [(await anext(stream)).choices[0].delta.content]
+    for tokens in range(2, 9):
+        await engine.write(tokens)
+        await asyncio.sleep(0)
+    heard += [chunk.choices[0].delta.content or "" async for chunk in stream]
+    assert "".join(heard) == "aé😀z"
+    assert not any("\ufffd" in text for text in heard)
+
+
+async def test_reasoning_that_the_prompt_opened_is_not_streamed_as_content(
+    gateway: Any, policy: Any, typing_engine: Any, agent_of: Any, tokenizer: Any
+) -> None:
+    thinker = copy.deepcopy(tokenizer)
+    thinker.chat_template += "<think>\n"
+    engine = typing_engine("hm</think>\n\nyes", speaks=thinker, by_hand=True)
+    agent = agent_of(await gateway.open(policy(engine, speaks=thinker)))
+    stream = await agent.chat.completions.create(model="m", messages=HI, stream=True)
+    for tokens in (1, 2, 99):
+        await engine.write(tokens)
+        await asyncio.sleep(0.02)  # time for a piece to be sent, if one were
+    chunks = [chunk async for chunk in stream]
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "yes"
+    assert engine.prompts[0].endswith("<think>")
+
+
+PIECES = st.sampled_from(
+    ["a", " ", "\n", "<", ">", "é", "😀", "\ufffd", "<tool_call>", "</tool_call>", '{"name": "f", "arguments": {}}',
+     "{", "[", "<tool", "x < y", "<think>", "<|", "```json", "word "]
+)  # fmt: skip
+
+
+@given(st.lists(PIECES, max_size=12).map("".join), st.data())
+def test_what_is_shown_of_a_text_is_always_a_beginning_of_its_content(text: str, data: st.DataObject) -> None:
+    content = parse_text(text).content
+    for _ in range(5):
+        beginning = text[: data.draw(st.integers(0, len(text)))]
+        read = parse_text(beginning)
+        if not (read.calls or read.reasoning):
+            assert content.startswith(shown(read.content))
+
+
+@given(st.lists(st.sampled_from(["a", "é", " ", ". ", "x<y", "\n"]), min_size=1, max_size=30).map("".join))
+def test_plain_text_is_shown_but_for_white_space_at_its_end(text: str) -> None:
+    if not text[0].isspace():
+        assert shown(text) in (text.rstrip(), text.rstrip().removesuffix("<"))
+
+
+@given(st.text(max_size=40), st.text(min_size=1, max_size=4))
+def test_nothing_is_shown_from_a_stop_string_on(text: str, stop: str) -> None:
+    assert stop not in shown(text, [stop])
+
+
+@pytest.mark.parametrize(
+    "text", ["maybe</think> yes", "", " padded ", '{"a": 1}', "ends in \n", "über <b>html</b>", "\ufffd"]
+)
+async def test_streamed_and_whole_answers_say_the_same(
+    text: str, gateway: Any, policy: Any, typing_engine: Any, agent_of: Any
+) -> None:
+    agent = agent_of(await gateway.open(policy(typing_engine(text))))
+    whole = (await agent.chat.completions.create(model="m", messages=HI)).choices[0].message.content
+    stream = await agent.chat.completions.create(model="m", messages=HI, stream=True)
+    assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) in (whole, text)

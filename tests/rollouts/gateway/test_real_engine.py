@@ -1,0 +1,116 @@
+"""The whole way: the official client, the gateway, the episode's client, the embedded engine, weights that change."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from outpace.engines.embedded import EmbeddedEngine
+from outpace.models.loading import load_model
+from outpace.protocols import Engine
+from outpace.runtime.rpc import Channel, close_proxy, proxy, serve
+from outpace.weights.store import SnapshotWriter
+
+ASKED: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "3 4 5 -> 12"}]}
+
+
+@pytest.fixture
+async def real_engine(tokenizer: Any) -> AsyncIterator[EmbeddedEngine]:
+    engine = EmbeddedEngine("starter", tokenizer=tokenizer, slots=8, threads=1)
+    yield engine
+    await engine.close()
+
+
+@pytest.fixture
+async def distant_engine(real_engine: EmbeddedEngine) -> AsyncIterator[Engine]:
+    """The same as a worker sees it: in another process, at the other end of a socket."""
+    ours, theirs = socket.socketpair()
+    near = Channel(*await asyncio.open_connection(sock=ours))
+    far = Channel(*await asyncio.open_connection(sock=theirs))
+    serving = asyncio.create_task(serve(real_engine, Engine, far))
+    remote = proxy(Engine, near, "engine-0")
+    yield remote
+    close_proxy(remote)
+    await serving
+    far.close()
+
+
+async def test_streamed_text_is_the_answer_and_comes_in_pieces(
+    gateway: Any, policy: Any, distant_engine: Engine, agent_of: Any
+) -> None:
+    client = policy(distant_engine, temperature=1.0, max_tokens=40)
+    agent = agent_of(await gateway.open(client))
+
+    async def ask() -> tuple[str, str, int]:
+        stream = await agent.chat.completions.create(**ASKED, stream=True)
+        chunks = [chunk async for chunk in stream]
+        texts = [chunk.choices[0].delta.content or "" for chunk in chunks]
+        return chunks[0].id, "".join(texts), sum(bool(text) for text in texts)
+
+    told = await asyncio.gather(*(ask() for _ in range(12)))
+    written = {turn.request_id: turn.generation.tokens.tolist() for turn in client._transcript.turns}
+    assert {request: text for request, text, _ in told} == {
+        request: client.dialect.parse(tokens, ()).content for request, tokens in written.items()
+    }
+    assert max(pieces for _, _, pieces in told) > 1
+
+
+async def test_requests_go_on_while_weights_change(
+    gateway: Any, policy: Any, real_engine: EmbeddedEngine, agent_of: Any, tmp_path: Path
+) -> None:
+    model = load_model("starter")
+    writer = SnapshotWriter(tmp_path, "test")
+    clients = [policy(real_engine, episode=index, temperature=1.0, max_tokens=90) for index in range(8)]
+    agents = [agent_of(await gateway.open(client)) for client in clients]
+
+    async def talk(agent: Any, stream: bool) -> None:
+        for _ in range(6):
+            answer = await agent.chat.completions.create(**ASKED, stream=stream)
+            assert [chunk async for chunk in answer] if stream else answer.choices
+
+    talks = asyncio.gather(*(talk(agent, index % 2 == 0) for index, agent in enumerate(agents)))
+    version = 0
+    while not talks.done() and version < 40:
+        version += 1
+        await real_engine.load(writer.publish(version, dict(model.named_parameters()), leased=()), pinned=False)
+    await talks
+    seen = np.concatenate([kept.versions[kept.mask] for client in clients for kept in client.trajectories()])
+    assert len(set(seen.tolist())) > 1
+    assert [len(client.requests) for client in clients] == [6] * 8
+
+
+async def test_an_agent_that_hangs_up_frees_the_slot_of_the_real_engine(
+    gateway: Any, policy: Any, real_engine: EmbeddedEngine, distant_engine: Engine, agent_of: Any
+) -> None:
+    told_to_stop = asyncio.Event()
+    abort = real_engine.abort
+
+    async def heard(request_ids: list[str]) -> None:
+        await abort(request_ids)
+        told_to_stop.set()
+
+    real_engine.abort = heard  # type: ignore[method-assign]
+    turns = threading.Semaphore(9)
+    advance = real_engine._main.advance
+    real_engine._main.advance = lambda: [*(turns.acquire() and ()), *advance()]  # type: ignore[method-assign]
+    client = policy(distant_engine, temperature=1.0)
+    client.dialect._stop_ids = ()  # it writes until its context is full
+    agent = agent_of(await gateway.open(client))
+    stream = await agent.chat.completions.create(**ASKED, stream=True)
+    while not (await anext(stream)).choices[0].delta.content:
+        pass
+    await stream.close()
+    await told_to_stop.wait()
+    turns.release(1000)
+    await gateway.close_session(client)
+    stats = await distant_engine.stats()
+    assert (stats.running, stats.waiting) == (0, 0)
+    assert stats.tokens == client.abandoned > 0
+    assert not client.trajectories()

@@ -1,0 +1,142 @@
+"""Several environments in one run: which there are, which a task wants, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outpace.config import Config
+from outpace.errors import BadInput
+from outpace.rollouts.kinds import NoSuchKind, Origin, check_kinds, give_rewards, kind_of, kinds_of
+from outpace.rollouts.stage import Stages
+from outpace.types import Task
+
+FILE = Path(__file__).parent / "unruly.py"
+
+
+class Maze:
+    def reset(self, size: int) -> str:
+        return f"a maze of {size}"
+
+    def step(self, direction: str) -> str:
+        """Go one step."""
+        return f"went {direction}"
+
+
+class Guess:
+    def reset(self, **columns: Any) -> str:
+        return "guess"
+
+    def step(self, number: int) -> int:
+        """Guess: another method with the same name."""
+        return number + 1
+
+    def get_reward(self) -> float:
+        return 1.0
+
+
+class NoReset:
+    def step(self) -> None:
+        """Go."""
+
+
+class Undocumented:
+    def reset(self) -> None: ...
+
+    def step(self) -> None: ...
+
+
+def config(**settings: Any) -> Config:
+    return Config.model_validate({"model": {"path": "starter"}, **settings})
+
+
+def origins(**given: Any) -> dict[str, Origin]:
+    return kinds_of(config(), given)
+
+
+def test_environments_come_from_one_place() -> None:
+    both = config(rollout={"environment": "a:B"}, environment={"kinds": {"maze": "a:B"}})
+    assert kinds_of(config()) == {}
+    assert kinds_of(config(), Maze) == {"": Origin("environment", factory=Maze)}
+    assert kinds_of(config(rollout={"environment": "a:B"})) == {"": Origin("rollout.environment", "a:B")}
+    assert kinds_of(config(environment={"kinds": {"m": "a:B"}})) == {"m": Origin("environment.kinds.m", "a:B")}
+    assert origins(maze=Maze, guess="a:B") == {
+        "maze": Origin("environment: maze", factory=Maze),
+        "guess": Origin("environment: guess", "a:B"),
+    }
+    with pytest.raises(BadInput, match=r"^rollout\.environment: environment\.kinds names environments too"):
+        kinds_of(both)
+    with pytest.raises(BadInput, match=r"^rollout\.environment: environment names environments too"):
+        kinds_of(config(rollout={"environment": "a:B"}), Maze)
+
+
+def test_a_column_chooses_among_several_and_nobody_looks_at_it_with_one() -> None:
+    several = origins(maze=Maze, guess=Guess)
+    assert kind_of(Task("t", "p", {"environment": "guess"}), several, "environment") == "guess"
+    assert kind_of(Task("t", "p", {"world": "maze"}), several, "world") == "maze"
+    assert kind_of(Task("t", "p", {"environment": "anything"}), kinds_of(config(), Maze), "environment") == ""
+
+
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [
+        ({}, "task t7 has no column environment, which names its environment"),
+        ({"environment": "maize"}, "task t7: environment is 'maize', no environment of this run; did you mean maze?"),
+        ({"environment": 3}, "task t7: environment is 3, no environment of this run; there are maze, guess"),
+        ({"environment": ""}, "task t7: environment is '', no environment of this run; there are maze, guess"),
+        ({"environment": ["maze"]}, "task t7: environment is ['maze'], no environment of this run; there are maze, "),
+    ],
+)
+async def test_a_task_without_a_kind_is_named_at_the_start_and_in_the_run(columns: dict[str, Any], said: str) -> None:
+    task, several = Task("t7", "p", columns), origins(maze=Maze, guess=Guess)
+    with pytest.raises(BadInput) as refused:
+        check_kinds(several, "environment", task)
+    assert str(refused.value).startswith(f"environment.column: {said}")
+    with pytest.raises(NoSuchKind) as caught:
+        await Stages(several).open(task)
+    assert str(caught.value).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (NoReset, "environment: maze: NoReset has no method reset(**columns)"),
+        (Undocumented, "rollout.environment: Undocumented.step is public, so it is a tool"),
+        (f"{FILE}:Guesing", "did you mean Guessing?"),
+        ("no_such_module:Maze", "environment: maze: no_such_module:Maze: there is no module no_such_module"),
+        (3, "environment: maze: 3 is no class, and no function that makes an environment"),
+    ],
+)
+def test_what_can_be_no_environment_is_refused_in_one_line(given: Any, said: str) -> None:
+    with pytest.raises(BadInput) as caught:
+        check_kinds(origins(maze=given), "environment")
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_good_ones_pass_and_what_a_function_makes_is_believed() -> None:
+    check_kinds(origins(maze=Maze, guess=Guess), "environment", Task("t", "p", {"environment": "maze"}))
+    check_kinds(kinds_of(config(), lambda: Maze()), "environment", Task("t", "p"))
+    check_kinds({}, "environment", Task("t", "p"))
+
+
+def test_all_kinds_must_judge_themselves_for_a_run_without_reward_functions() -> None:
+    assert not give_rewards(origins(maze=Maze, guess=Guess))
+    assert give_rewards(origins(guess=Guess))
+    assert give_rewards(kinds_of(config(), lambda: Maze()))
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+async def test_every_episode_has_the_tools_and_the_state_of_its_own_kind(isolation: Any) -> None:
+    stages = Stages(origins(maze=Maze, guess=Guess), isolation=isolation, spare=0)
+    maze = await stages.open(Task("t1", "p", {"environment": "maze"}))
+    guess = await stages.open(Task("t2", "p", {"environment": "guess"}))
+    assert await maze.reset({"size": 3, "environment": "maze"}) == "a maze of 3"
+    assert await guess.reset({"size": 3, "environment": "guess"}) == "guess"
+    assert (await maze.call("step", {"direction": "up"}), await guess.call("step", {"number": 1})) == ("went up", 2)
+    assert (await maze.reward(), await guess.reward()) == (None, 1.0)
+    for stage in (maze, guess):
+        await stage.close()
+    await stages.close()

@@ -1,0 +1,314 @@
+"""What an episode may expect of an environment, in this process as in one of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import pytest_asyncio
+
+from outpace.errors import BadInput
+from outpace.rollouts.kinds import Origin
+from outpace.rollouts.results import as_text
+from outpace.rollouts.stage import EnvironmentFailed, Stage, StageLimits, Stages, TimeLimit, columns_of
+from outpace.rollouts.tools import ToolError
+from outpace.types import Task
+
+FILE = Path(__file__).parent / "unruly.py"
+
+MakeStages = Callable[..., Stages]
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+def task(**columns: Any) -> Task:
+    return Task("t1", "Find it.", columns)
+
+
+def inventory() -> tuple[int, int, int]:
+    """Children, tasks and descriptors of this process."""
+    me = psutil.Process()
+    return len(me.children(recursive=True)), len(asyncio.all_tasks()), me.num_fds()
+
+
+@pytest_asyncio.fixture(params=["thread", "process"], scope="module", loop_scope="module")
+async def make_stages(request: Any) -> AsyncIterator[MakeStages]:
+    """Stages are kept for all tests of the module, as a worker keeps them for all its episodes."""
+    made: dict[str, Stages] = {}
+    before = inventory()
+
+    def make(environment: str, **settings: Any) -> Stages:
+        key = f"{environment} {settings}"
+        if key not in made:
+            origin = Origin("rollout.environment", f"{FILE}:{environment}")
+            made[key] = Stages({"": origin}, isolation=request.param, spare=0, **settings)
+        return made[key]
+
+    yield make
+    await asyncio.gather(*(stages.close() for stages in made.values()))
+    assert inventory() == before
+
+
+async def test_an_episode_from_reset_to_reward(make_stages: MakeStages) -> None:
+    stage = await make_stages("Guessing").open(task(secret=7))
+    assert list(stage.tools) == ["guess", "state"]
+    assert stage.tools["guess"]["function"]["parameters"]["required"] == ["number"]
+    assert await stage.reset(columns_of(task(secret=7, colour="red"))) == " It is below ten, says 'Find it.'."
+    assert await stage.call("guess", {"number": 3}) == "wrong"
+    assert await stage.reward() == 0.0
+    assert await stage.call("guess", {"number": "7"}) == "right"
+    assert await stage.reward() == 1.0
+    await stage.close()
+    await stage.close()
+
+
+async def test_asynchronous_methods_share_one_loop_that_runs_on_between_calls(make_stages: MakeStages) -> None:
+    stages = make_stages("Waiting")
+    for _ in range(2):
+        stage = await stages.open(task())
+        assert await stage.reset(columns_of(task(b=1, a=2))) is None
+        assert await stage.call("look", {}) == ["a", "b", "prompt"]
+        assert await stage.call("listen", {}) is True
+        while await stage.call("pulse", {}) < 100:  # a plain method: nobody awaits anything in between
+            await asyncio.to_thread(time.sleep, 0.002)
+        with pytest.raises(ToolError, match=r"^exit raised SystemExit: 3$"):
+            await stage.call("exit", {})
+        assert await stage.call("look", {}) == ["a", "b", "prompt"]
+        assert await stage.reward() is None
+        await stage.close()
+    await stop_hearts()
+
+
+async def test_a_reward_may_be_asynchronous_and_there_may_be_no_tools(make_stages: MakeStages) -> None:
+    stage = await make_stages("AsyncJudge").open(task())
+    assert await stage.reset({"note": "hello"}) == "hello!"
+    assert (dict(stage.tools), await stage.reward()) == ({}, 0.5)
+    await stage.close()
+
+
+async def test_columns_keep_their_types_and_belong_to_one_episode(make_stages: MakeStages) -> None:
+    stages, given = make_stages("Columns"), task(board=[1, 2], pair=(1, 2), nothing=None, more=3)
+    for _ in range(2):
+        stage = await stages.open(given)
+        assert await stage.reset(columns_of(given)) == "[1, 2] tuple None ['more', 'prompt']"
+        await stage.close()
+    assert given.columns["board"] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({}, "guess needs number"),
+        ({"number": 1, "colour": "red"}, "guess does not take colour"),
+        ({"number": "seven"}, "guess: number: Input should be a valid integer"),
+        ({"number": -1}, "guess raised ValueError: numbers are not negative"),
+    ],
+)
+async def test_a_call_that_goes_wrong_is_for_the_model_to_hear_and_the_episode_goes_on(
+    make_stages: MakeStages, arguments: dict[str, Any], said: str
+) -> None:
+    stage = await make_stages("Guessing").open(task())
+    await stage.reset({"secret": 7})
+    with pytest.raises(ToolError) as caught:
+        await stage.call("guess", arguments)
+    assert str(caught.value).startswith(said)
+    assert await stage.call("guess", {"number": 7}) == "right"
+    with pytest.raises(ToolError, match=r"^there is no tool 'get_reward'; there are guess, state$"):
+        await stage.call("get_reward", {})
+    await stage.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("raise_oddly", "raise_oddly raised SaysNothing: (its message cannot be shown)"),
+        ("raise_as_a_tool", "raise_as_a_tool raised ToolError: of mine"),
+        ("be_cancelled", "be_cancelled raised CancelledError: of mine"),
+        ("interrupt", "interrupt raised KeyboardInterrupt"),
+    ],
+)
+async def test_whatever_a_tool_raises_is_put_into_one_line(make_stages: MakeStages, name: str, said: str) -> None:
+    stage = await make_stages("Faulty").open(task())
+    await stage.reset({})
+    with pytest.raises(ToolError) as caught:
+        await stage.call(name, {})
+    assert str(caught.value) == said
+    assert isinstance(await stage.call("fine", {}), int)
+    await stage.close()
+
+
+@pytest.mark.parametrize(
+    ("what", "heard"),
+    [
+        ("json", '{"a": [1, 2.5, true, null]}'),
+        ("none", ""),
+        ("tuple", "[1, 2]"),
+        ("object", '"/a/b"'),
+        ("mixed", '{"where": "/a/b", "3": "{4}"}'),
+        ("bytes", "[2 bytes of binary data]"),
+        ("large", str(2**70)),
+        ("long", "x" * 10_000_000),
+    ],
+)
+async def test_the_model_hears_the_same_of_a_result(make_stages: MakeStages, what: str, heard: str) -> None:
+    stage = await make_stages("Talking").open(task())
+    await stage.reset({})
+    assert as_text(await stage.call("give", {"what": what})) == heard
+    await stage.close()
+
+
+@pytest.mark.parametrize("what", ["text", "circle", "deep"])
+async def test_results_that_no_wire_takes_are_still_results(make_stages: MakeStages, what: str) -> None:
+    stage = await make_stages("Talking").open(task())
+    await stage.reset({})
+    assert as_text(await stage.call("give", {"what": what}))
+    assert await stage.call("swallow", {"anything": 1}) == "int"
+    await stage.close()
+
+
+async def test_odd_arguments_of_a_model_arrive_or_are_refused(make_stages: MakeStages) -> None:
+    stage = await make_stages("Talking").open(task())
+    await stage.reset({})
+    assert await stage.call("swallow", {"anything": 2**70}) == "int"
+    deep: list[Any] = []
+    for _ in range(800):
+        deep = [deep]
+    try:
+        assert await stage.call("swallow", {"anything": deep}) == "list"
+    except ToolError as error:
+        assert str(error).startswith("swallow: ")  # noqa: PT017  # either is right, by the depth of the stack
+    with pytest.raises(ToolError):
+        await stage.call("swallow", {"anything": {"half a pair": "\ud800"}})
+    assert await stage.call("swallow", {"anything": [1]}) == "list"
+    await stage.close()
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("reset raises", "the environment: reset raised ValueError: two lines"),
+        ("reset exits", "the environment: reset raised SystemExit: 3"),
+        ("reset returns a dict", "the environment: reset returned a dict, not text or None"),
+        ("reward raises", "the environment: get_reward raised KeyError: 'gone'"),
+        ("text", "the environment: get_reward returned '1.0', not a finite number"),
+        ("nan", "the environment: get_reward returned nan, not a finite number"),
+        ("none", "the environment: get_reward returned None, not a finite number"),
+        ("large", "the environment: get_reward returned 1000000"),
+    ],
+)
+async def test_what_fails_outside_of_tools_fails_the_episode(make_stages: MakeStages, how: str, said: str) -> None:
+    stages = make_stages("Unfit")
+    stage = await stages.open(task())
+    with pytest.raises(EnvironmentFailed) as caught:
+        await reset_and_judge(stage, how)
+    assert str(caught.value).startswith(said)
+    await stage.close()
+    await (await stages.open(task())).close()
+
+
+async def test_an_environment_that_cannot_be_made_fails_the_episode(make_stages: MakeStages) -> None:
+    stages = make_stages("NeverMade")
+    for _ in range(2):
+        with pytest.raises(EnvironmentFailed, match=r"^the environment: making it raised OSError: no display$"):
+            await stages.open(task())
+
+
+async def test_what_is_no_environment_is_bad_input_wherever_it_is_found(make_stages: MakeStages) -> None:
+    with pytest.raises(BadInput, match=r"^rollout\.environment: SaysNothing has no method reset"):
+        await make_stages("SaysNothing").open(task())
+
+
+async def test_without_reuse_every_episode_has_an_instance_of_its_own(make_stages: MakeStages) -> None:
+    stages = make_stages("Guessing")
+    seen = [await one_episode(stages) for _ in range(3)]
+    assert [state["guesses"] for state in seen] == [[1]] * 3
+    assert len({state["pid"] for state in seen}) == 1
+
+
+async def test_with_reuse_an_instance_is_reset_again(make_stages: MakeStages) -> None:
+    stages = make_stages("Guessing", reuse=True, column="first")
+    assert [(await one_episode(stages))["resets"] for _ in range(3)] == [1, 2, 3]
+
+
+async def test_instances_are_shared_by_no_two_episodes_at_once(make_stages: MakeStages) -> None:
+    stages = make_stages("Guessing", reuse=True, column="second")
+    first, second = await stages.open(task()), await stages.open(task())
+    for stage, secret in ((first, 1), (second, 2)):
+        await stage.reset({"secret": secret})
+    assert [await stage.call("guess", {"number": 1}) for stage in (first, second)] == ["right", "wrong"]
+    for stage in (first, second):
+        await stage.close()
+    again = [await stages.open(task()) for _ in range(3)]
+    resets = []
+    for stage in again:
+        await stage.reset({"secret": 1})
+        resets.append((await stage.call("state", {}))["resets"])
+        await stage.close()
+    assert sorted(resets) == [1, 2, 2]
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+async def test_an_instance_whose_call_was_lost_is_not_used_again(make_stages: MakeStages, reuse: bool) -> None:
+    stages = make_stages("Faulty", reuse=reuse, limits=StageLimits(call_timeout_s=0.2))
+    stage = await stages.open(task())
+    await stage.reset({})
+    with pytest.raises(TimeLimit) as caught:
+        await stage.call("hang_on_the_loop", {})
+    assert str(caught.value) == "the environment: hang_on_the_loop took longer than tools.timeout_s = 0.2 s"
+    await stage.close()
+    stage = await stages.open(task())
+    await stage.reset({})
+    await stage.close()
+
+
+async def test_making_and_resetting_have_limits_of_their_own(make_stages: MakeStages) -> None:
+    stage = await make_stages("Faulty", limits=StageLimits(timeout_s=0.5)).open(task())
+    with pytest.raises(TimeLimit, match=r"^the environment: reset took longer than environment\.timeout_s = 0\.5 s$"):
+        await stage.reset({"fault": "hang"})
+    await stage.close()
+
+
+async def test_a_call_that_is_given_up_ends_before_the_next_one_begins(make_stages: MakeStages) -> None:
+    stage = await make_stages("Waiting").open(task())
+    await stage.reset({})
+    listening = asyncio.create_task(stage.call("listen", {}))
+    await asyncio.sleep(0)
+    listening.cancel()
+    await asyncio.wait({listening})
+    assert await stage.call("pulse", {}) >= 20
+    await stage.close()
+    await stop_hearts()
+
+
+async def test_a_closed_house_opens_no_stage(make_stages: MakeStages) -> None:
+    stages = make_stages("Guessing", column="unused")
+    await stages.close()
+    with pytest.raises(EnvironmentFailed, match="was closed"):
+        await stages.open(task())
+
+
+async def stop_hearts() -> None:
+    """In this process nobody but the environment knows of the tasks that it has started."""
+    hearts = [one for one in asyncio.all_tasks() if "_beat" in repr(one.get_coro())]
+    for heart in hearts:
+        heart.cancel()
+    await asyncio.gather(*hearts, return_exceptions=True)
+
+
+async def reset_and_judge(stage: Stage, how: str) -> None:
+    await stage.reset({"how": how})
+    await stage.reward()
+
+
+async def one_episode(stages: Stages) -> dict[str, Any]:
+    stage = await stages.open(task())
+    await stage.reset({"secret": 1})
+    await stage.call("guess", {"number": 1})
+    state: dict[str, Any] = await stage.call("state", {})
+    await stage.close()
+    return state

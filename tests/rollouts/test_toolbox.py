@@ -1,0 +1,330 @@
+"""Running calls: one result for each, in order, whatever the model asked for and whatever the tool did."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outpace.errors import BadInput
+from outpace.rollouts.results import as_text, bounded
+from outpace.rollouts.toolbox import PER_ANSWER, SIDE_BY_SIDE, FunctionTools, Offer, Toolbox, ToolLimits, by_name
+from outpace.rollouts.tools import ToolError, load_tools
+from outpace.types import ToolCall
+
+
+class Sources:
+    """Tools made of one coroutine each, as an environment or a server would offer them."""
+
+    def __init__(self, **tools: Any) -> None:
+        self._tools = tools
+        self.tools: Mapping[str, dict[str, Any]] = {name: {"function": {"name": name}} for name in tools}
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> Any:
+        return await self._tools[name](**arguments)
+
+
+def box(*functions: Any, timeout_s: float = 30.0, max_result_chars: int = 100, **others: Any) -> Toolbox:
+    offers = [Offer("tools.functions", FunctionTools(load_tools(functions)))]
+    if others:
+        offers.append(Offer("rollout.environment", Sources(**others), ordered=True))
+    return Toolbox(offers, ToolLimits(timeout_s, max_result_chars))
+
+
+def call(name: str, arguments: str = "{}", problem: str = "", number: int = 0) -> ToolCall:
+    return ToolCall(f"call-{number}", name, arguments, problem)
+
+
+def no_limit() -> float:
+    return math.inf
+
+
+async def texts(toolbox: Toolbox, *calls: ToolCall) -> list[str]:
+    return [result.text for result in await toolbox.run(calls, len(calls), no_limit)]
+
+
+def echo(value: Any) -> Any:
+    """Say it again."""
+    return value
+
+
+async def test_a_result_is_a_tool_message_with_the_id_of_its_call() -> None:
+    (result,) = await box(echo).run([call("echo", '{"value": "a"}', number=7)], 1, no_limit)
+    assert result.message == {"role": "tool", "tool_call_id": "call-7", "name": "echo", "content": "a"}
+    assert result.fate == "done"
+
+
+async def test_calls_run_side_by_side_and_come_back_in_their_order() -> None:
+    met = asyncio.Event()
+
+    async def first() -> str:
+        """Wait for the second."""
+        await met.wait()
+        return "first"
+
+    async def second() -> str:
+        """Let the first go on."""
+        met.set()
+        return "second"
+
+    assert await texts(box(first, second), call("first"), call("second")) == ["first", "second"]
+
+
+async def test_the_calls_of_an_environment_run_one_after_the_other() -> None:
+    steps: list[str] = []
+
+    async def step(name: str) -> None:
+        steps.append(f"{name} begins")
+        await asyncio.sleep(0)
+        steps.append(f"{name} ends")
+
+    calls = [call("step", json.dumps({"name": name})) for name in "abc"]
+    await box(step=step).run(calls, 3, no_limit)
+    assert steps == [f"{name} {what}" for name in "abc" for what in ("begins", "ends")]
+
+
+async def test_only_so_many_calls_run_at_once() -> None:
+    running, most = 0, 0
+
+    async def work() -> None:
+        """Be counted."""
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0)
+        running -= 1
+
+    await texts(box(work), *[call("work")] * 100)
+    assert most == SIDE_BY_SIDE
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        (call("peek"), "error: there is no tool 'peek'; there are echo"),
+        (call("x" * 10**6), "error: there is no tool 'xxxx"),
+        (call("", problem="this tool call is not valid JSON"), "error: this tool call is not valid JSON"),
+        (call("echo", "{"), "error: the arguments of echo are not valid JSON"),
+        (call("echo", "[" * 100_000), "error: the arguments of echo are not valid JSON"),
+        (call("echo", "[1]"), "error: the arguments of echo are not a JSON object"),
+        (call("echo", "null"), "error: the arguments of echo are not a JSON object"),
+        (call("echo", ""), "error: echo needs value"),
+        (call("echo", '{"value": ' + "[" * 500 + "]" * 500 + "}"), "error: the arguments of echo are nested deeper"),
+        (call("echo", '{"value": "\\ud800"}'), "error: the arguments of echo hold half a character"),
+        (call("echo", '{"value": "\ud800"}'), "error: the arguments of echo hold half a character"),
+        (call("echo", '{"value": ' + "1" * 5000 + "}"), "error: the arguments of echo are not valid JSON"),
+        (call("echo", '{"value": 1, "other": 2}'), "error: echo does not take other"),
+    ],
+)
+async def test_a_call_that_cannot_be_run_is_told_why_and_the_others_are_run(asked: ToolCall, told: str) -> None:
+    failed, done = await box(echo, max_result_chars=1000).run([asked, call("echo", '{"value": 1}')], 2, no_limit)
+    assert failed.text.startswith(told)
+    assert len(failed.text) < 500
+    assert (failed.fate, done.text) == ("error", "1")
+
+
+async def test_arguments_of_a_megabyte_are_passed_on_and_their_echo_is_cut() -> None:
+    (text,) = await texts(box(echo), call("echo", json.dumps({"value": "x" * 10**6})))
+    assert text == "x" * 100 + "\n[999900 more characters were left out]"
+
+
+class Odd:
+    def __str__(self) -> str:
+        return "odd"
+
+
+class Hostile:
+    def __str__(self) -> str:
+        raise RuntimeError("no")
+
+
+def cycle() -> list[Any]:
+    found: list[Any] = []
+    found.append(found)
+    return found
+
+
+def deep() -> list[Any]:
+    found: list[Any] = []
+    for _ in range(100_000):
+        found = [found]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("as it is", "as it is"),
+        (None, ""),
+        (True, "true"),
+        ({"ä": [1, None]}, '{"ä": [1, null]}'),
+        (b"\x00" * 512, "[512 bytes of binary data]"),
+        (bytearray(1), "[1 byte of binary data]"),
+        (memoryview(b"abcd").cast("H"), "[4 bytes of binary data]"),
+        ({"png": b"123"}, '{"png": "[3 bytes of binary data]"}'),
+        (Odd(), '"odd"'),
+        (Hostile(), '"<Hostile>"'),
+        ({(1, 2): 3}, "{(1, 2): 3}"),
+        (cycle(), "[[...]]"),
+        (deep(), "<list>"),
+        ("\ud800", "?"),
+    ],
+)
+async def test_any_result_is_text(value: Any, text: str) -> None:
+    async def tool() -> Any:
+        """Give it."""
+        return value
+
+    assert await texts(box(tool), call("tool")) == [text]
+
+
+async def test_a_long_result_is_cut_and_the_model_is_told_how_much_is_missing() -> None:
+    def flood() -> str:
+        """Ten megabytes."""
+        return "y" * 10_000_000
+
+    (result,) = await box(flood, max_result_chars=50).run([call("flood")], 1, no_limit)
+    assert result.text == "y" * 50 + "\n[9999950 more characters were left out]"
+    assert result.fate == "done"
+
+
+@pytest.mark.parametrize("raised", [ValueError("two\nlines"), SystemExit(3), KeyError("x"), asyncio.CancelledError()])
+async def test_an_exception_is_one_line_for_the_model(raised: BaseException) -> None:
+    async def tool() -> None:
+        """Fail."""
+        raise raised
+
+    (result,) = await box(tool).run([call("tool")], 1, no_limit)
+    assert result.text.startswith("error: tool ")
+    assert "\n" not in result.text
+    assert result.fate == "error"
+
+
+async def test_a_call_that_takes_too_long_is_given_up_on_a_thread_and_on_the_loop() -> None:
+    release, cancelled = threading.Event(), asyncio.Event()
+
+    def stuck() -> None:
+        """Hang."""
+        release.wait()
+
+    async def stubborn() -> None:
+        """Hang, and do not heed."""
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            cancelled.set()
+            await asyncio.to_thread(release.wait)
+
+    try:
+        results = await box(stuck, stubborn, timeout_s=0.01).run([call("stuck"), call("stubborn")], 2, no_limit)
+        await asyncio.wait_for(cancelled.wait(), 60)
+    finally:
+        release.set()
+    assert [result.fate for result in results] == ["timeout", "timeout"]
+    assert results[0].text == "error: stuck did not come back: it took longer than 0.01 s"
+
+
+async def test_calls_beyond_the_time_of_the_episode_are_cut_or_not_run() -> None:
+    left = iter([0.01, 0.0])
+
+    async def wait() -> None:
+        """Hang."""
+        await asyncio.sleep(3600)
+
+    results = await box(wait=wait).run([call("wait"), call("wait")], 2, lambda: next(left))
+    assert [result.text for result in results] == [
+        "error: wait did not come back: the time of the episode is over",
+        "error: wait was not run: the time of the episode is over",
+    ]
+
+
+async def test_calls_beyond_the_budget_are_answered_and_not_run() -> None:
+    ran = 0
+
+    async def tool() -> None:
+        """Count."""
+        nonlocal ran
+        ran += 1
+
+    results = await box(tool).run([call("tool")] * 1000, 3, no_limit)
+    assert (ran, len(results)) == (3, 1000)
+    assert {result.text for result in results[3:]} == {"error: no calls left"}
+
+
+async def test_a_thousand_calls_without_a_budget_are_bounded_all_the_same() -> None:
+    results = await box(echo).run([call("echo", '{"value": 1}', number=n) for n in range(1000)], 1000, no_limit)
+    assert [result.call.id for result in results] == [f"call-{n}" for n in range(1000)]
+    assert sum(result.fate == "done" for result in results) == PER_ANSWER
+    assert results[-1].text == f"error: not run: one answer may make {PER_ANSWER} calls"
+
+
+async def test_an_environment_that_has_died_ends_the_other_calls_and_goes_up() -> None:
+    ended = asyncio.Event()
+
+    async def other() -> None:
+        """Hang."""
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ended.set()
+
+    async def die() -> None:
+        raise RuntimeError("the environment has died")
+
+    with pytest.raises(RuntimeError, match="has died"):
+        await texts(box(other, die=die), call("other"), call("die"))
+    await ended.wait()
+
+
+async def test_what_the_model_should_hear_of_an_environment_is_told() -> None:
+    async def refuse() -> None:
+        raise ToolError("not now")
+
+    assert await texts(box(refuse=refuse), call("refuse")) == ["error: not now"]
+
+
+def test_two_sources_with_one_name_are_refused_and_both_are_named() -> None:
+    first, second = Offer("tools.mcp: one", Sources(add=None)), Offer("tools.mcp: two", Sources(add=None))
+    with pytest.raises(BadInput, match=r"^tools.mcp: two offers the tool add, and so does tools.mcp: one"):
+        by_name([first, second])
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary() | st.just(Hostile()),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers() | st.binary(), inner) | st.tuples(inner),
+    max_leaves=20,
+)
+
+
+@settings(deadline=None)
+@given(anything, st.integers(16, 200))
+def test_whatever_a_tool_returns_becomes_bounded_text_that_can_be_encoded(value: Any, limit: int) -> None:
+    text = bounded(as_text(value), limit)
+    text.encode()
+    assert len(text) <= limit + len("\n[ more characters were left out]") + 20
+
+
+names = st.sampled_from(["echo", "fall", "nothing", ""]) | st.text(max_size=5)
+arguments = st.sampled_from(["{}", '{"value": 1}', '{"value": "\\ud800"}', "", "[]", "nul"]) | st.text(max_size=20)
+problems = st.just("") | st.text(max_size=10)
+
+
+def fall() -> None:
+    """Fall."""
+    raise RuntimeError("\ud800" * 1000)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.builds(ToolCall, st.uuids().map(str), names, arguments, problems), max_size=20), st.integers(0, 20))
+async def test_every_call_gets_one_result_in_order(calls: list[ToolCall], admitted: int) -> None:
+    results = await box(echo, fall).run(calls, admitted, no_limit)
+    assert [result.message["tool_call_id"] for result in results] == [call.id for call in calls]
+    assert all(result.text.startswith("error:") or result.fate == "done" for result in results)
+    json.dumps([result.message for result in results], ensure_ascii=False).encode()

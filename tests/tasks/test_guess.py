@@ -1,0 +1,87 @@
+"""The guessing game: nothing gives the number away, the tool answers truly, halving always wins."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outpace.tasks.guess import GUESSES, Guess, Hidden, games, guess
+
+GAMES = st.sampled_from([*games("train"), *games("heldout")])
+
+
+def started(game: Hidden) -> Guess:
+    environment = Guess()
+    environment.reset(low=game.low, high=game.high, secret=game.secret)
+    return environment
+
+
+@given(game=GAMES)
+def test_halving_always_finds_the_number(game: Hidden) -> None:
+    environment, low, high = started(game), game.low, game.high
+    for _ in range(GUESSES):
+        middle = (low + high) // 2
+        said = environment.guess(middle)
+        if said == "correct":
+            break
+        low, high = (middle + 1, high) if said == "higher" else (low, middle - 1)
+    assert environment.get_reward() == 1.0
+
+
+@given(game=GAMES, numbers=st.lists(st.integers(), min_size=1, max_size=GUESSES))
+def test_the_tool_tells_the_truth_and_the_reward_is_for_finding(game: Hidden, numbers: list[int]) -> None:
+    environment = started(game)
+    for number in numbers:
+        said = environment.guess(number)
+        assert (said == "higher", said == "lower") == (number < game.secret, number > game.secret)
+        if said == "correct":
+            break
+    assert environment.get_reward() == float(game.secret in numbers)
+
+
+def test_a_game_that_is_over_takes_no_more_guesses() -> None:
+    game = games("heldout")[0]
+    lost, won = started(game), started(game)
+    for _ in range(GUESSES):
+        lost.guess(0)
+    with pytest.raises(ValueError, match="no guesses are left"):
+        lost.guess(game.secret)
+    assert lost.get_reward() == 0.0
+    won.guess(game.secret)
+    with pytest.raises(ValueError, match="found already"):
+        won.guess(game.secret)
+    assert won.get_reward() == 1.0
+
+
+def test_a_new_game_forgets_the_old_one() -> None:
+    game = games("heldout")[0]
+    environment = started(game)
+    environment.guess(game.secret)
+    environment.reset(secret=game.secret)
+    assert environment.get_reward() == 0.0
+
+
+def test_one_prompt_hides_every_number_of_its_range_equally_often() -> None:
+    hidden = defaultdict(list)
+    for game in [*games("train"), *games("heldout")]:
+        hidden[game.text()].append(game)
+    for same in hidden.values():
+        assert [game.secret for game in same] == list(range(same[0].low, same[0].high + 1))
+
+
+def test_no_range_is_both_trained_on_and_held_out() -> None:
+    train, heldout = ({(game.low, game.high) for game in games(split)} for split in ("train", "heldout"))
+    assert train.isdisjoint(heldout)
+    assert len(heldout) > 50
+    prompts = {task.prompt for task in map(guess("train", 5).__getitem__, range(len(games("train"))))}
+    assert prompts.isdisjoint(guess("heldout", 6)[index].prompt for index in range(len(games("heldout"))))
+
+
+def test_a_task_is_the_same_on_every_machine() -> None:
+    task = guess("heldout", 0)[0]
+    assert task.id == "guess/72-85/85"
+    assert task.prompt == "I think of a number from 72 to 85. Find it in 4 guesses."
+    assert task.columns == {"low": 72, "high": 85, "secret": 85}

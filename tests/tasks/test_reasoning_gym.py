@@ -1,0 +1,243 @@
+"""The tasks of reasoning-gym, and its own graders behind the reward of that name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outpace.config.loading import make_config
+from outpace.errors import BadInput
+from outpace.rewards.reasoning_gym import EVALUATED_AS_FORMULA, EVALUATED_AS_LIST, extracted, is_harmless, reasoning_gym
+from outpace.rewards.registry import isolated, resolve_rewards
+from outpace.runtime import code
+from outpace.tasks.reasoning_gym import Generated
+from outpace.tasks.registry import Sources, open_tasks
+from outpace.types import Task
+from support import resolved
+
+pytest.importorskip("reasoning_gym")
+
+SMALL = {"min_terms": 2, "max_terms": 2, "max_digits": 1, "size": 300, "seed": 1}
+SLOW_TO_MAKE = {"knight_swap", "sokoban", "futoshiki", "zebra_puzzles", "acre", "intermediate_integration", "puzzle24"}
+
+
+def opened(name: str, options: dict[str, Any] | None = None, **config: Any) -> Sources:
+    return open_tasks(make_config({"tasks.name": f"reasoning_gym/{name}", "tasks.options": options or {}, **config}))
+
+
+def refusal(name: str, options: dict[str, Any]) -> str:
+    with pytest.raises(BadInput) as caught:
+        opened(name, options)
+    assert len(str(caught.value).splitlines()) == 1
+    return str(caught.value)
+
+
+def score(task: Task, completion: Any) -> float:
+    [value] = reasoning_gym([task.prompt], [completion], **{name: [given] for name, given in task.columns.items()})
+    return value
+
+
+# ------------------------------------------------------------------------------------------------------------- tasks
+
+
+def test_a_task_has_the_question_the_answer_and_plain_columns() -> None:
+    train, _ = opened("chain_sum", SMALL)
+    task = train[0]
+    left, sign, right = task.columns["metadata"]["expression"].split()
+    assert isinstance(task.prompt, str)
+    assert f"{left} {sign} {right}" in task.prompt
+    assert task.columns["answer"] == str(int(left) + int(right) if sign == "+" else int(left) - int(right))
+    assert task.columns["source"] == "chain_sum"
+    assert json.loads(json.dumps(task.columns)) == task.columns
+
+
+def test_size_and_seed_are_options_beside_those_of_the_task() -> None:
+    train, heldout = opened("chain_sum", SMALL)
+    assert heldout is not None
+    assert (len(train), len(heldout)) == (300, 500)
+    other, same = opened("chain_sum", {**SMALL, "seed": 2})[0], opened("chain_sum", SMALL)[0]
+    assert [same[index] for index in range(20)] == [train[index] for index in range(20)]
+    assert [other[index] for index in range(20)] != [train[index] for index in range(20)]
+    assert len(opened("chain_sum")[0]) == 5000
+
+
+def test_a_generator_that_repeats_itself_never_has_a_question_in_both_splits() -> None:
+    train, heldout = opened("chain_sum", {**SMALL, "size": 1000})
+    assert heldout is not None
+    asked = {train[index].prompt for index in range(len(train))}
+    held = {heldout[index].prompt for index in range(len(heldout))}
+    assert len(asked) < 200, "there are few sums of two digits, so they repeat"
+    assert len(held) > 10
+    assert asked.isdisjoint(held)
+
+
+@settings(max_examples=15, deadline=None)
+@given(seeds=st.lists(st.integers(0, 2**40), min_size=2, max_size=2))
+def test_no_seed_moves_a_held_out_question_into_training(seeds: list[int]) -> None:
+    options = {"min_terms": 2, "max_terms": 2, "max_digits": 1}
+    train = Generated("chain_sum", "train", seeds[0], 60, options)
+    heldout = Generated("chain_sum", "heldout", seeds[1], 60, options)
+    assert {train[index].prompt for index in range(60)}.isdisjoint(heldout[index].prompt for index in range(60))
+
+
+def test_a_task_depends_on_its_index_alone_and_not_on_what_was_asked_before() -> None:
+    forwards, backwards = opened("chain_sum", SMALL)[0], opened("chain_sum", SMALL)[0]
+    ahead = [forwards[index] for index in range(50)]
+    assert [backwards[index] for index in reversed(range(50))][::-1] == ahead
+
+
+def test_a_source_travels_to_another_process() -> None:
+    train, _ = opened("chain_sum", SMALL)
+    assert code.unpack(code.pack({"tasks": train}))["tasks"][3] == train[3]
+
+
+def test_naming_the_task_is_enough_to_be_graded() -> None:
+    assert resolved({"tasks.name": "reasoning_gym/chain_sum"}).rewards.functions == ["reasoning_gym"]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("chain_sums", {}, "tasks.name: reasoning-gym has no task 'chain_sums'; did you mean reasoning_gym/chain_sum?"),
+        ("", {}, "tasks.name: reasoning-gym has no task ''; write one as reasoning_gym/chain_sum"),
+        ("chain_sum", {"min_term": 2}, "tasks.options: chain_sum has no option min_term; did you mean min_terms?"),
+        ("chain_sum", {"min_terms": -2}, "tasks.options: chain_sum: min_terms must be positive"),
+        ("chain_sum", {"size": 0}, "tasks.options: size should be a whole number, at least 1, not 0"),
+        ("chain_sum", {"seed": "x"}, "tasks.options: seed should be a whole number, at least 0, not x"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_line(name: str, options: dict[str, Any], message: str) -> None:
+    assert refusal(name, options) == message
+
+
+def test_a_generator_with_a_single_question_cannot_have_two_splits() -> None:
+    assert "too few different questions" in refusal("count_primes", {"min_n": 1, "max_n": 1})
+
+
+# ----------------------------------------------------------------------------------------------------------- grading
+
+
+def every_task() -> list[str]:
+    from reasoning_gym.factory import DATASETS
+
+    return sorted(set(DATASETS) - {"composite"} - SLOW_TO_MAKE)
+
+
+@pytest.mark.filterwarnings("ignore")  # the package's own
+@pytest.mark.parametrize("name", every_task())
+def test_every_task_of_the_package_gives_its_own_answer_the_full_score(name: str) -> None:
+    source = Generated(name, "train", 0, 4, {})
+    for index in range(2):
+        task = source[index]
+        right = task.columns["answer"]
+        if right is not None:  # some have many right answers and name none
+            assert score(task, f"I think.\n<answer>{right}</answer>") == 1.0
+        for wrong in ("", "nonsense", "1", "[1, 2]", "{}", "<answer></answer>"):
+            assert 0 <= score(task, wrong) <= 1
+
+
+def test_text_and_messages_are_graded_alike() -> None:
+    task = opened("chain_sum", SMALL)[0][0]
+    right = task.columns["answer"]
+    assert score(task, [{"role": "assistant", "content": f"<answer>{right}</answer>"}]) == score(task, right) == 1.0
+    assert score(task, []) == score(task, [{"role": "assistant", "content": None}]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "right", "answer"),
+    [
+        ("<answer>1</answer> no, <answer> 2 </answer>", "7", "2"),
+        ("first\n 3 \n\n", "7", "3"),
+        ("", "7", ""),
+        ("1 2\n3 4\n", "1 2\n3 4", "1 2\n3 4"),
+        ("any\nform", None, "any\nform"),
+    ],
+)
+def test_the_answer_is_the_tagged_one_or_else_as_much_as_the_right_one_has(
+    text: str, right: str | None, answer: str
+) -> None:
+    assert extracted(text, right) == answer
+
+
+def test_it_runs_in_a_process_that_can_be_killed_unless_told_otherwise() -> None:
+    functions = resolve_rewards(["reasoning_gym", "number"])
+    assert list(isolated(functions)) == ["reasoning_gym"]
+    assert isolated(functions, "thread") == {}
+
+
+# ------------------------------------------------------------------------------------------------ answers as programs
+
+ATTACKS = (
+    "__import__('os').system('true')",
+    "[open('/dev/null')]",
+    "[x for x in (1,)]",
+    "exec(chr(49))",
+    "exec(chr(49))!",
+    "(1).__class__",
+    "(lambda: 1)()",
+    "9**9**9**9",
+    "9**(99999999)",
+    "sqrt(exec(chr(49)))",
+    "'a'*9999999999",
+    "f'{open}'",
+)
+
+
+@pytest.mark.parametrize("name", sorted(EVALUATED_AS_LIST | EVALUATED_AS_FORMULA))
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_no_grader_gets_to_evaluate_a_program(attack: str, name: str) -> None:
+    harmless_text = name in EVALUATED_AS_LIST and attack.endswith("!")  # which `eval` refuses as well
+    assert is_harmless(attack, name) == harmless_text
+
+
+def test_an_integral_that_is_only_written_down_is_no_answer() -> None:
+    assert not is_harmless("Integral(x*sin(2*x), x) + C", "intermediate_integration")
+
+
+def test_the_name_of_the_variable_with_the_right_answer_is_no_answer() -> None:
+    task = Generated("string_insertion", "train", 0, 4, {})[0]
+    right = task.columns["answer"]
+    assert score(task, right) == 1.0
+    assert score(task, repr(list(right))) == 0.1, "a list of its letters is half an answer to the package"
+    assert score(task, "oracle_answer") == score(task, "[*oracle_answer]") == score(task, "(oracle_answer)") == 0.0
+
+
+def test_too_deep_or_too_long_to_look_at_is_not_evaluated() -> None:
+    assert not is_harmless("-" * 9000 + "1", "n_queens")
+    assert not is_harmless("1" * 20_000, "countdown")
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("countdown", "(3 + 4) * 25 / 5 - 1"),
+        ("simple_integration", "2*x**3/3 - x + C"),
+        ("intermediate_integration", "x*exp(2*x)/2 + log(Abs(x)) - sqrt(x)**-1 + C"),
+        ("polynomial_multiplication", "12*y**2 - 6*y + 9"),
+        ("spiral_matrix", "[1, 2, -3]"),
+        ("spiral_matrix", "1 2 3"),
+        ("string_insertion", "ABCDE"),
+        ("n_queens", "[['_', 'Q'], ['Q', '_']]"),
+        ("chain_sum", "anything(at).all"),
+    ],
+)
+def test_arithmetic_lists_and_plain_text_are_passed_on(name: str, answer: str) -> None:
+    assert is_harmless(answer, name)
+
+
+def test_the_tasks_whose_graders_evaluate_answers_are_all_known() -> None:
+    """Held against the source of the package, so that a new version with another such grader is noticed."""
+    import inspect
+
+    from reasoning_gym.factory import DATASETS
+
+    evaluated = {
+        name
+        for name, (dataset, _) in DATASETS.items()
+        if any(f"{call}(answer" in inspect.getsource(dataset.score_answer) for call in ("eval", "exec", "parse_expr"))
+    }
+    assert evaluated == EVALUATED_AS_LIST | EVALUATED_AS_FORMULA

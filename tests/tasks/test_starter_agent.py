@@ -1,0 +1,138 @@
+"""The agent starter: small, servable, with a tokenizer that loses nothing and a template that only appends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+import outpace.models
+from outpace.models.loading import load_tokenizer, resolve_model
+from outpace.tasks.calculator import calculator
+from outpace.tasks.guess import guess
+from support import resolved
+
+AGENT = Path(outpace.models.__file__).parent / "starter_agent"
+DIGITS = "0123456789"
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add two numbers.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"anyOf": []}}},
+    },
+}
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+
+CONTENT = st.text(alphabet="ab 1<|>é\n", max_size=8)
+MESSAGES = st.one_of(
+    st.builds(
+        lambda role, text: {"role": role, "content": text}, st.sampled_from(["user", "assistant", "tool"]), CONTENT
+    ),
+    st.builds(lambda text: {"role": "assistant", "content": text, "tool_calls": [CALL]}, CONTENT),
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return load_tokenizer("starter-agent")
+
+
+def rendered(tokenizer: Any, messages: list[dict[str, Any]], asked: bool = False, tools: Any = None) -> str:
+    return str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=asked))
+
+
+def test_it_is_built_in_and_has_defaults_of_its_own() -> None:
+    assert resolve_model("starter-agent") == AGENT
+    config = resolved({"model.path": "starter-agent", "tasks.name": "guess"})
+    assert (config.learner.lr, config.rollout.max_tokens) == (3e-4, 48)
+
+
+def test_it_is_small_and_says_what_a_server_needs() -> None:
+    assert sum(file.stat().st_size for file in AGENT.iterdir()) <= 2_500_000
+    config = json.loads((AGENT / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert config["dtype"] == "bfloat16"
+    assert config["head_dim"] >= 32
+    assert config["max_position_embeddings"] >= 1024
+    assert config["vocab_size"] % 16 == 0
+
+
+def test_model_and_tokenizer_agree_on_vocabulary_and_special_ids(tokenizer: Any) -> None:
+    config = json.loads((AGENT / "config.json").read_text())
+    assert config["vocab_size"] == len(tokenizer)
+    assert (config["pad_token_id"], config["eos_token_id"]) == (tokenizer.pad_token_id, tokenizer.eos_token_id)
+    assert all(tokenizer.convert_ids_to_tokens(index) is not None for index in range(len(tokenizer)))
+
+
+@given(text=st.text())
+def test_any_text_survives_the_tokenizer(tokenizer: Any, text: str) -> None:
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_digits_are_never_merged(tokenizer: Any) -> None:
+    merged = [token for token in tokenizer.get_vocab() if len(token) > 1 and "spare" not in token]
+    assert len(merged) > 100
+    assert [token for token in merged if set(token) & set(DIGITS)] == []
+
+
+@given(number=st.integers(min_value=0), before=st.text(max_size=5), after=st.text(max_size=5))
+def test_numbers_are_written_digit_by_digit(tokenizer: Any, number: int, before: str, after: str) -> None:
+    ids = tokenizer.encode(f"{before}{number}{after}")
+    alone = [token for token in tokenizer.convert_ids_to_tokens(ids) if set(token) & set(DIGITS)]
+    assert all(len(token) == 1 for token in alone)
+
+
+def test_problems_and_calls_are_short(tokenizer: Any) -> None:
+    for task in (calculator("heldout")[0], guess("heldout")[0]):
+        text = rendered(tokenizer, [{"role": "user", "content": task.prompt}], asked=True, tools=[TOOL])
+        assert len(tokenizer.encode(text)) < 60
+    call = '<tool_call>{"name": "guess", "arguments": {"number": 29}}</tool_call><|end|>'
+    assert len(tokenizer.encode(call)) <= 12
+
+
+@given(messages=st.lists(MESSAGES, min_size=1, max_size=6), tools=st.sampled_from([None, [TOOL]]))
+def test_a_conversation_is_a_prefix_of_its_continuation(
+    tokenizer: Any, messages: list[dict[str, Any]], tools: Any
+) -> None:
+    whole = rendered(tokenizer, messages, tools=tools)
+    for length in range(1, len(messages)):
+        answered = messages[length]["role"] == "assistant"
+        assert whole.startswith(rendered(tokenizer, messages[:length], asked=answered, tools=tools))
+
+
+def test_tools_are_shown_as_signatures_and_calls_as_json(tokenizer: Any) -> None:
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "1+2?"},
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "content": "3"},
+    ]
+    text = rendered(tokenizer, messages, asked=True, tools=[TOOL])
+    assert text == (
+        "<|system|>Be brief.\nTools:\nadd(a: integer, b: any): Add two numbers.<|end|><|user|>1+2?<|end|>"
+        '<|assistant|><tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call><|end|>'
+        "<|tool|>3<|end|><|assistant|>"
+    )
+
+
+@pytest.mark.parametrize("function", [{"name": "go"}, {"name": "go", "description": "", "parameters": {}}])
+def test_a_tool_without_parameters_or_description_is_shown_too(tokenizer: Any, function: dict[str, Any]) -> None:
+    tools = [{"type": "function", "function": function}]
+    text = rendered(tokenizer, [{"role": "user", "content": "Go."}], tools=tools)
+    assert text == "<|system|>Tools:\ngo()<|end|><|user|>Go.<|end|>"
+
+
+def test_tool_tags_stay_visible_when_special_tokens_are_skipped(tokenizer: Any) -> None:
+    ids = tokenizer.encode("<tool_call>{}</tool_call><|end|>")
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "<tool_call>{}</tool_call>"
+
+
+def test_the_tokenizer_is_of_the_class_that_every_release_knows(tokenizer: Any) -> None:
+    assert type(tokenizer) is PreTrainedTokenizerFast
