@@ -13,10 +13,22 @@ import pytest
 
 from outpace.errors import BadInput, PartFailed
 from outpace.rollouts.client import PolicyClient
-from outpace.rollouts.environment import Limits, as_rollout, check_environment, gives_reward, with_observation
 from outpace.rollouts.episodes import run_episode
+from outpace.rollouts.kinds import ONLY, Origin, check_kinds, give_rewards
+from outpace.rollouts.limits import Limits
+from outpace.rollouts.loop import ToolLoop, with_observation
+from outpace.rollouts.stage import Stages
 from outpace.rollouts.tools import tools_of
 from outpace.types import OBSERVED, Episode, Task
+
+
+def kind(factory: Callable[[], object]) -> dict[str, Origin]:
+    return {ONLY: Origin("environment", factory=factory)}
+
+
+def as_rollout(factory: Callable[[], object], limits: Limits) -> ToolLoop:
+    return ToolLoop(stages=Stages(kind(factory)), limits=limits)
+
 
 TASK = Task("t1", "Find the number.", {"secret": 7, "colour": "red"})
 
@@ -316,17 +328,17 @@ def test_what_can_be_known_of_an_environment_is_checked_before_the_start() -> No
     class Undocumented(Guessing):
         def tool(self) -> None: ...
 
-    check_environment(Guessing, "environment")
-    check_environment(lambda: Bare(), "environment")
+    check_kinds(kind(Guessing), "")
+    check_kinds(kind(lambda: Bare()), "")
     with pytest.raises(BadInput, match=r"^environment: Bare has no method reset"):
-        check_environment(Bare, "environment")
+        check_kinds(kind(Bare), "")
     with pytest.raises(BadInput, match=r"Undocumented\.tool"):
-        check_environment(Undocumented, "environment")
+        check_kinds(kind(Undocumented), "")
 
 
 def test_an_environment_says_whether_it_judges() -> None:
-    assert gives_reward(Guessing)
-    assert not gives_reward(Waiting)
+    assert give_rewards(kind(Guessing))
+    assert not give_rewards(kind(Waiting))
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from pydantic import Field
 from transformers.utils.chat_template_utils import get_json_schema
 
 from outpace.errors import BadInput
-from outpace.rollouts.tools import Call, ToolError, load_tools, parse_calls, tools_of
+from outpace.rollouts.tools import ToolError, load_tools, tools_of
 
 
 class Desk:
@@ -279,39 +277,3 @@ async def test_the_traceback_of_a_tool_is_in_the_log_and_not_in_what_the_model_h
         await run("fall")
     assert "Traceback" in caplog.text
     assert "Traceback" not in str(caught.value)
-
-
-def test_calls_are_found_in_the_order_in_which_they_are_made() -> None:
-    first, second = '{"name": "a", "arguments": {"x": 1}}', '{"name": "b"}'
-    text = f"Let me see. <tool_call>\n{first}\n</tool_call> <tool_call>{second}</tool_call>"
-    assert parse_calls(text) == [Call("a", {"x": 1}), Call("b", {})]
-
-
-def test_an_answer_without_a_call_has_none() -> None:
-    assert parse_calls('{"name": "a", "arguments": {}}') == []
-
-
-@pytest.mark.parametrize(
-    ("body", "said"),
-    [
-        ("{", "not valid JSON"),
-        ("[" * 100_000, "not valid JSON"),
-        ("[]", "an object like"),
-        ('"a"', "an object like"),
-        ('{"arguments": {}}', "an object like"),
-        ('{"name": 3, "arguments": {}}', "an object like"),
-        ('{"name": "a", "arguments": [1]}', "an object like"),
-        ('{"name": "a", "arguments": "{}"}', "an object like"),
-    ],
-)
-@pytest.mark.parametrize("end", ["</tool_call>", ""])
-def test_a_call_that_cannot_be_read_is_an_error_in_its_place(body: str, said: str, end: str) -> None:
-    (call,) = parse_calls(f"<tool_call>{body}{end}")
-    assert isinstance(call, ToolError)
-    assert said in str(call)
-
-
-@settings(deadline=None)
-@given(st.text(alphabet='<>/tool_call{}[]":,name arguments1'))
-def test_whatever_a_model_writes_can_be_parsed(text: str) -> None:
-    assert len(parse_calls(f"<tool_call>{text}")) >= 1

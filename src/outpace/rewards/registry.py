@@ -34,7 +34,7 @@ MADE = {
     "python": "outpace.rewards.programs:make_python",
 }
 """Built-in rewards with settings of their own: what makes each from the config."""
-PACKAGES = {"math": ("math_verify", "math"), "judge": ("aiohttp", "judge")}
+PACKAGES = {"math": ("math_verify", "math")}
 """What some need that is not always installed, and the extra of outpace that has it."""
 MAIN_THREAD = frozenset({BUILT_IN["math"]})
 """Built-in functions that use signals, and so cannot run on a thread at all."""

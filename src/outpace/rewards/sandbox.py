@@ -56,8 +56,8 @@ Status = Literal["ok", "error", "timeout", "memory", "killed"]
 KEEPER = Path(__file__).with_name("sandboxed.py")
 START_LIMIT_S = 20.0
 """On top of the program's own time: what a busy machine may take to make the namespaces and start an interpreter."""
-LAST_WORDS_S = 0.5
-"""How long output is still read after everybody has been killed who could write any."""
+END_LIMIT_S = 2.0
+"""How long to wait for the ends of pipes after everybody has been killed who could hold them."""
 FIRST_UID, UIDS = 0x40000000, 0x20000000
 """Users that no system gives out. One is drawn per run, so that nothing of any other run is counted or reached."""
 
@@ -159,18 +159,17 @@ class _Run:
         tasks = [asyncio.create_task(pipe) for pipe in pipes]
         report: dict[str, Any] = {}
         try:
-            report = await self._reported(process, told)
+            report = await self._reported(told)
         finally:
             await asyncio.shield(self._finish(process, report, tasks))  # also for somebody who is cancelled meanwhile
         return _result(report, out, err, time.monotonic() - started)
 
-    async def _reported(self, process: asyncio.subprocess.Process, told: int) -> dict[str, Any]:
-        """What keeper and first said, all lines in one; empty if that never came."""
+    async def _reported(self, told: int) -> dict[str, Any]:
+        """What keeper and first said, all lines in one; empty if that never came. Both have ended when it ends."""
         stream, transport = await reader(told)
         try:
             async with asyncio.timeout(self._limits.timeout_s + START_LIMIT_S):
                 lines = (await stream.read()).splitlines()
-                await process.wait()
         except TimeoutError:
             log.warning("a sandbox did not report in time and was ended")
             return {}
@@ -217,13 +216,17 @@ class _Run:
         self, process: asyncio.subprocess.Process, report: dict[str, Any], tasks: list[asyncio.Task[None]]
     ) -> None:
         """Nothing of the program is left afterwards, whatever became of the run."""
-        if process.returncode is None or not report.get("isolation", {}).get("processes"):
+        if not report.get("isolation", {}).get("processes"):  # else the kernel has seen to it
             await asyncio.to_thread(_end_all, process.pid, self._mark, self._uid)
-        await process.wait()
-        await asyncio.wait(tasks, timeout=LAST_WORDS_S)
+        tasks = [*tasks, asyncio.create_task(_ended(process))]
+        await asyncio.wait(tasks, timeout=END_LIMIT_S)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _ended(process: asyncio.subprocess.Process) -> None:
+    await process.wait()  # which is also the end of its pipes
 
 
 def _end_all(leader: int, mark: str, uid: int) -> None:

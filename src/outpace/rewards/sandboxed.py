@@ -15,7 +15,6 @@ Invariants
 from __future__ import annotations
 
 import ctypes
-import errno
 import json
 import os
 import resource
@@ -23,13 +22,12 @@ import signal
 import sys
 import time
 from contextlib import suppress
+from itertools import pairwise
 from typing import Any
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
-SECCOMP_MODE_FILTER = 2
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
-MNT_DETACH = 2
-CLONE_NEWUSER = 0x10000000
+MNT_DETACH, SECCOMP_MODE_FILTER, CLONE_NEWUSER = 2, 2, 0x10000000
 NAMESPACES = {"network": 0x40000000, "files": 0x00020000, "processes": 0x20000000, "ipc": 0x08000000}
 
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store", "/etc/ld.so.cache", "/etc/alternatives")
@@ -206,8 +204,8 @@ def bind(source: str, target: str) -> None:
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:
-    text = [part.encode() if part else None for part in (source, target, kind, options)]
-    check(libc.mount(text[0], text[1], text[2], ctypes.c_ulong(flags), text[3]), f"mount {target}")
+    what, where, how, more = (part.encode() if part else None for part in (source, target, kind, options))
+    check(libc.mount(what, where, how, ctypes.c_ulong(flags), more), f"mount {target}")
 
 
 # -------------------------------------------------------------------------------------------------------------- limits
@@ -278,11 +276,9 @@ def keep_open(descriptors: set[int]) -> None:
     nothing = os.open("/dev/null", os.O_RDWR)
     for stream in {0, 1, 2} - descriptors:
         os.dup2(nothing, stream)
-    start = 3
-    for descriptor in sorted(each for each in descriptors if each > 2):
-        os.closerange(start, descriptor)
-        start = descriptor + 1
-    os.closerange(start, os.sysconf("SC_OPEN_MAX"))
+    bounds = [2, *sorted(each for each in descriptors if each > 2), os.sysconf("SC_OPEN_MAX")]
+    for low, high in pairwise(bounds):
+        os.closerange(low + 1, high)
 
 
 def report(descriptor: int, what: dict[str, Any]) -> None:
@@ -296,7 +292,7 @@ def prctl(option: int, value: int) -> None:
 def check(answer: int, what: str) -> None:
     if answer != 0:
         code = ctypes.get_errno()
-        raise OSError(code, f"{what}: {errno.errorcode.get(code, code)}")
+        raise OSError(code, f"{what}: {os.strerror(code)}")
 
 
 if __name__ == "__main__":

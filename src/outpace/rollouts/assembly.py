@@ -17,14 +17,14 @@ from outpace.errors import BadInput
 from outpace.protocols import Rollout
 from outpace.references import load_function
 from outpace.rollouts import agent_process, custom
-from outpace.rollouts.kinds import check_kinds, give_rewards, kinds_of
+from outpace.rollouts.kinds import Origin, check_kinds, give_rewards, kinds_of
 from outpace.rollouts.limits import Limits
 from outpace.rollouts.loop import ToolLoop
-from outpace.rollouts.mcp_tools import McpServer, close_servers, open_servers
+from outpace.rollouts.mcp_tools import close_servers, open_servers
 from outpace.rollouts.single_turn import single_turn
 from outpace.rollouts.stage import Stages
-from outpace.rollouts.toolbox import FunctionTools, Offer, ToolLimits
-from outpace.rollouts.tools import Tool, load_tools
+from outpace.rollouts.toolbox import FunctionTools, Offer, ToolLimits, by_name
+from outpace.rollouts.tools import Tool, load_tools, tools_of
 from outpace.types import Task
 
 Given = Mapping[str, Any]
@@ -52,9 +52,17 @@ async def assemble(config: Config, given: Given | None = None) -> Assembled:
     if not origins and not tools and not config.tools.mcp:
         return Assembled(single_turn)
     servers = await open_servers(config.tools.mcp) if config.tools.mcp else []
+    offers = [Offer("tools.functions", FunctionTools(tools)), *(server.offer for server in servers)]
+    try:
+        by_name(offers)
+        for origin in origins.values():  # two kinds may have tools of one name: an episode has one of them
+            by_name([*offers, _of_class(origin)])
+    except BaseException:
+        await close_servers(servers)
+        raise
     stages = Stages.of(origins, config.environment, config.tools) if origins else None
     closers: list[Callable[[], Awaitable[None]]] = [lambda: close_servers(servers)]
-    return Assembled(_loop(config, tools, servers, stages), closers if stages is None else [stages.close, *closers])
+    return Assembled(_loop(config, offers, stages), closers if stages is None else [stages.close, *closers])
 
 
 def check_assembly(config: Config, given: Given, first: Task | None = None) -> bool:
@@ -63,9 +71,11 @@ def check_assembly(config: Config, given: Given, first: Task | None = None) -> b
     if _own_rollout(config, given) is not None:
         _refuse_unused(config, given)
         return not config.rollout.agent  # a program has no way to say what it deserves
-    _tools(config, given)
+    functions = Offer("tools.functions", FunctionTools(_tools(config, given)))
     origins = kinds_of(config, given.get("environment"))
     check_kinds(origins, config.environment.column, first)
+    for origin in origins.values():
+        by_name([functions, _of_class(origin)])
     return bool(origins) and give_rewards(origins)
 
 
@@ -104,10 +114,17 @@ def _tools(config: Config, given: Given) -> list[Tool]:
     return load_tools([*config.tools.functions, *(given.get("tools") or ())])
 
 
-def _loop(config: Config, tools: list[Tool], servers: list[McpServer], stages: Stages | None) -> ToolLoop:
+def _of_class(origin: Origin) -> Offer:
+    """What a class will offer, as far as it is known before an instance is made."""
+    factory = origin.load()
+    tools = tools_of(factory).values() if isinstance(factory, type) else ()
+    return Offer(origin.setting, FunctionTools(list(tools)))
+
+
+def _loop(config: Config, offers: list[Offer], stages: Stages | None) -> ToolLoop:
     rollout = config.rollout
     return ToolLoop(
-        offers=[Offer("tools.functions", FunctionTools(tools)), *(server.offer for server in servers)],
+        offers=offers,
         stages=stages,
         limits=Limits(
             rollout.max_turns, rollout.max_calls, rollout.max_episode_tokens, rollout.max_seconds, rollout.max_tokens

@@ -17,6 +17,9 @@ from outpace.algorithms.advantages import Doubles, is_uniform
 from outpace.algorithms.credit import CreditSettings, compared_returns, group_advantages, with_advantages
 from outpace.types import OBSERVED, Episode, Outcome, Row, Trajectory
 
+CUT_OFF = ("length", "tokens", "context")
+"""Ends of an episode that had more to say: the limit of an answer, of the episode, or of the model."""
+
 
 @dataclass(frozen=True)
 class Filter:
@@ -106,7 +109,7 @@ def _judgements(survivors: list[Episode]) -> tuple[list[float], list[dict[str, f
 
 
 def _is_trained_on(episode: Episode, rules: Filter) -> bool:
-    if rules.truncated == "mask" and episode.stop == "length":
+    if rules.truncated == "mask" and episode.stop in CUT_OFF:
         return False
     return rules.longer_than is None or sampled_tokens(episode) <= rules.longer_than
 

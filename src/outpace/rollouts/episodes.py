@@ -14,7 +14,7 @@ from numbers import Real
 
 import msgspec
 
-from outpace.errors import BadInput, PartFailed, one_line
+from outpace.errors import BadInput, ContextFull, PartFailed, one_line
 from outpace.protocols import Rollout
 from outpace.rollouts.client import PolicyClient
 from outpace.rollouts.trajectory import problem
@@ -30,6 +30,10 @@ async def run_episode(rollout: Rollout, task: Task, client: PolicyClient, timeou
     except asyncio.CancelledError:
         await client.abandon()
         raise
+    except ContextFull as error:
+        if serious := await client.abandon():
+            raise serious from None
+        return failed(client, str(error), stop="context")
     except (Exception, SystemExit) as error:  # a boundary: user code may raise anything, and that is data
         if serious := _serious(error):
             raise serious from None
@@ -45,9 +49,9 @@ async def run_episode(rollout: Rollout, task: Task, client: PolicyClient, timeou
     return _as_episode(returned, task, client)
 
 
-def failed(client: PolicyClient, reason: str, trace: str = "") -> Episode:
+def failed(client: PolicyClient, reason: str, trace: str = "", stop: str = "error") -> Episode:
     """An episode that trains nothing; what was sampled for it is kept for the accounts."""
-    return Episode(client.trajectories(), error=reason, stop="error", requests=list(client.requests), traceback=trace)
+    return Episode(client.trajectories(), error=reason, stop=stop, requests=list(client.requests), traceback=trace)
 
 
 def _serious(error: BaseException) -> PartFailed | BadInput | None:
@@ -80,9 +84,15 @@ def _as_episode(returned: object, task: Task, client: PolicyClient) -> Episode:
         kind = type(returned).__name__
         return failed(client, f"the rollout returned {kind}; return an Episode, a Trajectory, a number or None")
     episode = Episode(
-        trajectories, last, rewards, stop=client.stop, metrics=_measured(client), requests=list(client.requests)
+        trajectories, last, rewards, stop=_stop(client), metrics=_measured(client), requests=list(client.requests)
     )
     return _checked(episode, client)
+
+
+def _stop(client: PolicyClient) -> str:
+    """Why the newest answer ended; one that says nothing at all has a reason of its own."""
+    says_nothing = client.newest is not None and not client.newest.text.strip()
+    return "empty" if says_nothing and client.stop == "stop" else client.stop
 
 
 def _measured(client: PolicyClient) -> dict[str, float]:

@@ -8,7 +8,6 @@ wrong with a call is a `ToolError`, an answer to the model, never an error of th
 from __future__ import annotations
 
 import inspect
-import json
 import logging
 import re
 import typing
@@ -26,7 +25,6 @@ from outpace.runtime import threads
 
 NOT_TOOLS = ("reset", "get_reward")
 
-_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _SECTION = re.compile(r"^(?:Args|Returns|Raises|Yields|Examples?):", re.MULTILINE)
 _ARGUMENTS_SECTION = re.compile(r"^Args:[ \t]*\n(.*?)(?=^\S|\Z)", re.DOTALL | re.MULTILINE)
 _ARGUMENT = re.compile(r"^(\w+)(?: *\([^)]*\))?: *(.*?)(?=^\w+(?: *\([^)]*\))?:|\Z)", re.DOTALL | re.MULTILINE)
@@ -112,31 +110,6 @@ def _method_tool(method: Callable[..., Any], name: str, where: str) -> Tool:
     if not inspect.getdoc(method):
         raise BadInput(f"{where} is public, so it is a tool, and a tool needs a docstring")
     return _tool(method, name, where)
-
-
-@dataclass(frozen=True)
-class Call:
-    """What a model asked for."""
-
-    name: str
-    arguments: dict[str, Any]
-
-
-def parse_calls(text: str) -> list[Call | ToolError]:
-    """The calls that an answer makes, in order; one that cannot be read is a `ToolError` in its place."""
-    return [_parse(body) for body in _CALL.findall(text)]
-
-
-def _parse(body: str) -> Call | ToolError:
-    try:
-        call = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        return ToolError(f"this tool call is not valid JSON: {one_line(error)}")
-    name = call.get("name") if isinstance(call, dict) else None
-    arguments = call.get("arguments", {}) if isinstance(call, dict) else None
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        return ToolError('a tool call is an object like {"name": "...", "arguments": {...}}')
-    return Call(name, arguments)
 
 
 # ----------------------------------------------------------------------------------------------------------- schemas

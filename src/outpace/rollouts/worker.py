@@ -30,7 +30,7 @@ from outpace.rewards.grading import Graded, grade
 from outpace.rewards.pool import GraderPool
 from outpace.rewards.shaping import Overlong, shaped
 from outpace.rollouts.client import Doors, Openings, PolicyClient
-from outpace.rollouts.closing import ClosingRules, Verdict, close_group, version_range
+from outpace.rollouts.closing import CUT_OFF, ClosingRules, Verdict, close_group, version_range
 from outpace.rollouts.episodes import run_episode
 from outpace.rollouts.requests import ClientSettings
 from outpace.runtime.together import together
@@ -237,7 +237,7 @@ def _report(
         tokens_sampled=_tokens([kept for episode in episodes for kept in episode.trajectories], clients),
         oldest=oldest,
         newest=newest,
-        truncated=sum(episode.stop == "length" for episode in survivors),
+        truncated=sum(episode.stop in CUT_OFF for episode in survivors),
         seconds=seconds,
         metrics=_means([episode.metrics for episode in survivors]),
         views=[_view(task, episode, newest) for episode in survivors] if order.show else [],

@@ -10,6 +10,8 @@ from typing import Any
 async def together(*work: Coroutine[Any, Any, Any]) -> list[Any]:
     """All results, or the first failure as it is, once the rest has been cancelled and has ended."""
     tasks = [asyncio.ensure_future(one) for one in work]
+    if not tasks:
+        return []
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         failures = [task.exception() for task in tasks if task.done() and not task.cancelled()]

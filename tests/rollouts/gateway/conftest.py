@@ -141,6 +141,6 @@ async def agent_of() -> AsyncIterator[Callable[[Endpoint], AsyncOpenAI]]:
 
 @pytest.fixture(autouse=True)
 def _nothing_told_yet() -> Iterator[None]:
-    wanted._told.clear()
+    wanted.tell_once.cache_clear()
     yield
-    wanted._told.clear()
+    wanted.tell_once.cache_clear()

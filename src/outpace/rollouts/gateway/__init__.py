@@ -8,9 +8,10 @@
 | `server` | the gateway as a worker holds it: open an endpoint, close it with its episode |
 | `sessions` | who may talk to which episode |
 | `app`, `routes` | HTTP: whom to let in, what to read, how failures look |
-| `wanted` | a request, whatever protocol it came in |
-| `openai_form`, `anthropic_form` | the shapes of the protocols, in and out |
+| `wanted` | a request and its reply, whatever the protocol |
+| `openai_form`, `openai_replies`, `anthropic_form` | the shapes of the protocols, in and out |
 | `exchange`, `reveal` | one request under way, and how much of its text can be shown already |
+| `sse` | a stream of events |
 
-`app` and `routes` load aiohttp; a worker that opens no endpoint does not.
+`app`, `routes` and `sse` load aiohttp; a worker that opens no endpoint does not.
 """

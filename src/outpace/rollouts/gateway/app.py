@@ -97,7 +97,7 @@ def guarded(sessions: Sessions, hosts: Hosts) -> Any:
             raise Refused("this is not the server that the request names in its Host header", status=421)
         session = sessions.find(request.match_info.get("session", ""))
         if session is None:
-            raise Refused("there is no such endpoint; the episode may have ended", status=404)
+            raise Refused("there is no such endpoint, or its episode has ended", status=404)
         if not session.is_opened_by(_token(request)):
             raise Refused("the key of this endpoint is missing or wrong", status=401, code="invalid_api_key")
         request[SESSION] = session

@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 WILDCARDS = ("0.0.0.0", "::", "")
 BACKLOG = 1024
 """Connections that may wait to be accepted: all agents of a worker may start at once."""
+IDLE_LIMIT_S = 120.0
+"""How long a connection may be idle between two requests."""
 CLOSE_LIMIT_S = 2.0
 """How long an agent may take to read its last response."""
 
@@ -77,9 +79,10 @@ class Gateway:
 
         runner = web.AppRunner(
             make_app(self._sessions, self.hosts),
-            handler_cancellation=True,  # an agent that hangs up gives up on its answer
+            handler_cancellation=False,  # an agent that hangs up gives up on its answer
             access_log=None,
             logger=log,
+            keepalive_timeout=IDLE_LIMIT_S,
             shutdown_timeout=CLOSE_LIMIT_S,
         )
         await runner.setup()

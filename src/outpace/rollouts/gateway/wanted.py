@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 from outpace.rollouts.gateway.sessions import EpisodeClient
@@ -28,8 +29,6 @@ PINNED = (
     "seed",
 )
 Finish = Literal["stop", "length", "tool_calls"]
-
-_told: set[str] = set()  # the log has each of them once
 
 
 class Refused(Exception):
@@ -82,10 +81,13 @@ def pinned_in(request: Mapping[str, Any]) -> list[str]:
     """The fields of a request that have no effect; the log hears of each once."""
     found = [name for name in PINNED if request.get(name) is not None]
     for name in found:
-        if name not in _told:
-            _told.add(name)
-            log.info("an agent sends %s = %r: the run's own setting is used instead", name, request[name])
+        tell_once(name)
     return found
+
+
+@cache
+def tell_once(name: str) -> None:
+    log.info("agents send %s: the run's own setting is used instead", name)
 
 
 def reply_of(answer: Answer, wanted: Wanted, client: EpisodeClient) -> Reply:

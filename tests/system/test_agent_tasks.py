@@ -1,0 +1,42 @@
+"""The built-in agent tasks learn: the built-in model, its tools, real processes, a few steps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support import as_arguments, read_lines, run_command
+
+COMMON: dict[str, Any] = {
+    "model.path": "starter-agent",
+    "pacing.groups_per_step": 16,
+    "pacing.chunk_groups": 8,
+    "eval.count": 256,
+    "run.steps": 8,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("task", "settings", "judge"),
+    [
+        ("calculator", {"rollout.max_turns": 3, "filter.uniform": False}, "reward/number"),
+        ("guess", {"rollout.max_turns": 4, "learner.lr": 1e-3}, "reward/environment"),
+    ],
+)
+def test_a_short_run_raises_the_held_out_reward(
+    tmp_path: Path, task: str, settings: dict[str, Any], judge: str
+) -> None:
+    run = tmp_path / "run"
+    result = run_command("train", *as_arguments({**COMMON, **settings, "tasks.name": task, "run.dir": str(run)}))
+    assert result.returncode == 0, result.stderr
+    summary = json.loads((run / "summary.json").read_text())
+    assert 0.2 <= summary["eval_first"] <= 0.5, "room to improve, and something to find"
+    assert summary["eval_last"] >= summary["eval_first"] + 0.1
+    assert summary["lag_max"] <= 2
+    metrics = read_lines(run / "metrics.jsonl")
+    assert all(judge in line for line in metrics)
+    assert metrics[-1]["episode/tool_calls"] > 0
