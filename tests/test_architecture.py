@@ -18,7 +18,7 @@ FLOORS: list[set[str]] = [
     {"models", "tasks"},
     {"rollouts", "rewards", "engines", "learn", "weights", "checkpoint", "runtime", "observe"},
     {"pipeline"},
-    {"parts", "session", "planning", "trainer", "evaluate"},
+    {"parts", "session", "planning", "trainer", "evaluate", "play"},
     {"bench"},
     {"cli"},
 ]
@@ -26,6 +26,7 @@ FLOORS: list[set[str]] = [
 
 NO_TORCH = (
     "outpace.cli",
+    "outpace.play",
     "outpace.config.rules",
     "outpace.algorithms.catalogue",
     "outpace.trainer",

@@ -127,6 +127,9 @@ class ModelClient(Protocol):
     `sample` goes on with one growing sequence; `chat` takes a whole history, as OpenAI's endpoint does, and goes on
     with the sequence that this history is the continuation of. Requests may run in parallel."""
 
+    environment: object | None
+    """The episode's environment, where it lives in this process, for reward functions that ask for it."""
+
     @property
     def stop(self) -> StopReason:
         """Why the newest completion ended."""
@@ -161,7 +164,7 @@ class ModelClient(Protocol):
         ...
 
     async def endpoint(self, role: str = "policy") -> Endpoint:
-        """An OpenAI-compatible URL of this episode, for agents that know nothing of outpace; it ends with the episode."""
+        """An OpenAI-compatible URL of this episode, which ends with it, for agents that know nothing of outpace."""
         ...
 
     def reward(self, value: float, *, request: str | Answer | None = None, role: str | None = None) -> None:

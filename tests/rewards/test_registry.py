@@ -6,8 +6,9 @@ import pytest
 from outpace.errors import BadInput
 from outpace.rewards.countdown import countdown
 from outpace.rewards.number import last_integer, number
-from outpace.rewards.registry import accepted, check_rewards, isolated, resolve_rewards
+from outpace.rewards.registry import check_rewards, isolated, resolve_rewards
 from outpace.runtime.code import Source
+from outpace.runtime.signature import accepted
 
 
 def refusal(call: Any, *arguments: Any) -> str:

@@ -10,14 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outpace.algorithms.credit import credit_settings
-from outpace.config.algorithm import AlgorithmConfig
-from outpace.config.methods import chosen_advantage
 from outpace.models.dialect import TemplateDialect
-from outpace.rollouts.closing import ClosingRules, Filter
 from outpace.rollouts.requests import ClientSettings
-from outpace.rollouts.worker import Judges, RolloutWorker, WorkerSettings
-from outpace.types import Generation, GroupOrder, GroupRecord, Ints, Place, Sampling, Task, Version
+from outpace.rollouts.worker import Judges, RolloutWorker
+from outpace.types import Generation, GroupOrder, GroupRecord, Ints, Sampling, Task, Version
+from rollouts_support import RecordingJournal, worker_settings
 
 EPISODES = 4
 
@@ -39,20 +36,6 @@ class HastyEngine:
 
     async def abort(self, request_ids: list[str]) -> None:
         raise AssertionError("nothing is given up here")
-
-
-class Kept:
-    """A journal in memory."""
-
-    def __init__(self) -> None:
-        self.records: list[GroupRecord] = []
-
-    def append(self, record: GroupRecord) -> Place:
-        self.records.append(record)
-        return Place("memory", len(self.records) - 1, 1)
-
-    def close(self) -> None:
-        return
 
 
 def worth(request_id: str) -> float:
@@ -89,18 +72,10 @@ def group_of(tokenizer: Any, make_settings: Callable[..., ClientSettings]) -> Ca
                     if f"[{request_id}]" in text:
                         whose[request_id] = trajectory.role, int(request_id.split(".")[1])
 
-        advantage = credit_settings(chosen_advantage(AlgorithmConfig(advantage="dr_grpo")))
-        settings = WorkerSettings(
-            client=make_settings(),
-            eval_seed=99,
-            eval_temperature=0.0,
-            episode_timeout_s=60.0,
-            reward_timeout_s=60.0,
-            closing=ClosingRules(advantage, Filter()),
-        )
+        settings = worker_settings(make_settings())
         dialect = TemplateDialect(tokenizer, (tokenizer.eos_token_id,))
         engine: Any = HastyEngine(tokenizer, chance)
-        journal: Any = Kept()
+        journal: Any = RecordingJournal()
         worker = RolloutWorker(settings, [engine], dialect, [Task("t", "why?")], None, rollout, Judges([], []), journal)
         report = await worker.run(GroupOrder(schedule, task=0, epoch=0, min_version=3, size=EPISODES))
         assert (report.outcome, report.failed_episodes) == ("finished", 0)

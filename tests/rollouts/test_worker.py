@@ -16,10 +16,7 @@ import numpy as np
 import psutil
 import pytest
 
-from outpace.algorithms.credit import credit_settings
 from outpace.checkpoint import journal
-from outpace.config.algorithm import AlgorithmConfig
-from outpace.config.methods import chosen_advantage
 from outpace.errors import PartFailed
 from outpace.models.dialect import TemplateDialect
 from outpace.protocols import ModelClient
@@ -27,10 +24,10 @@ from outpace.rewards.pool import GraderPool
 from outpace.rewards.registry import isolated
 from outpace.rewards.shaping import Overlong
 from outpace.rollouts.client import ClientSettings
-from outpace.rollouts.closing import ClosingRules, Filter
 from outpace.rollouts.single_turn import single_turn
-from outpace.rollouts.worker import Judges, RolloutWorker, WorkerSettings
+from outpace.rollouts.worker import Judges, RolloutWorker
 from outpace.types import Episode, GroupOrder, GroupRecord, Place, Task, Trajectory
+from rollouts_support import RecordingJournal, worker_settings
 
 CHAT = [{"role": "user", "content": "hi"}]
 TASKS = [Task("t0", "hi", {"answer": "yes"}), Task("t1", "ho", {"answer": "no"}), Task("t2", CHAT, {"answer": "yes"})]
@@ -49,26 +46,6 @@ def by_episode(episode: int, turn: int) -> str:
 def order(group: int = 0, **changes: Any) -> GroupOrder:
     values = {"task": 0, "epoch": 1, "min_version": 2, "size": 2} | changes
     return GroupOrder(group, **values)
-
-
-class RecordingJournal:
-    """Keeps records in memory; `place` is their number."""
-
-    def __init__(self) -> None:
-        self.records: list[GroupRecord] = []
-        self.released: list[str] = []
-        self.closed = False
-
-    def append(self, record: GroupRecord) -> Place:
-        assert not self.closed
-        self.records.append(record)
-        return Place("memory", len(self.records) - 1, 1)
-
-    def release(self, segments: list[str]) -> None:
-        self.released += segments
-
-    def close(self) -> None:
-        self.closed = True
 
 
 @pytest.fixture
@@ -90,15 +67,7 @@ def make_worker(
         overlong: Overlong | None = None,
         pool: GraderPool | None = None,
     ) -> RolloutWorker:
-        settings = WorkerSettings(
-            client=make_settings(),
-            eval_seed=99,
-            eval_temperature=0.0,
-            episode_timeout_s=60.0,
-            reward_timeout_s=60.0,
-            closing=ClosingRules(credit_settings(chosen_advantage(AlgorithmConfig(advantage=advantage))), Filter()),
-            overlong=overlong,
-        )
+        settings = worker_settings(make_settings(), advantage, overlong=overlong)
         dialect = TemplateDialect(tokenizer, (tokenizer.eos_token_id,))
         judges = Judges(list(rewards), weights or [1.0] * len(rewards), pool)
         return RolloutWorker(settings, list(engines), dialect, TASKS, HELDOUT, rollout, judges, writer)

@@ -76,5 +76,5 @@ def test_the_last_answer_is_judged_and_not_what_the_tool_said() -> None:
     heard = {"role": "tool", "content": str(problem.answer)}
     right = {"role": "assistant", "content": f"The answer is {problem.answer}."}
     wrong = {"role": "assistant", "content": f"The answer is {problem.answer + 1}."}
-    completions = [[call, heard, right], [call, heard, wrong]]
-    assert number(completions, answer=[problem.answer] * 2) == [1.0, 0.0]
+    completions = [[call, heard, right], [call, heard, wrong], [call, heard]]
+    assert number(completions, answer=[problem.answer] * 3) == [1.0, 0.0, 0.0]

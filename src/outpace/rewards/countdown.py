@@ -7,9 +7,8 @@ Completions are untrusted text. Whatever a model writes is graded 0.0 or 1.0 and
 from collections.abc import Sequence
 from typing import Any
 
+from outpace.rewards.text import Completion, last_text
 from outpace.tasks.expressions import evaluate
-
-Completion = str | list[dict[str, Any]]
 
 
 def countdown(
@@ -22,7 +21,7 @@ def countdown(
 ) -> list[float]:
     """1.0 for each completion that solves its puzzle, else 0.0."""
     return [
-        1.0 if solves(_text(completion), given, goal) else 0.0
+        1.0 if solves(last_text(completion), given, goal) else 0.0
         for completion, given, goal in zip(completions, numbers, target, strict=True)
     ]
 
@@ -33,11 +32,3 @@ def solves(expression: str, numbers: Sequence[int], target: int) -> bool:
     except ValueError:
         return False
     return value == target and sorted(used) == sorted(numbers)
-
-
-def _text(completion: Completion) -> str:
-    """The text to grade: a chat is judged by its last message; a message without text counts as empty."""
-    if isinstance(completion, str):
-        return completion
-    content = completion[-1].get("content") if completion else None
-    return content if isinstance(content, str) else ""

@@ -28,9 +28,10 @@ from outpace.rewards.evaluator import is_evaluator, wired
 from outpace.rewards.outcomes import Scores, checked
 from outpace.rewards.per_loop import PerLoop
 from outpace.rewards.pool import GraderPool
-from outpace.rewards.registry import accepted, is_async, keeps_own_time
+from outpace.rewards.registry import is_async, keeps_own_time
 from outpace.runtime.limits import TimeLimitError, within
 from outpace.runtime.servant import CallRaised, ServantDied
+from outpace.runtime.signature import accepted, named
 from outpace.runtime.threads import in_thread
 from outpace.types import Episode, Task
 
@@ -55,11 +56,12 @@ async def grade(
     timeout_s: float,
     pool: GraderPool | None = None,
     attempts: tuple[Task, Sequence[Episode]] | None = None,
+    on_request: Mapping[str, Sequence[Any]] | None = None,
 ) -> list[Graded]:
     """Judge `completions`. Prompts and every column have one value per completion; weights are 1 when absent.
 
     The functions that `pool` knows run in its processes. `attempts` are the same completions as episodes, and their
-    task, for evaluators."""
+    task, for evaluators; `on_request` is for functions that spell it out."""
     count = len(completions)
     arguments = {**columns, "prompts": prompts, "completions": completions}
     assert all(len(values) == count for values in arguments.values())
@@ -67,7 +69,7 @@ async def grade(
     scores = await _all_heard(
         _score_each(_Call(name, function, timeout_s, pool), attempts)
         if is_evaluator(function)
-        else _score(_Call(name, function, timeout_s, pool, count), arguments)
+        else _score(_Call(name, function, timeout_s, pool, count), arguments, on_request or {})
         for name, function in functions
     )
     by_name = dict(zip((name for name, _ in functions), scores, strict=True))
@@ -116,9 +118,12 @@ class _Call:
         return self.pool if self.pool is not None and self.name in self.pool else None
 
 
-async def _score(call: _Call, arguments: Mapping[str, Sequence[Any]]) -> Scores:
-    taken = accepted(call.function, arguments)
-    given = {key: list(arguments[key]) for key in taken}  # lists of its own, to do with as it likes
+async def _score(
+    call: _Call, arguments: Mapping[str, Sequence[Any]], on_request: Mapping[str, Sequence[Any]]
+) -> Scores:
+    taken = {key: arguments[key] for key in accepted(call.function, arguments)}
+    taken |= {key: on_request[key] for key in named(call.function, on_request)}
+    given = {key: list(values) for key, values in taken.items()}  # lists of its own, to do with as it likes
     if call.process is not None:
         return await _in_process(call, call.process, lambda: given)
     return checked(call.name, await _in_worker(call, partial(call.function, **given)), call.count)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-Completion = str | list[dict[str, Any]]
+from outpace.rewards.text import Completion, last_text
 
 INTEGER = re.compile(r"(?<![0-9])(?<![0-9]\.)[-−]?[0-9]{1,30}(?![0-9]|\.[0-9])")
 """A sign belongs to the number unless a digit stands before it (`5-3`); parts of a decimal fraction are no integers."""
@@ -18,7 +18,7 @@ INTEGER = re.compile(r"(?<![0-9])(?<![0-9]\.)[-−]?[0-9]{1,30}(?![0-9]|\.[0-9])
 def number(completions: Sequence[Completion], *, answer: Sequence[int], **columns: Any) -> list[float]:
     """1.0 for each completion whose last integer equals its `answer`, else 0.0."""
     return [
-        1.0 if last_integer(_text(completion)) == int(expected) else 0.0
+        1.0 if last_integer(last_text(completion)) == int(expected) else 0.0
         for completion, expected in zip(completions, answer, strict=True)
     ]
 
@@ -26,11 +26,3 @@ def number(completions: Sequence[Completion], *, answer: Sequence[int], **column
 def last_integer(text: str) -> int | None:
     found = INTEGER.findall(text)
     return int(found[-1].replace("−", "-")) if found else None
-
-
-def _text(completion: Completion) -> str:
-    """A chat is judged by its last message; a message without text counts as empty."""
-    if isinstance(completion, str):
-        return completion
-    content = completion[-1].get("content") if completion else None
-    return content if isinstance(content, str) else ""

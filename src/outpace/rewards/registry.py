@@ -18,9 +18,13 @@ from outpace.protocols import Reward
 from outpace.references import is_reference, load_function
 from outpace.rewards.evaluator import is_evaluator
 from outpace.runtime.code import Source, by_value
+from outpace.runtime.signature import BY_KEYWORD, named, parameters_of
 
 SETTING = "rewards.functions"
 ALWAYS_GIVEN = ("prompts", "completions")
+ON_REQUEST = ("completion_ids", "environments")
+"""What TRL passes too: given to a function that spells it out. Environments are the instances themselves, so whoever
+asks for them is called in the worker's own process."""
 BUILT_IN = {
     "countdown": "outpace.rewards.countdown:countdown",
     "number": "outpace.rewards.number:number",
@@ -65,25 +69,29 @@ def check_rewards(
     config: Config | None = None,
 ) -> list[NamedReward]:
     """Resolve, and check weights and parameters against the columns of the tasks where these are known."""
-    named = resolve_rewards(names, config)
-    if weights is not None and len(weights) != len(named):
-        raise BadInput(f"rewards.weights: needs one per function, {len(named)} in all, not {len(weights)}")
-    for name, function in named:
+    found = resolve_rewards(names, config)
+    if weights is not None and len(weights) != len(found):
+        raise BadInput(f"rewards.weights: needs one per function, {len(found)} in all, not {len(weights)}")
+    for name, function in found:
         if config is not None and config.rewards.isolation == "thread" and _built_in(function) in MAIN_THREAD:
             raise BadInput(f"rewards.isolation: {name} needs a process that can be killed; leave this out")
-        missing = [] if columns is None else _required(function) - {*columns, *ALWAYS_GIVEN}
+        if config is not None and named(function, ("environments",)):
+            _check_that_environments_are_here(name, config)
+        missing = [] if columns is None else _required(function) - {*columns, *ALWAYS_GIVEN, *ON_REQUEST}
         if missing:
             have = ", ".join(sorted(columns or ())) or "none"
             raise BadInput(f"{SETTING}: {name} needs the columns {', '.join(sorted(missing))}; the tasks have {have}")
-    return named
+    return found
 
 
-def accepted(function: Reward, columns: Collection[str]) -> set[str]:
-    """Which of the columns the function takes: all of them if it has `**kwargs`, else those it names."""
-    parameters = _parameters(function)
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
-        return set(columns)
-    return {parameter.name for parameter in parameters if parameter.kind in _BY_KEYWORD} & set(columns)
+def _check_that_environments_are_here(name: str, config: Config) -> None:
+    """An instance in another process cannot be handed over, nor one that the next episode resets meanwhile."""
+    if config.rewards.isolation == "process":
+        raise BadInput(f"rewards.isolation: {name} asks for environments, which stay in the worker; leave this out")
+    if config.environment.isolation == "process":
+        raise BadInput(f'environment.isolation: {name} asks for the environments themselves; use "thread"')
+    if config.environment.reuse:
+        raise BadInput(f"environment.reuse: {name} asks for environments after their episode; leave this out")
 
 
 def is_async(function: Reward) -> bool:
@@ -107,7 +115,8 @@ def isolated(
     found: dict[str, Source] = {}
     for (name, function), reference in zip(functions, references or [""] * len(functions), strict=True):
         built_in = _built_in(function)
-        if is_async(function) or isolation == "thread" or (isolation is None and built_in and built_in not in APART):
+        stays = is_async(function) or bool(named(function, ("environments",)))
+        if stays or isolation == "thread" or (isolation is None and built_in and built_in not in APART):
             continue
         reference = built_in or reference
         found[name] = Source(reference) if reference else by_value(function)
@@ -120,24 +129,14 @@ def _built_in(function: Reward) -> str:
     return reference if reference in BUILT_IN.values() else ""
 
 
-_BY_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-
-
 def _required(function: Reward) -> set[str]:
     if is_evaluator(function):
         return set()
     return {
         parameter.name
-        for parameter in _parameters(function)
-        if parameter.kind in _BY_KEYWORD and parameter.default is inspect.Parameter.empty
+        for parameter in parameters_of(function) or ()
+        if parameter.kind in BY_KEYWORD and parameter.default is inspect.Parameter.empty
     }
-
-
-def _parameters(function: Reward) -> list[inspect.Parameter]:
-    try:
-        return list(inspect.signature(function).parameters.values())
-    except ValueError:  # some functions written in C do not tell
-        return [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in ALWAYS_GIVEN]
 
 
 def _load(given: str | Reward, config: Config) -> Callable[..., Any]:

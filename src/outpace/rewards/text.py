@@ -8,8 +8,11 @@ Completion = str | list[dict[str, Any]]
 
 
 def last_text(completion: Completion) -> str:
-    """A chat is judged by its last message; a message without text counts as empty."""
+    """A chat is judged by its last message. One without text counts as empty, and so does what a tool said: an episode
+    that ran out of turns right after a call has given no answer, even if the tool's result is the right one."""
     if isinstance(completion, str):
         return completion
-    content = completion[-1].get("content") if completion else None
+    if not completion or completion[-1].get("role") == "tool":
+        return ""
+    content = completion[-1].get("content")
     return content if isinstance(content, str) else ""

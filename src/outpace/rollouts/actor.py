@@ -31,6 +31,7 @@ class Actor(Protocol):
     made: bool
     tools: Mapping[str, Schema]
     judges: bool
+    instance: object | None  # where it lives in this process
 
     @property
     def usable(self) -> bool: ...
@@ -57,6 +58,7 @@ class LocalActor:
         self._setting = setting
         self._lost = 0
         self._instance: Instance | None = None
+        self.instance: object | None = None
         self.made = False
         self.tools: Mapping[str, Schema] = {}
         self.judges = False
@@ -67,7 +69,7 @@ class LocalActor:
 
     async def make(self, timeout_s: float) -> None:
         made = await self._perform(Act(self._factory, {}, as_it_is), timeout_s)
-        self._instance = Instance(made, self._setting)
+        self._instance, self.instance = Instance(made, self._setting), made
         self.tools = {name: tool.schema for name, tool in self._instance.tools.items()}
         self.judges = self._instance.judges
         self.made = True
@@ -85,7 +87,7 @@ class LocalActor:
         return reward
 
     async def leave(self, timeout_s: float) -> None:
-        self._instance = None
+        self._instance = self.instance = None
         self.made = False
 
     async def end(self, patience_s: float = 0.0) -> None:

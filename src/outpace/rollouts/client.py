@@ -88,6 +88,7 @@ class PolicyClient:
         self._conversations = Conversations(dialect, {} if openings is None else openings)
         self._main = Thread(self, POLICY)
         self.newest: Answer | None = None
+        self.environment: object | None = None
 
     # ------------------------------------------------------------------------------------------------ to be asked
 

@@ -58,6 +58,7 @@ class ToolLoop:
         if self.stages is None:
             return await self._episode(task, client, None)
         stage = await self.stages.open(task)
+        client.environment = stage.instance
         try:
             return await self._episode(task, client, stage)
         finally:

@@ -44,6 +44,7 @@ class ProcessActor:
         """`setting` is where the class was named."""
         self._servant = Servant(ENVIRONMENT, memory_mb)
         self._loading = asyncio.create_task(self._load(source, setting))
+        self.instance: object | None = None
         self.made = False
         self.tools: Mapping[str, Schema] = {}
         self.judges = False

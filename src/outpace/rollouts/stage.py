@@ -62,6 +62,11 @@ class Stage(Protocol):
         """What the model is shown of each tool, by name."""
         ...
 
+    @property
+    def instance(self) -> object | None:
+        """The environment itself; None where it lives in another process."""
+        ...
+
     async def reset(self, columns: dict[str, Any]) -> str | None:
         """Begin: the environment takes the columns it wants, and may give a text to show."""
         ...
@@ -131,6 +136,10 @@ class _OpenStage:
     @property
     def tools(self) -> Mapping[str, Schema]:
         return self._actor.tools
+
+    @property
+    def instance(self) -> object | None:
+        return self._actor.instance
 
     async def reset(self, columns: dict[str, Any]) -> str | None:
         timeout_s = self._limits.timeout_s

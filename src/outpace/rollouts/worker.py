@@ -132,7 +132,7 @@ class RolloutWorker:
     async def _make_group(self, order: GroupOrder, clients: list[PolicyClient]) -> GroupReport:
         started = time.monotonic()
         task = await asyncio.to_thread(self._train.__getitem__, order.task)
-        judged = await self._graded(task, await self._episodes(task, clients))
+        judged = await self._graded(task, await self._episodes(task, clients), clients)
         episodes = [shaped(episode, self._settings.overlong) for episode in judged]
         verdict = await asyncio.to_thread(close_group, episodes, self._closing)  # which calls a user's estimator
         report = _report(order, task, episodes, clients, verdict, time.monotonic() - started)
@@ -151,7 +151,7 @@ class RolloutWorker:
             self._settings.client, seed=self._settings.eval_seed, temperature=self._settings.eval_temperature
         )
         clients = self._clients(order, settings)
-        episodes = await self._graded(task, await self._episodes(task, clients))
+        episodes = await self._graded(task, await self._episodes(task, clients), clients)
         survivors = any(episode.error is None for episode in episodes)
         verdict = Verdict("finished" if survivors else "failed", episodes[0].error or "", [])
         return _report(order, task, episodes, clients, verdict, time.monotonic() - started)
@@ -169,7 +169,7 @@ class RolloutWorker:
         limit = self._settings.episode_timeout_s
         return await together(*(run_episode(self._rollout, task, client, limit) for client in clients))
 
-    async def _graded(self, task: Task, episodes: list[Episode]) -> list[Episode]:
+    async def _graded(self, task: Task, episodes: list[Episode], clients: list[PolicyClient]) -> list[Episode]:
         """Judge the episodes that came to an end; a reward that fails leaves every one of them unjudged."""
         ended = [episode for episode in episodes if episode.error is None]
         if not ended:
@@ -184,6 +184,14 @@ class RolloutWorker:
                 self._settings.reward_timeout_s,
                 self._judges.pool,
                 (task, ended),
+                {
+                    "completion_ids": list(map(_completion_ids, ended)),
+                    "environments": [
+                        client.environment
+                        for client, episode in zip(clients, episodes, strict=True)
+                        if episode.error is None
+                    ],
+                },
             )
         except RewardFailed as error:
             log.warning("grading %s failed", task.id, exc_info=True)
@@ -200,6 +208,12 @@ class RolloutWorker:
             return _unjudged(episode, "no reward function applies")
         total = sum(own.values()) + (graded.total or 0.0)
         return msgspec.structs.replace(episode, reward=total, rewards={**own, **graded.parts})
+
+
+def _completion_ids(episode: Episode) -> list[int]:
+    """What follows the prompt of its first trajectory: answers, and what was heard between them."""
+    kept = episode.trajectories[0] if episode.trajectories else None
+    return kept.tokens[int(kept.mask.argmax()) :].tolist() if kept is not None and kept.mask.any() else []
 
 
 def _brings_rewards(episode: Episode) -> bool:

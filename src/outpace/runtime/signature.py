@@ -6,15 +6,26 @@ import inspect
 from collections.abc import Callable, Collection
 from typing import Any
 
-_BY_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+BY_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
+    """None: some functions written in C do not tell."""
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except ValueError:
+        return None
 
 
 def accepted(function: Callable[..., Any], names: Collection[str]) -> set[str]:
     """Which of the names the function takes as arguments: all of them if it has `**kwargs`, else those it names."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except ValueError:  # some functions written in C do not tell
+    parameters = parameters_of(function)
+    if parameters is None or any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return set(names)
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
-        return set(names)
-    return {parameter.name for parameter in parameters if parameter.kind in _BY_KEYWORD} & set(names)
+    return named(function, names)
+
+
+def named(function: Callable[..., Any], names: Collection[str]) -> set[str]:
+    """Which of the names the function spells out."""
+    spelt = {parameter.name for parameter in parameters_of(function) or () if parameter.kind in BY_KEYWORD}
+    return spelt & set(names)

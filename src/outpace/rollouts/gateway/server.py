@@ -79,7 +79,7 @@ class Gateway:
 
         runner = web.AppRunner(
             make_app(self._sessions, self.hosts),
-            handler_cancellation=False,  # an agent that hangs up gives up on its answer
+            handler_cancellation=True,  # an agent that hangs up gives up on its answer
             access_log=None,
             logger=log,
             keepalive_timeout=IDLE_LIMIT_S,

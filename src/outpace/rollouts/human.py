@@ -1,0 +1,158 @@
+"""A person in the model's seat: the client of an episode whose answers are typed.
+
+    rollout ─ chat, sample, complete ─▶ HumanClient ─ scene: what is new, the tools ─▶ person ─▶ text and calls
+
+Whatever a rollout may ask of a policy it may ask here; there are no tokens, so trajectories are empty and limits on
+tokens do not bite. A person who gives up or leaves ends the episode as being cancelled would.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from outpace.errors import RequestFailed
+from outpace.models.chat import Schema, as_messages
+from outpace.rollouts.trajectory import TrajectoryBuilder
+from outpace.types import Answer, Endpoint, Message, StopReason, ToolCall, Trajectory
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What the person sees when it is their turn: `new` is what came since the last turn of this role."""
+
+    role: str
+    messages: Sequence[Message]
+    new: Sequence[Message]
+    tools: Sequence[Schema]
+
+
+@dataclass(frozen=True)
+class Typed:
+    """An answer: what is said, and what is called, by name and arguments."""
+
+    text: str
+    calls: tuple[tuple[str, dict[str, Any]], ...] = ()
+
+
+class Person(Protocol):
+    async def answer(self, scene: Scene) -> Typed | None:
+        """None: they do not go on with this episode."""
+        ...
+
+    def hear(self, text: str) -> None:
+        """Something that a rollout appends without asking for an answer."""
+        ...
+
+
+class HumanClient:
+    """Implements `outpace.protocols.ModelClient`, and what `outpace.rollouts.episodes` asks of a client."""
+
+    min_version = 0
+    breaks = 0
+
+    def __init__(self, person: Person, system: str | None = None) -> None:
+        self._person = person
+        self._system = system
+        self._one_at_a_time = asyncio.Lock()  # a rollout may ask twice at once, and there is one keyboard
+        self._heard: dict[str, list[Message]] = {}  # by role, up to the newest answer
+        self._main: list[Message] = []
+        self._tools: Sequence[Schema] = ()
+        self.requests: list[str] = []
+        self.newest: Answer | None = None
+        self.gave_up = False
+        self.own_rewards: dict[str, float] = {}  # what the rollout gave to roles and single answers
+
+    @property
+    def answers(self) -> int:
+        return len(self.requests)
+
+    @property
+    def stop(self) -> StopReason:
+        return "stop" if self.newest is None else self.newest.stop
+
+    # ------------------------------------------------------------------------------------------------ to be asked
+
+    async def chat(
+        self, messages: Sequence[Message], *, tools: Sequence[Schema] = (), role: str = "policy", **overrides: Any
+    ) -> Answer:
+        async with self._one_at_a_time:
+            history = as_messages(list(messages), self._system)
+            scene = Scene(role, history, self._new(role, history), tools)
+            typed = await self._person.answer(scene)
+            if typed is None:
+                self.gave_up = True
+                raise asyncio.CancelledError
+            self.newest = self._answer(typed)
+            self._heard[role] = [*history, self.newest.message]
+            return self.newest
+
+    async def sample(
+        self, prompt: str | list[Message] | None = None, *, tools: Sequence[Schema] = (), **overrides: Any
+    ) -> str:
+        self._main += [] if prompt is None else as_messages(prompt)
+        self._tools = tools or self._tools
+        answer = await self.chat(self._main, tools=self._tools, **overrides)
+        self._main.append(answer.message)
+        return answer.text
+
+    def observe(self, text: str) -> None:
+        self._person.hear(text)
+
+    async def complete(self, prompt: str | Sequence[int], *, role: str = "policy", **overrides: Any) -> Answer:
+        text = prompt if isinstance(prompt, str) else f"[{len(prompt)} tokens]"
+        return await self.chat([{"role": "text", "content": text}], role=role, **overrides)
+
+    async def endpoint(self, role: str = "policy") -> Endpoint:
+        raise RequestFailed("a person has no URL: play a rollout that takes a client")
+
+    async def abandon(self) -> None:
+        """Nothing runs that could be freed."""
+
+    # ---------------------------------------------------------------------------------------------------- to be judged
+
+    def reward(self, value: float, *, request: str | Answer | None = None, role: str | None = None) -> None:
+        self.own_rewards[role or _id(request)] = float(value)
+
+    def turn_reward(self, value: float, request: str | Answer) -> None:
+        self.own_rewards[_id(request)] = float(value)
+
+    def trajectory(self) -> Trajectory:
+        return TrajectoryBuilder().build()
+
+    def trajectories(self) -> list[Trajectory]:
+        return []
+
+    def _new(self, role: str, history: list[Message]) -> list[Message]:
+        heard = self._heard.get(role, [])
+        return history[len(heard) :] if history[: len(heard)] == heard else history
+
+    def _answer(self, typed: Typed) -> Answer:
+        request_id = f"answer-{len(self.requests)}"
+        self.requests.append(request_id)
+        calls = [
+            ToolCall(f"call_{request_id}_{index}", name, json.dumps(arguments, ensure_ascii=False))
+            for index, (name, arguments) in enumerate(typed.calls)
+        ]
+        none = np.zeros(0, dtype=np.int32)
+        return Answer(
+            request_id=request_id,
+            text=typed.text,
+            content=typed.text,
+            reasoning="",
+            calls=tuple(calls),
+            stop="stop",
+            prompt_tokens=0,
+            tokens=none,
+            logprobs=none.astype(np.float32),
+            versions=none,
+        )
+
+
+def _id(request: str | Answer | None) -> str:
+    return request.request_id if isinstance(request, Answer) else str(request)

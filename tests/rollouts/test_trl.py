@@ -1,0 +1,124 @@
+"""What was written for TRL runs as it is: its own reward functions, and environments in its convention."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outpace.config.loading import make_config
+from outpace.errors import BadInput
+from outpace.models.dialect import TemplateDialect
+from outpace.planning import Objects, make_plan
+from outpace.rewards.grading import grade
+from outpace.rewards.pool import GraderPool
+from outpace.rewards.registry import check_rewards, isolated
+from outpace.rollouts.assembly import assemble
+from outpace.rollouts.worker import Judges, RolloutWorker
+from outpace.types import GroupOrder, Task
+from rollouts_support import RecordingJournal, worker_settings
+
+COLUMNS = {"solution": ["$4$", "$4$"]}
+THOUGHT = [{"role": "assistant", "content": "<think>two and two</think>\\boxed{4}"}]
+GUESS = [{"role": "assistant", "content": "five, I think: \\boxed{5}"}]
+
+
+class IncrementEnv:
+    """As in TRL's documentation: state in attributes, a typed and documented method, a reward that reads the state."""
+
+    def reset(self, **kwargs: Any) -> str | None:
+        self.counter = kwargs.get("start", 0)
+        return f" The counter is at {self.counter}."
+
+    def increment(self, step: int) -> int:
+        """
+        Increment the internal counter.
+
+        Args:
+            step: Value to add to the counter.
+
+        Returns:
+            The updated counter value.
+        """
+        self.counter += step
+        return self.counter
+
+
+def reward_func(environments: list[Any], **kwargs: Any) -> list[float]:
+    return [environment.counter for environment in environments]
+
+
+def length_reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+    return [float(len(ids)) for ids in completion_ids]
+
+
+async def test_its_own_functions_judge_in_processes() -> None:
+    from trl.rewards import accuracy_reward, think_format_reward
+
+    functions = check_rewards([accuracy_reward, think_format_reward], columns=COLUMNS)
+    pool = GraderPool(isolated(functions))
+    try:
+        graded = await grade(functions, None, ["2+2?"] * 2, [THOUGHT, GUESS], COLUMNS, 60.0, pool)
+    finally:
+        await pool.close()
+    assert [each.parts for each in graded] == [
+        {"accuracy_reward": 1.0, "think_format_reward": 1.0},
+        {"accuracy_reward": 0.0, "think_format_reward": 0.0},
+    ]
+
+
+async def test_its_penalty_for_length_gets_the_ids() -> None:
+    from trl.rewards import get_soft_overlong_punishment
+
+    functions = check_rewards([get_soft_overlong_punishment(max_completion_len=6, soft_punish_cache=4)], columns=[])
+    ids = [[1, 2], [1, 2, 3, 4], [1] * 9]
+    graded = await grade(functions, None, ["?"] * 3, [""] * 3, {}, 60.0, None, None, {"completion_ids": ids})
+    assert [each.total for each in graded] == [0.0, -0.5, -1.0]
+
+
+async def test_its_environments_and_rewards_that_ask_for_them_make_a_group(
+    tokenizer: Any, make_engine: Any, make_settings: Any
+) -> None:
+    def said(episode: int, turn: int) -> str:
+        call = f'<tool_call>{{"name": "increment", "arguments": {{"step": {episode + 1}}}}}</tool_call>'
+        return call if turn == 0 else "done"
+
+    assembled = await assemble(make_config({}), {"environment": IncrementEnv})
+    journal: Any = RecordingJournal()
+    functions = check_rewards([reward_func, length_reward], columns=["start"])
+    assert list(isolated(functions)) == ["length_reward"], "an instance stays where it is"
+    worker = RolloutWorker(
+        worker_settings(make_settings()),
+        [make_engine(said)],
+        TemplateDialect(tokenizer, (tokenizer.eos_token_id,)),
+        [Task("t", [{"role": "user", "content": "Count."}], {"start": 10})],
+        None,
+        assembled.rollout,
+        Judges(functions, [1.0, 0.0]),
+        journal,
+        closers=assembled.closers,
+    )
+    report = await worker.run(GroupOrder(0, task=0, epoch=0, min_version=0, size=3))
+    await worker.close()
+    assert (report.outcome, report.rewards) == ("finished", [11.0, 12.0, 13.0])
+    heard = tokenizer.decode(journal.records[0].rows[0].tokens.tolist())
+    assert "Count. The counter is at 10." in heard
+    assert "<|tool|>11" in heard
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"rewards.isolation": "process"}, "rewards.isolation"),
+        ({"environment.isolation": "process"}, "environment.isolation"),
+        ({"environment.reuse": True}, "environment.reuse"),
+    ],
+)
+def test_a_reward_that_asks_for_environments_needs_them_here(
+    settings: dict[str, Any], key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outpace.planning.resolve_model", Path)
+    objects = Objects(tasks=[{"prompt": "Count."}], environment=IncrementEnv, rewards=(reward_func,))
+    with pytest.raises(BadInput, match=f"^{key}: reward_func asks for"):
+        make_plan(make_config(settings), objects)
