@@ -48,12 +48,12 @@ def ids(tokenizer: Any, text: str) -> list[int]:
     [
         ("plain ", "plain ", "", []),
         ("<think>so</think>\n\nplain", "plain", "so", []),
-        ("so</think>plain", "plain", "so", []),
+        ("so</think>plain", "so</think>plain", "", []),
         (f"first {CALL}{CALL}", "first", "", ["add", "add"]),
         (f"<think>{CALL}</think>no call", "no call", CALL, []),
         ('<tool_call>{"name": "add"}', "", "", ["add"]),
     ],
-    ids=["plain", "thought", "thought that the prompt opened", "two calls", "a call in a thought", "not closed"],
+    ids=["plain", "thought", "an end without a beginning", "two calls", "a call in a thought", "not closed"],
 )
 def test_an_answer_is_taken_apart(text: str, content: str, reasoning: str, names: list[str]) -> None:
     parsed = parse_text(text)
@@ -75,6 +75,16 @@ def test_any_text_can_be_taken_apart(text: str) -> None:
     assert all(json.loads(call.arguments) is not None for call in parsed.calls if not call.problem)
     if not parsed.calls and not parsed.reasoning and "</think>" not in text:
         assert parsed.content == text
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "reasoning"),
+    [("so</think>plain", "plain", "so"), ("so far", "", "so far"), ("so<think></think>", "", "so<think>")],
+    ids=["ended", "not ended", "begun twice"],
+)
+def test_a_thought_that_the_prompt_has_begun_ends_in_the_answer(text: str, content: str, reasoning: str) -> None:
+    parsed = parse_text(text, opened=True)
+    assert (parsed.content, parsed.reasoning) == (content, reasoning)
 
 
 # ------------------------------------------------------------------------------------------------------ the families

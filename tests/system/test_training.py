@@ -164,7 +164,7 @@ def test_a_part_that_is_killed_ends_the_run_with_its_name_and_no_orphans(
     os.kill(pid, signal.SIGKILL)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 4, (out, err)
-    assert f"{victim}: was killed by signal 9" in err
+    assert f"{victim}: was killed by SIGKILL" in err
     assert not [child for child in family if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["exit"] == 4
 

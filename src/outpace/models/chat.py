@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -63,21 +64,35 @@ def bridge(
     if not tokenizer.chat_template:
         raise RequestFailed(f"{_name(tokenizer)} has no chat template to continue a chat by; use observe(text)")
     try:
-        before = _text(tokenizer, heard, tools) + STAND_IN["content"]
-        whole = _text(tokenizer, [*heard, STAND_IN, *said], tools)
+        opened, whole = _texts(tokenizer, [heard, [*heard, STAND_IN, *said]], tools)
+        before = opened + STAND_IN["content"]
         if not whole.startswith(before):
             return None
         _refuse_hidden(tokenizer, heard, said, tools, whole)
     except TemplateError:  # for instance one that wants to see the call before its result
         return None
     # Tokenised behind the stand-in, because some tokenizers treat the beginning of a text in a way of their own.
-    opening = _ids(tokenizer, STAND_IN["content"])
+    opening = _learned(tokenizer).stand_in
     ids = _ids(tokenizer, STAND_IN["content"] + whole.removeprefix(before))
     return ids[len(opening) :] if ids[: len(opening)] == opening else None
 
 
-_shown: WeakKeyDictionary[Any, set[tuple[Any, ...]]] = WeakKeyDictionary()
-"""By tokenizer, the shapes of conversations in which its template is known to show what was said last."""
+@dataclass(frozen=True)
+class _Learned:
+    """What was found out about a tokenizer: the ids of the stand-in, and the shapes of conversations in which its
+    template is known to show what was said last."""
+
+    stand_in: list[int]
+    shown: set[tuple[Any, ...]]
+
+
+_of_tokenizers: WeakKeyDictionary[Any, _Learned] = WeakKeyDictionary()
+
+
+def _learned(tokenizer: Any) -> _Learned:
+    if tokenizer not in _of_tokenizers:
+        _of_tokenizers[tokenizer] = _Learned(_ids(tokenizer, STAND_IN["content"]), set())
+    return _of_tokenizers[tokenizer]
 
 
 def _refuse_hidden(
@@ -87,7 +102,7 @@ def _refuse_hidden(
     out takes another rendering: so each shape of a conversation is tried once."""
     roles = [message.get("role") for message in said]
     shape = (tokenizer.chat_template, bool(tools), *(message.get("role") for message in heard), None, *roles)
-    shown = _shown.setdefault(tokenizer, set())
+    shown = _learned(tokenizer).shown
     if not said or shape in shown:
         return
     if whole == _text(tokenizer, [*heard, STAND_IN, *map(_changed, said)], tools):
@@ -114,11 +129,16 @@ def as_text(prompt: str | list[Message]) -> str:
 
 
 def _text(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> str:
-    return str(
-        tokenizer.apply_chat_template(
-            list(map(_for_template, messages)), tools=list(tools) or None, tokenize=False, add_generation_prompt=True
-        )
+    return _texts(tokenizer, [messages], tools)[0]
+
+
+def _texts(tokenizer: Any, conversations: Sequence[Sequence[Message]], tools: Sequence[Schema] = ()) -> list[str]:
+    """Several at once cost less than one after the other: the tools are prepared once."""
+    shown = [list(map(_for_template, messages)) for messages in conversations]
+    texts: list[str] = tokenizer.apply_chat_template(
+        shown, tools=list(tools) or None, tokenize=False, add_generation_prompt=True
     )
+    return texts
 
 
 def _for_template(message: Message) -> Message:

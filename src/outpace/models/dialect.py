@@ -29,7 +29,10 @@ TEMPLATE = "template"
 SHAPE = 'a tool call is an object like {"name": "...", "arguments": {...}}'
 
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-_THOUGHT = re.compile(r"\A\s*(?:<think>)?(.*?)</think>\s*", re.DOTALL)
+_THOUGHT = re.compile(r"\A\s*<think>(.*?)</think>\s*", re.DOTALL)
+_OPENED = re.compile(r"<think>\s*\Z")
+OPENING_TAIL = 16
+"""So many of the last ids of a prompt are looked at for a thought that it opens."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,8 @@ class TemplateDialect:
         return ids[1:] if ids and ended and ids[0] in self._stop_ids else ids
 
     def parse(self, answer: Sequence[int], prompt: Sequence[int], tools: Sequence[Schema] = ()) -> Parsed:
-        return parse_text(self.decode(answer))
+        opened = _OPENED.search(self._tokenizer.decode(list(prompt[-OPENING_TAIL:])))
+        return parse_text(self.decode(answer), bool(opened))
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
@@ -130,9 +134,12 @@ def stand_in_for(message: Message) -> Message:
     return STAND_IN if message.get("role") == "assistant" else message
 
 
-def parse_text(text: str) -> Parsed:
-    """An answer in the most common form of tool calls and reasoning."""
-    thought = _THOUGHT.match(text)
+def parse_text(text: str, opened: bool = False) -> Parsed:
+    """An answer in the most common form of tool calls and reasoning; `opened`: the prompt has begun a thought."""
+    if opened and "</think>" not in text:
+        return Parsed("", text.strip())
+    thought = _THOUGHT.match(f"<think>{text}" if opened else text)
+    text = f"<think>{text}" if opened else text
     reasoning, rest = (thought[1].strip(), text[thought.end() :]) if thought else ("", text)
     calls = tuple(_read_call(body) for body in _CALL.findall(rest))
     if not calls:

@@ -15,14 +15,13 @@ import json
 import logging
 import os
 import secrets
-import signal
 from collections.abc import Sequence
 from contextlib import suppress
 from urllib.parse import urlsplit
 
 from outpace.errors import BadInput, one_line
 from outpace.protocols import ModelClient, Rollout
-from outpace.runtime.family import MARK, end_family
+from outpace.runtime.family import MARK, end_family, how_it_ended
 from outpace.runtime.output import Output
 from outpace.types import Endpoint, Episode, Task
 
@@ -149,8 +148,5 @@ def _as_json(task: Task) -> bytes:
 
 
 def _how_it_ended(status: int, last_line: str) -> str:
-    how = f"exited with code {status}"
-    if status < 0:
-        with suppress(ValueError):
-            how = f"was killed by {signal.Signals(-status).name}"
+    how = how_it_ended(status)
     return f"{how}: {one_line(last_line)}" if last_line else how

@@ -208,7 +208,7 @@ class PolicyClient:
             listener(request_id, prompt)
         turn.generation = await self._requests.send(request_id, prompt, sampling)
         self._transcript.turns.append(turn)
-        self.newest = self._answer(turn, turn.generation, prompt.tolist(), tools)
+        self.newest = self._answer(turn, turn.generation, prompt.tolist(), tools, sampling.stop_strings)
         return turn, self.newest
 
     def branch(self, turn: Turn | None, after: Sequence[int], role: str) -> Trajectory:
@@ -226,7 +226,9 @@ class PolicyClient:
         await self._requests.abandon()
         return serious
 
-    def _answer(self, turn: Turn, generation: Generation, prompt: list[int], tools: Sequence[Schema]) -> Answer:
+    def _answer(
+        self, turn: Turn, generation: Generation, prompt: list[int], tools: Sequence[Schema], stops: Sequence[str]
+    ) -> Answer:
         tokens = generation.tokens.tolist()
         parsed = self.dialect.parse(tokens, prompt, tools)
         calls = [
@@ -236,7 +238,7 @@ class PolicyClient:
         return Answer(
             request_id=turn.request_id,
             text=self.dialect.decode(tokens),
-            content=parsed.content,
+            content=_without_stop(parsed.content, stops) if generation.stop == "stop" else parsed.content,
             reasoning=parsed.reasoning,
             calls=tuple(calls),
             stop=generation.stop,
@@ -251,6 +253,12 @@ class PolicyClient:
         if not any(turn.request_id == request_id for turn in self._transcript.turns):
             raise ValueError(f"request {request_id!r} is none that was answered in this episode")
         return request_id
+
+
+def _without_stop(content: str, stops: Sequence[str]) -> str:
+    """As OpenAI's protocol has it: the string that ended an answer is not part of what it says."""
+    ends = [stop for stop in stops if content.endswith(stop)]
+    return content.removesuffix(max(ends, key=len)) if ends else content
 
 
 def _sealed(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

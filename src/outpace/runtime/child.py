@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from outpace.runtime import garbage
 from outpace.runtime import spec as parts
 from outpace.runtime.lifeline import die_with_parent
 from outpace.runtime.rpc import Channel, proxy, serve
@@ -54,6 +55,7 @@ async def live(fd: int) -> None:
         await channel.send(Broken(type(error).__name__, str(error), traceback.format_exc()))
         await channel.finish()
         return
+    garbage.settle()
     await channel.send(Ready(os.getpid()))
     try:
         await serve(part, parts.resolve(spec.protocol), channel)

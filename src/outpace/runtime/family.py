@@ -46,6 +46,14 @@ def end_family(leader: int, mark: str) -> bool:
     return False
 
 
+def how_it_ended(status: int) -> str:
+    """An exit status in words, to stand behind the name of the process."""
+    if status < 0:
+        with suppress(ValueError):  # a signal that Python has no name for
+            return f"was killed by {signal.Signals(-status).name}"
+    return f"exited with code {status}"
+
+
 def _members(leader: int, mark: str) -> list[psutil.Process]:
     found = {process.pid: process for process in psutil.process_iter() if _carries(process, mark)}
     with suppress(psutil.Error):

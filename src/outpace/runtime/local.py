@@ -19,6 +19,7 @@ from typing import BinaryIO, Literal, TypeVar
 
 from outpace import errors
 from outpace.runtime.child import Broken, Hello
+from outpace.runtime.family import how_it_ended
 from outpace.runtime.rpc import Channel, close_proxy, proxy
 from outpace.runtime.spec import START_DEADLINE_S, PartSpec
 
@@ -91,7 +92,7 @@ class LocalRuntime:
         code = await child.process.wait()
         if self._stopping:
             return
-        how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
+        how = how_it_ended(code)
         if not self.failure.done():
             self.failure.set_result(errors.PartFailed(child.name, how, _tail(child.log)))
 

@@ -18,16 +18,14 @@ import itertools
 import logging
 import os
 import secrets
-import signal
 import socket
 import sys
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from outpace import wire
 from outpace.resources import child_environment
-from outpace.runtime.family import MARK, end_family
+from outpace.runtime.family import MARK, end_family, how_it_ended
 from outpace.runtime.limits import TimeLimitError
 from outpace.runtime.output import Output
 from outpace.runtime.rpc import Channel
@@ -186,8 +184,4 @@ class Servant:
     def _how_it_ended(self) -> str:
         if not self._ended.done():
             return "closed its connection"
-        status = self._ended.result()
-        if status < 0:
-            with suppress(ValueError):
-                return f"was killed by {signal.Signals(-status).name}"
-        return f"exited with code {status}"
+        return how_it_ended(self._ended.result())

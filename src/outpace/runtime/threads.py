@@ -2,7 +2,7 @@
 
 A thread cannot be killed, so a call that hangs must be something one can walk away from: it runs in a daemon thread
 that holds neither a place in the loop's own pool, which the journal needs, nor the end of the process. Threads that
-come back are used again.
+come back are used again, as far as there is use for them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from typing import Any
 Answer = tuple[Any, BaseException | None]
 """The result and the exception as values: a future refuses StopIteration, and SystemExit in one would end the loop."""
 
+MOST_IDLE = 32
+"""Threads that wait for further calls; those beyond end with their call, so that a rush leaves no crowd behind."""
+
 _idle: list[_Thread] = []
 
 
@@ -37,6 +40,8 @@ class _Thread:
     def _live(self) -> None:
         while True:
             self._jobs.get()()
+            if len(_idle) >= MOST_IDLE:
+                return
             _idle.append(self)
 
 
