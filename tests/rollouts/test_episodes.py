@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from outpace.errors import BadInput, PartFailed, RequestFailed
+from outpace.errors import BadInput, ContextFull, PartFailed, RequestFailed
 from outpace.protocols import ModelClient
 from outpace.rollouts.client import PolicyClient
 from outpace.rollouts.episodes import run_episode
@@ -210,3 +210,40 @@ async def test_a_request_that_a_rollout_left_behind_is_aborted(make_engine: Any,
 
     assert (await run(rollout, make_client(engine))).error is None
     assert engine.aborted == ["7.0.0"]
+
+
+async def test_a_prompt_longer_than_the_context_has_a_stop_reason_of_its_own_and_no_traceback(
+    make_engine: Any, make_client: MakeClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_engine([ContextFull("the prompt has 9 tokens, the context 8")])
+    episode = await run(single_turn, make_client(engine))
+    assert (episode.stop, episode.error, episode.traceback) == ("context", "the prompt has 9 tokens, the context 8", "")
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize(
+    ("said", "ended", "stop"),
+    [
+        ("<|end|>", "stop", "empty"),
+        ("  <|end|>", "stop", "empty"),
+        ("", "length", "length"),
+        ("yes", "length", "length"),
+    ],
+)
+async def test_an_answer_that_says_nothing_or_is_cut_off_is_judged_and_says_why(
+    make_engine: Any, make_client: MakeClient, said: str, ended: Any, stop: str
+) -> None:
+    engine = make_engine([said])
+    engine.stop = ended
+    episode = await run(single_turn, make_client(engine))
+    assert (episode.stop, episode.error) == (stop, None)
+
+
+async def test_an_episode_of_several_conversations_trains_on_all_of_them(client: PolicyClient) -> None:
+    async def two(task: Task, client: Any) -> None:
+        await client.chat([{"role": "user", "content": "one"}])
+        await client.chat([{"role": "user", "content": "two"}], role="judge")
+
+    episode = await run(two, client)
+    assert [trajectory.role for trajectory in episode.trajectories] == ["policy", "judge"]
+    assert episode.metrics == {"breaks": 0.0}

@@ -1,0 +1,49 @@
+"""A program with the official `openai` client, which has never heard of outpace, is trained by its base URL alone."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from outpace.algorithms.attempts import turn_numbers
+from support import as_arguments, journalled, read_lines, run_command
+
+AGENT = Path(__file__).parent / "openai_agent.py"
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def test_a_loop_of_tool_calls_streaming_and_not_is_trained_while_weights_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AGENT_LOG", str(tmp_path / "agent.jsonl"))
+    settings: dict[str, Any] = {
+        "model.path": "starter-agent",
+        "tasks.name": "calculator",
+        "rewards.functions": ["number"],
+        "rollout.agent": [sys.executable, str(AGENT)],
+        "rollout.group_size": 4,
+        "pacing.groups_per_step": 2,
+        "pacing.chunk_groups": 1,
+        "pacing.max_running": 8,
+        "filter.uniform": False,
+        "eval.count": 0,
+        "run.steps": 4,
+        "run.dir": str(tmp_path / "run"),
+    }
+    ended = run_command("train", *as_arguments(settings))
+    assert ended.returncode == 0, ended.stderr
+    seen = [json.loads(line) for line in (tmp_path / "agent.jsonl").read_text().splitlines()]
+    assert all(line["outpace"] == [] for line in seen), "the agent imported something of outpace"
+    assert max(line["turns"] for line in seen) >= 2, "no agent called its tool"
+    metrics = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step"] for line in metrics] == [1, 2, 3, 4]
+    rows = [row for record in journalled(tmp_path / "run" / "journal").values() for row in record.rows]
+    several_turns = [row for row in rows if len(np.unique(turn_numbers(row.mask))) >= 2]
+    assert several_turns, "no trajectory of several turns was journalled"
+    assert max(int(row.versions.max()) for row in rows) >= 1, "no episode was sampled by trained weights"
