@@ -12,8 +12,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from outpace.errors import BadInput
-from outpace.models.dialect import Said, TemplateDialect, dialect_of, parse_text
+from outpace.models.dialect import Said, TemplateDialect, parse_text
 from outpace.models.loading import load_tokenizer
+from outpace.models.speaking import dialect_of
 from outpace.types import Message
 
 HI: Message = {"role": "user", "content": "hi"}

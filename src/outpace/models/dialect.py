@@ -12,19 +12,15 @@ Invariants
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from outpace.errors import BadInput, one_line
+from outpace.errors import one_line
 from outpace.models.chat import STAND_IN, Schema, bridge, render
 from outpace.types import Message, ToolCall
-
-TEMPLATE = "template"
-"""The name of the dialect that goes by the model's own chat template."""
 
 SHAPE = 'a tool call is an object like {"name": "...", "arguments": {...}}'
 
@@ -76,26 +72,6 @@ class Dialect(Protocol):
     def encode(self, text: str) -> list[int]:
         """Plain text, no special tokens added."""
         ...
-
-
-def dialect_of(tokenizer: Any, stop_ids: Sequence[int], wanted: str | None = None) -> Dialect:
-    """The dialect that `model.renderer` names; without one, the family that the model's name is known to belong to."""
-    if wanted == TEMPLATE:
-        return TemplateDialect(tokenizer, stop_ids)
-    if importlib.util.find_spec("renderers") is None:
-        if wanted is not None:
-            raise BadInput(f'model.renderer: {wanted} needs the package renderers: pip install "outpace[renderers]"')
-        return TemplateDialect(tokenizer, stop_ids)
-    if wanted is None and not _may_be_a_hub_name(tokenizer):
-        return TemplateDialect(tokenizer, stop_ids)
-    from outpace.models.renderer import renderer_dialect
-
-    return renderer_dialect(tokenizer, stop_ids, wanted) or TemplateDialect(tokenizer, stop_ids)
-
-
-def _may_be_a_hub_name(tokenizer: Any) -> bool:
-    """Families are known by the exact names of their models; the package takes a second to load."""
-    return bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(getattr(tokenizer, "name_or_path", ""))))
 
 
 class TemplateDialect:

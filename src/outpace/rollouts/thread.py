@@ -3,23 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from outpace.errors import RequestFailed
 from outpace.models.chat import Schema, as_messages
-from outpace.models.dialect import stand_in_for
+from outpace.models.dialect import Dialect, stand_in_for
 from outpace.rollouts.conversations import extension
 from outpace.rollouts.transcript import Turn
-from outpace.types import Answer, Message, StopReason, Trajectory
+from outpace.types import Answer, Message, Sampling, StopReason, Trajectory
 
-if TYPE_CHECKING:
-    from outpace.rollouts.client import PolicyClient
+
+class Policy(Protocol):
+    """What a thread needs of the client it belongs to."""
+
+    @property
+    def dialect(self) -> Dialect: ...
+
+    @property
+    def system(self) -> str | None: ...
+
+    def sampling(self, overrides: dict[str, Any]) -> Sampling: ...
+
+    def opening(self, role: str, messages: Sequence[Message], tools: Sequence[Schema]) -> list[int]: ...
+
+    def reopening(self, messages: Sequence[Message], tools: Sequence[Schema]) -> list[int]: ...
+
+    def branch(self, turn: Turn | None, after: Sequence[int], role: str) -> Trajectory: ...
+
+    async def ask(
+        self, parent: Turn | None, observed: Sequence[int], role: str, sampling: Sampling, tools: Sequence[Schema]
+    ) -> tuple[Turn, Answer]: ...
 
 
 class Thread:
     """One sequence takes one request at a time; several threads of an episode run side by side."""
 
-    def __init__(self, client: PolicyClient, role: str) -> None:
+    def __init__(self, client: Policy, role: str) -> None:
         self._client = client
         self.role = role
         self._turn: Turn | None = None

@@ -68,7 +68,7 @@ def _value(text: str) -> Any:
 
 def _texts(name: str, tools: Sequence[Schema]) -> set[str]:
     """The parameters of a tool that are text, and so are never read as anything else."""
-    described = next((tool["function"] for tool in tools if tool["function"].get("name") == name), {})
+    described: Schema = next((tool["function"] for tool in tools if tool["function"].get("name") == name), {})
     properties = described.get("parameters", {}).get("properties", {})
     return {key for key, schema in properties.items() if schema.get("type") == "string"}
 
