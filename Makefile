@@ -7,10 +7,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check format slow clean
+.PHONY: demo agents test check format slow clean
 
 demo: $(STAMP)
 	$(BIN)/outpace train examples/demo.toml
+
+agents: $(STAMP)
+	$(BIN)/outpace train examples/calculator.toml
+	$(BIN)/outpace train examples/guess.toml
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow and not gpu and not smollm2"

@@ -280,5 +280,3 @@ def test_text_stays_text_where_the_tool_wants_text() -> None:
 
 def test_a_signature_says_what_may_be_left_out() -> None:
     assert signature(SEARCH[0]) == "search(query: string, limit?: integer)  Search the notes."
-
-

@@ -1,4 +1,4 @@
-"""One verb per job: `outpace train | eval | export | ledger | doctor | bench`.
+"""One verb per job: `outpace train | eval | play | export | ledger | doctor | bench`.
 
 Every error that the user can mend is one line on standard error and exit code 2. Exit codes: 0 done, 2 bad input,
 3 stopped by a signal with a checkpoint, 4 a part failed, 5 stalled, 130 left at once without one.
@@ -83,6 +83,13 @@ def evaluate(arguments: argparse.Namespace, settings: list[str]) -> int:
     return 0
 
 
+def play(arguments: argparse.Namespace, settings: list[str]) -> int:
+    from outpace.play import play as take_a_seat
+
+    take_a_seat(arguments.config, settings, arguments.task, arguments.raw)
+    return 0
+
+
 def export(arguments: argparse.Namespace, settings: list[str]) -> int:
     from outpace.checkpoint.export import export as write
 
@@ -117,6 +124,10 @@ def bench(arguments: argparse.Namespace, settings: list[str]) -> int:
             from outpace.bench import learner
 
             return learner.main(words)
+        case "episodes":
+            from outpace.bench import episodes
+
+            return episodes.main(words)
         case "memory":
             from outpace.bench import memory
 
@@ -143,7 +154,7 @@ class _Parser(argparse.ArgumentParser):
         raise SystemExit(2)
 
 
-COMMANDS = ("train", "eval", "export", "ledger", "doctor", "bench")
+COMMANDS = ("train", "eval", "play", "export", "ledger", "doctor", "bench")
 UNKNOWN_COMMAND = re.compile(r"argument : invalid choice: '(.*?)'")
 UNKNOWN_OPTION = re.compile(r"unrecognized arguments: --([\w-]+)")
 
@@ -205,6 +216,12 @@ def _parser() -> argparse.ArgumentParser:
     this.add_argument("run", nargs="?", type=Path, help="a run directory; without one, --model.path")
     this.set_defaults(verb=evaluate)
 
+    this = verbs.add_parser("play", help="take the model's seat in a task", allow_abbrev=False)
+    this.add_argument("config", nargs="?", type=Path, help="a TOML or YAML file; without one, the built-in task")
+    this.add_argument("--task", metavar="INDEX|ID", help="which one first; without this, drawn by run.seed")
+    this.add_argument("--raw", action="store_true", help="show the prompt as the text that the model gets")
+    this.set_defaults(verb=play)
+
     this = verbs.add_parser("export", help="write a run's model as a Hugging Face directory", allow_abbrev=False)
     this.add_argument("run", type=Path, help="a run directory or one of its checkpoints")
     this.add_argument("directory", type=Path, help="where to; must not exist yet")
@@ -218,7 +235,7 @@ def _parser() -> argparse.ArgumentParser:
     this.set_defaults(verb=doctor)
 
     this = verbs.add_parser("bench", help="measure against the limit", allow_abbrev=False)
-    this.add_argument("what", choices=("engine", "learner", "memory", "overlap"))
+    this.add_argument("what", choices=("engine", "episodes", "learner", "memory", "overlap"))
     this.add_argument("words", nargs=argparse.REMAINDER, help="options of the benchmark, settings of its runs")
     this.set_defaults(verb=bench)
     return parser

@@ -157,7 +157,7 @@ def _worker(
     name: str, settings: PartSettings, engines: list[Engine], given: dict[str, Any], assembled: Assembled
 ) -> object:
     from outpace.checkpoint.journal import JournalWriter
-    from outpace.models.dialect import dialect_of
+    from outpace.models.speaking import dialect_of
     from outpace.models.loading import eos_ids, load_tokenizer
     from outpace.rewards.grading import MAX_THREADS
     from outpace.rollouts.gateway.server import Gateway
@@ -176,7 +176,7 @@ def _worker(
         train=train,
         heldout=heldout,
         rollout=assembled.rollout,
-        judges=_judges(config, given.get("rewards")),
+        judges=judges_of(config, given.get("rewards")),
         journal=JournalWriter(settings.journal, name),
         doors=Gateway(config.gateway.host, _gateway_port(config, name), config.model.path),
         closers=assembled.closers,
@@ -189,7 +189,7 @@ def _gateway_port(config: Config, worker: str) -> int:
     return first + int(worker.rpartition("-")[2]) if first else 0
 
 
-def _judges(config: Config, given: list[Any] | None) -> Any:
+def judges_of(config: Config, given: list[Any] | None) -> Any:
     """The reward functions that a Python caller gave, or those that the config names."""
     from outpace.rewards.pool import GraderPool
     from outpace.rewards.registry import isolated, resolve_rewards

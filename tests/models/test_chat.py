@@ -158,6 +158,8 @@ def test_a_token_across_the_end_of_an_answer_has_no_bridge() -> None:
 def test_prompts_can_be_read_by_people() -> None:
     assert as_text("hi") == "hi"
     assert as_text([*HI, {"role": "assistant", "content": "ho"}]) == "user: hi\nassistant: ho"
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    assert as_text([{"role": "assistant", "content": "", "tool_calls": [call]}]) == 'assistant: add({"a": 1})'
 
 
 def test_messages_are_left_as_they_are() -> None:

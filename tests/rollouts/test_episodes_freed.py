@@ -6,6 +6,7 @@ import asyncio
 import gc
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +48,24 @@ class Announcing(ModelledEngine):
         return generation
 
 
-def left() -> list[str]:
+def of_episodes() -> list[Any]:
     gc.collect()
-    return [type(thing).__name__ for thing in gc.get_objects() if isinstance(thing, OF_EPISODES)]
+    return [thing for thing in gc.get_objects() if isinstance(thing, OF_EPISODES)]
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """What the process holds once everything that is made once has been made; other tests may have kept something."""
+
+    threads: int
+    descriptors: int
+    objects: list[Any]
+
+    def assert_nothing_more(self) -> None:
+        known = {id(thing) for thing in self.objects}
+        assert [type(thing).__name__ for thing in of_episodes() if id(thing) not in known] == []
+        assert threads_come_down_to(self.threads)
+        assert psutil.Process().num_fds() <= self.descriptors
 
 
 def threads_come_down_to(count: int) -> bool:
@@ -84,25 +100,20 @@ async def interrupted(load: Load, folder: Path) -> None:
 
 
 @pytest.fixture
-def baseline(tmp_path: Path) -> tuple[int, int]:
-    """Threads and descriptors once everything that is made once has been made."""
+def baseline(tmp_path: Path) -> Baseline:
     asyncio.run(rush(Load(GROUP, 2, tool_ms=1, pace=FAST.pace), tmp_path / "warm"))
     warm_up(threads.MOST_IDLE)
-    gc.collect()
-    return threading.active_count(), psutil.Process().num_fds()
+    kept = of_episodes()
+    return Baseline(threading.active_count(), psutil.Process().num_fds(), kept)
 
 
-def test_a_rush_of_episodes_leaves_nothing_behind(tmp_path: Path, baseline: tuple[int, int]) -> None:
+def test_a_rush_of_episodes_leaves_nothing_behind(tmp_path: Path, baseline: Baseline) -> None:
     reports = asyncio.run(rush(FAST, tmp_path))
     assert {(report.outcome, report.episodes) for report in reports} == {("finished", GROUP)}
     assert {report.metrics["turns"] for report in reports} == {3.0}
-    assert left() == []
-    assert threads_come_down_to(baseline[0])
-    assert psutil.Process().num_fds() <= baseline[1]
+    baseline.assert_nothing_more()
 
 
-def test_nor_do_episodes_that_are_given_up_inside_a_tool(tmp_path: Path, baseline: tuple[int, int]) -> None:
+def test_nor_do_episodes_that_are_given_up_inside_a_tool(tmp_path: Path, baseline: Baseline) -> None:
     asyncio.run(interrupted(HANGING, tmp_path))
-    assert left() == []
-    assert threads_come_down_to(baseline[0])
-    assert psutil.Process().num_fds() <= baseline[1]
+    baseline.assert_nothing_more()

@@ -82,7 +82,7 @@ async def swap_until(done: asyncio.Event, engine: EmbeddedEngine, versions: Sequ
         await engine.load(writer.publish(version, dict(model.named_parameters()), leased=()), pinned=False)
         loaded = version
         try:
-            async with asyncio.timeout(0.2):
+            async with asyncio.timeout(0.02):
                 await done.wait()
                 break
         except TimeoutError:

@@ -15,7 +15,6 @@ COMMON: dict[str, Any] = {
     "pacing.groups_per_step": 16,
     "pacing.chunk_groups": 8,
     "eval.count": 256,
-    "run.steps": 8,
 }
 
 
@@ -23,8 +22,8 @@ COMMON: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("task", "settings", "judge"),
     [
-        ("calculator", {"rollout.max_turns": 3, "filter.uniform": False}, "reward/number"),
-        ("guess", {"rollout.max_turns": 4, "learner.lr": 1e-3}, "reward/environment"),
+        ("calculator", {"rollout.max_turns": 3, "filter.uniform": False, "run.steps": 6}, "reward/number"),
+        ("guess", {"rollout.max_turns": 4, "run.steps": 10}, "reward/environment"),
     ],
 )
 def test_a_short_run_raises_the_held_out_reward(
@@ -37,6 +36,6 @@ def test_a_short_run_raises_the_held_out_reward(
     assert 0.2 <= summary["eval_first"] <= 0.5, "room to improve, and something to find"
     assert summary["eval_last"] >= summary["eval_first"] + 0.1
     assert summary["lag_max"] <= 2
-    metrics = read_lines(run / "metrics.jsonl")
-    assert all(judge in line for line in metrics)
-    assert metrics[-1]["episode/tool_calls"] > 0
+    judged = [line for line in read_lines(run / "metrics.jsonl") if judge in line]
+    assert judged
+    assert judged[-1]["episode/tool_calls"] > 0

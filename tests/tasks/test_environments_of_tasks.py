@@ -30,6 +30,10 @@ def test_another_environment_or_rollout_takes_its_place() -> None:
     assert ways({"tasks.name": "guess", "rollout.function": "m:roll"}) == (None, [])
 
 
+def test_an_agent_of_its_own_is_judged_as_the_task_is() -> None:
+    assert ways({"tasks.name": "calculator", "rollout.agent": ["python", "agent.py"]}) == (None, ["number"])
+
+
 def test_other_rewards_keep_the_environment() -> None:
     settings = {"tasks.name": "calculator", "rewards.functions": ["m:score"]}
     assert ways(settings) == (CALCULATOR, ["m:score"])

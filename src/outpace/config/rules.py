@@ -123,8 +123,8 @@ def _says_how_to_roll_out(config: Config) -> bool:
 
 def _rewards_of_task(config: Config) -> list[str]:
     task = config.tasks.name or ""
-    is_the_tasks_own = config.rollout.environment == ENVIRONMENTS_OF_TASKS.get(task)
-    if config.rollout.function is not None or config.environment.kinds or not is_the_tasks_own:
+    is_another = config.rollout.environment not in (None, ENVIRONMENTS_OF_TASKS.get(task))
+    if config.rollout.function is not None or config.environment.kinds or is_another:
         return []  # a custom rollout or an environment may give the reward itself
     rewards = REWARDS_OF_TASKS.get(task.partition("/")[0])  # the name of a task, or of the family before the slash
     if rewards is None:

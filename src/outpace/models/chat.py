@@ -125,7 +125,15 @@ def as_text(prompt: str | list[Message]) -> str:
     """A prompt for people to read."""
     if isinstance(prompt, str):
         return prompt
-    return "\n".join(f"{message.get('role')}: {message.get('content')}" for message in prompt)
+    return "\n".join(f"{message.get('role')}: {_readable(message)}" for message in prompt)
+
+
+def _readable(message: Message) -> str:
+    """What a message says, and what it calls as a programmer would write it."""
+    functions = [call.get("function", call) for call in message.get("tool_calls") or ()]
+    calls = [f"{function.get('name')}({function.get('arguments')})" for function in functions]
+    content = message.get("content")
+    return " ".join([*([str(content)] if content or not calls else []), *calls])
 
 
 def _text(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> str:

@@ -14,14 +14,12 @@ Invariants:
 import random
 from collections.abc import Iterator
 from functools import cache
-from hashlib import blake2b
 from itertools import combinations_with_replacement, product
 from math import gcd
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
+from outpace.tasks.problems import Split, split_by_hash, stable_hash
 from outpace.types import Task
-
-Split = Literal["train", "heldout"]
 
 PLAIN_OPERATORS = {3: "+-*", 4: "+-"}
 """What a plain solution uses, by how many numbers there are."""
@@ -41,12 +39,11 @@ class Puzzle(NamedTuple):
 
 
 def puzzle_hash(puzzle: Puzzle) -> int:
-    """The same on every machine and in every process, which the built-in `hash` does not promise."""
-    return int.from_bytes(blake2b(puzzle.text().encode(), digest_size=8).digest(), "big")
+    return stable_hash(puzzle.text())
 
 
 def split_of(puzzle: Puzzle) -> Split:
-    return "heldout" if puzzle_hash(puzzle) % HELDOUT_ONE_IN == 0 else "train"
+    return split_by_hash(puzzle.text(), HELDOUT_ONE_IN)
 
 
 class Countdown:

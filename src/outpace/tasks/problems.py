@@ -13,10 +13,13 @@ Split = Literal["train", "heldout"]
 Problem = TypeVar("Problem")
 
 
-def split_by_hash(key: str, heldout_one_in: int) -> Split:
+def stable_hash(text: str) -> int:
     """The same on every machine and in every process, which the built-in `hash` does not promise."""
-    digest = blake2b(key.encode(), digest_size=8).digest()
-    return "heldout" if int.from_bytes(digest, "big") % heldout_one_in == 0 else "train"
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+def split_by_hash(key: str, heldout_one_in: int) -> Split:
+    return "heldout" if stable_hash(key) % heldout_one_in == 0 else "train"
 
 
 class Shuffled(Generic[Problem]):

@@ -134,9 +134,9 @@ def _countdown(config: Config) -> Sources:
 
 @register("arithmetic")
 def _arithmetic(config: Config) -> Sources:
-    from outpace.tasks.arithmetic import Arithmetic
+    from outpace.tasks.arithmetic import arithmetic
 
-    return Arithmetic("train", config.run.seed), Arithmetic("heldout", config.eval.seed)
+    return arithmetic("train", config.run.seed), arithmetic("heldout", config.eval.seed)
 
 
 @register("calculator")
