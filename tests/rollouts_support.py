@@ -8,7 +8,7 @@ from outpace.algorithms.credit import credit_settings
 from outpace.config.algorithm import AlgorithmConfig
 from outpace.config.methods import chosen_advantage
 from outpace.rollouts.closing import ClosingRules, Filter
-from outpace.rollouts.requests import ClientSettings
+from outpace.rollouts.policy.requests import ClientSettings
 from outpace.rollouts.worker import WorkerSettings
 from outpace.types import GroupRecord, Place
 

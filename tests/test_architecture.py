@@ -33,7 +33,7 @@ NO_TORCH = (
     "outpace.pipeline.driver",
     "outpace.rollouts.worker",
     "outpace.rollouts.assembly",
-    "outpace.rollouts.stage_child",
+    "outpace.rollouts.environments.stage_child",
     "outpace.rewards.registry",
     "outpace.rewards.grader",
     "outpace.tasks.registry",

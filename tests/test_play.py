@@ -17,7 +17,7 @@ from rich.console import Console
 
 from outpace.errors import BadInput
 from outpace.play import index_of, play
-from outpace.rollouts.tools import load_tools
+from outpace.rollouts.tools.functions import load_tools
 from outpace.rollouts.typed_calls import read_answer, signature
 from outpace.tasks.guess import guess
 from outpace.types import Task

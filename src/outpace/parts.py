@@ -157,8 +157,8 @@ def _worker(
     name: str, settings: PartSettings, engines: list[Engine], given: dict[str, Any], assembled: Assembled
 ) -> object:
     from outpace.checkpoint.journal import JournalWriter
-    from outpace.models.speaking import dialect_of
     from outpace.models.loading import eos_ids, load_tokenizer
+    from outpace.models.speaking import dialect_of
     from outpace.rewards.grading import MAX_THREADS
     from outpace.rollouts.gateway.server import Gateway
     from outpace.rollouts.worker import RolloutWorker
@@ -207,7 +207,7 @@ def _worker_settings(config: Config) -> Any:
     from outpace.config.methods import chosen_advantage
     from outpace.rewards.shaping import Overlong
     from outpace.rollouts.closing import ClosingRules, Filter
-    from outpace.rollouts.requests import ClientSettings
+    from outpace.rollouts.policy.requests import ClientSettings
     from outpace.rollouts.worker import WorkerSettings
 
     rollout, algorithm, rewards, filters = config.rollout, config.algorithm, config.rewards, config.filter

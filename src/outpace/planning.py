@@ -18,7 +18,7 @@ from outpace.observe.callbacks import Callback
 from outpace.protocols import Reward, Rollout, TaskSource
 from outpace.rewards.registry import check_rewards
 from outpace.rollouts.assembly import check_assembly
-from outpace.rollouts.kinds import Given
+from outpace.rollouts.environments.kinds import Given
 from outpace.runtime import code
 from outpace.session import Plan
 from outpace.tasks.dataset import Dataset, Rows

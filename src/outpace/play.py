@@ -31,10 +31,10 @@ from outpace.protocols import Rollout, TaskSource
 from outpace.rewards.grading import grade
 from outpace.rewards.registry import check_rewards
 from outpace.rollouts.assembly import assemble, check_assembly
-from outpace.rollouts.client import PolicyClient
 from outpace.rollouts.episodes import run_episode
-from outpace.rollouts.history import text_of
 from outpace.rollouts.human import HumanClient, Scene, Typed
+from outpace.rollouts.policy.client import PolicyClient
+from outpace.rollouts.policy.history import text_of
 from outpace.rollouts.typed_calls import is_call, read_answer, read_call, signature
 from outpace.rollouts.worker import Judges
 from outpace.runtime import threads

@@ -30,7 +30,7 @@ from outpace.observe.summary import Summary
 from outpace.planning import Objects, Tasks, make_plan, with_checkpoint
 from outpace.protocols import Reward, Rollout
 from outpace.references import is_reference
-from outpace.rollouts.kinds import Given
+from outpace.rollouts.environments.kinds import Given
 from outpace.runtime.threads import steady_executor
 from outpace.session import Plan, Session
 from outpace.tasks.registry import is_of_family

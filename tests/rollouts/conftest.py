@@ -11,8 +11,8 @@ import pytest
 
 from outpace.models.dialect import TemplateDialect
 from outpace.models.loading import load_tokenizer
-from outpace.rollouts.client import PolicyClient
-from outpace.rollouts.requests import ClientSettings
+from outpace.rollouts.policy.client import PolicyClient
+from outpace.rollouts.policy.requests import ClientSettings
 from outpace.types import EngineStats, Generation, GroupOrder, Ints, LoadReport, Manifest, Sampling, StopReason, Version
 
 CHATML = """\

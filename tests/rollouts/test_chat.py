@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from outpace.errors import PartFailed, RequestFailed
-from outpace.rollouts.client import PolicyClient
+from outpace.rollouts.policy.client import PolicyClient
 from outpace.types import Answer, Message, Trajectory
 
 HI: Message = {"role": "user", "content": "hi"}

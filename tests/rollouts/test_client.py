@@ -13,7 +13,7 @@ from outpace.engines.noise import request_seed
 from outpace.errors import RequestFailed
 from outpace.models.chat import render
 from outpace.models.dialect import TemplateDialect
-from outpace.rollouts.client import PolicyClient
+from outpace.rollouts.policy.client import PolicyClient
 from outpace.types import OBSERVED, GroupOrder
 
 MakeClient = Callable[..., PolicyClient]
@@ -262,7 +262,7 @@ async def test_an_engine_that_does_not_end_a_request_is_not_waited_for_without_e
         async def abort(self, request_ids: list[str]) -> None:
             self.aborted += request_ids
 
-    monkeypatch.setattr("outpace.rollouts.requests.ABORT_GRACE_S", 0.01)
+    monkeypatch.setattr("outpace.rollouts.policy.requests.ABORT_GRACE_S", 0.01)
     engine = make_engine([None])
     engine.__class__ = Deaf
     client = make_client(engine)

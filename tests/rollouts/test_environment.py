@@ -12,13 +12,13 @@ from typing import Any, ClassVar
 import pytest
 
 from outpace.errors import BadInput, PartFailed
-from outpace.rollouts.client import PolicyClient
+from outpace.rollouts.environments.kinds import ONLY, Origin, check_kinds, give_rewards
+from outpace.rollouts.environments.stage import Stages
 from outpace.rollouts.episodes import run_episode
-from outpace.rollouts.kinds import ONLY, Origin, check_kinds, give_rewards
 from outpace.rollouts.limits import Limits
 from outpace.rollouts.loop import ToolLoop, with_observation
-from outpace.rollouts.stage import Stages
-from outpace.rollouts.tools import tools_of
+from outpace.rollouts.policy.client import PolicyClient
+from outpace.rollouts.tools.functions import tools_of
 from outpace.types import OBSERVED, Episode, Task
 
 

@@ -13,8 +13,8 @@ import pytest
 
 from outpace.errors import BadInput, ContextFull, PartFailed, RequestFailed
 from outpace.protocols import ModelClient
-from outpace.rollouts.client import PolicyClient
 from outpace.rollouts.episodes import run_episode
+from outpace.rollouts.policy.client import PolicyClient
 from outpace.rollouts.single_turn import single_turn
 from outpace.types import OBSERVED, Episode, Task
 

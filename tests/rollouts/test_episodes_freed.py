@@ -16,13 +16,13 @@ import pytest
 from outpace.bench.archive import GROUP, Archive, Load, Script
 from outpace.bench.episodes import make_worker, play, settings_of
 from outpace.bench.modelled import ModelledEngine, Pace
-from outpace.rollouts.client import PolicyClient
-from outpace.rollouts.conversations import Conversations
-from outpace.rollouts.instance import Instance
-from outpace.rollouts.requests import Requests
-from outpace.rollouts.stage import _OpenStage
-from outpace.rollouts.toolbox import Toolbox
-from outpace.rollouts.transcript import Turn
+from outpace.rollouts.environments.instance import Instance
+from outpace.rollouts.environments.stage import _OpenStage
+from outpace.rollouts.policy.client import PolicyClient
+from outpace.rollouts.policy.conversations import Conversations
+from outpace.rollouts.policy.requests import Requests
+from outpace.rollouts.policy.transcript import Turn
+from outpace.rollouts.tools.toolbox import Toolbox
 from outpace.rollouts.worker import RolloutWorker
 from outpace.runtime import threads
 from outpace.runtime.threads import steady_executor, warm_up

@@ -16,7 +16,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from outpace.engines.embedded import EmbeddedEngine
-from outpace.rollouts.client import PolicyClient
+from outpace.rollouts.policy.client import PolicyClient
 from outpace.types import Message, Trajectory
 from outpace.weights.store import SnapshotWriter
 

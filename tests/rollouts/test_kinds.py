@@ -9,8 +9,8 @@ import pytest
 
 from outpace.config import Config
 from outpace.errors import BadInput
-from outpace.rollouts.kinds import NoSuchKind, Origin, check_kinds, give_rewards, kind_of, kinds_of
-from outpace.rollouts.stage import Stages
+from outpace.rollouts.environments.kinds import NoSuchKind, Origin, check_kinds, give_rewards, kind_of, kinds_of
+from outpace.rollouts.environments.stage import Stages
 from outpace.types import Task
 
 FILE = Path(__file__).parent / "unruly.py"

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from outpace.errors import ContextFull, PartFailed, RequestFailed
 from outpace.models.dialect import parse_text
-from outpace.rollouts.client import PolicyClient
 from outpace.rollouts.episodes import run_episode
 from outpace.rollouts.limits import Limits, Spent
 from outpace.rollouts.loop import ToolLoop
-from outpace.rollouts.toolbox import FunctionTools, Offer, ToolLimits
-from outpace.rollouts.tools import load_tools
+from outpace.rollouts.policy.client import PolicyClient
+from outpace.rollouts.tools.functions import load_tools
+from outpace.rollouts.tools.toolbox import FunctionTools, Offer, ToolLimits
 from outpace.types import Answer, Episode, Message, StopReason, Task, ToolCall
 
 TASK = Task("t1", "Go.", {"size": 3})

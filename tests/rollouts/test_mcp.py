@@ -21,11 +21,11 @@ import psutil
 import pytest
 
 from outpace.errors import BadInput
-from outpace.rollouts.client import PolicyClient
 from outpace.rollouts.episodes import run_episode
 from outpace.rollouts.loop import ToolLoop
-from outpace.rollouts.mcp_tools import McpServer, close_servers, open_servers
-from outpace.rollouts.toolbox import Toolbox, ToolLimits
+from outpace.rollouts.policy.client import PolicyClient
+from outpace.rollouts.tools.mcp_servers import McpServer, close_servers, open_servers
+from outpace.rollouts.tools.toolbox import Toolbox, ToolLimits
 from outpace.types import Task, ToolCall
 
 SCRIPT = Path(__file__).parent / "mcp_server.py"
@@ -225,8 +225,8 @@ async def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.M
 
 def test_the_package_is_not_loaded_by_those_who_do_not_use_it() -> None:
     program = (
-        "import asyncio, sys; from outpace.rollouts import loop, mcp_tools;"
-        "assert asyncio.run(mcp_tools.open_servers([])) == []; sys.exit('mcp' in sys.modules)"
+        "import asyncio, sys; from outpace.rollouts import loop; from outpace.rollouts.tools import mcp_servers;"
+        "assert asyncio.run(mcp_servers.open_servers([])) == []; sys.exit('mcp' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from outpace.models.dialect import TemplateDialect
-from outpace.rollouts.requests import ClientSettings
+from outpace.rollouts.policy.requests import ClientSettings
 from outpace.rollouts.worker import Judges, RolloutWorker
 from outpace.types import Generation, GroupOrder, GroupRecord, Ints, Sampling, Task, Version
 from rollouts_support import RecordingJournal, worker_settings

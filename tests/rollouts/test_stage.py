@@ -13,10 +13,10 @@ import pytest
 import pytest_asyncio
 
 from outpace.errors import BadInput
-from outpace.rollouts.kinds import Origin
-from outpace.rollouts.results import as_text
-from outpace.rollouts.stage import EnvironmentFailed, Stage, StageLimits, Stages, TimeLimit, columns_of
-from outpace.rollouts.tools import ToolError
+from outpace.rollouts.environments.kinds import Origin
+from outpace.rollouts.environments.stage import EnvironmentFailed, Stage, StageLimits, Stages, TimeLimit, columns_of
+from outpace.rollouts.tools.functions import ToolError
+from outpace.rollouts.tools.results import as_text
 from outpace.types import Task
 
 FILE = Path(__file__).parent / "unruly.py"

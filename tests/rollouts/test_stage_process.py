@@ -15,9 +15,16 @@ import pytest
 import pytest_asyncio
 
 from outpace.errors import BadInput
-from outpace.rollouts.kinds import Origin
-from outpace.rollouts.stage import EnvironmentDied, EnvironmentFailed, Stage, StageLimits, Stages, TimeLimit
-from outpace.rollouts.tools import ToolError
+from outpace.rollouts.environments.kinds import Origin
+from outpace.rollouts.environments.stage import (
+    EnvironmentDied,
+    EnvironmentFailed,
+    Stage,
+    StageLimits,
+    Stages,
+    TimeLimit,
+)
+from outpace.rollouts.tools.functions import ToolError
 from outpace.runtime.output import MAX_OUTPUT
 from outpace.types import Task
 

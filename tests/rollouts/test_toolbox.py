@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outpace.errors import BadInput
-from outpace.rollouts.results import as_text, bounded
-from outpace.rollouts.toolbox import PER_ANSWER, SIDE_BY_SIDE, FunctionTools, Offer, Toolbox, ToolLimits, by_name
-from outpace.rollouts.tools import ToolError, load_tools
+from outpace.rollouts.tools.functions import ToolError, load_tools
+from outpace.rollouts.tools.results import as_text, bounded
+from outpace.rollouts.tools.toolbox import PER_ANSWER, SIDE_BY_SIDE, FunctionTools, Offer, Toolbox, ToolLimits, by_name
 from outpace.types import ToolCall
 
 

@@ -12,7 +12,7 @@ from pydantic import Field
 from transformers.utils.chat_template_utils import get_json_schema
 
 from outpace.errors import BadInput
-from outpace.rollouts.tools import ToolError, load_tools, tools_of
+from outpace.rollouts.tools.functions import ToolError, load_tools, tools_of
 
 
 class Desk:
@@ -273,7 +273,7 @@ async def test_an_exception_that_cannot_be_printed_is_still_told() -> None:
 async def test_the_traceback_of_a_tool_is_in_the_log_and_not_in_what_the_model_hears(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with caplog.at_level("DEBUG", logger="outpace.rollouts.tools"), pytest.raises(ToolError) as caught:
+    with caplog.at_level("DEBUG", logger="outpace.rollouts.tools.functions"), pytest.raises(ToolError) as caught:
         await run("fall")
     assert "Traceback" in caplog.text
     assert "Traceback" not in str(caught.value)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outpace.rollouts.trajectory import TrajectoryBuilder, problem
+from outpace.rollouts.policy.trajectory import TrajectoryBuilder, problem
 from outpace.types import OBSERVED, Generation, Trajectory
 
 TOKENS = st.lists(st.integers(0, 1000), max_size=5)

@@ -23,7 +23,7 @@ from outpace.protocols import ModelClient
 from outpace.rewards.pool import GraderPool
 from outpace.rewards.registry import isolated
 from outpace.rewards.shaping import Overlong
-from outpace.rollouts.client import ClientSettings
+from outpace.rollouts.policy.client import ClientSettings
 from outpace.rollouts.single_turn import single_turn
 from outpace.rollouts.worker import Judges, RolloutWorker
 from outpace.types import Episode, GroupOrder, GroupRecord, Place, Task, Trajectory

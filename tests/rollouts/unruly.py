@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from outpace.rollouts.tools import ToolError
+from outpace.rollouts.tools.functions import ToolError
 
 
 class Guessing:

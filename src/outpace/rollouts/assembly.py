@@ -17,14 +17,14 @@ from outpace.errors import BadInput
 from outpace.protocols import Rollout
 from outpace.references import load_function
 from outpace.rollouts import agent_process, custom
-from outpace.rollouts.kinds import Origin, check_kinds, give_rewards, kinds_of
+from outpace.rollouts.environments.kinds import Origin, check_kinds, give_rewards, kinds_of
+from outpace.rollouts.environments.stage import Stages
 from outpace.rollouts.limits import Limits
 from outpace.rollouts.loop import ToolLoop
-from outpace.rollouts.mcp_tools import close_servers, open_servers
 from outpace.rollouts.single_turn import single_turn
-from outpace.rollouts.stage import Stages
-from outpace.rollouts.toolbox import FunctionTools, Offer, ToolLimits, by_name
-from outpace.rollouts.tools import Tool, load_tools, tools_of
+from outpace.rollouts.tools.functions import Tool, load_tools, tools_of
+from outpace.rollouts.tools.mcp_servers import close_servers, open_servers
+from outpace.rollouts.tools.toolbox import FunctionTools, Offer, ToolLimits, by_name
 from outpace.types import Task
 
 Given = Mapping[str, Any]

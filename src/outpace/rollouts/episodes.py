@@ -16,8 +16,8 @@ import msgspec
 
 from outpace.errors import BadInput, ContextFull, PartFailed, one_line
 from outpace.protocols import Rollout
-from outpace.rollouts.client import PolicyClient
-from outpace.rollouts.trajectory import problem
+from outpace.rollouts.policy.client import PolicyClient
+from outpace.rollouts.policy.trajectory import problem
 from outpace.types import Episode, Message, Task, Trajectory
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ import numpy as np
 
 from outpace.errors import RequestFailed
 from outpace.models.chat import Schema, as_messages
-from outpace.rollouts.trajectory import TrajectoryBuilder
+from outpace.rollouts.policy.trajectory import TrajectoryBuilder
 from outpace.types import Answer, Endpoint, Message, StopReason, ToolCall, Trajectory
 
 

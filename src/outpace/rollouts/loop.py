@@ -33,9 +33,9 @@ from typing import Any
 from outpace.errors import ContextFull
 from outpace.models.chat import as_messages
 from outpace.protocols import ModelClient
+from outpace.rollouts.environments.stage import Stage, Stages, columns_of
 from outpace.rollouts.limits import Limits, Spent
-from outpace.rollouts.stage import Stage, Stages, columns_of
-from outpace.rollouts.toolbox import Offer, Toolbox, ToolLimits
+from outpace.rollouts.tools.toolbox import Offer, Toolbox, ToolLimits
 from outpace.types import Answer, Episode, Message, Task, ToolCall
 
 REWARD = "environment"

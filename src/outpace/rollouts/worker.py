@@ -29,10 +29,10 @@ from outpace.protocols import Engine, Reward, Rollout, TaskSource
 from outpace.rewards.grading import Graded, grade
 from outpace.rewards.pool import GraderPool
 from outpace.rewards.shaping import Overlong, shaped
-from outpace.rollouts.client import Doors, Openings, PolicyClient
 from outpace.rollouts.closing import CUT_OFF, ClosingRules, Verdict, close_group, version_range
 from outpace.rollouts.episodes import run_episode
-from outpace.rollouts.requests import ClientSettings
+from outpace.rollouts.policy.client import Doors, Openings, PolicyClient
+from outpace.rollouts.policy.requests import ClientSettings
 from outpace.runtime.together import together
 from outpace.types import Episode, EpisodeView, GroupOrder, GroupRecord, GroupReport, Message, Task, Trajectory
 

@@ -11,12 +11,12 @@ import pytest
 
 from outpace.errors import BadInput
 from outpace.rollouts.adapters.gymnasium_text import OVER, text_environment, without_escapes
+from outpace.rollouts.environments.kinds import Origin
+from outpace.rollouts.environments.stage import Stages
 from outpace.rollouts.episodes import run_episode
-from outpace.rollouts.kinds import Origin
 from outpace.rollouts.limits import Limits
 from outpace.rollouts.loop import ToolLoop
-from outpace.rollouts.stage import Stages
-from outpace.rollouts.tools import tools_of
+from outpace.rollouts.tools.functions import tools_of
 from outpace.runtime import code
 from outpace.types import Task
 

@@ -14,9 +14,9 @@ from outpace.errors import BadInput
 from outpace.rollouts.adapters.gymnasium_text import OVER
 from outpace.rollouts.adapters.openenv import observation_text, openenv_environment
 from outpace.rollouts.adapters.openenv_session import ServerRefused
-from outpace.rollouts.kinds import Origin
-from outpace.rollouts.stage import Stages
-from outpace.rollouts.tools import ToolError, tools_of
+from outpace.rollouts.environments.kinds import Origin
+from outpace.rollouts.environments.stage import Stages
+from outpace.rollouts.tools.functions import ToolError, tools_of
 from outpace.types import Task
 
 pytest.importorskip("aiohttp")

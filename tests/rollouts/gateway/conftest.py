@@ -12,9 +12,9 @@ import pytest
 from openai import AsyncOpenAI
 
 from outpace.models.dialect import TemplateDialect
-from outpace.rollouts.client import PolicyClient
 from outpace.rollouts.gateway import wanted
 from outpace.rollouts.gateway.server import Gateway
+from outpace.rollouts.policy.client import PolicyClient
 from outpace.types import Endpoint, EngineStats, Generation, GroupOrder, Ints, LoadReport, Manifest, Sampling, Version
 
 

@@ -15,8 +15,8 @@ import pytest
 from outpace.errors import BadInput
 from outpace.models.dialect import TemplateDialect
 from outpace.rollouts.agent_process import as_rollout
-from outpace.rollouts.client import PolicyClient
 from outpace.rollouts.episodes import run_episode
+from outpace.rollouts.policy.client import PolicyClient
 from outpace.types import GroupOrder, Task
 
 AGENT = [sys.executable, str(Path(__file__).parent / "agent_program.py")]

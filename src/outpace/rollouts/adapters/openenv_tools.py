@@ -16,7 +16,7 @@ from pydantic import WithJsonSchema
 
 from outpace.errors import BadInput, one_line
 from outpace.rollouts.adapters.openenv_session import SETTING, Place, ServerRefused, Session
-from outpace.rollouts.tools import NOT_TOOLS
+from outpace.rollouts.tools.functions import NOT_TOOLS
 
 TYPES: dict[str, Any] = {
     "string": str,

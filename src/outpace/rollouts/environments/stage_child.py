@@ -1,4 +1,4 @@
-"""The inside of an environment's process: `python -m outpace.rollouts.stage_child FD MEMORY_MB`.
+"""The inside of an environment's process: `python -m outpace.rollouts.environments.stage_child FD MEMORY_MB`.
 
     Load(reference or code) ─▶ Done        Make ─▶ Made(tools)        Reset, Call, Reward ─▶ Returned | Refused | Raised
                                            Leave ─▶ Done
@@ -20,9 +20,9 @@ from typing import Any
 
 import msgspec
 
-from outpace.rollouts.instance import Act, Instance, Unusable, as_it_is
-from outpace.rollouts.results import as_text
-from outpace.rollouts.tools import ToolError
+from outpace.rollouts.environments.instance import Act, Instance, Unusable, as_it_is
+from outpace.rollouts.tools.functions import ToolError
+from outpace.rollouts.tools.results import as_text
 from outpace.runtime.code import Source
 from outpace.runtime.servant_child import Done, Numbered, Raised, serve
 from outpace.runtime.values import encoded, sendable, unpacked

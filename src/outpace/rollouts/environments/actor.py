@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from outpace.models.chat import Schema
-from outpace.rollouts.instance import Act, Instance, as_it_is
-from outpace.rollouts.kinds import Factory
+from outpace.rollouts.environments.instance import Act, Instance, as_it_is
+from outpace.rollouts.environments.kinds import Factory
 from outpace.runtime import threads
 from outpace.runtime.limits import TimeLimitError, within
 from outpace.runtime.servant import CallRaised

@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from outpace.errors import BadInput
 from outpace.models.chat import Schema
-from outpace.rollouts.mcp_results import text_of
-from outpace.rollouts.results import told
-from outpace.rollouts.toolbox import Offer, by_name, leave_behind
-from outpace.rollouts.tools import ToolError
+from outpace.rollouts.tools.functions import ToolError
+from outpace.rollouts.tools.mcp_results import text_of
+from outpace.rollouts.tools.results import told
+from outpace.rollouts.tools.toolbox import Offer, by_name, leave_behind
 from outpace.runtime.together import together
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@
                                         ▲                                                        │
                                         └─────────── close: kept if it is sound, else ended ◀────┘
 
-An actor holds one instance of the user's class: in this process (`outpace.rollouts.actor`) or in one of its own
-(`outpace.rollouts.process_actor`). A stage says the same of both.
+An actor holds one instance of the user's class: in this process (`actor`) or in one of its own (`process_actor`). A
+stage says the same of both.
 
 Invariants
 - An instance belongs to one episode at a time, and its methods run one at a time.
@@ -27,11 +27,11 @@ from typing import Any, Literal, Protocol, TypeVar
 from outpace.config.agents import EnvironmentConfig, ToolsConfig
 from outpace.errors import OutpaceError
 from outpace.models.chat import Schema
-from outpace.rollouts.actor import Actor, LocalActor
-from outpace.rollouts.instance import Unusable
-from outpace.rollouts.kinds import Origin, kind_of
-from outpace.rollouts.process_actor import ProcessActor
-from outpace.rollouts.tools import ToolError
+from outpace.rollouts.environments.actor import Actor, LocalActor
+from outpace.rollouts.environments.instance import Unusable
+from outpace.rollouts.environments.kinds import Origin, kind_of
+from outpace.rollouts.environments.process_actor import ProcessActor
+from outpace.rollouts.tools.functions import ToolError
 from outpace.runtime.household import Household
 from outpace.runtime.limits import TimeLimitError
 from outpace.runtime.servant import END_LIMIT_S, CallRaised, ServantDied

@@ -20,7 +20,7 @@ from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapt
 from outpace.errors import BadInput, one_line
 from outpace.models.chat import Schema
 from outpace.references import load_function
-from outpace.rollouts.results import told
+from outpace.rollouts.tools.results import told
 from outpace.runtime import threads
 
 NOT_TOOLS = ("reset", "get_reward")

@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 from outpace.errors import one_line
-from outpace.rollouts.tools import ToolError
+from outpace.rollouts.tools.functions import ToolError
 
 MAX_DEPTH = 100
 """Objects and lists inside one another; readers of JSON give up somewhat later."""

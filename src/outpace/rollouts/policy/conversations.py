@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from outpace.models.chat import Schema
 from outpace.models.dialect import Dialect, Said, stand_in_for
-from outpace.rollouts.history import Digest, digests, followed_by
-from outpace.rollouts.transcript import Turn
+from outpace.rollouts.policy.history import Digest, digests, followed_by
+from outpace.rollouts.policy.transcript import Turn
 from outpace.types import Answer, Message
 
 

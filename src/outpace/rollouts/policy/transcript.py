@@ -18,7 +18,7 @@ from zlib import crc32
 import numpy as np
 
 from outpace.errors import PartFailed
-from outpace.rollouts.trajectory import TrajectoryBuilder
+from outpace.rollouts.policy.trajectory import TrajectoryBuilder
 from outpace.types import Generation, Ints, Trajectory
 
 

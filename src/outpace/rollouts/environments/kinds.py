@@ -16,7 +16,7 @@ from typing import Any
 from outpace.config import Config
 from outpace.errors import BadInput, OutpaceError, one_line
 from outpace.references import absolute, load_function, nearest
-from outpace.rollouts.tools import tools_of
+from outpace.rollouts.tools.functions import tools_of
 from outpace.runtime.code import Source, by_value
 from outpace.types import Task
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from outpace.errors import BadInput
 from outpace.models.chat import Schema
-from outpace.rollouts.instance import Unusable
-from outpace.rollouts.stage_child import (
+from outpace.rollouts.environments.instance import Unusable
+from outpace.rollouts.environments.stage_child import (
     MAX_RESULT,
     Answer,
     Call,
@@ -29,14 +29,14 @@ from outpace.rollouts.stage_child import (
     Returned,
     Reward,
 )
-from outpace.rollouts.tools import ToolError
+from outpace.rollouts.tools.functions import ToolError
 from outpace.runtime.code import Source
 from outpace.runtime.limits import TimeLimitError
 from outpace.runtime.servant import LOAD_LIMIT_S, CallRaised, Kind, Servant, ServantDied
 from outpace.runtime.servant_child import Numbered
 from outpace.runtime.values import packed
 
-ENVIRONMENT = Kind("outpace.rollouts.stage_child", Answer, "an environment", max_answer=2 * MAX_RESULT)
+ENVIRONMENT = Kind("outpace.rollouts.environments.stage_child", Answer, "an environment", max_answer=2 * MAX_RESULT)
 
 
 class ProcessActor:

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 from outpace.errors import RequestFailed
 from outpace.models.chat import Schema, as_messages
 from outpace.models.dialect import Dialect, stand_in_for
-from outpace.rollouts.conversations import extension
-from outpace.rollouts.transcript import Turn
+from outpace.rollouts.policy.conversations import extension
+from outpace.rollouts.policy.transcript import Turn
 from outpace.types import Answer, Message, Sampling, StopReason, Trajectory
 
 

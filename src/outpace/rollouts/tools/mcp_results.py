@@ -6,8 +6,8 @@ import json
 from typing import TYPE_CHECKING
 
 from outpace.errors import one_line
-from outpace.rollouts.results import described
-from outpace.rollouts.tools import ToolError
+from outpace.rollouts.tools.functions import ToolError
+from outpace.rollouts.tools.results import described
 
 if TYPE_CHECKING:
     from mcp.types import CallToolResult, ContentBlock

@@ -13,7 +13,7 @@ from numbers import Real
 from typing import Any
 
 from outpace.errors import BadInput, one_line
-from outpace.rollouts.tools import Tool, tools_of
+from outpace.rollouts.tools.functions import Tool, tools_of
 from outpace.runtime.signature import accepted
 
 

@@ -5,7 +5,7 @@
     complete  plain text        ─┘
 
 Invariant: no token is trained under a prefix it was not sampled from. A request sends exactly the ids of the turns
-before it and keeps exactly what came back (`outpace.rollouts.transcript`).
+before it and keeps exactly what came back (`outpace.rollouts.policy.transcript`).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from outpace.errors import BadInput, PartFailed, RequestFailed, one_line
 from outpace.models.chat import Schema, as_messages
 from outpace.models.dialect import Dialect
 from outpace.protocols import Engine
-from outpace.rollouts.conversations import Conversations
-from outpace.rollouts.history import Digest, digests
-from outpace.rollouts.requests import ClientSettings, Requests
-from outpace.rollouts.thread import Thread
-from outpace.rollouts.trajectory import TrajectoryBuilder
-from outpace.rollouts.transcript import Transcript, Turn
+from outpace.rollouts.policy.conversations import Conversations
+from outpace.rollouts.policy.history import Digest, digests
+from outpace.rollouts.policy.requests import ClientSettings, Requests
+from outpace.rollouts.policy.thread import Thread
+from outpace.rollouts.policy.trajectory import TrajectoryBuilder
+from outpace.rollouts.policy.transcript import Transcript, Turn
 from outpace.types import (
     Answer,
     Endpoint,

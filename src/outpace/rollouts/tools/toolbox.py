@@ -22,9 +22,9 @@ from typing import Any, Literal, Protocol
 
 from outpace.errors import BadInput, one_line
 from outpace.models.chat import Schema
-from outpace.rollouts.call_arguments import read_arguments
-from outpace.rollouts.results import as_text, bounded
-from outpace.rollouts.tools import Tool, ToolError
+from outpace.rollouts.tools.arguments import read_arguments
+from outpace.rollouts.tools.functions import Tool, ToolError
+from outpace.rollouts.tools.results import as_text, bounded
 from outpace.runtime import threads
 from outpace.runtime.together import together
 from outpace.types import Message, ToolCall

@@ -1,0 +1,1 @@
+"""The policy as an episode sees it: conversations in, exact tokens out."""
