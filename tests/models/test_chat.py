@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from outpace.errors import BadInput, RequestFailed
-from outpace.models.chat import STAND_IN, as_messages, as_text, bridge, render
+from outpace.models.chat import STAND_IN, Bridge, as_messages, as_text, bridge, render
 
 TEMPLATE = """\
 {%- if tools %}{{- '[tools]' + (tools | tojson) + '[/]' }}{%- endif %}
@@ -42,6 +42,11 @@ TOKENIZER = make_tokenizer()
 
 def text_of(ids: list[int], tokenizer: Any = TOKENIZER) -> str:
     return str(tokenizer.decode(ids))
+
+
+def ids_of(found: Bridge | None) -> list[int]:
+    assert found is not None
+    return found.ids
 
 
 def test_text_is_one_user_message_after_the_system_message() -> None:
@@ -87,7 +92,14 @@ def test_without_a_template_only_text_can_be_rendered() -> None:
 
 def test_a_bridge_ends_the_answer_says_the_messages_and_begins_the_next_answer() -> None:
     said = [{"role": "tool", "content": "3"}, {"role": "user", "content": "go on"}]
-    assert text_of(bridge(TOKENIZER, HI, said) or []) == "[/]\n[tool]3[/]\n[user]go on[/]\n[assistant]"
+    assert text_of(ids_of(bridge(TOKENIZER, HI, said))) == "[/]\n[tool]3[/]\n[user]go on[/]\n[assistant]"
+
+
+def test_a_bridge_that_knows_how_the_past_was_shown_is_the_same_bridge() -> None:
+    first = bridge(TOKENIZER, HI, HI)
+    assert first is not None
+    heard = [*HI, STAND_IN, *HI]
+    assert bridge(TOKENIZER, heard, HI, shown=first.shown) == bridge(TOKENIZER, heard, HI)
 
 
 TURNS = st.lists(st.tuples(st.text(), st.text()), min_size=1, max_size=4)
@@ -100,14 +112,14 @@ def test_prompt_answers_and_bridges_make_up_the_whole_conversation(opening: str,
     ids = render(TOKENIZER, opening)
     for answer, reply in turns:
         said = as_messages(reply)
-        ids += TOKENIZER.encode(answer) + bridge(TOKENIZER, heard, said)
+        ids += TOKENIZER.encode(answer) + ids_of(bridge(TOKENIZER, heard, said))
         heard = [*heard, STAND_IN, *said]
         whole = [*whole, {"role": "assistant", "content": answer}, *said]
     assert ids == render(TOKENIZER, whole)
 
 
 def test_a_bridge_shows_tools_where_the_prompt_did() -> None:
-    assert bridge(TOKENIZER, HI, HI, [TOOL]) == bridge(TOKENIZER, HI, HI)
+    assert ids_of(bridge(TOKENIZER, HI, HI, [TOOL])) == ids_of(bridge(TOKENIZER, HI, HI))
 
 
 @pytest.mark.parametrize(
@@ -127,7 +139,7 @@ def test_a_template_that_leaves_out_what_is_said_is_named() -> None:
     mute = make_tokenizer(
         TEMPLATE.replace("{{- '[' + message.role", "{{- '' if message.role == 'tool' else '[' + message.role")
     )
-    assert text_of(bridge(mute, HI, HI) or []) == "[/]\n[user]hi[/]\n[assistant]"
+    assert text_of(ids_of(bridge(mute, HI, HI))) == "[/]\n[user]hi[/]\n[assistant]"
     with pytest.raises(RequestFailed, match="does not show messages of tool"):
         bridge(mute, HI, [{"role": "tool", "content": "3"}])
 

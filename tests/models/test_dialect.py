@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -106,10 +107,10 @@ def test_a_family_keeps_what_was_sampled_and_goes_on_after_it(qwen: Any) -> None
         "hm  m",
         [("add", {"a": 1})],
     )
-    more = dialect.extend(Said([HI], prompt, answer), [{"role": "tool", "content": "3"}], [ADD])
+    more = dialect.extend(Said([HI], np.array(prompt), np.array(answer)), [{"role": "tool", "content": "3"}], [ADD])
     assert more is not None
     assert (
-        qwen.decode(more)
+        qwen.decode(more.ids)
         == "\n<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     )
 
@@ -117,7 +118,7 @@ def test_a_family_keeps_what_was_sampled_and_goes_on_after_it(qwen: Any) -> None
 def test_a_family_that_drops_thoughts_before_a_new_question_cannot_go_on_exactly(qwen: Any) -> None:
     dialect = dialect_of(qwen, [])
     prompt, answer = dialect.open([HI]), ids(qwen, "<think>\nhm\n</think>\n\nyes<|im_end|>")
-    assert dialect.extend(Said([HI], prompt, answer), [HI]) is None
+    assert dialect.extend(Said([HI], np.array(prompt), np.array(answer)), [HI]) is None
 
 
 def test_a_broken_call_of_a_family_has_a_problem_and_stays_visible(qwen: Any) -> None:

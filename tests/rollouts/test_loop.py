@@ -66,6 +66,8 @@ class ScriptedClient:
 class Stage:
     """An environment that counts what is asked of it."""
 
+    instance: object | None = None
+
     def __init__(self, **failures: Exception) -> None:
         self.failures = failures
         self.events: list[str] = []

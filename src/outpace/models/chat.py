@@ -52,20 +52,34 @@ def render(
     return [int(token) for token in tokenizer.encode(_plain(as_messages(prompt, system)))]
 
 
+@dataclass(frozen=True)
+class Bridge:
+    """The ids between two answers, and how the conversation up to the second one was `shown`: whoever goes on from
+    there and hands this back saves a rendering."""
+
+    ids: list[int]
+    shown: str = ""
+
+
 def bridge(
-    tokenizer: Any, heard: Sequence[Message], said: Sequence[Message], tools: Sequence[Schema] = ()
-) -> list[int] | None:
-    """The ids between two answers of the policy: how the first one ends, `said`, and how the second one begins.
+    tokenizer: Any,
+    heard: Sequence[Message],
+    said: Sequence[Message],
+    tools: Sequence[Schema] = (),
+    shown: str = "",
+) -> Bridge | None:
+    """From one answer of the policy to the next: how the first one ends, `said`, and how the second one begins.
 
     `heard` is the conversation before the first answer, with stand-ins for those still earlier. None: the template
     would show the policy's past in another way once `said` is there, so that it cannot be continued exactly. A
-    template that does not show `said` at all is an error, since no other rendering would.
+    template that does not show `said` at all is an error, since no other rendering would. `shown` is that of the bridge
+    to the first answer, if there was one.
     """
     if not tokenizer.chat_template:
         raise RequestFailed(f"{_name(tokenizer)} has no chat template to continue a chat by; use observe(text)")
     try:
-        opened, whole = _texts(tokenizer, [heard, [*heard, STAND_IN, *said]], tools)
-        before = opened + STAND_IN["content"]
+        *opened, whole = _texts(tokenizer, [*([] if shown else [heard]), [*heard, STAND_IN, *said]], tools)
+        before = (shown or opened[0]) + STAND_IN["content"]
         if not whole.startswith(before):
             return None
         _refuse_hidden(tokenizer, heard, said, tools, whole)
@@ -74,7 +88,7 @@ def bridge(
     # Tokenised behind the stand-in, because some tokenizers treat the beginning of a text in a way of their own.
     opening = _learned(tokenizer).stand_in
     ids = _ids(tokenizer, STAND_IN["content"] + whole.removeprefix(before))
-    return ids[len(opening) :] if ids[: len(opening)] == opening else None
+    return Bridge(ids[len(opening) :], whole) if ids[: len(opening)] == opening else None
 
 
 @dataclass(frozen=True)

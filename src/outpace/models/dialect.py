@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from outpace.errors import one_line
-from outpace.models.chat import STAND_IN, Schema, bridge, render
-from outpace.types import Message, ToolCall
+from outpace.models.chat import STAND_IN, Bridge, Schema, bridge, render
+from outpace.types import Ints, Message, ToolCall
 
 SHAPE = 'a tool call is an object like {"name": "...", "arguments": {...}}'
 
@@ -33,8 +33,9 @@ OPENING_TAIL = 16
 
 @dataclass(frozen=True)
 class Parsed:
-    """What an answer says, in parts. The ids of its calls are given by whoever knows the request."""
+    """What an answer says, as a whole and in parts. The ids of its calls are given by whoever knows the request."""
 
+    text: str
     content: str
     reasoning: str = ""
     calls: tuple[ToolCall, ...] = ()
@@ -42,11 +43,14 @@ class Parsed:
 
 @dataclass(frozen=True)
 class Said:
-    """A conversation up to an answer: as messages, with stand-ins for the policy's, and as the ids that were used."""
+    """A conversation up to an answer: as messages, with stand-ins for the policy's, and as the ids that were used.
+
+    `shown` is that of the bridge to this answer, if one led to it."""
 
     heard: Sequence[Message]
-    prompt: Sequence[int]
-    answer: Sequence[int]
+    prompt: Ints
+    answer: Ints
+    shown: str = ""
 
 
 class Dialect(Protocol):
@@ -59,8 +63,8 @@ class Dialect(Protocol):
         """The ids after which the policy speaks. Raises `BadInput` for a model that cannot show this."""
         ...
 
-    def extend(self, said: Said, new: Sequence[Message], tools: Sequence[Schema] = ()) -> list[int] | None:
-        """The ids between that answer and the next one, or None."""
+    def extend(self, said: Said, new: Sequence[Message], tools: Sequence[Schema] = ()) -> Bridge | None:
+        """From that answer to the next one, or None."""
         ...
 
     def parse(self, answer: Sequence[int], prompt: Sequence[int], tools: Sequence[Schema] = ()) -> Parsed: ...
@@ -80,6 +84,7 @@ class TemplateDialect:
     def __init__(self, tokenizer: Any, stop_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._stop_ids = tuple(stop_ids)
+        self._may_open_thoughts = "<think>" in str(tokenizer.chat_template)
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -88,15 +93,18 @@ class TemplateDialect:
     def open(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> list[int]:
         return render(self._tokenizer, list(messages), tools=tools)
 
-    def extend(self, said: Said, new: Sequence[Message], tools: Sequence[Schema] = ()) -> list[int] | None:
-        ids = bridge(self._tokenizer, said.heard, new, tools)
-        ended = bool(said.answer) and said.answer[-1] in self._stop_ids
-        # The end of turn that the policy has sampled already is not put there twice.
-        return ids[1:] if ids and ended and ids[0] in self._stop_ids else ids
+    def extend(self, said: Said, new: Sequence[Message], tools: Sequence[Schema] = ()) -> Bridge | None:
+        found = bridge(self._tokenizer, said.heard, new, tools, said.shown)
+        ended = len(said.answer) > 0 and int(said.answer[-1]) in self._stop_ids
+        if found and found.ids and ended and found.ids[0] in self._stop_ids:
+            return Bridge(found.ids[1:], found.shown)  # the policy has sampled the end of its turn already
+        return found
 
     def parse(self, answer: Sequence[int], prompt: Sequence[int], tools: Sequence[Schema] = ()) -> Parsed:
-        opened = _OPENED.search(self._tokenizer.decode(list(prompt[-OPENING_TAIL:])))
-        return parse_text(self.decode(answer), bool(opened))
+        return parse_text(self.decode(answer), self._may_open_thoughts and self._opens_a_thought(prompt))
+
+    def _opens_a_thought(self, prompt: Sequence[int]) -> bool:
+        return _OPENED.search(self._tokenizer.decode(list(prompt[-OPENING_TAIL:]))) is not None
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
@@ -113,16 +121,16 @@ def stand_in_for(message: Message) -> Message:
 def parse_text(text: str, opened: bool = False) -> Parsed:
     """An answer in the most common form of tool calls and reasoning; `opened`: the prompt has begun a thought."""
     if opened and "</think>" not in text:
-        return Parsed("", text.strip())
-    thought = _THOUGHT.match(f"<think>{text}" if opened else text)
-    text = f"<think>{text}" if opened else text
-    reasoning, rest = (thought[1].strip(), text[thought.end() :]) if thought else ("", text)
+        return Parsed(text, "", text.strip())
+    whole = f"<think>{text}" if opened else text
+    thought = _THOUGHT.match(whole)
+    reasoning, rest = (thought[1].strip(), whole[thought.end() :]) if thought else ("", whole)
     calls = tuple(_read_call(body) for body in _CALL.findall(rest))
     if not calls:
-        return Parsed(rest, reasoning)
+        return Parsed(text, rest, reasoning)
     readable = iter(calls)
     content = _CALL.sub(lambda match: match[0] if next(readable).problem else "", rest)
-    return Parsed(content.strip(), reasoning, calls)
+    return Parsed(text, content.strip(), reasoning, calls)
 
 
 def _read_call(body: str) -> ToolCall:

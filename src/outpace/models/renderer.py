@@ -10,7 +10,7 @@ from renderers import config_from_name, create_renderer
 from renderers.base import MODEL_RENDERER_MAP, RENDERER_REGISTRY, ParsedToolCall, ToolCallParseStatus
 
 from outpace.errors import BadInput, RequestFailed, one_line
-from outpace.models.chat import Schema
+from outpace.models.chat import Bridge, Schema
 from outpace.models.dialect import SHAPE, Parsed, Said
 from outpace.references import nearest
 from outpace.types import Message, ToolCall
@@ -51,19 +51,18 @@ class RendererDialect:
         except Exception as error:  # the boundary to the package: it raises what the family's own rules raise
             raise RequestFailed(f"this conversation cannot be rendered: {one_line(error)}") from error
 
-    def extend(self, said: Said, new: Sequence[Message], tools: Sequence[Schema] = ()) -> list[int] | None:
-        before = [*said.prompt, *said.answer]
-        whole = self._renderer.bridge_to_next_turn(
-            list(said.prompt), list(said.answer), list(new), tools=_specs(tools) or None
-        )
+    def extend(self, said: Said, new: Sequence[Message], tools: Sequence[Schema] = ()) -> Bridge | None:
+        prompt, answer = said.prompt.tolist(), said.answer.tolist()
+        whole = self._renderer.bridge_to_next_turn(prompt, answer, list(new), tools=_specs(tools) or None)
         ids = None if whole is None else list(whole.token_ids)
-        return ids[len(before) :] if ids is not None and ids[: len(before)] == before else None
+        before = [*prompt, *answer]
+        return Bridge(ids[len(before) :]) if ids is not None and ids[: len(before)] == before else None
 
     def parse(self, answer: Sequence[int], prompt: Sequence[int], tools: Sequence[Schema] = ()) -> Parsed:
         parsed = self._renderer.parse_response(list(answer), tools=_specs(tools) or None, prompt_ids=list(prompt))
         calls = tuple(map(_call, parsed.tool_calls))
         unread = "".join(each.raw for each, call in zip(parsed.tool_calls, calls, strict=True) if call.problem)
-        return Parsed((parsed.content or "") + unread, parsed.reasoning_content or "", calls)
+        return Parsed(self.decode(answer), (parsed.content or "") + unread, parsed.reasoning_content or "", calls)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))

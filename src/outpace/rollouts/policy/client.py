@@ -237,7 +237,7 @@ class PolicyClient:
         ]
         return Answer(
             request_id=turn.request_id,
-            text=self.dialect.decode(tokens),
+            text=parsed.text,
             content=_without_stop(parsed.content, stops) if generation.stop == "stop" else parsed.content,
             reasoning=parsed.reasoning,
             calls=tuple(calls),

@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outpace.models.chat import Schema
+import numpy as np
+
+from outpace.models.chat import Bridge, Schema
 from outpace.models.dialect import Dialect, Said, stand_in_for
 from outpace.rollouts.policy.history import Digest, digests, followed_by
 from outpace.rollouts.policy.transcript import Turn
@@ -22,18 +24,21 @@ from outpace.types import Answer, Message
 class Position:
     """Where a request stands: after `parent`'s answer (None: at the beginning), with `observed` in between.
 
-    `heard` is the conversation so far with stand-ins for what the policy said; `digest` is that of the real one."""
+    `heard` is the conversation so far with stand-ins for what the policy said, `shown` how the dialect wrote it if it
+    told; `digest` is that of the real one."""
 
     parent: Turn | None
     observed: Sequence[int]
     heard: tuple[Message, ...]
     digest: Digest
+    shown: str = ""
 
 
 @dataclass(frozen=True)
 class _Known:
     turn: Turn
     heard: tuple[Message, ...]
+    shown: str
 
 
 class Conversations:
@@ -49,11 +54,11 @@ class Conversations:
         chain = digests(role, tools, history)
         known, length = self._longest_known(history, chain)
         if known is not None:
-            observed = extension(self._dialect, known.turn, (), known.heard, history[length:], tools)
-            if observed is not None:
+            found = extension(self._dialect, known.turn, (), known.heard, history[length:], tools, known.shown)
+            if found is not None:
                 self._continued.add(id(known.turn))
                 heard = (*known.heard, stand_in_for(history[length - 1]), *history[length:])
-                return Position(known.turn, observed, heard, chain[-1])
+                return Position(known.turn, found.ids, heard, chain[-1], found.shown)
         self.breaks += any(message.get("role") == "assistant" for message in history)
         heard = tuple(map(stand_in_for, history))
         return Position(None, self.opening(chain[-1], history, tools), heard, chain[-1])
@@ -65,7 +70,7 @@ class Conversations:
 
     def remember(self, position: Position, turn: Turn, answer: Answer) -> None:
         """Later histories that go on from this answer are known by it."""
-        known = _Known(turn, position.heard)
+        known = _Known(turn, position.heard, position.shown)
         self._known.setdefault(followed_by(position.digest, answer.message), []).append(known)
 
     def _longest_known(self, history: Sequence[Message], chain: Sequence[Digest]) -> tuple[_Known | None, int]:
@@ -86,12 +91,13 @@ def extension(
     heard: Sequence[Message],
     new: Sequence[Message],
     tools: Sequence[Schema],
-) -> list[int] | None:
-    """The ids with which a conversation goes on to `new`, behind a turn's answer and what was observed `after` it.
+    shown: str = "",
+) -> Bridge | None:
+    """How a conversation goes on to `new`, behind a turn's answer and what was observed `after` it.
 
-    None: not exactly possible."""
+    None: not exactly possible. `shown` is that of the bridge to this turn, if one led to it."""
     if any(message.get("role") == "assistant" for message in new):
         return None  # words put into the policy's mouth: rendered, they would stand where samples do
     assert turn.generation is not None, "a conversation goes on from an answer"
-    answer = [*turn.generation.tokens.tolist(), *after]
-    return dialect.extend(Said(heard, turn.prompt().tolist(), answer), new, tools)
+    answer = np.concatenate([turn.generation.tokens, np.array(after, dtype=np.int32)])
+    return dialect.extend(Said(heard, turn.prompt(), answer, shown), new, tools)

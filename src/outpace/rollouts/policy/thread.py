@@ -98,9 +98,9 @@ class Thread:
 
     def _go_on(self, turn: Turn, new: list[Message]) -> None:
         heard = [stand_in_for(message) for message in self._messages[:-1]]
-        observed = extension(self._client.dialect, turn, self._pending, heard, new, self._tools)
-        if observed is not None:
-            self._pending += observed
+        found = extension(self._client.dialect, turn, self._pending, heard, new, self._tools)
+        if found is not None:
+            self._pending += found.ids
             return
         if self._plain:
             raise RequestFailed("this chat cannot be continued exactly, nor be rendered anew: plain text is in it")
