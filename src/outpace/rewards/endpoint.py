@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from outpace.errors import RequestFailed, one_line
-from outpace.rewards.per_loop import PerLoop
+from outpace.runtime.per_loop import PerLoop
 
 if TYPE_CHECKING:
     import aiohttp

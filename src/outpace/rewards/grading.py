@@ -26,10 +26,10 @@ from outpace.errors import BadInput, RewardFailed, one_line
 from outpace.protocols import Reward
 from outpace.rewards.evaluator import is_evaluator, wired
 from outpace.rewards.outcomes import Scores, checked
-from outpace.rewards.per_loop import PerLoop
 from outpace.rewards.pool import GraderPool
 from outpace.rewards.registry import is_async, keeps_own_time
 from outpace.runtime.limits import TimeLimitError, within
+from outpace.runtime.per_loop import PerLoop
 from outpace.runtime.servant import CallRaised, ServantDied
 from outpace.runtime.signature import accepted, named
 from outpace.runtime.threads import in_thread

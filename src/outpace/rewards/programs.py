@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from outpace.config import Config
-from outpace.rewards.per_loop import PerLoop
 from outpace.rewards.sandbox import SandboxLimits, check_available, run_python
 from outpace.rewards.text import Completion, last_text
+from outpace.runtime.per_loop import PerLoop
 from outpace.runtime.together import together
 
 FENCED = re.compile(r"^[ \t]*```(python3?|py)?[ \t]*\r?\n(.*?)^[ \t]*```", re.MULTILINE | re.DOTALL | re.IGNORECASE)

@@ -28,6 +28,8 @@ from outpace.rollouts.policy.requests import ClientSettings, Requests
 from outpace.rollouts.policy.thread import Thread
 from outpace.rollouts.policy.trajectory import TrajectoryBuilder
 from outpace.rollouts.policy.transcript import Transcript, Turn
+from outpace.runtime.per_loop import PerLoop
+from outpace.runtime.turnstile import Turnstile
 from outpace.types import (
     Answer,
     Endpoint,
@@ -49,6 +51,9 @@ Openings = dict[Digest, list[int]]
 
 Listener = Callable[[str, Ints], None]
 """Told the id and the prompt of a request as soon as it is under way."""
+
+
+_turns: PerLoop[Turnstile] = PerLoop()
 
 
 class Doors(Protocol):
@@ -113,6 +118,7 @@ class PolicyClient:
         listener: Listener | None = None,
         **overrides: Any,
     ) -> Answer:
+        await _turns.get(Turnstile).passed()  # rendering takes a while, and a thousand episodes may be here at once
         sampling = self.sampling(overrides)
         position = self._conversations.place(role, tools, as_messages(list(messages), self.system))
         turn, answer = await self.ask(position.parent, position.observed, role, sampling, tools, listener)
@@ -207,6 +213,7 @@ class PolicyClient:
         if listener is not None:
             listener(request_id, prompt)
         turn.generation = await self._requests.send(request_id, prompt, sampling)
+        await _turns.get(Turnstile).passed()
         self._transcript.turns.append(turn)
         self.newest = self._answer(turn, turn.generation, prompt.tolist(), tools, sampling.stop_strings)
         return turn, self.newest
