@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from outpace.errors import BadInput
+from outpace.models.chat import STAND_IN
 from outpace.models.dialect import Said, TemplateDialect, parse_text
 from outpace.models.loading import load_tokenizer
 from outpace.models.speaking import dialect_of
@@ -107,7 +108,8 @@ def test_a_family_keeps_what_was_sampled_and_goes_on_after_it(qwen: Any) -> None
         "hm  m",
         [("add", {"a": 1})],
     )
-    more = dialect.extend(Said([HI], np.array(prompt), np.array(answer)), [{"role": "tool", "content": "3"}], [ADD])
+    said = Said([HI], np.array(prompt), np.array(answer), STAND_IN)
+    more = dialect.extend(said, [{"role": "tool", "content": "3"}], [ADD])
     assert more is not None
     assert (
         qwen.decode(more.ids)
@@ -118,7 +120,7 @@ def test_a_family_keeps_what_was_sampled_and_goes_on_after_it(qwen: Any) -> None
 def test_a_family_that_drops_thoughts_before_a_new_question_cannot_go_on_exactly(qwen: Any) -> None:
     dialect = dialect_of(qwen, [])
     prompt, answer = dialect.open([HI]), ids(qwen, "<think>\nhm\n</think>\n\nyes<|im_end|>")
-    assert dialect.extend(Said([HI], np.array(prompt), np.array(answer)), [HI]) is None
+    assert dialect.extend(Said([HI], np.array(prompt), np.array(answer), STAND_IN), [HI]) is None
 
 
 def test_a_broken_call_of_a_family_has_a_problem_and_stays_visible(qwen: Any) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gc
 import json
+import weakref
 from typing import Any
 
 import numpy as np
@@ -108,7 +110,7 @@ async def test_other_tools_or_another_role_are_another_conversation(make_engine:
     await client.chat([HI, first.message, MORE], tools=[TOOL])
     await client.chat([HI, first.message, MORE], role="judge")
     assert [trajectory.role for trajectory in client.trajectories()] == ["policy", "policy", "judge"]
-    assert client.breaks == 2
+    assert client.breaks == 0
 
 
 async def test_two_continuations_of_one_answer_train_it_once(make_engine: Any, make_client: Any) -> None:
@@ -232,7 +234,7 @@ async def test_a_prefix_that_differs_from_what_was_sent_ends_the_run(make_engine
     client: PolicyClient = make_client(make_engine(["one", "two"]))
     first = await client.chat([HI])
     await client.chat([HI, first.message, MORE])
-    turn = client._transcript.turns[0]
+    turn = client._asking.transcript.turns[0]
     turn.observed = turn.observed + np.int32(1)
     with pytest.raises(PartFailed, match="a prefix it was not sampled from"):
         client.trajectories()
@@ -245,3 +247,181 @@ async def test_threads_of_one_episode_are_chats_of_their_own(make_engine: Any, m
     await critic.sample("is it?")
     await client.sample("more")
     assert [(each.role, int(each.mask.sum())) for each in client.trajectories()] == [("critic", 3), ("policy", 8)]
+
+
+# ----------------------------------------------------------------------------------------------- what is hard to tell
+
+
+async def test_of_answers_that_say_the_same_the_one_that_was_sent_back_goes_on(
+    make_engine: Any, make_client: Any
+) -> None:
+    client: PolicyClient = make_client(make_engine([CALL, CALL, "more"]))
+    first, second = await asyncio.gather(client.chat([HI], tools=[TOOL]), client.chat([HI], tools=[TOOL]))
+    history = [HI, second.message, {"role": "tool", "content": "3"}]
+    third = await client.chat(history, tools=[TOOL])
+    client.reward(1.0, request=second)
+    lone, longer = sorted(client.trajectories(), key=lambda each: int(each.mask.sum()))
+    assert (lone.reward, longer.reward) == (None, 1.0)
+    assert trained(longer) == [*second.tokens.tolist(), *third.tokens.tolist()]
+    assert trained(lone) == first.tokens.tolist()
+
+
+async def test_siblings_share_only_what_is_rendered_alike(tokenizer: Any, make_engine: Any) -> None:
+    from outpace.models.dialect import TemplateDialect
+    from outpace.rollouts.policy.conversations import Conversations
+
+    thoughtful = copy.deepcopy(tokenizer)
+    thoughtful.chat_template = tokenizer.chat_template.replace(
+        "(message.content or '')", "(message.reasoning_content or '') + (message.content or '')"
+    )
+    openings: dict[bytes, list[int]] = {}
+    rendered = []
+    for thought in ("ONE", "TWO"):
+        history = [HI, {"role": "assistant", "content": "yes", "reasoning_content": thought}, MORE]
+        position = Conversations(TemplateDialect(thoughtful, ()), openings).place("policy", [], history)
+        rendered.append(thoughtful.decode(position.observed))
+    assert ["ONE" in rendered[0], "TWO" in rendered[1]] == [True, True]
+
+
+async def test_examples_in_a_prompt_are_no_break(make_engine: Any, make_client: Any) -> None:
+    client: PolicyClient = make_client(make_engine(["one", "two"]))
+    prompt = [HI, {"role": "assistant", "content": "as I would say"}, MORE]
+    first = await client.chat(prompt)
+    await client.chat([*prompt, first.message, MORE])
+    assert (client.breaks, len(client.trajectories())) == (0, 1)
+
+
+async def test_a_template_that_names_the_tool_from_the_call_is_not_continued_wrongly(
+    tokenizer: Any, make_engine: Any, make_client: Any
+) -> None:
+    naming = copy.deepcopy(tokenizer)
+    naming.chat_template = tokenizer.chat_template.replace(
+        "{{- '<|' + message.role + '|>'",
+        "{%- if message.role == 'tool' %}{{- '(' }}{%- if loop.previtem.tool_calls %}"
+        "{{- loop.previtem.tool_calls[0].function.name }}{%- endif %}{{- ')' }}{%- endif %}"
+        "{{- '<|' + message.role + '|>'",
+    )
+    engine = make_engine([CALL, "3"], naming)
+    client: PolicyClient = make_client(engine, speaks=naming)
+    first = await client.chat([HI], tools=[TOOL])
+    second = await client.chat([HI, first.message, {"role": "tool", "content": "3"}], tools=[TOOL])
+    assert "(add)<|tool|>3" in naming.decode(engine.prompts[second.request_id])
+    assert client.breaks == 1
+
+
+async def test_a_message_that_is_not_shown_is_named_also_beside_one_that_is(
+    tokenizer: Any, make_engine: Any, make_client: Any
+) -> None:
+    mute = copy.deepcopy(tokenizer)
+    mute.chat_template = tokenizer.chat_template.replace(
+        "{{- '<|' + message.role + '|>' + (message.content or '') }}",
+        "{%- if message.role != 'tool' %}{{- '<|' + message.role + '|>' + (message.content or '') }}{%- endif %}",
+    )
+    client: PolicyClient = make_client(make_engine(["one", "two"], mute), speaks=mute)
+    first = await client.chat([HI])
+    with pytest.raises(RequestFailed, match="does not show messages of tool"):
+        await client.chat([HI, first.message, {"role": "tool", "content": "RESULT"}, MORE])
+
+
+async def test_what_is_known_of_a_long_conversation_does_not_grow_with_its_square(
+    make_engine: Any, make_client: Any
+) -> None:
+    client: PolicyClient = make_client(make_engine(["yes"] * 30))
+    history = [{"role": "user", "content": "x" * 1000}]
+    for _ in range(30):
+        answer = await client.chat(history)
+        history = [*history, answer.message, {"role": "user", "content": "x" * 1000}]
+    kept = [known.shown for alike in client._asking.conversations._known.values() for known in alike]
+    assert len([text for text in kept if text]) == 1
+
+
+# ------------------------------------------------------------------------------------------------------ what is lost
+
+
+async def test_an_answer_that_nobody_waits_for_any_more_is_still_counted(make_engine: Any, make_client: Any) -> None:
+    engine = make_engine(["four"] * 100)
+    client: PolicyClient = make_client(engine)
+    asked = [asyncio.create_task(client.chat([HI])) for _ in range(100)]
+    await engine.started.wait()
+    for _ in range(4):
+        await asyncio.sleep(0)
+    for task in asked:
+        task.cancel()
+    await asyncio.wait(asked)
+    await client.abandon()
+    assert client.sampled + client.abandoned == 4 * len(engine.prompts)
+
+
+async def test_nothing_is_asked_after_the_end(make_engine: Any, make_client: Any) -> None:
+    client: PolicyClient = make_client(make_engine(["one", "two"]))
+    await client.chat([HI])
+    await client.abandon()
+    for late in (client.chat([HI]), client.sample("hi"), client.complete("hi"), client.endpoint()):
+        with pytest.raises(RequestFailed, match="the episode is over"):
+            await late
+
+
+async def test_an_empty_history_is_refused(make_engine: Any, make_client: Any) -> None:
+    with pytest.raises(RequestFailed, match="at least one message"):
+        await make_client(make_engine(["one"])).chat([])
+
+
+async def test_a_request_that_failed_leaves_its_chat_as_it_was(make_engine: Any, make_client: Any) -> None:
+    engine = make_engine(["one", RequestFailed("no"), RequestFailed("no"), "two"])
+    client: PolicyClient = make_client(engine)
+    await client.sample("hi")
+    for _ in range(2):
+        with pytest.raises(RequestFailed, match="no"):
+            await client.sample("more")
+    await client.sample("more")
+    straight: PolicyClient = make_client(make_engine(["one", "two"]))
+    await straight.sample("hi")
+    await straight.sample("more")
+    assert client.trajectory().tokens.tolist() == straight.trajectory().tokens.tolist()
+
+
+async def test_a_first_prompt_that_failed_can_be_given_again(make_engine: Any, make_client: Any) -> None:
+    client: PolicyClient = make_client(make_engine([RequestFailed("no"), "two"]))
+    with pytest.raises(RequestFailed, match="no"):
+        await client.sample("hi")
+    assert await client.sample("hi") == "two"
+
+
+async def test_of_several_rewards_for_one_trajectory_the_last_one_counts(make_engine: Any, make_client: Any) -> None:
+    client: PolicyClient = make_client(make_engine(["one", "two"]))
+    first = await client.chat([HI])
+    second = await client.chat([HI, first.message, MORE])
+    client.reward(0.0, request=second)
+    client.reward(1.0, request=first)
+    assert client.trajectories()[0].reward == 1.0
+
+
+async def test_what_is_sampled_does_not_depend_on_who_else_is_busy(make_engine: Any, make_client: Any) -> None:
+    async def ids_beside(others: int) -> list[str]:
+        client: PolicyClient = make_client(make_engine(["x"] * 6))
+        crowd: PolicyClient = make_client(make_engine(["x"] * others), episode=1)
+
+        async def ask(number: int) -> str:
+            for _ in range(number):
+                await asyncio.sleep(0)
+            return (await client.chat([{"role": "user", "content": str(number)}])).request_id
+
+        crowded = [crowd.chat([HI]) for _ in range(others)]
+        return (await asyncio.gather(*crowded, *map(ask, range(6))))[others:]  # type: ignore[return-value]
+
+    alone = await ids_beside(0)
+    assert all([await ids_beside(others) == alone for others in (5, 15, 16, 17, 31, 64)])
+
+
+async def test_a_finished_episode_is_freed_without_a_garbage_collection(make_engine: Any, make_client: Any) -> None:
+    client: PolicyClient = make_client(make_engine(["one", "two"]))
+    await client.sample("hi")
+    await client.chat([MORE])
+    await client.abandon()
+    gone = weakref.ref(client)
+    gc.disable()
+    try:
+        del client
+        assert gone() is None
+    finally:
+        gc.enable()

@@ -290,7 +290,7 @@ async def test_a_rollout_may_give_up_on_an_answer_and_go_on(
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0):
             await client.sample("hi")
-    await client.sample()
+    await client.sample("hi")
     assert engine.prompts["7.0.1"] == render(tokenizer, "hi")
     assert tokenizer.decode(client.trajectory().tokens) == "<|user|>hi<|end|><|assistant|>late"
 

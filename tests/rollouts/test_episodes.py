@@ -95,9 +95,8 @@ async def test_a_reward_that_is_not_finite_is_a_failed_episode(
     make_engine: Any, make_client: MakeClient, reward: float
 ) -> None:
     ways = {"rollout": reward, "reward": Episode([], reward=reward), "own": Episode([], rewards={"own": reward})}
-    client = make_client(make_engine(["hello<|end|>"] * len(ways)))
     for name, returned in ways.items():
-        episode = await run(returning(returned), client)
+        episode = await run(returning(returned), make_client(make_engine(["hello<|end|>"])))
         assert episode.error == f"the rollout's {name} is {reward}, not a finite number"
 
 

@@ -64,39 +64,42 @@ class Bridge:
 def bridge(
     tokenizer: Any,
     heard: Sequence[Message],
+    answered: Message,
     said: Sequence[Message],
     tools: Sequence[Schema] = (),
     shown: str = "",
 ) -> Bridge | None:
     """From one answer of the policy to the next: how the first one ends, `said`, and how the second one begins.
 
-    `heard` is the conversation before the first answer, with stand-ins for those still earlier. None: the template
-    would show the policy's past in another way once `said` is there, so that it cannot be continued exactly. A
-    template that does not show `said` at all is an error, since no other rendering would. `shown` is that of the bridge
-    to the first answer, if there was one.
+    `heard` is the conversation before the first answer, with stand-ins for those still earlier; `answered` is that
+    answer. None: the template would show the policy's past in another way once `said` is there, or `said` in another
+    way because of what was answered, so that it cannot be continued exactly. A template that does not show `said` at
+    all is an error, since no other rendering would. `shown` is that of the bridge to the first answer, if one led there.
     """
     if not tokenizer.chat_template:
         raise RequestFailed(f"{_name(tokenizer)} has no chat template to continue a chat by; use observe(text)")
     try:
         *opened, whole = _texts(tokenizer, [*([] if shown else [heard]), [*heard, STAND_IN, *said]], tools)
         before = (shown or opened[0]) + STAND_IN["content"]
-        if not whole.startswith(before):
+        tail = whole.removeprefix(before)
+        if not whole.startswith(before) or _looks_back(tokenizer, heard, answered, said, tools, tail):
             return None
         _refuse_hidden(tokenizer, heard, said, tools, whole)
     except TemplateError:  # for instance one that wants to see the call before its result
         return None
     # Tokenised behind the stand-in, because some tokenizers treat the beginning of a text in a way of their own.
     opening = _learned(tokenizer).stand_in
-    ids = _ids(tokenizer, STAND_IN["content"] + whole.removeprefix(before))
+    ids = _ids(tokenizer, STAND_IN["content"] + tail)
     return Bridge(ids[len(opening) :], whole) if ids[: len(opening)] == opening else None
 
 
 @dataclass(frozen=True)
 class _Learned:
-    """What was found out about a tokenizer: the ids of the stand-in, and the shapes of conversations in which its
-    template is known to show what was said last."""
+    """What was found out about a tokenizer: the ids of the stand-in, and what its template does. Finding out takes
+    another rendering, so it is done once for each pair of a message's role and the role before it."""
 
     stand_in: list[int]
+    looks_back: dict[tuple[Any, ...], bool]
     shown: set[tuple[Any, ...]]
 
 
@@ -105,24 +108,44 @@ _of_tokenizers: WeakKeyDictionary[Any, _Learned] = WeakKeyDictionary()
 
 def _learned(tokenizer: Any) -> _Learned:
     if tokenizer not in _of_tokenizers:
-        _of_tokenizers[tokenizer] = _Learned(_ids(tokenizer, STAND_IN["content"]), set())
+        _of_tokenizers[tokenizer] = _Learned(_ids(tokenizer, STAND_IN["content"]), {}, set())
     return _of_tokenizers[tokenizer]
+
+
+def _looks_back(
+    tokenizer: Any,
+    heard: Sequence[Message],
+    answered: Message,
+    said: Sequence[Message],
+    tools: Sequence[Schema],
+    tail: str,
+) -> bool:
+    """Whether the template shows `said` in another way where it follows calls, as one that names the tool does."""
+    if not answered.get("tool_calls"):
+        return False
+    key = (tokenizer.chat_template, bool(tools), tuple(dict.fromkeys(message.get("role") for message in said)))
+    known = _learned(tokenizer).looks_back
+    if key not in known:
+        called = {**STAND_IN, "tool_calls": answered["tool_calls"]}
+        known[key] = not _text(tokenizer, [*heard, called, *said], tools).endswith(tail)
+    return known[key]
 
 
 def _refuse_hidden(
     tokenizer: Any, heard: Sequence[Message], said: Sequence[Message], tools: Sequence[Schema], whole: str
 ) -> None:
-    """Refuse a template that leaves `said` out. Whether it does depends on who speaks, not on what is said, and finding
-    out takes another rendering: so each shape of a conversation is tried once."""
-    roles = [message.get("role") for message in said]
-    shape = (tokenizer.chat_template, bool(tools), *(message.get("role") for message in heard), None, *roles)
+    """Refuse a template that leaves out something of `said`: who speaks decides that, and after whom."""
     shown = _learned(tokenizer).shown
-    if not said or shape in shown:
-        return
-    if whole == _text(tokenizer, [*heard, STAND_IN, *map(_changed, said)], tools):
-        hidden = ", ".join(sorted(set(map(str, roles))))
-        raise RequestFailed(f"the chat template of {_name(tokenizer)} does not show messages of {hidden} here")
-    shown.add(shape)
+    before = "assistant"
+    for index, message in enumerate(said):
+        key = (tokenizer.chat_template, bool(tools), before, message.get("role"))
+        before = str(message.get("role"))
+        if key in shown:
+            continue
+        otherwise = [*said[:index], _changed(message), *said[index + 1 :]]
+        if whole == _text(tokenizer, [*heard, STAND_IN, *otherwise], tools):
+            raise RequestFailed(f"the chat template of {_name(tokenizer)} does not show messages of {before} here")
+        shown.add(key)
 
 
 def _plain(messages: Sequence[Message]) -> str:

@@ -45,11 +45,12 @@ class Parsed:
 class Said:
     """A conversation up to an answer: as messages, with stand-ins for the policy's, and as the ids that were used.
 
-    `shown` is that of the bridge to this answer, if one led to it."""
+    `answered` is the answer as a message, `shown` that of the bridge to it, if one led there."""
 
     heard: Sequence[Message]
     prompt: Ints
     answer: Ints
+    answered: Message
     shown: str = ""
 
 
@@ -94,7 +95,7 @@ class TemplateDialect:
         return render(self._tokenizer, list(messages), tools=tools)
 
     def extend(self, said: Said, new: Sequence[Message], tools: Sequence[Schema] = ()) -> Bridge | None:
-        found = bridge(self._tokenizer, said.heard, new, tools, said.shown)
+        found = bridge(self._tokenizer, said.heard, said.answered, new, tools, said.shown)
         ended = len(said.answer) > 0 and int(said.answer[-1]) in self._stop_ids
         if found and found.ids and ended and found.ids[0] in self._stop_ids:
             return Bridge(found.ids[1:], found.shown)  # the policy has sampled the end of its turn already

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from outpace.models.chat import Bridge, Schema
 from outpace.models.dialect import SHAPE, Parsed, Said
 from outpace.references import nearest
 from outpace.types import Message, ToolCall
+
+log = logging.getLogger(__name__)
 
 
 def renderer_dialect(tokenizer: Any, stop_ids: Sequence[int], wanted: str | None) -> RendererDialect | None:
@@ -53,13 +56,21 @@ class RendererDialect:
 
     def extend(self, said: Said, new: Sequence[Message], tools: Sequence[Schema] = ()) -> Bridge | None:
         prompt, answer = said.prompt.tolist(), said.answer.tolist()
-        whole = self._renderer.bridge_to_next_turn(prompt, answer, list(new), tools=_specs(tools) or None)
+        try:
+            whole = self._renderer.bridge_to_next_turn(prompt, answer, list(new), tools=_specs(tools) or None)
+        except Exception:  # the boundary to the package; rendering it all anew may work, or says what is wrong
+            log.debug("a conversation cannot be continued", exc_info=True)
+            return None
         ids = None if whole is None else list(whole.token_ids)
         before = [*prompt, *answer]
         return Bridge(ids[len(before) :]) if ids is not None and ids[: len(before)] == before else None
 
     def parse(self, answer: Sequence[int], prompt: Sequence[int], tools: Sequence[Schema] = ()) -> Parsed:
-        parsed = self._renderer.parse_response(list(answer), tools=_specs(tools) or None, prompt_ids=list(prompt))
+        try:
+            parsed = self._renderer.parse_response(list(answer), tools=_specs(tools) or None, prompt_ids=list(prompt))
+        except Exception:  # the boundary to the package: whatever a model writes is an answer
+            log.warning("an answer cannot be taken apart", exc_info=True)
+            return Parsed(self.decode(answer), self.decode(answer))
         calls = tuple(map(_call, parsed.tool_calls))
         unread = "".join(each.raw for each, call in zip(parsed.tool_calls, calls, strict=True) if call.problem)
         return Parsed(self.decode(answer), (parsed.content or "") + unread, parsed.reasoning_content or "", calls)

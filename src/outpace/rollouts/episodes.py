@@ -35,9 +35,8 @@ async def run_episode(rollout: Rollout, task: Task, client: PolicyClient, timeou
             raise serious from None
         return failed(client, str(error), stop="context")
     except (Exception, SystemExit) as error:  # a boundary: user code may raise anything, and that is data
-        if serious := _serious(error):
-            raise serious from None
-        if serious := await client.abandon():
+        serious = _serious(error)
+        if serious := await client.abandon() or serious:
             raise serious from None
         if isinstance(error, TimeoutError) and limit.expired():
             return failed(client, f"took longer than rollout.timeout_s = {timeout_s:g} s")

@@ -18,6 +18,7 @@ class Turnstile:
         self._per_turn = per_turn
         self._left = per_turn
         self._waiting: deque[asyncio.Future[None]] = deque()
+        self._let_in = 0  # who may go on, and has not yet
         self._ticking = False
 
     async def passed(self) -> None:
@@ -26,12 +27,15 @@ class Turnstile:
         if not self._ticking:
             self._ticking = True
             loop.call_soon(self._tick, loop)
-        if self._left > 0 and not self._waiting:
+        if self._left > 0 and not self._waiting and not self._let_in:
             self._left -= 1
             return
         place = loop.create_future()
         self._waiting.append(place)
-        await place
+        try:
+            await place
+        finally:
+            self._let_in -= place.done() and not place.cancelled()
 
     def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
         """Runs once per turn for as long as somebody went through in it. Those let in here go on in the next turn."""
@@ -41,6 +45,7 @@ class Turnstile:
             place = self._waiting.popleft()
             if not place.done():  # whoever was cancelled has left
                 place.set_result(None)
+                self._let_in += 1
                 self._left -= 1
         self._ticking = bool(self._waiting) or not was_idle
         if self._ticking:

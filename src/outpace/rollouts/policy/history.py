@@ -37,6 +37,20 @@ def said(message: Message) -> list[Any]:
     return [role, content.strip() if role == "assistant" else content, calls, message.get("name")]
 
 
+def marks_of(messages: Sequence[Message]) -> tuple[Digest, ...]:
+    """For each answer in there what tells it from others that say the same: ids of calls, and reasoning."""
+    return tuple(
+        _digest(b"", [[call.get("id") for call in message.get("tool_calls") or ()], message.get("reasoning_content")])
+        for message in messages
+        if message.get("role") == "assistant"
+    )
+
+
+def exact_digest(tools: Sequence[dict[str, Any]], messages: Sequence[Message]) -> Digest:
+    """Equal only for conversations that are equal in everything, and so are rendered alike."""
+    return _digest(b"exact", [list(tools), list(messages)])
+
+
 def text_of(content: Any) -> str:
     """The content of a message as text: as it is, or its parts one after the other."""
     if content is None:

@@ -31,6 +31,14 @@ class ClientSettings:
     seed: int
 
 
+@dataclass(frozen=True)
+class Request:
+    """A request that has its id, and with it its noise, but is not sent yet."""
+
+    id: str
+    sampling: Sampling
+
+
 class Requests:
     def __init__(self, engine: Engine, settings: ClientSettings, order: GroupOrder, episode: int) -> None:
         self._engine = engine
@@ -38,58 +46,71 @@ class Requests:
         self._order = order
         self._episode = episode
         self._open: dict[str, asyncio.Future[Generation]] = {}  # whose answer nobody has taken yet
+        self._leaving: set[asyncio.Task[None]] = set()
+        self._over = False
         self.ids: list[str] = []
         self.abandoned = 0  # tokens of answers that were given up
 
-    def next_id(self) -> str:
-        request_id = f"{self._order.group}.{self._episode}.{len(self.ids)}"
-        if self._order.heldout:
-            request_id = f"eval-{self._order.min_version}.{request_id}"
-        self.ids.append(request_id)
-        return request_id
-
-    def sampling(self, stop_ids: Sequence[int], overrides: dict[str, Any]) -> Sampling:
-        """As the config says but for `overrides`; in training those that shape the distribution stay as they are.
-
-        The noise is that of the next request to be given an id."""
-        settings = self._settings
+    def reserve(self, stop_ids: Sequence[int], overrides: dict[str, Any]) -> Request:
+        """Sampled as the config says but for `overrides`; in training those that shape the distribution stay."""
+        settings, number = self._settings, len(self.ids)
         if not self._order.heldout:
             _refuse_another_distribution(settings, overrides)
         fields: dict[str, Any] = {
             "max_tokens": settings.max_tokens,
-            "seed": request_seed(settings.seed, self._order.group, self._episode, len(self.ids)),
+            "seed": request_seed(settings.seed, self._order.group, self._episode, number),
             "temperature": settings.temperature,
             "top_p": settings.top_p,
             "top_k": settings.top_k,
             "stop_ids": list(stop_ids),
             "stop_strings": list(settings.stop_strings),
         }
-        return Sampling(**(fields | overrides))
+        sampling = Sampling(**(fields | overrides))
+        of_evaluation = f"eval-{self._order.min_version}." if self._order.heldout else ""
+        self.ids.append(f"{of_evaluation}{self._order.group}.{self._episode}.{number}")
+        return Request(self.ids[-1], sampling)
 
-    async def send(self, request_id: str, prompt: Ints, sampling: Sampling) -> Generation:
+    async def send(self, request: Request, prompt: Ints) -> Generation:
+        self.refuse_after_the_end()
         order = self._order
         answer = asyncio.ensure_future(
-            self._engine.generate(request_id, prompt, sampling, order.min_version, order.pinned)
+            self._engine.generate(request.id, prompt, request.sampling, order.min_version, order.pinned)
         )
-        self._open[request_id] = answer
+        self._open[request.id] = answer
         try:
             # Shielded: who gives up on an answer stops waiting, but what was sampled of it is still to be counted.
             generation = await asyncio.shield(answer)
         except asyncio.CancelledError:
-            if request_id in self._open:
-                await self._give_up({request_id: self._open.pop(request_id)})
+            if self._open.pop(request.id, None) is not None:
+                await self._leave({request.id: answer})
             raise
         except BaseException:
-            self._open.pop(request_id, None)
+            self._open.pop(request.id, None)
             raise
-        if self._open.pop(request_id, None) is None:
+        if self._open.pop(request.id, None) is None:
             raise RequestFailed("the episode has ended without this answer")
         return generation
 
     async def abandon(self) -> None:
-        """Free the engine of whatever this episode still has running there, and count what that had sampled."""
+        """Free the engine of whatever this episode still has running there, and count what that had sampled. No further
+        request is sent."""
+        self._over = True
         given_up, self._open = self._open, {}
-        await self._give_up(given_up)
+        await self._leave(given_up)
+        if self._leaving:
+            await asyncio.wait(self._leaving)
+
+    def refuse_after_the_end(self) -> None:
+        if self._over:
+            raise RequestFailed("the episode is over: nobody would train on this")
+
+    async def _leave(self, given_up: dict[str, asyncio.Future[Generation]]) -> None:
+        """In a task of its own: whoever is cancelled once more meanwhile must not keep tokens from being counted."""
+        if given_up:
+            leaving = asyncio.create_task(self._give_up(given_up))
+            self._leaving.add(leaving)
+            leaving.add_done_callback(self._leaving.discard)
+            await asyncio.shield(leaving)
 
     async def _give_up(self, given_up: dict[str, asyncio.Future[Generation]]) -> None:
         running = sorted(request_id for request_id, answer in given_up.items() if not answer.done())

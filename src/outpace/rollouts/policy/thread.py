@@ -3,49 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any
 
 from outpace.errors import RequestFailed
 from outpace.models.chat import Schema, as_messages
-from outpace.models.dialect import Dialect, stand_in_for
+from outpace.models.dialect import stand_in_for
+from outpace.rollouts.policy.asking import Asking, in_turn
 from outpace.rollouts.policy.conversations import extension
 from outpace.rollouts.policy.transcript import Turn
-from outpace.types import Answer, Message, Sampling, StopReason, Trajectory
+from outpace.types import Answer, Message, StopReason, Trajectory
 
 
-class Policy(Protocol):
-    """What a thread needs of the client it belongs to."""
+@dataclass(frozen=True)
+class _Stand:
+    """Where a chat stands: behind `turn`, with `pending` observed since. `plain`: text without a template is in it."""
 
-    @property
-    def dialect(self) -> Dialect: ...
-
-    @property
-    def system(self) -> str | None: ...
-
-    def sampling(self, overrides: dict[str, Any]) -> Sampling: ...
-
-    def opening(self, role: str, messages: Sequence[Message], tools: Sequence[Schema]) -> list[int]: ...
-
-    def reopening(self, messages: Sequence[Message], tools: Sequence[Schema]) -> list[int]: ...
-
-    def branch(self, turn: Turn | None, after: Sequence[int], role: str) -> Trajectory: ...
-
-    async def ask(
-        self, parent: Turn | None, observed: Sequence[int], role: str, sampling: Sampling, tools: Sequence[Schema]
-    ) -> tuple[Turn, Answer]: ...
+    turn: Turn | None = None
+    pending: tuple[int, ...] = ()
+    messages: tuple[Message, ...] = ()
+    tools: Sequence[Schema] = ()
+    plain: bool = False
 
 
 class Thread:
-    """One sequence takes one request at a time; several threads of an episode run side by side."""
+    """One sequence takes one request at a time; several threads of an episode run side by side.
 
-    def __init__(self, client: Policy, role: str) -> None:
-        self._client = client
+    A request that comes to nothing leaves the chat as it was before: it can be made again."""
+
+    def __init__(self, asking: Asking, role: str) -> None:
+        self._asking = asking
         self.role = role
-        self._turn: Turn | None = None
-        self._pending: list[int] = []  # observed after the newest answer
-        self._messages: list[Message] = []
-        self._tools: Sequence[Schema] = ()
-        self._plain = False  # text without a template stands in the sequence
+        self._stand = _Stand()
         self._sampling = False
         self.newest: Answer | None = None
 
@@ -63,48 +52,49 @@ class Thread:
         template. `overrides` are fields of `Sampling`; in training, those that shape the distribution stay as they are.
         """
         self._refuse_while_sampling()
-        sampling = self._client.sampling(overrides)
-        if prompt is not None:
-            self._hear(prompt, tools)
+        request = self._asking.reserve(overrides)
         self._sampling = True
         try:
-            turn, answer = await self._client.ask(self._turn, self._pending, self.role, sampling, self._tools)
+            await in_turn()
+            stand = self._stand if prompt is None else self._heard(prompt, tools)
+            turn, answer = await self._asking.ask(request, stand.turn, stand.pending, self.role, stand.tools)
         finally:
             self._sampling = False
-        self._turn, self._pending, self.newest = turn, [], answer
-        self._messages.append(answer.message)
+        self._stand = replace(stand, turn=turn, pending=(), messages=(*stand.messages, answer.message))
+        self.newest = answer
         return answer.text
 
     def observe(self, text: str) -> None:
         """Append text that the policy did not write, as it is."""
         self._refuse_while_sampling()
-        self._pending += self._client.dialect.encode(text)
-        self._plain = True
+        pending = (*self._stand.pending, *self._asking.dialect.encode(text))
+        self._stand = replace(self._stand, pending=pending, plain=True)
 
     def trajectory(self) -> Trajectory:
         """The sequence so far."""
-        return self._client.branch(self._turn, self._pending, self.role)
+        return self._asking.branch(self._stand.turn, self._stand.pending, self.role)
 
-    def _hear(self, prompt: str | list[Message], tools: Sequence[Schema]) -> None:
-        if self._turn is None and not self._pending:
-            self._messages, self._tools = as_messages(prompt, self._client.system), tools
-            self._pending = list(self._client.opening(self.role, self._messages, tools))
-        elif self._turn is not None and self._messages and not tools:
-            new = as_messages(prompt)
-            self._go_on(self._turn, new)
-            self._messages += new
-        else:
-            raise RequestFailed("a prompt opens a sequence or follows an answer, and only the first one brings tools")
+    def _heard(self, prompt: str | list[Message], tools: Sequence[Schema]) -> _Stand:
+        stand = self._stand
+        if stand.turn is None and not stand.pending:
+            messages = as_messages(prompt, self._asking.system)
+            opening = self._asking.conversations.opening(messages, tools)
+            return _Stand(None, tuple(opening), tuple(messages), tools)
+        if stand.turn is not None and stand.messages and not tools:
+            return self._gone_on(stand, stand.turn, as_messages(prompt))
+        raise RequestFailed("a prompt opens a sequence or follows an answer, and only the first one brings tools")
 
-    def _go_on(self, turn: Turn, new: list[Message]) -> None:
-        heard = [stand_in_for(message) for message in self._messages[:-1]]
-        found = extension(self._client.dialect, turn, self._pending, heard, new, self._tools)
+    def _gone_on(self, stand: _Stand, turn: Turn, new: list[Message]) -> _Stand:
+        *before, answered = stand.messages
+        heard = [stand_in_for(message) for message in before]
+        found = extension(self._asking.dialect, turn, stand.pending, heard, answered, new, stand.tools)
+        messages = (*stand.messages, *new)
         if found is not None:
-            self._pending += found.ids
-            return
-        if self._plain:
+            return replace(stand, pending=(*stand.pending, *found.ids), messages=messages)
+        if stand.plain:
             raise RequestFailed("this chat cannot be continued exactly, nor be rendered anew: plain text is in it")
-        self._turn, self._pending = None, self._client.reopening([*self._messages, *new], self._tools)
+        opening = self._asking.conversations.reopening(messages, stand.tools)
+        return replace(stand, turn=None, pending=tuple(opening), messages=messages)
 
     def _refuse_while_sampling(self) -> None:
         if self._sampling:

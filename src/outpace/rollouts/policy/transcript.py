@@ -34,6 +34,11 @@ class Turn:
     prompt_check: int = 0
     generation: Generation | None = None
 
+    @property
+    def length(self) -> int:
+        """Of the answer, in tokens."""
+        return 0 if self.generation is None else len(self.generation.tokens)
+
     def lineage(self) -> list[Turn]:
         """From the opening to this one."""
         found: list[Turn] = []
@@ -75,6 +80,11 @@ class Transcript:
         turn.prompt_length, turn.prompt_check = len(prompt), crc32(prompt.tobytes())
         return turn, prompt
 
+    def give(self, request_id: str, value: float) -> None:
+        """A reward for the trajectory that this request lies in; of several, the one given last counts."""
+        self.rewards.pop(request_id, None)
+        self.rewards[request_id] = value
+
     def longest_prefix(self, ids: Sequence[int], role: str) -> tuple[Turn | None, int]:
         """The answered turn of that role that most of `ids` begins with, and how many of them that is."""
         wanted = np.array(ids, dtype=np.int32)
@@ -115,11 +125,10 @@ class Transcript:
         return trajectory
 
     def _reward(self, role: str, own: list[Turn]) -> float | None:
-        """The newest that was given for one of these turns, or the role's."""
-        for turn in reversed(own):
-            if turn.request_id in self.rewards:
-                return self.rewards[turn.request_id]
-        return self.role_rewards.get(role)
+        """The one that was given last for one of these turns, or the role's."""
+        requests = {turn.request_id for turn in own}
+        given = [value for request_id, value in self.rewards.items() if request_id in requests]
+        return given[-1] if given else self.role_rewards.get(role)
 
     def _of_turns(self, own: list[Turn]) -> list[float]:
         """One reward per unbroken run of sampled tokens, or none at all."""
