@@ -50,7 +50,8 @@ class Announcing(ModelledEngine):
 
 def of_episodes() -> list[Any]:
     gc.collect()
-    return [thing for thing in gc.get_objects() if isinstance(thing, OF_EPISODES)]
+    # By type: isinstance would ask proxies of other packages for their class, and some of them complain.
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), OF_EPISODES)]
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ def bridge(
     `heard` is the conversation before the first answer, with stand-ins for those still earlier; `answered` is that
     answer. None: the template would show the policy's past in another way once `said` is there, or `said` in another
     way because of what was answered, so that it cannot be continued exactly. A template that does not show `said` at
-    all is an error, since no other rendering would. `shown` is that of the bridge to the first answer, if one led there.
+    all is an error, since no other rendering would. `shown` is that of the bridge to the first answer, if any.
     """
     if not tokenizer.chat_template:
         raise RequestFailed(f"{_name(tokenizer)} has no chat template to continue a chat by; use observe(text)")
