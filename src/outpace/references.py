@@ -51,7 +51,7 @@ def load_function(reference: str, setting: str) -> Callable[..., Any]:
     if value is None:
         close = nearest(name, vars(module))
         hint = f"; did you mean {close[0]}?" if close else ""
-        raise BadInput(f"{setting}: {reference}: {place} has no function {name}{hint}")
+        raise BadInput(f"{setting}: {reference}: {place} has no {name}{hint}")
     if not callable(value):
         raise BadInput(f"{setting}: {reference}: {name} is a {type(value).__name__}, not a function")
     return value  # type: ignore[no-any-return]

@@ -57,6 +57,7 @@ class Plan:
     tasks: int  # in one epoch
     heldout: int
     code: bytes = b""  # user objects for the workers
+    objects: tuple[str, ...] = ()  # what they are
     callbacks: list[Callback] = field(default_factory=list)
     resume: Path | None = None  # a complete checkpoint
     quiet: bool = False
@@ -128,7 +129,7 @@ class Session:
         runtime = self._runtime()
         try:
             recorder.console.status(
-                f"{self._plan.tasks:,} tasks, {self._plan.heldout:,} held out; starting engine, learner and workers"
+                f"tasks: {self._plan.tasks:,}, held out: {self._plan.heldout:,}; starting engine, learner and workers"
             )
             parts = await self._start_parts(runtime, scratch.path)
             core, version = await self._core(parts.learner, recorder)
@@ -185,7 +186,7 @@ class Session:
 
     def _open_log(self, recorder: Recorder, version: Version) -> None:
         """Nothing can be refused any more: from here on the directory is this run's."""
-        self._log.start(dump_toml(self._config))
+        self._log.start(dump_toml(self._config, self._plan.objects))
         if self._plan.resume is None:
             return
         # Tasks under way when the checkpoint was made are rolled out anew: what was journalled of them is obsolete.

@@ -57,7 +57,7 @@ class Trainer:
         eval_tasks: str | Path | Tasks | None = None,
         rollout: Rollout | None = None,
         environment: Given | None = None,
-        tools: Sequence[Callable[..., Any] | str] = (),
+        tools: Callable[..., Any] | str | Sequence[Callable[..., Any] | str] = (),
         callbacks: Sequence[Callback] = (),
         quiet: bool = False,
     ) -> None:
@@ -74,7 +74,7 @@ class Trainer:
             rewards=_as_tuple(rewards),
             rollout=rollout,
             environment=environment,
-            tools=tuple(tools),
+            tools=_as_tuple(tools),
             callbacks=tuple(callbacks),
         )
         self.config = _merge(_as_config(config), changes)

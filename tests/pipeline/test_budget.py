@@ -41,7 +41,8 @@ def test_filtered_groups_end_the_run_only_when_told_to() -> None:
 def test_people_are_told_of_the_first_failure_and_of_long_dry_spells() -> None:
     budget = Budget(Limits(failed=99, filtered=None, notice_every=4))
     assert budget.note(report("failed", "oops")) == "a group failed: oops"
-    assert budget.note(report("failed")) is None
+    notices = [budget.note(report("failed", "oops")) for _ in range(30)]
+    assert list(filter(None, notices)) == [f"{count} groups so far have failed: oops" for count in (2, 4, 8, 16)]
     told = [count for count in range(1, 40) if budget.note(report("filtered")) is not None]
     assert told == [4, 8, 16, 32], "ever more rarely"
     budget.note(report("finished"))

@@ -67,7 +67,7 @@ def test_equal_short_names_are_told_apart_by_the_reference(here: Path) -> None:
         ("no_such_module_at_all:f", "there is no module no_such_module_at_all"),
         ("outpace.no_such:f", "there is no module outpace.no_such"),
         ("no_such_file.py:f", "there is no file no_such_file.py"),
-        ("outpace.rewards.number:nmber", "has no function nmber; did you mean number?"),
+        ("outpace.rewards.number:nmber", "has no nmber; did you mean number?"),
         ("outpace.rewards.number:INTEGER", "INTEGER is a Pattern, not a function"),
         ("raises.py:f", "importing raises.py raised ValueError: two lines"),
         ("raises:f", "importing raises raised ValueError: two lines"),

@@ -82,7 +82,7 @@ def test_an_environment_that_does_not_judge_needs_one(file: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("Broken", "needs a docstring"), ("NoReset", "has no method reset"), ("Absent", "has no function Absent")],
+    [("Broken", "needs a docstring"), ("NoReset", "has no method reset"), ("Absent", "has no Absent")],
 )
 def test_an_environment_that_cannot_work_is_refused_before_the_start(file: str, name: str, said: str) -> None:
     with pytest.raises(BadInput, match=r"^rollout\.environment: ") as caught:
@@ -103,6 +103,16 @@ def test_a_config_names_a_rollout_or_an_environment() -> None:
         ({}, {"rollout": single_turn, "environment": Local}, "environment: the run has a rollout of its own"),
         ({"rollout.environment": "games:Judging"}, {"environment": Local}, "names environments too; keep one"),
         ({"rollout.agent": ["true"]}, {"rollout": single_turn}, "keep one"),
+        (
+            {"rollout.agent": ["no-such-agent", "-v"]},
+            {"rewards": (len,)},
+            "rollout.agent: there is no program no-such-agent",
+        ),
+        (
+            {"environment.kinds": {"a": "games:Broken"}},
+            {},
+            "environment.kinds.a: Broken.tool is public, so it is a tool",
+        ),
         ({}, {"rollout": single_turn, "tools": (print,)}, "tools: the run has a rollout of its own"),
         ({"environment.kinds": {"a": "games:Judging"}}, {"environment": Local}, "keep one of the two"),
         ({"environment.kinds": {"a": "games:Judging"}}, {}, "has no column environment"),

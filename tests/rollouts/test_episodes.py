@@ -238,6 +238,15 @@ async def test_an_answer_that_says_nothing_or_is_cut_off_is_judged_and_says_why(
     assert (episode.stop, episode.error) == (stop, None)
 
 
+async def test_a_reward_for_a_role_that_never_spoke_is_a_failed_episode(client: PolicyClient) -> None:
+    async def misspelt(task: Task, client: Any) -> None:
+        await client.chat([{"role": "user", "content": "one"}], role="writer")
+        client.reward(1.0, role="wrtier")
+
+    episode = await run(misspelt, client)
+    assert episode.error == "a reward was given to the role 'wrtier', which has not spoken; there are writer"
+
+
 async def test_an_episode_of_several_conversations_trains_on_all_of_them(client: PolicyClient) -> None:
     async def two(task: Task, client: Any) -> None:
         await client.chat([{"role": "user", "content": "one"}])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -369,6 +371,64 @@ async def test_closing_waits_until_nobody_writes(
     assert engine.aborted == ["0.0.0", "0.1.0"], "the episodes have ended"
     assert kept.closed
     assert (await running).reason == "cancelled"
+
+
+async def test_closing_ends_evaluations_too_also_one_with_the_number_of_a_group(
+    make_engine: Any, make_worker: MakeWorker
+) -> None:
+    engine = make_engine([None])
+    worker = make_worker(engine)
+    evaluations = [asyncio.create_task(worker.run(order(0, heldout=True, min_version=number))) for number in (2, 3)]
+    group = asyncio.create_task(worker.run(order(0)))
+    while len(engine.prompts) < 6:  # noqa: ASYNC110 - six requests, one event
+        await asyncio.sleep(0.001)
+    await worker.cancel(0)
+    assert (await group).cancelled
+    assert engine.aborted == ["0.0.0", "0.1.0"], "the number is that of the group"
+    evaluations[0].cancel()  # whose caller is gone
+    await worker.close()
+    ids = [f"eval-{number}.0.{episode}.0" for number in (2, 3) for episode in (0, 1)]
+    assert sorted(engine.aborted[2:]) == ids, "the episodes have ended"
+    assert (await evaluations[1]).cancelled
+
+
+async def test_every_sampled_token_is_counted_whatever_the_rollout_returns(
+    make_engine: Any, make_worker: MakeWorker
+) -> None:
+    async def keeps_one_of_two(task: Task, client: ModelClient) -> Trajectory:
+        await client.chat([{"role": "user", "content": "aside"}], role="helper")
+        await client.sample(task.prompt)
+        return client.trajectory()
+
+    report = await make_worker(make_engine(by_episode), rollout=keeps_one_of_two).run(order())
+    assert report.outcome == "finished"
+    assert report.tokens_sampled == 2 * (len("yes") + len("no") + 2)
+
+
+@pytest.mark.parametrize("heldout", [True, False])
+async def test_an_environment_is_judged_and_then_let_go_at_once(
+    heldout: bool, make_engine: Any, make_worker: MakeWorker
+) -> None:
+    class World:
+        pass
+
+    worlds: list[weakref.ref[World]] = []
+
+    async def rollout(task: Task, client: Any) -> None:
+        await client.sample(task.prompt)
+        client.environment = World()
+        worlds.append(weakref.ref(client.environment))
+
+    def alive(completions: Any, environments: list[World]) -> list[float]:
+        return [float(index * isinstance(world, World)) for index, world in enumerate(environments)]
+
+    gc.disable()
+    try:
+        worker = make_worker(make_engine(by_episode), rollout=rollout, rewards=[("alive", alive)])
+        assert (await worker.run(order(heldout=heldout))).rewards == [0.0, 1.0]
+        assert [world() for world in worlds] == [None, None]
+    finally:
+        gc.enable()
 
 
 async def test_a_group_judged_in_a_process_keeps_its_traceback_and_closing_ends_the_process(

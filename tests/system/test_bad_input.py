@@ -63,7 +63,8 @@ def test_a_bad_setting_gives_one_line_and_leaves_nothing(
 
 
 @pytest.mark.parametrize(
-    ("word", "said"), [("trian", "no command trian; did you mean train?"), ("zzz", "there are train, eval, play, export")]
+    ("word", "said"),
+    [("trian", "no command trian; did you mean train?"), ("zzz", "there are train, eval, play, export")],
 )
 def test_a_command_that_does_not_exist_gives_one_line(word: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert said in refused([word, "--run.steps=2"], capsys)

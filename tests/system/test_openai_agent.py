@@ -13,7 +13,7 @@ import pytest
 from outpace.algorithms.attempts import turn_numbers
 from support import as_arguments, journalled, read_lines, run_command
 
-AGENT = Path(__file__).parent / "openai_agent.py"
+AGENT = Path(__file__).parents[2] / "examples" / "openai_agent.py"
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -39,7 +39,7 @@ def test_a_loop_of_tool_calls_streaming_and_not_is_trained_while_weights_change(
     ended = run_command("train", *as_arguments(settings))
     assert ended.returncode == 0, ended.stderr
     seen = [json.loads(line) for line in (tmp_path / "agent.jsonl").read_text().splitlines()]
-    assert all(line["outpace"] == [] for line in seen), "the agent imported something of outpace"
+    assert not any("outpace" in name for line in seen for name in line["modules"])
     assert max(line["turns"] for line in seen) >= 2, "no agent called its tool"
     metrics = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert [line["step"] for line in metrics] == [1, 2, 3, 4]

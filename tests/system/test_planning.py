@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from outpace.config.loading import dump_toml, make_config
+from outpace.config.rules import resolve
 from outpace.errors import BadInput
 from outpace.models import loading
-from outpace.planning import make_plan
+from outpace.planning import Objects, config_of_run, make_plan
 from outpace.protocols import TaskSource
 from outpace.runtime import code
 from outpace.session import Plan
@@ -101,6 +103,42 @@ def test_the_argument_overrides_the_configs_held_out_path(train_file: Path) -> N
 def test_a_limit_is_for_training_alone() -> None:
     plan = plan_of(tasks=ROWS, eval_tasks=HELDOUT, config={"tasks.limit": 3})
     assert (plan.tasks, plan.heldout) == (3, 5)
+
+
+def add(a: int, b: int) -> int:
+    """Add."""
+    return a + b
+
+
+async def roll(task: Task, client: Any) -> float:
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        ({"rewards": "countdown", "tools": [add]}, "rewards, tools"),
+        ({"rollout": roll, "rewards": []}, "rollout"),
+        ({"tasks": ROWS, "rewards": reward}, "tasks, rewards"),
+    ],
+)
+def test_a_command_does_not_go_on_with_a_run_whose_objects_it_cannot_have(
+    given: dict[str, Any], names: str, tmp_path: Path
+) -> None:
+    trainer = Trainer("starter", **given)
+    plan = make_plan(trainer.config, trainer._objects)
+    (tmp_path / "config.toml").write_text(dump_toml(plan.config, plan.objects))
+    with pytest.raises(BadInput) as caught:
+        config_of_run(tmp_path, ["--run.steps=3"])
+    said = f"{tmp_path} was started from Python with objects of its own ({names}); go on with it there"
+    assert str(caught.value) == said
+
+
+@pytest.mark.parametrize("name", ["arithmetic", "guess"])
+def test_a_command_goes_on_with_a_run_that_its_config_says_all_of(name: str, tmp_path: Path) -> None:
+    plan = make_plan(make_config({"tasks.name": name}), Objects())
+    (tmp_path / "config.toml").write_text(dump_toml(plan.config, plan.objects))
+    assert resolve(config_of_run(tmp_path, [f"--run.dir={plan.config.run.dir}"])) == plan.config
 
 
 def test_a_held_out_file_that_is_not_there_is_named() -> None:

@@ -17,6 +17,7 @@ import pytest
 
 import outpace as api
 from outpace.errors import BadInput, PartFailed
+from outpace.planning import config_of_run
 from support import as_arguments, journalled, read_lines, run_command, start_command
 
 Settings = dict[str, Any]
@@ -209,6 +210,16 @@ def test_a_signal_stops_the_run_with_a_checkpoint_and_resume_goes_on_without_los
     assert book["trained_twice"] == []
 
 
+def test_a_signal_to_the_whole_process_group_is_a_signal_to_the_run(settings: Settings, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = start_command("train", *as_arguments({**settings, "run.steps": 400}), start_new_session=True)
+    wait_for(lambda: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").read_text().count("\n") >= 2, process)
+    os.killpg(process.pid, signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 3, (out, err)
+    assert list((run / "checkpoints").iterdir())
+
+
 def test_a_reward_that_always_raises_ends_the_run_and_says_what_it_raised(settings: Settings, rewards: Path) -> None:
     config = {**settings, "rewards.functions": [f"{rewards}:broken"], "pacing.max_failed": 6, "run.runtime": "inline"}
     with pytest.raises(PartFailed, match=r"6 groups in a row failed.*no reward today") as caught:
@@ -326,6 +337,8 @@ def test_functions_of_main_work_and_so_does_training_inside_a_running_loop(setti
     result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[-1] == "3"
+    with pytest.raises(BadInput, match=r"objects of its own \(tasks, rewards, rollout\); go on with it there$"):
+        config_of_run(Path(f"{settings['run.dir']}a"), [])
 
 
 async def test_train_async_leaves_the_loop_free(settings: Settings) -> None:

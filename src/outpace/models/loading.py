@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from outpace.config import STARTER, STARTER_AGENT
 from outpace.errors import BadInput, one_line
+from outpace.references import nearest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -201,7 +202,9 @@ def _ask_hub(name: str) -> None:
     except HfHubHTTPError as error:
         raise BadInput(f"model.path {name}: the hub does not give it out: {_first_line(error)}") from error
     except Exception as error:  # a boundary: what "no network" raises depends on the client's HTTP library of the day
-        raise BadInput(f"model.path {name}: no such directory, and the hub cannot be reached") from error
+        close = nearest(name, [*BUILT_IN, SMOLLM2])
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise BadInput(f"model.path {name}: no such directory, and the hub cannot be reached{hint}") from error
     if not any(file.endswith(".safetensors") for file in files):
         raise BadInput(f"model.path {name}: this hub model has no safetensors weights")
 

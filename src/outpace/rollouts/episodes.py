@@ -53,6 +53,14 @@ def failed(client: PolicyClient, reason: str, trace: str = "", stop: str = "erro
     return Episode(client.trajectories(), error=reason, stop=stop, requests=list(client.requests), traceback=trace)
 
 
+def whole_return(episode: Episode) -> float:
+    """What an episode brought in all, for people: its reward, those of its turns, and the mean of those that its
+    trajectories have of their own."""
+    own = [trajectory.reward for trajectory in episode.trajectories if trajectory.reward is not None]
+    turns = sum(float(trajectory.turn_rewards.sum()) for trajectory in episode.trajectories)
+    return episode.reward + turns + (sum(own) / len(own) if own else 0.0)
+
+
 def _serious(error: BaseException) -> PartFailed | BadInput | None:
     """What has to go up, also out of the groups that task groups raise."""
     if isinstance(error, BaseExceptionGroup):
@@ -110,6 +118,9 @@ def _checked(episode: Episode, client: PolicyClient) -> Episode:
     for name, reward in {**episode.rewards, "reward": episode.reward}.items():
         if not isinstance(reward, Real) or not math.isfinite(reward):
             return failed(client, f"the rollout's {name} is {one_line(repr(reward), 60)}, not a finite number")
+    if silent := client.silent_roles:
+        spoke = ", ".join(sorted({trajectory.role for trajectory in episode.trajectories}))
+        return failed(client, f"a reward was given to the role {silent[0]!r}, which has not spoken; there are {spoke}")
     for trajectory in episode.trajectories:
         if fault := problem(trajectory, client.min_version):
             return failed(client, f"the rollout returned a trajectory that cannot be trained on: {fault}")

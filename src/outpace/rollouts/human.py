@@ -55,6 +55,7 @@ class HumanClient:
 
     min_version = 0
     breaks = 0
+    environment: object | None = None
 
     def __init__(self, person: Person, system: str | None = None) -> None:
         self._person = person
@@ -66,11 +67,18 @@ class HumanClient:
         self.requests: list[str] = []
         self.newest: Answer | None = None
         self.gave_up = False
-        self.own_rewards: dict[str, float] = {}  # what the rollout gave to roles and single answers
+        self._roles: dict[str, str] = {}  # by request
+        self._rewards: dict[str, float] = {}  # of the conversation of a role
+        self._turn_rewards: dict[str, float] = {}  # by request
 
     @property
     def answers(self) -> int:
         return len(self.requests)
+
+    @property
+    def silent_roles(self) -> list[str]:
+        """Roles that were given a reward and have never spoken."""
+        return sorted(self._rewards.keys() - set(self._roles.values()))
 
     @property
     def stop(self) -> StopReason:
@@ -89,6 +97,7 @@ class HumanClient:
                 self.gave_up = True
                 raise asyncio.CancelledError
             self.newest = self._answer(typed)
+            self._roles[self.newest.request_id] = role
             self._heard[role] = [*history, self.newest.message]
             return self.newest
 
@@ -117,10 +126,26 @@ class HumanClient:
     # ---------------------------------------------------------------------------------------------------- to be judged
 
     def reward(self, value: float, *, request: str | Answer | None = None, role: str | None = None) -> None:
-        self.own_rewards[role or _id(request)] = float(value)
+        if request is not None and role is None:
+            role = self._roles[self._answered(request)]
+        elif request is not None or role is None:
+            raise ValueError("reward takes a request or a role: whose reward is it?")
+        self._rewards[role] = float(value)
 
     def turn_reward(self, value: float, request: str | Answer) -> None:
-        self.own_rewards[_id(request)] = float(value)
+        self._turn_rewards[self._answered(request)] = float(value)
+
+    @property
+    def own_rewards(self) -> dict[str, float]:
+        """What the rollout gave to roles and to single answers, by name."""
+        return {**self._rewards, **self._turn_rewards}
+
+    def rewarded(self) -> list[Trajectory]:
+        """What a trajectory would bring along for each role that has spoken; there are no tokens in them."""
+        turns: dict[str, list[float]] = {role: [] for role in self._roles.values()}
+        for request, value in self._turn_rewards.items():
+            turns[self._roles[request]].append(value)
+        return [TrajectoryBuilder().build(role, self._rewards.get(role), given) for role, given in turns.items()]
 
     def trajectory(self) -> Trajectory:
         return TrajectoryBuilder().build()
@@ -131,6 +156,12 @@ class HumanClient:
     def _new(self, role: str, history: list[Message]) -> list[Message]:
         heard = self._heard.get(role, [])
         return history[len(heard) :] if history[: len(heard)] == heard else history
+
+    def _answered(self, request: str | Answer) -> str:
+        request_id = request.request_id if isinstance(request, Answer) else request
+        if request_id not in self._roles:
+            raise ValueError(f"request {request_id!r} is none that was answered in this episode")
+        return request_id
 
     def _answer(self, typed: Typed) -> Answer:
         request_id = f"answer-{len(self.requests)}"
@@ -152,7 +183,3 @@ class HumanClient:
             logprobs=none.astype(np.float32),
             versions=none,
         )
-
-
-def _id(request: str | Answer | None) -> str:
-    return request.request_id if isinstance(request, Answer) else str(request)

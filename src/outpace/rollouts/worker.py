@@ -5,6 +5,7 @@
 Invariants
 - A group is in the journal before the controller hears that it is finished.
 - Every token sampled for a group is in its report, also when the group was cancelled or an answer given up.
+- When `close` returns nothing runs any more: no group, no evaluation, no program that was somebody's agent.
 - An episode's failure never touches its siblings; a failed reward fails its group as data.
 - User code (rollouts, rewards, estimators) never runs on this worker's event loop unless it is itself asynchronous.
 """
@@ -29,12 +30,13 @@ from outpace.protocols import Engine, Reward, Rollout, TaskSource
 from outpace.rewards.grading import Graded, grade
 from outpace.rewards.pool import GraderPool
 from outpace.rewards.shaping import Overlong, shaped
+from outpace.rollouts import agent_process
 from outpace.rollouts.closing import CUT_OFF, ClosingRules, Verdict, close_group, version_range
-from outpace.rollouts.episodes import run_episode
+from outpace.rollouts.episodes import run_episode, whole_return
 from outpace.rollouts.policy.client import Doors, Openings, PolicyClient
 from outpace.rollouts.policy.requests import ClientSettings
 from outpace.runtime.together import together
-from outpace.types import Episode, EpisodeView, GroupOrder, GroupRecord, GroupReport, Message, Task, Trajectory
+from outpace.types import Episode, EpisodeView, GroupOrder, GroupRecord, GroupReport, Message, Task
 
 log = logging.getLogger(__name__)
 
@@ -89,34 +91,34 @@ class RolloutWorker:
         self._journal = journal
         self._doors = doors
         self._closers = closers
-        self._running: dict[int, asyncio.Task[GroupReport]] = {}
+        self._running: dict[asyncio.Task[GroupReport], int | None] = {}  # the number of a group, None for an evaluation
 
     async def run(self, order: GroupOrder) -> GroupReport:
-        if order.heldout:
-            return await self._evaluate(order)
-        clients = self._clients(order, self._settings.client)
-        work = asyncio.create_task(self._make_group(order, clients))
-        self._running[order.group] = work
+        clients = self._clients(order)
+        work = asyncio.create_task((self._evaluate if order.heldout else self._make_group)(order, clients))
+        self._running[work] = None if order.heldout else order.group
         try:
             return await work
         except asyncio.CancelledError:
             if _asked_to_stop():  # the caller of `run` is gone, not just this group
                 raise
-            tokens = _tokens([kept for client in clients for kept in client.trajectories()], clients)
+            tokens = _tokens(clients)
             return GroupReport(order.group, "", "failed", "cancelled", tokens_sampled=tokens, cancelled=True)
         finally:
-            self._running.pop(order.group, None)
+            del self._running[work]
+            for client in clients:  # which may live until the next search for garbage
+                client.environment = None
 
     async def cancel(self, group: int) -> None:
-        work = self._running.get(group)
-        if work is not None:
-            work.cancel()
+        for work, number in self._running.items():
+            if number == group:
+                work.cancel()
 
     async def release(self, segments: list[str]) -> None:
         await asyncio.to_thread(self._journal.release, segments)
 
     async def close(self) -> None:
-        running = list(self._running.values())
+        running = list(self._running)
         for work in running:
             work.cancel()
         await asyncio.gather(*running, return_exceptions=True)  # nobody may write to a closed journal
@@ -128,6 +130,7 @@ class RolloutWorker:
             if self._doors is not None:
                 ending.push_async_callback(self._doors.close)
             ending.callback(self._journal.close)
+            ending.push_async_callback(agent_process.all_ended)
 
     async def _make_group(self, order: GroupOrder, clients: list[PolicyClient]) -> GroupReport:
         started = time.monotonic()
@@ -143,21 +146,20 @@ class RolloutWorker:
             report = msgspec.structs.replace(report, place=await asyncio.to_thread(self._journal.append, record))
         return report
 
-    async def _evaluate(self, order: GroupOrder) -> GroupReport:
+    async def _evaluate(self, order: GroupOrder, clients: list[PolicyClient]) -> GroupReport:
         assert self._heldout is not None, "an evaluation was ordered, but there are no held-out tasks"
         started = time.monotonic()
         task = await asyncio.to_thread(self._heldout.__getitem__, order.task)
-        settings = replace(
-            self._settings.client, seed=self._settings.eval_seed, temperature=self._settings.eval_temperature
-        )
-        clients = self._clients(order, settings)
         episodes = await self._graded(task, await self._episodes(task, clients), clients)
         survivors = any(episode.error is None for episode in episodes)
         verdict = Verdict("finished" if survivors else "failed", episodes[0].error or "", [])
         return _report(order, task, episodes, clients, verdict, time.monotonic() - started)
 
-    def _clients(self, order: GroupOrder, settings: ClientSettings) -> list[PolicyClient]:
+    def _clients(self, order: GroupOrder) -> list[PolicyClient]:
         """One for each episode."""
+        settings = self._settings.client
+        if order.heldout:
+            settings = replace(settings, seed=self._settings.eval_seed, temperature=self._settings.eval_temperature)
         engine = self._engines[order.group % len(self._engines)]
         openings: Openings = {}
         return [
@@ -244,11 +246,11 @@ def _report(
         task_id=task.id,
         outcome=verdict.outcome,
         reason=verdict.reason,
-        rewards=[_whole_return(episode) for episode in survivors],
+        rewards=[whole_return(episode) for episode in survivors],
         reward_parts=_means([episode.rewards for episode in survivors]),
         episodes=len(survivors),
         failed_episodes=len(episodes) - len(survivors),
-        tokens_sampled=_tokens([kept for episode in episodes for kept in episode.trajectories], clients),
+        tokens_sampled=_tokens(clients),
         oldest=oldest,
         newest=newest,
         truncated=sum(episode.stop in CUT_OFF for episode in survivors),
@@ -259,17 +261,9 @@ def _report(
     )
 
 
-def _whole_return(episode: Episode) -> float:
-    """What an episode brought in all, for people: its reward, those of its turns, and the mean of those that its
-    trajectories have of their own."""
-    own = [trajectory.reward for trajectory in episode.trajectories if trajectory.reward is not None]
-    turns = sum(float(trajectory.turn_rewards.sum()) for trajectory in episode.trajectories)
-    return episode.reward + turns + (sum(own) / len(own) if own else 0.0)
-
-
-def _tokens(kept: list[Trajectory], clients: list[PolicyClient]) -> int:
-    """What was sampled: the tokens that are kept, and those of answers that were given up."""
-    return sum(int(trajectory.mask.sum()) for trajectory in kept) + sum(client.abandoned for client in clients)
+def _tokens(clients: list[PolicyClient]) -> int:
+    """What was sampled: the tokens of all answers, whatever a rollout made of them, and of those that were given up."""
+    return sum(client.sampled + client.abandoned for client in clients)
 
 
 def _means(measured: Sequence[dict[str, float]]) -> dict[str, float]:

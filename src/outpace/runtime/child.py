@@ -70,8 +70,10 @@ async def _peers(spec: parts.PartSpec) -> dict[str, Any]:
 
 def main() -> None:
     die_with_parent()
-    # A terminal's Ctrl-C reaches the whole process group; only the controller decides what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A terminal's Ctrl-C reaches the whole process group, and so does what many a launcher sends. Only the controller
+    # decides what it means. A handler, unlike SIG_IGN, is not inherited by the programs that are started here.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     asyncio.run(live(int(sys.argv[1])))
     logging.shutdown()

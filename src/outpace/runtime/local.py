@@ -3,14 +3,13 @@
 Invariants
 - A child that exits, for whatever reason, while it should be running becomes a `PartFailed` with the end of its own
   log, within moments: `failure` resolves and every pending call to it raises.
-- `stop` leaves no child behind: closed socket first, then SIGTERM, then SIGKILL, each with a bound.
+- `stop` leaves no child behind: a closed socket first, then SIGKILL, each with a bound.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import socket
 import sys
 from dataclasses import dataclass
@@ -101,9 +100,9 @@ class LocalRuntime:
             child.watcher.cancel()
         close_proxy(child.remote)
         child.channel.close()
-        for insist in (None, signal.SIGTERM, signal.SIGKILL):
-            if insist is not None and child.process.returncode is None:
-                child.process.send_signal(insist)
+        for insist in (False, True):
+            if insist and child.process.returncode is None:
+                child.process.kill()
             try:
                 async with asyncio.timeout(STOP_DEADLINE_S):
                     await child.process.wait()

@@ -28,6 +28,7 @@ class TypingEngine:
         self._texts = texts
         self._changed = asyncio.Condition()
         self._written = 0 if by_hand else 1 << 30
+        self._looked = 0
         self._tokens: dict[str, list[int]] = {}  # of requests under way
         self._aborted: set[str] = set()
         self.samplings: list[Sampling] = []
@@ -51,6 +52,8 @@ class TypingEngine:
                 await self._changed.wait_for(lambda: self._written >= len(tokens) or request_id in self._aborted)
         finally:
             del self._tokens[request_id]
+            async with self._changed:
+                self._changed.notify_all()
         kept = tokens[: self._written]
         length = np.arange(1, len(kept) + 1)
         stop = "aborted" if request_id in self._aborted else "stop" if len(kept) < sampling.max_tokens else "length"
@@ -67,8 +70,23 @@ class TypingEngine:
             self._written = tokens
             self._changed.notify_all()
 
+    async def write_slowly(self, patience_s: float) -> None:
+        """Token by token, each once somebody has looked at those before; the rest at once when nobody looks any more.
+        For one request at a time."""
+        await self.started.wait()
+        while self._tokens:
+            await self.write(self._written + 1)
+            try:
+                async with asyncio.timeout(patience_s), self._changed:
+                    await self._changed.wait_for(lambda: self._looked >= self._written or not self._tokens)
+            except TimeoutError:
+                await self.write(1 << 30)
+                return
+
     async def peek(self, request_id: str, after: int) -> Ints:
         async with self._changed:
+            self._looked = after
+            self._changed.notify_all()
             await self._changed.wait_for(
                 lambda: request_id not in self._tokens or min(self._written, len(self._tokens[request_id])) > after
             )

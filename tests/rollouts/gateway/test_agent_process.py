@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
+import shutil
+import signal
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +19,12 @@ import pytest
 
 from outpace.errors import BadInput
 from outpace.models.dialect import TemplateDialect
-from outpace.rollouts.agent_process import as_rollout
+from outpace.rollouts.agent_process import all_ended, as_rollout
 from outpace.rollouts.episodes import run_episode
 from outpace.rollouts.policy.client import PolicyClient
+from outpace.rollouts.worker import Judges, RolloutWorker
 from outpace.types import GroupOrder, Task
+from rollouts_support import RecordingJournal, worker_settings
 
 AGENT = [sys.executable, str(Path(__file__).parent / "agent_program.py")]
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call><|end|>'
@@ -79,12 +86,12 @@ async def test_the_task_comes_in_whole_and_its_columns_need_not_be_read(client_o
         "import json, os, sys; task = json.load(sys.stdin);"
         "sys.exit(' '.join([task['id'], task['prompt'][0]['content'], str(len(task['data'])), task['path']]))"
     )
-    client = client_of(typing_engine("x"))
-    assert (
-        await run_episode(as_rollout(reads), large, client, 60)
-    ).error == "the agent exited with code 1: x/ö hi 1000000 /tmp"
+    engine = typing_engine("x")
+    read = await run_episode(as_rollout(reads), large, client_of(engine), 60)
+    assert read.error == "the agent exited with code 1: x/ö hi 1000000 /tmp"
     ignores = program("import sys; sys.exit('no')")
-    assert (await run_episode(as_rollout(ignores), large, client, 60)).error == "the agent exited with code 1: no"
+    unread = await run_episode(as_rollout(ignores), large, client_of(engine), 60)
+    assert unread.error == "the agent exited with code 1: no"
 
 
 async def test_a_program_sees_where_its_model_is(
@@ -151,8 +158,133 @@ async def test_a_program_that_talks_without_end_is_cut_short(
     assert "an agent printed more than" in logged
 
 
-async def test_a_program_that_does_not_exist_ends_the_run(client_of: Any, typing_engine: Any) -> None:
-    with pytest.raises(BadInput, match=r"^rollout\.agent: cannot start /no/such/program"):
-        await run_episode(as_rollout(["/no/such/program"]), TASK, client_of(typing_engine("x")), 60)
+async def started(mark: str, count: int = 1) -> None:
+    while len(await asyncio.to_thread(alive, mark)) < count:  # noqa: ASYNC110 - another process knows nothing of events
+        await asyncio.sleep(0.02)
+
+
+SLEEPS = "import time; time.sleep(1000)"
+
+
+async def test_whoever_is_cancelled_twice_leaves_an_end_that_can_be_waited_for(
+    client_of: Any, typing_engine: Any
+) -> None:
+    mark = f"twice-{os.getpid()}"
+    rollout = as_rollout([*program(SLEEPS), mark])
+    episode = asyncio.create_task(rollout(TASK, client_of(typing_engine("x"))))
+    await started(mark)
+    while not episode.done():
+        episode.cancel()
+        await asyncio.sleep(0)
+    await all_ended()
+    assert alive(mark) == []
+
+
+@pytest.mark.parametrize("heldout", [True, False])
+@pytest.mark.parametrize("impatient", [True, False])
+async def test_a_worker_that_closes_leaves_no_agent_of_a_group_or_of_an_evaluation(
+    impatient: bool, heldout: bool, gateway: Any, typing_engine: Any, tokenizer: Any, make_settings: Any
+) -> None:
+    mark = f"closing-{os.getpid()}-{heldout}-{impatient}"
+    worker = RolloutWorker(
+        worker_settings(make_settings()), [typing_engine("x")], TemplateDialect(tokenizer, (tokenizer.eos_token_id,)),
+        [TASK], [TASK], as_rollout([*program(SLEEPS), mark]), Judges([], []), RecordingJournal(), gateway,
+    )  # fmt: skip
+    running = asyncio.create_task(worker.run(GroupOrder(1, 0, 0, 0, 3, heldout=heldout)))
+    await started(mark, 3)
+    running.cancel()  # as when the connection to the controller closes: nobody waits for it
+    while impatient and not running.done():
+        await asyncio.sleep(0)
+        running.cancel()  # over and over, also while it cleans up
+    await worker.close()
+    assert alive(mark) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends children with their parent")
+def test_a_worker_that_is_killed_takes_its_agents_with_it() -> None:
+    parent = f"""
+import asyncio, os, sys
+from outpace.rollouts.agent_process import AgentProcess
+
+async def main():
+    agent = AgentProcess([sys.executable, "-c", {SLEEPS!r}], dict(os.environ))
+    print((await agent._starting).pid, flush=True)
+    os.kill(os.getpid(), 9)
+
+asyncio.run(main())
+"""
+    ended = subprocess.run(program(parent), capture_output=True, text=True, check=False)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    try:
+        agent = psutil.Process(int(ended.stdout))
+        agent.wait(timeout=30)
+    except psutil.NoSuchProcess:
+        return  # gone before anybody could look
+    finally:
+        if psutil.pid_exists(int(ended.stdout)):
+            os.kill(int(ended.stdout), signal.SIGKILL)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+async def test_a_program_starts_with_the_signals_of_any_program(client_of: Any, typing_engine: Any) -> None:
+    """Python ignores some of them, and what is ignored is inherited."""
+    shown = ["sh", "-c", "grep SigIgn /proc/self/status >&2; exit 1"]
+    episode = await run_episode(as_rollout(shown), TASK, client_of(typing_engine("x")), 60)
+    ignored = int(str(episode.error).split()[-1], 16)
+    assert not ignored & (1 << (signal.SIGPIPE - 1))
+
+
+async def test_a_program_that_cannot_be_there_ends_the_run(client_of: Any, typing_engine: Any, tmp_path: Path) -> None:
+    data, nonsense = tmp_path / "data", tmp_path / "nonsense"
+    for path in (data, nonsense):
+        path.write_text("no program at all")
+    nonsense.chmod(0o755)
+    for command in ("/no/such/program", "no-such-program", str(data), str(nonsense), f"{data}/program"):
+        with pytest.raises(BadInput, match=rf"^rollout\.agent: cannot start {command}: "):
+            await run_episode(as_rollout([command]), TASK, client_of(typing_engine("x")), 60)
     with pytest.raises(BadInput, match=r"^rollout\.agent: name the program"):
         as_rollout([])
+
+
+async def test_a_program_that_cannot_be_started_now_fails_its_episode(
+    client_of: Any, typing_engine: Any, tmp_path: Path
+) -> None:
+    busy = tmp_path / "busy"
+    shutil.copy2("/bin/sh", busy)
+    with busy.open("ab"):  # whoever is writing it keeps it from being started
+        episode = await run_episode(as_rollout([str(busy)]), TASK, client_of(typing_engine("x")), 60)
+    assert episode.error == "the agent could not be started: Text file busy"
+
+
+@contextmanager
+def descriptors_left(spare: int) -> Iterator[None]:
+    """Only so many more can be opened."""
+    usual = resource.getrlimit(resource.RLIMIT_NOFILE)
+    last = max(map(int, os.listdir("/proc/self/fd")))
+    fillers = [os.dup(0)]
+    while fillers[-1] <= last:
+        fillers.append(os.dup(0))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (fillers[-1] + 1 + spare, usual[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, usual)
+        for filler in fillers:
+            os.close(filler)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("spare", range(0, 14, 2))
+async def test_want_of_descriptors_fails_the_episode_and_loses_none(
+    spare: int, client_of: Any, typing_engine: Any
+) -> None:
+    client = client_of(typing_engine("x"))
+    await client.endpoint()
+    await run_episode(as_rollout(program("")), TASK, client_of(typing_engine("x")), 60)  # what stays open is open now
+    before = len(os.listdir("/proc/self/fd"))
+    with descriptors_left(spare):
+        episode = await run_episode(as_rollout(program("")), TASK, client, 60)
+    await asyncio.sleep(0)  # transports close in the next turn of the loop
+    assert episode.error in ("the agent could not be started: Too many open files", NOTHING_ASKED)
+    assert episode.error != NOTHING_ASKED or spare > 6
+    assert len(os.listdir("/proc/self/fd")) <= before

@@ -9,6 +9,7 @@ import pytest
 
 HI: dict[str, Any] = {"model": "m", "max_tokens": 100, "messages": [{"role": "user", "content": "hi"}]}
 TOOLS = [{"name": "add", "description": "Add.", "input_schema": {"type": "object", "properties": {}}}]
+RESULT = {"type": "tool_result", "tool_use_id": "x"}
 CALL = 'see <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|end|>'
 
 
@@ -83,6 +84,16 @@ async def test_a_stream_opens_and_closes_every_block(gateway: Any, policy: Any, 
     assert told[-2]["delta"]["stop_reason"] == "tool_use"
 
 
+@pytest.mark.parametrize(("said", "heard"), [("boom", "error: boom"), ("error: boom", "error: boom"), ("", "error: ")])
+async def test_a_result_that_is_an_error_says_so(
+    said: str, heard: str, gateway: Any, policy: Any, typing_engine: Any, http: Any
+) -> None:
+    engine = typing_engine("oh<|end|>")
+    failed = {**RESULT, "is_error": True, "content": [{"type": "text", "text": said}]}
+    await ask(http, await gateway.open(policy(engine)), messages=[{"role": "user", "content": [failed]}])
+    assert engine.prompts == [f"<|tool|>{heard}<|end|><|assistant|>"]
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -91,6 +102,8 @@ async def test_a_stream_opens_and_closes_every_block(gateway: Any, policy: Any, 
         {"messages": []},
         {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
         {"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "x", "name": "f", "input": {}}]}]},
+        {"messages": [{"role": "user", "content": [{**RESULT, "content": [{"type": "image", "source": {}}]}]}]},
+        {"system": [{"type": "image", "source": {}}]},
         {"tools": [{"name": "add"}]},
     ],
 )

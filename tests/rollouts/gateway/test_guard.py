@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from outpace.errors import BadInput
 from outpace.rollouts.gateway.app import MAX_BODY
+from outpace.rollouts.gateway.openai_form import MAX_SIZE
 from outpace.rollouts.gateway.server import Gateway
 from outpace.types import Endpoint
 
@@ -159,6 +161,36 @@ async def test_a_body_that_is_too_large_is_refused(gateway: Any, policy: Any, ty
     async with http.post(f"{endpoint.base_url}/completions", data=body, headers=key(endpoint)) as sent:
         assert sent.status == 413
         assert (await sent.json())["error"]["type"] == "request_too_large"
+
+
+LONG = "x" * (MAX_SIZE // 2 + 1)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (
+            "/chat/completions",
+            {"messages": [{"role": "user", "content": LONG}, {"role": "assistant", "content": LONG}]},
+        ),
+        ("/chat/completions", {**HI, "tools": [{"type": "function", "function": {"name": LONG, "x": [LONG]}}]}),
+        ("/completions", {"prompt": LONG + LONG}),
+        ("/completions", {"prompt": [1] * (MAX_SIZE + 1)}),
+        ("/messages", {"max_tokens": 1, "system": LONG, "messages": [{"role": "user", "content": LONG}]}),
+    ],
+)
+async def test_a_text_far_beyond_any_context_is_refused_before_it_is_rendered(
+    path: str, body: Any, gateway: Any, policy: Any, typing_engine: Any, http: Any
+) -> None:
+    client = policy(typing_engine("hello"))
+    endpoint = await gateway.open(client)
+    sent = io.BytesIO(json.dumps(body).encode())
+    async with http.post(endpoint.base_url + path, data=sent, headers=key(endpoint)) as response:
+        error = (await response.json())["error"]
+        assert (response.status, error["type"]) == (400, "invalid_request_error")
+        assert "more than 1,000,000 characters" in error["message"]
+        assert error.get("code", "context_length_exceeded") == "context_length_exceeded"
+    assert client.requests == []
 
 
 @given(st.one_of(st.binary(max_size=300), st.binary(max_size=100).map(lambda data: b"POST / HTTP/1.1\r\n" + data)))

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from outpace.errors import ContextFull, PartFailed, RequestFailed
+from outpace.errors import BadInput, ContextFull, PartFailed, RequestFailed
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 ADD: list[Any] = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
@@ -145,6 +145,18 @@ async def test_no_tools_are_shown_where_none_may_be_called(
     assert answer.choices[0].finish_reason == "stop"
 
 
+async def test_a_history_with_a_call_that_was_not_to_be_made_begins_another_trajectory(
+    gateway: Any, policy: Any, typing_engine: Any, agent_of: Any
+) -> None:
+    client = policy(typing_engine(CALL + "<|end|>", "so be it<|end|>"))
+    agent = agent_of(await gateway.open(client))
+    asked: dict[str, Any] = {"model": "m", "tool_choice": "none"}
+    said = (await agent.chat.completions.create(messages=HI, **asked)).choices[0].message
+    messages = [*HI, {"role": "assistant", "content": said.content}, {"role": "user", "content": "no tools!"}]
+    assert (await agent.chat.completions.create(messages=messages, **asked)).choices[0].message.content == "so be it"
+    assert (len(client.trajectories()), client.breaks) == (2, 1)
+
+
 async def test_a_call_that_cannot_be_read_stays_in_the_content(
     gateway: Any, policy: Any, typing_engine: Any, agent_of: Any
 ) -> None:
@@ -225,6 +237,7 @@ async def test_unknown_fields_do_no_harm(gateway: Any, policy: Any, typing_engin
     [
         (ContextFull("the prompt has 9 tokens, the context 8"), openai.BadRequestError, "context_length_exceeded"),
         (RequestFailed("logits are not finite"), openai.BadRequestError, None),
+        (BadInput("the chat template shows the model no tools"), openai.BadRequestError, None),
         (PartFailed("engine", "was stopped"), openai.InternalServerError, None),
         (ZeroDivisionError("oh"), openai.InternalServerError, None),
     ],

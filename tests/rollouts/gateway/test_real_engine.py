@@ -55,7 +55,7 @@ async def test_streamed_text_is_the_answer_and_comes_in_pieces(
         return chunks[0].id, "".join(texts), sum(bool(text) for text in texts)
 
     told = await asyncio.gather(*(ask() for _ in range(12)))
-    written = {turn.request_id: turn.generation.tokens.tolist() for turn in client._transcript.turns}
+    written = {turn.request_id: turn.generation.tokens.tolist() for turn in client._asking.transcript.turns}
     assert {request: text for request, text, _ in told} == {
         request: client.dialect.parse(tokens, ()).content for request, tokens in written.items()
     }

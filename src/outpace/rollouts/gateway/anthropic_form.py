@@ -1,22 +1,25 @@
 """Anthropic's protocol, translated: its blocks to messages and back. Pure.
 
-A user's turn may hold results of tools beside text; these are messages of their own here. Thinking that is sent back is
-dropped: what the policy thought is in its tokens.
+A user's turn may hold results of tools beside text; these are messages of their own here, and one that is an error says
+so in its text. Thinking that is sent back is dropped: what the policy thought is in its tokens.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import msgspec
 
 from outpace.rollouts.gateway.openai_form import checked
-from outpace.rollouts.gateway.wanted import Refused, Reply, Wanted, pinned_in
+from outpace.rollouts.gateway.wanted import Refused, Reply, Wanted, notes, pinned_in
 from outpace.types import Message
 
 Json = dict[str, Any]
+
+ERROR = "error: "
+"""How the result of a call begins that went wrong, as the tools of outpace have it."""
 
 _STOP_REASON = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -28,7 +31,8 @@ class _Block(msgspec.Struct):
     name: str = ""
     input: dict[str, Any] = {}
     tool_use_id: str = ""
-    content: str | list[dict[str, Any]] | None = None
+    is_error: bool | None = None
+    content: str | list[_Block] | None = None
 
 
 class _Turn(msgspec.Struct):
@@ -80,8 +84,7 @@ def read_messages(body: Json) -> Wanted:
 
 def _messages(turn: _Turn) -> Iterator[Message]:
     blocks = [_Block("text", turn.content)] if isinstance(turn.content, str) else turn.content
-    if unknown := [block.type for block in blocks if block.type not in _BLOCKS[turn.role]]:
-        raise Refused(f"messages: blocks of type {unknown[0]} are not offered here", param="messages")
+    _refuse_others(blocks, _BLOCKS[turn.role])
     text = _text([block for block in blocks if block.type == "text"])
     if turn.role == "assistant":
         calls = [_call(block) for block in blocks if block.type == "tool_use"]
@@ -101,13 +104,21 @@ _BLOCKS = {
 
 
 def _text(blocks: str | list[_Block]) -> str:
-    return blocks if isinstance(blocks, str) else "".join(block.text for block in blocks)
+    if isinstance(blocks, str):
+        return blocks
+    _refuse_others(blocks, ("text",))
+    return "".join(block.text for block in blocks)
 
 
 def _result(block: _Block) -> str:
-    if isinstance(block.content, list):
-        return "".join(str(part.get("text", "")) for part in block.content)
-    return block.content or ""
+    text = _text(block.content or "")
+    return f"{ERROR}{text}" if block.is_error and not text.startswith(ERROR) else text
+
+
+def _refuse_others(blocks: list[_Block], offered: Sequence[str]) -> None:
+    for block in blocks:
+        if block.type not in offered:
+            raise Refused(f"messages: blocks of type {block.type} are not offered here", param="messages")
 
 
 def _call(block: _Block) -> Json:
@@ -131,8 +142,8 @@ def messages_response(reply: Reply, model: str) -> Json:
         for call in reply.calls
     ]
     usage = {"input_tokens": reply.prompt_tokens, "output_tokens": reply.tokens}
-    notes = {"outpace": {"pinned": list(reply.pinned)}} if reply.pinned else {}
-    return {**_message(reply.id, model, [*thinking, *text, *calls], _STOP_REASON[reply.finish], usage), **notes}
+    message = _message(reply.id, model, [*thinking, *text, *calls], _STOP_REASON[reply.finish], usage)
+    return {**message, **notes(reply.pinned)}
 
 
 def error_body(kind: str, message: str) -> Json:
@@ -143,24 +154,30 @@ class MessagesStream:
     """The events of one streamed answer: blocks of text and of calls, each opened and closed."""
 
     def __init__(self, request_id: str, model: str, wanted: Wanted) -> None:
-        self._id, self._model = request_id, model
+        self._id, self._model, self._pinned = request_id, model, wanted.pinned
         self._blocks = 0
         self._in_text = False
 
     def opening(self) -> Iterator[Json]:
         usage = {"input_tokens": 0, "output_tokens": 0}
-        yield {"type": "message_start", "message": _message(self._id, self._model, [], None, usage)}
+        message = _message(self._id, self._model, [], None, usage)
+        yield {"type": "message_start", "message": {**message, **notes(self._pinned)}}
 
     def delta(self, text: str) -> Iterator[Json]:
         if not self._in_text:
             self._in_text = True
             yield self._start({"type": "text", "text": ""})
-        yield self._inside({"type": "text_delta", "text": text})
+        if text:
+            yield self._inside({"type": "text_delta", "text": text})
 
     def closing(self, reply: Reply, rest: str) -> Iterator[Json]:
-        if rest:
+        """The blocks of a whole answer, in their order; text that was sent already had no reasoning before it."""
+        if reply.reasoning and not self._in_text:
+            yield self._start({"type": "thinking", "thinking": "", "signature": ""})
+            yield self._inside({"type": "thinking_delta", "thinking": reply.reasoning})
+            yield self._stop()
+        if reply.content or not reply.calls:
             yield from self.delta(rest)
-        if self._in_text:
             yield self._stop()
         for call in reply.calls:
             yield self._start({"type": "tool_use", "id": call.id, "name": call.name, "input": {}})

@@ -22,7 +22,7 @@ from outpace.rollouts.gateway.wanted import Refused
 
 log = logging.getLogger(__name__)
 
-MAX_BODY = 16 * 1024 * 1024
+MAX_BODY = 4 * 1024 * 1024
 SESSION: web.RequestKey[Session] = web.RequestKey("session", Session)
 NOT_AGAIN = {"x-should-retry": "false"}
 """Clients of the protocol try again by default; nothing here gets better by that."""

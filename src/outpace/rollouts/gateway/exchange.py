@@ -14,8 +14,8 @@ from collections.abc import AsyncIterator, Coroutine
 from dataclasses import replace
 from typing import Any
 
-from outpace.errors import BadInput, PartFailed
-from outpace.rollouts.gateway.reveal import opens_reasoning, shown
+from outpace.errors import PartFailed
+from outpace.rollouts.gateway.reveal import opens_reasoning, plainly_shown, shown
 from outpace.rollouts.gateway.sessions import EpisodeEnded, Session, ended
 from outpace.rollouts.gateway.wanted import Reply, Wanted
 from outpace.types import Answer, Ints
@@ -57,7 +57,7 @@ class Exchange:
             raise EpisodeEnded
         try:
             return self._work.result()
-        except (PartFailed, BadInput) as error:
+        except PartFailed as error:  # what the agent asked in vain is for the agent to handle
             self._session.serious = error
             raise
 
@@ -90,12 +90,13 @@ class Exchange:
     def _sure(self, tokens: list[int]) -> str | None:
         """The beginning of the content that these tokens are enough to know; None: no more of it before the end."""
         dialect, wanted = self._session.client.dialect, self._wanted
+        stops = wanted.stops(self._session.client)
         if wanted.prompt is not None:
-            return dialect.decode(tokens).rstrip("\ufffd")
+            return plainly_shown(dialect.decode(tokens), stops)
         read = dialect.parse(tokens, self._prompt, wanted.tools)
         if read.calls or read.reasoning or opens_reasoning(dialect.decode(self._prompt[-PROMPT_END:])):
             return None
-        return shown(read.content, wanted.stop)
+        return shown(read.content, stops)
 
     async def _look(self, known: int) -> list[int]:
         """New tokens of the request; none once it has ended. A look that fails is none: the answer will say why."""

@@ -19,6 +19,8 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 MAX_DEPTH = 64
 """Of nested lists and objects in a request: chat templates and JSON writers are recursive."""
+MAX_SIZE = 1_000_000
+"""Characters and numbers of a request: far more than any context has room for is not even rendered."""
 
 
 class _Part(msgspec.Struct):
@@ -134,8 +136,7 @@ def read_completion(body: dict[str, Any]) -> Wanted:
 
 def checked(body: dict[str, Any], shape: type[S]) -> S:
     """The fields of a request that are used, in their types."""
-    if too_deep(body):
-        raise Refused(f"the request is nested deeper than {MAX_DEPTH}")
+    refuse_what_is_too_much(body)
     try:
         return msgspec.convert(body, shape)
     except msgspec.ValidationError as error:
@@ -144,13 +145,18 @@ def checked(body: dict[str, Any], shape: type[S]) -> S:
         raise Refused(f"{param}: {message}" if param else message, param=param) from None
 
 
-def too_deep(value: Any) -> bool:
-    level: list[Any] = [value]
+def refuse_what_is_too_much(body: dict[str, Any]) -> None:
+    level: list[Any] = [body]
+    size = 0
     for _ in range(MAX_DEPTH):
         level = [inner for outer in level for inner in _inside(outer)]
+        size += sum(len(value) if isinstance(value, str) else 1 for value in level)
+        if size > MAX_SIZE:
+            told = f"the request has more than {MAX_SIZE:,} characters, longer than any context here"
+            raise Refused(told, code="context_length_exceeded")
         if not level:
-            return False
-    return True
+            return
+    raise Refused(f"the request is nested deeper than {MAX_DEPTH}")
 
 
 def _inside(value: Any) -> Iterable[Any]:

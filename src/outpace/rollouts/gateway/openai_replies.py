@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from outpace.rollouts.gateway.wanted import Reply, Wanted
+from outpace.rollouts.gateway.wanted import Reply, Wanted, notes
 from outpace.types import ToolCall
 
 Json = dict[str, Any]
@@ -22,7 +22,12 @@ def chat_response(reply: Reply, model: str) -> Json:
         "logprobs": _chat_logprobs(reply),
         "finish_reason": reply.finish,
     }
-    return {**_head(reply.id, "chat.completion", model), "choices": [choice], "usage": usage(reply), **_notes(reply)}
+    return {
+        **_head(reply.id, "chat.completion", model),
+        "choices": [choice],
+        "usage": usage(reply),
+        **notes(reply.pinned),
+    }
 
 
 def chat_message(reply: Reply) -> Json:
@@ -39,7 +44,12 @@ def completion_response(reply: Reply, model: str) -> Json:
         "logprobs": _completion_logprobs(reply.logprobs),
         "finish_reason": reply.finish,
     }
-    return {**_head(reply.id, "text_completion", model), "choices": [choice], "usage": usage(reply), **_notes(reply)}
+    return {
+        **_head(reply.id, "text_completion", model),
+        "choices": [choice],
+        "usage": usage(reply),
+        **notes(reply.pinned),
+    }
 
 
 def usage(reply: Reply) -> Json:
@@ -72,7 +82,7 @@ class ChatStream:
             yield from self.delta(rest)
         for index, call in enumerate(reply.calls):
             yield self._event({"tool_calls": [{"index": index, **_call(call)}]})
-        yield {**self._event({}, reply.finish, _chat_logprobs(reply)), **_notes(reply)}
+        yield {**self._event({}, reply.finish, _chat_logprobs(reply)), **notes(reply.pinned)}
         if self._wanted.usage:
             yield {**self._head, "choices": [], "usage": usage(reply)}
 
@@ -95,7 +105,7 @@ class CompletionStream:
         yield self._event(text)
 
     def closing(self, reply: Reply, rest: str) -> Iterator[Json]:
-        yield {**self._event(rest, reply.finish, _completion_logprobs(reply.logprobs)), **_notes(reply)}
+        yield {**self._event(rest, reply.finish, _completion_logprobs(reply.logprobs)), **notes(reply.pinned)}
         if self._wanted.usage:
             yield {**self._head, "choices": [], "usage": usage(reply)}
 
@@ -106,10 +116,6 @@ class CompletionStream:
 
 def _head(request_id: str, kind: str, model: str) -> Json:
     return {"id": request_id, "object": kind, "created": int(time.time()), "model": model}
-
-
-def _notes(reply: Reply) -> Json:
-    return {"outpace": {"pinned": list(reply.pinned)}} if reply.pinned else {}
 
 
 def _call(call: ToolCall) -> Json:

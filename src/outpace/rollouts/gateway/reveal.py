@@ -2,7 +2,7 @@
 
 Whoever streams cannot take back. So only that beginning of a text is shown which every way to read the finished one
 leaves as it is: from the first thing on that may be, or become, a tool call or reasoning, everything is held back, and
-so are half a character and white space that may turn out to be at the end.
+so are half a character, white space that may turn out to be at the end, and what may be the string that ends it all.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ TAGS = (
 """How tool calls and reasoning begin, over all families of models that are known."""
 
 _BARE_CALL = re.compile(r"[\[{]")
-_UNSURE_END = re.compile(r"[\s\ufffd]+\Z")
+_HALF_A_CHARACTER = "\ufffd"
+_UNSURE_END = re.compile(rf"[\s{_HALF_A_CHARACTER}]+\Z")
 
 
 def shown(text: str, stops: Sequence[str] = ()) -> str:
@@ -27,8 +28,13 @@ def shown(text: str, stops: Sequence[str] = ()) -> str:
     with a bracket may be a call without any tag."""
     if not text or text[0].isspace() or _BARE_CALL.match(text):
         return ""
-    end = min((_position(text, tag) for tag in (*TAGS, *stops)), default=len(text))
-    return _UNSURE_END.sub("", text[:end])
+    return _UNSURE_END.sub("", plainly_shown(text, (*TAGS, *stops)))
+
+
+def plainly_shown(text: str, stops: Sequence[str]) -> str:
+    """The same for a text that is nothing but text: up to where one of `stops` begins, or may have begun."""
+    whole = text.rstrip(_HALF_A_CHARACTER)  # first: behind half a character nothing looks like a beginning
+    return whole[: min((_position(whole, stop) for stop in stops), default=len(whole))]
 
 
 def opens_reasoning(prompt_end: str) -> bool:

@@ -31,7 +31,7 @@ from outpace.rollouts.gateway.openai_replies import (
 )
 from outpace.rollouts.gateway.sessions import Sessions
 from outpace.rollouts.gateway.sse import Events, EventWriter
-from outpace.rollouts.gateway.wanted import Reply, Wanted, reply_of
+from outpace.rollouts.gateway.wanted import Reply, Wanted, reply_of, written
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,8 @@ class Form:
             async for text in exchange.deltas():
                 await writer.write(events.delta(text))
             answer = await exchange.answer()
-            reply = exchange.as_begun(reply_of(answer, wanted, session.client), answer.text)
+            text = written(answer, wanted, session.client)
+            reply = exchange.as_begun(reply_of(answer, wanted, session.client), text)
             await writer.write(events.closing(reply, reply.content.removeprefix(exchange.shown)))
         except ConnectionError:  # the agent has hung up, and is owed nothing
             return writer.response

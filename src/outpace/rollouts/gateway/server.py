@@ -43,7 +43,7 @@ class Gateway:
         await self.start()
         return self._sessions.open(client, role, self._model).endpoint(self.origin)
 
-    async def close_session(self, client: EpisodeClient) -> PartFailed | BadInput | None:
+    async def close_session(self, client: EpisodeClient) -> PartFailed | None:
         """End all endpoints of an episode; what its requests met that no other attempt could do better, if anything."""
         return await self._sessions.close(client)
 

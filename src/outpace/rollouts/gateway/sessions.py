@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
-from outpace.errors import BadInput, PartFailed
+from outpace.errors import PartFailed
 from outpace.models.dialect import Dialect
 from outpace.protocols import Engine
 from outpace.types import Answer, Endpoint, Ints, Message
@@ -35,6 +35,11 @@ class EpisodeClient(Protocol):
 
     @property
     def max_tokens(self) -> int: ...
+
+    @property
+    def stop_strings(self) -> Sequence[str]:
+        """Those of the run, for requests that bring none."""
+        ...
 
     async def chat(
         self,
@@ -69,7 +74,7 @@ class Session:
         self.role = role
         self.model = model
         self.secret = secrets.token_urlsafe(32)
-        self.serious: PartFailed | BadInput | None = None  # what no other attempt could do better
+        self.serious: PartFailed | None = None  # what no other attempt could do better
         self._work: set[asyncio.Task[Any]] = set()
 
     @property
@@ -133,7 +138,7 @@ class Sessions:
     def clients(self) -> list[EpisodeClient]:
         return list(self._by_client)
 
-    async def close(self, client: EpisodeClient) -> PartFailed | BadInput | None:
+    async def close(self, client: EpisodeClient) -> PartFailed | None:
         """End all sessions of an episode; says what went wrong that no other attempt could do better, if anything."""
         ended = list(self._by_client.pop(client, {}).values())
         for session in ended:

@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any, Literal
 
 from outpace.rollouts.gateway.sessions import EpisodeClient
+from outpace.rollouts.policy.asking import without_stop
 from outpace.types import Answer, Message, ToolCall
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,10 @@ class Wanted:
         tokens = {} if self.max_tokens is None else {"max_tokens": min(self.max_tokens, limit)}
         return {**tokens, **({"stop_strings": list(self.stop)} if self.stop else {})}
 
+    def stops(self, client: EpisodeClient) -> Sequence[str]:
+        """What ends the answer: the request's own or, where it has none, the run's."""
+        return self.stop or client.stop_strings
+
 
 @dataclass(frozen=True)
 class Reply:
@@ -85,13 +90,24 @@ def pinned_in(request: Mapping[str, Any]) -> list[str]:
     return found
 
 
+def notes(pinned: Sequence[str]) -> dict[str, Any]:
+    """What a response says beyond its protocol."""
+    return {"outpace": {"pinned": list(pinned)}} if pinned else {}
+
+
 @cache
 def tell_once(name: str) -> None:
     log.info("agents send %s: the run's own setting is used instead", name)
 
 
+def written(answer: Answer, wanted: Wanted, client: EpisodeClient) -> str:
+    """All that the policy wrote, without the string that ended it."""
+    return without_stop(answer.text, wanted.stops(client)) if answer.stop == "stop" else answer.text
+
+
 def reply_of(answer: Answer, wanted: Wanted, client: EpisodeClient) -> Reply:
-    """A call that cannot be read is no call to an agent: it is in the content, as the model wrote it."""
+    """A call that cannot be read is no call to an agent: it is in the content, as the model wrote it. So is, with all
+    the rest of the text, one that was not to be made."""
     readable = [call for call in answer.calls if not call.problem]
     calls = readable if wanted.calls and wanted.prompt is None else []
     logprobs = zip(answer.tokens.tolist(), answer.logprobs.tolist(), strict=True) if wanted.logprobs else ()
@@ -99,8 +115,8 @@ def reply_of(answer: Answer, wanted: Wanted, client: EpisodeClient) -> Reply:
     finish: Finish = "length" if answer.stop != "stop" else "tool_calls" if calls else "stop"
     return Reply(
         id=answer.request_id,
-        content=answer.text if plain else answer.content,
-        reasoning=answer.reasoning,
+        content=written(answer, wanted, client) if plain else answer.content,
+        reasoning="" if plain else answer.reasoning,
         calls=calls,
         finish=finish,
         prompt_tokens=answer.prompt_tokens,

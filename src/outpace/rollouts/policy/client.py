@@ -183,6 +183,12 @@ class PolicyClient:
         """How often a conversation could not be continued exactly, and a new trajectory began."""
         return self._asking.conversations.breaks
 
+    @property
+    def silent_roles(self) -> list[str]:
+        """Roles that were given a reward and have never spoken."""
+        transcript = self._asking.transcript
+        return sorted(transcript.role_rewards.keys() - {turn.role for turn in transcript.turns})
+
     def decode(self, tokens: Sequence[int]) -> str:
         return self.dialect.decode(tokens)
 

@@ -1,14 +1,21 @@
 """An agent as somebody may have written it years ago: the official client, a loop of tool calls, nothing of outpace.
 
-Reads its task from standard input; streams every other answer. What it saw goes to the file of AGENT_LOG.
+    outpace train --model.path starter-agent --tasks.name calculator --rewards.functions number \\
+      --rollout.agent python,examples/openai_agent.py --rollout.group_size 4 --pacing.groups_per_step 2
+
+It is started once per episode with the task on its standard input and its model behind OPENAI_BASE_URL. Every other
+answer is streamed, to show that it makes no difference.
 """
 
+import ast
 import json
+import operator
 import os
 import sys
 
 from openai import OpenAI
 
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 TOOLS = [
     {
         "type": "function",
@@ -44,12 +51,19 @@ def ask(client, messages, stream):
 
 
 def result_of(call):
-    """What the tool says: sums of whole numbers, which is all that this test needs."""
+    """What the tool says. A model wrote the expression, so it is read and never executed."""
     try:
-        expression = json.loads(call["function"]["arguments"])["expression"]
-        return str(sum(int(term) for term in str(expression).replace("-", "+-").split("+") if term))
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return "error: no sum"
+        return str(value(ast.parse(json.loads(call["function"]["arguments"])["expression"], mode="eval").body))
+    except (ValueError, KeyError, TypeError, SyntaxError) as error:
+        return f"error: {error}"
+
+
+def value(node):
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return node.value
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        return OPERATORS[type(node.op)](value(node.left), value(node.right))
+    raise ValueError("only whole numbers, + - * and parentheses")
 
 
 def main():
@@ -66,8 +80,10 @@ def main():
                 {"role": "tool", "tool_call_id": call["id"], "content": result_of(call)}
                 for call in message["tool_calls"]
             ]
-    with open(os.environ["AGENT_LOG"], "a") as log:
-        log.write(json.dumps({"turns": turns, "outpace": [name for name in sys.modules if "outpace" in name]}) + "\n")
+    if "AGENT_LOG" in os.environ:
+        with open(os.environ["AGENT_LOG"], "a") as log:
+            log.write(json.dumps({"turns": turns, "modules": sorted(sys.modules)}) + "\n")
 
 
-main()
+if __name__ == "__main__":
+    main()
