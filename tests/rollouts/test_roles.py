@@ -111,3 +111,23 @@ def advantages_by_hand(record: GroupRecord, whose: dict[str, tuple[str, int]], t
     assert sorted(roles) == ["judge"] * EPISODES + ["solver"] * (2 * EPISODES)
     means = {role: np.mean([worth for worth, its in zip(rewards, roles, strict=True) if its == role]) for role in roles}
     return [float(reward - means[role]) for reward, role in zip(rewards, roles, strict=True)]
+
+
+async def test_people_see_what_every_role_said_and_got(
+    tokenizer: Any, make_engine: Any, make_settings: Callable[..., ClientSettings]
+) -> None:
+    async def debate(task: Task, client: Any) -> None:
+        first = await client.chat([{"role": "user", "content": "why?"}], role="solver")
+        await client.chat([{"role": "user", "content": first.text}], role="judge")
+        client.reward(0.25, role="solver")
+        client.reward(0.75, role="judge")
+
+    dialect, journal = TemplateDialect(tokenizer, (tokenizer.eos_token_id,)), RecordingJournal()
+    engine: Any = make_engine(["because<|end|>", "right<|end|>"])
+    settings = worker_settings(make_settings())
+    tasks: Any = [Task("t", "why?")]
+    worker = RolloutWorker(settings, [engine], dialect, tasks, None, debate, Judges([], []), journal)  # type: ignore[arg-type]
+    report = await worker.run(GroupOrder(0, task=0, epoch=0, min_version=3, size=1, show=True))
+    await worker.close()
+    assert report.reward_parts == {"role_judge": 0.75, "role_solver": 0.25, "rollout": 0.0}
+    assert (report.views[0].completion, report.views[0].reward) == ("[solver] because\n[judge] right", 0.5)

@@ -24,19 +24,19 @@ import msgspec
 
 from outpace.checkpoint.journal import JournalWriter
 from outpace.errors import RewardFailed
-from outpace.models.chat import as_text
 from outpace.models.dialect import Dialect
 from outpace.protocols import Engine, Reward, Rollout, TaskSource
 from outpace.rewards.grading import Graded, grade
 from outpace.rewards.pool import GraderPool
 from outpace.rewards.shaping import Overlong, shaped
 from outpace.rollouts import agent_process
-from outpace.rollouts.closing import CUT_OFF, ClosingRules, Verdict, close_group, version_range
-from outpace.rollouts.episodes import run_episode, whole_return
+from outpace.rollouts.closing import ClosingRules, Verdict, close_group
+from outpace.rollouts.episodes import run_episode
 from outpace.rollouts.policy.client import Doors, Openings, PolicyClient
 from outpace.rollouts.policy.requests import ClientSettings
+from outpace.rollouts.reports import report_of, sampled_by
 from outpace.runtime.together import together
-from outpace.types import Episode, EpisodeView, GroupOrder, GroupRecord, GroupReport, Message, Task
+from outpace.types import Episode, GroupOrder, GroupRecord, GroupReport, Task
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ class RolloutWorker:
         except asyncio.CancelledError:
             if _asked_to_stop():  # the caller of `run` is gone, not just this group
                 raise
-            tokens = _tokens(clients)
+            tokens = sampled_by(clients)
             return GroupReport(order.group, "", "failed", "cancelled", tokens_sampled=tokens, cancelled=True)
         finally:
             del self._running[work]
@@ -138,7 +138,7 @@ class RolloutWorker:
         judged = await self._graded(task, await self._episodes(task, clients), clients)
         episodes = [shaped(episode, self._settings.overlong) for episode in judged]
         verdict = await asyncio.to_thread(close_group, episodes, self._closing)  # which calls a user's estimator
-        report = _report(order, task, episodes, clients, verdict, time.monotonic() - started)
+        report = report_of(order, task, episodes, clients, verdict, time.monotonic() - started)
         if verdict.outcome == "finished":
             judged = [episode for episode in episodes if episode.error is None]
             rewards, parts = [episode.reward for episode in judged], [episode.rewards for episode in judged]
@@ -153,7 +153,7 @@ class RolloutWorker:
         episodes = await self._graded(task, await self._episodes(task, clients), clients)
         survivors = any(episode.error is None for episode in episodes)
         verdict = Verdict("finished" if survivors else "failed", episodes[0].error or "", [])
-        return _report(order, task, episodes, clients, verdict, time.monotonic() - started)
+        return report_of(order, task, episodes, clients, verdict, time.monotonic() - started)
 
     def _clients(self, order: GroupOrder) -> list[PolicyClient]:
         """One for each episode."""
@@ -229,63 +229,3 @@ def _unjudged(episode: Episode, reason: str, trace: str = "") -> Episode:
 def _asked_to_stop() -> bool:
     current = asyncio.current_task()
     return current is not None and current.cancelling() > 0
-
-
-def _report(
-    order: GroupOrder,
-    task: Task,
-    episodes: list[Episode],
-    clients: list[PolicyClient],
-    verdict: Verdict,
-    seconds: float,
-) -> GroupReport:
-    survivors = [episode for episode in episodes if episode.error is None]
-    oldest, newest = version_range(survivors)
-    return GroupReport(
-        group=order.group,
-        task_id=task.id,
-        outcome=verdict.outcome,
-        reason=verdict.reason,
-        rewards=[whole_return(episode) for episode in survivors],
-        reward_parts=_means([episode.rewards for episode in survivors]),
-        episodes=len(survivors),
-        failed_episodes=len(episodes) - len(survivors),
-        tokens_sampled=_tokens(clients),
-        oldest=oldest,
-        newest=newest,
-        truncated=sum(episode.stop in CUT_OFF for episode in survivors),
-        seconds=seconds,
-        metrics=_means([episode.metrics for episode in survivors]),
-        views=[_view(task, episode, newest) for episode in survivors] if order.show else [],
-        traceback=next((episode.traceback for episode in episodes if episode.traceback), ""),
-    )
-
-
-def _tokens(clients: list[PolicyClient]) -> int:
-    """What was sampled: the tokens of all answers, whatever a rollout made of them, and of those that were given up."""
-    return sum(client.sampled + client.abandoned for client in clients)
-
-
-def _means(measured: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The mean of every value over those that have it."""
-    names = sorted({name for values in measured for name in values})
-    by_name = {name: [values[name] for values in measured if name in values] for name in names}
-    return {name: sum(values) / len(values) for name, values in by_name.items()}
-
-
-def _view(task: Task, episode: Episode, version: int) -> EpisodeView:
-    return EpisodeView(
-        task_id=task.id,
-        prompt=as_text(task.prompt),
-        completion=_readable(episode.completion),
-        reward=episode.reward,
-        stop=episode.stop,
-        version=version,
-    )
-
-
-def _readable(completion: str | list[Message]) -> str:
-    """A lone answer needs nobody's name before it."""
-    if isinstance(completion, list) and len(completion) == 1 and completion[0].get("role") == "assistant":
-        return str(completion[0].get("content"))
-    return as_text(completion)

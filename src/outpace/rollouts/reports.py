@@ -1,0 +1,96 @@
+"""What a worker tells the controller of a group that it has closed, and people of its episodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from outpace.models.chat import as_text
+from outpace.rollouts.closing import CUT_OFF, Verdict, version_range
+from outpace.rollouts.episodes import whole_return
+from outpace.rollouts.policy.client import PolicyClient
+from outpace.types import Episode, EpisodeView, GroupOrder, GroupReport, Message, Task, Trajectory
+
+Decode = Callable[[Sequence[int]], str]
+
+
+def report_of(
+    order: GroupOrder,
+    task: Task,
+    episodes: list[Episode],
+    clients: list[PolicyClient],
+    verdict: Verdict,
+    seconds: float,
+) -> GroupReport:
+    survivors = [episode for episode in episodes if episode.error is None]
+    oldest, newest = version_range(survivors)
+    decode = clients[0].decode
+    return GroupReport(
+        group=order.group,
+        task_id=task.id,
+        outcome=verdict.outcome,
+        reason=verdict.reason,
+        rewards=[whole_return(episode) for episode in survivors],
+        reward_parts=_means([{**episode.rewards, **_of_roles(episode)} for episode in survivors]),
+        episodes=len(survivors),
+        failed_episodes=len(episodes) - len(survivors),
+        tokens_sampled=sampled_by(clients),
+        oldest=oldest,
+        newest=newest,
+        truncated=sum(episode.stop in CUT_OFF for episode in survivors),
+        seconds=seconds,
+        metrics=_means([episode.metrics for episode in survivors]),
+        views=[_view(task, episode, newest, decode) for episode in survivors] if order.show else [],
+        traceback=next((episode.traceback for episode in episodes if episode.traceback), ""),
+    )
+
+
+def sampled_by(clients: list[PolicyClient]) -> int:
+    """The tokens of all answers, whatever a rollout made of them, and of those that were given up."""
+    return sum(client.sampled + client.abandoned for client in clients)
+
+
+def _of_roles(episode: Episode) -> dict[str, float]:
+    """The mean of the rewards that the trajectories of each role have of their own."""
+    rewards: dict[str, list[float]] = {}
+    for trajectory in episode.trajectories:
+        if trajectory.reward is not None:
+            rewards.setdefault(f"role_{trajectory.role}", []).append(trajectory.reward)
+    return {name: sum(values) / len(values) for name, values in rewards.items()}
+
+
+def _means(measured: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The mean of every value over those that have it."""
+    names = sorted({name for values in measured for name in values})
+    by_name = {name: [values[name] for values in measured if name in values] for name in names}
+    return {name: sum(values) / len(values) for name, values in by_name.items()}
+
+
+def _view(task: Task, episode: Episode, version: int, decode: Decode) -> EpisodeView:
+    return EpisodeView(
+        task_id=task.id,
+        prompt=as_text(task.prompt),
+        completion=_everything(episode, decode) or _readable(episode.completion),
+        reward=whole_return(episode),
+        stop=episode.stop,
+        version=version,
+    )
+
+
+def _everything(episode: Episode, decode: Decode) -> str:
+    """All that was said, by role, where the completion is only the last answer of several."""
+    whole_talk = isinstance(episode.completion, list) and len(episode.completion) > 1
+    if whole_talk or len(episode.requests) < 2:
+        return ""
+    return "\n".join(f"[{kept.role}] {decode(_after_prompt(kept))}" for kept in episode.trajectories if kept.mask.any())
+
+
+def _after_prompt(trajectory: Trajectory) -> list[int]:
+    ids: list[int] = trajectory.tokens[int(trajectory.mask.argmax()) :].tolist()
+    return ids
+
+
+def _readable(completion: str | list[Message]) -> str:
+    """A lone answer needs nobody's name before it."""
+    if isinstance(completion, list) and len(completion) == 1 and completion[0].get("role") == "assistant":
+        return str(completion[0].get("content"))
+    return as_text(completion)
