@@ -166,3 +166,11 @@ def test_a_function_goes_by_reference_where_it_has_one_and_by_value_otherwise() 
     assert by_value["mine"].code
     named = isolated(NAMED, "process", ["countdown", "my_rewards.py:mine", "my_rewards.py:patient"])
     assert named == {"countdown": Source("outpace.rewards.countdown:countdown"), "mine": Source("my_rewards.py:mine")}
+
+
+def test_what_trl_passes_and_we_do_not_is_named() -> None:
+    def logging(completions: Any, trainer_state: Any) -> list[float]:
+        return []
+
+    said = refusal(lambda: check_rewards([logging], columns=["answer"]))
+    assert said == "rewards.functions: logging needs TRL's trainer_state, which is not passed; let it take **kwargs instead"

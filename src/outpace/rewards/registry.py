@@ -22,6 +22,7 @@ from outpace.runtime.signature import BY_KEYWORD, named, parameters_of
 
 SETTING = "rewards.functions"
 ALWAYS_GIVEN = ("prompts", "completions")
+NOT_GIVEN = frozenset({"trainer_state", "log_metric", "log_extra"})
 ON_REQUEST = ("completion_ids", "environments")
 """What TRL passes too: given to a function that spells it out. Environments are the instances themselves, so whoever
 asks for them is called in the worker's own process."""
@@ -77,7 +78,12 @@ def check_rewards(
             raise BadInput(f"rewards.isolation: {name} needs a process that can be killed; leave this out")
         if config is not None and named(function, ("environments",)):
             _check_that_environments_are_here(name, config)
-        missing = [] if columns is None else _required(function) - {*columns, *ALWAYS_GIVEN, *ON_REQUEST}
+        missing = set() if columns is None else _required(function) - {*columns, *ALWAYS_GIVEN, *ON_REQUEST}
+        if missing & NOT_GIVEN:
+            raise BadInput(
+                f"{SETTING}: {name} needs TRL's {', '.join(sorted(missing & NOT_GIVEN))}, which is not passed; "
+                "let it take **kwargs instead"
+            )
         if missing:
             have = ", ".join(sorted(columns or ())) or "none"
             raise BadInput(f"{SETTING}: {name} needs the columns {', '.join(sorted(missing))}; the tasks have {have}")
