@@ -176,7 +176,14 @@ async def test_finite_parts_with_an_infinite_sum_fail() -> None:
         await judge(returning([1e308, 0]), weights=[100.0])
 
 
-@pytest.mark.parametrize("error", [ValueError("two\nlines"), SystemExit(3), StopIteration(), TimeoutError("mine")])
+class Odd(BaseException):
+    """What nobody expects to be raised."""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("two\nlines"), SystemExit(3), StopIteration(), TimeoutError("mine"), KeyboardInterrupt(), Odd("hm")],
+)
 @pytest.mark.parametrize("is_async", [True, False])
 async def test_an_exception_names_the_function_and_the_samples(error: BaseException, is_async: bool) -> None:
     def plain(**_: Any) -> list[float]:

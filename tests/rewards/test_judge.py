@@ -249,9 +249,9 @@ def test_known_names_are_filled_in_and_nothing_else() -> None:
 
 @pytest.mark.parametrize("hostile", ["{answer}", "{answer.__class__}", "%(answer)s", "\\1 \\g<0>", "{prompt}{scale}"])
 def test_a_completion_is_never_a_template(hostile: str) -> None:
-    asked = question("{completion} {answer}", hostile, answer="42")
+    asked = question("{completion} {answer}", hostile, answer="forty-two")
     assert hostile in asked
-    assert asked.count("42") == 1
+    assert asked.count("forty-two") == 1
 
 
 def test_a_completion_cannot_know_the_fence_around_it() -> None:

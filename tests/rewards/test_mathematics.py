@@ -12,9 +12,9 @@ import pytest
 
 from outpace.config import Config
 from outpace.errors import BadInput
-from outpace.rewards import mathematics
+from outpace.rewards import forked
+from outpace.rewards.forked import judged
 from outpace.rewards.grading import grade
-from outpace.rewards.mathematics import math
 from outpace.rewards.pool import GraderPool
 from outpace.rewards.registry import check_rewards, isolated, resolve_rewards
 
@@ -54,24 +54,31 @@ async def test_answers_are_compared_as_mathematics(pool: GraderPool) -> None:
 
 
 async def test_an_answer_that_takes_for_ever_is_cut_and_its_neighbours_are_judged(pool: GraderPool) -> None:
-    endless = ["\\boxed{9^{9^{9^{9}}}}", "\\boxed{\\binom{10^9}{5 \\cdot 10^8}}"]
-    assert await scores(pool, [*endless, "\\boxed{2}"], ["2"] * 3) == [0.0, 0.0, 1.0]
+    texts = ["\\boxed{2}", "\\boxed{\\binom{10^9}{5 \\cdot 10^8}}", "\\boxed{2}"]
+    assert await scores(pool, texts, ["2"] * 3) == [1.0, 0.0, 1.0]
     assert await scores(pool, ["2"], ["2"]) == [1.0]
 
 
-def hang(text: str, gold: Any) -> bytes:
-    while text == "hang":
+def strange(pair: tuple[str, Any]) -> float | None:
+    text, gold = pair
+    while text == "busy":
+        pass
+    while text == "asleep":
         time.sleep(60)
     if text == "crash":
         os.kill(os.getpid(), signal.SIGKILL)
-    return mathematics.RIGHT
+    return None if gold is None else 1.0
 
 
-def test_a_judge_that_hears_no_signal_is_killed_and_the_rest_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mathematics, "_verdict", hang)
-    monkeypatch.setattr(mathematics, "HARD_LIMIT_S", 0.3)
-    texts = ["a", "hang", "b", "crash", "hang", "c"]
-    assert math(["p"] * 6, texts, ["1"] * 6) == [1.0, 0.0, 1.0, 0.0, 0.0, 1.0]
+def test_a_judge_that_hears_no_signal_is_killed_and_the_rest_is_judged() -> None:
+    texts = ["a", "busy", "b", "crash", "busy", "c"]
+    pairs = [*((text, 1) for text in texts), ("d", None)]
+    assert judged(strange, pairs, cpu_s=0.3) == [1.0, 0.0, 1.0, 0.0, 0.0, 1.0, None]
+
+
+def test_a_judge_that_waits_for_ever_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forked, "SILENCE_S", 0.2)
+    assert judged(strange, [("asleep", 1)], cpu_s=60.0) == [0.0]
 
 
 def test_it_runs_in_a_process_unless_that_is_forbidden_which_is_refused() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,13 @@ from hypothesis import strategies as st
 
 from outpace.config import Config
 from outpace.errors import RewardFailed
+from outpace.rewards import programs
 from outpace.rewards.dialogue import Kept, Refused, ask_over, decode, encode
 from outpace.rewards.grading import grade
 from outpace.rewards.programs import ProgramReward, program_of
 from outpace.rewards.registry import check_rewards, resolve_rewards
 from outpace.rewards.sandbox import SandboxLimits
+from rewards_support import forbid_namespaces
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is for Linux")
 
@@ -44,6 +48,12 @@ async def score(program: Any, tests: Any, reward: ProgramReward = REWARD) -> flo
         ("```\nx = 3\n```", "x = 3\n"),
         ("```Python\r\nx = 4\r\n```", "x = 4\r\n"),
         ("```python\nnever closed", "```python\nnever closed"),
+        ("```bash\nrun me\n```\nand\n```python\nx = 5\n```", "x = 5\n"),
+        ("```python title=a.py\nx = 6\n```\n```bash\nrun me\n```", "x = 6\n"),
+        ("```bash\nrun me\n```\n```\nx = 7\n```\n```text\nout\n```", "x = 7\n"),
+        ("````python\nx = 9\n```\n````", "x = 9\n```\n"),
+        ("1. So:\n   ```py\n   if x:\n       y\n   ```", "if x:\n    y\n"),
+        ("~~~python\nx = 8\n~~~", "x = 8\n"),
     ],
 )
 def test_the_program_is_the_last_block_of_python(text: str, program: str) -> None:
@@ -85,7 +95,72 @@ async def test_tests_of_another_form_fail_with_their_name() -> None:
         await grade([("python", REWARD)], None, ["p"], ["x"], {"tests": [[{"question": 1}]]}, 60.0)
 
 
+async def test_inputs_and_outputs_may_be_written_as_json() -> None:
+    assert await score("print(2 * int(input()))", json.dumps(DOUBLES)) == 1.0
+    assert await score("I do not know.", json.dumps(DOUBLES)) == 0.0
+    assert await score("x = 1", " [] ") is None
+
+
+@pytest.mark.parametrize("test", [{"input": "", "output": 4}, {"output": None}, "assert f(2) == 4", {"question": 1}])
+async def test_a_test_that_is_no_pair_of_texts_is_no_test(test: Any) -> None:
+    for tests in ([test], json.dumps([test])):
+        with pytest.raises(ValueError, match="a test is"):
+            await score("x = 1", tests)
+
+
 # -------------------------------------------------------------------------------------------------------------- asserts
+
+EMPTY = {
+    "one object of JSON": ('{"inputs": ["2"], "outputs": ["4"]}', "is a JSON object"),
+    "a function nobody calls": (
+        "def check(candidate):\n  assert candidate(2) == 4",
+        "never use a name of the program;",
+    ),
+    "a class of tests": (
+        "import unittest\nclass T(unittest.TestCase):\n  def test(self): self.assertEqual(f(2), 4)",
+        "never use a name of the program;",
+    ),
+    "a guard": ("if __name__ == '__main__':\n  assert f(2) == 4", "never use a name of the program;"),
+    "names of Python": ("assert max([1, 2, 3]) == 3", "never use a name of the program;"),
+    "an early exit": ("raise SystemExit(0)", "never use a name of the program (SystemExit: 0);"),
+    "a module that is not there": ("import no_such\nassert f(2) == 4", "(ModuleNotFoundError: No module named"),
+    "names of the tests": ("__file__\nassert f(2) == 4", "(NameError: name '__file__' is not defined);"),
+    "no Python": ("assert f(2) == 4)", "cannot read: unmatched ')' (tests, line 1)"),
+    "no text": ("assert f('\0') == 4", "cannot read:"),
+}
+
+
+@pytest.mark.parametrize(("tests", "words"), EMPTY.values(), ids=EMPTY.keys())
+async def test_tests_that_ask_for_nothing_are_no_tests_and_their_column_is_named(tests: str, words: str) -> None:
+    with pytest.raises(RewardFailed) as caught:
+        await grade([("python", REWARD)], None, ["p"], ["max = f = lambda x: 4"], {"tests": [tests]}, 60.0)
+    assert str(caught.value).startswith("reward python: the column tests ")
+    assert words in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+async def test_asserts_are_refused_where_program_and_tests_are_one_user_with_the_same_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forbid_namespaces(monkeypatch, tmp_path, as_oneself=True)
+    with pytest.raises(RewardFailed, match=r"^reward python: asserts need namespaces or root"):
+        await score("def f(x): return x * x", SQUARES)
+    assert await score("print(2 * int(input()))", DOUBLES) == 1.0
+
+
+async def test_tests_lie_in_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    forbid_namespaces(monkeypatch, tmp_path)
+    seen: list[str] = []
+    run = programs.run_python
+
+    async def look(code: str, **given: Any) -> Any:
+        seen.extend(given.get("files", {}).values())
+        return await run(code, **given)
+
+    monkeypatch.setattr(programs, "run_python", look)
+    assert await score("def f(x): return x * x", SQUARES) == 1.0
+    assert seen == ["def f(x): return x * x"]
 
 
 MANNERS = {
@@ -107,8 +182,36 @@ MANNERS = {
         "try:\n  f()\nexcept ValueError as error:\n  assert str(error) == 'no'\nelse:\n  assert False",
     ),
     "errors of its own": (
-        "class Mine(Exception): pass\ndef f(): raise Mine('no')",
-        "try:\n  f()\nexcept RuntimeError as error:\n  assert 'Mine' in str(error)\nelse:\n  assert False",
+        "class Mine(LookupError): pass\ndef f(): raise Mine('no', 2)",
+        "try:\n  f()\nexcept LookupError as error:\n  assert error.args == ('no', 2)\n"
+        "  assert type(error).__name__ == 'Mine'\nelse:\n  assert False",
+    ),
+    "errors with a memory": (
+        "def f(d): return d['k']",
+        "try:\n  f({})\nexcept KeyError as error:\n  assert error.args == ('k',)\nelse:\n  assert False",
+    ),
+    "a main program": (
+        "def f(x): return x\nif __name__ == '__main__':\n  import sys\n  print(f(int(input())))\n  sys.exit(1)",
+        "assert f(2) == 2",
+    ),
+    "data classes": (
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass(order=True)\nclass P:\n"
+        "  x: int\n  def __add__(self, other): return P(self.x + other.x)",
+        "assert P(1) == P(1) != P(2)\nassert (P(1) + P(2)).x == 3\nassert P(1) < P(2) and P(2) in [P(1), P(2)]\n"
+        "assert sorted([P(2), P(1)]) == [P(1), P(2)]\nassert isinstance(P(1), P) and not isinstance(1, P)\n"
+        "p = P(1)\np.x = 5\nassert p.x == 5 and repr(p) == 'P(x=5)'\nassert P(1) != 1 and not P(1) == (1,)",
+    ),
+    "containers": (
+        "class L:\n  def __init__(self): self.d = {}\n  def __setitem__(self, k, v): self.d[k] = v\n"
+        "  def __getitem__(self, k): return self.d[k]\n  def __delitem__(self, k): del self.d[k]\n"
+        "  def __iter__(self): return iter(self.d)\n  def __bool__(self): return len(self.d) > 1",
+        "c = L()\nc['a'] = 1\nassert not c\nc['b'] = [2]\nassert c and 'a' in c and 'z' not in c\ndel c['a']\n"
+        "assert list(c) == ['b']",
+    ),
+    "numbers of its own": (
+        "class N:\n  def __float__(self): return 1.5\n  def __neg__(self): return 7\n  def __hash__(self): return 3\n"
+        "  def __eq__(self, other): return True",
+        "assert float(N()) == 1.5 and -N() == 7\nassert len({N(), N()}) == 1",
     ),
     "closures": ("def outer(x): return lambda y: x + y", "assert outer(1)(2) == 3"),
     "modules": ("x = [1, 2]", "import math\nassert math.fsum(x) == 3"),
@@ -128,8 +231,24 @@ FORGERIES = {
     "raises an exit": "def f(x): raise SystemExit(0)",
     "equals everything": "class E:\n  def __eq__(self, other): return True\ndef f(x): return E()",
     "a number that does": "class E(int):\n  def __eq__(self, other): return True\ndef f(x): return E()",
+    "is near everything": (
+        "class E:\n  def __sub__(self, other): return 0\n  __rsub__ = __add__ = __mul__ = __sub__\n"
+        "  def __lt__(self, other): return True\n  __gt__ = __le__ = __ge__ = __contains__ = __eq__ = __lt__\n"
+        "def f(x): return E()"
+    ),
+    "brings functions of Python": "def abs(x): return 0\nall = any = isinstance = len = abs\ndef f(x): return 0",
     "no asserts any more": "import builtins\nbuiltins.AssertionError = BaseException\ndef f(x): return 0",
     "looks for the tests": "import glob\nfor n in glob.glob('*'): print(n, open(n).read())\ndef f(x): return 0",
+    "looks for the tests everywhere": (
+        "import ast, glob, os, time\nfound = {}\n"
+        "for n in 20 * (glob.glob('/tmp/outpace-sandbox-*/*') + glob.glob('/proc/[0-9]*/fd/0')):\n"
+        "  try: tree = ast.parse(os.read(os.open(n, os.O_NONBLOCK), 9999))\n"
+        "  except Exception: continue\n"
+        "  for e in ast.walk(tree):\n"
+        "    if isinstance(e, ast.Compare) and isinstance(e.comparators[0], ast.Constant):\n"
+        "      found[ast.unparse(e.left)] = e.comparators[0].value\n"
+        "def f(x): return found.get(f'f({x})')"
+    ),
     "looks through frames": (
         "import sys\ndef f(x):\n  g = sys._getframe()\n  while g: print(g.f_locals); g = g.f_back\n  return 0"
     ),
@@ -153,9 +272,19 @@ FORGERIES = {
 }
 
 
+NEAR = "assert abs(f(3) - 9) < 1e-6\nassert f(3) < 10\n"
+WITHIN = "assert 9 in f(3)\n"
+
+
+@pytest.mark.parametrize("namespaces", [True, False])
 @pytest.mark.parametrize("program", FORGERIES.values(), ids=FORGERIES.keys())
-async def test_no_program_gives_itself_a_reward(program: str) -> None:
-    assert await score(program, SQUARES) == 0.0
+async def test_no_program_gives_itself_a_reward(
+    program: str, namespaces: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not namespaces:
+        forbid_namespaces(monkeypatch, tmp_path)
+    together = await REWARD(completions=[program] * 3, tests=[SQUARES, NEAR, WITHIN])
+    assert together == [0.0] * 3
 
 
 ENDLESS = {
@@ -232,7 +361,7 @@ class Deaf:
 
 @pytest.mark.parametrize("kind", ["SystemExit", "KeyboardInterrupt", "BaseException", "print", "__import__", "NoSuch"])
 def test_an_error_of_the_program_can_always_be_caught_as_an_exception(kind: str) -> None:
-    ask: Any = ask_over(Deaf({"error": kind, "text": ""}))  # type: ignore[arg-type]
+    ask: Any = ask_over(Deaf({"error": [kind], "given": {"list": []}}))  # type: ignore[arg-type]
     with pytest.raises(RuntimeError):
         ask("name", "f")
 

@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import json
 import os
+import secrets
 import shutil
 import struct
 import subprocess
@@ -23,6 +24,7 @@ from outpace.rewards import sandbox
 from outpace.rewards.sandbox import KEEPER, Isolation, SandboxFailed, SandboxLimits, SandboxResult, run_python
 from outpace.rewards.syscalls import compiled
 from outpace.runtime.family import MARK
+from rewards_support import forbid_namespaces, open_to_all, readable_python
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is for Linux")
 
@@ -273,17 +275,48 @@ def _words(process: psutil.Process) -> list[str]:
         return []
 
 
-async def test_whoever_is_cancelled_leaves_nothing_running() -> None:
-    running = asyncio.create_task(run("import time; time.sleep(3141)"))
-    await asyncio.to_thread(_wait_for_a_keeper)
+@pytest.mark.parametrize("namespaces", [True, False])
+async def test_whoever_is_cancelled_leaves_nothing_running(
+    namespaces: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not namespaces:
+        forbid_namespaces(monkeypatch, tmp_path)
+    name = f"cancelled-{secrets.token_hex(8)}"
+    running = asyncio.create_task(run("import os, time; os.fork(); time.sleep(3141)", arguments=[name]))
+    await asyncio.to_thread(_wait_for_two, name)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
+    assert programs_of(name) == []
 
 
-def _wait_for_a_keeper() -> None:
-    while not [child for child in psutil.Process().children() if _is_python(child)]:
+def _wait_for_two(name: str) -> None:
+    while len(programs_of(name)) < 2:
         time.sleep(0.01)
+
+
+def programs_of(argument: str) -> list[psutil.Process]:
+    return [process for process in psutil.process_iter() if argument in _words(process)]
+
+
+async def test_a_sandbox_that_never_came_up_is_no_fault_of_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dead = tmp_path / "dead.py"
+    dead.write_text("import sys\nsys.exit('no such luck')")
+    monkeypatch.setattr(sandbox, "KEEPER", dead)
+    with pytest.raises(SandboxFailed, match="the sandbox did not come up: no such luck"):
+        await run("print(1)")
+
+
+async def test_a_sandbox_that_takes_all_the_time_itself_is_no_fault_of_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = tmp_path / "slow.py"
+    slow.write_text(KEEPER.read_text().replace("        write_files(spec)\n", "        time.sleep(60)\n"))
+    monkeypatch.setattr(sandbox, "KEEPER", slow)
+    with pytest.raises(SandboxFailed, match="the sandbox did not come up: not a word from it"):
+        await run("print(1)", SHORT)
 
 
 async def test_a_system_that_starts_nothing_is_no_fault_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,15 +327,6 @@ async def test_a_system_that_starts_nothing_is_no_fault_of_the_program(monkeypat
 
 
 # ---------------------------------------------------------------------------------------------------- weaker systems
-
-
-def readable_python() -> str:
-    """An interpreter that another user can start."""
-    for candidate in (sys.executable, shutil.which("python3", path="/usr/local/bin:/usr/bin") or ""):
-        real = os.path.realpath(candidate) if candidate else ""
-        if real and all(os.stat(place).st_mode & 0o005 == 0o005 for place in (real, *Path(real).parents)):
-            return candidate
-    pytest.skip("there is no Python here that other users can read")
 
 
 def refuse_unshare() -> None:
@@ -324,9 +348,7 @@ def keep(tmp_path: Path) -> Callable[[int, bool, str], tuple[dict[str, Any], str
         pytest.skip("needs root, to become somebody else")
     script = tmp_path / "keeper.py"
     shutil.copy(KEEPER, script)
-    for place in (*tmp_path.parents, tmp_path):
-        if place.owner() == "root" and str(place).startswith(tempfile.gettempdir().split("/pytest")[0] + "/"):
-            os.chmod(place, 0o755)
+    open_to_all(tmp_path)
 
     def run(uid: int, forbidden: bool, code: str) -> tuple[dict[str, Any], str]:
         home = tmp_path / f"home-{uid}-{forbidden}"
@@ -405,10 +427,7 @@ def test_root_and_ordinary_users_get_what_their_system_permits(keep: Any, uid: i
 async def test_without_namespaces_the_family_is_ended_by_us_and_the_log_says_what_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    weak = tmp_path / "weak.py"  # a keeper whose system refuses everything, another user included
-    text = KEEPER.read_text().replace("    return bool(libc.unshare(flag) == 0)", "    return False")
-    weak.write_text(text.replace("    os.setresuid(uid, uid, uid)\n", ""))
-    monkeypatch.setattr(sandbox, "KEEPER", weak)
+    forbid_namespaces(monkeypatch, tmp_path, as_oneself=True)
     sandbox._warn_once.cache_clear()
     code = "import os, subprocess\nfor new in (True, False): subprocess.Popen(['sleep', '4243'], start_new_session=new)"
     results = [await run(code) for _ in range(2)]
@@ -416,9 +435,3 @@ async def test_without_namespaces_the_family_is_ended_by_us_and_the_log_says_wha
     assert [process for process in psutil.process_iter() if "4243" in _words(process)] == []
     assert caplog.text.count("the sandbox is weaker than it could be") == 1
     assert "files that its user may read are visible" in caplog.text
-
-
-def test_the_filter_is_known_for_two_kinds_of_machine_and_empty_elsewhere() -> None:
-    assert compiled("x86_64") != compiled("aarch64")
-    assert len(compiled("x86_64")) % 8 == 0
-    assert compiled("sparc") == b""

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from outpace.config.loading import make_config
 from outpace.errors import BadInput
+from outpace.rewards import reasoning_gym as rewards
 from outpace.rewards.reasoning_gym import EVALUATED_AS_FORMULA, EVALUATED_AS_LIST, extracted, is_harmless, reasoning_gym
 from outpace.rewards.registry import isolated, resolve_rewards
 from outpace.runtime import code
@@ -181,6 +182,10 @@ ATTACKS = (
     "(lambda: 1)()",
     "9**9**9**9",
     "9**(99999999)",
+    "((9**999)**999)**999",
+    "(9**999 * 9**999)**999",
+    "9**(999*999*999)",
+    "9**(1/0.0000001)",
     "sqrt(exec(chr(49)))",
     "'a'*9999999999",
     "f'{open}'",
@@ -192,6 +197,15 @@ ATTACKS = (
 def test_no_grader_gets_to_evaluate_a_program(attack: str, name: str) -> None:
     harmless_text = name in EVALUATED_AS_LIST and attack.endswith("!")  # which `eval` refuses as well
     assert is_harmless(attack, name) == harmless_text
+
+
+def test_a_formula_without_end_costs_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = Generated("countdown", "train", 0, 4, {})[0]
+    right = task.columns["metadata"]["expression"]
+    monkeypatch.setattr(rewards, "is_harmless", lambda answer, source: True)
+    monkeypatch.setattr(rewards, "CPU_LIMIT_S", 1.0)
+    columns = {name: [given] * 3 for name, given in task.columns.items()}
+    assert reasoning_gym([task.prompt] * 3, [right, "((9**999)**999)**999", right], **columns) == [1.0, 0.0, 1.0]
 
 
 def test_an_integral_that_is_only_written_down_is_no_answer() -> None:
@@ -218,6 +232,8 @@ def test_too_deep_or_too_long_to_look_at_is_not_evaluated() -> None:
         ("simple_integration", "2*x**3/3 - x + C"),
         ("intermediate_integration", "x*exp(2*x)/2 + log(Abs(x)) - sqrt(x)**-1 + C"),
         ("polynomial_multiplication", "12*y**2 - 6*y + 9"),
+        ("simple_integration", "(x**2 + 1)**3/6 + (2*x)**(3/2) + x**-2 + C"),
+        ("countdown", "1" + " + 1" * 2000),
         ("spiral_matrix", "[1, 2, -3]"),
         ("spiral_matrix", "1 2 3"),
         ("string_insertion", "ABCDE"),

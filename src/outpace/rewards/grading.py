@@ -28,7 +28,7 @@ from outpace.rewards.evaluator import is_evaluator, wired
 from outpace.rewards.outcomes import Scores, checked
 from outpace.rewards.pool import GraderPool
 from outpace.rewards.registry import is_async, keeps_own_time
-from outpace.runtime.limits import TimeLimitError, within
+from outpace.runtime.limits import TimeLimitError, is_ours, within
 from outpace.runtime.per_loop import PerLoop
 from outpace.runtime.servant import CallRaised, ServantDied
 from outpace.runtime.signature import accepted, named
@@ -170,7 +170,9 @@ async def _in_worker(call: _Call, work: Callable[[], Any]) -> Any:
     except RewardFailed:  # of a built-in function, which says it all
         raise
     # The boundary to the user's code, which may raise anything and may even try to exit.
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
+        if is_ours(error):
+            raise
         raise RewardFailed(
             f"reward {call.name} raised {type(error).__name__} on {call.samples}: {one_line(error)}"
         ) from error

@@ -2,36 +2,46 @@
 
     completion ─▶ last fenced block, or all of it ─▶ sandbox ─▶ judged out here
 
-The column `tests` is a list of `{"input": …, "output": …}`, what the program reads and must print, or a text of Python
-asserts about the names that the program defines. A program cannot give itself a reward:
+The column `tests` is a list of `{"input": …, "output": …}`, what the program reads and must print, or the same as
+JSON, or a text of Python asserts about the names that the program defines. A program cannot give itself a reward:
 
 - With inputs and outputs the expected output never enters the sandbox; what was printed is compared out here.
 - With asserts, program and tests run in two sandboxes and exchange plain data (`outpace.rewards.dialogue`). What is
-  judged is the end of the tests' process, in which no code of the program runs.
+  judged is the end of the tests' process, in which no code of the program runs. Where the two would share user and
+  files, so that one could look into the other, asserts are refused.
+- Tests that cannot be read, or that never use a name of the program, judge nobody: they are a `RewardFailed`.
 
-What stays possible: a program may recognise the inputs that it is asked about and answer only those; and asserts that
-fetch their own judge from the program, such as a module that only the program imports, believe what it says.
+What stays possible: a program may recognise the inputs that it is asked about and answer only those; asserts that fetch
+their own judge from the program, such as a module that only the program imports or the equality of its own objects,
+believe what it says; and as an ordinary user without namespaces, a program may look for expected outputs in processes
+of yours that the system lets it trace.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import socket
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
 
 from outpace.config import Config
-from outpace.rewards.sandbox import SandboxLimits, check_available, run_python
+from outpace.errors import RewardFailed, one_line
+from outpace.rewards.dialogue import UNASKED
+from outpace.rewards.sandbox import SandboxLimits, SandboxResult, check_available, run_python
 from outpace.rewards.text import Completion, last_text
 from outpace.runtime.per_loop import PerLoop
 from outpace.runtime.together import together
 
-FENCED = re.compile(r"^[ \t]*```(python3?|py)?[ \t]*\r?\n(.*?)^[ \t]*```", re.MULTILINE | re.DOTALL | re.IGNORECASE)
+FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})[ \t]*([^\s`{,:]*)([^`]*)")
+PYTHON = frozenset({"python", "python3", "py"})
 DIALOGUE = Path(__file__).with_name("dialogue.py")
+
+COLUMN = "reward python: the column tests"
 
 Tests = str | Sequence[Mapping[str, Any]]
 
@@ -59,12 +69,15 @@ class ProgramReward:
         return await together(*(self._score(program_of(last_text(text)), given) for text, given in pairs))
 
     async def _score(self, program: str, tests: Tests | None) -> float | None:
-        if not tests:
+        tests = _as_list(tests) if isinstance(tests, str) else tests
+        if tests is None or len(tests) == 0:
             return None
-        if isinstance(tests, str):
-            async with self._place():
-                return 1.0 if await self._holds(program, tests) else 0.0
-        return await self._share(program, tests)
+        if not isinstance(tests, str):
+            return await self._share(program, tests)
+        if fault := await asyncio.to_thread(_fault, tests):
+            raise RewardFailed(f"{COLUMN} has asserts that Python cannot read: {fault}")
+        async with self._place():
+            return _judged(await self._asked(program, tests))
 
     def _place(self) -> asyncio.Semaphore:
         return _places.get(lambda: asyncio.Semaphore(self.workers))
@@ -81,41 +94,96 @@ class ProgramReward:
             passed += result.status == "ok" and not result.truncated and _lines(result.stdout) == _lines(wanted)
         return passed / len(tests)
 
-    async def _holds(self, program: str, tests: str) -> bool:
+    async def _asked(self, program: str, tests: str) -> SandboxResult:
+        """How the tests ended."""
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            answering = asyncio.create_task(self._side("serve", "answer.py", program, ours))
-            asking = asyncio.create_task(self._side("ask", "tests.py", tests, theirs))
+            answering = asyncio.create_task(self._side("serve", ours, files={"answer.py": program}))
+            asking = asyncio.create_task(self._side("ask", theirs, stdin=tests))
             try:
                 await asyncio.wait({answering, asking}, return_when=asyncio.FIRST_COMPLETED)
                 for end in (ours, theirs):  # now only the sandboxes hold them: one side hears when the other ends
                     end.close()
-                passed = await asking
+                asked = await asking
                 if answering.done():
                     answering.result()  # a sandbox that could not be had is no fault of the program
-                return passed
+                return asked
             finally:
                 for task in (answering, asking):
                     task.cancel()
                 await asyncio.gather(answering, asking, return_exceptions=True)
 
-    async def _side(self, role: str, name: str, text: str, channel: socket.socket) -> bool:
+    async def _side(self, role: str, channel: socket.socket, **given: Any) -> SandboxResult:
         code = await asyncio.to_thread(DIALOGUE.read_text)
         arguments = [role, str(channel.fileno())]
-        result = await run_python(code, limits=self.limits, arguments=arguments, files={name: text}, channel=channel)
-        return result.exit_code == 0
+        return await run_python(code, limits=self.limits, arguments=arguments, channel=channel, **given)
+
+
+def _judged(asked: SandboxResult) -> float:
+    if not (asked.isolation.files or asked.isolation.user):
+        raise RewardFailed(
+            "reward python: asserts need namespaces or root, for here a program could read them; "
+            "give inputs and outputs in the column tests, or permit user namespaces"
+        )
+    if asked.exit_code == UNASKED:
+        said = one_line(asked.stderr.rstrip().rpartition("\n")[2], 120)
+        raise RewardFailed(
+            f"{COLUMN} has asserts that never use a name of the program{said and f' ({said})'}; functions and "
+            "classes of tests must be called there, and a name that Python has itself is Python's"
+        )
+    return 1.0 if asked.exit_code == 0 else 0.0
+
+
+def _as_list(tests: str) -> Tests:
+    """Inputs and outputs that were written as JSON; any other text as it is."""
+    if not tests.lstrip().startswith(("[", "{")):
+        return tests
+    try:
+        found = json.loads(tests)
+    except ValueError:
+        return tests
+    if not isinstance(found, list):
+        raise RewardFailed(f'{COLUMN} is a JSON object; write a list of {{"input": text, "output": text}}')
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _fault(tests: str) -> str:
+    """What is wrong with asserts before anything is run; empty if nothing is."""
+    try:
+        compile(tests, "tests", "exec", dont_inherit=True)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        return one_line(error) or type(error).__name__
+    return ""
 
 
 def program_of(text: str) -> str:
     """The last fenced block that says it is Python, else the last that says nothing, else the whole text."""
-    found = FENCED.findall(text)
-    marked = [str(body) for language, body in found if language]
-    return (marked or [str(body) for _, body in found] or [text])[-1]
+    found = list(_blocks(text))
+    chosen = [body for language, body in found if language in PYTHON] or [
+        body for language, body in found if not language
+    ]
+    return (chosen or [text])[-1]
+
+
+def _blocks(text: str) -> Iterator[tuple[str, str]]:
+    """Language and content of every fenced block, whatever its language: fences come in pairs, in their order."""
+    opening: re.Match[str] | None = None
+    lines: list[str] = []
+    for line in text.split("\n"):
+        fence = FENCE.fullmatch(line)
+        if opening is None:
+            opening, lines = fence, []
+        elif fence and fence[2].startswith(opening[2]) and not (fence[3] + fence[4]).strip():
+            yield opening[3].lower(), "".join(each.removeprefix(opening[1]) + "\n" for each in lines)
+            opening = None
+        else:
+            lines.append(line)
 
 
 def _texts(test: Mapping[str, Any]) -> tuple[str, str]:
-    with suppress(KeyError, TypeError):
-        given, wanted = test.get("input", ""), test["output"]
+    if isinstance(test, Mapping):
+        given, wanted = test.get("input", ""), test.get("output")
         if isinstance(given, str) and isinstance(wanted, str):
             return given, wanted
     raise ValueError(f'a test is {{"input": text, "output": text}}, not {test!r}')

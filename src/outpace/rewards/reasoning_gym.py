@@ -5,17 +5,22 @@ the whole text where the right answer has several lines.
 
 Some of the package's graders hand the answer to Python's `eval`, directly or through sympy. An answer to one of these
 tasks is first parsed, without being run: one that holds anything but lists of constants, or anything but arithmetic,
-counts as wrong and is not passed on. All of them may be slow, so this grader runs in a process that can be killed.
+counts as wrong and is not passed on. Arithmetic can still be made to last for ever, so answers to be evaluated as
+formulas are judged in forks (`outpace.rewards.forked`): one that is cut off costs itself and no other of its group. The
+grader as a whole runs in a process that can be killed.
 """
 
 from __future__ import annotations
 
 import ast
 import json
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from outpace.rewards.forked import judged
 from outpace.rewards.text import Completion, last_text
 from outpace.tasks.reasoning_gym import make_generator
 
@@ -30,6 +35,9 @@ COMPARES_TUPLES = frozenset({"arc_agi", "rearc"})
 
 MAX_LENGTH = 10_000
 MAX_EXPONENT = 1000
+TINY = 1e-9
+CPU_LIMIT_S = 5.0
+"""For one formula."""
 LIST_NODES = (ast.Expression, ast.List, ast.Tuple, ast.Constant, ast.UnaryOp, ast.USub, ast.UAdd, ast.Name, ast.Load)
 FORMULA_NODES = (
     *(ast.Expression, ast.Constant, ast.Name, ast.Load, ast.Call, ast.UnaryOp, ast.USub, ast.UAdd),
@@ -54,24 +62,42 @@ def reasoning_gym(
     **columns: Any,
 ) -> list[float]:
     """The score that the data set gives to each answer."""
-    return [
-        _score(last_text(completion), {"question": question, "answer": right, "metadata": told}, name, chosen)
+    entries = [
+        _Entry(last_text(completion), {"question": question, "answer": right, "metadata": told}, name, _key(chosen))
         for question, completion, right, told, name, chosen in zip(
             prompts, completions, answer, metadata, source, options, strict=True
         )
     ]
+    for entry in entries:
+        _grader(entry.source, entry.options)  # made here once, and not in every fork
+    formulas = [entry for entry in entries if entry.source in EVALUATED_AS_FORMULA]
+    slow = iter(judged(_score, formulas, CPU_LIMIT_S))
+    scores = [next(slow) if entry.source in EVALUATED_AS_FORMULA else _score(entry) for entry in entries]
+    return [score or 0.0 for score in scores]
 
 
-def _score(text: str, entry: dict[str, Any], source: str, options: dict[str, Any]) -> float:
-    answer = extracted(text, entry["answer"])
-    if not is_harmless(answer, source):
+@dataclass(frozen=True)
+class _Entry:
+    text: str
+    problem: dict[str, Any]
+    source: str
+    options: str
+
+
+def _key(options: dict[str, Any]) -> str:
+    return json.dumps(options, sort_keys=True)
+
+
+def _score(entry: _Entry) -> float:
+    problem = entry.problem
+    answer = extracted(entry.text, problem["answer"])
+    if not is_harmless(answer, entry.source):
         return 0.0
-    if source in COMPARES_TUPLES:
-        grids = {key: tuple(map(tuple, entry["metadata"][key])) for key in ("input", "output")}
-        entry = {**entry, "metadata": {**entry["metadata"], **grids}}
-    grader = _grader(source, json.dumps(options, sort_keys=True))
+    if entry.source in COMPARES_TUPLES:
+        grids = {key: tuple(map(tuple, problem["metadata"][key])) for key in ("input", "output")}
+        problem = {**problem, "metadata": {**problem["metadata"], **grids}}
     try:
-        return float(grader.score_answer(answer, entry))
+        return float(_grader(entry.source, entry.options).score_answer(answer, problem))
     except Exception:  # the boundary to the package: some graders raise on text that they cannot read
         return 0.0
 
@@ -108,7 +134,7 @@ def is_harmless(answer: str, source: str) -> bool:
         return False
     if source in EVALUATED_AS_LIST:
         return all(isinstance(node, LIST_NODES) and _is_no_variable(node) for node in nodes)
-    return all(isinstance(node, FORMULA_NODES) and _is_arithmetic(node) for node in nodes)
+    return all(isinstance(node, FORMULA_NODES) and _is_arithmetic(node) for node in nodes) and _is_low(nodes)
 
 
 def _is_no_variable(node: ast.AST) -> bool:
@@ -122,13 +148,30 @@ def _is_arithmetic(node: ast.AST) -> bool:
         return isinstance(node.func, ast.Name) and node.func.id in FUNCTIONS and not node.keywords
     if isinstance(node, ast.Constant):
         return isinstance(node.value, int | float)
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
-        return all(_is_small(part) for part in ast.walk(node.right))
     return True
 
 
-def _is_small(part: ast.AST) -> bool:
-    """A tower of powers would take longer than anybody waits."""
-    if isinstance(part, ast.Constant):
-        return isinstance(part.value, int | float) and abs(part.value) <= MAX_EXPONENT
-    return not isinstance(part, ast.Pow)
+def _is_low(nodes: list[ast.AST]) -> bool:
+    """Whether no power, nor power of powers, is above MAX_EXPONENT: a tower would take longer than anybody waits.
+
+    `nodes` has parents before their children. A degree is that of a polynomial, with every number for a variable."""
+    degrees: dict[ast.AST, float] = {}
+    for node in reversed(nodes):
+        parts = [part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)]
+        degrees[node] = max(1.0, sum(degrees[part] for part in parts))
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+            degrees[node] = degrees[node.left] * _greatest(node.right)
+            if degrees[node] > MAX_EXPONENT:
+                return False
+    return True
+
+
+def _greatest(exponent: ast.AST) -> float:
+    """No arithmetic with these numbers gives more; without end where it has a power of its own."""
+    parts = list(ast.walk(exponent))
+    if any(isinstance(part, ast.Pow) for part in parts):
+        return math.inf
+    sizes = [
+        abs(part.value) for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, int | float)
+    ]
+    return math.prod(float(min(max(size, 1 / max(size, TINY), 2), 1 / TINY)) for size in sizes)

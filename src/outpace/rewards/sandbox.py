@@ -8,17 +8,19 @@ What holds, given the namespaces (root, or a system that lets users have their o
 - No network. No file but those of Python and the system's libraries, read-only, and a small one in memory that goes
   away with it. No other process to be seen. As root: another user, one per run.
 What holds always: limits of time, address space, processes, file size and output; an empty environment; no descriptor
-of ours; no way to gain rights; a filter of system calls on x86-64 and ARM, which alone forbids sockets too; and the end
-of everything it started.
+of ours; no way to gain rights; a filter of system calls on x86-64 and ARM, which alone forbids sockets too, but for
+connected pairs of streams; and the end of everything it started.
 
 What this does NOT stop:
 - A hole in the kernel: the program makes system calls of the kernel that everybody shares.
 - Using what is granted: `processes` times `memory_mb` of memory, all cores for `timeout_s`.
 - Watching how busy the machine is (side channels).
 - Reading whatever lies among Python's own packages and in /usr.
-- Without namespaces: reading files that its user may read. As root that is another user, who sees what all may see;
-  as an ordinary user it is you, with your files, and it may send signals to your processes. One warning in the log
-  says so.
+- Without namespaces: reading files that its user may read, and writing where all may write, `file_mb` a file and any
+  number of them. As root that is another user, and what it leaves in /tmp, /var/tmp and /dev/shm is removed. As an
+  ordinary user it is you, with your files: what it writes outside its directory stays, it may send signals to your
+  processes, and look into them where the system lets one process of yours trace another. One warning in the log says
+  so.
 """
 
 from __future__ import annotations
@@ -28,7 +30,6 @@ import json
 import logging
 import os
 import secrets
-import shutil
 import signal
 import socket
 import sys
@@ -44,7 +45,8 @@ from typing import Any, Literal
 import psutil
 
 from outpace.config.agents import SandboxConfig
-from outpace.errors import BadInput, OutpaceError
+from outpace.errors import BadInput, OutpaceError, one_line
+from outpace.rewards.leftovers import remove_owned, remove_tree
 from outpace.rewards.streams import CHUNK, Kept, feed, reader
 from outpace.rewards.syscalls import compiled
 from outpace.runtime.family import MARK, end_family
@@ -136,7 +138,7 @@ async def run_python(
         run = _Run(directory, limits)
         return await run.whole({"program.py": code, **(files or {})}, ["program.py", *arguments], stdin, channel)
     finally:
-        await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+        await asyncio.shield(asyncio.to_thread(remove_tree, directory))
 
 
 class _Run:
@@ -165,17 +167,18 @@ class _Run:
         return _result(report, out, err, time.monotonic() - started)
 
     async def _reported(self, told: int) -> dict[str, Any]:
-        """What keeper and first said, all lines in one; empty if that never came. Both have ended when it ends."""
+        """What keeper and first said, all lines in one, as far as it came. Both have ended when it ends."""
         stream, transport = await reader(told)
+        said = bytearray()
         try:
             async with asyncio.timeout(self._limits.timeout_s + START_LIMIT_S):
-                lines = (await stream.read()).splitlines()
+                while chunk := await stream.read(CHUNK):
+                    said += chunk
         except TimeoutError:
             log.warning("a sandbox did not report in time and was ended")
-            return {}
         finally:
             transport.close()
-        return {key: value for line in lines for key, value in json.loads(line).items()}
+        return {key: value for line in said.splitlines() for key, value in json.loads(line).items()}
 
     def _spec(self, files: dict[str, str], command: list[str], channel: list[int]) -> dict[str, Any]:
         limits, home = self._limits, self._directory
@@ -216,8 +219,11 @@ class _Run:
         self, process: asyncio.subprocess.Process, report: dict[str, Any], tasks: list[asyncio.Task[None]]
     ) -> None:
         """Nothing of the program is left afterwards, whatever became of the run."""
-        if not report.get("isolation", {}).get("processes"):  # else the kernel has seen to it
+        isolation = report.get("isolation", {})
+        if not isolation.get("processes"):  # else the kernel has seen to it
             await asyncio.to_thread(_end_all, process.pid, self._mark, self._uid)
+        if not isolation.get("files") and os.geteuid() == 0:
+            await asyncio.to_thread(remove_owned, self._uid)
         tasks = [*tasks, asyncio.create_task(_ended(process))]
         await asyncio.wait(tasks, timeout=END_LIMIT_S)
         for task in tasks:
@@ -243,10 +249,11 @@ def _end_all(leader: int, mark: str, uid: int) -> None:
 def _result(report: dict[str, Any], out: Kept, err: Kept, seconds: float) -> SandboxResult:
     if "failure" in report:
         raise SandboxFailed(f"the sandbox could not start a program: {report['failure']}")
-    isolation = Isolation(**report.get("isolation", {}), syscalls=report.get("syscalls", False))
+    if "isolation" not in report or "syscalls" not in report:  # the last that is said before the program begins
+        raise SandboxFailed(f"the sandbox did not come up: {one_line(err.text) or 'not a word from it'}")
+    isolation = Isolation(**report["isolation"], syscalls=report["syscalls"])
     exit_code = report.get("status")
-    if "isolation" in report:
-        _warn_once(tuple(isolation.missing()))
+    _warn_once(tuple(isolation.missing()))
     return SandboxResult(
         _status(exit_code, "timeout" in report, err.text),
         exit_code,

@@ -84,11 +84,11 @@ def be_first(spec: Spec, report_fd: int, isolation: dict[str, bool]) -> int:
         isolation["files"] = isolation["files"] and private_root(spec)
         write_files(spec)
         isolation["user"] = owner(spec) != spec["caller"]
+        report(report_fd, {"isolation": isolation})
         program = os.fork()
         if program == 0:
             become_program(spec, isolation, report_fd)
         keep_open({report_fd})
-        report(report_fd, {"isolation": isolation})
         report(report_fd, {"status": outcome(program)})
         return 0
     except Exception as error:  # nobody else can tell what the system refused
