@@ -58,6 +58,24 @@ async def two_steps(task, client):
     return 0.5
 
 
+async def steps(task, client):
+    first = await client.chat([{"role": "user", "content": "One."}], role="a")
+    second = await client.chat([{"role": "user", "content": "Two."}], role="b")
+    client.turn_reward(0.5, first)
+    client.turn_reward(0.25, second)
+    client.reward(1.0, request=first)
+    client.reward(3.0, role="b")
+
+
+def curious(completions, completion_ids, environments):
+    assert completion_ids == [[]]
+    return [float(len(environment.found)) for environment in environments]
+
+
+def silent(completions, **columns):
+    return [None for _ in completions]
+
+
 async def broken(task, client):
     raise RuntimeError("no luck")
 
@@ -199,7 +217,25 @@ def test_roles_of_a_custom_rollout_are_shown_and_rewarded(module: str) -> None:
     assert "your turn as speaker" in out
     assert "your turn as critic ---\nuser: go" in out
     assert "reward critic: 0.25" in out
-    assert "total: 2" in out
+    assert "total: 2.25" in out, "as a run counts it"
+
+
+def test_rewards_of_single_answers_count_as_in_a_run(module: str) -> None:
+    out = played(["one", "", "two"], [f"--rollout.function={module}:steps"], task="0")
+    assert "reward answer-0: 0.5" in out
+    assert "reward answer-1: 0.25" in out
+    assert "total: 2.75" in out, "both, and the mean of what the conversations have of their own"
+
+
+def test_a_reward_function_gets_what_it_asks_for(module: str, warehouse: list[str]) -> None:
+    out = played(["/call look shelf=0", "", "there"], [*warehouse, f"--rewards.functions={module}:curious"])
+    assert "reward curious: 5" in out, "the environment says what was found; there are no tokens"
+
+
+def test_a_function_that_does_not_apply_is_no_reward_of_zero(module: str) -> None:
+    out = played(["1+1"], [f"--rewards.functions={module}:silent"], task="0")
+    assert "no reward: no reward function applies" in out
+    assert "total" not in out
 
 
 def test_a_growing_chat_shows_only_what_is_new(module: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from outpace.checkpoint import commit
 from outpace.config import Config
-from outpace.config.loading import load_config
+from outpace.config.loading import load_config, objects_beside
 from outpace.config.rules import resolve
 from outpace.errors import BadInput, one_line
 from outpace.models.loading import resolve_model
@@ -58,12 +58,13 @@ def make_plan(config: Config, objects: Objects, quiet: bool = False) -> Plan:
     own = {"rollout": objects.rollout, "environment": objects.environment, "tools": objects.tools or None}
     if not check_assembly(config, own, train[0]) and not rewards:
         raise BadInput("rewards.functions: name at least one: nothing else gives an episode of this run a reward")
-    carried = code.pack({"tasks": own_sources, "rewards": rewards if objects.rewards else None, **own})
+    carried = {"tasks": own_sources, "rewards": rewards if objects.rewards else None, **own}
     return Plan(
         config=config,
         tasks=len(train),
         heldout=0 if heldout is None else len(heldout),
-        code=carried,
+        code=code.pack(carried),
+        objects=tuple(name for name, value in carried.items() if value is not None),
         callbacks=list(objects.callbacks),
         quiet=quiet,
     )
@@ -74,12 +75,9 @@ def config_of_run(run: Path, settings: Sequence[str]) -> Config:
     file = run / "config.toml"
     if not file.is_file():
         raise BadInput(f"there is no run in {run}")
-    config = load_config(file, settings)
-    rollout = config.rollout
-    judged = config.rewards.functions or rollout.function or rollout.environment or config.environment.kinds
-    if (config.tasks.name is None and config.tasks.path is None) or not judged:
-        raise BadInput(f"{run} was started from Python with tasks or rewards of its own; go on with it there")
-    return config
+    if objects := objects_beside(file):
+        raise BadInput(f"{run} was started from Python with objects of its own ({objects}); go on with it there")
+    return load_config(file, settings)
 
 
 def with_checkpoint(plan: Plan, run_dir: Path) -> Plan:

@@ -16,8 +16,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
+import msgspec
 from rich.console import Console
 from rich.text import Text
 
@@ -31,7 +32,7 @@ from outpace.protocols import Rollout, TaskSource
 from outpace.rewards.grading import grade
 from outpace.rewards.registry import check_rewards
 from outpace.rollouts.assembly import assemble, check_assembly
-from outpace.rollouts.episodes import run_episode
+from outpace.rollouts.episodes import run_episode, whole_return
 from outpace.rollouts.human import HumanClient, Scene, Typed
 from outpace.rollouts.policy.client import PolicyClient
 from outpace.rollouts.policy.history import text_of
@@ -197,18 +198,25 @@ class Game:
     async def _judge(self, task: Task, episode: Episode, client: HumanClient) -> None:
         columns = {name: [value] for name, value in task.columns.items()}
         judges, timeout_s = self.judges, self.config.rewards.timeout_s
+        on_request: dict[str, list[Any]] = {"completion_ids": [[]], "environments": [client.environment]}
         try:
             (graded,) = await grade(
                 judges.functions, judges.weights, [task.prompt], [episode.completion], columns, timeout_s, judges.pool,
-                (task, [episode]),
+                (task, [episode]), on_request,
             )  # fmt: skip
         except RewardFailed as error:
             self.terminal.note(f"no reward: {error}")
             return
-        own = episode.rewards or ({"rollout": episode.reward} if episode.reward else {})
-        for name, value in {**own, **client.own_rewards, **graded.parts}.items():
+        own = episode.rewards or ({"rollout": episode.reward} if episode.reward or not judges.functions else {})
+        shown = {**own, **client.own_rewards, **graded.parts}
+        for name, value in shown.items():
             self.terminal.note(f"reward {name}: {value:g}")
-        self.terminal.show("total", f"{sum(own.values()) + (graded.total or 0.0):g}")
+        if not shown:
+            self.terminal.note("no reward: no reward function applies")
+            return
+        reward = sum(own.values()) + (graded.total or 0.0)
+        whole = msgspec.structs.replace(episode, reward=reward, trajectories=client.rewarded())
+        self.terminal.show("total", f"{whole_return(whole):g}")
 
     async def _another(self) -> bool:
         if not self.terminal.left:

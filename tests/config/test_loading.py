@@ -1,6 +1,9 @@
 import json
+import math
 import subprocess
 import sys
+import tomllib
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,13 @@ from outpace.config.loading import (
 from outpace.config.rules import resolve
 from outpace.errors import BadInput
 
+JSON: st.SearchStrategy[Any] = st.recursive(
+    st.text() | st.integers() | st.floats(allow_nan=False) | st.booleans(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=8,
+)
+"""What a config file can hold."""
+
 
 def refusal(call: Any, *arguments: Any) -> str:
     with pytest.raises(BadInput) as caught:
@@ -34,6 +44,38 @@ def write(folder: Path, name: str, text: str) -> Path:
     file = folder / name
     file.write_text(text)
     return file
+
+
+@given(st.dictionaries(st.text(), JSON))
+def test_options_survive_being_written_and_read(options: dict[str, Any]) -> None:
+    config = make_config({"tasks.options": options})
+    assert make_config(tomllib.loads(dump_toml(config))) == config
+
+
+def test_what_is_no_number_survives_too() -> None:
+    written = dump_toml(make_config({"tasks.options": {"bounds": [math.nan, -math.inf]}}))
+    nothing, lowest = tomllib.loads(written)["tasks"]["options"]["bounds"]
+    assert math.isnan(nothing)
+    assert lowest == -math.inf
+
+
+@pytest.mark.parametrize(
+    ("options", "key", "said"),
+    [
+        ({"a": None}, "tasks.options.a", "there is no null"),
+        ({"a": [1, {"b": [None]}]}, "tasks.options.a.b", "there is no null"),
+        ({"a": date(2020, 1, 1)}, "tasks.options.a", "is a date"),
+        ({"a": (1, 2)}, "tasks.options.a", "is a tuple"),
+        ({"a": {3: 1}}, "tasks.options.a: the name 3", "is a "),
+        ({"a": "\ud800"}, "tasks.options.a", "half a character"),
+        ({"b": {"\ud800": 1}}, "tasks.options.b", "half a character"),
+    ],
+)
+def test_options_that_no_config_can_hold_are_refused(options: dict[str, Any], key: str, said: str) -> None:
+    message = refusal(make_config, {"tasks.options": options})
+    assert message.startswith(f"{key}: ")
+    assert said in message
+    message.encode()
 
 
 # ------------------------------------------------------------------------------------------------------------ layers
@@ -65,6 +107,15 @@ def test_overrides_win_over_the_file_which_wins_over_the_defaults(tmp_path: Path
         ({}, {"run.deterministic": True}),
         ({}, {"pacing.max_lag": 0}),
         ({"algorithm.advantage": "gae", "learner.lr": 1e-3}, {"learner.lr": 1e-4}),
+        ({"tasks.name": "calculator"}, {"tasks.name": "arithmetic"}),
+        ({"tasks.name": "calculator"}, {"tasks.name": "guess"}),
+        ({"tasks.name": "guess"}, {"tasks.name": "countdown"}),
+        ({"tasks.name": "arithmetic"}, {"tasks.name": "calculator"}),
+        ({"tasks.name": "arithmetic"}, {"tasks.name": "reasoning_gym/chain_sum"}),
+        ({"tasks.name": "calculator"}, {"rollout.environment": "none"}),
+        ({"tasks.name": "calculator", "rewards.functions": ["number"]}, {"rollout.function": "m:f"}),
+        ({"tasks.name": "calculator", "rewards.functions": ["m:mine"]}, {"tasks.name": "arithmetic"}),
+        ({"tasks.name": "calculator", "rollout.environment": "none"}, {"run.steps": 3}),
     ],
 )
 def test_a_choice_on_top_of_a_resolved_file_is_as_if_made_at_first(
@@ -149,6 +200,38 @@ def test_a_number_or_flag_written_as_text_reads_back_as_itself(value: float | bo
     read = parse_text(json.dumps(value), type(value))
     assert read == value
     assert type(read) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "table"),
+    [
+        ("", {}),
+        ("none", {}),
+        ("min_terms=2, name = a b ,on=true", {"min_terms": 2, "name": "a b", "on": True}),
+        ('operators=["+", "-"],bounds={"low": [1, 2]},text="a,b=\\"c",x=2', {
+            "operators": ["+", "-"], "bounds": {"low": [1, 2]}, "text": 'a,b="c', "x": 2,
+        }),
+        ("a=b=c,d=", {"a": "b=c", "d": ""}),
+        ('{"a": 1}', {"a": 1}),
+    ],
+)  # fmt: skip
+def test_a_table_is_named_values_between_commas_or_json(text: str, table: dict[str, Any]) -> None:
+    assert parse_arguments(["--tasks.options", text]) == {"tasks.options": table}
+
+
+@pytest.mark.parametrize("text", ["foo", "=3", "a=1,foo", "a=1,=2", "a=1,,b=2", "foo,a=1", '{"a":1', "[1,2]", "a=[1,2"])
+@pytest.mark.parametrize("key", ["tasks.options", "environment.kinds"])
+def test_what_is_no_table_is_refused_in_one_line(key: str, text: str) -> None:
+    assert refusal(load_config, None, [f"--{key}={text}"]).startswith(
+        f"{key}: should be a table: name=value between commas, or a JSON object, not "
+    )
+
+
+@given(st.dictionaries(st.text(st.characters(exclude_characters="=,", exclude_categories=["Cs"]), min_size=1).filter(
+    lambda name: name == name.strip() and name[0] != "{"), JSON, min_size=1))  # fmt: skip
+def test_a_table_whose_values_are_written_as_json_reads_back_as_itself(table: dict[str, Any]) -> None:
+    text = ",".join(f"{name}={json.dumps(value)}" for name, value in table.items())
+    assert parse_text(text, dict[str, Any]) == table
 
 
 @given(st.lists(st.text()), st.lists(st.floats(allow_nan=False, allow_infinity=False)))

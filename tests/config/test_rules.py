@@ -1,10 +1,11 @@
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from outpace.config import Config
-from outpace.config.loading import make_config
+from outpace.config.loading import load_config, make_config
 from outpace.config.rules import resolve
 from outpace.errors import BadInput
 
@@ -135,3 +136,26 @@ def test_objects_brought_by_python_callers_need_no_names() -> None:
 def test_resolving_twice_changes_nothing() -> None:
     once = resolve(Config())
     assert resolve(once) == once
+
+
+def test_files_of_functions_are_named_from_the_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = {
+        "tasks.name": "mine.py:tasks",
+        "rewards.functions": ["mine.py:score", "number"],
+        "tools.functions": ["mine.py:add", "package.tools:add"],
+        "environment.kinds": {"maze": "mine.py:Maze", "grid": "package.games:Grid"},
+    }
+    config = resolve(make_config(settings))
+    assert config.tasks.name == f"{tmp_path}/mine.py:tasks"
+    assert config.rewards.functions == [f"{tmp_path}/mine.py:score", "number"]
+    assert config.tools.functions == [f"{tmp_path}/mine.py:add", "package.tools:add"]
+    assert config.environment.kinds == {"maze": f"{tmp_path}/mine.py:Maze", "grid": "package.games:Grid"}
+    assert resolve(config) == config
+
+
+def test_no_environment_is_a_choice_too() -> None:
+    config = resolve(load_config(None, ["--tasks.name=calculator", "--rollout.environment=none"]))
+    assert config.rollout.environment_class is None
+    assert config.rewards.functions == ["number"], "the task is judged as ever"
+    assert resolve(make_config({"rollout.environment": "none", "rollout.function": "m:f"})).rollout.function == "m:f"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import time
 from typing import Any
 
 from mcp.server import MCPServer
@@ -42,6 +43,16 @@ async def hang() -> str:
     return "never"
 
 
+def breed() -> int:
+    """Start somebody who leaves the group, holds every pipe and outlives the server; who it is."""
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        time.sleep(600)
+        os._exit(0)
+    return child
+
+
 def fail() -> str:
     """Raise."""
     raise ValueError("broken")
@@ -67,7 +78,7 @@ def parts() -> CallToolResult:
 
 
 def main(prefix: str, port: str = "") -> None:
-    tools: tuple[Any, ...] = (add, whoami, meet, hang, fail, picture, flood, parts)
+    tools: tuple[Any, ...] = (add, whoami, meet, hang, breed, fail, picture, flood, parts)
     for tool in tools:
         server.tool(name=f"{prefix}{tool.__name__}", structured_output=False)(tool)
     if port:

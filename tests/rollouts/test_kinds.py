@@ -103,7 +103,7 @@ async def test_a_task_without_a_kind_is_named_at_the_start_and_in_the_run(column
     ("given", "said"),
     [
         (NoReset, "environment: maze: NoReset has no method reset(**columns)"),
-        (Undocumented, "rollout.environment: Undocumented.step is public, so it is a tool"),
+        (Undocumented, "environment: maze: Undocumented.step is public, so it is a tool"),
         (f"{FILE}:Guesing", "did you mean Guessing?"),
         ("no_such_module:Maze", "environment: maze: no_such_module:Maze: there is no module no_such_module"),
         (3, "environment: maze: 3 is no class, and no function that makes an environment"),

@@ -83,7 +83,7 @@ async def ask(toolbox: Toolbox, *calls: tuple[str, dict[str, Any]]) -> list[str]
 
 async def test_servers_of_both_kinds_are_used_at_once(web: HttpServer) -> None:
     async with opened(command(), web.url) as (toolbox, servers):
-        assert [sorted(server.tools)[:2] for server in servers] == [["add", "fail"], ["web_add", "web_fail"]]
+        assert [sorted(server.tools)[:2] for server in servers] == [["add", "breed"], ["web_add", "web_breed"]]
         (schema,) = (one for one in toolbox.schemas if one["function"]["name"] == "add")
         assert schema["type"] == "function"
         assert schema["function"]["description"] == "Add two numbers."
@@ -119,6 +119,28 @@ async def test_a_server_that_is_killed_is_an_error_of_the_calls_and_comes_back(w
         assert len(after) == 1, "one connection for all who ask"
         assert after != {before}
     assert not any(psutil.pid_exists(int(pid)) for pid in (before, *after))
+
+
+async def test_a_server_is_noticed_to_have_died_whoever_holds_its_pipe() -> None:
+    async with opened(command()) as (toolbox, _):
+        before, child = await ask(toolbox, ("whoami", {}), ("breed", {}))
+        under_way = asyncio.create_task(ask(toolbox, ("hang", {})))
+        assert await ask(toolbox, ("whoami", {})) == [before]
+        os.kill(int(before), signal.SIGKILL)
+        (cut,) = await under_way
+        assert "took longer" not in cut
+        (after,) = await ask(toolbox, ("whoami", {}))
+        assert after.isdecimal()
+        assert after != before
+        left = (await ask(toolbox, ("breed", {})))[0]
+    assert [pid for pid in (before, after, child, left) if lives(int(pid))] == [], "what they had started has ended too"
+
+
+def lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 async def test_a_server_behind_a_url_may_be_started_again(web: HttpServer) -> None:

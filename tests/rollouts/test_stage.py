@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import math
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -14,10 +17,19 @@ import pytest_asyncio
 
 from outpace.errors import BadInput
 from outpace.rollouts.environments.kinds import Origin
-from outpace.rollouts.environments.stage import EnvironmentFailed, Stage, StageLimits, Stages, TimeLimit, columns_of
+from outpace.rollouts.environments.stage import (
+    EnvironmentDied,
+    EnvironmentFailed,
+    Stage,
+    StageLimits,
+    Stages,
+    TimeLimit,
+    columns_of,
+)
 from outpace.rollouts.tools.functions import ToolError
 from outpace.rollouts.tools.results import as_text
-from outpace.types import Task
+from outpace.rollouts.tools.toolbox import Offer, Toolbox, ToolLimits
+from outpace.types import Task, ToolCall
 
 FILE = Path(__file__).parent / "unruly.py"
 
@@ -264,6 +276,71 @@ async def test_an_instance_whose_call_was_lost_is_not_used_again(make_stages: Ma
     stage = await stages.open(task())
     await stage.reset({})
     await stage.close()
+
+
+class Busy:
+    """Counts who comes while a method still runs."""
+
+    met = 0
+
+    def __init__(self) -> None:
+        self._busy = False
+        self.released = threading.Event()
+
+    def reset(self) -> None: ...
+
+    def work(self) -> None:
+        """Take long."""
+        self._busy = True
+        self.released.wait()
+
+    def look(self) -> None:
+        """Look around."""
+        Busy.met += self._busy
+
+    def get_reward(self) -> float:
+        Busy.met += self._busy
+        return 1.0
+
+
+async def test_no_method_begins_while_one_that_was_given_up_still_runs() -> None:
+    stages = Stages({"": Origin("environment", factory=Busy)}, limits=StageLimits(call_timeout_s=0.05))
+    stage = await stages.open(task())
+    await stage.reset({})
+    box = Toolbox([Offer("environment", stage, ordered=True)], ToolLimits())
+    with pytest.raises(EnvironmentFailed, match=r"work took longer than tools\.timeout_s"):
+        await box.run([ToolCall(name, name, "{}") for name in ("work", "look")], 2, lambda: math.inf)
+    for method in (stage.call("look", {}), stage.reward()):
+        with pytest.raises(EnvironmentDied, match=r"^the environment is not used any more: "):
+            await method
+    assert Busy.met == 0
+    assert isinstance(stage.instance, Busy)
+    stage.instance.released.set()
+    await stage.close()
+    await stages.close()
+
+
+async def test_a_call_that_runs_out_of_time_after_it_was_given_up_complains_to_nobody() -> None:
+    complaints: list[dict[str, Any]] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: complaints.append(context))
+    stages = Stages({"": Origin("environment", factory=Busy)}, limits=StageLimits(call_timeout_s=0.05))
+    stage = await stages.open(task())
+    try:
+        working = asyncio.create_task(stage.call("work", {}))
+        await asyncio.sleep(0)
+        working.cancel()
+        with pytest.raises(EnvironmentDied):  # which waits for its turn
+            await stage.reward()
+        assert isinstance(stage.instance, Busy)
+        stage.instance.released.set()
+        await stage.close()
+        await stages.close()
+        del working  # which knows it: a task that nobody has asked how it ended says so when it is freed
+        gc.collect()
+    finally:
+        loop.set_exception_handler(None)
+    assert complaints == []
 
 
 async def test_making_and_resetting_have_limits_of_their_own(make_stages: MakeStages) -> None:

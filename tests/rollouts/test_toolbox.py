@@ -195,13 +195,26 @@ async def test_a_long_result_is_cut_and_the_model_is_told_how_much_is_missing() 
     assert result.fate == "done"
 
 
-@pytest.mark.parametrize("raised", [ValueError("two\nlines"), SystemExit(3), KeyError("x"), asyncio.CancelledError()])
-async def test_an_exception_is_one_line_for_the_model(raised: BaseException) -> None:
+class Odd(BaseException):
+    """What nobody expects to be raised."""
+
+
+@pytest.mark.parametrize(
+    "raised",
+    [ValueError("two\nlines"), SystemExit(3), KeyError("x"), asyncio.CancelledError(), KeyboardInterrupt(), Odd("hm")],
+)
+@pytest.mark.parametrize("on_a_thread", [True, False])
+async def test_an_exception_is_one_line_for_the_model(raised: BaseException, on_a_thread: bool) -> None:
     async def tool() -> None:
         """Fail."""
         raise raised
 
-    (result,) = await box(tool).run([call("tool")], 1, no_limit)
+    def plain() -> None:
+        """Fail."""
+        raise raised
+
+    plain.__name__ = "tool"
+    (result,) = await box(plain if on_a_thread else tool).run([call("tool")], 1, no_limit)
     assert result.text.startswith("error: tool ")
     assert "\n" not in result.text
     assert result.fate == "error"

@@ -15,10 +15,10 @@ Invariants:
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import NoneType
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, get_args
 
 import pydantic
 from pydantic.fields import FieldInfo
@@ -27,8 +27,9 @@ from outpace.config import Config
 from outpace.config.aliases import ALIASES, RENAMED
 from outpace.config.dependent import redundant
 from outpace.config.files import read_file
-from outpace.config.rules import check
+from outpace.config.rules import brought_by_task, check
 from outpace.config.section import Section
+from outpace.config.text_values import parse_text, takes_text, type_name
 from outpace.errors import BadInput, one_line
 from outpace.references import nearest
 
@@ -52,7 +53,8 @@ def load_config(file: Path | None = None, overrides: Sequence[str] | Mapping[str
     """The config of a file (optional) and overrides: command-line arguments, or a nested or dotted dict."""
     from_file = flatten(read_file(file)) if file is not None else {}
     on_top = flatten(overrides) if isinstance(overrides, Mapping) else parse_arguments(overrides)
-    return make_config({**(_without_defaults(from_file) if on_top else from_file), **on_top})
+    another_task = on_top.get("tasks.name") is not None
+    return make_config({**(_without_defaults(from_file, another_task) if on_top else from_file), **on_top})
 
 
 def make_config(values: Mapping[str, Any]) -> Config:
@@ -74,29 +76,45 @@ def _validated(flat: Flat) -> Config:
         raise BadInput(_explain(error)) from None
 
 
-def _without_defaults(flat: Flat) -> Flat:
-    """The same without keys that say what would be filled in anyway."""
+def _without_defaults(flat: Flat, another_task: bool) -> Flat:
+    """The same without keys that say what would be filled in anyway, or what came with a task that is not the one."""
     try:
-        unneeded = redundant(_validated(flat))
+        config = _validated(flat)
+        unneeded = redundant(config) | brought_by_task(config, another_task)
     except BadInput:  # what is wrong may be overridden; if not, it is told when the whole is checked
         return flat
     return {key: value for key, value in flat.items() if key not in unneeded}
 
 
-def dump_toml(config: Config) -> str:
-    """The config as TOML that loads back to an equal one. None is left out: it is the default wherever it is legal."""
-    lines: list[str] = []
+OBJECTS = "# with objects of a Python program: "
+
+
+def dump_toml(config: Config, objects: Sequence[str] = ()) -> str:
+    """The config as TOML that loads back to an equal one. None is left out: it is the default wherever it is legal.
+
+    `objects` names what a Python caller has brought beside it, for `objects_beside`."""
+    lines = [f"{OBJECTS}{', '.join(objects)}"] if objects else []
     for section, values in config.model_dump(exclude_none=True).items():
         lines += [f"[{section}]", *(f"{key} = {_toml(value)}" for key, value in values.items()), ""]
     return "\n".join(lines)
 
 
+def objects_beside(file: Path) -> str:
+    """What a config that was dumped is not complete without; nothing, if it is."""
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        first = lines.readline().strip()
+    return first.removeprefix(OBJECTS) if first.startswith(OBJECTS) else ""
+
+
 def _toml(value: Any) -> str:
-    """JSON's notation of text, numbers, booleans and lists is TOML's, but for one control character."""
+    """JSON's notation of text, numbers, booleans and lists is TOML's, but for one control character and what is no
+    finite number."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_toml(key)} = {_toml(each)}" for key, each in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(_toml, value)) + "]"
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(float(value))
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
@@ -126,7 +144,7 @@ def _read_by_type(dotted: str, value: Any) -> Any:
     if dotted not in FIELDS:
         raise unknown_key(dotted)
     annotation = FIELDS[dotted].annotation
-    return parse_text(value, annotation) if isinstance(value, str) and not _takes_text(annotation) else value
+    return parse_text(value, annotation) if isinstance(value, str) and not takes_text(annotation) else value
 
 
 def unknown_key(dotted: str) -> BadInput:
@@ -195,64 +213,6 @@ def _next_value(dotted: str, annotation: Any, rest: list[str]) -> str:
     raise BadInput(f"{dotted}: needs a value after it, {type_name(annotation)}")
 
 
-def parse_text(text: str, annotation: Any) -> Any:
-    """`text` as a value of the type. Text that does not fit comes back as it is, for the validator to refuse."""
-    options = get_args(annotation)
-    if NoneType in options:
-        option = next(option for option in options if option is not NoneType)
-        if text.strip().lower() == "none" and not _has_word(annotation, "none"):
-            return [] if _is_choice_of_several(option) else None
-        return parse_text(text, option)
-    if get_origin(annotation) is list:
-        return _parse_list(text, options[0])
-    if get_origin(annotation) is dict:
-        return _parse_table(text)
-    if annotation is bool:
-        return {"true": True, "false": False}.get(text.strip().lower(), text)
-    if annotation in (int, float):
-        try:
-            return annotation(text)
-        except ValueError:
-            return text
-    return text
-
-
-def _parse_list(text: str, item: Any) -> Any:
-    """A JSON list, or items between commas."""
-    if text.lstrip().startswith("["):
-        return _json_or_text(text)
-    return [parse_text(part.strip(), item) for part in text.split(",")] if text.strip() else []
-
-
-def _parse_table(text: str) -> Any:
-    """A JSON object, or `name=value` between commas, with values in JSON where they are not plain text."""
-    if not text.lstrip().startswith("{"):
-        pairs = [part.partition("=") for part in text.split(",") if part.strip()]
-        return {name.strip(): _json_or_text(value.strip()) for name, _, value in pairs}
-    return _json_or_text(text)
-
-
-def _json_or_text(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
-
-
-def _has_word(annotation: Any, word: str) -> bool:
-    """Whether `word` is one of the values that the type spells out, as `none` is for `correction.weight`."""
-    return any(option == word or _has_word(option, word) for option in get_args(annotation))
-
-
-def _is_choice_of_several(annotation: Any) -> bool:
-    """A list of words from a fixed set, such as `correction.masks`: none of them can be chosen, too."""
-    return get_origin(annotation) is list and get_origin(get_args(annotation)[0]) is Literal
-
-
-def _takes_text(annotation: Any) -> bool:
-    return annotation is str or get_origin(annotation) is Literal or str in get_args(annotation)
-
-
 # ---------------------------------------------------------------------------------------------------- for the reader
 
 
@@ -269,22 +229,6 @@ def describe() -> str:
     return "\n\n".join(blocks)
 
 
-def type_name(annotation: Any) -> str:
-    """A type as people say it: `integer`, `wait|drop`, `list of text`. Where `none` is a word, it does not unset."""
-    options = get_args(annotation)
-    if NoneType in options and _has_word(annotation, "none"):
-        return "text" if str in options else type_name(options[0])
-    if get_origin(annotation) is Literal:
-        return "|".join(map(str, options))
-    if get_origin(annotation) is list:
-        return f"list of {type_name(options[0])}"
-    if get_origin(annotation) is dict:
-        return "table"
-    if NoneType in options:
-        return " or ".join(dict.fromkeys(type_name(option) for option in options))
-    return {bool: "true|false", int: "integer", float: "number", str: "text", NoneType: "none"}[annotation]
-
-
 def _explain(error: pydantic.ValidationError) -> str:
     """The first complaint of the validator as one line, with the number of those left unsaid."""
     by_key: dict[str, list[Any]] = {}
@@ -298,6 +242,8 @@ def _explain(error: pydantic.ValidationError) -> str:
         return f"{key}: name it as path/to/file.py:function; functions of algorithm are not sent by value{more}"
     item = "".join(f"item {part + 1} " for part in first["loc"][2:] if isinstance(part, int))
     complaint = first["msg"].replace("Input should", "should", 1)
+    if first["type"] == "dict_type":
+        complaint = "should be a table: name=value between commas, or a JSON object"
     return f"{key}: {item}{one_line(complaint)}, not {_shown(first['input'])}{more}"
 
 

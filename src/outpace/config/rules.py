@@ -14,7 +14,7 @@ from typing import Any
 from outpace.config import STARTER, STARTER_AGENT, Config
 from outpace.config.algorithm_rules import ALGORITHM_RULES, Rule
 from outpace.config.dependent import settled, value_of, with_values
-from outpace.errors import BadInput
+from outpace.errors import BadInput, one_line
 from outpace.references import absolute
 
 REWARDS_OF_TASKS: dict[str, list[str]] = {
@@ -33,13 +33,16 @@ ENVIRONMENTS_OF_TASKS = {
 """The built-in tasks that are played in an environment, unless told otherwise."""
 
 FUNCTIONS = (
+    "tasks.name",
     "rollout.function",
     "rollout.environment",
     "algorithm.surrogate",
     "algorithm.advantage",
     "algorithm.normalise",
 )
-"""Settings that may name a function in a file, beside `rewards.functions`."""
+"""Settings that may name a function in a file."""
+
+LISTS_OF_FUNCTIONS = ("rewards.functions", "tools.functions")
 
 DEFAULT_TASK = "countdown"
 DEFAULT_STEPS = 100
@@ -109,11 +112,24 @@ def _defaults(config: Config, own_tasks: bool, now: datetime) -> dict[str, Any]:
     return values
 
 
+def brought_by_task(config: Config, another_task: bool) -> set[str]:
+    """Keys that are set to what the built-in task of the config would bring if they were left out. As with
+    `dependent.redundant`, a choice on top of such a config brings its own. Rewards go only with `another_task` on top:
+    a rollout of the user's own brings none, and may well be judged by those of the task."""
+    task = config.tasks.name or ""
+    brought: dict[str, Any] = {"rollout.environment": ENVIRONMENTS_OF_TASKS.get(task)}
+    if another_task:
+        brought["rewards.functions"] = _rewards_of_name(task) or None
+    return {key for key, value in brought.items() if value is not None and value_of(config, key) == value}
+
+
 def _with_absolute_files(config: Config) -> Config:
     """A run may be resumed from another directory."""
     named = {key: value_of(config, key) for key in FUNCTIONS}
     values: dict[str, Any] = {key: absolute(name) for key, name in named.items() if name is not None}
-    return with_values(config, values | {"rewards.functions": [absolute(name) for name in config.rewards.functions]})
+    values |= {key: [absolute(name) for name in value_of(config, key)] for key in LISTS_OF_FUNCTIONS}
+    values["environment.kinds"] = {kind: absolute(name) for kind, name in config.environment.kinds.items()}
+    return with_values(config, values)
 
 
 def _says_how_to_roll_out(config: Config) -> bool:
@@ -123,13 +139,17 @@ def _says_how_to_roll_out(config: Config) -> bool:
 
 def _rewards_of_task(config: Config) -> list[str]:
     task = config.tasks.name or ""
-    is_another = config.rollout.environment not in (None, ENVIRONMENTS_OF_TASKS.get(task))
+    is_another = config.rollout.environment_class not in (None, ENVIRONMENTS_OF_TASKS.get(task))
     if config.rollout.function is not None or config.environment.kinds or is_another:
         return []  # a custom rollout or an environment may give the reward itself
-    rewards = REWARDS_OF_TASKS.get(task.partition("/")[0])  # the name of a task, or of the family before the slash
+    rewards = _rewards_of_name(task)
     if rewards is None:
         raise BadInput("rewards.functions: name at least one, such as my_rewards.py:score or package.module:score")
     return rewards
+
+
+def _rewards_of_name(task: str) -> list[str] | None:
+    return REWARDS_OF_TASKS.get(task.partition("/")[0])  # the name of a task, or of the family before the slash
 
 
 # ------------------------------------------------------------------------------------------------------------ rules
@@ -138,6 +158,38 @@ def _rewards_of_task(config: Config) -> list[str]:
 def _one_source_of_tasks(config: Config) -> Iterator[str]:
     if config.tasks.name is not None and config.tasks.path is not None:
         yield f"tasks.path: tasks.name is {config.tasks.name} already; keep one of the two"
+
+
+def _options_can_be_written(config: Config) -> Iterator[str]:
+    """The config of a run is TOML, whatever it came from."""
+    for place, value in _inside("tasks.options", config.tasks.options):
+        if value is None:
+            yield f"{place}: there is no null in a config; leave it out, or use a value that the task takes for none"
+        elif not isinstance(value, str | int | float):
+            yield f"{place}: is a {type(value).__name__}; options are text, numbers, true, false, lists and tables"
+        elif isinstance(value, str) and _has_half_characters(value):
+            yield f"{place}: holds half a character, such as \\ud800 alone"
+
+
+def _inside(place: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """What is not a table or a list, and every name, with where it stands."""
+    if isinstance(value, dict):
+        for name, each in value.items():
+            yield (place, name) if isinstance(name, str) else (f"{place}: the name {name!r}", object())
+            yield from _inside(f"{place}.{one_line(ascii(name)[1:-1], 60)}", each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _inside(place, each)
+    else:
+        yield place, value
+
+
+def _has_half_characters(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def _rewards_fit(config: Config) -> Iterator[str]:
@@ -162,7 +214,7 @@ def _one_way_to_roll_out(config: Config) -> Iterator[str]:
     ways: dict[str, Any] = {
         "rollout.function": rollout.function,
         "rollout.agent": " ".join(rollout.agent),
-        "rollout.environment": rollout.environment,
+        "rollout.environment": rollout.environment_class,
         "environment.kinds": ", ".join(config.environment.kinds),
     }
     (first, named), *others = [(way, value) for way, value in ways.items() if value] or [("", "")]
@@ -209,6 +261,7 @@ def _lockstep_is_alone(config: Config) -> Iterator[str]:
 
 RULES: tuple[Rule, ...] = (
     _one_source_of_tasks,
+    _options_can_be_written,
     _rewards_fit,
     _the_judge_is_asked,
     _one_way_to_roll_out,

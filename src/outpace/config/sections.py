@@ -100,8 +100,9 @@ class RolloutConfig(Section):
     """Strings that end a completion, besides the model's end-of-turn token."""
     function: str | None = None
     """A custom rollout, `package.module:function`: `async def f(task, client)`."""
-    environment: str | None = None
-    """A class `package.module:Class` with `reset`, typed methods as tools and, if it judges itself, `get_reward`."""
+    environment: str | Literal["none"] | None = None
+    """A class `package.module:Class` with `reset`, typed methods as tools and, if it judges itself, `get_reward`;
+    `none`: not even the one that a built-in task brings."""
     agent: list[str] = []
     """A program that is the agent: started once per episode, with the task on its standard input and the model behind
     `OPENAI_BASE_URL`."""
@@ -117,6 +118,11 @@ class RolloutConfig(Section):
     """How long one episode may take before it fails."""
     workers: int = Field(default=1, ge=1)
     """How many rollout worker processes."""
+
+    @property
+    def environment_class(self) -> str | None:
+        """The environment that is named; `none` names none."""
+        return None if self.environment == "none" else self.environment
 
     @field_validator("stop")
     @classmethod

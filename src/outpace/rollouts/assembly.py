@@ -8,12 +8,13 @@ none of these                                one prompt, one answer
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from outpace.config import Config
-from outpace.errors import BadInput
+from outpace.errors import BadInput, one_line
 from outpace.protocols import Rollout
 from outpace.references import load_function
 from outpace.rollouts import agent_process, custom
@@ -70,6 +71,7 @@ def check_assembly(config: Config, given: Given, first: Task | None = None) -> b
     its own is the answer."""
     if _own_rollout(config, given) is not None:
         _refuse_unused(config, given)
+        _check_program(config.rollout.agent)
         return not config.rollout.agent  # a program has no way to say what it deserves
     functions = Offer("tools.functions", FunctionTools(_tools(config, given)))
     origins = kinds_of(config, given.get("environment"))
@@ -98,7 +100,7 @@ def _own_rollout(config: Config, given: Given) -> Rollout | None:
 def _refuse_unused(config: Config, given: Given) -> None:
     """A rollout of the user's own calls neither the tools nor the environments of the config."""
     unused = {
-        "rollout.environment": config.rollout.environment,
+        "rollout.environment": config.rollout.environment_class,
         "environment.kinds": config.environment.kinds,
         "environment": given.get("environment"),
         "tools.functions": config.tools.functions,
@@ -110,6 +112,11 @@ def _refuse_unused(config: Config, given: Given) -> None:
             raise BadInput(f"{name}: the run has a rollout of its own, which would not use this; keep one of the two")
 
 
+def _check_program(command: list[str]) -> None:
+    if command and shutil.which(command[0]) is None:
+        raise BadInput(f"rollout.agent: there is no program {one_line(command[0], 200)} that can be started")
+
+
 def _tools(config: Config, given: Given) -> list[Tool]:
     return load_tools([*config.tools.functions, *(given.get("tools") or ())])
 
@@ -117,7 +124,7 @@ def _tools(config: Config, given: Given) -> list[Tool]:
 def _of_class(origin: Origin) -> Offer:
     """What a class will offer, as far as it is known before an instance is made."""
     factory = origin.load()
-    tools = tools_of(factory).values() if isinstance(factory, type) else ()
+    tools = tools_of(factory, origin.setting).values() if isinstance(factory, type) else ()
     return Offer(origin.setting, FunctionTools(list(tools)))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -50,6 +51,44 @@ def test_nothing_happens_after_the_end_until_it_is_reset() -> None:
     lake.reset(seed=0)
     assert lake.get_reward() == 0.0
     assert lake.act("down") != OVER
+
+
+@pytest.mark.parametrize(("reuse", "left_open"), [(False, 0), (True, 1)])
+async def test_a_game_is_closed_with_its_instance(reuse: bool, left_open: int) -> None:
+    opened: set[int] = set()
+
+    class Counted(gymnasium.Env[str, str]):
+        observation_space = action_space = gymnasium.spaces.Text(8)
+
+        def __init__(self) -> None:
+            opened.add(id(self))
+
+        def reset(self, **_: Any) -> tuple[str, dict[str, Any]]:
+            return "begin", {}
+
+        def close(self) -> None:
+            opened.remove(id(self))
+
+    stages = Stages({"": Origin("environment", factory=text_environment(Counted))}, reuse=reuse)
+    assert not opened, "the one that was made to look at its spaces"
+    for _ in range(3):
+        stage = await stages.open(Task("t", "p"))
+        await stage.reset({})
+        assert len(opened) == 1
+        await stage.close()
+        del stage
+        await shrunk(opened, left_open)
+    await stages.close()
+    await shrunk(opened, 0)
+
+
+async def shrunk(opened: set[int], size: int) -> None:
+    """The thread of the last call may let go of the instance a moment later than the episode does."""
+    for _ in range(5000):
+        if len(opened) == size:
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError(f"{len(opened)} games are open, not {size}")
 
 
 def test_a_truncated_episode_is_over_too() -> None:

@@ -8,11 +8,13 @@ written as Python writes it where it cannot. An action is text, or one of a fini
 Invariants
 - What the policy writes is checked against the action space before the environment sees it.
 - Nothing is stepped after the end: the tool says that the episode is over.
+- A game is closed when its instance is let go: after the episode, or after the last one that reuses it.
 """
 
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -64,6 +66,8 @@ class _Game:
 
     def __init__(self) -> None:
         self._game = type(self)._maker()
+        # With the instance: it has no `close`, which is a name that a tool may have. The game does not know us.
+        weakref.finalize(self, self._game.close)
         self._reward = 0.0
         self._over = True
 

@@ -73,13 +73,13 @@ class VerifiersEnvironment:
         async with self._opening:
             if self._open is not None:
                 return
-            self._open = AsyncExitStack()
-            env = self._env
+            env, opened = self._env, AsyncExitStack()
             if env.taskset.toolsets(env.taskset.config) or type(env).start is not _package().Env.start:
-                await self._open.enter_async_context(env.serving())
+                await opened.enter_async_context(env.serving())
                 # Without it every agent brings a server of its own. The shared one would keep a client, with its
                 # connections, for each episode's URL until the end of the run.
                 env._interception = None
+            self._open = opened  # only now: what could not be started is tried again by the next episode
 
     @cached_property
     def _env(self) -> Any:

@@ -8,7 +8,6 @@ Invariants of `LocalActor`
 
 from __future__ import annotations
 
-import asyncio
 import copy
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -17,7 +16,7 @@ from outpace.models.chat import Schema
 from outpace.rollouts.environments.instance import Act, Instance, as_it_is
 from outpace.rollouts.environments.kinds import Factory
 from outpace.runtime import threads
-from outpace.runtime.limits import TimeLimitError, within
+from outpace.runtime.limits import TimeLimitError, is_ours, within
 from outpace.runtime.servant import CallRaised
 from outpace.runtime.servant_child import message_of
 
@@ -103,22 +102,16 @@ class LocalActor:
         self._lost += 1
         try:
             returned = await within(timeout_s, threads.call(act.method, **act.arguments))
-        except (TimeLimitError, GeneratorExit):
+        except TimeLimitError:
             raise
         # The boundary to the user's code, which may raise anything: it may try to exit, and say that it was cancelled.
         except BaseException as error:
-            if isinstance(error, asyncio.CancelledError) and _is_cancelled():
+            if is_ours(error):
                 raise
             self._lost -= 1
             raise CallRaised(type(error).__name__, message_of(error), "") from error
         self._lost -= 1
         return act.understood(returned)
-
-
-def _is_cancelled() -> bool:
-    """Whether somebody has given up on us, rather than the user's code on itself."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
 
 
 def _own(value: Any) -> Any:

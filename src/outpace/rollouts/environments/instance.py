@@ -36,7 +36,7 @@ class Instance:
         if not callable(getattr(made, "reset", None)):
             raise BadInput(f"{setting}: {type(made).__name__} has no method reset(**columns)")
         self._made = made
-        self.tools = _tools(type(made))
+        self.tools = _tools(type(made), setting)
         self.judges = hasattr(made, "get_reward")
 
     def reset(self, columns: dict[str, Any]) -> Act:
@@ -59,10 +59,10 @@ def as_it_is(returned: Any) -> Any:
 _known: dict[type, dict[str, Tool]] = {}
 
 
-def _tools(environment: type) -> dict[str, Tool]:
+def _tools(environment: type, setting: str) -> dict[str, Tool]:
     """Made once per class: describing the tools costs more than an episode should pay."""
     if environment not in _known:
-        _known[environment] = tools_of(environment)
+        _known[environment] = tools_of(environment, setting)
     return _known[environment]
 
 

@@ -52,7 +52,7 @@ class Origin:
 
 def kinds_of(config: Config, given: Given | None = None) -> dict[str, Origin]:
     """The environments of a run by kind; none at all if nobody named one."""
-    named, kinds = config.rollout.environment, config.environment.kinds
+    named, kinds = config.rollout.environment_class, config.environment.kinds
     ways = {"rollout.environment": named, "environment.kinds": kinds, "environment": given}
     used = [way for way, value in ways.items() if value]
     if len(used) > 1:
@@ -112,4 +112,4 @@ def _check(origin: Origin) -> None:
         return  # what a function makes is seen when it is called
     if not callable(getattr(factory, "reset", None)):
         raise BadInput(f"{origin.setting}: {factory.__name__} has no method reset(**columns)")
-    tools_of(factory)
+    tools_of(factory, origin.setting)

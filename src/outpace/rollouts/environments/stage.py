@@ -184,13 +184,21 @@ class _OpenStage:
     async def _alone(self, work: Callable[[], Coroutine[Any, Any, T]], telling: AbstractContextManager[None]) -> T:
         async def in_turn() -> T:
             async with self._turn:
+                if not self._actor.usable:  # a method is still running, or nobody knows whether it is
+                    why = "it has ended, or a call of it has not come back"
+                    raise EnvironmentDied(f"{self._told.label} is not used any more: {why}")
                 with telling:
                     return await work()
 
         task = asyncio.create_task(in_turn())
         self._under_way.add(task)
-        task.add_done_callback(self._under_way.discard)
+        task.add_done_callback(self._ended)
         return await asyncio.shield(task)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._under_way.discard(task)
+        if not task.cancelled():
+            task.exception()  # looked at: whoever waited for it may have given it up
 
     async def _give_up(self) -> None:
         """Nobody waits any more for what still runs. It may not heed: then the instance is lost, as `usable` says."""

@@ -22,6 +22,7 @@ from outpace.models.chat import Schema
 from outpace.references import load_function
 from outpace.rollouts.tools.results import told
 from outpace.runtime import threads
+from outpace.runtime.limits import is_ours
 
 NOT_TOOLS = ("reset", "get_reward")
 
@@ -53,7 +54,10 @@ class Tool:
         checked = self.checked(arguments)
         try:
             return await threads.call(bound or self.function, **checked)
-        except (Exception, SystemExit) as error:  # the boundary to the user's code: the model may learn from it
+        # The boundary to the user's code, which may raise anything at all: the model may learn from it.
+        except BaseException as error:
+            if is_ours(error):
+                raise
             log.debug("the tool %s raised", self.name, exc_info=True)
             raise ToolError(f"{self.name} raised {told(error)}") from error
 
@@ -75,11 +79,12 @@ class Tool:
             raise ToolError(f"{self.name}: {name}: {told(error)}") from error
 
 
-def tools_of(environment: type) -> dict[str, Tool]:
-    """The tools of an environment class, by name. Raises `BadInput` for a method that cannot be one."""
+def tools_of(environment: type, setting: str = "rollout.environment") -> dict[str, Tool]:
+    """The tools of an environment class, which `setting` names, by name. Raises `BadInput` for a method that cannot be
+    one."""
     methods = inspect.getmembers(environment, inspect.isroutine)
     return {
-        name: _method_tool(method, name, f"rollout.environment: {environment.__name__}.{name}")
+        name: _method_tool(method, name, f"{setting}: {environment.__name__}.{name}")
         for name, method in methods
         if not name.startswith("_") and name not in NOT_TOOLS
     }

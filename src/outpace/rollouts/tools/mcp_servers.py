@@ -9,22 +9,21 @@ Invariants
 - A server that cannot be had at the start is `BadInput`, within a bounded time. One that goes away later is an error of
   the call, which the model hears of, and is looked for again at the next one.
 - The tools are those of the start: the policy is shown the same ones in every episode.
-- A started command gets the environment of the worker, and has ended when `close` returns.
+- A started command gets the environment of the worker. It and all that it has started have ended when `close` returns.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import shlex
-import sys
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from outpace.errors import BadInput
 from outpace.models.chat import Schema
 from outpace.rollouts.tools.functions import ToolError
+from outpace.rollouts.tools.mcp_command import running
 from outpace.rollouts.tools.mcp_results import text_of
 from outpace.rollouts.tools.results import told
 from outpace.rollouts.tools.toolbox import Offer, by_name, leave_behind
@@ -187,7 +186,7 @@ class _Connection:
 
     async def _own(self, address: str) -> None:
         try:
-            async with _client(address) as client:
+            async with _client(address, self.end) as client:
                 self._ready.set_result((client, await _tools_of(client)))
                 await self._wanted_no_more.wait()
         except Exception as error:  # a boundary: how a server starts, breaks off or ends is not ours
@@ -225,16 +224,11 @@ def _command(address: str) -> list[str]:
     return words
 
 
-def _client(address: str) -> Client:
-    from mcp import Client, StdioServerParameters
-    from mcp.client.stdio import stdio_client
+def _client(address: str, on_end: Callable[[], None]) -> Client:
+    """`on_end` is called if a command ends by itself."""
+    from mcp import Client
 
-    if _is_url(address):
-        return Client(address)
-    command, *arguments = _command(address)
-    # The whole environment: a server may need keys from it, and the mark by which a run finds what it has started.
-    parameters = StdioServerParameters(command=command, args=arguments, env=dict(os.environ))
-    return Client(stdio_client(parameters, errlog=sys.__stderr__ or sys.stderr))
+    return Client(address) if _is_url(address) else Client(running(_command(address), on_end))
 
 
 async def _tools_of(client: Client) -> dict[str, Schema]:
