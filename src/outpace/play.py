@@ -241,6 +241,7 @@ def play(
 ) -> None:
     """Open what the config names, and play until the person leaves."""
     loaded = load_config(config, settings)
+    open_tasks(resolve(loaded, own_rewards=True))  # a misspelt task is told before the rewards it would have brought
     resolved = resolve(loaded, own_rewards=loaded.rollout.function is not None)
     if resolved.rollout.agent:
         raise BadInput("rollout.agent: a program talks to a model behind a URL, and a person has none; leave this out")

@@ -9,7 +9,7 @@ import pytest
 
 from outpace.config import Config
 from outpace.errors import BadInput
-from outpace.rollouts.environments.kinds import NoSuchKind, Origin, check_kinds, give_rewards, kind_of, kinds_of
+from outpace.rollouts.environments.kinds import ONLY, NoSuchKind, Origin, check_kinds, give_rewards, kind_of, kinds_of
 from outpace.rollouts.environments.stage import Stages
 from outpace.types import Task
 
@@ -117,7 +117,7 @@ def test_what_can_be_no_environment_is_refused_in_one_line(given: Any, said: str
 
 
 def test_good_ones_pass_and_what_a_function_makes_is_believed() -> None:
-    check_kinds(origins(maze=Maze, guess=Guess), "environment", Task("t", "p", {"environment": "maze"}))
+    check_kinds(origins(maze=Maze, guess=Guess), "environment", Task("t", "p", {"environment": "maze", "size": 3}))
     check_kinds(kinds_of(config(), lambda: Maze()), "environment", Task("t", "p"))
     check_kinds({}, "environment", Task("t", "p"))
 
@@ -140,3 +140,13 @@ async def test_every_episode_has_the_tools_and_the_state_of_its_own_kind(isolati
     for stage in (maze, guess):
         await stage.close()
     await stages.close()
+
+
+def test_columns_that_reset_must_have_are_those_of_the_tasks() -> None:
+    class Picky:
+        def reset(self, code: int, prompt: str, colour: str = "red", **columns: Any) -> None: ...
+
+    origins = {ONLY: Origin("environment", factory=Picky)}
+    check_kinds(origins, "environment", Task("t", "hi", {"code": 1}))
+    with pytest.raises(BadInput, match=r"^environment: reset needs the columns code; the tasks have answer$"):
+        check_kinds(origins, "environment", Task("t", "hi", {"answer": 1}))

@@ -34,7 +34,9 @@ async def run_episode(rollout: Rollout, task: Task, client: PolicyClient, timeou
         if serious := await client.abandon():
             raise serious from None
         return failed(client, str(error), stop="context")
-    except (Exception, SystemExit) as error:  # a boundary: user code may raise anything, and that is data
+    except BaseException as error:  # a boundary: user code may raise anything, and that is data
+        if isinstance(error, GeneratorExit):
+            raise
         serious = _serious(error)
         if serious := await client.abandon() or serious:
             raise serious from None

@@ -18,6 +18,7 @@ from outpace.errors import BadInput, OutpaceError, one_line
 from outpace.references import absolute, load_function, nearest
 from outpace.rollouts.tools.functions import tools_of
 from outpace.runtime.code import Source, by_value
+from outpace.runtime.signature import BY_KEYWORD, parameters_of
 from outpace.types import Task
 
 Factory = Callable[[], object]
@@ -73,9 +74,10 @@ def check_kinds(origins: Mapping[str, Origin], column: str, first: Task | None =
         _check(origin)
     if origins and first is not None:
         try:
-            kind_of(first, origins, column)
+            kind = kind_of(first, origins, column)
         except NoSuchKind as error:
             raise BadInput(f"environment.column: {error}") from None
+        _check_columns(origins[kind], first)
 
 
 def give_rewards(origins: Mapping[str, Origin]) -> bool:
@@ -104,6 +106,19 @@ def _origin(setting: str, given: Factory | str) -> Origin:
     if not callable(given):
         raise BadInput(f"{setting}: {one_line(repr(given), 60)} is no class, and no function that makes an environment")
     return Origin(setting, factory=given)
+
+
+def _check_columns(origin: Origin, task: Task) -> None:
+    """What `reset` must have, the tasks must have."""
+    reset = getattr(origin.load(), "reset", None)
+    if not isinstance(origin.load(), type) or reset is None:
+        return
+    parameters = (parameters_of(reset) or [])[1:]  # without self
+    required = {each.name for each in parameters if each.kind in BY_KEYWORD and each.default is each.empty}
+    if missing := required - {*task.columns, "prompt"}:
+        have = ", ".join(sorted(task.columns)) or "none"
+        needs = ", ".join(sorted(missing))
+        raise BadInput(f"{origin.setting}: reset needs the columns {needs}; the tasks have {have}")
 
 
 def _check(origin: Origin) -> None:

@@ -37,6 +37,10 @@ class ToolError(Exception):
     """Something the model should hear about a call that it made."""
 
 
+_raised: set[str] = set()
+"""Names of tools that have raised in this process."""
+
+
 @dataclass(frozen=True)
 class Tool:
     """One function: what the model is shown of it, and what it takes. That of a method is not bound to an instance."""
@@ -58,7 +62,10 @@ class Tool:
         except BaseException as error:
             if is_ours(error):
                 raise
-            log.debug("the tool %s raised", self.name, exc_info=True)
+            # Once for people, who may have a bug to mend; the rest is for the model.
+            level = logging.DEBUG if self.name in _raised else logging.WARNING
+            log.log(level, "the tool %s raised", self.name, exc_info=True)
+            _raised.add(self.name)
             raise ToolError(f"{self.name} raised {told(error)}") from error
 
     def checked(self, arguments: dict[str, Any]) -> dict[str, Any]:
