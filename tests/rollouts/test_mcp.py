@@ -267,3 +267,10 @@ async def test_an_episode_may_use_a_server(
     assert episode.error is None
     assert isinstance(episode.completion, list)
     assert [message["content"] for message in episode.completion] == ["", "42", "42."]
+
+
+async def test_a_server_that_ends_at_once_says_why(tmp_path: Path) -> None:
+    broken = tmp_path / "server.py"
+    broken.write_text("import sys\nsys.exit('no key for the library')")
+    with pytest.raises(BadInput, match=r"^tools\.mcp: .* cannot be reached: .*, and said: no key for the library$"):
+        await open_servers([f"{sys.executable} {broken}"])

@@ -13,23 +13,33 @@ import asyncio
 import logging
 import os
 import secrets
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
 
 from outpace.runtime.family import MARK, family_ended
+from outpace.runtime.output import Output
 
 log = logging.getLogger(__name__)
 
 _endings: set[asyncio.Task[None]] = set()  # a task that nobody refers to may be collected before it is done
 
 
+@dataclass
+class Watch:
+    """Who wants to know of a command: `on_end` is called once if it ends by itself, `last_line` is what it printed last
+    on its standard error, once it is over."""
+
+    on_end: Callable[[], None]
+    last_line: str = ""
+
+
 @asynccontextmanager
-async def running(words: Sequence[str], on_end: Callable[[], None]) -> AsyncIterator[Any]:
-    """The streams of a server that `words` start. `on_end` is called once if it ends before they are left."""
+async def running(words: Sequence[str], watch: Watch) -> AsyncIterator[Any]:
+    """The streams of a server that `words` start."""
     from mcp import StdioServerParameters
     from mcp.client.stdio import stdio_client
 
@@ -37,12 +47,17 @@ async def running(words: Sequence[str], on_end: Callable[[], None]) -> AsyncIter
     # The whole environment: a server may need keys from it.
     parameters = StdioServerParameters(command=words[0], args=list(words[1:]), env={**os.environ, MARK: mark})
     looking: asyncio.Task[int | None] | None = None
+    reading, writing = os.pipe()
+    printed = await Output.of(reading, f"the MCP server {words[0]}")
     try:
-        async with stdio_client(parameters, errlog=sys.__stderr__ or sys.stderr) as streams:
-            looking = asyncio.create_task(asyncio.to_thread(_oldest_with, mark))
-            with _watched(await asyncio.shield(looking), on_end):
-                yield streams
+        with os.fdopen(writing, "w") as errors:
+            async with stdio_client(parameters, errlog=errors) as streams:
+                looking = asyncio.create_task(asyncio.to_thread(_oldest_with, mark))
+                with _watched(await asyncio.shield(looking), watch.on_end):
+                    yield streams
     finally:
+        await asyncio.shield(printed.finish())
+        watch.last_line = printed.last_line
         if looking is not None:
             ending = asyncio.create_task(_end(looking, mark))
             _endings.add(ending)

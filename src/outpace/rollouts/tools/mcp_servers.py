@@ -17,13 +17,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import shlex
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from outpace.errors import BadInput
+from outpace.errors import BadInput, one_line
 from outpace.models.chat import Schema
 from outpace.rollouts.tools.functions import ToolError
-from outpace.rollouts.tools.mcp_command import running
+from outpace.rollouts.tools.mcp_command import Watch, running
 from outpace.rollouts.tools.mcp_results import text_of
 from outpace.rollouts.tools.results import told
 from outpace.rollouts.tools.toolbox import Offer, by_name, leave_behind
@@ -131,6 +131,7 @@ class _Connection:
         self._wanted_no_more = asyncio.Event()
         self._retired = False
         self._under_way = 0
+        self._watch = Watch(self.end)
         self._ready: asyncio.Future[tuple[Client, dict[str, Schema]]] = asyncio.get_running_loop().create_future()
         self._owner = asyncio.create_task(self._own(address))
 
@@ -149,7 +150,12 @@ class _Connection:
         if self._ready.done() and not self._ready.cancelled():
             return self._ready.result()
         self._owner.cancel()
-        raise _Gone("the connection was closed" if self.over else f"no answer within {limit_s:g} s")
+        raise _Gone(f"the connection was closed{self._said}" if self.over else f"no answer within {limit_s:g} s")
+
+    @property
+    def _said(self) -> str:
+        """The last words of a command, to stand behind how it ended."""
+        return f", and said: {one_line(self._watch.last_line)}" if self._watch.last_line else ""
 
     async def run(self, request: Awaitable[T]) -> T:
         """What the server answers. A request that the end of the connection has forgotten ends as well."""
@@ -186,13 +192,13 @@ class _Connection:
 
     async def _own(self, address: str) -> None:
         try:
-            async with _client(address, self.end) as client:
+            async with _client(address, self._watch) as client:
                 self._ready.set_result((client, await _tools_of(client)))
                 await self._wanted_no_more.wait()
         except Exception as error:  # a boundary: how a server starts, breaks off or ends is not ours
             log.debug("the connection to %s ended", address, exc_info=True)
             if not self._ready.done():
-                self._ready.set_exception(_Gone(told(_innermost(error))))
+                self._ready.set_exception(_Gone(told(_innermost(error)) + self._said))
         finally:
             if not self._ready.cancel() and not self._ready.cancelled():
                 self._ready.exception()  # looked at: nobody may be waiting for it
@@ -224,11 +230,10 @@ def _command(address: str) -> list[str]:
     return words
 
 
-def _client(address: str, on_end: Callable[[], None]) -> Client:
-    """`on_end` is called if a command ends by itself."""
+def _client(address: str, watch: Watch) -> Client:
     from mcp import Client
 
-    return Client(address) if _is_url(address) else Client(running(_command(address), on_end))
+    return Client(address) if _is_url(address) else Client(running(_command(address), watch))
 
 
 async def _tools_of(client: Client) -> dict[str, Schema]:
