@@ -308,3 +308,20 @@ async def test_a_cancelled_judgement_ends_at_once() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     free.set()
+
+
+async def test_what_one_function_does_to_a_message_no_other_sees() -> None:
+    completion = [{"role": "assistant", "content": "4", "tool_calls": [{"id": "a"}]}]
+
+    def vandal(completions: list[Any]) -> list[float]:
+        completions[0][0]["content"] = "5"
+        completions[0][0]["tool_calls"].clear()
+        return [0.0]
+
+    def reader(completions: list[Any]) -> list[float]:
+        return [float(completions[0] == [{"role": "assistant", "content": "4", "tool_calls": [{"id": "a"}]}])]
+
+    for functions in ([("vandal", vandal), ("reader", reader)], [("reader", reader), ("vandal", vandal)]):
+        (graded,) = await grade(functions, None, ["?"], [completion], {}, 60.0)
+        assert graded.parts["reader"] == 1.0
+    assert completion[0]["content"] == "4"

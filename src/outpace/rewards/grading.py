@@ -18,9 +18,12 @@ import asyncio
 import inspect
 import math
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
+
+import msgspec
 
 from outpace.errors import BadInput, RewardFailed, one_line
 from outpace.protocols import Reward
@@ -123,10 +126,17 @@ async def _score(
 ) -> Scores:
     taken = {key: arguments[key] for key in accepted(call.function, arguments)}
     taken |= {key: on_request[key] for key in named(call.function, on_request)}
-    given = {key: list(values) for key, values in taken.items()}  # lists of its own, to do with as it likes
+    given = {key: list(values) for key, values in taken.items()}
     if call.process is not None:
         return await _in_process(call, call.process, lambda: given)
-    return checked(call.name, await _in_worker(call, partial(call.function, **given)), call.count)
+    own = {key: list(map(_own, values)) for key, values in given.items()}
+    return checked(call.name, await _in_worker(call, partial(call.function, **own)), call.count)
+
+
+def _own(value: Any) -> Any:
+    """Messages and other plain containers are copied: what one function does to them, no other sees, nor a rollout that
+    people read. Everything else, an environment for instance, is the thing itself."""
+    return deepcopy(value) if type(value) in (list, dict) else value
 
 
 async def _score_each(call: _Call, attempts: tuple[Task, Sequence[Episode]] | None) -> Scores:
@@ -141,7 +151,8 @@ async def _score_each(call: _Call, attempts: tuple[Task, Sequence[Episode]] | No
 async def _score_one(call: _Call, task: Task, episode: Episode) -> Scores:
     if call.process is not None:
         return await _in_process(call, call.process, lambda: wired(task, episode))
-    returned = await _in_worker(call, partial(call.function, task, episode))
+    seen = msgspec.structs.replace(episode, completion=_own(episode.completion))
+    returned = await _in_worker(call, partial(call.function, task, seen))
     return checked(call.name, [returned], 1, call.first)
 
 
