@@ -71,7 +71,7 @@ def web() -> Iterator[HttpServer]:
 async def opened(*addresses: str) -> AsyncIterator[tuple[Toolbox, list[McpServer]]]:
     servers = await open_servers(addresses)
     try:
-        yield Toolbox([server.offer for server in servers], ToolLimits(timeout_s=60.0, max_result_chars=100)), servers
+        yield Toolbox([server.offer for server in servers], ToolLimits(timeout_s=60.0, max_result_chars=1000)), servers
     finally:
         await close_servers(servers)
 
@@ -100,7 +100,7 @@ async def test_every_kind_of_result_becomes_text(web: HttpServer) -> None:
         (misfit,) = await ask(toolbox, ("web_add", {"a": "x"}))
     assert picture == "[6 bytes of image/png]"
     assert parts == "one\n[4 bytes of binary data]\n[more: https://example.org/more]\ntwo"
-    assert flood == "z" * 100 + "\n[9999900 more characters were left out]"
+    assert flood == "z" * 1000 + "\n[9999000 more characters were left out]"
     assert fail.startswith("error: ")
     assert misfit.startswith("error: ")
     assert "Traceback" not in fail + misfit
