@@ -68,7 +68,7 @@ class Dialect(Protocol):
         """From that answer to the next one, or None."""
         ...
 
-    def parse(self, answer: Sequence[int], prompt: Sequence[int], tools: Sequence[Schema] = ()) -> Parsed: ...
+    def parse(self, answer: Sequence[int], prompt: Sequence[int] | Ints, tools: Sequence[Schema] = ()) -> Parsed: ...
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text without special tokens."""
@@ -101,11 +101,12 @@ class TemplateDialect:
             return Bridge(found.ids[1:], found.shown)  # the policy has sampled the end of its turn already
         return found
 
-    def parse(self, answer: Sequence[int], prompt: Sequence[int], tools: Sequence[Schema] = ()) -> Parsed:
+    def parse(self, answer: Sequence[int], prompt: Sequence[int] | Ints, tools: Sequence[Schema] = ()) -> Parsed:
         return parse_text(self.decode(answer), self._may_open_thoughts and self._opens_a_thought(prompt))
 
-    def _opens_a_thought(self, prompt: Sequence[int]) -> bool:
-        return _OPENED.search(self._tokenizer.decode(list(prompt[-OPENING_TAIL:]))) is not None
+    def _opens_a_thought(self, prompt: Sequence[int] | Ints) -> bool:
+        tail = [int(token) for token in prompt[-OPENING_TAIL:]]
+        return _OPENED.search(self._tokenizer.decode(tail)) is not None
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))

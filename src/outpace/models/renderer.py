@@ -14,7 +14,7 @@ from outpace.errors import BadInput, RequestFailed, one_line
 from outpace.models.chat import Bridge, Schema
 from outpace.models.dialect import SHAPE, Parsed, Said
 from outpace.references import nearest
-from outpace.types import Message, ToolCall
+from outpace.types import Ints, Message, ToolCall
 
 log = logging.getLogger(__name__)
 
@@ -65,9 +65,11 @@ class RendererDialect:
         before = [*prompt, *answer]
         return Bridge(ids[len(before) :]) if ids is not None and ids[: len(before)] == before else None
 
-    def parse(self, answer: Sequence[int], prompt: Sequence[int], tools: Sequence[Schema] = ()) -> Parsed:
+    def parse(self, answer: Sequence[int], prompt: Sequence[int] | Ints, tools: Sequence[Schema] = ()) -> Parsed:
         try:
-            parsed = self._renderer.parse_response(list(answer), tools=_specs(tools) or None, prompt_ids=list(prompt))
+            parsed = self._renderer.parse_response(
+                list(answer), tools=_specs(tools) or None, prompt_ids=[int(token) for token in prompt]
+            )
         except Exception:  # the boundary to the package: whatever a model writes is an answer
             log.warning("an answer cannot be taken apart", exc_info=True)
             return Parsed(self.decode(answer), self.decode(answer))

@@ -129,8 +129,12 @@ async def _score(
     given = {key: list(values) for key, values in taken.items()}
     if call.process is not None:
         return await _in_process(call, call.process, lambda: given)
-    own = {key: list(map(_own, values)) for key, values in given.items()}
-    return checked(call.name, await _in_worker(call, partial(call.function, **own)), call.count)
+    return checked(call.name, await _in_worker(call, partial(_with_own, call.function, given)), call.count)
+
+
+def _with_own(function: Reward, given: dict[str, list[Any]]) -> Any:
+    """Copied where the function runs, which for a plain one is a thread."""
+    return function(**{key: list(map(_own, values)) for key, values in given.items()})
 
 
 def _own(value: Any) -> Any:

@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 
@@ -28,6 +29,7 @@ from outpace.models.dialect import Dialect
 from outpace.protocols import Engine, Reward, Rollout, TaskSource
 from outpace.rewards.grading import Graded, grade
 from outpace.rewards.pool import GraderPool
+from outpace.rewards.registry import ON_REQUEST
 from outpace.rewards.shaping import Overlong, shaped
 from outpace.rollouts import agent_process
 from outpace.rollouts.closing import ClosingRules, Verdict, close_group
@@ -35,6 +37,8 @@ from outpace.rollouts.episodes import run_episode
 from outpace.rollouts.policy.client import Doors, Openings, PolicyClient
 from outpace.rollouts.policy.requests import ClientSettings
 from outpace.rollouts.reports import report_of, sampled_by
+from outpace.runtime.limits import is_ours
+from outpace.runtime.signature import named
 from outpace.runtime.together import together
 from outpace.types import Episode, GroupOrder, GroupRecord, GroupReport, Task
 
@@ -88,6 +92,7 @@ class RolloutWorker:
         self._heldout = heldout
         self._rollout = rollout
         self._judges = judges
+        self._asked = {name for _, function in judges.functions for name in named(function, ON_REQUEST)}
         self._journal = journal
         self._doors = doors
         self._closers = closers
@@ -99,8 +104,8 @@ class RolloutWorker:
         self._running[work] = None if order.heldout else order.group
         try:
             return await work
-        except asyncio.CancelledError:
-            if _asked_to_stop():  # the caller of `run` is gone, not just this group
+        except asyncio.CancelledError as error:
+            if is_ours(error):  # the caller of `run` is gone, not just this group
                 raise
             tokens = sampled_by(clients)
             return GroupReport(order.group, "", "failed", "cancelled", tokens_sampled=tokens, cancelled=True)
@@ -186,14 +191,7 @@ class RolloutWorker:
                 self._settings.reward_timeout_s,
                 self._judges.pool,
                 (task, ended),
-                {
-                    "completion_ids": list(map(_completion_ids, ended)),
-                    "environments": [
-                        client.environment
-                        for client, episode in zip(clients, episodes, strict=True)
-                        if episode.error is None
-                    ],
-                },
+                self._on_request(episodes, clients),
             )
         except RewardFailed as error:
             log.warning("grading %s failed", task.id, exc_info=True)
@@ -201,6 +199,16 @@ class RolloutWorker:
             return [episode if episode.error else _unjudged(episode, f"reward: {error}", trace) for episode in episodes]
         judged = iter(verdicts)
         return [episode if episode.error else self._judged(episode, next(judged)) for episode in episodes]
+
+    def _on_request(self, episodes: list[Episode], clients: list[PolicyClient]) -> dict[str, list[Any]]:
+        """What only some reward functions spell out, of the episodes that came to an end."""
+        ended = [(episode, client) for episode, client in zip(episodes, clients, strict=True) if episode.error is None]
+        given: dict[str, list[Any]] = {}
+        if "completion_ids" in self._asked:
+            given["completion_ids"] = [_completion_ids(episode) for episode, _ in ended]
+        if "environments" in self._asked:
+            given["environments"] = [client.environment for _, client in ended]
+        return given
 
     def _judged(self, episode: Episode, graded: Graded) -> Episode:
         own = episode.rewards
@@ -224,8 +232,3 @@ def _brings_rewards(episode: Episode) -> bool:
 
 def _unjudged(episode: Episode, reason: str, trace: str = "") -> Episode:
     return msgspec.structs.replace(episode, error=reason, traceback=trace, stop="error")
-
-
-def _asked_to_stop() -> bool:
-    current = asyncio.current_task()
-    return current is not None and current.cancelling() > 0

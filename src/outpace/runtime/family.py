@@ -172,6 +172,11 @@ def _by_parent() -> dict[int, list[psutil.Process]]:
     return children
 
 
+def carriers(mark: str) -> list[psutil.Process]:
+    """Whoever carries the mark and may be killed. Blocks for a look at every process there is."""
+    return _marked({mark}).get(mark, [])
+
+
 def _marked(marks: set[str]) -> dict[str, list[psutil.Process]]:
     found: dict[str, list[psutil.Process]] = defaultdict(list)
     for process in psutil.process_iter():

@@ -25,7 +25,7 @@ from typing import Any
 
 from outpace import wire
 from outpace.resources import child_environment
-from outpace.runtime.family import MARK, end_family, how_it_ended
+from outpace.runtime.family import MARK, family_ended, how_it_ended
 from outpace.runtime.limits import TimeLimitError
 from outpace.runtime.output import Output
 from outpace.runtime.rpc import Channel
@@ -133,7 +133,7 @@ class Servant:
         self._channel.close()
         if patience_s:
             await asyncio.wait({self._ended}, timeout=patience_s)
-        gone = await asyncio.to_thread(end_family, self._process.pid, self._mark)
+        gone = await family_ended(self._process.pid, self._mark)
         await asyncio.wait({self._ended}, timeout=END_LIMIT_S)
         await self._output.finish()
         if not gone or not self._ended.done():

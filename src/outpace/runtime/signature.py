@@ -22,10 +22,13 @@ def accepted(function: Callable[..., Any], names: Collection[str]) -> set[str]:
     parameters = parameters_of(function)
     if parameters is None or any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return set(names)
-    return named(function, names)
+    return _spelt(parameters) & set(names)
 
 
 def named(function: Callable[..., Any], names: Collection[str]) -> set[str]:
     """Which of the names the function spells out."""
-    spelt = {parameter.name for parameter in parameters_of(function) or () if parameter.kind in BY_KEYWORD}
-    return spelt & set(names)
+    return _spelt(parameters_of(function) or []) & set(names) if names else set()
+
+
+def _spelt(parameters: list[inspect.Parameter]) -> set[str]:
+    return {parameter.name for parameter in parameters if parameter.kind in BY_KEYWORD}

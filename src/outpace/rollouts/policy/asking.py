@@ -66,7 +66,7 @@ class Asking:
         turn.generation = await self.requests.send(request, prompt)
         self.transcript.turns.append(turn)  # at once: whoever gives up from here on has still sampled these tokens
         await in_turn()
-        self.newest = self._answer(turn, turn.generation, prompt.tolist(), tools, request.sampling.stop_strings)
+        self.newest = self._answer(turn, turn.generation, prompt, tools, request.sampling.stop_strings)
         return turn, self.newest
 
     def branch(self, turn: Turn | None, after: Sequence[int], role: str) -> Trajectory:
@@ -78,7 +78,7 @@ class Asking:
         return built.build(role)
 
     def _answer(
-        self, turn: Turn, generation: Generation, prompt: list[int], tools: Sequence[Schema], stops: Sequence[str]
+        self, turn: Turn, generation: Generation, prompt: Ints, tools: Sequence[Schema], stops: Sequence[str]
     ) -> Answer:
         parsed = self.dialect.parse(generation.tokens.tolist(), prompt, tools)
         calls = [

@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from outpace.runtime.family import MARK, family_ended
+from outpace.runtime.family import MARK, carriers, family_ended
 from outpace.runtime.output import Output
 
 log = logging.getLogger(__name__)
@@ -103,15 +103,8 @@ async def _end(looking: asyncio.Task[int | None], mark: str) -> None:
 
 def _oldest_with(mark: str) -> int | None:
     """The process that was started with the mark, or else the first that has inherited it."""
-    carriers = [(_started_at(process), process.pid) for process in psutil.process_iter() if _carries(process, mark)]
-    return min(carriers)[1] if carriers else None
-
-
-def _carries(process: psutil.Process, mark: str) -> bool:
-    try:
-        return bool(process.environ().get(MARK) == mark)
-    except (psutil.Error, OSError):  # it ended, or is somebody else's
-        return False
+    found = [(_started_at(process), process.pid) for process in carriers(mark)]
+    return min(found)[1] if found else None
 
 
 def _started_at(process: psutil.Process) -> float:
