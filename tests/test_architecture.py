@@ -12,14 +12,14 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "outpace"
 
 FLOORS: list[set[str]] = [
-    {"types", "protocols", "wire", "errors", "references", "stopwatch"},
+    {"types", "protocols", "wire", "errors", "references", "stopwatch", "crash"},
     {"algorithms"},
     {"config", "resources"},
     {"models", "tasks"},
     {"rollouts", "rewards", "engines", "learn", "weights", "checkpoint", "runtime", "observe"},
     {"pipeline"},
     {"parts", "session", "planning", "trainer", "evaluate", "play"},
-    {"bench"},
+    {"bench", "simulate"},
     {"cli"},
 ]
 """From the ground up: a room imports from its own floor and from those below."""

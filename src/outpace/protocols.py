@@ -87,9 +87,10 @@ class Learner(Protocol):
         ...
 
     async def save(self, directory: str, version: Version) -> bool:
-        """Write model, optimizer, scheduler and counters of `version` into an existing directory.
+        """Write model, optimizer, scheduler, random state and counters of `version` into an existing directory.
 
-        False: the learner is past that version, and nothing was written."""
+        The copy that is written is taken in the order of the calls; training goes on while it is being written. False:
+        the learner is past that version, and nothing was written."""
         ...
 
     async def load(self, directory: str) -> Version:
@@ -110,6 +111,14 @@ class Worker(Protocol):
 
     async def release(self, segments: list[str]) -> None:
         """These journal segments hold nothing that is still needed."""
+        ...
+
+    async def rng(self) -> bytes:
+        """The state of this process's random number generators, for a checkpoint."""
+        ...
+
+    async def set_rng(self, state: bytes) -> None:
+        """Go on with what `rng` gave, in another start of the run."""
         ...
 
 

@@ -182,9 +182,9 @@ class Place(msgspec.Struct, frozen=True, order=True):
 class GroupOrder(msgspec.Struct, frozen=True):
     """The controller's order to a worker: make one group.
 
-    `group` is the admission index, unique over the whole run. `min_version` is the oldest version that may
-    serve it; with `pinned`, every token comes from exactly that version. A held-out group is judged and reported
-    but never journalled.
+    `group` is the admission index, unique over the whole run; `position` is the visit it makes, in the order of tasks
+    over all epochs. `min_version` is the oldest version that may serve it; with `pinned`, every token comes from
+    exactly that version. A held-out group is judged and reported but never journalled.
     """
 
     group: int
@@ -195,6 +195,8 @@ class GroupOrder(msgspec.Struct, frozen=True):
     heldout: bool = False
     pinned: Version | None = None
     show: bool = False  # also send back the episodes in a form for people to read
+    position: int = 0
+    recorded: bool = False  # answers that the journal keeps of an earlier attempt at this visit may be used again
 
 
 class EpisodeView(msgspec.Struct, frozen=True):
@@ -231,8 +233,15 @@ class GroupReport(msgspec.Struct, frozen=True):
     traceback: str = ""  # where user code failed, for people
 
 
+class Kept(msgspec.Struct, frozen=True):
+    """What the journal keeps for the controller: a finished group, as it was ordered and as it was reported."""
+
+    order: GroupOrder
+    report: GroupReport
+
+
 class GroupRecord(msgspec.Struct, frozen=True):
-    """What the journal keeps of a finished group. `rewards` and `parts` (single rewards by function, unweighted) have
+    """What the learner reads of a finished group. `rewards` and `parts` (single rewards by function, unweighted) have
     one entry per attempt that did not fail."""
 
     group: int

@@ -63,6 +63,8 @@ class TasksConfig(Section):
     """Settings of the task itself, where it has any: `{min_terms = 2}`."""
     duplicate_ids: Literal["error", "number"] = "error"
     """What to do when two rows carry the same id."""
+    changed: Literal["refuse", "accept"] = "refuse"
+    """What a resumed run does when its tasks are not those it began with; as many as before they have to be."""
 
 
 class RewardsConfig(Section):
@@ -203,10 +205,14 @@ class WeightsConfig(Section):
 
 
 class CheckpointConfig(Section):
-    every: int = Field(default=0, ge=0)
+    every: int = Field(default=20, ge=0)
     """Checkpoint after every so many steps; 0: only at the end and when stopped by a signal."""
     keep: int = Field(default=2, ge=1)
-    """How many checkpoints to keep."""
+    """How many of the newest checkpoints to keep."""
+    keep_best: bool = True
+    """Also keep the checkpoint with the best held-out reward, of those whose version was evaluated."""
+    turns: bool = True
+    """Record the answers of unfinished groups, so that a resumed run goes on inside them."""
 
 
 class EvalConfig(Section):
@@ -222,6 +228,17 @@ class EvalConfig(Section):
     """Most evaluation episodes at once, beside training's own."""
     holdout: float = Field(default=0.05, ge=0, lt=1)
     """The share of a dataset held out when it brings no held-out tasks of its own."""
+
+
+class SuperviseConfig(Section):
+    restarts: int = Field(default=5, ge=0)
+    """How often an engine or a worker that died is started again within `window_s`; then the run ends. 0: never."""
+    window_s: float = Field(default=3600.0, gt=0)
+    """The time in which restarts are counted."""
+    probe_s: float = Field(default=10.0, gt=0)
+    """How often every part is asked for a sign of life."""
+    silent_s: float = Field(default=120.0, gt=0)
+    """A part that has given none for so long is taken for dead."""
 
 
 class RunConfig(Section):
@@ -272,5 +289,6 @@ class Config(Section):
     engine: EngineConfig = EngineConfig()
     weights: WeightsConfig = WeightsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    supervise: SuperviseConfig = SuperviseConfig()
     eval: EvalConfig = EvalConfig()
     run: RunConfig = RunConfig()

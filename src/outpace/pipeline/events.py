@@ -59,6 +59,20 @@ class EngineLoaded:
 
 
 @dataclass(frozen=True)
+class EngineLost:
+    """An engine has died or left: it serves nothing, and a load that was under way will not be heard of."""
+
+    engine: str
+
+
+@dataclass(frozen=True)
+class EngineJoined:
+    """An engine has come up, for the first time or again. It serves nothing before its first load."""
+
+    engine: str
+
+
+@dataclass(frozen=True)
 class EvaluationDone:
     version: Version
 
@@ -68,19 +82,35 @@ class StopRequested:
     """Somebody asked the run to stop: no further admission, the step under way completes, then finish."""
 
 
-Event = Started | GroupClosed | ChunkTrained | BatchTrained | Published | EngineLoaded | EvaluationDone | StopRequested
+Event = (
+    Started
+    | GroupClosed
+    | ChunkTrained
+    | BatchTrained
+    | Published
+    | EngineLoaded
+    | EngineLost
+    | EngineJoined
+    | EvaluationDone
+    | StopRequested
+)
 
 # --------------------------------------------------------------------------------------------------------- actions
 
 
 @dataclass(frozen=True)
 class Admit:
-    """Start this group: task number `task` of the source, served by versions >= `min_version` only."""
+    """Start this group: task number `task` of the source, served by versions >= `min_version` only.
+
+    `position` is the visit in the order of tasks over all epochs. `recorded`: an earlier start of the run was at it,
+    and what it has recorded may be used again."""
 
     group: int
     task: int
     epoch: int
     min_version: Version
+    position: int = 0
+    recorded: bool = False
 
 
 @dataclass(frozen=True)

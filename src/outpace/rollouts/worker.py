@@ -37,6 +37,7 @@ from outpace.rollouts.episodes import run_episode
 from outpace.rollouts.policy.client import Doors, Openings, PolicyClient
 from outpace.rollouts.policy.requests import ClientSettings
 from outpace.rollouts.reports import report_of, sampled_by
+from outpace.runtime import rng
 from outpace.runtime.limits import is_ours
 from outpace.runtime.signature import named
 from outpace.runtime.together import together
@@ -121,6 +122,12 @@ class RolloutWorker:
 
     async def release(self, segments: list[str]) -> None:
         await asyncio.to_thread(self._journal.release, segments)
+
+    async def rng(self) -> bytes:
+        return rng.capture()
+
+    async def set_rng(self, state: bytes) -> None:
+        rng.restore(state)
 
     async def close(self) -> None:
         running = list(self._running)
