@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo agents test check format slow clean
+.PHONY: demo agents test check format slow kills soak clean
 
 demo: $(STAMP)
 	$(BIN)/outpace train examples/demo.toml
@@ -21,6 +21,14 @@ test: $(STAMP)
 
 slow: $(STAMP)
 	$(BIN)/python -m pytest -m "slow and not gpu and not smollm2"
+
+# Processes killed at every place there is, some 150 runs: half an hour on two cores. `KILLS="--only worker@"` for some.
+kills: $(STAMP)
+	PYTHONPATH=tests $(BIN)/python -m drills.kills --home runs/kills $(KILLS)
+
+# 10,000 steps with faults and kills: a quarter of an hour on two cores. `SOAK="--steps 500"` for less.
+soak: $(STAMP)
+	PYTHONPATH=tests $(BIN)/python -m drills.soak --home runs/soak $(SOAK)
 
 check: $(STAMP)
 	$(BIN)/ruff format .

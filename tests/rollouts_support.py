@@ -10,7 +10,7 @@ from outpace.config.methods import chosen_advantage
 from outpace.rollouts.closing import ClosingRules, Filter
 from outpace.rollouts.policy.requests import ClientSettings
 from outpace.rollouts.worker import WorkerSettings
-from outpace.types import GroupRecord, Place
+from outpace.types import GroupRecord, Kept, Place
 
 
 def worker_settings(client: ClientSettings, advantage: str = "dr_grpo", **changes: Any) -> WorkerSettings:
@@ -30,11 +30,13 @@ class RecordingJournal:
 
     def __init__(self) -> None:
         self.records: list[GroupRecord] = []
+        self.kept: list[Kept] = []
         self.released: list[str] = []
         self.closed = False
 
-    def append(self, record: GroupRecord) -> Place:
+    def append(self, kept: Kept, record: GroupRecord) -> Place:
         assert not self.closed
+        self.kept.append(kept)
         self.records.append(record)
         return Place("memory", len(self.records) - 1, 1)
 

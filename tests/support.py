@@ -10,12 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from outpace.checkpoint.journal import _HEADER
+import numpy as np
+
+from outpace.checkpoint.journal import read
+from outpace.checkpoint.survey import survey
 from outpace.config import Config
 from outpace.config.loading import make_config
 from outpace.config.rules import resolve
-from outpace.types import GroupRecord
-from outpace.wire import decode
+from outpace.types import GroupOrder, GroupRecord, GroupReport, Kept, Row
 
 RunCommand = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -48,13 +50,22 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def journalled(journal: Path) -> dict[int, GroupRecord]:
-    """Every record of a journal, read from front to back."""
-    records: dict[int, GroupRecord] = {}
-    for segment in sorted(journal.iterdir()):
-        data = segment.read_bytes()
-        while data:
-            length, _ = _HEADER.unpack_from(data)
-            record: GroupRecord = decode(data[_HEADER.size : _HEADER.size + length], GroupRecord)
-            records[record.group] = record
-            data = data[_HEADER.size + length :]
-    return records
+    """Every record of a journal, by group."""
+    return {found.kept.order.group: read(journal, found.place) for found in survey(journal)}
+
+
+def kept_of(group: int, newest: int = 0, **order: Any) -> Kept:
+    """What the journal keeps of a group that finished, in no particular way."""
+    ordered = GroupOrder(group, **({"task": 0, "epoch": 0, "min_version": 0, "size": 4, "position": group} | order))
+    return Kept(ordered, GroupReport(group, f"task/{group}", "finished", newest=newest))
+
+
+def a_record(group: int, tokens: int = 5) -> GroupRecord:
+    row = Row(
+        np.arange(tokens, dtype=np.int32),
+        np.ones(tokens, dtype=np.bool_),
+        np.zeros(tokens, dtype=np.float32),
+        np.zeros(tokens, dtype=np.int32),
+        np.ones(tokens, dtype=np.float32),
+    )
+    return GroupRecord(group, f"task/{group}", 0, 0, [row], [1.0])

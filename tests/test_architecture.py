@@ -18,7 +18,7 @@ FLOORS: list[set[str]] = [
     {"models", "tasks"},
     {"rollouts", "rewards", "engines", "learn", "weights", "checkpoint", "runtime", "observe"},
     {"pipeline"},
-    {"parts", "session", "planning", "trainer", "evaluate", "play"},
+    {"parts", "resuming", "saving", "session", "planning", "trainer", "evaluate", "play"},
     {"bench", "simulate"},
     {"cli"},
 ]

@@ -2,6 +2,7 @@
 
 - `BadInput`: the user's config, file, model or function cannot work. One line, exit code 2, nothing left behind.
 - `PartFailed`: an engine, the learner or a worker raised or died. Carries the part's own traceback. Exit code 4.
+- `PartLost`: the same, because it or the connection to it went away. Its successor may be asked the same again.
 - `Stalled`: nothing moved for longer than configured. Exit code 5.
 - `Interrupted`: a signal asked the run to stop; a checkpoint was written. Exit code 3.
 - `RequestFailed`: one engine request failed; the episode that made it fails, its siblings do not.
@@ -45,6 +46,10 @@ class PartFailed(OutpaceError):
         self.remote_traceback = remote_traceback
 
 
+class PartLost(PartFailed):
+    """A part, or the connection to it, went away. Whoever takes its place may be asked again."""
+
+
 class Stalled(OutpaceError):
     """No progress within the configured bound; the message names who waits on whom."""
 
@@ -61,6 +66,10 @@ class ContextFull(RequestFailed):
 
 class RewardFailed(OutpaceError):
     """A reward function raised, or returned something that is not one number per completion."""
+
+
+class NotSaved(OutpaceError):
+    """A checkpoint could not be written, for lack of room or the like. Those before it are as they were."""
 
 
 class CorruptData(OutpaceError):

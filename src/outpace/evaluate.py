@@ -51,7 +51,9 @@ async def _evaluate(plan: Plan, directory: Path) -> Evaluation:
             runtime.start(Engine, *specs.engine()),
             *(runtime.start(Worker, *worker) for worker in specs.workers()),
         )
-        return await Evaluator(plan.eval_count, plan.config.eval.max_running).run(0, workers, pinned=False)
+        return await Evaluator(plan.eval_count, plan.config.eval.max_running).run(
+            0, lambda order: workers[order.group % len(workers)].run(order), pinned=False
+        )
     finally:
         await runtime.stop()
         await asyncio.to_thread(scratch.remove)

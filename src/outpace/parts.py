@@ -17,6 +17,7 @@ from outpace.config import Config
 from outpace.protocols import Engine
 from outpace.resources import child_environment, engine_threads, learner_threads
 from outpace.runtime import code
+from outpace.runtime.scratch import files_of
 from outpace.runtime.spec import PartSpec
 
 if TYPE_CHECKING:
@@ -52,6 +53,9 @@ class PartSpecs:
         self._token = secrets.token_hex(16)
         self._socket = str(scratch / f"{ENGINE}.sock")
         self._code = code
+        files = files_of(scratch)
+        # What a killed worker, or a program that it runs for users, leaves behind is found and removed there.
+        self._temporary_files = {"TMPDIR": str(files)} if files.is_dir() else {}
 
     def engine(self) -> tuple[PartSpec, dict[str, str]]:
         spec = PartSpec(
@@ -80,7 +84,7 @@ class PartSpecs:
                     token=self._token,
                     peers={ENGINE: self._socket},
                 ),
-                child_environment(1, gpu=False),
+                child_environment(1, gpu=False) | self._temporary_files,
             )
             for index in range(self._config.rollout.workers)
         ]
@@ -91,10 +95,10 @@ def settings_of(spec: PartSpec) -> PartSettings:
 
 
 async def build_engine(spec: PartSpec, peers: dict[str, Any]) -> object:
-    return await asyncio.to_thread(_engine, settings_of(spec))
+    return await asyncio.to_thread(_engine, settings_of(spec), spec.attempt > 0)
 
 
-def _engine(settings: PartSettings) -> object:
+def _engine(settings: PartSettings, stale: bool) -> object:
     from outpace.engines.embedded import EmbeddedEngine
 
     config = settings.parsed
@@ -109,6 +113,7 @@ def _engine(settings: PartSettings) -> object:
         path=config.engine.path,
         deterministic=config.run.deterministic,
         threads=engine_threads(config),
+        stale=stale,
     )
 
 
@@ -180,7 +185,15 @@ def _worker(
         journal=JournalWriter(settings.journal, name),
         doors=Gateway(config.gateway.host, _gateway_port(config, name), config.model.path),
         closers=assembled.closers,
+        turns=_turns(config, settings.journal, name),
     )
+
+
+def _turns(config: Config, journal: Path, name: str) -> Any:
+    """None where nothing is to be recorded: what is sampled in a deterministic run is sampled again just so."""
+    from outpace.checkpoint.turn_log import TurnLog
+
+    return TurnLog(journal, name) if config.checkpoint.turns and not config.run.deterministic else None
 
 
 def _gateway_port(config: Config, worker: str) -> int:

@@ -22,6 +22,7 @@ from outpace.rollouts.environments.kinds import Given
 from outpace.runtime import code
 from outpace.session import Plan
 from outpace.tasks.dataset import Dataset, Rows
+from outpace.tasks.fingerprint import fingerprint
 from outpace.tasks.registry import Reopened, Sources, open_heldout, open_tasks, open_train
 from outpace.types import Task
 
@@ -61,7 +62,7 @@ def make_plan(config: Config, objects: Objects, quiet: bool = False) -> Plan:
     carried = {"tasks": own_sources, "rewards": rewards if objects.rewards else None, **own}
     return Plan(
         config=config,
-        tasks=len(train),
+        tasks=fingerprint(train),
         heldout=0 if heldout is None else len(heldout),
         code=code.pack(carried),
         objects=tuple(name for name, value in carried.items() if value is not None),
@@ -81,11 +82,12 @@ def config_of_run(run: Path, settings: Sequence[str]) -> Config:
 
 
 def with_checkpoint(plan: Plan, run_dir: Path) -> Plan:
-    """The plan, going on from the newest complete checkpoint of a run."""
-    checkpoint = commit.newest_complete(run_dir / "checkpoints")
-    if checkpoint is None:
-        raise BadInput(f"--resume: {run_dir} has no complete checkpoint; start it anew with run.overwrite = true")
-    return replace(plan, resume=checkpoint)
+    """The plan, going on from the newest complete checkpoint of a run; from its very beginning if there is none yet."""
+    root = run_dir / "checkpoints"
+    checkpoint = commit.newest_complete(root)
+    if checkpoint is None and commit.steps(root):
+        raise BadInput(f"--resume: no checkpoint of {run_dir} is complete; start it anew with run.overwrite = true")
+    return replace(plan, resumes=True, checkpoint=checkpoint)
 
 
 def _holding_nothing_out(config: Config) -> Config:

@@ -3,7 +3,8 @@
     claim the run directory ─▶ start engine, learner and workers side by side ─▶ (resume) ─▶ drive ─▶ stop ─▶ summary
 
 Invariants
-- Nothing of an earlier run is touched before the parts are up and the checkpoint fits: bad input costs nothing.
+- Nothing of an earlier run is touched before the parts are up and the checkpoint fits, but for what no start could use
+  any more in its journal: bad input costs nothing.
 - However the run ends, children are stopped, scratch memory is removed and `summary.json` says how it ended.
 """
 
@@ -11,12 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from outpace.checkpoint import commit
+from outpace.checkpoint.retention import CHECKPOINTS
 from outpace.config import Config
 from outpace.config.algorithm import DifficultyConfig, GovernorConfig, ReplayConfig
 from outpace.config.loading import dump_toml
@@ -26,8 +27,8 @@ from outpace.observe.console import ProgressConsole
 from outpace.observe.runlog import RunLog
 from outpace.observe.summary import Summary
 from outpace.parts import ENGINE, PartSpecs
-from outpace.pipeline.account import STATE_FILE
 from outpace.pipeline.budget import Limits
+from outpace.pipeline.caretaker import CareSettings
 from outpace.pipeline.core import Core
 from outpace.pipeline.difficulty import DifficultySettings
 from outpace.pipeline.driver import Driver, DriverSettings, Parts
@@ -36,13 +37,17 @@ from outpace.pipeline.governor import GovernorSettings
 from outpace.pipeline.pacing import CoreSettings
 from outpace.pipeline.recorder import Recorder
 from outpace.pipeline.replay import ReplaySettings
+from outpace.pipeline.supervisor import SuperviseSettings
 from outpace.protocols import Engine, Learner, Worker
 from outpace.resources import countable_cores
+from outpace.resuming import Past, check_tasks, note_tasks, past_of
 from outpace.runtime.inline import InlineRuntime
 from outpace.runtime.local import LocalRuntime
 from outpace.runtime.scratch import Scratch
 from outpace.runtime.spec import Runtime
 from outpace.runtime.together import together
+from outpace.saving import Checkpoints
+from outpace.tasks.fingerprint import Fingerprint
 from outpace.tasks.order import Order
 from outpace.types import Version
 
@@ -54,12 +59,13 @@ class Plan:
     """A checked, resolved run, ready to start."""
 
     config: Config
-    tasks: int  # in one epoch
+    tasks: Fingerprint  # what one epoch is made of
     heldout: int
     code: bytes = b""  # user objects for the workers
     objects: tuple[str, ...] = ()  # what they are
     callbacks: list[Callback] = field(default_factory=list)
-    resume: Path | None = None  # a complete checkpoint
+    resumes: bool = False  # a run that was started before
+    checkpoint: Path | None = None  # its newest; None: it has none yet
     quiet: bool = False
 
     @property
@@ -74,7 +80,6 @@ class Session:
         self._log = log
         self._driver: Driver | None = None
         self._stop_wanted = False
-        self._saving = asyncio.Lock()
         self._loop = asyncio.get_running_loop()
 
     def stop(self) -> None:
@@ -100,9 +105,14 @@ class Session:
         views = recorder.last_evaluation.views if recorder.last_evaluation else []
         console.finish(ended, self._log.dir, views)
         if reason == "stopped":
-            how = "train(resume=True)" if self._plan.code else f"outpace train --resume {self._log.dir}"
-            raise Interrupted(f"stopped after step {ended.steps}; go on with: {how}")
+            raise Interrupted(await asyncio.to_thread(self._farewell, ended.steps))
         return ended
+
+    def _farewell(self, steps: int) -> str:
+        how = "train(resume=True)" if self._plan.code else f"outpace train --resume {self._log.dir}"
+        kept = max(commit.steps(self._log.dir / CHECKPOINTS), default=0)
+        again = "" if kept == steps else f", from step {kept}, since a deterministic run repeats the rest exactly"
+        return f"stopped after step {steps}; go on with: {how}{again}"
 
     async def _leave(self, recorder: Recorder, ended: Summary) -> None:
         """Whatever the end was: say so in the run directory and to the callbacks."""
@@ -125,20 +135,22 @@ class Session:
         return f"outpace · {self._config.model.path} · {self._config.tasks.name or self._config.tasks.path or 'tasks'}"
 
     async def _drive(self, recorder: Recorder) -> str:
-        scratch = Scratch()
-        runtime = self._runtime()
+        settings = core_settings(self._config, self._plan.tasks.count, self._plan.eval_count > 0)
+        past = await asyncio.to_thread(self._past, settings)
+        scratch = await asyncio.to_thread(Scratch)
+        runtime = self._runtime(scratch)
         try:
-            recorder.console.status(
-                f"tasks: {self._plan.tasks:,}, held out: {self._plan.heldout:,}; starting engine, learner and workers"
-            )
+            recorder.console.status(self._opening(past))
             parts = await self._start_parts(runtime, scratch.path)
-            core, version = await self._core(parts.learner, recorder)
-            await asyncio.to_thread(self._open_log, recorder, version)
-            self._driver = self._make_driver(core, parts, recorder)
+            await self._restore(parts, past)
+            order = Order(self._plan.tasks.count, self._config.run.seed, self._config.tasks.shuffle)
+            core = Core(settings, order, past.state, past.survivors, past.evaluated)
+            await asyncio.to_thread(self._open_log, recorder, past)
+            self._driver = self._make_driver(core, parts, recorder, past)
             if self._stop_wanted:
                 self._driver.stop()
             await recorder.training_begins(parts.engines, parts.learner)
-            recorder.callbacks.post("on_run_start", self._info(version))
+            recorder.callbacks.post("on_run_start", self._info(past.version))
             return await self._driver.run({ENGINE: 0})
         finally:
             await runtime.stop()
@@ -152,12 +164,21 @@ class Session:
             "config": self._config,
         }
 
+    def _opening(self, past: Past) -> str:
+        if not self._plan.resumes:
+            return (
+                f"tasks: {self._plan.tasks.count:,}, held out: {self._plan.heldout:,}; "
+                "starting engine, learner and workers"
+            )
+        kept, under_way = len(past.survivors.finished), len(past.survivors.recorded or {})
+        return f"resuming from step {past.version}; the journal has {kept} finished groups, and answers of {under_way}"
+
     # ------------------------------------------------------------------------------------------------ the parts
 
-    def _runtime(self) -> Runtime:
+    def _runtime(self, scratch: Scratch) -> Runtime:
         if self._config.run.runtime == "inline":
             return InlineRuntime()
-        return LocalRuntime(self._log.dir / "logs", append=self._plan.resume is not None)
+        return LocalRuntime(self._log.dir / "logs", append=self._plan.resumes, guardian=scratch.guardian)
 
     async def _start_parts(self, runtime: Runtime, scratch: Path) -> Parts:
         specs = PartSpecs(self._config, self._log.dir, scratch, self._plan.code)
@@ -166,35 +187,40 @@ class Session:
             runtime.start(Learner, *specs.learner()),
             *(runtime.start(Worker, *worker) for worker in specs.workers()),
         )
-        return Parts(learner=learner, engines={ENGINE: engine}, workers=workers, failure=runtime.failure)
+        named = {f"worker-{index}": worker for index, worker in enumerate(workers)}
+        return Parts(learner=learner, engines={ENGINE: engine}, workers=named, runtime=runtime)
+
+    async def _restore(self, parts: Parts, past: Past) -> None:
+        for name, worker in parts.workers.items():
+            if name in past.rng:
+                await worker.set_rng(past.rng[name].encode())
+        if past.checkpoint is None:
+            return
+        try:
+            version = await parts.learner.load(str(past.checkpoint))
+        except CorruptData as error:  # its checksums were right: it is another config's
+            raise BadInput(f"--resume: {past.checkpoint} does not fit this config: {error}") from None
+        assert version == past.version, f"the learner is at version {version}, the controller at {past.version}"
 
     # ------------------------------------------------------------------------------------------------ the controller
 
-    async def _core(self, learner: Learner, recorder: Recorder) -> tuple[Core, Version]:
-        settings = core_settings(self._config, self._plan.tasks, self._plan.eval_count > 0)
-        order = Order(self._plan.tasks, self._config.run.seed, self._config.tasks.shuffle)
-        checkpoint = self._plan.resume
-        if checkpoint is None:
-            return Core(settings, order), 0
-        recorder.console.status(f"resuming from {checkpoint}")
-        try:
-            version = await learner.load(str(checkpoint))
-        except CorruptData as error:  # its checksums were right: it is another config's
-            raise BadInput(f"--resume: {checkpoint} does not fit this config: {error}") from None
-        state = json.loads(await asyncio.to_thread((checkpoint / STATE_FILE).read_text))
-        return Core.restore(settings, order, state), version
+    def _past(self, settings: CoreSettings) -> Past:
+        if not self._plan.resumes:
+            return Past()
+        check_tasks(self._log.dir, self._plan.tasks, self._config.tasks.changed == "accept")
+        return past_of(self._log.dir, self._plan.checkpoint, settings)
 
-    def _open_log(self, recorder: Recorder, version: Version) -> None:
+    def _open_log(self, recorder: Recorder, past: Past) -> None:
         """Nothing can be refused any more: from here on the directory is this run's."""
         self._log.start(dump_toml(self._config, self._plan.objects))
-        if self._plan.resume is None:
+        note_tasks(self._log.dir, self._plan.tasks)
+        if not self._plan.resumes:
             return
-        # Tasks under way when the checkpoint was made are rolled out anew: what was journalled of them is obsolete.
-        _empty(self._log.dir / "journal")
-        for line in self._log.roll_back(version):
+        for line in self._log.roll_back(past.version, past.accounted):
             recorder.summary.step(line["step"], {name: value for name, value in line.items() if name != "step"})
 
-    def _make_driver(self, core: Core, parts: Parts, recorder: Recorder) -> Driver:
+    def _make_driver(self, core: Core, parts: Parts, recorder: Recorder, past: Past) -> Driver:
+        supervise = self._config.supervise
         settings = DriverSettings(
             group_size=self._config.rollout.group_size,
             stall_s=self._config.run.stall_s,
@@ -204,35 +230,13 @@ class Session:
                 filtered=self._config.pacing.max_filtered,
                 notice_every=4 * self._config.pacing.groups_per_step,
             ),
+            care=CareSettings(
+                SuperviseSettings(supervise.restarts, supervise.window_s), supervise.probe_s, supervise.silent_s
+            ),
         )
         evaluator = Evaluator(self._plan.eval_count, self._config.eval.max_running)
-
-        async def save(version: Version, state: dict[str, object]) -> None:
-            await self._save(parts.learner, recorder, version, state)
-
-        return Driver(core, parts, recorder, evaluator, save, settings)
-
-    async def _save(self, learner: Learner, recorder: Recorder, version: Version, state: dict[str, object]) -> None:
-        """One checkpoint. One that falls due while the last is still being written waits for it, and is skipped if the
-        learner has moved on meanwhile; after the last step it never does."""
-        async with self._saving:
-            with recorder.span("checkpoint", f"version {version}"):
-                # Not on another thread: `save` must be the very next call that the learner hears.
-                temporary = commit.begin(self._log.dir / "checkpoints", version)
-                try:
-                    if await learner.save(str(temporary.absolute()), version):
-                        await asyncio.to_thread(self._commit, temporary, state)
-                        return
-                except BaseException:
-                    await asyncio.to_thread(commit.discard, temporary)
-                    raise
-        await asyncio.to_thread(commit.discard, temporary)
-        recorder.fault("checkpoint_skipped")
-
-    def _commit(self, temporary: Path, state: dict[str, object]) -> None:
-        (temporary / STATE_FILE).write_text(json.dumps(state))
-        commit.commit(temporary)
-        commit.prune(temporary.parent, self._config.checkpoint.keep)
+        save = Checkpoints(self._log, parts.learner, self._config.checkpoint).save
+        return Driver(core, parts, recorder, evaluator, save, settings, past.survivors)
 
 
 def core_settings(config: Config, tasks: int, evaluates: bool) -> CoreSettings:
@@ -292,8 +296,3 @@ def _exit_code(error: BaseException) -> int:
     if isinstance(error, OutpaceError):
         return error.exit_code
     return EXIT_LEFT_AT_ONCE if isinstance(error, asyncio.CancelledError) else PartFailed.exit_code
-
-
-def _empty(directory: Path) -> None:
-    for file in directory.glob("*"):
-        file.unlink()

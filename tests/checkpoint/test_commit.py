@@ -3,6 +3,9 @@ import json
 import logging
 import os
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -91,6 +94,78 @@ def test_a_kill_between_any_two_system_calls_of_a_commit_leaves_a_complete_one(
         assert names(state) == ["step-000001", "step-000002", "step-000003"]
 
 
+WRITER = """
+import sys
+from pathlib import Path
+from outpace.checkpoint.commit import begin, commit, prune
+root, step = Path(sys.argv[1]), int(sys.argv[2])
+temporary = begin(root, step)
+(temporary / "model.safetensors").write_text(f"new {step}")
+commit(temporary)
+prune(root, keep=1, best=1)
+"""
+
+POINTS = {
+    "commit.begin": "old",
+    "commit.before_manifest": "old",
+    "commit.before_rename": "old",
+    "commit.set_aside": "old",
+    "commit.after_rename": "new",
+    "prune.before": "new",
+    "prune.middle": "new",
+}
+"""Where the writer is killed, and which content the newest checkpoint has then."""
+
+
+@pytest.mark.parametrize(
+    ("point", "step"),
+    [(point, 3) for point in POINTS] + [(point, 4) for point in POINTS if point != "commit.set_aside"],
+)
+def test_a_writer_killed_anywhere_leaves_the_newest_complete_one_intact(tmp_path: Path, point: str, step: int) -> None:
+    """Step 3 replaces a checkpoint of the same step, step 4 is another one."""
+    for earlier in (1, 2, 3):
+        make(tmp_path, earlier, "old")
+    environment = os.environ | {"OUTPACE_CRASH": f"controller@{point}"}
+    words = [sys.executable, "-c", WRITER, str(tmp_path), str(step)]
+    assert subprocess.run(words, env=environment, check=False, timeout=60).returncode == -signal.SIGKILL
+    newest = newest_complete(tmp_path)
+    assert newest is not None
+    expected = (step, "new") if POINTS[point] == "new" else (3, "old")
+    assert (step_of(newest), (newest / "model.safetensors").read_text()) == (
+        expected[0],
+        f"{expected[1]} {expected[0]}",
+    )
+    make(tmp_path, 5)
+    prune(tmp_path, keep=1, best=1)
+    assert names(tmp_path) == ["step-000001", "step-000005"]
+
+
+def test_a_kill_in_the_middle_of_a_removal_never_leaves_half_a_checkpoint_with_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kill is simulated by copying the directory as it is after each file is gone."""
+    root = tmp_path / "checkpoints"
+    for step in (1, 2, 3):
+        make(root, step)
+    states: list[Path] = []
+    unlink = os.unlink
+
+    def watched(*args: object, **options: object) -> None:
+        unlink(*args, **options)  # type: ignore[arg-type]
+        states.append(tmp_path / f"state-{len(states)}")
+        shutil.copytree(root, states[-1])
+
+    monkeypatch.setattr(os, "unlink", watched)
+    prune(root, keep=1)
+    monkeypatch.undo()
+    assert len(states) == 6
+    for state in states:
+        for checkpoint in state.glob("step-*"):
+            verify(checkpoint)
+        clean(state)
+        assert all(name.startswith("step-") for name in names(state))
+
+
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "missing file", "missing manifest", "torn manifest"])
 def test_a_damaged_newest_one_falls_back_with_a_warning(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
@@ -113,6 +188,20 @@ def test_a_damaged_newest_one_falls_back_with_a_warning(
         assert newest_complete(tmp_path) == tmp_path / "step-000001"
     assert "step-000002 is not complete" in caplog.text
     assert newest.exists()
+
+
+def test_a_checkpoint_that_cannot_be_read_falls_back_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(tmp_path, 1)
+    make(tmp_path, 2)
+    checksum = commits._crc32
+
+    def broken(path: Path) -> int:
+        if "step-000002" in str(path):
+            raise OSError(errno.EIO, "Input/output error")
+        return checksum(path)
+
+    monkeypatch.setattr(commits, "_crc32", broken)
+    assert newest_complete(tmp_path) == tmp_path / "step-000001"
 
 
 def test_a_manifest_cannot_name_files_elsewhere(tmp_path: Path) -> None:
@@ -159,6 +248,25 @@ def test_pruning_keeps_the_newest(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-000003", "step-000004"]
 
 
+def test_pruning_also_keeps_the_best(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        make(tmp_path, step)
+    prune(tmp_path, keep=1, best=2)
+    assert names(tmp_path) == ["step-000002", "step-000004"]
+    prune(tmp_path, keep=1, best=4)
+    assert names(tmp_path) == ["step-000004"]
+
+
+def test_pruning_does_not_keep_a_broken_best_or_mind_a_missing_one(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        make(tmp_path, step)
+    (tmp_path / "step-000001/manifest.json").unlink()
+    prune(tmp_path, keep=2, best=1)
+    assert names(tmp_path) == ["step-000002", "step-000003"]
+    prune(tmp_path, keep=1, best=7)
+    assert names(tmp_path) == ["step-000003"]
+
+
 def test_pruning_never_counts_a_broken_one_as_kept(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         make(tmp_path, step)
@@ -174,6 +282,13 @@ def test_pruning_leaves_foreign_directories_alone(tmp_path: Path) -> None:
     make(tmp_path, 1)
     prune(tmp_path, keep=1)
     assert names(tmp_path) == ["step-000001", "step-best"]
+
+
+def test_steps_are_listed_from_the_newest(tmp_path: Path) -> None:
+    assert commits.steps(tmp_path / "missing") == []
+    for step in (3, 20, 100):
+        assert make(tmp_path, step) == commits.of_step(tmp_path, step)
+    assert commits.steps(tmp_path) == [100, 20, 3]
 
 
 def test_checkpoint_names_round_trip() -> None:

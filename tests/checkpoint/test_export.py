@@ -47,6 +47,11 @@ def add_checkpoint(run: Path, step: int) -> Path:
     return commit(temporary)
 
 
+def evaluated(run: Path, rewards: dict[int, float]) -> None:
+    lines = [json.dumps({"step": step, "eval/reward": reward}) for step, reward in rewards.items()]
+    (run / "evals.jsonl").write_text("\n".join(lines) + "\n")
+
+
 def weight_of(folder: Path) -> float:
     return float(load_file(folder / "model.safetensors")["model.norm.weight"][0])
 
@@ -67,6 +72,22 @@ def test_an_export_is_the_newest_weights_with_the_files_of_the_model(run: Path, 
 
 def test_one_checkpoint_can_be_exported(run: Path, tmp_path: Path) -> None:
     assert weight_of(export(run / "checkpoints" / "step-000001", tmp_path / "out")) == 1
+
+
+def test_the_best_checkpoint_can_be_exported(run: Path, tmp_path: Path) -> None:
+    add_checkpoint(run, 3)
+    evaluated(run, {1: 0.5, 2: 0.7, 3: 0.6})
+    assert weight_of(export(run, tmp_path / "best", best=True)) == 2
+    (run / "checkpoints/step-000002/model.safetensors").write_bytes(b"")
+    assert weight_of(export(run, tmp_path / "next", best=True)) == 3
+
+
+def test_without_an_evaluated_checkpoint_there_is_no_best_one(run: Path, tmp_path: Path) -> None:
+    evaluated(run, {7: 1.0})
+    with pytest.raises(BadInput, match="no complete checkpoint that was evaluated"):
+        export(run, tmp_path / "out", best=True)
+    with pytest.raises(BadInput, match="--best: chooses among the checkpoints of a run"):
+        export(run / "checkpoints" / "step-000001", tmp_path / "out", best=True)
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over(run: Path, tmp_path: Path) -> None:

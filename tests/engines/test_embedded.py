@@ -238,7 +238,7 @@ async def test_a_compute_thread_that_breaks_in_a_load_before_any_request_fails_t
         def broken(*_: object) -> float:
             raise MemoryError("no room for the second cache")
 
-        monkeypatch.setattr(engine, "_swap_pinned", broken)
+        monkeypatch.setattr(engine._lanes, "swap_pinned", broken)
         with pytest.raises(PartFailed, match="no room for the second cache"):
             await asyncio.wait_for(engine.load(publish(model, 1), pinned=True), timeout=20)
 

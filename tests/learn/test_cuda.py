@@ -14,6 +14,7 @@ from outpace.learn.core import LearnerCore
 from outpace.learn.forward import PackedForward, PaddedForward, Wanted
 from outpace.learn.packing import pack
 from outpace.learn.settings import CoreSettings
+from outpace.learn.state_copy import Copies
 from outpace.types import Row
 from outpace.weights.store import SnapshotWriter, read_snapshot
 from support import resolved
@@ -81,3 +82,28 @@ def test_weights_and_state_leave_the_gpu_and_come_back(
         learner.accumulate(make_rows(4))
         reports.append(learner.step())
     assert reports[0].loss == pytest.approx(reports[1].loss, rel=1e-6)
+
+
+def test_the_random_numbers_of_the_gpu_are_part_of_a_state(make_llama: MakeLlama, tmp_path: Path) -> None:
+    core = core_on_gpu(make_llama(), "float32")
+    state.save(core, tmp_path)
+    expected = torch.rand(8, device="cuda")
+    torch.rand(3, device="cuda")
+    state.restore(core, tmp_path)
+    assert torch.equal(torch.rand(8, device="cuda"), expected)
+
+
+def test_a_copy_of_a_state_on_the_gpu_is_taken_before_training_goes_on(
+    make_llama: MakeLlama, make_rows: MakeRows, tmp_path: Path
+) -> None:
+    core = core_on_gpu(make_llama(), "float32")
+    core.accumulate(make_rows(4))
+    core.step()
+    before = {name: parameter.detach().clone() for name, parameter in core.parameters.items()}
+    copied = state.copy(core, Copies())
+    core.accumulate(make_rows(4))
+    core.step()
+    state.write(copied, tmp_path)
+    state.restore(core, tmp_path)
+    for name, parameter in core.parameters.items():
+        assert torch.equal(parameter, before[name])

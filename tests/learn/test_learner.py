@@ -2,22 +2,26 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from outpace import crash
 from outpace.checkpoint.journal import JournalWriter
 from outpace.errors import CorruptData
+from outpace.learn import state
 from outpace.learn.learner import LearnerSettings, TorchLearner
 from outpace.protocols import Learner
 from outpace.types import GroupRecord, Place, Row
 from outpace.weights.store import read_snapshot
-from support import resolved
+from support import kept_of, resolved
 
 MakeLlama = Callable[..., LlamaForCausalLM]
 MakeRows = Callable[..., list[Row]]
@@ -51,7 +55,7 @@ def journalled(make_rows: MakeRows, tmp_path: Path) -> Callable[[int], list[Plac
     def write(groups: int) -> list[Place]:
         writer = JournalWriter(tmp_path / "journal", "worker")
         records = [GroupRecord(g, f"task-{g}", 0, 0, make_rows(4, seed=g), [0.0] * 4) for g in range(groups)]
-        places = [writer.append(record) for record in records]
+        places = [writer.append(kept_of(record.group), record) for record in records]
         writer.close()
         return places
 
@@ -148,6 +152,130 @@ async def test_a_saved_learner_resumes_at_its_version(
     assert await second.load(str(tmp_path / "state")) == 1
     results = [await learner.chunk(1, places) for learner in (first, second)]
     assert results[0].loss_sum == results[1].loss_sum
+
+
+async def test_training_goes_on_while_a_state_is_written(
+    make_learner: Make, journalled: Callable[[int], list[Place]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what is written is the state at the time of the call: going on from it gives the same bits."""
+    first, second = make_learner(), make_learner(seed=3)
+    places = journalled(2)
+    await first.chunk(0, places)
+    await first.step(0)
+    trained = threading.Event()
+    write = state.write
+
+    def write_after_training(copied: Any, directory: Path) -> None:
+        assert trained.wait(60)
+        write(copied, directory)
+
+    monkeypatch.setattr(state, "write", write_after_training)
+    saving = asyncio.create_task(first.save(str(tmp_path), 1))
+    await asyncio.sleep(0)
+    expected = [await first.chunk(1, places), await first.step(1)]
+    assert not saving.done()
+    trained.set()
+    assert await saving
+    assert await second.load(str(tmp_path)) == 1
+    found = [await second.chunk(1, places), await second.step(1)]
+    assert [result.loss_sum for result in found[:1]] == [result.loss_sum for result in expected[:1]]
+    assert_equal_bits(second, first)
+
+
+async def test_a_second_state_may_be_saved_while_the_first_is_being_written(
+    make_learner: Make, journalled: Callable[[int], list[Place]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = make_learner()
+    places = journalled(2)
+    asked = threading.Event()
+    write = state.write
+
+    def write_late(copied: Any, directory: Path) -> None:
+        assert asked.wait(60)
+        write(copied, directory)
+
+    monkeypatch.setattr(state, "write", write_late)
+    await learner.chunk(0, places)
+    await learner.step(0)
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    one = asyncio.create_task(learner.save(str(tmp_path / "one"), 1))
+    await asyncio.sleep(0)
+    await learner.chunk(1, places)
+    await learner.step(1)
+    two = asyncio.create_task(learner.save(str(tmp_path / "two"), 2))
+    await asyncio.sleep(0)
+    await learner.chunk(2, places)
+    asked.set()
+    assert await one
+    assert await two
+    other = make_learner(seed=5)
+    assert await other.load(str(tmp_path / "one")) == 1
+    await other.chunk(1, places)
+    await other.step(1)
+    again = make_learner(seed=6)
+    assert await again.load(str(tmp_path / "two")) == 2
+    assert_equal_bits(other, again)
+
+
+async def test_a_saved_state_knows_which_random_numbers_come_next(make_learner: Make, tmp_path: Path) -> None:
+    def draw() -> list[float]:
+        return [random.random(), float(np.random.random()), float(torch.rand(()))]
+
+    learner = make_learner()
+    assert await learner.save(str(tmp_path), 0)
+    expected = draw()
+    draw()
+    await learner.load(str(tmp_path))
+    assert draw() == expected
+
+
+@pytest.mark.parametrize("file", [state.MODEL_FILE, state.OPTIMIZER_FILE, state.COUNTERS_FILE])
+async def test_a_full_disk_fails_the_save_and_not_the_learner(
+    make_learner: Make, journalled: Callable[[int], list[Place]], tmp_path: Path, file: str
+) -> None:
+    learner = make_learner()
+    places = journalled(1)
+    full, roomy = tmp_path / "full", tmp_path / "roomy"
+    full.mkdir()
+    roomy.mkdir()
+    (full / file).symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        await learner.save(str(full), 0)
+    await learner.chunk(0, places)
+    assert (await learner.step(0)).version == 1
+    assert await learner.save(str(roomy), 1)
+    assert await make_learner(seed=4).load(str(roomy)) == 1
+
+
+async def test_saving_passes_the_places_to_crash_at_in_order(
+    make_learner: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passed: list[str] = []
+    monkeypatch.setattr(crash, "reached", passed.append)
+    learner = make_learner()
+    await learner.save(str(tmp_path), 0)
+    await learner.load(str(tmp_path))
+    await learner.chunk(0, [])
+    await learner.step(0)
+    await learner.publish([])
+    assert passed == [
+        *("learner.built", "save.copied", "save.model", "save.optimizer", "save.done", "load.middle"),
+        *("chunk.before", "chunk.after", "step.before", "step.after", "publish.copied", "publish.sealed"),
+    ]
+
+
+async def test_the_cost_of_saving_is_in_the_next_report(make_learner: Make, tmp_path: Path) -> None:
+    learner = make_learner()
+    await learner.save(str(tmp_path), 0)
+    reports = [await learner.step(version) for version in (0, 1)]
+    costs = [{name for name in report.metrics if name.startswith("checkpoint/")} for report in reports]
+    assert costs == [{"checkpoint/held_s", "checkpoint/write_s"}, set()]
+
+
+def assert_equal_bits(one: TorchLearner, other: TorchLearner) -> None:
+    for name, parameter in one._core.parameters.items():
+        assert torch.equal(parameter, other._core.parameters[name]), name
 
 
 async def test_a_learner_that_has_moved_on_saves_nothing(

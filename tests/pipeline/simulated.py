@@ -1,13 +1,12 @@
-"""Modelled parts on a virtual clock, to drive the pure core through whole runs in microseconds.
+"""Parts that only take time, for `outpace.simulate`'s conductor: whole runs of the pure core in microseconds.
 
 What happens (outcomes, rewards) and how long it takes (durations) are separate: `fate` and `judge` are pure functions
-of the group admitted, `fit` (how well a batch fits its policy) of the version, `pace` may be anything. The simulation
-keeps its own books and checks on every event what must always hold.
+of the group admitted, `fit` (how well a batch fits its policy) of the version, `pace` may be anything. `Checker` looks
+after every event at what must always hold; `Trace` keeps what the run did.
 """
 
 from __future__ import annotations
 
-import heapq
 import json
 import math
 import random
@@ -15,34 +14,30 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
-from outpace.pipeline.core import Core, CoreSettings
+from outpace.pipeline.core import Core, CoreSettings, state_of
 from outpace.pipeline.events import (
     Action,
     Admit,
-    BatchTrained,
     Cancel,
     Checkpoint,
-    ChunkTrained,
     CloseBatch,
+    EngineJoined,
     EngineLoaded,
-    EpochEnded,
-    EpochStarted,
+    EngineLost,
     Evaluate,
-    EvaluationDone,
     Event,
     Finish,
     GroupClosed,
-    LagChanged,
     LoadWeights,
-    Publish,
-    Published,
-    Retire,
-    Skip,
-    Started,
+    Settle,
     TrainChunk,
 )
+from outpace.pipeline.survivors import Survivors
+from outpace.simulate.checks import Checker
+from outpace.simulate.clock import Clock
+from outpace.simulate.conductor import Conductor, LearnerWork, Observer, Tell
 from outpace.tasks.order import Order
-from outpace.types import Outcome, Version
+from outpace.types import GroupOrder, GroupReport, Kept, Outcome, Version
 
 PLAIN = CoreSettings(
     groups_per_step=4,
@@ -129,8 +124,16 @@ def core_of(settings: CoreSettings, seed: int = 0) -> Core:
 
 
 def resume(settings: CoreSettings, checkpoint: Checkpoint, seed: int = 0) -> Core:
-    """A core restored from what a checkpoint file would hold."""
-    return Core.restore(settings, Order(settings.tasks, seed, shuffle=True), json.loads(json.dumps(checkpoint.state)))
+    """A core restored from what a checkpoint file would hold; of the journal, what was pooled to be replayed."""
+    snapshot = json.loads(json.dumps(checkpoint.state))
+    pooled = tuple(trained_before(group) for group in state_of(snapshot).replay)
+    evaluated = settings.newest_evaluated(checkpoint.version - 1) if checkpoint.version else -1
+    order = Order(settings.tasks, seed, shuffle=True)
+    return Core.restore(settings, order, snapshot, Survivors(pooled=pooled), evaluated)
+
+
+def trained_before(group: int) -> Kept:
+    return Kept(GroupOrder(group, 0, 0, 0, 1), GroupReport(group, "", "finished"))
 
 
 @dataclass
@@ -154,13 +157,130 @@ class Trace:
         return [action for action in self.actions if isinstance(action, kind)]
 
     @property
-    def assignments(self) -> list[tuple[Version, tuple[Admit, ...]]]:
-        """Everything that fixes what a learner computes: which group, task and stamp went where."""
-        return [(chunk.version, tuple(self.admitted[group] for group in chunk.groups)) for chunk in self.chunks]
+    def skipped(self) -> list[Settle]:
+        return [settle for settle in self.of(Settle) if settle.outcome == "skipped"]
+
+    @property
+    def assignments(self) -> list[tuple[Version, tuple[Admit | int, ...]]]:
+        """Everything that fixes what a learner computes: which group, task and stamp went where. What is replayed may
+        have been admitted by an earlier start."""
+        return [
+            (chunk.version, chunk.groups if chunk.replayed else tuple(self.admitted[group] for group in chunk.groups))
+            for chunk in self.chunks
+        ]
 
     @property
     def lags(self) -> list[tuple[Version, int]]:
         return [(batch.version, batch.version - self.oldest[group]) for batch in self.batches for group in batch.groups]
+
+
+class TimedParts:
+    """Every answer comes after as long as `pace` says. With `faults`, engines die and rejoin, some of them while loads
+    last for ever."""
+
+    def __init__(
+        self, clock: Clock, pace: Pace, fate: Fate, engines: dict[str, Version], seed: int, judge: Judge, fit: Fit
+    ) -> None:
+        self.served = engines
+        self.fit = fit
+        self.faults: Callable[[], float] | None = None  # seconds until an engine dies, or is back
+        self._lives = dict.fromkeys(engines, 0)
+        self._clock = clock
+        self._pace = pace
+        self._fate = fate
+        self._judge = judge
+        self._rng = random.Random(seed)
+        self._tell: Tell = lambda _: None
+
+    def connect(self, tell: Tell) -> None:
+        self._tell = tell
+
+    def engines(self) -> dict[str, Version]:
+        for engine in self.served:
+            self._plan_death(engine)
+        return dict(self.served)
+
+    def start(self, admit: Admit) -> None:
+        outcome = self._fate(admit)
+
+        def close() -> Event:
+            # A token may come from any version between the stamp and the newest that any engine has.
+            oldest = self._rng.randint(admit.min_version, max(admit.min_version, *self.served.values()))
+            reward, spread = (None, 0.0) if outcome == "failed" else self._judge(admit)
+            return GroupClosed(admit.group, outcome, self._rng.choice((admit.min_version, oldest)), reward, spread)
+
+        self._clock.after(self._pace("group", admit), lambda: self._tell(close()))
+
+    def cancel(self, group: int) -> None:
+        """It comes back all the same, as a group does that has finished when its cancellation arrives."""
+
+    def load(self, engine: str, version: Version) -> None:
+        life = self._lives[engine]
+
+        def loaded() -> None:
+            if self._lives[engine] == life:
+                self.served[engine] = version
+                self._tell(EngineLoaded(engine, version))
+
+        endless = self.faults is not None and self._rng.random() < 0.2  # it dies before the load is done
+        self._clock.after(self._pace("load", LoadWeights(engine, version)) * (1e6 if endless else 1), loaded)
+
+    def learner_seconds(self, work: LearnerWork) -> float:
+        kind: Kind = "chunk" if isinstance(work, TrainChunk) else "step" if isinstance(work, CloseBatch) else "publish"
+        return self._pace(kind, work)
+
+    def evaluation_seconds(self, version: Version) -> float:
+        return self._pace("evaluate", Evaluate(version))
+
+    def _plan_death(self, engine: str) -> None:
+        if self.faults is not None:
+            self._clock.after(self.faults(), lambda: self._die(engine))
+
+    def _die(self, engine: str) -> None:
+        assert self.faults is not None
+        self._lives[engine] += 1
+        self._clock.after(self.faults(), lambda: self._rejoin(engine))
+        self._tell(EngineLost(engine))
+
+    def _rejoin(self, engine: str) -> None:
+        self._plan_death(engine)
+        self._tell(EngineJoined(engine))
+
+
+class Recorder(Observer):
+    """Writes the trace."""
+
+    def __init__(self, trace: Trace, core: Core) -> None:
+        self.trace = trace
+        self._core = core
+        self._gone: set[int] = set()
+
+    def heard(self, event: Event) -> None:
+        if isinstance(event, GroupClosed) and event.group not in self._gone:
+            self.trace.outcomes[event.group] = event.outcome
+            if event.outcome == "finished":
+                self.trace.oldest[event.group] = event.oldest
+
+    def ordered(self, action: Action) -> None:
+        trace = self.trace
+        trace.actions.append(action)
+        match action:
+            case Admit(group):
+                trace.admitted[group] = action
+                trace.max_lags[group] = self._core.max_lag
+            case Cancel(group):
+                self._gone.add(group)
+                trace.cancelled.append(group)
+            case TrainChunk():
+                trace.chunks.append(action)
+            case CloseBatch():
+                trace.batches.append(action)
+            case Checkpoint():
+                trace.checkpoints.append(action)
+            case Finish(reason):
+                trace.finish = reason
+            case _:
+                pass
 
 
 class Simulation:
@@ -174,160 +294,20 @@ class Simulation:
         seed: int = 0,
         judge: Judge | None = None,
         fit: Fit = lambda _: (1.0, 0.0),
+        faults: Callable[[], float] | None = None,
     ) -> None:
-        self.core = core
-        self.settings = core.settings
         self.trace = Trace()
-        self.now = 0.0
-        self._pace = pace
-        self._fate = fate
-        self._judge = judge or judge_of(0)
-        self._fit = fit
-        self._rng = random.Random(seed)
-        self._engines = {f"e{number}": served for number in range(engines)}
-        self._loading: set[str] = set()
-        self._evaluating: set[Version] = set()
-        self._events: list[tuple[float, int, Callable[[], Event]]] = []
-        self._scheduled = 0
-        self._learner_free = 0.0
-        self._learner_version = core.version
-        self._buffers: set[Version] = set()
-        self._running: set[int] = set()
-        self._finished: set[int] = set()  # and not trained
-        self._trained: set[int] = set()
-        self._retired: set[int] = set()
+        self.clock = Clock()
+        names = {f"e{number}": served for number in range(engines)}
+        self.parts = TimedParts(self.clock, pace, fate, names, seed, judge or judge_of(0), fit)
+        self.parts.faults = faults
+        self.checker = Checker(core, trained=core.pool)
+        self._conductor = Conductor(core, self.clock, self.parts, [self.checker, Recorder(self.trace, core)])
+        self.tell = self._conductor.tell
 
     def run(self, until: Callable[[Trace], bool] = lambda _: False) -> Trace:
         """To the end, or until the trace says so (call again to go on). Waiting for nothing at all is a deadlock."""
-        if not self.trace.actions:
-            self.tell(Started(dict(self._engines)))
-        while self.trace.finish is None and not until(self.trace):
-            assert self._events, f"deadlock: {self.core.waiting_reason()}"
-            self.now, _, event = heapq.heappop(self._events)
-            self.tell(event())
-        self.trace.seconds = self.now
+        self._conductor.run(until=lambda: until(self.trace))
+        self.trace.seconds = self.clock.now
+        self.trace.most_outstanding = self.checker.most_outstanding
         return self.trace
-
-    def tell(self, event: Event) -> list[Action]:
-        self._note(event)
-        actions = self.core.handle(event)
-        for action in actions:
-            assert self.trace.finish is None, f"{action} after the end"
-            self.trace.actions.append(action)
-            self._carry_out(action)
-        self._check_slots()
-        return actions
-
-    def _note(self, event: Event) -> None:
-        """Keep the simulation's own books."""
-        match event:
-            case GroupClosed(group, outcome) if group in self._running:
-                self._running.remove(group)
-                self.trace.outcomes[group] = outcome
-                if outcome == "finished":
-                    self._finished.add(group)
-                    self.trace.oldest[group] = event.oldest
-            case BatchTrained(version):
-                self._learner_version = version
-                self._finished -= set(self.trace.batches[-1].groups)
-                self._trained |= set(self.trace.batches[-1].groups)
-            case EngineLoaded(engine, version):
-                assert version in self._buffers, f"version {version} was overwritten while it was being loaded"
-                self._engines[engine] = version
-                self._loading.remove(engine)
-            case EvaluationDone(version):
-                assert version in self._buffers, f"version {version} was overwritten while it was being evaluated"
-                self._evaluating.remove(version)
-            case _:
-                pass
-
-    def _carry_out(self, action: Action) -> None:
-        match action:
-            case Admit():
-                self._admit(action)
-            case Cancel(group):
-                assert group in self._running
-                self._running.remove(group)
-                self.trace.cancelled.append(group)
-            case TrainChunk(version):
-                assert version == self._learner_version
-                assert set(action.groups) <= (self._trained - self._retired if action.replayed else self._finished)
-                self.trace.chunks.append(action)
-                self._learn("chunk", action, lambda: ChunkTrained(version))
-            case CloseBatch(version):
-                assert version == self._learner_version
-                self.trace.batches.append(action)
-                self._learn("step", action, lambda: BatchTrained(version + 1, *self._fit(version + 1)))
-            case Retire(groups):
-                assert self.settings.replay is not None
-                assert set(groups) <= self._trained - self._retired
-                self._retired |= set(groups)
-            case Publish(version, leased):
-                assert version == self._learner_version
-                assert set(leased) <= self._buffers
-                self._buffers = {*leased, version}
-                self._learn("publish", action, lambda: Published(version))
-            case LoadWeights(engine, version):
-                self._load(engine, version)
-            case Evaluate(version):
-                assert version in self._buffers
-                assert not self._evaluating
-                self._evaluating.add(version)
-                self._after(self._pace("evaluate", action), lambda: EvaluationDone(version))
-            case Checkpoint(version):
-                assert version == self._learner_version
-                self.trace.checkpoints.append(action)
-            case Finish(reason):
-                assert reason == "stopped" or not self._evaluating
-                assert self._learner_free <= self.now, "the learner was still at work"
-                self.trace.finish = reason
-            case LagChanged(lag, by):
-                assert self.settings.governor is not None
-                assert by in (-1, 1)
-                assert min(self.settings.governor.min_lag, self.settings.max_lag) <= lag <= self.settings.max_lag
-            case EpochStarted() | EpochEnded() | Skip():
-                pass
-
-    def _admit(self, admit: Admit) -> None:
-        assert admit.group not in self.trace.admitted
-        assert admit.min_version == min(self._engines.values())
-        self.trace.admitted[admit.group] = admit
-        self.trace.max_lags[admit.group] = self.core.max_lag
-        self._running.add(admit.group)
-        outcome = self._fate(admit)
-
-        def close() -> Event:
-            # A token may come from any version between the stamp and the newest that any engine has.
-            oldest = self._rng.randint(admit.min_version, max(self._engines.values()))
-            reward, spread = (None, 0.0) if outcome == "failed" else self._judge(admit)
-            return GroupClosed(admit.group, outcome, self._rng.choice((admit.min_version, oldest)), reward, spread)
-
-        self._after(self._pace("group", admit), close)
-
-    def _load(self, engine: str, version: Version) -> None:
-        assert version in self._buffers
-        assert engine not in self._loading
-        self._loading.add(engine)
-        if self.settings.update == "drain" or self.settings.deterministic:
-            assert not self._running, "weights change under running groups"
-        self._after(self._pace("load", LoadWeights(engine, version)), lambda: EngineLoaded(engine, version))
-
-    def _learn(self, kind: Kind, action: Action, event: Callable[[], Event]) -> None:
-        """The learner does one thing at a time, in the order given."""
-        self._learner_free = max(self._learner_free, self.now) + self._pace(kind, action)
-        self._after(self._learner_free - self.now, event)
-
-    def _after(self, seconds: float, event: Callable[[], Event]) -> None:
-        self._scheduled += 1
-        heapq.heappush(self._events, (self.now + seconds, self._scheduled, event))
-
-    def _check_slots(self) -> None:
-        settings = self.settings
-        assert self.core.running == len(self._running)
-        assert self.core.finished == len(self._finished)
-        assert len(self._running) * settings.group_size <= max(settings.max_running, settings.group_size)
-        outstanding = len(self._running) + len(self._finished)
-        self.trace.most_outstanding = max(self.trace.most_outstanding, outstanding)
-        assert outstanding <= (settings.max_lag + 1) * settings.groups_per_step
-        if not settings.deterministic:
-            assert outstanding < (1 + settings.depth) * settings.groups_per_step + 1

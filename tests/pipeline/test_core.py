@@ -11,6 +11,7 @@ from simulated import PLAIN, Simulation, core_of, steady
 
 from outpace.pipeline.core import CoreSettings
 from outpace.pipeline.events import (
+    Account,
     Action,
     Admit,
     BatchTrained,
@@ -88,8 +89,7 @@ def test_with_no_lag_nothing_is_admitted_until_the_engines_have_the_newest_weigh
     assert not script.of(Admit)
     assert script.tell(Published(1)) == [LoadWeights("e0", 1)]
     assert script.tell(EngineLoaded("e0", 1)) == [
-        Admit(group, task, 0, 1)
-        for group, task in zip((2, 3), (script.core.order.task(2)[1], script.core.order.task(3)[1]), strict=True)
+        Admit(number, script.core.order.task(number)[1], 0, 1, position=number) for number in (2, 3)
     ]
 
 
@@ -216,7 +216,7 @@ def test_the_end_waits_for_the_last_evaluation_but_the_checkpoint_does_not() -> 
     script = started(replace(SMALL, steps=1, eval_enabled=True))
     script.tell(EvaluationDone(0))
     script.train(0, 1)
-    assert [type(action) for action in script.said] == [Publish, Checkpoint]
+    assert [type(action) for action in script.said] == [Account, Publish, Checkpoint]
     assert script.tell(Published(1)) == [Evaluate(1)]
     assert script.tell(EvaluationDone(1)) == [Finish("done")]
     assert script.tell(StopRequested()) == []

@@ -11,6 +11,7 @@ from simulated import Simulation, core_of, resume, steady
 from outpace.errors import BadInput
 from outpace.pipeline.core import CoreSettings
 from outpace.pipeline.events import (
+    Account,
     Admit,
     BatchTrained,
     Checkpoint,
@@ -46,8 +47,9 @@ def test_a_stop_lets_the_step_under_way_complete_and_publishes_nothing_more() ->
     script.close(0, 1)
     script.tell(ChunkTrained(0))
     assert script.tell(StopRequested()) == []
-    assert script.close(2, outcome="filtered") == [], "nothing is admitted any more"
-    checkpoint, finish = script.tell(BatchTrained(1))
+    assert not any(isinstance(action, Admit) for action in script.close(2, outcome="filtered"))
+    account, checkpoint, finish = script.tell(BatchTrained(1))
+    assert account == Account(1, settled=3, trained=True)
     assert isinstance(checkpoint, Checkpoint)
     assert (checkpoint.version, finish) == (1, Finish("stopped"))
 
@@ -77,8 +79,8 @@ def stopped_at(version: int, settings: CoreSettings) -> Checkpoint:
 def test_a_resumed_run_publishes_and_loads_its_weights_before_it_admits_anything() -> None:
     settings = replace(SMALL, max_lag=3, eval_enabled=True)
     script = Script(settings, resume(settings, stopped_at(1, settings)))
-    assert script.tell(Started({"e0": 0, "e1": 1})) == [Publish(1)]
-    assert script.tell(Published(1)) == [LoadWeights("e0", 1)]
+    assert script.tell(Started({"e0": 0, "e1": 0})) == [Publish(1)]
+    assert script.tell(Published(1)) == [LoadWeights("e0", 1), LoadWeights("e1", 1)]
     script.tell(EngineLoaded("e0", 1))
     assert {admit.min_version for admit in script.of(Admit)} == {1}
     assert not script.of(Evaluate)

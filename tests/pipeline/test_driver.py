@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from outpace.errors import CorruptData, PartFailed, Stalled
+from outpace.errors import CorruptData, NotSaved, PartFailed, PartLost, Stalled
 from outpace.observe.callbacks import CallbackRunner
 from outpace.observe.console import ProgressConsole
 from outpace.observe.linefile import read_lines
 from outpace.observe.runlog import RunLog
 from outpace.pipeline.budget import Limits
+from outpace.pipeline.caretaker import CareSettings
 from outpace.pipeline.core import Core, CoreSettings
 from outpace.pipeline.difficulty import DifficultySettings
-from outpace.pipeline.driver import Driver, DriverSettings, Parts, _closed
+from outpace.pipeline.driver import Driver, DriverSettings, Memory, Parts
 from outpace.pipeline.evaluation import Evaluator
 from outpace.pipeline.events import GroupClosed
 from outpace.pipeline.governor import GovernorSettings
 from outpace.pipeline.recorder import Recorder
 from outpace.pipeline.replay import ReplaySettings
+from outpace.pipeline.supervisor import SuperviseSettings
+from outpace.pipeline.survivors import group_closed
 from outpace.tasks.order import Order
 from outpace.types import (
     ChunkReport,
@@ -115,7 +118,7 @@ class FakeWorker:
     async def run(self, order: GroupOrder) -> GroupReport:
         if self.behave is not None and (result := await self.behave(order)) is not None:
             return result  # type: ignore[no-any-return]
-        place = None if order.heldout else Place(f"w-{order.group // 10:05d}", order.group, 1)
+        place = None if order.heldout else Place(f"w-{order.group // 10:05d}.journal", order.group, 1)
         version = max(self.engine.version, order.min_version)
         return GroupReport(
             order.group, f"t{order.task}", "finished", place=place, rewards=self.rewards, episodes=1, oldest=version
@@ -125,6 +128,42 @@ class FakeWorker:
 
     async def release(self, segments: list[str]) -> None:
         self.released += segments
+
+    async def rng(self) -> bytes:
+        return b"{}"
+
+    async def set_rng(self, state: bytes) -> None: ...
+
+
+class FakeRuntime:
+    """Nobody dies, unless a test says so; whoever is started again gives a sign of life at once."""
+
+    def __init__(self) -> None:
+        self.deaths: asyncio.Queue[PartFailed] = asyncio.Queue()
+        self.restarted: list[str] = []
+        self.killed: list[str] = []
+        self.silent: set[str] = set()
+        self.revived = asyncio.Event()
+
+    async def restart(self, name: str) -> None:
+        self.restarted.append(name)
+        self.revived.set()
+
+    async def kill(self, name: str) -> None:
+        self.killed.append(name)
+        self.silent.discard(name)
+        self.deaths.put_nowait(PartLost(name, "was killed by SIGKILL"))
+
+    async def ping(self, name: str, deadline_s: float) -> bool:
+        return name not in self.silent
+
+    async def dump(self) -> str:
+        return "everybody sleeps"
+
+    async def start(self, *_: Any) -> Any:
+        raise NotImplementedError
+
+    async def stop(self) -> None: ...
 
 
 SETTINGS = CoreSettings(
@@ -145,20 +184,26 @@ class Rig:
         self.worker = FakeWorker(self.engine)
         self.learner.gone = self.worker.released
         self.saved: list[int] = []
+        self.refused: list[int] = []  # versions that there is no room for
         self.settings, self.stall_s = settings, stall_s
+        self.restarts = 3
 
     async def run(self) -> str:
-        failure: asyncio.Future[PartFailed] = asyncio.get_running_loop().create_future()
-        parts = Parts(self.learner, {"e0": self.engine}, [self.worker], failure)
+        self.runtime = FakeRuntime()
+        parts = Parts(self.learner, {"e0": self.engine}, {"worker-0": self.worker}, self.runtime)
         limits = Limits(failed=3, filtered=None, notice_every=1000)
+        care = CareSettings(SuperviseSettings(self.restarts, window_s=60), probe_s=0.02, silent_s=0.05)
         core = Core(self.settings, Order(10, 0, True))
-        driver = Driver(
-            core, parts, self.recorder, Evaluator(5, 2), self._save, DriverSettings(1, self.stall_s, 1, limits)
-        )
-        return await driver.run({"e0": 0})
+        settings = DriverSettings(1, self.stall_s, 1, limits, care)
+        return await Driver(core, parts, self.recorder, Evaluator(5, 2), self._save, settings).run({"e0": 0})
 
-    async def _save(self, version: int, state: dict[str, object]) -> None:
+    async def _save(self, version: int, memory: Callable[[], Awaitable[Memory | None]]) -> bool:
+        if version in self.refused:
+            raise NotSaved("no room")
+        if await memory() is None:
+            return False
         self.saved.append(version)
+        return True
 
 
 @pytest.fixture
@@ -215,9 +260,12 @@ async def test_a_run_in_which_nothing_moves_ends_and_names_who_waits_on_whom(tmp
             await asyncio.Event().wait()
 
     rig.worker.behave = hang
-    with pytest.raises(Stalled, match=r"nothing has moved for 0\.2 s: learner waits for"):
+    with pytest.raises(Stalled, match=r"nothing has moved for 0\.2 s: learner waits for .*stall\.txt"):
         await rig.run()
     rig.log.close()
+    told = await asyncio.to_thread((rig.log.dir / "logs" / "stall.txt").read_text)
+    assert "learner waits for" in told
+    assert "everybody sleeps" in told
 
 
 async def test_a_long_evaluation_that_makes_progress_is_not_a_stall(tmp_path: Path) -> None:
@@ -243,13 +291,17 @@ async def test_an_evaluation_that_nothing_survives_has_no_score(rig: Rig) -> Non
     assert rig.recorder.build_summary(0, "done").eval_first is None
 
 
-async def test_journal_segments_are_released_once_trained_and_the_worker_has_moved_on(
-    rig: Rig,
-) -> None:
-    await rig.run()
-    assert rig.worker.released[0] == "w-00000"
-    assert len(set(rig.worker.released)) == len(rig.worker.released)
-    assert max(rig.worker.released) < "w-00002", "the segment being written stays"
+async def test_journal_segments_are_released_once_a_checkpoint_does_not_need_them(tmp_path: Path) -> None:
+    """Ten groups to a segment, four to a batch, six batches."""
+    rig = Rig(tmp_path / "run", replace(SETTINGS, checkpoint_every=3))
+    assert await rig.run() == "done"
+    rig.log.close()
+    assert rig.worker.released == ["w-00000.journal", "w-00001.journal"], "the segment being written stays"
+    rig = Rig(tmp_path / "other", replace(SETTINGS, checkpoint_every=3))
+    rig.refused = [3]
+    assert await rig.run() == "done"
+    rig.log.close()
+    assert rig.saved == [6]
 
 
 async def test_replayed_groups_are_trained_from_the_journal_marked_and_told_apart(tmp_path: Path) -> None:
@@ -271,7 +323,9 @@ async def test_replayed_groups_are_trained_from_the_journal_marked_and_told_apar
     assert {line["replay/lag_mean"] for line in metrics[1:]} == {7}
 
 
-@pytest.mark.parametrize(("max_age", "released"), [(1, ["w-00000", "w-00001"]), (3, ["w-00000"]), (6, [])])
+@pytest.mark.parametrize(
+    ("max_age", "released"), [(1, ["w-00000.journal", "w-00001.journal"]), (3, ["w-00000.journal"]), (6, [])]
+)
 async def test_a_segment_stays_while_one_of_its_groups_may_be_replayed(
     tmp_path: Path, max_age: int, released: list[str]
 ) -> None:
@@ -319,7 +373,7 @@ async def test_skipped_visits_are_counted_in_metrics_and_summary(tmp_path: Path)
 def test_the_core_hears_mean_and_spread_of_a_group_unless_it_failed(
     outcome: Outcome, rewards: list[float], reward: float | None, spread: float
 ) -> None:
-    event = _closed(GroupReport(3, "t", outcome, rewards=rewards, oldest=2))
+    event = group_closed(GroupReport(3, "t", outcome, rewards=rewards, oldest=2))
     assert event == GroupClosed(3, outcome, oldest=2, reward=reward, spread=spread)
 
 
@@ -330,3 +384,84 @@ async def test_failing_groups_end_the_run_when_the_budget_is_spent(rig: Rig) -> 
     rig.worker.behave = fail
     with pytest.raises(PartFailed, match="3 groups in a row failed, the last one: broken reward"):
         await rig.run()
+
+
+# --------------------------------------------------------------------------------------------------- parts that die
+
+
+async def test_a_worker_that_dies_is_replaced_and_its_groups_are_made_again_from_what_was_recorded(rig: Rig) -> None:
+    orders: list[GroupOrder] = []
+
+    async def die_once(order: GroupOrder) -> None:
+        orders.append(order)
+        if order.group == 5 and not order.recorded:
+            rig.runtime.deaths.put_nowait(PartLost("worker-0", "was killed by SIGKILL"))
+            raise PartLost("worker-0", "closed its connection")
+
+    rig.worker.behave = die_once
+    assert await rig.run() == "done"
+    assert rig.runtime.restarted == ["worker-0"]
+    assert [order.recorded for order in orders if order.group == 5 and not order.heldout] == [False, True]
+    lines = await asyncio.to_thread(lambda: list(read_lines(rig.log.dir / "batches.jsonl")))
+    assert sum(len(line["groups"]) for line in lines) == lines[-1]["accounted"] == 24
+
+
+async def test_an_engine_that_dies_is_replaced_loaded_again_and_evaluates_again(rig: Rig) -> None:
+    async def die_in_the_evaluation(order: GroupOrder) -> None:
+        if order.heldout and order.group == 3 and not rig.runtime.restarted:
+            rig.runtime.deaths.put_nowait(PartLost("e0", "was killed by SIGKILL"))
+            await rig.runtime.revived.wait()
+
+    rig.worker.behave = die_in_the_evaluation
+    assert await rig.run() == "done"
+    assert rig.runtime.restarted == ["e0"]
+    assert rig.engine.pinned == [0, -1, 0, -1, 6, -1]
+
+
+async def test_a_part_that_keeps_dying_ends_the_run_with_its_own_account(rig: Rig) -> None:
+    async def die(order: GroupOrder) -> None:
+        rig.runtime.deaths.put_nowait(PartLost("worker-0", "exited with code 7", "its last words"))
+        raise PartLost("worker-0", "closed its connection")
+
+    rig.restarts = 0
+    rig.worker.behave = die
+    with pytest.raises(PartFailed, match=r"worker-0: exited with code 7; supervise\.restarts = 0") as caught:
+        await rig.run()
+    assert caught.value.remote_traceback == "its last words"
+
+
+async def test_a_learner_that_dies_ends_the_run_at_once(rig: Rig) -> None:
+    async def die(version: int) -> StepReport:
+        rig.runtime.deaths.put_nowait(PartLost("learner", "was killed by SIGKILL", "its last words"))
+        raise PartLost("learner", "closed its connection")
+
+    rig.learner.step = die  # type: ignore[method-assign]
+    with pytest.raises(PartFailed, match=r"learner: was killed by SIGKILL; the run can be resumed") as caught:
+        await rig.run()
+    assert caught.value.remote_traceback == "its last words"
+    assert rig.saved == []
+
+
+async def test_a_part_that_gives_no_sign_of_life_is_killed_and_replaced(rig: Rig) -> None:
+    async def fall_silent(order: GroupOrder) -> None:
+        if order.group == 5 and not order.heldout and not rig.runtime.killed:
+            rig.runtime.silent.add("worker-0")
+            await rig.runtime.revived.wait()
+            raise PartLost("worker-0", "closed its connection")
+
+    rig.worker.behave = fall_silent
+    assert await rig.run() == "done"
+    assert rig.runtime.killed == rig.runtime.restarted == ["worker-0"]
+
+
+async def test_a_checkpoint_that_cannot_be_written_costs_the_run_nothing_unless_it_is_the_last(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "run", replace(SETTINGS, checkpoint_every=2))
+    rig.refused = [2]
+    assert await rig.run() == "done"
+    rig.log.close()
+    assert rig.saved == [4, 6]
+    rig = Rig(tmp_path / "other", replace(SETTINGS, checkpoint_every=2))
+    rig.refused = [6]
+    with pytest.raises(NotSaved, match="no room"):
+        await rig.run()
+    rig.log.close()

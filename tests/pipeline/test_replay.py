@@ -1,10 +1,12 @@
 from __future__ import annotations
 
-from outpace.pipeline.replay import Replay, ReplaySettings
+from outpace.pipeline.replay import Pooled, Replay, ReplaySettings
 
 
-def replay(fraction: float = 0.5, max_age: int = 2, times: int = 1, size: int = 4) -> Replay:
-    return Replay(ReplaySettings(fraction, max_age, times), size)
+def replay(
+    fraction: float = 0.5, max_age: int = 2, times: int = 1, size: int = 4, pool: dict[int, Pooled] | None = None
+) -> Replay:
+    return Replay(ReplaySettings(fraction, max_age, times), size, pool)
 
 
 def test_the_widest_spread_goes_first_and_ties_by_the_newest() -> None:
@@ -56,8 +58,10 @@ def test_a_share_that_has_no_exact_float_costs_no_group() -> None:
     assert len(pool.choose()) == 29
 
 
-def test_an_emptied_pool_names_what_was_in_it() -> None:
+def test_a_pool_goes_on_from_its_state() -> None:
     pool = replay()
     pool.batch_trained(0, {0: 0.5, 1: 0.25}, ())
-    assert sorted(pool.clear()) == [0, 1]
-    assert pool.choose() == ()
+    again = replay(pool=pool.state())
+    assert again.choose() == pool.choose() != ()
+    assert again.batch_trained(1, {}, again.choose()) == pool.batch_trained(1, {}, pool.choose())
+    assert again.state() == pool.state()

@@ -28,7 +28,7 @@ from outpace.rewards.shaping import Overlong
 from outpace.rollouts.policy.client import ClientSettings
 from outpace.rollouts.single_turn import single_turn
 from outpace.rollouts.worker import Judges, RolloutWorker
-from outpace.types import Episode, GroupOrder, GroupRecord, Place, Task, Trajectory
+from outpace.types import Episode, GroupOrder, GroupRecord, Kept, Place, Task, Trajectory
 from rollouts_support import RecordingJournal, worker_settings
 
 CHAT = [{"role": "user", "content": "hi"}]
@@ -96,7 +96,7 @@ async def test_a_group_is_in_the_journal_when_its_report_comes(
 
 async def test_a_group_that_cannot_be_journalled_is_not_reported(make_engine: Any, make_worker: MakeWorker) -> None:
     class FullDisk(RecordingJournal):
-        def append(self, record: GroupRecord) -> Place:
+        def append(self, kept: Kept, record: GroupRecord) -> Place:
             raise OSError("no space left on device")
 
     with pytest.raises(OSError, match="no space"):

@@ -11,7 +11,8 @@ from outpace.runtime.scratch import Scratch
 def test_what_a_killed_run_left_is_removed_by_the_next_and_what_a_living_one_uses_is_not(tmp_path: Path) -> None:
     program = (
         "import os, sys, signal; from pathlib import Path; from outpace.runtime.scratch import Scratch;"
-        "Scratch(Path(sys.argv[1])); os.kill(os.getpid(), signal.SIGKILL)"
+        "scratch = Scratch(Path(sys.argv[1])); os.kill(scratch.guardian.pid, signal.SIGKILL);"
+        "os.kill(os.getpid(), signal.SIGKILL)"
     )
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False)
     assert len(list(tmp_path.iterdir())) == 1

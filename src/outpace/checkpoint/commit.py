@@ -7,7 +7,7 @@ Invariants
 - A directory named `step-…` was whole when it got its name. What a kill leaves behind has another name, is never
   chosen, and is cleaned by the next `begin`.
 - `newest_complete` checks every byte, and falls back to the newest one that passes.
-- A complete checkpoint is removed only while a newer complete one stays.
+- A complete checkpoint is removed only while a newer complete one stays, and loses its name before its first file.
 
 Everything here blocks on the disk: call it off the event loop.
 """
@@ -23,6 +23,7 @@ from pathlib import Path, PurePosixPath
 
 import msgspec
 
+from outpace import crash
 from outpace.errors import CorruptData
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,7 @@ MANIFEST = "manifest.json"
 _STEP = re.compile(r"step-(\d{6,})")
 _UNFINISHED = ".unfinished-"
 _REPLACED = ".replaced-"
+_REMOVED = ".removed-"
 _BLOCK = 1 << 20
 
 
@@ -55,20 +57,16 @@ def begin(root: str | Path, step: int) -> Path:
     clean(root)
     temporary = root / f"{_UNFINISHED}{_name(step)}"
     temporary.mkdir()
+    crash.reached("commit.begin")
     return temporary
 
 
 def commit(temporary: Path) -> Path:
     """Make it a checkpoint, or raise and leave nothing of it; complete ones stay whatever happens."""
-    name = temporary.name.removeprefix(_UNFINISHED)
-    target = temporary.parent / name
+    target = temporary.parent / temporary.name.removeprefix(_UNFINISHED)
     try:
-        entries = [_seal(path, temporary) for path in sorted(temporary.rglob("*")) if path.is_file()]
-        manifest = CheckpointManifest(step=_step_of(name), files=entries)
-        (temporary / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
-        _sync(temporary / MANIFEST)
-        for folder in [path for path in temporary.rglob("*") if path.is_dir()] + [temporary]:
-            _sync(folder)
+        _complete(temporary, step_of(target))
+        crash.reached("commit.before_rename")
         replaced = _set_aside(target)
         os.rename(temporary, target)
         _sync(target.parent)
@@ -76,9 +74,21 @@ def commit(temporary: Path) -> Path:
         discard(temporary)
         _restore_replaced(temporary.parent)
         raise
+    crash.reached("commit.after_rename")
     if replaced is not None:
         shutil.rmtree(replaced)
     return target
+
+
+def _complete(temporary: Path, step: int) -> None:
+    """Everything on the disk, and listed."""
+    entries = [_seal(path, temporary) for path in sorted(temporary.rglob("*")) if path.is_file()]
+    crash.reached("commit.before_manifest")
+    manifest = CheckpointManifest(step=step, files=entries)
+    (temporary / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
+    _sync(temporary / MANIFEST)
+    for folder in [path for path in temporary.rglob("*") if path.is_dir()] + [temporary]:
+        _sync(folder)
 
 
 def discard(temporary: Path) -> None:
@@ -89,22 +99,27 @@ def discard(temporary: Path) -> None:
 def clean(root: str | Path) -> None:
     """Remove what killed writers left behind. One writer per directory: nobody else's work is in there."""
     _restore_replaced(Path(root))
+    for path in Path(root).glob(f"{_REMOVED}*"):
+        shutil.rmtree(path)
     for path in Path(root).glob(f"{_UNFINISHED}*"):
         logger.warning("removing %s: its writer did not finish", path)
         shutil.rmtree(path)
 
 
-def prune(root: str | Path, keep: int) -> list[Path]:
-    """Remove all but the newest `keep` whole checkpoints, and broken ones older than the newest whole one.
+def prune(root: str | Path, keep: int, best: int | None = None) -> list[Path]:
+    """Remove all but the newest `keep` whole checkpoints and that of step `best`, and broken ones older than the newest
+    whole one.
 
     Wholeness is judged by names and sizes: the newest was just written and read back when it was sealed."""
     assert keep >= 1, "the last complete checkpoint is never removed"
+    crash.reached("prune.before")
     removed, whole = [], 0
     for path in _newest_first(Path(root)):
         is_whole = _is_plausible(path)
         whole += is_whole
-        if whole > keep or (whole and not is_whole):
-            shutil.rmtree(path)
+        is_wanted = is_whole and (whole <= keep or step_of(path) == best)
+        if whole and not is_wanted:
+            _remove(path)
             removed.append(path)
     return removed
 
@@ -136,7 +151,11 @@ def verify(checkpoint: str | Path) -> CheckpointManifest:
         path = checkpoint / entry.path
         if not path.is_file() or path.stat().st_size != entry.size:
             raise CorruptData(f"{entry.path} is missing or has another size")
-        if _crc32(path) != entry.crc32:
+        try:
+            found = _crc32(path)
+        except OSError as error:  # a broken disk, or another process that has just removed it
+            raise CorruptData(f"{entry.path} cannot be read: {error}") from None
+        if found != entry.crc32:
             raise CorruptData(f"{entry.path} is not what was written")
     return manifest
 
@@ -155,6 +174,15 @@ def read_manifest(checkpoint: str | Path) -> CheckpointManifest:
 
 def step_of(checkpoint: str | Path) -> int:
     return _step_of(Path(checkpoint).name)
+
+
+def steps(root: str | Path) -> list[int]:
+    """Of all checkpoints, the newest first; whether they are whole is another question."""
+    return [step_of(path) for path in _newest_first(Path(root))] if Path(root).is_dir() else []
+
+
+def of_step(root: str | Path, step: int) -> Path:
+    return Path(root) / _name(step)
 
 
 # ------------------------------------------------------------------------------------------------------------ details
@@ -206,12 +234,22 @@ def _sync(path: Path) -> None:
         os.close(fd)
 
 
+def _remove(checkpoint: Path) -> None:
+    """Half of it must never be taken for a checkpoint, not even for one that is broken."""
+    nameless = checkpoint.parent / f"{_REMOVED}{checkpoint.name}"
+    os.rename(checkpoint, nameless)
+    _sync(checkpoint.parent)
+    crash.reached("prune.middle")
+    shutil.rmtree(nameless)
+
+
 def _set_aside(target: Path) -> Path | None:
     """A checkpoint of the same step makes way for the new one, which is whole by now."""
     if not target.exists():
         return None
     aside = target.parent / f"{_REPLACED}{target.name}"
     os.rename(target, aside)
+    crash.reached("commit.set_aside")
     return aside
 
 

@@ -1,12 +1,13 @@
 """A trained policy as a Hugging Face directory, without loading torch.
 
-Weights come from the newest complete checkpoint; config, tokenizer and chat template from the model the run started
-from. The directory is made under another name and renamed when it is whole.
+Weights come from the newest complete checkpoint, or from the best one by held-out reward; config, tokenizer and chat
+template from the model the run started from. The directory is made under another name and renamed when it is whole.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import struct
@@ -16,8 +17,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from outpace.checkpoint.commit import MANIFEST, newest_complete, verify
+from outpace.checkpoint.commit import MANIFEST, newest_complete, of_step, verify
+from outpace.checkpoint.retention import CHECKPOINTS, best_first
 from outpace.errors import BadInput, CorruptData
+
+logger = logging.getLogger(__name__)
 
 WEIGHTS = "model.safetensors"
 
@@ -37,12 +41,13 @@ _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float
 _MAX_HEADER = 100_000_000  # the limit of the format
 
 
-def export(run_or_checkpoint_dir: str | Path, out_dir: str | Path) -> Path:
-    """Write the policy of a run, or of one of its checkpoints, to `out_dir`."""
+def export(run_or_checkpoint_dir: str | Path, out_dir: str | Path, best: bool = False) -> Path:
+    """Write the policy of a run, or of one of its checkpoints, to `out_dir`. With `best`, of a run's checkpoints the
+    one with the best held-out reward, and not the newest."""
     given, out = Path(run_or_checkpoint_dir), Path(out_dir)
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise BadInput(f"export: {out} exists and is not an empty directory")
-    run, checkpoint = _find(given)
+    run, checkpoint = _find(given, best)
     weights = _find_weights(checkpoint)
     source = _model_source(run)
     try:
@@ -60,11 +65,13 @@ def export(run_or_checkpoint_dir: str | Path, out_dir: str | Path) -> Path:
     return out
 
 
-def _find(given: Path) -> tuple[Path, Path]:
+def _find(given: Path, best: bool) -> tuple[Path, Path]:
     """The run directory and the checkpoint to export."""
     if not given.is_dir():
         raise BadInput(f"export: there is no directory {given}")
     if (given / MANIFEST).is_file():
+        if best:
+            raise BadInput(f"--best: chooses among the checkpoints of a run, and {given} is one of them")
         try:
             verify(given)
         except CorruptData as error:
@@ -72,10 +79,22 @@ def _find(given: Path) -> tuple[Path, Path]:
         return given.resolve().parent.parent, given
     if not (given / "config.toml").is_file():
         raise BadInput(f"export: {given} is neither a run directory nor a checkpoint")
-    checkpoint = newest_complete(given / "checkpoints")
+    checkpoint = _best_complete(given) if best else newest_complete(given / CHECKPOINTS)
     if checkpoint is None:
-        raise BadInput(f"export: {given} has no complete checkpoint")
+        raise BadInput(f"export: {given} has no complete checkpoint" + " that was evaluated" * best)
     return given, checkpoint
+
+
+def _best_complete(run: Path) -> Path | None:
+    for step in best_first(run):
+        checkpoint = of_step(run / CHECKPOINTS, step)
+        try:
+            verify(checkpoint)
+        except CorruptData as error:
+            logger.warning("checkpoint %s is not complete (%s); trying the next best", checkpoint, error)
+        else:
+            return checkpoint
+    return None
 
 
 def _find_weights(checkpoint: Path) -> Path:

@@ -6,7 +6,7 @@
 
 The compute thread sleeps on the inbox's condition when no lane has work; a request, a load or `close` wakes it. The
 loop never waits for it except by futures. An exception on the compute thread fails every pending request and every
-later call: an engine that is broken says so, it does not hang.
+later call: an engine that is broken says so (`broken`), it does not hang.
 
 Invariants
 - Lanes and decoders are touched by the compute thread alone, between two turns or inside one; so every weight swap
@@ -29,11 +29,13 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from outpace import crash
 from outpace.engines.build import DecoderPath, build_decoder
 from outpace.engines.decoder import Prepared
-from outpace.engines.lane import KvPolicy, Lane
+from outpace.engines.lane import KvPolicy
+from outpace.engines.lanes import STALE, Lanes
 from outpace.engines.peeking import Peek, Peeks, Seen
-from outpace.engines.request import Done, Request
+from outpace.engines.request import Done
 from outpace.engines.stopping import Decode
 from outpace.engines.tuning import fitting_threads
 from outpace.errors import OutpaceError, PartFailed, RequestFailed
@@ -46,7 +48,7 @@ T = TypeVar("T")
 
 
 class EmbeddedEngine:
-    """`outpace.protocols.Engine` in this process. Starts at version 0 with the model's own weights."""
+    """`outpace.protocols.Engine` in this process. Starts at version 0 with the model's own weights, or stale."""
 
     def __init__(
         self,
@@ -62,17 +64,18 @@ class EmbeddedEngine:
         path: DecoderPath = "auto",
         threads: int | None = None,
         trust_remote_code: bool = False,
+        stale: bool = False,
     ) -> None:
         """`model` is what `model.path` may be, or a loaded model, whose weights are copied. `threads` is a limit: a
-        small model is stepped with fewer."""
+        small model is stepped with fewer. `stale`: the model's own weights are not the policy's any more, and nothing
+        is served before the first load."""
         if isinstance(model, str):
             tokenizer = tokenizer or load_tokenizer(model, trust_remote_code=trust_remote_code)
             model = load_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
         decoder = build_decoder(model, slots, context, deterministic=deterministic, path=path)
-        self._kv: KvPolicy = kv
-        self._decode = None if tokenizer is None else _text_decoder(tokenizer)
-        self._main = Lane(decoder, 0, kv, self._decode)
-        self._pinned: Lane | None = None
+        decode = None if tokenizer is None else _text_decoder(tokenizer)
+        self._lanes = Lanes(decoder, STALE if stale else 0, kv, decode)
+        self._main = self._lanes.main
         self._threads = threads or torch.get_num_threads()
         self._on_cpu = model.device.type == "cpu"
         counted = self._threads if self._on_cpu else None
@@ -81,16 +84,17 @@ class EmbeddedEngine:
         self._pending: dict[str, asyncio.Future[Generation]] = {}
         self._calls: set[Future[Any]] = set()
         self._peeking: set[asyncio.Future[Ints]] = set()
+        self._breakdown: asyncio.Future[PartFailed] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._load_lock = asyncio.Lock()
 
         self._condition = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()
-        self._outbox: list[Done] = []
         self._peeks = Peeks()
         self._closing = False
         self._failure: PartFailed | None = None
         self._thread = threading.Thread(target=self._compute, name="outpace-engine", daemon=True)
+        crash.reached("engine.built")
         self._thread.start()
 
     # ---------------------------------------------------------------------------------------- the event loop's side
@@ -102,20 +106,20 @@ class EmbeddedEngine:
         if request_id in self._pending:
             raise RequestFailed(f"a request {request_id} is already under way")
         future: asyncio.Future[Generation] = self._loop.create_future()
-        self._post(lambda: self._submit(request_id, token_ids, sampling, min_version, pinned))
+        self._post(lambda: self._lanes.submit(request_id, token_ids, sampling, min_version, pinned))
         self._pending[request_id] = future
         try:
             return await future
         except asyncio.CancelledError:
             if self._failure is None and not self._closing:
-                self._post(lambda: self._abort({request_id}))
+                self._post(lambda: self._lanes.abort({request_id}))
             raise
         finally:
             self._pending.pop(request_id, None)
 
     async def abort(self, request_ids: list[str]) -> None:
         wanted = set(request_ids)
-        self._post(lambda: self._abort(wanted))
+        self._post(lambda: self._lanes.abort(wanted))
 
     async def peek(self, request_id: str, after: int) -> Ints:
         self._loop = asyncio.get_running_loop()
@@ -132,8 +136,7 @@ class EmbeddedEngine:
             started = time.perf_counter()
             self._refuse_older(manifest, pinned)
             prepared = await asyncio.to_thread(self._prepare, manifest)
-            swap = self._swap_pinned if pinned else self._swap_main
-            pause_s = await self._on_compute(lambda: swap(prepared, manifest.version))
+            pause_s = await self._on_compute(lambda: self._swap(prepared, manifest, pinned))
             return LoadReport(
                 version=manifest.version,
                 pause_s=pause_s,
@@ -142,12 +145,12 @@ class EmbeddedEngine:
             )
 
     async def release_pinned(self) -> None:
-        await self._on_compute(self._drop_pinned)
+        await self._on_compute(self._lanes.drop_pinned)
 
     async def stats(self) -> EngineStats:
         """Read without stopping the compute thread: counters may be one step apart."""
         self._raise_if_unusable()
-        lanes = [self._main] if self._pinned is None else [self._main, self._pinned]
+        lanes = self._lanes.all
         return EngineStats(
             version=self._main.version,
             running=sum(lane.running for lane in lanes),
@@ -161,6 +164,15 @@ class EmbeddedEngine:
             slots=self._main.decoder.slots,
             threads=self._threads,
         )
+
+    async def broken(self) -> PartFailed:
+        """Waits until the compute thread has broken down; says why."""
+        with self._condition:
+            if self._failure is not None:
+                return self._failure
+            self._loop = asyncio.get_running_loop()
+            self._breakdown = self._loop.create_future()
+        return await self._breakdown
 
     async def close(self) -> None:
         """Fail what is pending and end the compute thread."""
@@ -179,7 +191,9 @@ class EmbeddedEngine:
 
     def _prepare(self, manifest: Manifest) -> Prepared:
         with torch.no_grad():
-            return self._main.decoder.prepare(read_snapshot(manifest))
+            prepared = self._main.decoder.prepare(read_snapshot(manifest))
+        crash.reached("engine.load_read")
+        return prepared
 
     def _raise_if_unusable(self) -> None:
         if self._failure is not None:
@@ -231,6 +245,11 @@ class EmbeddedEngine:
             if not call.done():
                 call.set_exception(error)
 
+    def _tell_breakdown(self, failure: PartFailed) -> None:
+        if self._breakdown is not None and not self._breakdown.done():
+            self._breakdown.set_result(failure)
+        self._fail_pending(failure)
+
     # -------------------------------------------------------------------------------------- the compute thread's side
 
     def _compute(self) -> None:
@@ -245,7 +264,7 @@ class EmbeddedEngine:
 
     def _take_turn(self) -> bool:
         with self._condition:
-            while not (self._inbox or self._closing or self._has_work()):
+            while not (self._inbox or self._closing or self._lanes.has_work):
                 self._condition.wait()
             if self._closing:
                 return False
@@ -253,27 +272,19 @@ class EmbeddedEngine:
             self._inbox.clear()
         for command in commands:
             command()
-        if self._main.has_work:
-            with self._work.running():
-                self._outbox += self._main.advance()
-        if self._pinned is not None and self._pinned.has_work:
-            with self._eval_work.running():
-                self._outbox += self._pinned.advance()
+        for lane in self._lanes.all:
+            if lane.has_work:
+                with self._work.running() if lane is self._main else self._eval_work.running():
+                    self._lanes.ended += lane.advance()
+                crash.reached("engine.turn")
         self._flush()
         return True
 
-    def _has_work(self) -> bool:
-        return self._main.has_work or (self._pinned is not None and self._pinned.has_work)
-
     def _flush(self) -> None:
-        seen = self._peeks.seen(self._under_way()) if self._peeks else []
-        if (self._outbox or seen) and self._loop is not None:
-            finished, self._outbox = self._outbox, []
+        seen = self._peeks.seen(self._lanes.under_way()) if self._peeks else []
+        if (self._lanes.ended or seen) and self._loop is not None:
+            finished, self._lanes.ended = self._lanes.ended, []
             self._wake(lambda: self._settle(finished, seen))
-
-    def _under_way(self) -> dict[str, Request]:
-        pinned = {} if self._pinned is None else self._pinned.under_way()
-        return self._main.under_way() | pinned
 
     def _wake(self, callback: Callable[[], None]) -> None:
         if self._loop is not None and not self._loop.is_closed():
@@ -284,51 +295,13 @@ class EmbeddedEngine:
         with self._condition:
             self._failure = failure
             self._inbox.clear()
-        self._wake(lambda: self._fail_pending(failure))
+        self._wake(lambda: self._tell_breakdown(failure))
 
-    def _submit(
-        self, request_id: str, token_ids: Ints, sampling: Sampling, min_version: Version, pinned: Version | None
-    ) -> None:
-        try:
-            self._lane_for(pinned).submit(request_id, token_ids, sampling, min_version if pinned is None else pinned)
-        except RequestFailed as error:
-            self._outbox.append(Done(request_id, error))
-        except Exception as error:  # a boundary: what one caller sent may fail that caller, never the engine
-            failure = RequestFailed(f"the request cannot be served: {type(error).__name__}: {error}")
-            self._outbox.append(Done(request_id, failure))
-
-    def _lane_for(self, pinned: Version | None) -> Lane:
-        if pinned is None:
-            return self._main
-        if self._pinned is None or self._pinned.version != pinned:
-            resident = "none" if self._pinned is None else f"version {self._pinned.version}"
-            raise RequestFailed(f"version {pinned} is not pinned in this engine ({resident} is)")
-        return self._pinned
-
-    def _abort(self, request_ids: set[str]) -> None:
-        self._outbox += self._main.abort(request_ids)
-        if self._pinned is not None:
-            self._outbox += self._pinned.abort(request_ids)
-
-    def _swap_main(self, prepared: Prepared, version: Version) -> float:
+    def _swap(self, prepared: Prepared, manifest: Manifest, pinned: bool) -> float:
         started = time.perf_counter()
-        self._main.swap(prepared, version)
+        swap = self._lanes.swap_pinned if pinned else self._lanes.swap_main
+        swap(prepared, manifest.version)
         return time.perf_counter() - started
-
-    def _swap_pinned(self, prepared: Prepared, version: Version) -> float:
-        """Requests of another pinned version could only go on under weights they did not ask for: they fail."""
-        started = time.perf_counter()
-        if self._pinned is None:
-            self._pinned = Lane(self._main.decoder.sibling(prepared), version, self._kv, self._decode)
-        else:
-            self._outbox += self._pinned.fail_all(f"version {self._pinned.version} is no longer pinned")
-            self._pinned.swap(prepared, version)
-        return time.perf_counter() - started
-
-    def _drop_pinned(self) -> None:
-        if self._pinned is not None:
-            self._outbox += self._pinned.fail_all(f"version {self._pinned.version} is no longer pinned")
-            self._pinned = None
 
 
 def _text_decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:

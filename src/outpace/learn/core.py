@@ -40,6 +40,10 @@ Update = tuple[float, float]
 """Loss and gradient norm of one update."""
 
 
+class NotFinite(OutpaceError):
+    """Step after step had a loss or gradient that is not finite."""
+
+
 class LearnerCore:
     """Owns the model, its optimizer and, where the algorithm has them, a reference and a critic. For one thread."""
 
@@ -221,7 +225,7 @@ class LearnerCore:
         bad = [update for update in updates if not _is_finite(update)]
         self.bad_steps = self.bad_steps + 1 if bad else 0
         if self.bad_steps >= self.settings.learner.max_bad_steps:
-            raise OutpaceError(
+            raise NotFinite(
                 f"{self.bad_steps} steps in a row had a loss or gradient that is not finite "
                 f"(version {self.version}: loss {bad[-1][0]}, gradient norm {bad[-1][1]})"
             )

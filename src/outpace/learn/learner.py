@@ -1,26 +1,35 @@
 """The learner as a part of the running system: `outpace.protocols.Learner` around `LearnerCore`.
 
 All compute runs on one dedicated thread, strictly in the order of the calls. Publishing holds that thread only for
-the copy into shared memory; the checksums are computed elsewhere while the next chunk trains.
+the copy into shared memory, saving only for the copy of the state: checksums and files are made elsewhere while the
+next chunk trains.
 
     caller's loop ──chunk/step/publish/save──▶ compute thread ──copied snapshot──▶ sealing thread ──▶ Manifest
+                                                            └──copied state─────▶ saving thread ───▶ files
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import ParamSpec, TypeVar
 
+import msgspec
 import torch
 from transformers import PreTrainedModel
 
+from outpace import crash
 from outpace.checkpoint import journal
 from outpace.learn import state
+from outpace.learn.bad_steps import BadSteps
 from outpace.learn.closed import ClosedBatch
-from outpace.learn.core import LearnerCore
+from outpace.learn.core import LearnerCore, NotFinite
 from outpace.learn.settings import CoreSettings, LearnerSettings
+from outpace.learn.state_copy import Copies, StateCopy
 from outpace.stopwatch import Stopwatch
 from outpace.types import ChunkReport, LearnerStats, Manifest, Place, StepReport, Version
 from outpace.weights.store import Draft, SnapshotWriter
@@ -44,6 +53,12 @@ class TorchLearner:
         threads = settings.threads or torch.get_num_threads()
         self._work = Stopwatch(threads if settings.device == "cpu" else None)
         self._sealing = ThreadPoolExecutor(1, "seal")
+        self._saving = ThreadPoolExecutor(1, "save")
+        self._copies = Copies()
+        self._reserved = False
+        self._costs: deque[tuple[str, float]] = deque()  # of saving, in seconds; not in a report yet
+        self._places: list[Place] = []  # of the open batch
+        self._bad_steps = BadSteps(settings.journal)
         self._compute = ThreadPoolExecutor(1, "learner")
         self._core = self._compute.submit(self._build, model).result()
         self._closed = None if settings.config.learner.stream else ClosedBatch(self._core, settings.config)
@@ -56,10 +71,14 @@ class TorchLearner:
 
     async def publish(self, leased: list[Version]) -> Manifest:
         draft = await self._on_compute_thread(self._copy, leased)
-        return await asyncio.get_running_loop().run_in_executor(self._sealing, self._writer.seal, draft)
+        return await asyncio.get_running_loop().run_in_executor(self._sealing, self._seal, draft)
 
     async def save(self, directory: str, version: Version) -> bool:
-        return await self._on_compute_thread(self._save, directory, version)
+        """Raises `OSError` when the disk does not take it; the learner itself is none the worse."""
+        copied = await self._on_compute_thread(self._copy_state, version)
+        if copied is not None:
+            await asyncio.get_running_loop().run_in_executor(self._saving, self._write_state, copied, Path(directory))
+        return copied is not None
 
     async def load(self, directory: str) -> Version:
         return await self._on_compute_thread(self._load, directory)
@@ -77,8 +96,8 @@ class TorchLearner:
 
     async def close(self) -> None:
         """Let what was asked for finish, then end the threads and remove the snapshots."""
-        await asyncio.to_thread(self._compute.shutdown)
-        await asyncio.to_thread(self._sealing.shutdown)
+        for executor in (self._compute, self._sealing, self._saving):
+            await asyncio.to_thread(executor.shutdown)
         self._writer.close()
 
     async def _on_compute_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -106,34 +125,91 @@ class TorchLearner:
                 device=settings.device,
                 trust_remote_code=config.model.trust_remote_code,
             )
-        return LearnerCore(model, CoreSettings.of(config))
+        core = LearnerCore(model, CoreSettings.of(config))
+        crash.reached("learner.built")
+        return core
 
     def _chunk(self, version: Version, places: list[Place], replayed: bool) -> ChunkReport:
         core = self._at(version)
+        crash.reached("chunk.before")
         groups = [journal.read(self._settings.journal, place) for place in places]
+        self._places += places
         if self._closed is not None:
-            return self._closed.add(groups, replayed)
-        return core.accumulate([row for group in groups for row in group.rows], replayed=replayed)
+            report = self._closed.add(groups, replayed)
+        else:
+            report = core.accumulate([row for group in groups for row in group.rows], replayed=replayed)
+        crash.reached("chunk.after")
+        return report
 
     def _step(self, version: Version) -> StepReport:
         core = self._at(version)
-        return core.step() if self._closed is None else self._closed.train()
-
-    def _load(self, directory: str) -> Version:
-        if self._closed is not None:
-            self._closed.drop()
-        return state.restore(self._core, directory)
-
-    def _save(self, directory: str, version: Version) -> bool:
-        if self._core.version != version:
-            return False
-        state.save(self._core, directory)
-        return True
+        crash.reached("step.before")
+        places, self._places = self._places, []
+        try:
+            report = core.step() if self._closed is None else self._closed.train()
+        except NotFinite as error:
+            self._bad_steps.keep(version + 1, places)
+            raise NotFinite(f"{error}; {self._bad_steps.kept}" if self._bad_steps.kept else str(error)) from None
+        metrics = report.metrics | self._cost_of_saving()
+        if report.skipped and self._bad_steps.keep(report.version, places):
+            metrics["faults/kept_groups"] = len(places)
+        crash.reached("step.after")
+        self._reserve()
+        return msgspec.structs.replace(report, metrics=metrics)
 
     def _copy(self, leased: list[Version]) -> Draft:
-        return self._writer.copy(self._core.version, self._core.model.state_dict(), leased)
+        draft = self._writer.copy(self._core.version, self._core.model.state_dict(), leased)
+        crash.reached("publish.copied")
+        return draft
+
+    def _seal(self, draft: Draft) -> Manifest:
+        manifest = self._writer.seal(draft)
+        crash.reached("publish.sealed")
+        return manifest
 
     def _at(self, version: Version) -> LearnerCore:
         own = self._core.version
         assert version == own, f"asked to train from version {version}, but the learner is at {own}"
         return self._core
+
+    # ------------------------------------------------------------------------------------------------------- state
+
+    def _reserve(self) -> None:
+        """With the first step the optimizer has all its state, so that the memory of a copy is known. It is made ready
+        while training goes on."""
+        if not self._reserved and self._settings.config.checkpoint.every:
+            self._saving.submit(self._copies.reserve, *state.layout(self._core))
+        self._reserved = True
+
+    def _copy_state(self, version: Version) -> StateCopy | None:
+        """None: the learner is past that version."""
+        if self._core.version != version:
+            return None
+        started = time.perf_counter()
+        copied = state.copy(self._core, self._copies)
+        self._costs.append(("checkpoint/held_s", time.perf_counter() - started))
+        crash.reached("save.copied")
+        return copied
+
+    def _write_state(self, copied: StateCopy, directory: Path) -> None:
+        started = time.perf_counter()
+        try:
+            state.write(copied, directory)
+        finally:
+            self._copies.give_back(copied)
+        self._costs.append(("checkpoint/write_s", time.perf_counter() - started))
+
+    def _cost_of_saving(self) -> dict[str, float]:
+        """Since it was last asked for. A file may be finished at any moment, by another thread."""
+        costs: dict[str, float] = {}
+        while self._costs:
+            name, seconds = self._costs.popleft()
+            costs[name] = costs.get(name, 0.0) + seconds
+        return costs
+
+    def _load(self, directory: str) -> Version:
+        self._saving.submit(lambda: None).result()  # a reference that is being written must not change
+        if self._closed is not None:
+            self._closed.drop()
+        self._places = []
+        return state.restore(self._core, directory)

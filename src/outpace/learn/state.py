@@ -1,23 +1,26 @@
 """A learner's state on disk: safetensors for everything that is a tensor, JSON for the rest, pickle for nothing.
 
-`save` writes into a directory that somebody else makes and commits; a directory without all three files is not a
-state. What `restore` gives back is exact: training on from it produces the same bits as never having stopped.
+    copy (on the thread that trains) ─▶ write (on any other) ─▶ a directory that somebody else makes and commits
+
+A directory without all files is not a state. What `restore` gives back is exact: training on from it produces the same
+bits as never having stopped. That includes what random numbers come next, from torch, numpy and Python.
 """
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import msgspec
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from outpace import crash
 from outpace.errors import CorruptData
 from outpace.learn.core import LearnerCore
+from outpace.learn.state_copy import Copies, Layout, StateCopy, Tensors, plan
+from outpace.learn.tensor_file import load_tensors, write_bytes, write_tensors
+from outpace.runtime import rng
 from outpace.types import Version
 from outpace.weights.store import distinct_tensors
 
@@ -25,8 +28,10 @@ MODEL_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 REFERENCE_FILE = "reference.safetensors"
 COUNTERS_FILE = "learner.json"
+RNG_FILE = "learner_rng.json"
 
 RNG = "rng/cpu"
+CUDA_RNG = "rng/cuda"
 CRITIC = "critic/"
 
 
@@ -37,42 +42,56 @@ class Counters(msgspec.Struct, frozen=True):
     engine_kl: float = 0.0
 
 
+# -------------------------------------------------------------------------------------------------------------- saving
+
+
 def save(core: LearnerCore, directory: str | Path) -> None:
-    """Write the state; every file is on the disk, not merely in a cache, when this returns."""
-    directory = Path(directory)
-    _save_tensors(distinct_tensors(core.model.state_dict()), directory / MODEL_FILE)
-    others = _optimizer_tensors(core) | _critic_tensors(core) | {RNG: torch.get_rng_state()}
-    _save_tensors(others, directory / OPTIMIZER_FILE)
-    if core.reference is not None:
-        _save_tensors(distinct_tensors(core.reference.model.state_dict()), directory / REFERENCE_FILE)
+    """Copy and write in one go; every file is on the disk, not merely in a cache, when this returns."""
+    write(copy(core, Copies()), Path(directory))
+
+
+def copy(core: LearnerCore, copies: Copies) -> StateCopy:
+    """The state as it is now. Only for this the weights have to hold still."""
     counters = Counters(core.version, core.tokens, core.bad_steps, core.engine_kl)
-    _sync_write(directory / COUNTERS_FILE, msgspec.json.format(msgspec.json.encode(counters)) + b"\n")
+    small = {
+        COUNTERS_FILE: msgspec.json.format(msgspec.json.encode(counters)) + b"\n",
+        RNG_FILE: rng.capture(),
+    }
+    return copies.make(_changing(core), _lasting(core), small)
 
 
-def restore(core: LearnerCore, directory: str | Path) -> Version:
-    """Put the state back and say its version; gradients of an open batch are dropped."""
-    directory = Path(directory)
-    weights = _load_tensors(directory / MODEL_FILE)
-    optimizer = _load_tensors(directory / OPTIMIZER_FILE)
-    try:
-        counters = msgspec.json.decode((directory / COUNTERS_FILE).read_bytes(), type=Counters)
-    except (OSError, msgspec.DecodeError) as error:
-        raise CorruptData(f"{directory / COUNTERS_FILE}: {error}") from None
-    _copy_into_model(core.model, weights, directory / MODEL_FILE)
-    if core.reference is not None:
-        if not (directory / REFERENCE_FILE).exists():
-            raise CorruptData("it was saved without a reference; kl.coefficient must stay 0")
-        _copy_into_model(core.reference.model, _load_tensors(directory / REFERENCE_FILE), directory / REFERENCE_FILE)
-    torch.set_rng_state(optimizer.pop(RNG))
-    _copy_into_critic(core, optimizer, directory)
-    _copy_into_optimizer(core, optimizer)
-    core.drop_gradients()
-    core.version, core.tokens, core.bad_steps = counters.version, counters.tokens, counters.bad_steps
-    core.engine_kl = counters.engine_kl
-    return core.version
+def write(state: StateCopy, directory: Path) -> None:
+    """Raises `OSError` when the disk does not take it; what is there by then is not a state."""
+    for name, tensors in state.files.items():
+        write_tensors(directory / name, tensors)
+        crash.reached(f"save.{name.removesuffix('.safetensors')}")
+    for name, data in state.small.items():
+        write_bytes(directory / name, data)
+    crash.reached("save.done")
 
 
-def _optimizer_tensors(core: LearnerCore) -> dict[str, Tensor]:
+def layout(core: LearnerCore) -> tuple[Layout, bool]:
+    """What memory a copy of this state takes."""
+    return plan(_changing(core))
+
+
+def _changing(core: LearnerCore) -> dict[str, Tensors]:
+    files = {
+        MODEL_FILE: distinct_tensors(core.model.state_dict()),
+        OPTIMIZER_FILE: _optimizer_tensors(core) | _critic_tensors(core) | _generators(core),
+    }
+    if core.reference is not None and core.settings.kl.sync_every:
+        files[REFERENCE_FILE] = distinct_tensors(core.reference.model.state_dict())
+    return files
+
+
+def _lasting(core: LearnerCore) -> dict[str, Tensors]:
+    if core.reference is None or core.settings.kl.sync_every:
+        return {}
+    return {REFERENCE_FILE: distinct_tensors(core.reference.model.state_dict())}
+
+
+def _optimizer_tensors(core: LearnerCore) -> Tensors:
     state = core.optimizer.state
     return {
         f"{kind}/{name}": value
@@ -81,11 +100,62 @@ def _optimizer_tensors(core: LearnerCore) -> dict[str, Tensor]:
     }
 
 
-def _critic_tensors(core: LearnerCore) -> dict[str, Tensor]:
+def _critic_tensors(core: LearnerCore) -> Tensors:
     return {CRITIC + name: parameter.detach() for name, parameter in core.critic_parameters.items()}
 
 
-def _copy_into_critic(core: LearnerCore, tensors: dict[str, Tensor], directory: Path) -> None:
+def _generators(core: LearnerCore) -> Tensors:
+    device = core.model.device
+    on_device = {CUDA_RNG: torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
+    return {RNG: torch.get_rng_state()} | on_device
+
+
+# ----------------------------------------------------------------------------------------------------------- restoring
+
+
+def restore(core: LearnerCore, directory: str | Path) -> Version:
+    """Put the state back and say its version; gradients of an open batch are dropped."""
+    directory = Path(directory)
+    weights = load_tensors(directory / MODEL_FILE)
+    optimizer = load_tensors(directory / OPTIMIZER_FILE)
+    counters, random_state = _read_small(directory)
+    _copy_into_model(core.model, weights, directory / MODEL_FILE)
+    crash.reached("load.middle")
+    if core.reference is not None:
+        if not (directory / REFERENCE_FILE).exists():
+            raise CorruptData("it was saved without a reference; kl.coefficient must stay 0")
+        _copy_into_model(core.reference.model, load_tensors(directory / REFERENCE_FILE), directory / REFERENCE_FILE)
+    generators = {name: optimizer.pop(name) for name in (RNG, CUDA_RNG) if name in optimizer}
+    _copy_into_critic(core, optimizer)
+    _copy_into_optimizer(core, optimizer)
+    core.drop_gradients()
+    core.version, core.tokens, core.bad_steps = counters.version, counters.tokens, counters.bad_steps
+    core.engine_kl = counters.engine_kl
+    _restore_generators(core, generators)
+    rng.restore(random_state)
+    return core.version
+
+
+def _read_small(directory: Path) -> tuple[Counters, bytes]:
+    try:
+        counters = msgspec.json.decode((directory / COUNTERS_FILE).read_bytes(), type=Counters)
+    except (OSError, msgspec.DecodeError) as error:
+        raise CorruptData(f"{directory / COUNTERS_FILE}: {error}") from None
+    try:
+        state = (directory / RNG_FILE).read_bytes()
+        msgspec.json.decode(state, type=rng.State)
+    except (OSError, msgspec.DecodeError) as error:
+        raise CorruptData(f"{directory / RNG_FILE}: {error}") from None
+    return counters, state
+
+
+def _restore_generators(core: LearnerCore, states: Tensors) -> None:
+    torch.set_rng_state(states[RNG])
+    if CUDA_RNG in states and core.model.device.type == "cuda":
+        torch.cuda.set_rng_state(states[CUDA_RNG], core.model.device)
+
+
+def _copy_into_critic(core: LearnerCore, tensors: Tensors) -> None:
     """Takes the critic's own weights out of `tensors`."""
     saved = {name: tensors.pop(name) for name in list(tensors) if name.startswith(CRITIC)}
     if saved.keys() != _critic_tensors(core).keys():
@@ -100,7 +170,7 @@ def _copy_into_critic(core: LearnerCore, tensors: dict[str, Tensor], directory: 
             parameter.copy_(saved[CRITIC + name])
 
 
-def _copy_into_model(model: PreTrainedModel, weights: dict[str, Tensor], file: Path) -> None:
+def _copy_into_model(model: PreTrainedModel, weights: Tensors, file: Path) -> None:
     own = distinct_tensors(model.state_dict())
     if own.keys() != weights.keys() or any(own[name].shape != weights[name].shape for name in own):
         raise CorruptData(f"{file} does not hold the weights of this model; model.path must stay")
@@ -115,28 +185,3 @@ def _copy_into_optimizer(core: LearnerCore, tensors: dict[str, Tensor]) -> None:
         kind, name = key.split("/", 1)
         parameter = (core.parameters | core.critic_parameters)[name]
         core.optimizer.state[parameter][kind] = value.to(parameter.device)
-
-
-def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
-    _sync(path)
-
-
-def _load_tensors(path: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise CorruptData(f"{path}: {error}") from None
-
-
-def _sync_write(path: Path, data: bytes) -> None:
-    path.write_bytes(data)
-    _sync(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

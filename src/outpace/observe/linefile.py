@@ -5,6 +5,7 @@ Invariants
   Only a kill in the middle of a write can leave a torn last line, and readers skip it.
 - A full disk costs time, not lines and not the run: lines that could not be written are kept, in order and up to a
   bound, and tried again with the next one.
+- `append` and `close` belong to one thread; `sync` may be called from another meanwhile.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import logging
 import os
 import tempfile
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,6 +33,8 @@ class LineFile:
         self.path = path
         self.lost = 0
         self._pending: deque[bytes] = deque()
+        self._trouble: OSError | None = None  # why the last write failed; None: everything is in the file
+        self._open = threading.Lock()  # against closing the descriptor under a sync
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def append(self, record: dict[str, Any]) -> None:
@@ -48,8 +52,19 @@ class LineFile:
         self.lost += len(self._pending)
         if self.lost:
             logger.warning("%s: %d lines could not be written", self.path, self.lost)
-        os.close(self._fd)
-        self._fd = -1
+        with self._open:
+            os.close(self._fd)
+            self._fd = -1
+
+    def sync(self) -> None:
+        """Return when all that was appended is on the disk; OSError if something could not be written. A closed file
+        has nothing to say."""
+        with self._open:
+            if self._fd < 0:
+                return
+            if self._trouble is not None:
+                raise OSError(self._trouble.errno, self._trouble.strerror, str(self.path))
+            os.fsync(self._fd)
 
     def _write_pending(self) -> None:
         length = os.fstat(self._fd).st_size
@@ -57,7 +72,9 @@ class LineFile:
             while self._pending:
                 length += _write_all(self._fd, self._pending[0])
                 self._pending.popleft()
+            self._trouble = None
         except OSError as error:
+            self._trouble = error
             if len(self._pending) == 1:
                 logger.warning("%s: %s; keeping the line for later", self.path, error)
             with contextlib.suppress(OSError):  # cutting back can fail on the same broken disk; readers skip torn lines

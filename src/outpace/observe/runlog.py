@@ -5,11 +5,14 @@ Invariants
 - `claim` changes nothing but the lock, so that a start-up check that fails afterwards costs nothing: `abandon` takes
   back what this run has made. Only `start` clears what an earlier run left, by name: foreign files are never touched.
 - Every line carries its step. `roll_back(c)` leaves the logs as they were when step c was written.
+- batches.jsonl books every visit of a task once: as a group that was trained, or among the `settled`. `accounted` is
+  how many visits this line and those before it have booked; a checkpoint keeps that number and rolls back to it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import shutil
@@ -25,15 +28,18 @@ from outpace.observe.runlock import RunLock
 from outpace.observe.summary import Summary
 from outpace.types import EpisodeView
 
+logger = logging.getLogger(__name__)
+
 LOCK = "run.lock"
-FILES = ("config.toml", "metrics.jsonl", "batches.jsonl", "evals.jsonl", "summary.json", "timeline.json")
+FILES = ("config.toml", "tasks.json", "metrics.jsonl", "batches.jsonl", "evals.jsonl", "summary.json", "timeline.json")
 LINES = ("metrics.jsonl", "batches.jsonl", "evals.jsonl")
 FOLDERS = ("rollouts", "checkpoints", "journal", "logs")
-"""What a run leaves, and all that overwriting one removes."""
+ON_DEMAND = ("bad_steps",)
+"""What a run leaves, and all that overwriting one removes; some of it only where there is something to put in."""
 
 
 class BatchGroup(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One group of a trained batch, as `batches.jsonl` names it; `replay` is there only where it is true."""
+    """One group of a trained batch, as `batches.jsonl` names it; what has its default is left out."""
 
     task_id: str
     epoch: int
@@ -41,6 +47,17 @@ class BatchGroup(msgspec.Struct, frozen=True, omit_defaults=True):
     lag: int
     episodes: int
     replay: bool = False  # trained before, in an earlier batch: no visit, and its lag may exceed max_lag
+    task: int = -1  # its index among the tasks; -1: not noted
+
+
+class BatchSettled(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A visit that ended without being trained, as `batches.jsonl` names it; what has its default is left out."""
+
+    task: int  # its index among the tasks
+    epoch: int
+    outcome: str  # filtered, failed, dropped or skipped
+    reason: str = ""
+    task_id: str = ""  # empty: the task was never fetched
 
 
 class RunLog:
@@ -81,7 +98,7 @@ class RunLog:
         if not self._resuming:
             for name in FILES:
                 (self.dir / name).unlink(missing_ok=True)
-            for name in set(FOLDERS) - {"logs"}:  # the parts of this run write their logs there already
+            for name in {*FOLDERS, *ON_DEMAND} - {"logs"}:  # the parts of this run write their logs there already
                 if (self.dir / name).is_dir():
                     shutil.rmtree(self.dir / name)
         for name in FOLDERS:
@@ -95,12 +112,12 @@ class RunLog:
         untouched = self.began and not self._resuming and not any(read_lines(self.dir / "metrics.jsonl"))
         self._close_lines()
         if not self.began:  # parts that started before the refusal may have made folders
-            for name in set(FOLDERS) - set(self._found):
+            for name in {*FOLDERS, *ON_DEMAND} - set(self._found):
                 shutil.rmtree(self.dir / name, ignore_errors=True)
         if untouched:
             for name in FILES:
                 (self.dir / name).unlink(missing_ok=True)
-            for name in FOLDERS:
+            for name in (*FOLDERS, *ON_DEMAND):
                 shutil.rmtree(self.dir / name, ignore_errors=True)
         self._lock.release()
         _remove_if_empty(self._made)
@@ -120,9 +137,21 @@ class RunLog:
         """One line of metrics.jsonl: finite numbers only."""
         self._lines["metrics.jsonl"].append({"step": step} | finite(metrics))
 
-    def batch(self, step: int, version: int, groups: Iterable[BatchGroup]) -> None:
-        """One line of batches.jsonl: what this step was trained on. `version` is the one it was trained from."""
-        record = {"step": step, "version": version, "groups": [msgspec.to_builtins(group) for group in groups]}
+    def batch(
+        self,
+        step: int,
+        version: int,
+        groups: Iterable[BatchGroup],
+        settled: Iterable[BatchSettled] = (),
+        accounted: int | None = None,
+    ) -> None:
+        """One line of batches.jsonl: what this step was trained on, and what else came to an end since the line before.
+        `version` is the one it was trained from, `accounted` the number of visits that are settled with this line."""
+        record: dict[str, Any] = {"step": step, "version": version, "groups": msgspec.to_builtins(list(groups))}
+        if ended := msgspec.to_builtins(list(settled)):
+            record["settled"] = ended
+        if accounted is not None:
+            record["accounted"] = accounted
         self._lines["batches.jsonl"].append(record)
 
     def evaluation(self, version: int, metrics: Mapping[str, float]) -> None:
@@ -140,11 +169,28 @@ class RunLog:
         text = msgspec.json.format(msgspec.json.encode(summary), indent=2).decode()
         write_atomically(self.dir / "summary.json", text + "\n")
 
-    def roll_back(self, step: int) -> list[dict[str, Any]]:
-        """Forget what was logged after `step`; returns the lines of metrics.jsonl that stay."""
+    def stall(self, reason: str, dump: str) -> Path:
+        """Who waits for whom and what everybody is doing, for whoever wants to know why nothing moves."""
+        path = self.dir / "logs" / "stall.txt"
+        try:
+            path.write_text(f"{reason}\n\n{dump}\n")
+        except OSError as error:  # a full disk is no reason to end a run, nor to hide why it ends
+            logger.warning("%s: %s", path, error)
+        return path
+
+    def sync(self) -> None:
+        """Return when every line logged before is on the disk; OSError if one could not be written. Takes as long as
+        the disk does, so not on an event loop; lines may be logged meanwhile."""
+        for lines in list(self._lines.values()):
+            lines.sync()
+
+    def roll_back(self, step: int, accounted: int | None = None) -> list[dict[str, Any]]:
+        """Forget what was logged after `step`, and batches that book more than `accounted` visits; returns the lines of
+        metrics.jsonl that stay."""
         self._close_lines()
+        most = math.inf if accounted is None else accounted
         for name in LINES:
-            keep_lines(self.dir / name, lambda record: _step_of(record) <= step)
+            keep_lines(self.dir / name, lambda record: _step_of(record) <= step and _accounted_by(record) <= most)
             if self.began:
                 self._lines[name] = LineFile(self.dir / name)
         for path in (self.dir / "rollouts").glob("step-*.jsonl"):
@@ -163,6 +209,11 @@ def finite(metrics: Mapping[str, float]) -> dict[str, float]:
 def _step_of(record: Mapping[str, Any]) -> float:
     step = record.get("step")
     return step if isinstance(step, int) else math.inf  # a line of no step belongs to no kept step
+
+
+def _accounted_by(record: Mapping[str, Any]) -> float:
+    accounted = record.get("accounted")
+    return accounted if isinstance(accounted, int) else -math.inf  # nothing is said: its step alone decides
 
 
 def _content(path: Path) -> list[str]:

@@ -7,12 +7,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from outpace.checkpoint import commit
 from outpace.errors import BadInput
 from outpace.observe.linefile import read_lines
-from outpace.pipeline.core import CoreState
+from outpace.pipeline.core import state_of
 from outpace.pipeline.ledger import by_epoch
 
 STATE_FILE = "controller.json"
@@ -24,7 +22,7 @@ def account_of(run: Path) -> dict[str, Any]:
     checkpoint = commit.newest_complete(run / "checkpoints")
     if checkpoint is None:
         raise BadInput(f"ledger: {run} has no complete checkpoint")
-    state = msgspec.convert(json.loads((checkpoint / STATE_FILE).read_text()), CoreState)
+    state = state_of(json.loads((checkpoint / STATE_FILE).read_text())["core"])
     return {
         "version": state.version,
         "tasks": state.tasks,

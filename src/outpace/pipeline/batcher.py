@@ -64,6 +64,11 @@ class Batcher:
         self._due[deadline] += 1
         self._running[group] = None
 
+    def adopt(self, group: int, deadline: Version) -> None:
+        """A group that had finished before this start of the run."""
+        self.admit(group, deadline)
+        self.finish(group)
+
     def finish(self, group: int) -> None:
         del self._running[group]
         heappush(self._ready, (self._deadlines[group], group))

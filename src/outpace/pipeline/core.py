@@ -35,6 +35,7 @@ from outpace.pipeline.batcher import Batcher
 from outpace.pipeline.courier import Courier, Evaluations
 from outpace.pipeline.difficulty import Difficulty, DifficultyState
 from outpace.pipeline.events import (
+    Account,
     Action,
     Admit,
     BatchTrained,
@@ -42,7 +43,9 @@ from outpace.pipeline.events import (
     Checkpoint,
     ChunkTrained,
     CloseBatch,
+    EngineJoined,
     EngineLoaded,
+    EngineLost,
     EpochEnded,
     EpochStarted,
     Evaluate,
@@ -55,7 +58,7 @@ from outpace.pipeline.events import (
     Publish,
     Published,
     Retire,
-    Skip,
+    Settle,
     Started,
     StopRequested,
     TrainChunk,
@@ -63,15 +66,16 @@ from outpace.pipeline.events import (
 from outpace.pipeline.governor import Governor, GovernorState
 from outpace.pipeline.ledger import Ledger, LedgerState, Settled
 from outpace.pipeline.pacing import CoreSettings, Load, Pacing
-from outpace.pipeline.replay import Replay
+from outpace.pipeline.replay import Pooled, Replay
+from outpace.pipeline.survivors import NOTHING, Survivors, group_closed
 from outpace.tasks.order import Order
-from outpace.types import Version
+from outpace.types import Kept, Version
 
 __all__ = ["Core", "CoreSettings", "CoreState"]
 
 
 class CoreState(msgspec.Struct, frozen=True):
-    """What a checkpoint keeps of the core. The pool of groups to replay is not in it, since the journal is not."""
+    """What a checkpoint keeps of the core. Tokens are in the journal, which keeps them as long as this needs them."""
 
     tasks: int
     seed: int
@@ -81,6 +85,7 @@ class CoreState(msgspec.Struct, frozen=True):
     ledger: LedgerState = LedgerState()
     governor: GovernorState = GovernorState()
     difficulty: DifficultyState = DifficultyState()
+    replay: dict[int, Pooled] = {}
 
 
 @dataclass(frozen=True)
@@ -92,11 +97,25 @@ class Admitted:
     spread: float = 0.0  # of its rewards, once it has finished
 
 
+def state_of(snapshot: dict[str, object]) -> CoreState:
+    """The state of a `Checkpoint`, after a way through JSON."""
+    return msgspec.convert(snapshot, CoreState, strict=False)  # whose keys are text
+
+
 class Core:
-    def __init__(self, settings: CoreSettings, order: Order, state: CoreState | None = None) -> None:
+    def __init__(
+        self,
+        settings: CoreSettings,
+        order: Order,
+        state: CoreState | None = None,
+        survivors: Survivors = NOTHING,
+        evaluated: Version = -1,
+    ) -> None:
+        """`state` and `survivors` are what an earlier start has left; `evaluated` is the newest version of which the
+        result is known."""
         self.settings = settings
         self.order = order
-        self._resumed = state
+        self._committed = state  # what the newest checkpoint holds
         state = state or CoreState(order.count, order.seed, order.shuffle)
         if (state.tasks, state.seed, state.shuffle) != (order.count, order.seed, order.shuffle):
             raise BadInput(
@@ -105,36 +124,54 @@ class Core:
             )
         assert settings.tasks == order.count
         self.version: Version = state.version
-        self._next_group = state.next_group
+        self._next_group = max([state.next_group, *(kept.order.group + 1 for kept in survivors.finished)])
         self._groups: dict[int, Admitted] = {}
         self._cancelled: set[int] = set()
         self._pacing = Pacing(settings)
         self._batcher = Batcher(
             settings.groups_per_step, settings.chunk_groups, in_order=settings.deterministic, version=state.version
         )
-        self._ledger = Ledger(order.count, settings.epochs, state.ledger)
+        finished = {kept.order.position for kept in survivors.finished}
+        self._ledger = Ledger(order.count, settings.epochs, state.ledger, finished)
+        self._recorded = dict(survivors.recorded or {})
         self._governor = Governor(settings.governor, settings.max_lag, state.governor)
         self._difficulty = Difficulty(settings.difficulty, order.count, settings.deterministic, state.difficulty)
-        self._replay = Replay(settings.replay, settings.groups_per_step)
+        pool = {kept.order.group: state.replay[kept.order.group] for kept in survivors.pooled}
+        self._replay = Replay(settings.replay, settings.groups_per_step, pool)
         self._replayed: tuple[int, ...] | None = None  # in the open batch; None: not chosen yet
         self._courier = Courier("lockstep" if settings.deterministic else settings.update)
-        self._evaluations = Evaluations()
+        self._evaluations = Evaluations(settings.deterministic, evaluated)
+        self._evaluated = evaluated
         self._learner: Literal["idle", "chunk", "step"] = "idle"
         self._publishing: set[Version] = set()
         self._started = self._stopping = self._finished = False
-        self._committed = self._resumed  # what the newest checkpoint holds
+        self._accounted = self._ledger.settled  # so many visits are on record
         self._actions: list[Action] = []
+        for kept in survivors.finished:
+            self._adopt(kept)
+        self._boundary = self._state()  # the newest state in which nothing was outstanding
+
+    def _adopt(self, kept: Kept) -> None:
+        """A group that an earlier start has finished; how long it may wait is a matter of its stamp, as ever."""
+        order, closed = kept.order, group_closed(kept.report)
+        self._groups[order.group] = Admitted(order.position, order.min_version, closed.spread)
+        self._batcher.adopt(order.group, order.min_version + self._pacing.lag(self._load))
+        self._difficulty.hear(order.group, order.task, order.epoch, closed.reward)
 
     # ---------------------------------------------------------------------------------------------- state and facts
 
     @classmethod
-    def restore(cls, settings: CoreSettings, order: Order, snapshot: dict[str, object]) -> Self:
-        """Go on from what `snapshot` returned: tasks under way then are issued again, first and in order."""
-        return cls(settings, order, msgspec.convert(snapshot, CoreState))
-
-    def snapshot(self) -> dict[str, object]:
-        snapshot: dict[str, object] = msgspec.to_builtins(self._state())
-        return snapshot
+    def restore(
+        cls,
+        settings: CoreSettings,
+        order: Order,
+        snapshot: dict[str, object],
+        survivors: Survivors = NOTHING,
+        evaluated: Version = -1,
+    ) -> Self:
+        """Go on from the state of a `Checkpoint`: tasks under way then are issued again, first and in order, unless
+        their groups have survived."""
+        return cls(settings, order, state_of(snapshot), survivors, evaluated)
 
     def _state(self) -> CoreState:
         return CoreState(
@@ -146,6 +183,7 @@ class Core:
             ledger=self._ledger.state(),
             governor=self._governor.state(),
             difficulty=self._difficulty.state(),
+            replay=self._replay.state(),
         )
 
     @property
@@ -177,10 +215,19 @@ class Core:
         """Tasks that are left out for now."""
         return self._difficulty.resting
 
+    def evaluates(self, version: Version) -> bool:
+        """Whether the evaluation of this version or of an older one is still to come or under way."""
+        return self._evaluations.is_open(version)
+
     @property
     def pools(self) -> bool:
         """Whether trained groups are kept to be replayed, until a Retire names them."""
         return self._replay.pools
+
+    @property
+    def pool(self) -> tuple[int, ...]:
+        """The groups that may be replayed."""
+        return tuple(self._replay.state())
 
     @property
     def _over(self) -> bool:
@@ -228,6 +275,10 @@ class Core:
                 self._evaluations.published(version)
             case EngineLoaded(engine, version):
                 self._courier.loaded(engine, version)
+            case EngineLost(engine):
+                self._courier.lost(engine)
+            case EngineJoined(engine):
+                self._courier.joined(engine)
             case EvaluationDone(version):
                 self._evaluations.done(version)
             case StopRequested():
@@ -237,8 +288,9 @@ class Core:
         assert not self._started
         self._started = True
         self._courier.start(engines, self.version)
+        self._actions.extend(EpochStarted(epoch) for epoch in self._ledger.begun)
         self._publish()
-        if self.settings.is_evaluated(self.version):
+        if self.settings.newest_evaluated(self.version) > self._evaluated:
             self._evaluations.ask(self.version, published=False)
 
     def _group_closed(self, event: GroupClosed) -> None:
@@ -268,6 +320,9 @@ class Core:
         for group in trained:
             self._settle(group, "trained")
         self.version = version
+        self._account(trained=True)
+        if not self.outstanding:
+            self._boundary = self._state()
         if self._stopping:
             return
         if self.settings.is_published(version, self._governor.lag):
@@ -287,17 +342,25 @@ class Core:
         spreads = {group: self._groups[group].spread for group in trained}
         gone = self._replay.batch_trained(version - 1, spreads, self._replayed or ())
         self._replayed = None
-        if self.settings.deterministic and self.settings.is_checkpointed(version):
-            gone += self._replay.clear()
         if gone:
             self._actions.append(Retire(gone))
 
     def _settle(self, group: int, outcome: Settled) -> None:
-        self._book(self._groups.pop(group).position, outcome)
+        self._book(self._groups.pop(group).position, outcome, group)
 
-    def _book(self, position: int, outcome: Settled) -> None:
-        if self._ledger.settle(position, outcome):
-            self._actions.append(EpochEnded(position // self.order.count))
+    def _book(self, position: int, outcome: Settled, group: int | None = None) -> None:
+        ended = self._ledger.settle(position, outcome)
+        epoch, task = self.order.task(position)
+        if outcome != "trained":
+            self._actions.append(Settle(task, epoch, outcome, group))
+        if ended:
+            self._actions.append(EpochEnded(epoch))
+
+    def _account(self, trained: bool) -> None:
+        """Put on record what was settled: with every step, and before a checkpoint between two steps."""
+        if trained or self._ledger.settled > self._accounted:
+            self._accounted = self._ledger.settled
+            self._actions.append(Account(self.version, self._accounted, trained))
 
     # ------------------------------------------------------------------------------------------------------ actions
 
@@ -338,16 +401,26 @@ class Core:
     def _admit(self) -> None:
         if self._courier.holds_admission:
             return
-        stamp, deadline = self._courier.oldest, self._pacing.deadline(self._load)
-        self._difficulty.catch_up(stamp)
+        self._difficulty.catch_up(self._courier.oldest)
+        lag = self._pacing.lag(self._load)
         for _ in range(self._pacing.room(self._load)):
             if (position := self._next_visit()) is None:
                 return
+            stamp, recorded = self._stamp(position)
             epoch, task = self.order.task(position)
             group, self._next_group = self._next_group, self._next_group + 1
             self._groups[group] = Admitted(position, stamp)
-            self._batcher.admit(group, deadline)
-            self._actions.append(Admit(group, task, epoch, stamp))
+            self._batcher.admit(group, stamp + lag)
+            self._actions.append(Admit(group, task, epoch, stamp, position, recorded))
+
+    def _stamp(self, position: int) -> tuple[Version, bool]:
+        """The oldest version that may serve this visit, and whether an earlier start has recorded answers of it: these
+        keep the stamp that they were sampled under, where it leaves the group time enough."""
+        newest = self._courier.oldest
+        stamp = self._recorded.pop(position, None)
+        if stamp is None:
+            return newest, False
+        return (stamp if self._pacing.may_start(self._load, stamp) else newest), True
 
     def _next_visit(self) -> int | None:
         """The next position whose task is not at rest; those passed over are settled. None: the data has ended."""
@@ -358,7 +431,6 @@ class Core:
                 self._actions.append(EpochStarted(epoch))
             if not self._difficulty.skips(task, epoch):
                 return position
-            self._actions.append(Skip(task, epoch))
             self._book(position, "skipped")
         return None
 
@@ -391,11 +463,20 @@ class Core:
         self._actions.append(Publish(self.version, tuple(sorted(leased))))
 
     def _checkpoint(self) -> None:
-        """Commit, unless the newest checkpoint says the same."""
+        """Commit, unless the newest checkpoint says the same.
+
+        In lockstep only a state with nothing outstanding can be gone on from exactly. Where there has been none since
+        the last step, the newest checkpoint stands, and what came after it is done again."""
         state = self._state()
+        if self.settings.deterministic and self.outstanding:
+            state = self._boundary
+            if state.version != self.version or self.evaluates(self.version - 1):
+                return
+        else:
+            self._account(trained=False)
         if state != self._committed:
             self._committed = state
-            self._actions.append(Checkpoint(self.version, self.snapshot()))
+            self._actions.append(Checkpoint(self.version, msgspec.to_builtins(state, str_keys=True)))
 
     def _wind_up(self) -> None:
         """Training is over: publish, commit and evaluate what it made. The commit does not wait for the evaluation."""

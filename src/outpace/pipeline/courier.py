@@ -1,21 +1,24 @@
 """Who reads published snapshots: the courier brings them to the engines, the evaluation measures them.
 
 Invariants
-- Publishing waits for nobody: an engine that is slow or stopped only serves older weights.
-- An engine whose weights are not the learner's at the start (a resumed run, another incarnation) serves nothing, and
-  holds admission, until its first load is done.
+- Publishing waits for nobody: an engine that is slow, stopped or dead only serves older weights, or none.
+- An engine whose weights are not the learner's (a resumed run, a restart, an engine that has just joined) is stale: it
+  serves nothing until its first load is done. The others serve meanwhile; where none does, admission waits.
 - A snapshot that somebody may still read is leased: its buffer must not be reused.
+- In flight, what an event costs does not depend on how many engines there are, except when a version is published.
 
 Ways to update
 - inflight: an engine that is not loading is sent the newest version at once; intermediate ones may be skipped.
 - drain: a newer version holds admission; it is loaded when no group runs.
 - lockstep: every version is loaded, one by one in publication order, when no group runs after admission had its chance,
-  that is when the stamp in force has all its groups; until all engines have the next one, there is none to admit.
+  that is when the stamp in force has all its groups; until all engines have the next one, there is none to admit. An
+  engine that died is given the very version back that it had, so that what it was at comes out the same.
 """
 
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,21 +29,30 @@ Update = Literal["inflight", "drain", "lockstep"]
 
 @dataclass
 class EngineState:
-    version: Version
-    verified: bool  # it has weights of this start of the run
-    loading: Version | None = None
+    version: Version | None  # the newest it was given in this start of the run; None: none yet
+    up: bool = True
+    stale: bool = False  # what it holds is not `version`
+
+    @property
+    def serves(self) -> bool:
+        return self.up and not self.stale and self.version is not None
 
 
 class Courier:
     def __init__(self, update: Update) -> None:
         self.update = update
         self.engines: dict[str, EngineState] = {}
-        self._published: list[Version] = []  # ascending; in lockstep from the oldest still to be loaded, else one
+        self.loading: dict[str, Version] = {}
+        self._published: list[Version] = []  # ascending; in lockstep from the version in force, else one
+        self._versions: Counter[Version] = Counter()  # of the engines that serve; in lockstep of all that were loaded
+        self._waiting: dict[str, None] = {}  # engines that may want a load
+        self._stale = 0  # engines that do not serve, whether up or not
 
     def start(self, engines: dict[str, Version], version: Version) -> None:
         """The engines are up; the learner is at `version`."""
         assert engines, "a run needs at least one engine"
-        self.engines = {name: EngineState(has, verified=has == version) for name, has in engines.items()}
+        for name, has in engines.items():
+            self._enter(name, EngineState(version if has == version else None))
 
     @property
     def newest(self) -> Version | None:
@@ -48,71 +60,126 @@ class Courier:
 
     @property
     def oldest(self) -> Version:
-        """The oldest version that may serve a group now."""
-        return min(engine.version for engine in self.engines.values())
-
-    @property
-    def loading(self) -> dict[str, Version]:
-        return {name: engine.loading for name, engine in self.engines.items() if engine.loading is not None}
+        """The oldest version that may serve a group now; where no engine serves, what the first to do so will get."""
+        if self._versions:
+            return min(self._versions)
+        return self.newest or 0
 
     @property
     def holds_admission(self) -> bool:
-        if any(not engine.verified for engine in self.engines.values()):
+        if not self._versions or (self.update == "lockstep" and self._stale):
             return True
         return self.update == "drain" and self.newest is not None and self.oldest < self.newest
 
+    # --------------------------------------------------------------------------------------------------------- news
+
     def published(self, version: Version) -> None:
         insort(self._published, version)
+        self._waiting |= dict.fromkeys(name for name, engine in self.engines.items() if engine.up)
         self._prune()
 
     def loaded(self, engine: str, version: Version) -> None:
-        state = self.engines[engine]
-        assert state.loading == version, f"engine {engine} loaded {version} but was sent {state.loading}"
-        self.engines[engine] = EngineState(version, verified=True)
+        expected = self.loading.pop(engine, None)
+        assert expected == version, f"engine {engine} loaded {version} but was sent {expected}"
+        self._enter(engine, EngineState(version))
         self._prune()
+
+    def joined(self, engine: str) -> None:
+        """It is up, and stale."""
+        known = self.engines.get(engine)
+        assert known is None or not known.up, f"engine {engine} joined twice"
+        self._enter(engine, EngineState(known.version if known else None, stale=True))
+
+    def lost(self, engine: str) -> None:
+        """It is gone, and what it was loading with it."""
+        self.loading.pop(engine, None)
+        kept = self.engines[engine].version if self.update == "lockstep" else None
+        self._enter(engine, EngineState(kept, up=False, stale=True))
+
+    def _enter(self, name: str, state: EngineState) -> None:
+        """Replace what is known of an engine, and what is counted."""
+        before = self.engines.get(name)
+        if before is not None:
+            self._stale -= not before.serves
+            if self._counts(before):
+                self._uncount(before.version)
+        self.engines[name] = state
+        self._stale += not state.serves
+        if self._counts(state) and state.version is not None:
+            self._versions[state.version] += 1
+        if state.up:
+            self._waiting[name] = None
+        else:
+            self._waiting.pop(name, None)
+
+    def _counts(self, state: EngineState) -> bool:
+        return state.version is not None if self.update == "lockstep" else state.serves
+
+    def _uncount(self, version: Version | None) -> None:
+        assert version is not None
+        self._versions[version] -= 1
+        if not self._versions[version]:
+            del self._versions[version]
 
     def _prune(self) -> None:
         keep_from = self.oldest if self.update == "lockstep" else self._published[-1]
-        self._published = [version for version in self._published[:-1] if version > keep_from] + self._published[-1:]
+        self._published = [version for version in self._published[:-1] if version >= keep_from] + self._published[-1:]
+
+    # ------------------------------------------------------------------------------------------------------- orders
 
     def deliver(self, running: int) -> list[tuple[str, Version]]:
         """Which engines load which version now. In drain and lockstep, ask after admission had its chance."""
-        orders = [(name, version) for name in self.engines if (version := self._wanted(name, running)) is not None]
+        if self.newest is None or not self._waiting:
+            return []
+        if self.update != "inflight" and running and not self._stale:
+            return []
+        orders = [(name, version) for name in self._waiting if (version := self._wanted(name, running)) is not None]
+        if self.update == "inflight":
+            self._waiting.clear()  # whoever got no order has the newest, or is loading
         for name, version in orders:
-            self.engines[name].loading = version
+            self.loading[name] = version
         return orders
 
     def _wanted(self, name: str, running: int) -> Version | None:
         engine = self.engines[name]
-        if engine.loading is not None or self.newest is None:
+        if name in self.loading or self.newest is None:
             return None
-        if not engine.verified:
-            return self.newest
+        if not engine.serves:
+            return self.newest if engine.version is None else engine.version
         if self.update == "lockstep":
             target = next((version for version in self._published if version > self.oldest), None)
-            blocked = bool(running or self.loading)
+            blocked = bool(running or self.loading or self._stale)
         else:
             target = self.newest
             blocked = self.update == "drain" and running > 0
+        assert engine.version is not None
         return target if target is not None and target > engine.version and not blocked else None
 
     def leases(self) -> set[Version]:
-        """The newest (for whoever asks next), those being loaded, and in lockstep those still to be loaded."""
+        """The newest (for whoever asks next), those being loaded, and in lockstep those in force or still to come."""
         return {*self._published, *self.loading.values()}
 
 
 class Evaluations:
-    """At most one evaluation under way and one waiting; a newer one that is due replaces the one that waits."""
+    """At most one evaluation under way and one waiting; a newer one that is due replaces the one that waits. With
+    `keep_all` all wait their turn: which versions are evaluated is then no question of speed."""
 
-    def __init__(self) -> None:
+    def __init__(self, keep_all: bool, evaluated: Version) -> None:
+        """`evaluated`: the newest version of which the result is known already, -1 if none."""
         self.current: Version | None = None
-        self._waiting: Version | None = None
+        self._keep_all = keep_all
+        self._waiting: list[Version] = []  # ascending
         self._unpublished: set[Version] = set()
-        self._asked: Version = -1  # the newest version anybody asked for
+        self._asked = evaluated  # the newest version anybody asked for
 
     @property
     def idle(self) -> bool:
-        return self.current is None and self._waiting is None and not self._unpublished
+        return self.current is None and not self._waiting and not self._unpublished
+
+    def is_open(self, version: Version) -> bool:
+        """Whether an evaluation of this version or an older one is still to come or under way."""
+        under_way = {*self._unpublished, *self._waiting} | ({self.current} if self.current is not None else set())
+        return min(under_way, default=version + 1) <= version
 
     def ask(self, version: Version, published: bool) -> None:
         """Evaluate this version, as soon as it is published; asking again changes nothing."""
@@ -126,7 +193,9 @@ class Evaluations:
     def published(self, version: Version) -> None:
         if version in self._unpublished:
             self._unpublished.remove(version)
-            self._waiting = max(version, version if self._waiting is None else self._waiting)
+            insort(self._waiting, version)
+            if not self._keep_all:
+                del self._waiting[:-1]
 
     def done(self, version: Version) -> None:
         assert self.current == version, f"evaluation of {version} is done, but {self.current} was under way"
@@ -134,10 +203,10 @@ class Evaluations:
 
     def next(self) -> Version | None:
         """The evaluation to start now, if any."""
-        if self.current is not None or self._waiting is None:
+        if self.current is not None or not self._waiting:
             return None
-        self.current, self._waiting = self._waiting, None
+        self.current = self._waiting.pop(0)
         return self.current
 
     def leases(self) -> set[Version]:
-        return {version for version in (self.current, self._waiting) if version is not None}
+        return {*self._waiting} | ({self.current} if self.current is not None else set())

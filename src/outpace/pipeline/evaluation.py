@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from outpace.errors import PartFailed
-from outpace.protocols import Worker
 from outpace.types import EpisodeView, GroupOrder, GroupReport, Version
 
 
@@ -43,11 +42,13 @@ class Evaluator:
     async def run(
         self,
         version: Version,
-        workers: list[Worker],
+        make: Callable[[GroupOrder], Awaitable[GroupReport]],
         pinned: bool = True,
         progress: Callable[[], None] = lambda: None,
     ) -> Evaluation:
-        """Measure `version`: by the engine's pinned weight set, or by whatever serves where nothing is training."""
+        """Measure `version`: by the engine's pinned weight set, or by whatever serves where nothing is training.
+
+        `make` has a worker carry out an order."""
         room = asyncio.Semaphore(self._max_running)
 
         async def one(index: int) -> GroupReport:
@@ -55,7 +56,7 @@ class Evaluator:
                 order = GroupOrder(
                     index, index, 0, version, 1, heldout=True, pinned=version if pinned else None, show=True
                 )
-                report = await workers[index % len(workers)].run(order)
+                report = await make(order)
                 progress()
                 return report
 

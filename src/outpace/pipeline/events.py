@@ -181,11 +181,25 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Skip:
-    """This visit of a task is left out, because the task is at rest: for people to know."""
+class Settle:
+    """This visit has come to its end without being trained; a `skipped` one has no group."""
 
     task: int
     epoch: int
+    outcome: str
+    group: int | None = None
+
+
+@dataclass(frozen=True)
+class Account:
+    """Every visit that was settled so far is on record with step `version`, `settled` of them since the run began.
+
+    `trained`: together with the groups that this step has trained. Otherwise a checkpoint is about to be made between
+    two steps, and they get a record of their own. The record comes before the checkpoint that relies on it."""
+
+    version: Version
+    settled: int
+    trained: bool
 
 
 @dataclass(frozen=True)
@@ -225,7 +239,8 @@ Action = (
     | LoadWeights
     | Evaluate
     | Checkpoint
-    | Skip
+    | Settle
+    | Account
     | LagChanged
     | EpochStarted
     | EpochEnded

@@ -1,4 +1,10 @@
-"""Which journal segments still hold a group that somebody needs. Pure bookkeeping."""
+"""Which journal segments still hold a group that somebody needs. Pure bookkeeping.
+
+A group is needed until it is closed and a committed checkpoint knows that it is: whoever resumes from an older one
+trains it again. So a checkpoint takes two words: `cut` when its state is taken, `committed` when it has its name.
+
+A segment goes when it holds no such group and its writer has moved on to another.
+"""
 
 from __future__ import annotations
 
@@ -6,32 +12,60 @@ from collections import Counter
 
 from outpace.types import GroupReport
 
+Mark = int
+"""A moment at which the state of a checkpoint was taken."""
+
 
 class JournalUse:
-    """Counts the groups per segment; a segment that a worker has moved on from and nobody needs can go."""
-
-    def __init__(self, workers: int) -> None:
-        self._workers = workers
-        self._needed: Counter[tuple[int, str]] = Counter()
-        self._newest: dict[int, str] = {}
+    def __init__(self) -> None:
+        self._open: Counter[str] = Counter()  # groups that are not closed, by segment
+        self._closed_at: dict[str, Mark] = {}  # how many cuts there were when a group of the segment was last closed
+        self._written: dict[str, str] = {}  # the segment that each writer is at
+        self._cuts: Mark = 0
+        self._covered: Mark = 0
 
     def opened(self, report: GroupReport) -> None:
-        """A group was journalled."""
+        """A worker has journalled a group."""
+        segment = self.restored(report)
+        writer = _writer(segment)
+        self._written[writer] = max(self._written.get(writer, segment), segment, key=_number)
+
+    def restored(self, report: GroupReport) -> str:
+        """A group was found in the journal, in a segment that nobody writes to; returns which."""
         assert report.place is not None
-        worker = report.group % self._workers
-        self._needed[worker, report.place.segment] += 1
-        self._newest[worker] = max(self._newest.get(worker, ""), report.place.segment)
+        self._open[report.place.segment] += 1
+        return report.place.segment
 
     def closed(self, report: GroupReport) -> None:
-        """A journalled group is accounted for."""
+        """A journalled group is accounted for, one way or another."""
         assert report.place is not None
-        self._needed[report.group % self._workers, report.place.segment] -= 1
+        self._open[report.place.segment] -= 1
+        self._closed_at[report.place.segment] = self._cuts
 
-    def releasable(self) -> list[tuple[int, list[str]]]:
-        """Segments to delete, by worker; each is named once."""
-        free: dict[int, list[str]] = {}
-        for worker, segment in [key for key, count in self._needed.items() if count == 0]:
-            if segment != self._newest[worker]:
-                free.setdefault(worker, []).append(segment)
-                del self._needed[worker, segment]
-        return list(free.items())
+    def cut(self) -> Mark:
+        """The state of a checkpoint is being taken: it knows of everything that was closed so far."""
+        self._cuts += 1
+        return self._cuts
+
+    def committed(self, mark: Mark) -> None:
+        """The checkpoint whose state was taken then is complete."""
+        self._covered = max(self._covered, mark)
+
+    def releasable(self) -> list[str]:
+        """Segments to delete; each is named once. Any worker can delete them."""
+        written = set(self._written.values())
+        free = [segment for segment in self._open if segment not in written and self._is_covered(segment)]
+        for segment in free:
+            del self._open[segment], self._closed_at[segment]
+        return free
+
+    def _is_covered(self, segment: str) -> bool:
+        return self._open[segment] == 0 and self._closed_at[segment] < self._covered
+
+
+def _writer(segment: str) -> str:
+    return segment.rpartition("-")[0]
+
+
+def _number(segment: str) -> int:
+    return int(segment.rpartition("-")[2].partition(".")[0])

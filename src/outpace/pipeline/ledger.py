@@ -3,7 +3,7 @@
 A task's visit is a position in the order of tasks (position // tasks = its epoch). Each goes
 planned -> running -> finished -> trained, or leaves on the way as filtered, failed, dropped or (its task being at rest)
 skipped: exactly once. A visit that is given up to be made again (`requeue`, or a resumed run) is planned again, before
-any new one.
+any new one; one whose finished group has survived a resume is finished from the start.
 
 Memory is bounded: fresh positions are issued in order, so a position below the cursor that is not open is settled, and
 counts are all that remains of it. Epochs that ended long ago share one tally.
@@ -12,6 +12,7 @@ counts are all that remains of it. Epochs that ended long ago share one tally.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from typing import Literal
 
 import msgspec
@@ -50,7 +51,7 @@ class Tally(msgspec.Struct):
 
 
 class LedgerState(msgspec.Struct, frozen=True):
-    """The ledger as a checkpoint keeps it: what ran or was finished then is made again after a restore."""
+    """The ledger as a checkpoint keeps it: after a restore all that was open is planned, first and in order."""
 
     cursor: int = 0
     queued: list[int] = []
@@ -61,18 +62,32 @@ class LedgerState(msgspec.Struct, frozen=True):
     requeued: int = 0  # visits given up to be made again
     extended: int = 0  # deadlines moved
 
+    @property
+    def open(self) -> set[int]:
+        """Visits that were issued and have not come to their end."""
+        return {*self.queued, *self.running, *self.finished}
+
 
 class Ledger:
-    def __init__(self, tasks: int, epochs: int | None, state: LedgerState) -> None:
+    def __init__(
+        self, tasks: int, epochs: int | None, state: LedgerState, finished: Collection[int] = frozenset()
+    ) -> None:
+        """`finished`: open visits whose groups are there already, those issued after `state` was taken among them."""
         self.tasks = tasks
         self.limit = None if epochs is None else tasks * epochs
-        self.cursor = state.cursor
+        self.cursor = max([state.cursor, *(position + 1 for position in finished)])
         self.requeued = state.requeued
         self.extended = state.extended
-        self._queue = deque(sorted([*state.queued, *state.running, *state.finished]))
-        self._open: dict[int, Literal["running", "finished"]] = {}
+        opened = state.open | set(range(state.cursor, self.cursor))
+        assert opened.issuperset(finished), "a visit that came to its end cannot be finished again"
+        self._queue = deque(sorted(opened.difference(finished)))
+        self._open: dict[int, Literal["running", "finished"]] = dict.fromkeys(sorted(finished), "finished")
         self._earlier = msgspec.structs.replace(state.earlier)
         self._epochs = {tally.epoch: msgspec.structs.replace(tally) for tally in state.epochs}
+        self.begun = sorted({position // tasks for position in finished} - self._epochs.keys())
+        """Epochs that begin with the visits that are finished from the start."""
+        self._epochs |= {epoch: Tally(epoch) for epoch in self.begun}
+        self._settled = self._earlier.settled + sum(tally.settled for tally in self._epochs.values())
 
     def state(self) -> LedgerState:
         return LedgerState(
@@ -85,6 +100,11 @@ class Ledger:
             requeued=self.requeued,
             extended=self.extended,
         )
+
+    @property
+    def settled(self) -> int:
+        """Visits that came to their end, since the run began."""
+        return self._settled
 
     @property
     def left(self) -> int | None:
@@ -127,6 +147,7 @@ class Ledger:
         assert before == expected, f"position {position} cannot be {outcome}: it is {before or 'not open'}"
         tally = self._epochs[position // self.tasks]
         tally.add(outcome)
+        self._settled += 1
         assert tally.settled <= self.tasks
         if ended := tally.settled == self.tasks:
             self._collapse()

@@ -81,6 +81,14 @@ class CoreSettings:
         due = version == 0 or self.is_last(version) or (self.eval_every > 0 and version % self.eval_every == 0)
         return self.eval_enabled and due
 
+    def newest_evaluated(self, version: Version) -> Version:
+        """The newest version up to this one that is to be evaluated; -1 if none is."""
+        if not self.eval_enabled:
+            return -1
+        if self.is_evaluated(version):
+            return version
+        return version // self.eval_every * self.eval_every if self.eval_every else 0
+
     def is_published(self, version: Version, lag: int) -> bool:
         """Every k-th version, and each that somebody needs: warm-up and the step after it (they know no older weights),
         an evaluation, in lockstep a checkpoint (a resumed run starts from those weights), and the last. While the
@@ -124,6 +132,12 @@ class Pacing:
     def deadline(self, load: Load) -> Version:
         """The last batch that may train a group admitted now."""
         return load.oldest + self.lag(load)
+
+    def may_start(self, load: Load, stamp: Version) -> bool:
+        """Whether a group with an older stamp than that of the hour, and so with an earlier deadline, can be admitted:
+        there is time enough even if everything outstanding is trained first."""
+        batches = stamp + self.lag(load) + 1 - load.version
+        return stamp <= load.oldest and batches * self.settings.groups_per_step > load.outstanding
 
     def limits(self, load: Load) -> dict[str, int]:
         """How many more groups each rule would admit; the smallest of them counts."""

@@ -10,12 +10,13 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
+from outpace import crash
 from outpace.observe import reports as to_metrics
 from outpace.observe.callbacks import CallbackRunner
 from outpace.observe.console import ProgressConsole
 from outpace.observe.efficiency import WorkAccount
 from outpace.observe.metrics import Meter
-from outpace.observe.runlog import BatchGroup, RunLog
+from outpace.observe.runlog import BatchGroup, BatchSettled, RunLog
 from outpace.observe.summary import Summary, SummaryBuilder
 from outpace.observe.timeline import Timeline
 from outpace.pipeline.core import Core
@@ -139,6 +140,8 @@ class Recorder:
         engines: dict[str, EngineStats],
         learner: LearnerStats,
         core: Core,
+        settled: list[BatchSettled],
+        accounted: int,
     ) -> None:
         self._trained_at = time.monotonic()
         to_metrics.record_step(self._meter, step)
@@ -152,7 +155,8 @@ class Recorder:
         version = step.version - 1
         lines = [_batch_group(version, *group) for group in groups]
         lines += [_batch_group(version, *group, replay=True) for group in replayed]
-        self.log.batch(step.version, version, lines)
+        self.log.batch(step.version, version, lines, settled, accounted)
+        crash.reached("controller.line_written")
         self.log.step(step.version, metrics)
         if self._views:
             self.log.rollouts(step.version, self._views)
@@ -160,6 +164,10 @@ class Recorder:
         self.summary.step(step.version, metrics)
         self.console.step(step.version, metrics)
         self.callbacks.post("on_batch_end", metrics)
+
+    def settled(self, version: Version, visits: list[BatchSettled], accounted: int) -> None:
+        """What came to its end between two steps, where a checkpoint relies on it."""
+        self.log.batch(version, version, [], visits, accounted)
 
     # --------------------------------------------------------------------------------------------------- at the end
 
@@ -183,4 +191,5 @@ def _batch_group(version: Version, order: GroupOrder, report: GroupReport, repla
         lag=version - report.oldest,
         episodes=report.episodes,
         replay=replay,
+        task=order.task,
     )

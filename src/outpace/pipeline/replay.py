@@ -7,8 +7,8 @@ Invariants (B = groups in a batch)
   and never enter the pool. The choice depends on what was trained and on nothing else.
 - A replayed group is not a visit: the ledger does not move, and its lag may exceed max_lag on purpose.
 - Every group trained leaves exactly once, at the end of some batch: until then its place in the journal must stay.
-- The pool is not part of a checkpoint: it is empty after a resume, because the journal is. In lockstep it is emptied at
-  every periodic checkpoint too, so that a resumed run repeats exactly what the uninterrupted one does.
+- The pool is part of a checkpoint. After a resume it holds those of its groups that the journal still has, which are
+  all of them unless somebody else has removed some.
 
 Only numbers are kept here. Tokens, and the logprobs they were sampled with, stay in the journal; anchors are computed
 anew from the weights at hand each time a group is trained, and nothing of an old anchor is stored anywhere.
@@ -16,8 +16,11 @@ anew from the weights at hand each time a group is trained, and nothing of an ol
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import floor
+
+import msgspec
 
 from outpace.types import Version
 
@@ -29,8 +32,7 @@ class ReplaySettings:
     times: int
 
 
-@dataclass
-class Pooled:
+class Pooled(msgspec.Struct):
     """A group that may be trained again."""
 
     spread: float
@@ -41,11 +43,17 @@ class Pooled:
 class Replay:
     """Without settings, or where the fraction comes to no group at all, nothing is pooled."""
 
-    def __init__(self, settings: ReplaySettings | None, groups_per_step: int) -> None:
+    def __init__(
+        self, settings: ReplaySettings | None, groups_per_step: int, pool: Mapping[int, Pooled] | None = None
+    ) -> None:
         self._settings = settings
         # Rounded, lest 0.29 * 100 = 28.999999999999996 cost a group.
         self._count = 0 if settings is None else floor(round(settings.fraction * groups_per_step, 6))
-        self._pool: dict[int, Pooled] = {}
+        kept = pool if pool is not None and self._count > 0 else {}
+        self._pool = {group: msgspec.structs.replace(pooled) for group, pooled in kept.items()}
+
+    def state(self) -> dict[int, Pooled]:
+        return {group: msgspec.structs.replace(pooled) for group, pooled in self._pool.items()}
 
     @property
     def pools(self) -> bool:
@@ -73,8 +81,3 @@ class Replay:
             else:
                 gone.append(group)
         return tuple(gone)
-
-    def clear(self) -> tuple[int, ...]:
-        """Empty the pool; returns what was in it."""
-        gone, self._pool = tuple(self._pool), {}
-        return gone

@@ -4,6 +4,7 @@
 
 Invariants
 - A group is in the journal before the controller hears that it is finished.
+- The answers of a group that ends with its worker or its engine stay recorded, for whoever takes it up again.
 - Every token sampled for a group is in its report, also when the group was cancelled or an answer given up.
 - When `close` returns nothing runs any more: no group, no evaluation, no program that was somebody's agent.
 - An episode's failure never touches its siblings; a failed reward fails its group as data.
@@ -23,7 +24,9 @@ from typing import Any
 
 import msgspec
 
+from outpace import crash
 from outpace.checkpoint.journal import JournalWriter
+from outpace.checkpoint.turn_log import TurnLog
 from outpace.errors import RewardFailed
 from outpace.models.dialect import Dialect
 from outpace.protocols import Engine, Reward, Rollout, TaskSource
@@ -37,13 +40,17 @@ from outpace.rollouts.episodes import run_episode
 from outpace.rollouts.policy.client import Doors, Openings, PolicyClient
 from outpace.rollouts.policy.requests import ClientSettings
 from outpace.rollouts.reports import report_of, sampled_by
+from outpace.rollouts.turns import GroupTurns
 from outpace.runtime import rng
 from outpace.runtime.limits import is_ours
 from outpace.runtime.signature import named
 from outpace.runtime.together import together
-from outpace.types import Episode, GroupOrder, GroupRecord, GroupReport, Task
+from outpace.types import Episode, GroupOrder, GroupRecord, GroupReport, Kept, Task
 
 log = logging.getLogger(__name__)
+
+REUSED = "turns/reused"
+"""The metric: answers of an earlier attempt at a group that were used again."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +89,10 @@ class RolloutWorker:
         journal: JournalWriter,
         doors: Doors | None = None,
         closers: Sequence[Callable[[], Awaitable[None]]] = (),
+        turns: TurnLog | None = None,
     ) -> None:
-        """`doors`, the pool of the judges and what `closers` close are the worker's to end."""
+        """`doors`, the pool of the judges and what `closers` close are the worker's to end. Without `turns` the answers
+        of unfinished groups are not recorded."""
         weights = dict(zip((name for name, _ in judges.functions), judges.weights, strict=True))
         self._closing = replace(settings.closing, credit=replace(settings.closing.credit, weights=weights))
         self._settings = settings
@@ -97,12 +106,16 @@ class RolloutWorker:
         self._journal = journal
         self._doors = doors
         self._closers = closers
-        self._running: dict[asyncio.Task[GroupReport], int | None] = {}  # the number of a group, None for an evaluation
+        self._turns = turns
+        self._running: dict[asyncio.Task[GroupReport], tuple[GroupOrder, GroupTurns]] = {}
 
     async def run(self, order: GroupOrder) -> GroupReport:
-        clients = self._clients(order)
-        work = asyncio.create_task((self._evaluate if order.heldout else self._make_group)(order, clients))
-        self._running[work] = None if order.heldout else order.group
+        crash.reached("worker.evaluate" if order.heldout else "worker.run")
+        turns = GroupTurns(None if order.heldout else self._turns, order)
+        clients = self._clients(order, turns)
+        making = self._evaluate(order, clients) if order.heldout else self._make_group(order, clients, turns)
+        work = asyncio.create_task(making)
+        self._running[work] = order, turns
         try:
             return await work
         except asyncio.CancelledError as error:
@@ -116,11 +129,13 @@ class RolloutWorker:
                 client.environment = None
 
     async def cancel(self, group: int) -> None:
-        for work, number in self._running.items():
-            if number == group:
+        for work, (order, turns) in self._running.items():
+            if order.group == group and not order.heldout:
+                turns.close()  # it is given up for good, unlike what ends with the worker
                 work.cancel()
 
     async def release(self, segments: list[str]) -> None:
+        crash.reached("worker.release")
         await asyncio.to_thread(self._journal.release, segments)
 
     async def rng(self) -> bytes:
@@ -142,20 +157,29 @@ class RolloutWorker:
             if self._doors is not None:
                 ending.push_async_callback(self._doors.close)
             ending.callback(self._journal.close)
+            if self._turns is not None:
+                ending.push_async_callback(asyncio.to_thread, self._turns.close)
             ending.push_async_callback(agent_process.all_ended)
 
-    async def _make_group(self, order: GroupOrder, clients: list[PolicyClient]) -> GroupReport:
+    async def _make_group(self, order: GroupOrder, clients: list[PolicyClient], turns: GroupTurns) -> GroupReport:
         started = time.monotonic()
         task = await asyncio.to_thread(self._train.__getitem__, order.task)
-        judged = await self._graded(task, await self._episodes(task, clients), clients)
+        await turns.load()
+        ended = await self._episodes(task, clients)
+        crash.reached("worker.episodes_done")
+        judged = await self._graded(task, ended, clients)
+        crash.reached("worker.graded")
         episodes = [shaped(episode, self._settings.overlong) for episode in judged]
         verdict = await asyncio.to_thread(close_group, episodes, self._closing)  # which calls a user's estimator
+        crash.reached("worker.closed")
         report = report_of(order, task, episodes, clients, verdict, time.monotonic() - started)
+        if order.recorded:
+            report = msgspec.structs.replace(report, metrics={**report.metrics, REUSED: float(turns.reused)})
         if verdict.outcome == "finished":
-            judged = [episode for episode in episodes if episode.error is None]
-            rewards, parts = [episode.reward for episode in judged], [episode.rewards for episode in judged]
-            record = GroupRecord(order.group, task.id, order.epoch, order.min_version, verdict.rows, rewards, parts)
-            report = msgspec.structs.replace(report, place=await asyncio.to_thread(self._journal.append, record))
+            kept = Kept(order, msgspec.structs.replace(report, views=[]))
+            place = await asyncio.to_thread(self._journal.append, kept, _record(order, task, episodes, verdict))
+            report = msgspec.structs.replace(report, place=place)
+        turns.close()
         return report
 
     async def _evaluate(self, order: GroupOrder, clients: list[PolicyClient]) -> GroupReport:
@@ -167,7 +191,7 @@ class RolloutWorker:
         verdict = Verdict("finished" if survivors else "failed", episodes[0].error or "", [])
         return report_of(order, task, episodes, clients, verdict, time.monotonic() - started)
 
-    def _clients(self, order: GroupOrder) -> list[PolicyClient]:
+    def _clients(self, order: GroupOrder, turns: GroupTurns) -> list[PolicyClient]:
         """One for each episode."""
         settings = self._settings.client
         if order.heldout:
@@ -175,8 +199,8 @@ class RolloutWorker:
         engine = self._engines[order.group % len(self._engines)]
         openings: Openings = {}
         return [
-            PolicyClient(engine, self._dialect, settings, order, index, openings, self._doors)
-            for index in range(order.size)
+            PolicyClient(engine, self._dialect, settings, order, index, openings, self._doors, recorded)
+            for index, recorded in enumerate(turns.episodes)
         ]
 
     async def _episodes(self, task: Task, clients: list[PolicyClient]) -> list[Episode]:
@@ -225,6 +249,12 @@ class RolloutWorker:
             return _unjudged(episode, "no reward function applies")
         total = sum(own.values()) + (graded.total or 0.0)
         return msgspec.structs.replace(episode, reward=total, rewards={**own, **graded.parts})
+
+
+def _record(order: GroupOrder, task: Task, episodes: list[Episode], verdict: Verdict) -> GroupRecord:
+    survivors = [episode for episode in episodes if episode.error is None]
+    rewards, parts = [episode.reward for episode in survivors], [episode.rewards for episode in survivors]
+    return GroupRecord(order.group, task.id, order.epoch, order.min_version, verdict.rows, rewards, parts)
 
 
 def _completion_ids(episode: Episode) -> list[int]:

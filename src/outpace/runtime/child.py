@@ -1,12 +1,16 @@
-"""The inside of a child process: `python -m outpace.runtime.child FD`.
+"""The inside of a child process: `python -m outpace.runtime.child FD PARENT`.
 
 Reads its spec from the inherited socket, builds its part, says it is ready and answers calls until the parent closes
 the socket. A child never outlives its parent: the kernel kills it when the parent dies, and a closed socket ends it.
+
+On SIGUSR1 it writes the stacks of its threads to its log, in C, whatever Python is doing; on SIGUSR2 its loop, if it
+still turns, writes what it is waiting for.
 """
 
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import logging
 import os
 import signal
@@ -17,11 +21,13 @@ from typing import Any
 
 import msgspec
 
-from outpace.runtime import garbage
+from outpace import crash
+from outpace.runtime import garbage, stacks
 from outpace.runtime import spec as parts
 from outpace.runtime.lifeline import die_with_parent
-from outpace.runtime.rpc import Channel, proxy, serve
-from outpace.runtime.sockets import connect, listen
+from outpace.runtime.peers import peer
+from outpace.runtime.rpc import Channel, serve
+from outpace.runtime.sockets import listen
 from outpace.runtime.threads import steady_executor
 
 
@@ -47,6 +53,8 @@ async def live(fd: int) -> None:
     spec = await channel.receive(parts.PartSpec)
     if spec is None:
         return  # the parent went away before it said what we are
+    crash.be(spec.name)
+    crash.reached("child.started")
     try:
         part = await parts.build(spec, await _peers(spec))
         if spec.listen:
@@ -56,20 +64,40 @@ async def live(fd: int) -> None:
         await channel.finish()
         return
     garbage.settle()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, _say_what_is_awaited)
+    crash.reached("child.ready")
     await channel.send(Ready(os.getpid()))
+    watch = asyncio.create_task(_leave_if_broken(part))
     try:
         await serve(part, parts.resolve(spec.protocol), channel)
     finally:
+        watch.cancel()
         await parts.close(part)
+
+
+async def _leave_if_broken(part: object) -> None:
+    """At once, before the answers to what was under way are written: whoever has asked is to see a lost part, whose
+    successor can be asked again, and not a failure."""
+    if isinstance(part, parts.Breakable):
+        failure = await part.broken()
+        print(failure.remote_traceback or failure, file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def _say_what_is_awaited() -> None:
+    print(f"waits:\n{stacks.waits()}\ntasks:\n{stacks.tasks()}", file=sys.stderr, flush=True)
 
 
 async def _peers(spec: parts.PartSpec) -> dict[str, Any]:
     protocol = parts.resolve(spec.peer_protocol)
-    return {name: proxy(protocol, await connect(path, spec.token), name) for name, path in spec.peers.items()}
+    return {name: await peer(protocol, path, spec.token, name) for name, path in spec.peers.items()}
 
 
 def main() -> None:
-    die_with_parent()
+    # What a parent that was killed early has sent is still there to be read: an orphan would build its part.
+    die_with_parent(int(sys.argv[2]))
+    faulthandler.enable()  # a crash in C says where it was, in the log
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     # A terminal's Ctrl-C reaches the whole process group, and so does what many a launcher sends. Only the controller
     # decides what it means. A handler, unlike SIG_IGN, is not inherited by the programs that are started here.
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -11,6 +11,7 @@ from typing import TypeVar, cast
 
 from outpace import errors
 from outpace.runtime import spec as parts
+from outpace.runtime import stacks
 from outpace.runtime.spec import PartSpec
 
 P = TypeVar("P")
@@ -23,7 +24,7 @@ class InlineRuntime:
         self._parts: defaultdict[str, asyncio.Future[object]] = defaultdict(loop.create_future)
         # One after the other: heavy libraries must not be imported by two threads at once.
         self._building = asyncio.Lock()
-        self.failure: asyncio.Future[errors.PartFailed] = loop.create_future()
+        self.deaths: asyncio.Queue[errors.PartFailed] = asyncio.Queue()  # nobody dies alone here
 
     async def start(self, protocol: type[P], spec: PartSpec, environment: dict[str, str]) -> P:
         """Build the part here; `environment` would be a child's and does not apply."""
@@ -33,6 +34,18 @@ class InlineRuntime:
             part = await parts.build(spec, peers)
         self._parts[spec.name].set_result(part)
         return cast(P, part)
+
+    async def restart(self, name: str) -> None:
+        raise errors.PartFailed(name, "cannot be started again: it lives in the controller's process")
+
+    async def kill(self, name: str) -> None:
+        raise errors.PartFailed(name, "cannot be killed: it lives in the controller's process")
+
+    async def ping(self, name: str, deadline_s: float) -> bool:
+        return True  # its event loop is the one that asks
+
+    async def dump(self) -> str:
+        return f"{stacks.waits()}\n{stacks.tasks()}\n{stacks.threads()}"
 
     async def stop(self) -> None:
         for part in reversed(self._parts.values()):

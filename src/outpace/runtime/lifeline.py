@@ -22,11 +22,13 @@ CANNOT_START = 127
 """The exit code of a launcher that could not become the program, as shells have it."""
 
 
-def die_with_parent() -> None:
+def die_with_parent(parent: int | None = None) -> None:
     """Ask the kernel to kill this process when the thread that started it ends. Only Linux can; elsewhere a closed
-    socket has to do."""
+    socket has to do. Where `parent`, by its number, has ended before it could be asked, this process leaves now."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent is not None and os.getppid() != parent:
+        os._exit(CANNOT_START)
 
 
 def launched(command: Sequence[str], told: int) -> list[str]:
@@ -35,9 +37,7 @@ def launched(command: Sequence[str], told: int) -> list[str]:
 
 
 def main(parent: int, told: int, command: list[str]) -> int:
-    die_with_parent()
-    if os.getppid() != parent:  # it has died before the promise was made
-        return CANNOT_START
+    die_with_parent(parent)
     os.set_inheritable(told, False)
     for name in ("SIGPIPE", "SIGXFSZ"):  # which Python ignores, and what is ignored would stay so
         with suppress(AttributeError):

@@ -1,121 +1,118 @@
 """Parts as child processes of this machine.
 
 Invariants
-- A child that exits, for whatever reason, while it should be running becomes a `PartFailed` with the end of its own
-  log, within moments: `failure` resolves and every pending call to it raises.
+- A child that exits, for whatever reason, while it should be running is an item of `deaths` with the end of its own
+  log, within moments. Until it is started again every call to it raises, and so does every call that was under way.
 - `stop` leaves no child behind: a closed socket first, then SIGKILL, each with a bound.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
-import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Literal, TypeVar
+from typing import TypeVar
+
+import msgspec
 
 from outpace import errors
-from outpace.runtime.child import Broken, Hello
-from outpace.runtime.family import how_it_ended
-from outpace.runtime.rpc import Channel, close_proxy, proxy
-from outpace.runtime.spec import START_DEADLINE_S, PartSpec
+from outpace.runtime import stacks
+from outpace.runtime.guardian import Guardian
+from outpace.runtime.process import LogMode, PartProcess
+from outpace.runtime.rpc import attach, close_proxy, detach, ping, proxy
+from outpace.runtime.spec import PartSpec
 
 P = TypeVar("P")
 
-STOP_DEADLINE_S = 5.0
-LOG_TAIL_LINES = 30
+SPEAKING_S = 1.0
+"""How long parts have to say what they are doing."""
 
 
 @dataclass
-class Child:
-    name: str
-    process: asyncio.subprocess.Process
-    channel: Channel
-    remote: object
-    log: Path
+class _Part:
+    """What stays of a part while one process after the other is it."""
+
+    spec: PartSpec
+    environment: dict[str, str]
+    process: PartProcess | None = None
+    remote: object = None
     watcher: asyncio.Task[None] | None = None
 
 
 class LocalRuntime:
-    """Starts parts as `python -m outpace.runtime.child`, watches them, stops them."""
+    """Starts parts as `python -m outpace.runtime.child`, watches them, starts them again, stops them."""
 
-    def __init__(self, logs: Path, append: bool = False) -> None:
+    def __init__(self, logs: Path, append: bool = False, guardian: Guardian | None = None) -> None:
         """`append` keeps what an earlier start of the same run has logged."""
         self._logs = logs
-        self._mode: Literal["ab", "wb"] = "ab" if append else "wb"
-        self._children: list[Child] = []
+        self._append = append
+        self._guardian = guardian
+        self._parts: dict[str, _Part] = {}
         self._stopping = False
-        self.failure: asyncio.Future[errors.PartFailed] = asyncio.get_running_loop().create_future()
+        self.deaths: asyncio.Queue[errors.PartFailed] = asyncio.Queue()
 
     async def start(self, protocol: type[P], spec: PartSpec, environment: dict[str, str]) -> P:
-        """Start one part and wait until it is ready to be called."""
-        log = self._logs / f"{spec.name}.log"
-        ours, theirs = socket.socketpair()
-        with theirs, _open_log(log, self._mode) as output:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "outpace.runtime.child", str(theirs.fileno()),
-                pass_fds=[theirs.fileno()], env={**os.environ, **environment},
-                stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
-            )  # fmt: skip
-        channel = Channel(*await asyncio.open_connection(sock=ours))
-        child = Child(spec.name, process, channel, None, log)
-        self._children.append(child)
-        await self._introduce(child, spec)
-        remote = proxy(protocol, channel, spec.name)
-        child.remote = remote
-        child.watcher = asyncio.create_task(self._watch(child), name=f"watch {spec.name}")
+        part = self._parts[spec.name] = _Part(spec, environment)
+        process = await self._launch(part, "ab" if self._append else "wb")
+        remote = proxy(protocol, process.channel, spec.name)
+        part.remote = remote
+        self._watch(part, process)
         return remote
+
+    async def restart(self, name: str) -> None:
+        part = self._parts[name]
+        assert part.process is None or not part.process.lives, f"{name} is running"
+        part.spec = msgspec.structs.replace(part.spec, attempt=part.spec.attempt + 1)
+        process = await self._launch(part, "ab")
+        attach(part.remote, process.channel)
+        self._watch(part, process)
+
+    async def kill(self, name: str) -> None:
+        process = self._parts[name].process
+        if process is not None:
+            process.kill()
+
+    async def ping(self, name: str, deadline_s: float) -> bool:
+        return await ping(self._parts[name].remote, deadline_s)
+
+    async def dump(self) -> str:
+        processes = [part.process for part in self._parts.values() if part.process is not None]
+        said = await asyncio.gather(*(process.speak(SPEAKING_S) for process in processes))
+        return "\n\n".join([f"controller:\n{stacks.waits()}\n{stacks.tasks()}", *said])
 
     async def stop(self) -> None:
         self._stopping = True
-        await asyncio.gather(*(self._stop(child) for child in self._children))
-        self._children.clear()
+        await asyncio.gather(*(self._stop(part) for part in self._parts.values()))
+        self._parts.clear()
 
-    async def _introduce(self, child: Child, spec: PartSpec) -> None:
-        try:
-            async with asyncio.timeout(START_DEADLINE_S):
-                await child.channel.send(spec)
-                hello = await child.channel.receive(Hello)
-        except (TimeoutError, ConnectionError):
-            hello = None
-        if hello is None:
-            raise errors.PartFailed(spec.name, "did not start", _tail(child.log))
-        if isinstance(hello, Broken):
-            if hello.kind == errors.BadInput.__name__:
-                raise errors.BadInput(hello.message)
-            raise errors.PartFailed(spec.name, f"{hello.kind}: {hello.message}", hello.traceback)
+    async def _launch(self, part: _Part, mode: LogMode) -> PartProcess:
+        log = self._logs / f"{part.spec.name}.log"
+        environment = part.environment
+        if self._guardian is not None:
+            environment = environment | self._guardian.marked(part.spec.name, part.spec.attempt)
+        process = part.process = await PartProcess.launch(part.spec, environment, log, mode)
+        if self._guardian is not None:
+            self._guardian.watch(process.pid)
+        await process.introduce()
+        if self._stopping:
+            raise errors.PartFailed(part.spec.name, "was stopped")
+        return process
 
-    async def _watch(self, child: Child) -> None:
-        code = await child.process.wait()
+    def _watch(self, part: _Part, process: PartProcess) -> None:
+        part.watcher = asyncio.create_task(self._tell_death(part, process), name=f"watch {part.spec.name}")
+
+    async def _tell_death(self, part: _Part, process: PartProcess) -> None:
+        death = await process.ended()
         if self._stopping:
             return
-        how = how_it_ended(code)
-        if not self.failure.done():
-            self.failure.set_result(errors.PartFailed(child.name, how, _tail(child.log)))
+        if self._guardian is not None:
+            self._guardian.sweep(part.spec.name, part.spec.attempt)
+        detach(part.remote, death)
+        self.deaths.put_nowait(death)
 
-    async def _stop(self, child: Child) -> None:
-        if child.watcher is not None:
-            child.watcher.cancel()
-        close_proxy(child.remote)
-        child.channel.close()
-        for insist in (False, True):
-            if insist and child.process.returncode is None:
-                child.process.kill()
-            try:
-                async with asyncio.timeout(STOP_DEADLINE_S):
-                    await child.process.wait()
-                return
-            except TimeoutError:
-                continue
-
-
-def _open_log(path: Path, mode: Literal["ab", "wb"]) -> BinaryIO:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return open(path, mode)
-
-
-def _tail(log: Path) -> str:
-    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-    return "\n".join(lines[-LOG_TAIL_LINES:])
+    async def _stop(self, part: _Part) -> None:
+        if part.watcher is not None:
+            part.watcher.cancel()
+        close_proxy(part.remote)
+        if part.process is not None:
+            await part.process.stop()

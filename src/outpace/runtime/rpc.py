@@ -5,10 +5,11 @@
 
 Both ends read the argument and result types off the same protocol class, so a call through a proxy has the types of
 the protocol and a frame of any other shape is refused. Calls are multiplexed: each runs in its own task, started in
-the order in which the frames arrived.
+the order in which the frames arrived. The serving loop itself answers a ping.
 
 Invariants
-- Every call has a deadline. Every pending call ends when the channel closes, with `PartFailed`.
+- Every call has a deadline. Every pending call ends when the channel closes, and every later one at once, with
+  `PartLost`, until the proxy is attached to a channel to the part's successor.
 - Nothing is unpickled. An exception travels as its kind, its message and its traceback as text.
 """
 
@@ -25,6 +26,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from outpace import errors, wire
+from outpace.runtime.waits import waiting
 
 P = TypeVar("P")
 
@@ -54,7 +56,15 @@ class Failure(msgspec.Struct, tag="failure"):
     traceback: str
 
 
-Frame = Call | Reply | Failure
+class Ping(msgspec.Struct, tag="ping"):
+    id: int
+
+
+class Pong(msgspec.Struct, tag="pong"):
+    id: int
+
+
+Frame = Call | Reply | Failure | Ping | Pong
 
 
 class Channel:
@@ -130,13 +140,17 @@ class Remote:
 
     def __init__(self, protocol: type, channel: Channel, part: str, deadlines: dict[str, float]) -> None:
         self._signatures = Signatures(protocol)
-        self._channel = channel
         self._part = part
         self._deadlines = deadlines
         self._ids = itertools.count()
         self._pending: dict[int, asyncio.Future[bytes]] = {}
-        self._closed: errors.PartFailed | None = None
-        self._reader = asyncio.create_task(self._read(), name=f"replies of {part}")
+        self._attach(channel)
+
+    def _attach(self, channel: Channel) -> None:
+        """Go on over this channel; what was asked over the last one is lost."""
+        self._channel = channel
+        self._down: errors.PartFailed | None = None
+        self._reader = asyncio.create_task(self._read(channel), name=f"replies of {self._part}")
 
     def __getattr__(self, method: str) -> Any:
         if method.startswith("_"):
@@ -148,30 +162,41 @@ class Remote:
         return call
 
     async def _call(self, method: str, args: tuple[Any, ...]) -> Any:
-        if self._closed is not None:
-            raise self._closed
         signature = self._signatures[method]
         call = Call(next(self._ids), method, wire.encode(args))
-        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._pending[call.id] = answer
         deadline = self._deadlines.get(method, DEFAULT_DEADLINE_S)
-        try:
-            await self._channel.send(call)
-            async with asyncio.timeout(deadline):
-                value = await answer
-        except TimeoutError:
-            raise errors.PartFailed(self._part, f"{method} gave no answer within {deadline:g} s") from None
-        except ConnectionError as error:
-            raise self._closed or errors.PartFailed(self._part, f"connection lost during {method}") from error
-        finally:
-            self._pending.pop(call.id, None)
+        with waiting(f"{self._part}: {method}"):
+            value = await self._exchange(call, deadline, method)
         return wire.decode(value, signature.result)
 
-    async def _read(self) -> None:
+    async def _ping(self, deadline_s: float) -> bool:
         try:
-            while (frame := await self._channel.receive()) is not None:
+            await self._exchange(Ping(next(self._ids)), deadline_s, "ping")
+        except errors.PartFailed:
+            return False
+        return True
+
+    async def _exchange(self, asked: Call | Ping, deadline_s: float, what: str) -> bytes:
+        if self._down is not None:
+            raise _copy(self._down)
+        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._pending[asked.id] = answer
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._channel.send(asked)
+                return await answer
+        except TimeoutError:
+            raise errors.PartFailed(self._part, f"{what} gave no answer within {deadline_s:g} s") from None
+        except ConnectionError as error:
+            raise errors.PartLost(self._part, f"connection lost during {what}") from error
+        finally:
+            self._pending.pop(asked.id, None)
+
+    async def _read(self, channel: Channel) -> None:
+        try:
+            while (frame := await channel.receive()) is not None:
                 self._settle(frame)
-            self._fail(errors.PartFailed(self._part, "closed its connection"))
+            self._fail(errors.PartLost(self._part, "closed its connection"))
         except wire.WireError as error:
             self._fail(errors.PartFailed(self._part, f"sent something that is not a frame: {error}"))
 
@@ -181,6 +206,8 @@ class Remote:
             return  # the caller has given up on it
         if isinstance(frame, Reply):
             answer.set_result(frame.value)
+        elif isinstance(frame, Pong):
+            answer.set_result(b"")
         elif isinstance(frame, Failure):
             answer.set_exception(self._error(frame))
 
@@ -191,13 +218,13 @@ class Remote:
         return errors.PartFailed(self._part, f"{failure.kind}: {failure.message}", failure.traceback)
 
     def _fail(self, error: errors.PartFailed) -> None:
-        self._closed = error
+        self._down = error
         for answer in self._pending.values():
             if not answer.done():
-                answer.set_exception(error)
+                answer.set_exception(_copy(error))
 
-    def _close(self) -> None:
-        self._fail(errors.PartFailed(self._part, "was stopped"))
+    def _detach(self, error: errors.PartFailed) -> None:
+        self._fail(error)
         self._reader.cancel()
         self._channel.close()
 
@@ -210,7 +237,29 @@ def proxy(protocol: type[P], channel: Channel, part: str, deadlines: dict[str, f
 def close_proxy(remote: object) -> None:
     """End a proxy's reader and channel; any other object is left alone."""
     if isinstance(remote, Remote):
-        remote._close()
+        remote._detach(errors.PartFailed(remote._part, "was stopped"))
+
+
+def detach(remote: object, error: errors.PartFailed) -> None:
+    """The part behind this proxy is gone: every call raises `error` until `attach`."""
+    assert isinstance(remote, Remote)
+    remote._detach(error)
+
+
+def attach(remote: object, channel: Channel) -> None:
+    """Let a proxy that has lost its part go on with the part at the other end of `channel`."""
+    assert isinstance(remote, Remote)
+    remote._attach(channel)
+
+
+async def ping(remote: object, deadline_s: float) -> bool:
+    """Whether the process behind a proxy answers in time. Any other object lives in this process."""
+    return await remote._ping(deadline_s) if isinstance(remote, Remote) else True
+
+
+def _copy(error: errors.PartFailed) -> errors.PartFailed:
+    """To be raised: one exception raised again and again would grow with every traceback."""
+    return type(error)(error.part, error.message, error.remote_traceback)
 
 
 async def serve(target: object, protocol: type, channel: Channel) -> None:
@@ -220,9 +269,14 @@ async def serve(target: object, protocol: type, channel: Channel) -> None:
     try:
         while (frame := await channel.receive()) is not None:
             if isinstance(frame, Call):
-                task = asyncio.create_task(_answer(target, signatures, channel, frame))
-                running.add(task)
-                task.add_done_callback(running.discard)
+                work = _answer(target, signatures, channel, frame)
+            elif isinstance(frame, Ping):
+                work = _reply(channel, Pong(frame.id))
+            else:
+                continue
+            task = asyncio.create_task(work)
+            running.add(task)
+            task.add_done_callback(running.discard)
     finally:
         for task in running:
             task.cancel()
@@ -236,6 +290,10 @@ async def _answer(target: object, signatures: Signatures, channel: Channel, call
         message: Reply | Failure = Reply(call.id, wire.encode(result))
     except Exception as error:  # a boundary: whatever went wrong is the caller's to know
         message = _failure(call.id, error)
+    await _reply(channel, message)
+
+
+async def _reply(channel: Channel, message: Reply | Failure | Pong) -> None:
     try:
         await channel.send(message)
     except ConnectionError:

@@ -148,7 +148,7 @@ class Servant:
         environment = {**os.environ, **child_environment(1, gpu=False), MARK: self._mark}
         try:
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", self._kind.module, str(theirs.fileno()), str(self._memory_mb),
+                sys.executable, "-m", self._kind.module, str(theirs.fileno()), str(self._memory_mb), str(os.getpid()),
                 pass_fds=[theirs.fileno()], env=environment, start_new_session=True,
                 stdin=asyncio.subprocess.DEVNULL, stdout=writing, stderr=writing,
             )  # fmt: skip

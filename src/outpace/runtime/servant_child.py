@@ -2,8 +2,8 @@
 
     parent ── order ──▶ obey, on the main thread ── answer | Raised ──▶ parent
 
-A kind of servant is a module that calls `serve` when it is run as `python -m module FD MEMORY_MB`. The parent's side is
-`outpace.runtime.servant`.
+A kind of servant is a module that calls `serve` when it is run as `python -m module FD MEMORY_MB PARENT`. The parent's
+side is `outpace.runtime.servant`.
 
 Invariants
 - User code runs on the main thread, so that it may use SIGALRM.
@@ -29,7 +29,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from outpace import wire
+from outpace import crash, wire
 from outpace.errors import one_line
 from outpace.runtime.lifeline import die_with_parent
 from outpace.runtime.values import sendable
@@ -56,21 +56,25 @@ class Raised(msgspec.Struct, tag="raised"):
     traceback: str
 
 
-def serve(orders: Any, obey: Callable[[Any], Numbered], wait: Callable[[int], None] | None = None) -> None:
+def serve(kind: str, orders: Any, obey: Callable[[Any], Numbered], wait: Callable[[int], None] | None = None) -> None:
     """Answer orders of the type `orders` until the parent is gone.
 
     What `obey` raises is answered with `Raised`. `wait` is called with the socket's descriptor between two orders, and
     returns once there is something to read."""
-    die_with_parent()
+    die_with_parent(int(sys.argv[3]))
     faulthandler.enable()  # a crash in C says where it was, in the log
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.set_inheritable(False)
     _limit_memory(int(sys.argv[2]))
     home = os.getpid()
+    crash.be(kind)
+    crash.reached("servant.started")
     while (order := _receive(connection, orders, wait)) is not None:
+        crash.reached("servant.called")
         answer = _answer(order, obey)
         if os.getpid() != home:
             os._exit(0)
+        crash.reached("servant.answered")
         try:
             connection.sendall(wire.frame(wire.encode(answer)))
         except ConnectionError:

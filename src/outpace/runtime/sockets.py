@@ -40,15 +40,15 @@ async def listen(path: str, token: str, target: object, protocol: type) -> async
     return server
 
 
-async def connect(path: str, token: str, deadline_s: float = START_DEADLINE_S) -> Channel:
-    """Connect to a peer that may still be starting, and may take as long as any part may."""
+async def connect(path: str, token: str, deadline_s: float | None = START_DEADLINE_S) -> Channel:
+    """Connect to a peer that may still be starting, and may take as long as any part may. None: without an end."""
     try:
         async with asyncio.timeout(deadline_s):
             while True:
                 try:
                     reader, writer = await asyncio.open_unix_connection(path)
                     break
-                except (FileNotFoundError, ConnectionRefusedError):
+                except (FileNotFoundError, ConnectionError):
                     await asyncio.sleep(0.05)
     except TimeoutError:
         raise PartFailed(os.path.basename(path), f"did not listen within {deadline_s:g} s") from None

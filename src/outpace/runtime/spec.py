@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
@@ -33,16 +33,47 @@ class PartSpec(msgspec.Struct, frozen=True):
     token: str = ""
     peers: dict[str, str] = {}  # name -> socket path of an engine this part talks to
     peer_protocol: str = "outpace.protocols:Engine"
+    attempt: int = 0  # how many processes have been this part before
 
 
 class Runtime(Protocol):
-    """Where parts live. `failure` resolves when a part has died that should be running."""
+    """Where parts live."""
 
-    failure: asyncio.Future[PartFailed]
+    deaths: asyncio.Queue[PartFailed]
+    """One item for every part that has died and should be running: its name, how it ended, the end of its log."""
 
-    async def start(self, protocol: type[P], spec: PartSpec, environment: dict[str, str]) -> P: ...
+    async def start(self, protocol: type[P], spec: PartSpec, environment: dict[str, str]) -> P:
+        """Bring a part to life; returns once it can be called."""
+        ...
+
+    async def restart(self, name: str) -> None:
+        """Bring a dead part to life again; what `start` has returned goes on with it.
+
+        Raises what `start` would. A part that dies before it can be called is no item of `deaths`."""
+        ...
+
+    async def kill(self, name: str) -> None:
+        """End a part that cannot be talked to any more; its death is told as any other's."""
+        ...
+
+    async def ping(self, name: str, deadline_s: float) -> bool:
+        """Whether the event loop of a part still turns."""
+        ...
+
+    async def dump(self) -> str:
+        """What every part is doing, as far as it can still say so; takes about a second."""
+        ...
 
     async def stop(self) -> None: ...
+
+
+@runtime_checkable
+class Breakable(Protocol):
+    """A part that may break down in a way that only a new process can mend."""
+
+    async def broken(self) -> PartFailed:
+        """Waits for that; says why."""
+        ...
 
 
 Factory = Callable[[PartSpec, dict[str, Any]], Awaitable[object]]

@@ -12,6 +12,7 @@ import weakref
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import numpy as np
 
 from outpace.errors import BadInput, one_line
 from outpace.tasks.dataset import Dataset, DuplicateIds, Rows
+from outpace.tasks.fingerprint import Indices, digest_of_pieces
 
 HUB_TIMEOUT_S = 10.0
 JSONL = (".jsonl", ".ndjson")
@@ -94,6 +96,24 @@ class JsonlRows:
             problem = f"is not valid JSON: {one_line(error)}"
         raise BadInput(f"{self._setting}: {self._file.name} {self.locate(index)} {problem}")
 
+    def digest(self, indices: Indices) -> bytes:
+        """Of the bytes of these rows and of the length of each."""
+        starts, ends = _runs(self._offsets[indices], self._ends[indices])
+        places = np.concatenate([[0], np.cumsum(ends - starts)])  # of the runs, as if nothing lay between them
+
+        def read(start: int, end: int) -> bytes:
+            parts = []
+            for run in range(int(np.searchsorted(places, start, "right")) - 1, len(starts)):
+                if places[run] >= end:
+                    break
+                first = int(starts[run]) + max(0, start - int(places[run]))
+                last = int(starts[run]) + min(end, int(places[run + 1])) - int(places[run])
+                parts.append(os.pread(self._descriptor, last - first, first))
+            return b"".join(parts)
+
+        lengths = (self._ends[indices] - self._offsets[indices]).astype("<i8")
+        return blake2b(lengths.tobytes() + digest_of_pieces(int(places[-1]), read), digest_size=16).digest()
+
     def locate(self, index: int) -> str:
         """The line's number as editors count. Found by counting, since only error messages need it."""
         number, position = 1, 0
@@ -108,6 +128,12 @@ class JsonlRows:
 
 def _after_byte_order_mark(head: bytes) -> int:
     return 3 if head == b"\xef\xbb\xbf" else 0
+
+
+def _runs(starts: Indices, ends: Indices) -> tuple[Indices, Indices]:
+    """The same places with neighbours joined, so that a whole file is one."""
+    first = np.concatenate([[True], starts[1:] != ends[:-1]])
+    return starts[first], ends[np.concatenate([first[1:], [True]])]
 
 
 def _open_table(path: str, file: Path, split: str, setting: str) -> Rows:

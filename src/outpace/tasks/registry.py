@@ -18,6 +18,7 @@ from outpace.protocols import TaskSource
 from outpace.references import is_reference, load_function
 from outpace.tasks.dataset import Selection
 from outpace.tasks.files import JSONL, open_dataset
+from outpace.tasks.fingerprint import Indices, content
 from outpace.types import Task
 
 Sources = tuple[TaskSource, TaskSource | None]
@@ -83,6 +84,9 @@ class Reopened:
 
     def __getitem__(self, index: int) -> Task:
         return self._source[index]
+
+    def digest(self, indices: Indices) -> bytes:
+        return content(self._source, indices)
 
     def __reduce__(self) -> tuple[type[Reopened], tuple[Callable[[Config], TaskSource], Config]]:
         return Reopened, (self._opener, self._config)

@@ -190,7 +190,7 @@ def _fit(order: Reset | Call | Reward, value: Any) -> Returned | Refused:
 
 def main() -> None:
     theatre = Theatre()
-    serve(Order, theatre.obey, theatre.wait)
+    serve("stage", Order, theatre.obey, theatre.wait)
 
 
 if __name__ == "__main__":

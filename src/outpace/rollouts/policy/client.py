@@ -26,6 +26,7 @@ from outpace.rollouts.policy.conversations import Conversations, Position
 from outpace.rollouts.policy.history import Digest, text_of
 from outpace.rollouts.policy.requests import ClientSettings, Requests
 from outpace.rollouts.policy.thread import Thread
+from outpace.rollouts.turns import EpisodeTurns
 from outpace.types import Answer, Endpoint, GroupOrder, Message, StopReason, Trajectory, Version
 
 POLICY = "policy"
@@ -62,8 +63,9 @@ class PolicyClient:
         episode: int,
         openings: Openings | None = None,
         doors: Doors | None = None,
+        turns: EpisodeTurns | None = None,
     ) -> None:
-        """`openings` is shared by the episodes of a group."""
+        """`openings` is shared by the episodes of a group. `turns`: what is recorded of this one."""
         self.engine = engine
         self.dialect = dialect
         self.max_tokens = settings.max_tokens
@@ -74,7 +76,7 @@ class PolicyClient:
         self._asking = Asking(
             dialect,
             settings.system,
-            Requests(engine, settings, order, episode),
+            Requests(engine, settings, order, episode, turns),
             Conversations(dialect, {} if openings is None else openings),
         )
         self._main = Thread(self._asking, POLICY)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from outpace.engines.noise import request_seed
-from outpace.errors import RequestFailed
+from outpace.errors import PartLost, RequestFailed
 from outpace.protocols import Engine
+from outpace.rollouts.turns import EpisodeTurns
 from outpace.types import Generation, GroupOrder, Ints, Sampling
+
+log = logging.getLogger(__name__)
 
 ABORT_GRACE_S = 2.0
 """How long an engine may take to hand out what an aborted request had so far."""
@@ -36,15 +40,24 @@ class Request:
     """A request that has its id, and with it its noise, but is not sent yet."""
 
     id: str
+    number: int
     sampling: Sampling
 
 
 class Requests:
-    def __init__(self, engine: Engine, settings: ClientSettings, order: GroupOrder, episode: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        settings: ClientSettings,
+        order: GroupOrder,
+        episode: int,
+        turns: EpisodeTurns | None = None,
+    ) -> None:
         self._engine = engine
         self._settings = settings
         self._order = order
         self._episode = episode
+        self._turns = turns
         self._open: dict[str, asyncio.Future[Generation]] = {}  # whose answer nobody has taken yet
         self._leaving: set[asyncio.Task[None]] = set()
         self._over = False
@@ -68,14 +81,21 @@ class Requests:
         sampling = Sampling(**(fields | overrides))
         of_evaluation = f"eval-{self._order.min_version}." if self._order.heldout else ""
         self.ids.append(f"{of_evaluation}{self._order.group}.{self._episode}.{number}")
-        return Request(self.ids[-1], sampling)
+        return Request(self.ids[-1], number, sampling)
 
     async def send(self, request: Request, prompt: Ints) -> Generation:
+        """The answer that an earlier attempt at this episode got, or the engine's."""
         self.refuse_after_the_end()
-        order = self._order
-        answer = asyncio.ensure_future(
-            self._engine.generate(request.id, prompt, request.sampling, order.min_version, order.pinned)
-        )
+        if self._turns is None:
+            return await self._ask(request, prompt)
+        answer = self._turns.recall(prompt, request.sampling)
+        if answer is None:
+            answer = await self._ask(request, prompt)
+            self._turns.record(request.number, prompt, request.sampling, answer)
+        return answer
+
+    async def _ask(self, request: Request, prompt: Ints) -> Generation:
+        answer = asyncio.ensure_future(self._generated(request, prompt))
         self._open[request.id] = answer
         try:
             # Shielded: who gives up on an answer stops waiting, but what was sampled of it is still to be counted.
@@ -90,6 +110,18 @@ class Requests:
         if self._open.pop(request.id, None) is None:
             raise RequestFailed("the episode has ended without this answer")
         return generation
+
+    async def _generated(self, request: Request, prompt: Ints) -> Generation:
+        """An engine that dies over a request is asked again when it is back: what it had of the answer nobody has seen.
+        That ends with the engine's coming back, the episode's time, or the run."""
+        order = self._order
+        while True:
+            try:
+                return await self._engine.generate(
+                    request.id, prompt, request.sampling, order.min_version, order.pinned
+                )
+            except PartLost:
+                log.info("request %s is made again", request.id)
 
     async def abandon(self) -> None:
         """Free the engine of whatever this episode still has running there, and count what that had sampled. No further

@@ -1,0 +1,264 @@
+"""`outpace bench checkpoint`: what it costs to lose nothing.
+
+One run of the built-in task, with checkpoints at the default interval, says for how long saving held the learner up and
+how long the rest took in the background. What the journal costs in processor time is found by replaying that run's own
+records, one by one as its worker and learner did, and set against the processor time of all processes of the run. So
+every share is of one run on one machine; a busy one slows both sides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from outpace.bench.options import take_options
+from outpace.checkpoint import journal
+from outpace.checkpoint.commit import newest_complete
+from outpace.checkpoint.survey import survey
+from outpace.checkpoint.turn_log import TurnLog
+from outpace.config import Config
+from outpace.config.rules import resolve
+from outpace.errors import BadInput, PartFailed
+from outpace.observe.linefile import read_lines
+from outpace.planning import config_of_run
+from outpace.rollouts.turns import GroupTurns
+from outpace.types import Generation, GroupRecord, Kept, Row, Sampling
+
+STALL_LIMIT = 0.05
+"""The share of a mean step that a checkpoint may hold the learner up for."""
+
+JOURNAL_LIMIT = 0.02
+"""The share of a run's processor time that the journal may take."""
+
+REPLAYED = 1000  # groups, at least
+BURST = 200  # groups whose answers are recorded at once: a log that is given too many leaves some out
+ROUNDS = 5
+
+Finished = tuple[Kept, GroupRecord]
+
+
+@dataclass(frozen=True)
+class Result:
+    """Seconds are means over the checkpoints of the run."""
+
+    steps: int
+    every: int
+    checkpoints: int
+    step_s: float
+    held_s: float  # the learner's thread, by the copy
+    write_s: float  # files of the learner, in the background
+    whole_s: float  # from the call to the committed checkpoint, in the background
+    blocking_s: float  # a save that does not return to training before the files are on the disk, alone on the machine
+    cpu_s: float  # all processes of the run
+    append_cpu_s: float
+    read_cpu_s: float
+    turns_cpu_s: float
+
+    @property
+    def share_of_step(self) -> float:
+        return self.held_s / self.step_s
+
+    @property
+    def share_of_interval(self) -> float:
+        return self.share_of_step / self.every
+
+    @property
+    def journal_share(self) -> float:
+        return (self.append_cpu_s + self.read_cpu_s + self.turns_cpu_s) / self.cpu_s
+
+
+def main(words: Sequence[str]) -> int:
+    options, settings = take_options(words, {"steps": 60})
+    result = run(options["steps"], settings)
+    print_table(result)
+    shares = {name: getattr(result, name) for name in ("share_of_step", "share_of_interval", "journal_share")}
+    print(json.dumps(asdict(result) | shares))
+    missed = missed_bars(result)
+    for bar in missed:
+        print(f"missed: {bar}")
+    return 1 if missed else 0
+
+
+def missed_bars(result: Result) -> list[str]:
+    shares = {
+        "a checkpoint holds the learner up for {} of a step": (result.share_of_step, STALL_LIMIT),
+        "the journal takes {} of the processor time": (result.journal_share, JOURNAL_LIMIT),
+    }
+    return [
+        f"{words.format(f'{share:.2%}')}, the limit is {limit:.0%}"
+        for words, (share, limit) in shares.items()
+        if not share < limit
+    ]
+
+
+def run(steps: int, settings: Sequence[str] = ()) -> Result:
+    with tempfile.TemporaryDirectory(prefix="outpace-checkpoint-") as directory:
+        run_dir = Path(directory) / "run"
+        cpu_s = _train(run_dir, steps, settings)
+        return _analyse(run_dir, steps, cpu_s)
+
+
+def _train(run_dir: Path, steps: int, settings: Sequence[str]) -> float:
+    """Run it; returns the processor seconds of the whole family."""
+    words = [*settings, f"--run.steps={steps}", f"--run.dir={run_dir}"]
+    before = _family_cpu_s()
+    command = [sys.executable, "-m", "outpace.cli", "train", "--quiet", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise PartFailed("outpace train", f"exit code {done.returncode}", done.stderr)
+    return _family_cpu_s() - before
+
+
+def _family_cpu_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+# ----------------------------------------------------------------------------------------------------------- the run
+
+
+def _analyse(run_dir: Path, steps: int, cpu_s: float) -> Result:
+    config = resolve(config_of_run(run_dir, []))
+    lines = list(read_lines(run_dir / "metrics.jsonl"))
+    held = [line["checkpoint/held_s"] for line in lines if "checkpoint/held_s" in line]
+    written = [line["checkpoint/write_s"] for line in lines if "checkpoint/write_s" in line]
+    if not held or not written:
+        raise BadInput(
+            f"--steps: {steps} steps have no checkpoint before the last; one is made every {config.checkpoint.every}"
+        )
+    append_s, read_s, turns_s = _journal_cost(run_dir, config, lines)
+    return Result(
+        steps=steps,
+        every=config.checkpoint.every,
+        checkpoints=len(held),
+        step_s=json.loads((run_dir / "summary.json").read_text())["train_s"] / steps,
+        held_s=statistics.mean(held),
+        write_s=statistics.mean(written),
+        whole_s=statistics.mean(_spans(run_dir)),
+        blocking_s=_blocking_save(run_dir, config),
+        cpu_s=cpu_s,
+        append_cpu_s=append_s,
+        read_cpu_s=read_s,
+        turns_cpu_s=turns_s,
+    )
+
+
+def _spans(run_dir: Path) -> list[float]:
+    events = json.loads((run_dir / "timeline.json").read_text())["traceEvents"]
+    return [event["dur"] / 1e6 for event in events if event.get("cat") == "checkpoint"]
+
+
+def _blocking_save(run_dir: Path, config: Config) -> float:
+    """The median over some saves of the run's last state, into the same file system."""
+    from outpace.learn import state
+    from outpace.learn.core import LearnerCore
+    from outpace.learn.settings import CoreSettings
+    from outpace.models.loading import load_model
+
+    checkpoint = newest_complete(run_dir / "checkpoints")
+    assert checkpoint is not None, "a run that ended well has one"
+    core = LearnerCore(load_model(config.model.path, dtype="float32", device="cpu"), CoreSettings.of(config))
+    state.restore(core, checkpoint)
+    seconds = []
+    for number in range(ROUNDS):
+        target = run_dir / f"blocking-{number}"
+        target.mkdir()
+        started = time.perf_counter()
+        state.save(core, target)
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds)
+
+
+# ------------------------------------------------------------------------------------------------------- the journal
+
+
+def _journal_cost(run_dir: Path, config: Config, lines: Sequence[dict[str, Any]]) -> tuple[float, float, float]:
+    """Processor seconds of the run's appends, of the learner's reads, and of recording answers."""
+    found = survey(run_dir / "journal")
+    if not found:
+        raise BadInput(f"{run_dir / 'journal'} holds no groups to replay")
+    finished = sum(line["groups/finished"] for line in lines)
+    rolled_out = finished + sum(line["groups/filtered"] + line["groups/failed"] for line in lines)
+    groups = [(each.kept, journal.read(run_dir / "journal", each.place)) for each in found]
+    replayed = list(itertools.islice(itertools.cycle(groups), max(REPLAYED, len(groups))))
+    per_group = 1 / len(replayed)
+    appends = _cpu_s(lambda: asyncio.run(_append(run_dir / "replayed", replayed)))
+    places = [each.place for each in found]
+    reads = _cpu_s(lambda: [journal.read(run_dir / "journal", place) for place in places]) / len(places)
+    turns = _cpu_s(lambda: _record_answers(run_dir / "replayed", replayed)) if config.checkpoint.turns else 0.0
+    return finished * appends * per_group, finished * reads, rolled_out * turns * per_group
+
+
+def _cpu_s(work: Callable[[], object]) -> float:
+    """Of the whole process: threads that the work hands things to count too."""
+    before = time.process_time()
+    work()
+    return time.process_time() - before
+
+
+async def _append(directory: Path, groups: Sequence[Finished]) -> None:
+    """One by one off the loop, as a worker does it."""
+    writer = journal.JournalWriter(directory, "bench")
+    for kept, record in groups:
+        await asyncio.to_thread(writer.append, kept, record)
+    writer.close()
+
+
+def _record_answers(directory: Path, groups: Sequence[Finished]) -> None:
+    for start in range(0, len(groups), BURST):
+        log = TurnLog(directory / str(start), "bench")  # apart: a log reads what others have left beside it
+        for kept, record in groups[start : start + BURST]:
+            turns = GroupTurns(log, kept.order)
+            for row in record.rows:
+                turns.episodes[row.episode % kept.order.size].record(0, *_exchange(row))
+            turns.close()
+        log.close()
+
+
+def _exchange(row: Row) -> tuple[Any, Sampling, Generation]:
+    """The prompt, the question and the answer that made this row."""
+    start = int(np.argmax(row.mask)) if row.mask.any() else len(row.tokens)
+    answer = Generation(row.tokens[start:], row.logprobs[start:], row.versions[start:], "stop")
+    return row.tokens[:start], Sampling(max_tokens=64, seed=1), answer
+
+
+# ------------------------------------------------------------------------------------------------------------ report
+
+
+def print_table(result: Result, console: Console | None = None) -> None:
+    table = Table(title=f"{result.steps} steps, a checkpoint every {result.every}", title_justify="left", box=None)
+    for heading in ("", "each", "share"):
+        table.add_column(heading)
+    in_the_run = result.held_s + result.write_s
+    rows = [
+        ("a mean step", result.step_s, ""),
+        ("held up by the copy", result.held_s, f"{result.share_of_step:.2%} of a step (limit {STALL_LIMIT:.0%})"),
+        ("", None, f"{result.share_of_interval:.3%} of an interval"),
+        ("writing the learner's files, in the background", result.write_s, ""),
+        ("until the checkpoint is committed, in the background", result.whole_s, ""),
+        ("a save that blocks: copy and files of this run", in_the_run, f"{in_the_run / result.step_s:.2%} of a step"),
+        ("a save that blocks, measured alone", result.blocking_s, f"{result.blocking_s / result.step_s:.2%} of a step"),
+    ]
+    for name, seconds, share in rows:
+        table.add_row(name, "" if seconds is None else f"{seconds * 1000:.2f} ms", share)
+    console = console or Console(width=120)
+    console.print(table)
+    parts = {"appending": result.append_cpu_s, "reading": result.read_cpu_s, "recording answers": result.turns_cpu_s}
+    words = ", ".join(f"{name} {seconds:.3f}" for name, seconds in parts.items())
+    share = f"{result.journal_share:.2%} of {result.cpu_s:.1f} processor seconds (limit {JOURNAL_LIMIT:.0%})"
+    console.print(f"journal: {share}: {words}")

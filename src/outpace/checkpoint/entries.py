@@ -1,0 +1,234 @@
+"""Files of checksummed entries, which one process appends to and others read.
+
+    entry = mark, length of head, length of body, crc32 of all that follows the mark ─▶ head ─▶ body
+
+Heads are small and tell what an entry is about; whoever only looks for entries decodes no body.
+
+Invariants
+- An entry is whole or it is passed over: the checksum covers both lengths and every byte of both parts.
+- An append that fails leaves its file for good, so that what is torn lies at the end of a file.
+- A name is never given twice while a file of that name or of a higher number exists.
+
+A kill of the process loses nothing that was appended. Nothing waits for the disk: a machine that loses its power may
+lose the newest entries, and the checksums say which.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import logging
+import os
+import re
+import struct
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from outpace import crash
+from outpace.errors import CorruptData
+from outpace.types import Place
+
+log = logging.getLogger(__name__)
+
+_MARK = b"\xf1OJ1"
+_LENGTHS = struct.Struct("<II")
+_HEADER = struct.Struct("<4sIII")
+_NAME = re.compile(r"(?P<owner>.+)-(?P<number>\d{5,})\.(?P<kind>\w+)")
+_UNFINISHED = ".unfinished"
+_TORN = "journal.torn"
+_TEARS = f"@{_TORN}" in os.environ.get("OUTPACE_CRASH", "")
+
+
+class Entry(NamedTuple):
+    """One whole entry, as it lies in its file."""
+
+    place: Place
+    head: memoryview
+    body: memoryview
+
+
+class Named(NamedTuple):
+    """What the name of a file says: who wrote it, and which of theirs it is."""
+
+    owner: str
+    number: int
+
+
+def named(file: str, kind: str) -> Named | None:
+    """None: it is none of ours, or of another kind."""
+    match = _NAME.fullmatch(file)
+    return Named(match["owner"], int(match["number"])) if match and match["kind"] == kind else None
+
+
+def files_of(directory: Path, kind: str) -> list[Path]:
+    """All files of that kind, by owner and number. Foreign files are none of our business."""
+    found = [(name, path) for path in directory.glob("*") if (name := named(path.name, kind))]
+    return [path for _, path in sorted(found)]
+
+
+# ------------------------------------------------------------------------------------------------------------ writing
+
+
+def packed(head: bytes, body: bytes) -> list[bytes]:
+    """The pieces of an entry."""
+    checksum = zlib.crc32(body, zlib.crc32(head, _crc_of_lengths(len(head), len(body))))
+    return [_HEADER.pack(_MARK, len(head), len(body), checksum), head, body]
+
+
+class EntryFile:
+    """The file that its owner appends to. One thread at a time."""
+
+    def __init__(self, directory: Path, owner: str, kind: str) -> None:
+        self.path = directory / _next_name(directory, owner, kind)
+        self.size = 0
+        self._file = io.FileIO(self.path, "xb")
+
+    def append(self, pieces: list[bytes]) -> Place:
+        """After an `OSError` the end of the file is torn: nothing may follow."""
+        if _TEARS:
+            self._append_in_two(pieces)
+        elif os.writev(self._file.fileno(), pieces) != sum(map(len, pieces)):
+            raise OSError(f"{self.path} took a part of an entry only: is the disk full?")
+        place = Place(self.path.name, self.size, sum(map(len, pieces)))
+        self.size += place.length
+        return place
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _append_in_two(self, pieces: list[bytes]) -> None:
+        """For those who want to see what a kill in between leaves."""
+        whole = b"".join(pieces)
+        self._file.write(whole[: len(whole) // 2])
+        crash.reached(_TORN)
+        self._file.write(whole[len(whole) // 2 :])
+
+
+def copied(directory: Path, owner: str, kind: str, places: Iterable[Place], limit: int) -> list[Place]:
+    """Entries copied byte for byte into fresh files of about `limit` bytes; each file gets its name once all of it is
+    on the disk. The originals stay: whoever is killed meanwhile leaves some entries in two files."""
+    result: list[Place] = []
+    pending: list[memoryview] = []
+    for place in places:
+        pending.append(_verified(directory / place.segment, place))
+        if sum(map(len, pending)) >= limit:
+            result += _sealed(directory, owner, kind, pending)
+            pending = []
+    return result + (_sealed(directory, owner, kind, pending) if pending else [])
+
+
+def remove_but(directory: Path, kind: str, keep: set[str]) -> None:
+    """Delete every other file of that kind, and what killed writers left unfinished. Nobody else may be writing."""
+    for path in directory.glob(f".*.{kind}{_UNFINISHED}"):
+        path.unlink()
+    for path in files_of(directory, kind):
+        if path.name not in keep:
+            path.unlink()
+            crash.reached(f"{kind}.removed")
+
+
+def _next_name(directory: Path, owner: str, kind: str) -> str:
+    names = [named(path.name, kind) for path in files_of(directory, kind)]
+    taken = [name.number for name in names if name is not None and name.owner == owner]
+    return f"{owner}-{max(taken, default=-1) + 1:05d}.{kind}"
+
+
+def _sealed(directory: Path, owner: str, kind: str, entries: list[memoryview]) -> list[Place]:
+    name = _next_name(directory, owner, kind)
+    unfinished = directory / f".{name}{_UNFINISHED}"
+    with open(unfinished, "wb") as file:
+        for entry in entries:
+            file.write(entry)
+        file.flush()
+        os.fsync(file.fileno())
+    crash.reached(f"{kind}.copied")
+    os.rename(unfinished, directory / name)
+    _sync_names(directory)
+    crash.reached(f"{kind}.renamed")
+    ends = itertools.accumulate(map(len, entries))
+    return [Place(name, end - len(entry), len(entry)) for end, entry in zip(ends, entries, strict=True)]
+
+
+def _sync_names(directory: Path) -> None:
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# ------------------------------------------------------------------------------------------------------------ reading
+
+
+def read_entry(path: Path, place: Place) -> Entry:
+    """The entry at `place`; raises `CorruptData` unless it is whole."""
+    return _split(place, _verified(path, place))
+
+
+def scan(path: Path, start: int = 0) -> Iterator[Entry]:
+    """Every whole entry, one at a time in memory. What is torn or damaged is passed over, with a word in the log."""
+    with open(path, "rb") as file:
+        size, offset = os.fstat(file.fileno()).st_size, start
+        while offset < size:
+            entry = _whole_at(file, path.name, offset)
+            if entry is None:
+                entry = _next_whole(file, path.name, offset + 1)
+                until = size if entry is None else entry.place.offset
+                log.warning("%s: bytes %d to %d are torn or damaged, and passed over", path, offset, until)
+                if entry is None:
+                    return
+            yield entry
+            offset = entry.place.offset + entry.place.length
+
+
+def _verified(path: Path, place: Place) -> memoryview:
+    with open(path, "rb") as file:
+        data = os.pread(file.fileno(), place.length, place.offset)
+    if len(data) != place.length:
+        raise CorruptData(f"journal entry {place} is cut short")
+    if not _is_whole(data):
+        raise CorruptData(f"journal entry {place} does not match its checksum")
+    return memoryview(data)
+
+
+def _whole_at(file: BinaryIO, name: str, offset: int) -> Entry | None:
+    header = os.pread(file.fileno(), _HEADER.size, offset)
+    if len(header) < _HEADER.size or not header.startswith(_MARK):
+        return None
+    _, head, body, _ = _HEADER.unpack(header)
+    length = _HEADER.size + head + body
+    if offset + length > os.fstat(file.fileno()).st_size:
+        return None  # before memory is taken for what a damaged length promises
+    data = os.pread(file.fileno(), length, offset)
+    return _split(Place(name, offset, length), memoryview(data)) if _is_whole(data) else None
+
+
+def _next_whole(file: BinaryIO, name: str, start: int) -> Entry | None:
+    file.seek(start)
+    rest = file.read()
+    found = rest.find(_MARK)
+    while found >= 0:
+        if entry := _whole_at(file, name, start + found):
+            return entry
+        found = rest.find(_MARK, found + 1)
+    return None
+
+
+def _is_whole(data: bytes) -> bool:
+    if len(data) < _HEADER.size:
+        return False
+    header: tuple[bytes, int, int, int] = _HEADER.unpack_from(data)
+    mark, head, body, checksum = header
+    parts = memoryview(data)[_HEADER.size :]
+    return mark == _MARK and head + body == len(parts) and zlib.crc32(parts, _crc_of_lengths(head, body)) == checksum
+
+
+def _crc_of_lengths(head: int, body: int) -> int:
+    return zlib.crc32(_LENGTHS.pack(head, body))
+
+
+def _split(place: Place, data: memoryview) -> Entry:
+    _, head, _, _ = _HEADER.unpack_from(data)
+    return Entry(place, data[_HEADER.size : _HEADER.size + head], data[_HEADER.size + head :])

@@ -1,0 +1,135 @@
+"""What an earlier start of a run has left, and with what of it the next one goes on.
+
+    checkpoint (or none yet) ─▶ state of the controller, version c ─┐
+    journal ─▶ finished groups, recorded answers ───────────────────┼─▶ survivors, compacted to where they now lie
+    evals.jsonl ─▶ the newest version whose result is known ────────┘
+
+A run that was killed before its first checkpoint begins anew at version 0, with what the journal has of that version.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from outpace.checkpoint.survey import Found, compact, survey
+from outpace.checkpoint.turns import prune_turns, survey_turns
+from outpace.errors import BadInput
+from outpace.observe.linefile import read_lines, write_atomically
+from outpace.pipeline import survivors
+from outpace.pipeline.account import STATE_FILE
+from outpace.pipeline.core import CoreState, state_of
+from outpace.pipeline.ledger import Ledger
+from outpace.pipeline.pacing import CoreSettings
+from outpace.pipeline.survivors import NOTHING, Rules, Survivors
+from outpace.tasks.fingerprint import Fingerprint, difference
+from outpace.types import Version
+
+TASKS_FILE = "tasks.json"
+"""The fingerprint of the tasks that a run began with."""
+
+
+@dataclass(frozen=True)
+class Past:
+    """What a start of the run goes on from; of a new run, nothing."""
+
+    checkpoint: Path | None = None
+    state: CoreState | None = None
+    rng: dict[str, str] = field(default_factory=dict)  # of the workers
+    survivors: Survivors = NOTHING
+    evaluated: Version = -1
+
+    @property
+    def version(self) -> Version:
+        return self.state.version if self.state else 0
+
+    @property
+    def accounted(self) -> int:
+        """How many visits the run's log must know of."""
+        return Ledger(self.state.tasks, None, self.state.ledger).settled if self.state else 0
+
+
+def past_of(run: Path, checkpoint: Path | None, settings: CoreSettings) -> Past:
+    """Blocks on the disk, and changes nothing there but the journal: what nobody can use any more is deleted."""
+    memory: dict[str, Any] = json.loads((checkpoint / STATE_FILE).read_text()) if checkpoint else {}
+    if checkpoint and "core" not in memory:
+        raise BadInput(f"--resume: {checkpoint} was written by an older version of outpace")
+    state = state_of(memory["core"]) if checkpoint else None
+    known = Past(checkpoint, state, memory.get("rng", {}))
+    return replace(
+        known,
+        survivors=_survivors(run / "journal", state, settings),
+        evaluated=_newest_evaluated(run / "evals.jsonl", known.version),
+    )
+
+
+def check_tasks(run: Path, tasks: Fingerprint, accept: bool) -> None:
+    """Refuse to go on with other tasks than those the run began with."""
+    file = run / TASKS_FILE
+    if not file.exists():
+        return
+    before = msgspec.json.decode(file.read_bytes(), type=Fingerprint)
+    changed = difference(before, tasks)
+    if changed and before.count != tasks.count:
+        raise BadInput(f"--resume: the tasks have changed: {changed}; a run keeps its tasks, so start another one")
+    if changed and not accept:
+        raise BadInput(f"--resume: the tasks have changed: {changed}; --tasks.changed accept goes on with them")
+
+
+def note_tasks(run: Path, tasks: Fingerprint) -> None:
+    write_atomically(run / TASKS_FILE, msgspec.json.encode(tasks).decode())
+
+
+def _survivors(journal: Path, state: CoreState | None, settings: CoreSettings) -> Survivors:
+    rules = _rules(state, settings)
+    found = survey(journal) if journal.is_dir() else []
+    by_group = {(each.kept.order.group, each.kept.order.position): each for each in found}
+    chosen = survivors.choose((each.kept for each in found), rules)
+    if settings.deterministic:
+        chosen = replace(chosen, finished=())
+    finished, pooled = (
+        [by_group[kept.order.group, kept.order.position] for kept in some] for some in (chosen.finished, chosen.pooled)
+    )
+    there = compact(journal, [*finished, *pooled]) if journal.is_dir() else []
+    kept = [_at_its_place(each) for each in there]
+    recorded = _recorded(journal, kept, rules, settings)
+    return Survivors(tuple(kept[: len(finished)]), tuple(kept[len(finished) :]), recorded)
+
+
+def _at_its_place(found: Found) -> Any:
+    report = msgspec.structs.replace(found.kept.report, place=found.place)
+    return msgspec.structs.replace(found.kept, report=report)
+
+
+def _recorded(journal: Path, finished: list[Any], rules: Rules, settings: CoreSettings) -> dict[int, Version]:
+    if not journal.is_dir():
+        return {}
+    turns = {} if settings.deterministic else survey_turns(journal)
+    stamps = {position: known.stamp for position, known in turns.items()}
+    wanted = survivors.recorded(stamps, finished, rules)
+    prune_turns(journal, rules.version, wanted)
+    return wanted
+
+
+def _rules(state: CoreState | None, settings: CoreSettings) -> Rules:
+    state = state or CoreState(settings.tasks, 0, False)
+    allowed = settings.max_lag if state.governor.lag is None else min(state.governor.lag, settings.max_lag)
+    return Rules(
+        version=state.version,
+        open=frozenset(state.ledger.open),
+        cursor=state.ledger.cursor,
+        limit=None if settings.epochs is None else settings.epochs * settings.tasks,
+        lag=0 if state.version < settings.warmup_steps else allowed,
+        groups_per_step=settings.groups_per_step,
+        steps=settings.steps,
+        pool=frozenset(state.replay),
+    )
+
+
+def _newest_evaluated(evaluations: Path, version: Version) -> Version:
+    known = (line.get("step") for line in read_lines(evaluations))
+    return max((step for step in known if isinstance(step, int) and step <= version), default=-1)

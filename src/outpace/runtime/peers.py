@@ -1,0 +1,72 @@
+"""A peer that may be started again: its proxy finds it where it was.
+
+    connected ── connection lost ──▶ calling again, in the background ── it listens ──▶ connected
+
+Invariants
+- A call that was under way when the connection was lost raises `PartLost` at once: it may be repeated.
+- A call that is made meanwhile waits, as long as any part may take to start, and then raises `PartFailed`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any, TypeVar, cast
+
+from outpace import errors
+from outpace.runtime.rpc import Channel, Remote
+from outpace.runtime.sockets import connect
+from outpace.runtime.spec import START_DEADLINE_S
+from outpace.runtime.waits import waiting
+
+P = TypeVar("P")
+
+PAUSE_S = 0.05
+"""Between two connections: one that is closed as soon as it is made must not keep this process busy."""
+
+log = logging.getLogger(__name__)
+
+
+class Peer(Remote):
+    def __init__(self, protocol: type, channel: Channel, part: str, path: str, token: str, patience_s: float) -> None:
+        self._path = path
+        self._token = token
+        self._patience_s = patience_s
+        self._connected = asyncio.Event()
+        super().__init__(protocol, channel, part, {})
+
+    def _attach(self, channel: Channel) -> None:
+        super()._attach(channel)
+        self._connected.set()
+
+    async def _call(self, method: str, args: tuple[Any, ...]) -> Any:
+        if not self._connected.is_set():
+            await self._until_connected()
+        return await super()._call(method, args)
+
+    async def _until_connected(self) -> None:
+        try:
+            with waiting(f"{self._part}: until it is back"):
+                async with asyncio.timeout(self._patience_s):
+                    await self._connected.wait()
+        except TimeoutError:
+            raise errors.PartFailed(self._part, f"was not back within {self._patience_s:g} s") from None
+
+    async def _read(self, channel: Channel) -> None:
+        await super()._read(channel)
+        self._connected.clear()
+        channel.close()
+        log.warning("%s is gone; calling it again", self._part)
+        await asyncio.sleep(PAUSE_S)
+        again = await connect(self._path, self._token, deadline_s=None)
+        log.info("%s is back", self._part)
+        self._attach(again)
+
+    def _detach(self, error: errors.PartFailed) -> None:
+        super()._detach(error)
+        self._connected.set()  # whoever waits is to hear that it never comes back
+
+
+async def peer(protocol: type[P], path: str, token: str, part: str, patience_s: float = START_DEADLINE_S) -> P:
+    """A proxy of whoever listens at `path`, now and after it was started again."""
+    return cast(P, Peer(protocol, await connect(path, token), part, path, token, patience_s))

@@ -1,0 +1,1 @@
+"""The controller's own mind under a virtual clock, with modelled engines, learner, environments and faults."""

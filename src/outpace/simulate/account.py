@@ -1,0 +1,195 @@
+"""What a simulated run came to, measured between two steps: the pipeline fills before the first of them.
+
+    T   seconds of one step
+    T*  = (W_g + W_t) / N, which no schedule on N devices can beat
+    W_g device-seconds that the step's tokens take on engines with every slot in use, filtered groups included: no
+        schedule can know that a group teaches nothing without sampling it
+    W_t device-seconds that its tokens take to be trained
+
+Waste is what was sampled for nobody: failed groups, groups given up, answers that died with their engine or worker. A
+step that is done again after the learner died counts once, and what it took the first time is in T.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from outpace.pipeline.events import Action, BatchTrained, CloseBatch, Event, GroupClosed
+from outpace.simulate.conductor import Observer
+from outpace.simulate.rollouts import Cost, Group
+from outpace.simulate.settings import SimulationSettings
+from outpace.types import Version
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Totals as of one moment."""
+
+    moment: float
+    engine_busy_s: float
+    engine_up_s: float  # seconds of all engines that there are, added up
+    slot_s: float
+    learner_busy_s: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one batch trained."""
+
+    sampled: float
+    trained: float
+    work: Cost
+    lags: tuple[int, ...]  # of each group's oldest token
+    lag_sum: float  # over sampled tokens
+
+
+class Account(Observer):
+    """`read` gives the totals of the moment, `groups` the groups that are known; those that are over are taken out."""
+
+    def __init__(self, first: Version, read: Callable[[], Reading]) -> None:
+        self._first = first  # measured from the end of this step on
+        self._read = read
+        self.groups: dict[int, Group] = {}
+        self.steps: dict[Version, Step] = {}
+        self.began: Reading | None = None
+        self.ended: Reading | None = None
+        self.filtered = Cost()
+        self.waste: dict[str, float] = {"failed": 0.0, "given up": 0.0, "lost": 0.0}
+        self._batch: tuple[int, ...] = ()
+
+    @property
+    def measured(self) -> list[Step]:
+        return [step for version, step in self.steps.items() if version > self._first]
+
+    def ordered(self, action: Action) -> None:
+        if isinstance(action, CloseBatch):
+            self._batch = action.groups
+
+    def heard(self, event: Event) -> None:
+        match event:
+            case BatchTrained(version):
+                self._trained(version)
+            case GroupClosed(group, outcome) if outcome != "finished" and group in self.groups:
+                over = self.groups.pop(group)
+                self._lost(over)
+                if self.began is None:
+                    return
+                if outcome == "failed":
+                    self.waste["failed"] += over.useful.sampled
+                else:
+                    self.filtered.add(over.useful)
+
+    def given_up(self, group: Group) -> None:
+        self._lost(group)
+        if self.began is not None:
+            self.waste["given up"] += group.useful.sampled
+
+    def abandoned(self, groups: Iterable[Group]) -> None:
+        """A start of the run is over, and what it had not finished is lost."""
+        for group in groups:
+            if not group.over:
+                group.lost.add(group.useful)
+                self._lost(group)
+
+    def _lost(self, group: Group) -> None:
+        if self.began is not None:
+            self.waste["lost"] += group.lost.sampled
+        group.lost = Cost()
+
+    def _trained(self, version: Version) -> None:
+        groups = [self.groups.pop(group) for group in self._batch]
+        work = Cost()
+        for group in groups:
+            self._lost(group)
+            work.add(group.useful)
+        lag_sum = sum((version - 1) * group.useful.sampled - group.versions for group in groups)
+        trained = sum(group.trained_tokens for group in groups)
+        lags = tuple(version - 1 - group.oldest for group in groups)
+        self.steps[version] = Step(work.sampled, trained, work, lags, lag_sum)
+        self.ended = self._read()
+        if self.began is None and version >= self._first:
+            self.began = self.ended
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One simulated run, for people."""
+
+    generating: int  # devices
+    training: int  # devices
+    engines: int
+    steps: int  # measured
+    seconds: float  # of them
+    step_s: float  # T
+    ideal_s: float  # T*
+    efficiency: float
+    sampled_tok_s: float
+    trained_tok_s: float
+    lag_mean: float  # over tokens
+    lag_p95: int  # over groups, of the oldest token
+    lag_max: int
+    waste: float  # the share of sampled tokens
+    waste_by: dict[str, float]
+    learner_wait: float  # the share of its time
+    engine_wait: float
+    slots_used: float
+    running_mean: float  # sequences
+    running_most: int  # episodes
+    deaths: dict[str, int]
+    restarts: int
+    ended: str  # why
+    simulated_s: float
+    cpu_s: float
+    in_turns: bool = False  # all devices generate, then all train
+
+    @property
+    def steps_per_hour(self) -> float:
+        return 3600 / self.step_s
+
+
+def figures(account: Account, settings: SimulationSettings, **rest: object) -> Figures | None:
+    """None: the run ended before anything was measured."""
+    measured, began, ended = account.measured, account.began, account.ended
+    if not measured or began is None or ended is None or ended.moment <= began.moment:
+        return None
+    seconds = ended.moment - began.moment
+    useful = Cost(account.filtered.sampled, account.filtered.prefilled)
+    for step in measured:
+        useful.add(step.work)
+    trained = sum(step.trained for step in measured)
+    up_s = ended.engine_up_s - began.engine_up_s
+    devices = settings.cluster.training or 0
+    work_s = _generation_s(useful, settings) + trained * settings.learner.token_s
+    ideal_s = work_s / (devices + up_s / seconds * settings.cluster.per_engine)
+    lags = sorted(lag for step in measured for lag in step.lags)
+    sampled = sum(step.sampled for step in measured)
+    wasted = sum(account.waste.values())
+    return Figures(
+        generating=settings.cluster.devices - devices,
+        training=devices,
+        steps=len(measured),
+        seconds=seconds,
+        step_s=seconds / len(measured),
+        ideal_s=ideal_s / len(measured),
+        efficiency=ideal_s / seconds,
+        sampled_tok_s=(useful.sampled + wasted) / seconds,
+        trained_tok_s=trained / seconds,
+        lag_mean=max(0.0, sum(step.lag_sum for step in measured) / sampled),  # rounding can make it -0
+        lag_p95=lags[min(len(lags) - 1, int(0.95 * len(lags)))],
+        lag_max=lags[-1],
+        waste=wasted / (useful.sampled + wasted),
+        waste_by={kind: tokens / (useful.sampled + wasted) for kind, tokens in account.waste.items()},
+        learner_wait=1 - (ended.learner_busy_s - began.learner_busy_s) / seconds,
+        engine_wait=1 - (ended.engine_busy_s - began.engine_busy_s) / up_s,
+        slots_used=(ended.slot_s - began.slot_s) / (up_s * settings.engine.slots),
+        running_mean=(ended.slot_s - began.slot_s) / seconds,
+        **rest,  # type: ignore[arg-type]
+    )
+
+
+def _generation_s(cost: Cost, settings: SimulationSettings) -> float:
+    """Device-seconds on engines with every slot in use."""
+    engine = settings.engine
+    token_s = (engine.step_s + engine.sequence_s * engine.slots) / engine.slots
+    return (cost.sampled * token_s + cost.prefilled / engine.prefill_tok_s) * settings.cluster.per_engine

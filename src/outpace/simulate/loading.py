@@ -1,0 +1,140 @@
+"""The settings of a simulation, from a file and a command line as those of a run, and checked as strictly."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import pydantic
+from pydantic.fields import FieldInfo
+
+from outpace.config.files import read_file
+from outpace.config.section import Section
+from outpace.config.text_values import parse_text, type_name
+from outpace.errors import BadInput, one_line
+from outpace.references import nearest
+from outpace.simulate.settings import SimulationSettings
+
+
+def _sections() -> dict[str, type[Section]]:
+    sections = {name: info.annotation for name, info in SimulationSettings.model_fields.items()}
+    return {name: section for name, section in sections.items() if isinstance(section, type)}
+
+
+SECTIONS = _sections()
+FIELDS: dict[str, FieldInfo] = {
+    f"{name}.{key}": info for name, section in SECTIONS.items() for key, info in section.model_fields.items()
+}
+
+
+def load_settings(file: Path | None = None, words: Sequence[str] = ()) -> SimulationSettings:
+    """Later ones win: defaults, the file, the command line."""
+    flat = {**(_flat(read_file(file)) if file is not None else {}), **_parse(words)}
+    nested: dict[str, dict[str, Any]] = {}
+    for dotted, value in flat.items():
+        section, _, key = dotted.partition(".")
+        nested.setdefault(section, {})[key] = value
+    try:
+        settings = SimulationSettings.model_validate(nested)
+    except pydantic.ValidationError as error:
+        raise BadInput(_explain(error)) from None
+    _check(settings)
+    return settings
+
+
+def _flat(content: Mapping[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, values in content.items():
+        if name not in SECTIONS:
+            raise _unknown(str(name))
+        if not isinstance(values, Mapping):
+            raise BadInput(f"{name}: is a section with keys of its own, not a single value")
+        flat |= {f"{name}.{key}": value for key, value in values.items()}
+    for dotted in flat:
+        if dotted not in FIELDS:
+            raise _unknown(dotted)
+    return {dotted: _whole_as_number(dotted, value) for dotted, value in flat.items()}
+
+
+def _whole_as_number(dotted: str, value: Any) -> Any:
+    """TOML's 4 is a number of seconds as well as 4.0 is."""
+    wanted = FIELDS[dotted].annotation
+    is_number = wanted is float or float in get_args(wanted)
+    return float(value) if is_number and type(value) is int else value
+
+
+def _parse(words: Sequence[str]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        name, equals, text = word.removeprefix("--").partition("=")
+        dotted = name.replace("-", "_")
+        if not word.startswith("--") or dotted not in FIELDS:
+            raise _unknown(dotted)
+        annotation = FIELDS[dotted].annotation
+        if not equals:
+            if rest and not rest[0].startswith("--"):
+                text = rest.pop(0)
+            elif annotation is bool:
+                text = "true"
+            else:
+                raise BadInput(f"{dotted}: needs a value after it, {type_name(annotation)}")
+        flat[dotted] = parse_text(text, annotation)
+    return flat
+
+
+def _unknown(dotted: str) -> BadInput:
+    _, dot, last = dotted.rpartition(".")
+    same = [key for key in FIELDS if key.rpartition(".")[2] == last]
+    close = same or nearest(dotted, FIELDS if dot else SECTIONS)
+    hint = f"did you mean {' or '.join(close)}?" if close else f"the sections are {', '.join(SECTIONS)}"
+    return BadInput(f"{one_line(dotted)}: no such {'setting' if dot else 'section'} of a simulation; {hint}")
+
+
+def _explain(error: pydantic.ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    key = ".".join(str(part) for part in first["loc"][:2])
+    complaint = first["msg"].replace("Input should", "should", 1)
+    return f"{key}: {one_line(complaint)}, not {one_line(repr(first['input']), limit=60)}"
+
+
+def _check(settings: SimulationSettings) -> None:
+    """What no single key can say."""
+    cluster, workload, pacing = settings.cluster, settings.workload, settings.pacing
+    if cluster.training is not None and cluster.devices - cluster.training < cluster.per_engine:
+        raise BadInput(
+            f"cluster.training: {cluster.training} of {cluster.devices} devices leave too few for an engine of "
+            f"{cluster.per_engine}"
+        )
+    if cluster.devices <= cluster.per_engine:
+        raise BadInput(
+            f"cluster.devices: {cluster.devices} do not make an engine of {cluster.per_engine} and a learner"
+        )
+    if workload.lengths == "list" and not workload.length_list:
+        raise BadInput('workload.length_list: is empty, and workload.lengths = "list" draws from it')
+    if workload.length_list and min(workload.length_list) < 1:
+        raise BadInput(f"workload.length_list: lengths are at least 1, not {min(workload.length_list)}")
+    if workload.filtered + workload.failed >= 1:
+        raise BadInput("workload.failed: together with workload.filtered nothing is left to train")
+    if pacing.max_lag < settings.weights.every - 1:
+        raise BadInput(
+            f"weights.every: publishing every {settings.weights.every} versions needs pacing.max_lag >= "
+            f"{settings.weights.every - 1}, not {pacing.max_lag}"
+        )
+    if settings.run.deterministic and (pacing.on_stale != "wait" or settings.weights.update != "inflight"):
+        raise BadInput('run.deterministic: needs pacing.on_stale = "wait" and weights.update = "inflight"')
+
+
+def describe() -> str:
+    """Every setting with its type, default and meaning."""
+    blocks = []
+    for name, section in SECTIONS.items():
+        lines = [name]
+        for key, info in section.model_fields.items():
+            default = "not set" if info.default is None else f"default {info.default}"
+            lines.append(f"  --{name}.{key}  {type_name(info.annotation)}  ({default})")
+            lines.append(f"      {one_line(info.description)}")
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)

@@ -1,0 +1,151 @@
+"""Questions that take more than one run: the best split of devices, and what synchronous training would make of them.
+
+Steps per hour over the number of training devices has one peak: more of them starve the learner, fewer the engines. So
+a golden-section search finds it with few short runs, all of them of the same workload and seed.
+
+Synchronous training is the same core with `max_lag = 0`: once with the devices split in two pools that take turns, at
+the best split of its own, and once colocated, where all devices generate, then all train the whole batch, and changing
+over costs `run.switch_s`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+
+from outpace.errors import PartFailed
+from outpace.simulate.account import Figures
+from outpace.simulate.run import Run
+from outpace.simulate.settings import SimulationSettings
+
+GOLDEN = (5**0.5 - 1) / 2
+FINE_ENOUGH = 64
+"""The best split is looked for to within so fine a part of all splits: a larger cluster needs no more runs."""
+
+AS_FAST = 1.05
+"""Below this factor nobody would notice which of two was chosen."""
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is printed."""
+
+    figures: Figures
+    searched: dict[int, float]  # training devices -> seconds per step; empty: the split was given
+    two_pools: Figures | None = None  # synchronous
+    colocated: Figures | None = None
+
+    @property
+    def synchronous(self) -> Figures | None:
+        """The faster of the two ways."""
+        both = [figures for figures in (self.two_pools, self.colocated) if figures is not None]
+        return min(both, key=lambda figures: figures.step_s, default=None)
+
+    @property
+    def factor(self) -> float | None:
+        """How much longer a step takes in synchronous training."""
+        return None if self.synchronous is None else self.synchronous.step_s / self.figures.step_s
+
+    def as_json(self) -> dict[str, object]:
+        rows = {"asynchronous": self.figures, "two_pools": self.two_pools, "colocated": self.colocated}
+        runs = {name: None if row is None else asdict(row) for name, row in rows.items()}
+        return {**runs, "searched": self.searched, "factor": self.factor}
+
+
+def make_plan(settings: SimulationSettings, report: Report = lambda _: None) -> Plan:
+    searched: dict[int, float] = {}
+    if settings.cluster.training is None:
+        settings, searched = with_best_split(settings, report)
+    figures = _run(settings, "asynchronous", report)
+    if not settings.run.compare:
+        return Plan(figures, searched)
+    synchronous = settings.changed("pacing", max_lag=0).changed("weights", every=1)
+    if searched:
+        two_pools, _ = with_best_split(synchronous, report)
+    else:
+        two_pools = synchronous
+    return Plan(
+        figures,
+        searched,
+        _run(two_pools, "synchronous, two pools", report),
+        _in_turns(_run(colocated(synchronous), "synchronous, colocated", report)),
+    )
+
+
+def colocated(settings: SimulationSettings) -> SimulationSettings:
+    """All devices generate, then all train: the learner and the engines have each as many as there are."""
+    devices = settings.cluster.devices
+    both = settings.changed("cluster", devices=2 * devices, training=devices)
+    both = both.changed("pacing", chunk_groups=settings.pacing.groups_per_step)
+    return both.changed("engine", load_s=settings.run.switch_s)
+
+
+def _in_turns(figures: Figures) -> Figures:
+    """Devices that generate and train are not twice as many."""
+    return replace(figures, in_turns=True, ideal_s=2 * figures.ideal_s, efficiency=2 * figures.efficiency)
+
+
+def with_best_split(
+    settings: SimulationSettings, report: Report = lambda _: None
+) -> tuple[SimulationSettings, dict[int, float]]:
+    """The same with as many training devices as make a step shortest, and what was tried."""
+    probe = settings.changed("run", steps=settings.run.probe_steps)
+    tried: dict[int, float] = {}
+    kind = "synchronous" if settings.pacing.max_lag == 0 else "asynchronous"
+
+    def step_s(engines: int) -> float:
+        training = settings.cluster.devices - engines * settings.cluster.per_engine
+        if training not in tried:
+            result = _run(probe.changed("cluster", training=training), f"{kind}, {training} devices train", report)
+            tried[training] = result.step_s
+        return tried[training]
+
+    _least(step_s, 1, (settings.cluster.devices - 1) // settings.cluster.per_engine)
+    best = min(tried, key=tried.__getitem__)
+    return settings.changed("cluster", training=best), dict(sorted(tried.items()))
+
+
+def _least(value: Callable[[int], float], low: int, high: int) -> None:
+    """Golden-section search on whole numbers, then a look at the neighbours; `value` remembers what it was asked."""
+    lowest, highest, stride = low, high, max(1, (high - low) // FINE_ENOUGH)
+    while high - low > 2 * stride:
+        reach = round((high - low) * GOLDEN)
+        left, right = high - reach, low + reach
+        if value(left) <= value(right):
+            high = right
+        else:
+            low = left
+    best = min(range(low, high + 1, stride), key=value)
+    while nearby := [each for each in (best - stride, best + stride) if lowest <= each <= highest]:
+        nearest = min(nearby, key=value)
+        if value(nearest) >= value(best):
+            return
+        best = nearest
+
+
+def _run(settings: SimulationSettings, name: str, report: Report) -> Figures:
+    progress = _Spoken(name, settings.run.steps, report)
+    run = Run(settings, progress=progress.tick)
+    figures = run.run()
+    if figures is None:
+        raise PartFailed("the simulated run", f"ended before anything could be measured: {run.ended}")
+    report(f"{name}: {figures.step_s:.1f} s per step")
+    return figures
+
+
+class _Spoken:
+    """Says now and then how far a long run is."""
+
+    EVERY_S = 5.0
+
+    def __init__(self, name: str, steps: int, report: Report) -> None:
+        self._name, self._steps, self._report = name, steps, report
+        self._next = time.monotonic() + self.EVERY_S
+
+    def tick(self, version: int, seconds: float) -> None:
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + self.EVERY_S
+            self._report(f"{self._name}: step {version} of {self._steps}, {seconds:,.0f} s simulated")

@@ -1,0 +1,92 @@
+"""A plan as people read it."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from outpace.simulate.account import Figures
+from outpace.simulate.plan import AS_FAST, Plan
+from outpace.simulate.settings import SimulationSettings
+
+WIDTH = 110
+
+
+def print_plan(plan: Plan, settings: SimulationSettings, console: Console | None = None) -> None:
+    console = console or Console(width=WIDTH, highlight=False)
+    named = {f"asynchronous (max_lag {settings.pacing.max_lag})": plan.figures}
+    if settings.pacing.max_lag == 0:
+        named = {"as configured (max_lag 0)": plan.figures}
+    if plan.two_pools is not None and plan.colocated is not None:
+        named |= {"synchronous, two pools": plan.two_pools, "synchronous, colocated": plan.colocated}
+    console.print(_table(named, settings))
+    for line in [*_search(plan), *_ends(named), *_verdict(plan)]:
+        console.print(line, soft_wrap=True)
+
+
+def _table(named: dict[str, Figures], settings: SimulationSettings) -> Table:
+    cluster = settings.cluster
+    table = Table(title=f"{cluster.devices:,} devices, {settings.pacing.groups_per_step:,} groups of "
+                        f"{settings.workload.group_size} per step")  # fmt: skip
+    table.add_column("")
+    for name in named:
+        table.add_column(name, justify="right")
+    for label, cells in _rows(list(named.values())):
+        table.add_row(label, *cells)
+    return table
+
+
+def _rows(all_figures: list[Figures]) -> list[tuple[str, list[str]]]:
+    def cells(text: str, *names: str) -> list[str]:
+        return [text.format(*(getattr(figures, name) for name in names)) for figures in all_figures]
+
+    split = [
+        f"all {each.training:,} in turns" if each.in_turns else f"{each.generating:,} + {each.training:,}"
+        for each in all_figures
+    ]
+    rows = [
+        ("devices (generate + train)", split),
+        ("seconds per step (T)", cells("{:,.1f}", "step_s")),
+        ("steps per hour", cells("{:,.1f}", "steps_per_hour")),
+        ("T*/T", cells("{:.2f}", "efficiency")),
+        ("sampled tokens per second", cells("{:,.0f}", "sampled_tok_s")),
+        ("trained tokens per second", cells("{:,.0f}", "trained_tok_s")),
+        ("lag: mean, p95, max", cells("{:.2f}, {}, {}", "lag_mean", "lag_p95", "lag_max")),
+        ("wasted tokens", cells("{:.1%}", "waste")),
+        ("the learner waits", cells("{:.0%}", "learner_wait")),
+        ("the engines wait", cells("{:.0%}", "engine_wait")),
+        ("slots in use", cells("{:.0%}", "slots_used")),
+    ]
+    if any(sum(figures.deaths.values()) for figures in all_figures):
+        rows.append(("deaths", [_deaths(figures) for figures in all_figures]))
+    return rows
+
+
+def _deaths(figures: Figures) -> str:
+    return ", ".join(f"{count} {role}" for role, count in figures.deaths.items() if count) or "none"
+
+
+def _search(plan: Plan) -> list[str]:
+    if not plan.searched:
+        return []
+    tried = ", ".join(f"{devices:,}: {seconds:,.1f} s" for devices, seconds in plan.searched.items())
+    best = plan.figures
+    return [
+        f"best split: {best.generating:,} devices generate, {best.training:,} train "
+        f"(seconds per step by training devices: {tried})"
+    ]
+
+
+def _ends(named: dict[str, Figures]) -> list[str]:
+    return [f"{name}: ended early, {each.ended}" for name, each in named.items() if each.ended != "done"]
+
+
+def _verdict(plan: Plan) -> list[str]:
+    if plan.factor is None or plan.synchronous is None:
+        return []
+    way = "colocated" if plan.synchronous is plan.colocated else "with two pools"
+    if plan.factor >= AS_FAST:
+        return [f"asynchronous training is {plan.factor:.2f} times as fast as synchronous training ({way})"]
+    if plan.factor > 1 / AS_FAST:
+        return [f"synchronous training ({way}) is as fast here: {1 / plan.factor:.2f} times; lag buys nothing"]
+    return [f"synchronous training ({way}) is faster here, {1 / plan.factor:.2f} times: take pacing.max_lag = 0"]

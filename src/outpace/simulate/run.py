@@ -1,0 +1,165 @@
+"""One simulated run, over as many starts as its faults call for.
+
+The learner's death ends a start of the run, as it does in earnest: the next one goes on from the newest checkpoint,
+with what the journal kept of finished groups, after the time that a start takes.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+
+from outpace.pipeline.core import Core, CoreSettings
+from outpace.pipeline.supervisor import SuperviseSettings, Supervisor
+from outpace.simulate.account import Account, Figures, Reading, figures
+from outpace.simulate.clock import Clock
+from outpace.simulate.conductor import Conductor, Observer
+from outpace.simulate.parts import ModelledParts, engines_of
+from outpace.simulate.rollouts import Group
+from outpace.simulate.settings import SimulationSettings
+from outpace.simulate.survival import Journal
+from outpace.tasks.order import Order
+from outpace.types import Version
+
+IN_VAIN = 20
+"""So many deaths of the learner without a checkpoint between them, and the run would never end."""
+
+Progress = Callable[[Version, float], None]
+"""Steps done and seconds simulated."""
+Watch = Callable[[Core, ModelledParts], Sequence[Observer]]
+"""Further observers of a start of the run."""
+
+
+class Run:
+    def __init__(
+        self,
+        settings: SimulationSettings,
+        watch: Watch = lambda *_: (),
+        progress: Progress = lambda *_: None,
+        core: CoreSettings | None = None,
+    ) -> None:
+        self._settings = settings
+        self._core_settings = core or core_settings(settings)
+        self._order = Order(self._core_settings.tasks, settings.run.seed, shuffle=True)
+        self._watch = watch
+        self._progress = progress
+        self._rng = random.Random(settings.run.seed)
+        self._past = Reading(0.0, 0.0, 0.0, 0.0, 0.0)
+        self._deaths = {"engine": 0, "worker": 0, "learner": 0, "taken away": 0}
+        self._restarts = 0
+        self._most_running = 0
+        self._given_up = ""
+        self._parts: ModelledParts
+        self.clock = Clock()
+        self.journal = Journal()
+        self.account = Account(max(1, settings.run.steps // 4), self._read)
+        self.ended = ""
+
+    def run(self) -> Figures | None:
+        """To the end; None where it came before anything could be measured."""
+        began = time.process_time()
+        core, groups = Core(self._core_settings, self._order), dict[int, Group]()
+        in_vain, checkpoint = 0, None
+        while not self.ended:
+            self.ended = self._start(core, groups)
+            self._close_start()
+            if not self.ended:
+                in_vain = in_vain + 1 if self.journal.checkpoint is checkpoint else 0
+                checkpoint = self.journal.checkpoint
+                if in_vain >= IN_VAIN:
+                    self.ended = f"the learner died {in_vain} times without a checkpoint between"
+                self.clock = Clock(self.clock.now + self._settings.faults.restart_s)
+                core, groups = self.journal.go_on(self._core_settings, self._order)
+        return figures(
+            self.account,
+            self._settings,
+            engines=engines_of(self._settings),
+            running_most=self._most_running,
+            deaths=self._deaths,
+            restarts=self._restarts,
+            ended=self.ended,
+            simulated_s=self.clock.now,
+            cpu_s=time.process_time() - began,
+        )
+
+    def _start(self, core: Core, groups: dict[int, Group]) -> str:
+        """One start of the run; returns why the run ended, or nothing if its learner died."""
+        supervise = self._settings.supervise
+        supervisor = Supervisor(SuperviseSettings(supervise.restarts, supervise.window_s))
+        self._parts = parts = ModelledParts(
+            self._settings, core.settings, self.clock, supervisor, self._rng, core.version, self._give_up,
+            self.account.given_up,
+        )  # fmt: skip
+        parts.rollouts.groups |= groups
+        self.account.groups = self.journal.groups = parts.rollouts.groups
+        watchers = (self.journal, self.account, *self._watch(core, parts))
+        self._conductor = conductor = Conductor(core, self.clock, parts, watchers)
+        self._plan_learner_death()
+        finish = conductor.run(until=lambda: self._tick(core))
+        self._restarts += supervisor.restarts
+        return finish or self._given_up
+
+    def _tick(self, core: Core) -> bool:
+        self._progress(core.version, self.clock.now)
+        return False
+
+    def _plan_learner_death(self) -> None:
+        if (mtbf := self._settings.faults.learner_mtbf_s) is not None:
+            self.clock.after(self._rng.expovariate(1 / mtbf), self._learner_died)
+
+    def _learner_died(self) -> None:
+        self._deaths["learner"] += 1
+        self._conductor.end()
+
+    def _give_up(self, reason: str) -> None:
+        self._given_up = reason
+        self._conductor.end()
+
+    # --------------------------------------------------------------------------------------------------------- totals
+
+    def _close_start(self) -> None:
+        """Add what this start did to the totals."""
+        parts = self._parts
+        self._past = self._read()
+        self._deaths["engine"] += parts.fleet.deaths
+        self._deaths["worker"] += parts.rollouts.deaths
+        self._deaths["taken away"] += parts.fleet.gone
+        self._most_running = max(self._most_running, parts.rollouts.most_running)
+        self.account.abandoned(parts.rollouts.groups.values())
+
+    def _read(self) -> Reading:
+        past, fleet = self._past, self._parts.fleet
+        for engine in fleet.engines.values():
+            engine.count_up()
+        engines = fleet.engines.values()
+        return Reading(
+            moment=self.clock.now,
+            engine_busy_s=past.engine_busy_s + sum(engine.busy_s for engine in engines),
+            engine_up_s=past.engine_up_s + fleet.present_s(),
+            slot_s=past.slot_s + sum(engine.slot_s for engine in engines),
+            learner_busy_s=past.learner_busy_s + self._parts.learner_busy_s,
+        )
+
+
+def core_settings(settings: SimulationSettings) -> CoreSettings:
+    pacing, slots = settings.pacing, settings.engine.slots * engines_of(settings)
+    return CoreSettings(
+        groups_per_step=pacing.groups_per_step,
+        group_size=settings.workload.group_size,
+        max_lag=pacing.max_lag,
+        depth=pacing.depth,
+        chunk_groups=pacing.chunk_groups,
+        max_running=pacing.max_running or 2 * slots,
+        on_stale=pacing.on_stale,
+        warmup_steps=pacing.warmup_steps,
+        publish_every=settings.weights.every,
+        update=settings.weights.update,
+        deterministic=settings.run.deterministic,
+        steps=settings.run.steps,
+        epochs=None,
+        tasks=settings.workload.tasks,
+        eval_every=0,
+        eval_enabled=False,
+        checkpoint_every=settings.checkpoint.every,
+    )

@@ -1,0 +1,97 @@
+"""What outlives the learner's death: the newest checkpoint, and in the journal the groups that had finished."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+
+from outpace.pipeline.core import Core, CoreSettings, CoreState, state_of
+from outpace.pipeline.events import Action, BatchTrained, Checkpoint, CloseBatch, Event, GroupClosed
+from outpace.pipeline.survivors import Rules, choose
+from outpace.simulate.conductor import Observer
+from outpace.simulate.rollouts import Group
+from outpace.tasks.order import Order
+from outpace.types import GroupOrder, GroupReport, Kept, Version
+
+
+@dataclass
+class Entry:
+    group: Group
+    kept: Kept
+    trained: Version | None = None  # the batch that trained it, as far as anybody knows
+
+
+class Journal(Observer):
+    """Keeps every finished group until a checkpoint holds what became of it."""
+
+    def __init__(self) -> None:
+        self.checkpoint: Checkpoint | None = None
+        self.groups: dict[int, Group] = {}  # those of the start under way
+        self._entries: dict[int, Entry] = {}
+        self._batch: tuple[int, ...] = ()
+
+    def heard(self, event: Event) -> None:
+        match event:
+            case GroupClosed(number, "finished") if number in self.groups:
+                group = self.groups[number]
+                self._entries[number] = Entry(group, _kept(group))
+            case BatchTrained(version):
+                for number in self._batch:
+                    self._entries[number].trained = version
+
+    def ordered(self, action: Action) -> None:
+        match action:
+            case CloseBatch():
+                self._batch = action.groups
+            case Checkpoint():
+                self.checkpoint = action
+                self._compact(state_of(_as_on_disk(action)))
+
+    def _compact(self, state: CoreState) -> None:
+        """What the checkpoint has trained is needed no more, unless it may be replayed."""
+        for number, entry in list(self._entries.items()):
+            if entry.trained is not None and entry.trained <= state.version and number not in state.replay:
+                del self._entries[number]
+
+    def go_on(self, settings: CoreSettings, order: Order) -> tuple[Core, dict[int, Group]]:
+        """A core that goes on from the newest checkpoint, or anew if there is none; and the groups it starts with."""
+        state = None if self.checkpoint is None else state_of(_as_on_disk(self.checkpoint))
+        found = (entry.kept for entry in self._entries.values())
+        survivors = choose(found, _rules(state, settings))
+        if settings.deterministic:  # what was under way comes out the same when it is done again
+            survivors = replace(survivors, finished=())
+        there = {kept.order.group for kept in (*survivors.finished, *survivors.pooled)}
+        self._entries = {number: entry for number, entry in self._entries.items() if number in there}
+        for kept in survivors.finished:
+            self._entries[kept.order.group].trained = None
+        groups = {number: entry.group for number, entry in self._entries.items()}
+        return Core(settings, order, state, survivors), groups
+
+
+def _as_on_disk(checkpoint: Checkpoint) -> dict[str, object]:
+    stored: dict[str, object] = json.loads(json.dumps(checkpoint.state))
+    return stored
+
+
+def _rules(state: CoreState | None, settings: CoreSettings) -> Rules:
+    state = state or CoreState(settings.tasks, 0, False)
+    allowed = settings.max_lag if state.governor.lag is None else min(state.governor.lag, settings.max_lag)
+    return Rules(
+        version=state.version,
+        open=frozenset(state.ledger.open),
+        cursor=state.ledger.cursor,
+        limit=None if settings.epochs is None else settings.epochs * settings.tasks,
+        lag=0 if state.version < settings.warmup_steps else allowed,
+        groups_per_step=settings.groups_per_step,
+        steps=settings.steps,
+        pool=frozenset(state.replay),
+    )
+
+
+def _kept(group: Group) -> Kept:
+    admit = group.admit
+    order = GroupOrder(
+        admit.group, admit.task, admit.epoch, admit.min_version, size=group.size, position=admit.position
+    )
+    report = GroupReport(admit.group, "", "finished", oldest=group.oldest, newest=group.newest, rewards=[0.0, 1.0])
+    return Kept(order, report)

@@ -1,0 +1,251 @@
+"""Kill anywhere: `python -m drills.kills`, with `tests` on the path, or `make kills`.
+
+    reference run ─▶ for every drill: run, die where told, resume until done ─▶ checks ─▶ table, result.json
+
+In a drill processes die at labelled places (`outpace.crash`) or at a random moment, at most one per start of the run.
+What comes out is held against what must be: every visit once, nothing left behind, and in a deterministic mode the very
+bits of a run that nobody disturbed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from drills.checks import accounting, equality, outcomes
+from drills.following import Run, lines_of
+from drills.modes import MODES, Assets
+from drills.points import FIRST_DEATH, OF_AGENTS, POINTS, WHILE_RESUMING, Point
+from drills.striking import AtRandom
+
+START_LIMIT_S = 240.0
+"""How long one start may take, to its end; many times what it takes."""
+STARTING_UP = ("child.", "servant.", "controller.started", "learner.built", "engine.built", "load.middle")
+"""A part that dies before it was ever ready may end the start."""
+
+
+@dataclass(frozen=True)
+class Drill:
+    mode: str
+    deaths: tuple[Point, ...] = ()
+    seed: int | None = None  # of a kill at a random moment
+
+    @property
+    def name(self) -> str:
+        if self.seed is not None:
+            return f"{self.mode}:random-{self.seed}"
+        return f"{self.mode}:" + ("+".join(point.name for point in self.deaths) or "undisturbed")
+
+
+@dataclass
+class Result:
+    name: str
+    faults: list[str]
+    codes: list[int | None]
+    seconds: float
+    recovery_s: list[float | None] = field(default_factory=list)
+    outcomes: dict[str, int] = field(default_factory=dict)
+    said: str = ""
+
+
+# ----------------------------------------------------------------------------------------------------------- the drills
+
+
+def whole_set(seed: int, random_kills: int) -> list[Drill]:
+    """Every point in a deterministic run with lag; some of them also free running, without lag, and with agents."""
+    drills = [Drill("lag2", (point,)) for point in POINTS]
+    drills += [Drill("lag2", (FIRST_DEATH, point)) for point in WHILE_RESUMING]
+    drills += [Drill("free", (point,)) for point in POINTS[::3]]
+    drills += [Drill("lag0", (point,)) for point in POINTS[1::5]]
+    drills += [Drill("agent", (point,)) for point in (*OF_AGENTS, *POINTS[3::9])]
+    drills += [Drill(mode, seed=seed + number) for number in range(random_kills) for mode in ("lag2", "free")]
+    return drills
+
+
+def sample_of(drills: list[Drill], count: int, seed: int) -> list[Drill]:
+    return random.Random(seed).sample(drills, min(count, len(drills)))
+
+
+# ---------------------------------------------------------------------------------------------------------- one of them
+
+
+class Range:
+    """Where drills are held: assets and references are made once, each drill has a directory of its own."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.assets = Assets.written(home / "assets")
+        self._references: dict[str, Path] = {}
+
+    def make_reference(self, mode: str) -> None:
+        """The run that nobody disturbs, where there is one to compare with."""
+        if not MODES[mode].deterministic or mode in self._references:
+            return
+        result = self.hold(Drill(mode))
+        if result.faults:
+            raise SystemExit(f"the undisturbed run {mode} is not right: {result.faults}\n{result.said}")
+        self._references[mode] = self._home_of(Drill(mode)) / "run"
+
+    def hold(self, drill: Drill) -> Result:
+        home = self._home_of(drill)
+        shutil.rmtree(home, ignore_errors=True)
+        began = time.monotonic()
+        run = Run(home, MODES[drill.mode].arguments(self.assets))
+        deaths = self._live_and_die(run, drill)
+        faults = list(self._faults(run, drill, deaths))
+        return Result(
+            name=drill.name,
+            faults=faults,
+            codes=[start.code for start in run.starts],
+            seconds=round(time.monotonic() - began, 1),
+            recovery_s=[None if died is None else _rounded(run.marks.recovery_s(died)) for died in deaths],
+            outcomes=dict(outcomes(lines_of(run.dir / "batches.jsonl"))) if not faults else {},
+            said=run.starts[-1].said if faults else "",
+        )
+
+    def _home_of(self, drill: Drill) -> Path:
+        return self.home / drill.name.replace(":", "/").replace("@", "-").replace("#", "-")
+
+    def _live_and_die(self, run: Run, drill: Drill) -> list[float | None]:
+        """Start it until it is done; returns when each death was, None for one that did not come about."""
+        if drill.seed is not None:
+            striking = AtRandom(drill.seed)
+            run.finish(START_LIMIT_S, 4, striking)
+            return [striking.struck_at]
+        marks = [run.home / f"died-{number}" for number in range(len(drill.deaths))]
+        while len(run.starts) < len(marks) + 3:
+            run.environment = _orders(drill, marks)
+            if run.start(START_LIMIT_S).code in (0, None):
+                break
+        return [mark.stat().st_mtime if mark.exists() else None for mark in marks]
+
+    def _faults(self, run: Run, drill: Drill, deaths: list[float | None]) -> Iterator[str]:
+        if run.starts[-1].code != 0:
+            yield f"did not get to the end: exit codes {[start.code for start in run.starts]}"
+            yield from run.leftovers()
+            run.kill_all()
+            return
+        yield from (f"left behind: {what}" for what in run.leftovers())
+        yield from _wrong_ends(run, drill)
+        if None in deaths:
+            yield f"not reached: death number {deaths.index(None) + 1}"
+        mode = MODES[drill.mode]
+        yield from accounting(run.dir, mode.tasks, mode.epochs)
+        if reference := self._references.get(drill.mode):
+            yield from equality(run.dir, reference, take_turns=mode.takes_turns)
+
+
+def _orders(drill: Drill, marks: list[Path]) -> dict[str, str]:
+    """Who is to die in this start: the first that has not."""
+    for point, mark in zip(drill.deaths, marks, strict=True):
+        if not mark.exists():
+            return {"OUTPACE_CRASH": f"{point.part}@{point.label}#{point.nth}", "OUTPACE_CRASH_MARK": str(mark)}
+    return {}
+
+
+def _wrong_ends(run: Run, drill: Drill) -> Iterator[str]:
+    """A dead controller is a dead run, a dead learner ends it in good order, and anybody else is replaced."""
+    codes = [start.code for start in run.starts]
+    if drill.seed is not None:
+        if set(codes[:-1]) - {-9, 4}:
+            yield f"exit codes {codes}"
+        return
+    expected: list[int] = []
+    for point in drill.deaths:
+        if point.part == "controller":
+            expected.append(-9)
+        elif point.part == "learner" or (point.label.startswith(STARTING_UP) and 4 in codes):
+            expected.append(4)
+    if codes != [*expected, 0]:
+        yield f"exit codes {codes}, not {[*expected, 0]}"
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 2)
+
+
+# ------------------------------------------------------------------------------------------------------------ the whole
+
+
+def hold_all(drills: Sequence[Drill], place: Range, jobs: int) -> Iterator[Result]:
+    """Results as they come."""
+    with ThreadPoolExecutor(jobs) as pool:
+        modes = dict.fromkeys(drill.mode for drill in drills)
+        for made in as_completed([pool.submit(place.make_reference, mode) for mode in modes]):
+            made.result()
+        for done in as_completed([pool.submit(place.hold, drill) for drill in drills]):
+            yield done.result()
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    options = _options(words)
+    drills = whole_set(options.seed, options.random)
+    if options.only:
+        drills = [drill for drill in drills if options.only in drill.name]
+    if options.sample:
+        drills = sample_of(drills, options.sample, options.seed)
+    if options.list or not drills:
+        print(*(drill.name for drill in drills), sep="\n")
+        return 0 if drills else 2
+    home = options.home or Path(tempfile.mkdtemp(prefix="outpace-kills-"))
+    results: list[Result] = []
+    began = time.monotonic()
+    for result in hold_all(drills, Range(home), options.jobs):
+        results.append(result)
+        print(_row(result, len(results), len(drills)), flush=True)
+    minutes = (time.monotonic() - began) / 60
+    return _conclude(results, drills, minutes, options.result or home / "result.json")
+
+
+def _options(words: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="drills.kills", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="drills whose name contains this, as `free:` or `worker@journal`")
+    parser.add_argument("--sample", type=int, default=0, help="so many of them, drawn by the seed")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample and of kills at random moments")
+    parser.add_argument("--random", type=int, default=8, help="kills at random moments, in each of two modes")
+    parser.add_argument("--jobs", type=int, default=max(1, len(os.sched_getaffinity(0))), help="drills at a time")
+    parser.add_argument("--home", type=Path, help="where the runs go; default: a temporary directory")
+    parser.add_argument("--result", type=Path, help="where the JSON goes; default: result.json in there")
+    parser.add_argument("--list", action="store_true", help="only name the drills")
+    return parser.parse_args(words)
+
+
+def _row(result: Result, number: int, of: int) -> str:
+    recovery = ", ".join("-" if seconds is None else f"{seconds:.1f}" for seconds in result.recovery_s)
+    verdict = "ok" if not result.faults else "FAILED: " + "; ".join(result.faults)
+    return f"{number:4}/{of}  {result.name:52} {result.seconds:6.1f} s  recovered in {recovery or '-':>10} s  {verdict}"
+
+
+def _conclude(results: list[Result], drills: Sequence[Drill], minutes: float, file: Path) -> int:
+    failed = [result for result in results if result.faults]
+    recovery = sorted(seconds for result in results for seconds in result.recovery_s if seconds is not None)
+    pairs = {(point.part, point.label) for drill in drills for point in drill.deaths}
+    record = {
+        "drills": len(results),
+        "failed": len(failed),
+        "pairs": len(pairs),
+        "minutes": round(minutes, 1),
+        "recovery_s": {"median": recovery[len(recovery) // 2], "max": recovery[-1]} if recovery else None,
+        "results": [asdict(result) for result in sorted(results, key=lambda result: result.name)],
+    }
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(record, indent=1) + "\n")
+    print(
+        f"{len(results)} drills over {len(pairs)} pairs of process and point in {minutes:.1f} min: {len(failed)} failed"
+    )
+    print(f"everything is in {file}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

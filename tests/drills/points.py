@@ -1,0 +1,123 @@
+"""Where to kill: every labelled place of every process, some of them more than once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Point:
+    """The `nth` time that a process of this kind gets to the label."""
+
+    part: str
+    label: str
+    nth: int = 1
+
+    @property
+    def name(self) -> str:
+        return f"{self.part}@{self.label}" + (f"#{self.nth}" if self.nth > 1 else "")
+
+
+CONTROLLER = {
+    "controller.started": (1,),
+    "controller.admit": (1, 9),
+    "controller.group_closed": (1, 14),
+    "controller.chunk": (1, 6),
+    "controller.close_batch": (1, 3),
+    "controller.batch_trained": (1, 4),
+    "controller.line_written": (1, 4),
+    "controller.step_recorded": (1, 3),
+    "controller.published": (2,),
+    "controller.loaded": (2,),
+    "controller.evaluate": (1, 2),
+    "controller.evaluated": (1, 2),
+    "controller.checkpoint_ordered": (1, 2),
+    "controller.learner_saved": (1, 2),
+    "controller.committed": (1, 2),
+    "controller.finishing": (1,),
+}
+COMMIT = {
+    "commit.begin": (1, 2),
+    "commit.before_manifest": (1, 2),
+    "commit.before_rename": (1, 3),
+    "commit.after_rename": (1, 2),
+    "prune.before": (1, 3),
+    "prune.middle": (1,),
+}
+LEARNER = {
+    "child.started": (1,),
+    "learner.built": (1,),
+    "child.ready": (1,),
+    "chunk.before": (1, 5),
+    "chunk.after": (1, 6),
+    "step.before": (1, 3),
+    "step.after": (1, 4),
+    "publish.copied": (1, 3),
+    "publish.sealed": (1, 3),
+    "save.copied": (1, 2),
+    "save.model": (1, 2),
+    "save.optimizer": (1,),
+    "save.done": (1, 2),
+}
+ENGINE = {
+    "child.started": (1,),
+    "child.ready": (1,),
+    "engine.built": (1,),
+    "engine.request": (1, 30),
+    "engine.turn": (5, 60),
+    "engine.load_read": (1, 3),
+    "engine.swapped": (1, 3),
+    "engine.pinned": (1, 2),
+    "engine.release_pinned": (1,),
+}
+WORKER = {
+    "child.started": (1,),
+    "child.ready": (1,),
+    "worker.run": (1, 10),
+    "worker.episodes_done": (1, 12),
+    "worker.graded": (1, 7),
+    "worker.closed": (2, 11),
+    "journal.before": (1, 5),
+    "journal.torn": (1, 6),
+    "journal.after": (1, 7),
+    "worker.release": (1, 2),
+    "worker.evaluate": (1, 5),
+}
+GRADER = {
+    "servant.started": (1,),
+    "servant.called": (1, 8),
+    "servant.answered": (1, 8),
+}
+
+ENVIRONMENT = {
+    "servant.started": (1,),
+    "servant.called": (1, 9),
+    "servant.answered": (1, 9),
+}
+
+TABLE = {"controller": CONTROLLER | COMMIT, "learner": LEARNER, "engine": ENGINE, "worker": WORKER, "grader": GRADER}
+
+POINTS = [Point(part, label, nth) for part, labels in TABLE.items() for label, times in labels.items() for nth in times]
+"""Each is one drill, at least."""
+
+OF_AGENTS = [Point("stage", label, nth) for label, times in ENVIRONMENT.items() for nth in times]
+"""Where there are environments."""
+
+FIRST_DEATH = Point("controller", "controller.step_recorded", 3)
+WHILE_RESUMING: list[Point] = [
+    Point("controller", "controller.started"),
+    Point("controller", "journal.copied"),
+    Point("controller", "journal.renamed"),
+    Point("controller", "journal.removed"),
+    Point("controller", "controller.admit"),
+    Point("learner", "learner.built"),
+    Point("learner", "load.middle"),
+    Point("engine", "engine.built"),
+    Point("worker", "worker.run"),
+]
+"""Second deaths, each in the start that goes on after `FIRST_DEATH`."""
+
+ELSEWHERE = {
+    "commit.set_aside": "a checkpoint of the same step is there already: tests/checkpoint",
+}
+"""Places that no drill comes to, and who does."""

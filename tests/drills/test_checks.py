@@ -1,0 +1,167 @@
+"""The checks of the drills find what they are there to find."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drills import checks
+from drills.following import Steps, last_step
+from drills.measuring import Life, Sample, costs, growing
+
+Line = dict[str, Any]
+
+
+def a_run() -> list[Line]:
+    """Two epochs over three tasks, one of which is filtered and one of which fails."""
+    return [
+        {"step": 1, "version": 0, "groups": [{"epoch": 0, "task": 0}, {"epoch": 0, "task": 1}], "settled": []},
+        {
+            "step": 2,
+            "version": 1,
+            "groups": [{"epoch": 1, "task": 0}, {"epoch": 0, "task": 1, "replay": True}],
+            "settled": [{"epoch": 0, "task": 2, "outcome": "failed"}, {"epoch": 1, "task": 1, "outcome": "filtered"}],
+        },
+        {"step": 3, "version": 2, "groups": [{"epoch": 1, "task": 2}], "settled": [], "accounted": 6},
+    ]
+
+
+def complaints(batches: list[Line], epochs: int | None = 2) -> list[str]:
+    return [*checks.in_sequence(batches), *checks.complete(batches, tasks=3, epochs=epochs)]
+
+
+def test_a_run_in_which_every_visit_ended_once_is_right() -> None:
+    assert complaints(a_run()) == []
+    assert checks.outcomes(a_run()) == {"trained": 4, "failed": 1, "filtered": 1}
+
+
+def lose_a_task(batches: list[Line]) -> None:
+    batches[1]["settled"].pop()
+
+
+def train_a_task_again(batches: list[Line]) -> None:
+    batches[2]["groups"].append({"epoch": 0, "task": 1})
+
+
+def train_a_filtered_task(batches: list[Line]) -> None:
+    batches[2]["groups"].append({"epoch": 1, "task": 1})
+
+
+def invent_a_task(batches: list[Line]) -> None:
+    batches[2]["groups"].append({"epoch": 2, "task": 0})
+
+
+def skip_a_step(batches: list[Line]) -> None:
+    batches[2]["step"] = 4
+
+
+def repeat_a_step(batches: list[Line]) -> None:
+    batches.insert(1, {**batches[0], "groups": []})
+
+
+def go_back_a_version(batches: list[Line]) -> None:
+    batches[2]["version"] = 1
+
+
+def count_wrongly(batches: list[Line]) -> None:
+    batches[2]["accounted"] = 5
+
+
+@pytest.mark.parametrize(
+    ("spoil", "complaint"),
+    [
+        (lose_a_task, "1 visits are missing: [(1, 1)]"),
+        (train_a_task_again, "1 visits happened twice: [(0, 1)]"),
+        (train_a_filtered_task, "1 visits happened twice: [(1, 1)]"),
+        (invent_a_task, "1 visits that nobody planned: [(2, 0)]"),
+        (skip_a_step, "steps are not consecutive: 4 where 3 should be"),
+        (repeat_a_step, "steps are not consecutive: 1 where 2 should be"),
+        (go_back_a_version, "a step does not make the next version"),
+        (count_wrongly, "accounted is 5, the lines hold 6 visits"),
+    ],
+)
+def test_what_is_lost_doubled_invented_or_out_of_order_is_found(
+    spoil: Callable[[list[Line]], None], complaint: str
+) -> None:
+    batches = a_run()
+    spoil(batches)
+    assert any(complaint in found for found in complaints(batches)), complaints(batches)
+
+
+def test_without_a_number_of_epochs_only_those_that_have_ended_must_be_whole() -> None:
+    batches = a_run()
+    batches[2]["groups"].append({"epoch": 2, "task": 0})
+    batches[2]["accounted"] = 7
+    assert complaints(batches, epochs=None) == []
+    batches[1]["settled"].pop(0)
+    batches[2]["accounted"] = 6
+    assert complaints(batches, epochs=None) == ["1 visits are missing: [(0, 2)]"]
+
+
+def test_a_ledger_that_says_something_else_than_the_lines_is_found() -> None:
+    told = {"trained": 2, "filtered": 0, "failed": 1, "dropped": 0, "skipped": 0}
+    ledger = {"version": 3, "trained_twice": [], "epochs": [{"epoch": 0, **told}, {"epoch": 1, **told}]}
+    found = list(checks.agreed(a_run(), ledger, tasks=3))
+    assert found == [
+        "epoch 1: the ledger has 0 filtered, the lines 1",
+        "epoch 1: the ledger has 1 failed, the lines 0",
+    ]
+
+
+def write_run(home: Path, loss: float, seconds: float, weights: bytes) -> Path:
+    (home / "checkpoints" / "step-000003").mkdir(parents=True)
+    (home / "checkpoints" / "step-000003" / "model.safetensors").write_bytes(weights)
+    (home / "batches.jsonl").write_text("".join(json.dumps(line) + "\n" for line in a_run()))
+    (home / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss/policy": loss, "time/step_s": seconds}) + "\n")
+    (home / "evals.jsonl").write_text("")
+    return home
+
+
+def test_equal_runs_may_differ_by_the_clock_and_by_nothing_else(tmp_path: Path) -> None:
+    reference = write_run(tmp_path / "a", 0.5, 1.0, b"w")
+    assert checks.equality(write_run(tmp_path / "b", 0.5, 2.0, b"w"), reference, take_turns=False) == []
+    [loss] = checks.equality(write_run(tmp_path / "c", 0.5000001, 1.0, b"w"), reference, take_turns=False)
+    assert "loss/policy is 0.5000001, not 0.5" in loss
+    [weights] = checks.equality(write_run(tmp_path / "d", 0.5, 1.0, b"v"), reference, take_turns=False)
+    assert "model.safetensors differs" in weights
+
+
+def test_recovery_lasts_until_a_step_is_trained_that_was_not_there_before() -> None:
+    steps = Steps()
+    steps.seen = [(10.0, 1), (11.0, 2), (12.0, 3), (15.0, 2), (17.0, 3)]
+    assert steps.recovery_s(12.5) == 4.5  # rolled back to 2 at 15, trained 3 anew at 17
+    assert steps.recovery_s(10.5) == 0.5
+    assert steps.recovery_s(18.0) is None
+
+
+def test_the_last_whole_line_counts(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step":1}\n{"step":2}\n{"step":3')
+    assert last_step(file) == 2
+    file.write_text('{"step"')
+    assert last_step(file) == 0
+
+
+def life(role: str, grows: int, level: int = 100 << 20, descriptors: int = 20) -> Life:
+    return Life(role, [Sample(step, level + grows * max(step, 500), 8, descriptors) for step in range(0, 1000, 10)])
+
+
+def test_memory_that_grows_late_is_found_and_a_start_that_grows_is_not() -> None:
+    [steady] = costs([life("engine", 0), life("engine", 0)])
+    assert list(growing(steady, steps=10_000)) == []
+    [leaky] = costs([life("engine", 2000), life("engine", 2000)])
+    assert leaky.bytes_per_step == pytest.approx(2000, rel=0.01)
+    assert next(growing(leaky, steps=10_000)).startswith("engine: memory grows by 2000 bytes a step")
+    warming = Life("engine", [Sample(step, min(step, 400) << 15, 8, 20) for step in range(0, 1000, 10)])
+    assert list(growing(costs([warming])[0], steps=10_000)) == []
+
+
+def test_processes_that_start_larger_or_with_more_descriptors_each_time_are_found() -> None:
+    [larger] = costs([life("worker", 0, level=(100 + 20 * number) << 20) for number in range(3)])
+    assert "later processes are larger" in next(growing(larger, steps=10_000))
+    [more] = costs([life("worker", 0, descriptors=20 + 3 * number) for number in range(3)])
+    assert list(growing(more, steps=10_000)) == ["worker: 20 descriptors at first, 26 at last"]

@@ -1,0 +1,21 @@
+"""Kill anywhere, a sample of it; the whole set is `make kills`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from drills.kills import Range, hold_all, sample_of, whole_set
+
+SAMPLE = 10
+SEED = 5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_wherever_a_process_is_killed_nothing_is_lost_doubled_or_different(tmp_path: Path) -> None:
+    drills = sample_of(whole_set(seed=SEED, random_kills=8), SAMPLE, SEED)
+    results = list(hold_all(drills, Range(tmp_path), jobs=2))
+    assert {result.name: (result.faults, result.said) for result in results if result.faults} == {}
+    assert len(results) == SAMPLE

@@ -1,0 +1,18 @@
+"""The soak, a short one; the long one is `make soak`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from drills.soak import soak
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_run_with_faults_and_kills_learns_and_loses_nothing(tmp_path: Path) -> None:
+    record = soak(tmp_path, steps=200, apart=1.0, say=False)
+    assert record["faults"] == [], record["said"]
+    assert record["steps"] == 200
+    assert record["kills"]

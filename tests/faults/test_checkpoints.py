@@ -1,0 +1,177 @@
+"""Checkpoints that are damaged, do not fit on the disk, or belong to another run.
+
+Shown elsewhere: a kill between any two system calls of a commit (tests/checkpoint/test_commit.py) and at every
+labelled place of a run (tests/drills); a checkpoint without what the new config needs
+(tests/system/test_bad_input.py).
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import outpace as api
+from faults.watching import Settings, every_task_once, steps_of, visits_of
+from outpace.checkpoint import commit
+from outpace.errors import BadInput
+from support import read_lines
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def short(settings: Settings) -> Settings:
+    """Four steps, that is two thirds of an epoch, with a checkpoint at every other one."""
+    return settings | {"run.runtime": "inline", "run.steps": 4, "eval.holdout": 0.0, "checkpoint.every": 2}
+
+
+def train(config: Settings, resume: bool = False, **changes: Any) -> api.Summary:
+    named = {key.replace("__", "."): value for key, value in changes.items()}
+    return api.Trainer(config=config | named, quiet=True).train(resume=resume)
+
+
+# --------------------------------------------------------------------------------------------------------- damaged ones
+
+
+@pytest.mark.parametrize("damage", ["truncated", "without manifest"])
+def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(
+    short: Settings, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    train(short)
+    run = tmp_path / "run"
+    newest = run / "checkpoints" / "step-000004"
+    if damage == "truncated":
+        largest = max(newest.rglob("*"), key=lambda file: file.stat().st_size)
+        os.truncate(largest, largest.stat().st_size // 2)
+    else:
+        (newest / commit.MANIFEST).unlink()
+    with caplog.at_level(logging.WARNING):
+        assert train(short, resume=True, run__steps=6).steps == 6
+    assert "step-000004 is not complete" in caplog.text
+    assert steps_of(run) == [1, 2, 3, 4, 5, 6]
+    assert visits_of(run) == every_task_once(epochs=1)
+
+
+def test_a_run_of_which_no_checkpoint_is_whole_is_refused_and_left_as_it_is(short: Settings, tmp_path: Path) -> None:
+    train(short)
+    for manifest in (tmp_path / "run" / "checkpoints").glob(f"*/{commit.MANIFEST}"):
+        manifest.write_text("{")
+    before = sorted(path.relative_to(tmp_path) for path in (tmp_path / "run").rglob("*"))
+    with pytest.raises(BadInput, match="no checkpoint of .* is complete"):
+        train(short, resume=True, run__steps=6)
+    assert sorted(path.relative_to(tmp_path) for path in (tmp_path / "run").rglob("*")) == before
+
+
+# ----------------------------------------------------------------------------------------------------------- full disks
+
+
+def test_a_checkpoint_that_does_not_fit_on_the_disk_is_left_out_and_said(
+    short: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    original: Callable[[Path], Path] = commit.commit
+
+    def full_once(temporary: Path) -> Path:
+        if "step-000004" in temporary.name:
+            commit.discard(temporary)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return original(temporary)
+
+    monkeypatch.setattr(commit, "commit", full_once)
+    summary = api.Trainer(config=short | {"run.steps": 7}).train()
+    assert summary.steps == 7
+    said = capsys.readouterr().out
+    assert re.search(r"no checkpoint of step 4: .*No space left on device", said), said
+    assert sum(line.get("faults/checkpoint_skipped", 0) for line in read_lines(tmp_path / "run/metrics.jsonl")) >= 1
+    kept = commit.steps(tmp_path / "run" / "checkpoints")
+    assert kept[0] == 7
+    assert 4 not in kept
+
+
+# ---------------------------------------------------------------------------------------- what a resumed run may change
+
+
+@pytest.fixture
+def resumable(short: Settings, tmp_path: Path) -> Settings:
+    train(short)
+    return short | {"run.steps": 5}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"learner.lr": 1e-4, "pacing.max_lag": 1},
+        {"rollout.max_tokens": 4, "engine.slots": 8},
+        {"rollout.group_size": 2, "pacing.groups_per_step": 2},
+        {"checkpoint.every": 1, "supervise.restarts": 0, "run.stall_s": 50.0},
+    ],
+)
+def test_what_can_change_may_change(resumable: Settings, tmp_path: Path, changes: Settings) -> None:
+    assert train(resumable | changes, resume=True).steps == 5
+    assert steps_of(tmp_path / "run") == [1, 2, 3, 4, 5]
+
+
+def appended(lines: list[str]) -> list[str]:
+    return [*lines, json.dumps({"id": "t24", "prompt": "say 24"})]
+
+
+def reworded(lines: list[str]) -> list[str]:
+    return [*lines[:3], json.dumps({"id": "t3", "prompt": "whisper 3"}), *lines[4:]]
+
+
+def turned(lines: list[str]) -> list[str]:
+    return lines[::-1]
+
+
+def rewrite(tasks: Path, change: Callable[[list[str]], list[str]]) -> None:
+    tasks.write_text("".join(line + "\n" for line in change(tasks.read_text().splitlines())))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (appended, "there are 25 tasks, there were 24"),
+        (reworded, "task 3, 't3', is not what it was"),
+        (turned, "task 0 is 't23', it was 't0'"),
+    ],
+)
+def test_tasks_that_have_changed_are_refused_saying_what_is_different(
+    resumable: Settings, tasks: Path, tmp_path: Path, change: Callable[[list[str]], list[str]], said: str
+) -> None:
+    before = (tmp_path / "run" / "batches.jsonl").read_bytes()
+    rewrite(tasks, change)
+    with pytest.raises(BadInput, match=said) as caught:
+        train(resumable, resume=True)
+    assert len(str(caught.value).splitlines()) == 1
+    assert (tmp_path / "run" / "batches.jsonl").read_bytes() == before
+
+
+def test_tasks_that_have_changed_are_accepted_on_request_if_there_are_as_many(
+    resumable: Settings, tasks: Path, tmp_path: Path
+) -> None:
+    rewrite(tasks, reworded)
+    assert train(resumable | {"tasks.changed": "accept"}, resume=True).steps == 5
+    rewrite(tasks, appended)
+    with pytest.raises(BadInput, match="25 tasks"):
+        train(resumable | {"tasks.changed": "accept", "run.steps": 6}, resume=True)
+
+
+def test_another_tokenizer_is_refused_by_name(resumable: Settings, toy_model: Path, tmp_path: Path) -> None:
+    """The same weights, and a tokenizer in which two tokens have changed places."""
+    other = tmp_path / "other"
+    shutil.copytree(toy_model, other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = [token for token, number in vocabulary.items() if number in (20, 21)]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(BadInput, match=r"model\.path.*tokenizer"):
+        train(resumable | {"model.path": str(other)}, resume=True)

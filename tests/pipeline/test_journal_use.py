@@ -1,0 +1,159 @@
+"""When journal segments may be deleted: never before a checkpoint covers every group in them, and then at last."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from outpace.pipeline.journal_use import JournalUse, Mark
+from outpace.types import GroupReport, Place
+
+
+def report(group: int, segment: str = "w-00000") -> GroupReport:
+    return GroupReport(group, f"task/{group}", "finished", place=Place(f"{segment}.journal", 0, 1))
+
+
+def commit(use: JournalUse) -> None:
+    use.committed(use.cut())
+
+
+def test_a_segment_goes_when_a_checkpoint_covers_it_and_its_writer_has_moved_on() -> None:
+    use = JournalUse()
+    old, current = report(0), report(1, "w-00001")
+    use.opened(old)
+    use.opened(current)
+    use.closed(old)
+    use.closed(current)
+    assert use.releasable() == []
+    commit(use)
+    assert use.releasable() == ["w-00000.journal"]
+    assert use.releasable() == [], "each is named once"
+
+
+def test_what_was_closed_after_the_cut_waits_for_the_next_checkpoint() -> None:
+    use = JournalUse()
+    for each in (first := report(0)), (second := report(1)), report(2, "w-00001"):
+        use.opened(each)
+    use.closed(first)
+    mark = use.cut()
+    use.closed(second)
+    use.committed(mark)
+    assert use.releasable() == []
+    commit(use)
+    assert use.releasable() == ["w-00000.journal"]
+
+
+def test_a_checkpoint_that_was_never_committed_covers_nothing() -> None:
+    use = JournalUse()
+    for each in (old := report(0)), report(1, "w-00001"):
+        use.opened(each)
+    use.closed(old)
+    use.cut()
+    assert use.releasable() == []
+
+
+def test_restored_segments_have_no_writer_to_wait_for() -> None:
+    use = JournalUse()
+    found = report(0, "kept-00000")
+    use.restored(found)
+    use.closed(found)
+    commit(use)
+    assert use.releasable() == ["kept-00000.journal"]
+
+
+def test_segments_are_ordered_by_number_and_not_by_name() -> None:
+    use = JournalUse()
+    for each in (old := report(0, "w-99999")), (new := report(1, "w-100000")):
+        use.opened(each)
+        use.closed(each)
+    commit(use)
+    assert use.releasable() == [old.place.segment] if old.place else []
+    assert new.place
+
+
+class Use(RuleBasedStateMachine):
+    """Groups, checkpoints and releases in any order, beside a model that remembers everything."""
+
+    @initialize(restored=st.integers(0, 5))
+    def begin(self, restored: int) -> None:
+        self.use = JournalUse()
+        self.number = 0
+        self.open: list[GroupReport] = []
+        self.uncovered: dict[str, set[int]] = defaultdict(set)  # groups by segment that no committed checkpoint covers
+        self.closed: set[int] = set()
+        self.cuts: list[tuple[Mark, frozenset[int]]] = []
+        self.at = {"w-0": 0, "w-1": 0}
+        self.released: set[str] = set()
+        self.known: set[str] = set()
+        for index in range(restored):
+            self._open(f"kept-{index // 2:05d}", self.use.restored)
+
+    def _open(self, segment: str, tell: object) -> None:
+        new = report(self.number, segment)
+        self.number += 1
+        assert callable(tell)
+        tell(new)
+        self.open.append(new)
+        self.known.add(f"{segment}.journal")
+        self.uncovered[f"{segment}.journal"].add(new.group)
+
+    @rule(writer=st.sampled_from(["w-0", "w-1"]), moves_on=st.booleans())
+    def journal(self, writer: str, moves_on: bool) -> None:
+        self.at[writer] += moves_on
+        self._open(f"{writer}-{self.at[writer]:05d}", self.use.opened)
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def close(self, data: st.DataObject) -> None:
+        closing = self.open.pop(data.draw(st.integers(0, len(self.open) - 1)))
+        self.use.closed(closing)
+        self.closed.add(closing.group)
+
+    @rule()
+    def cut(self) -> None:
+        self.cuts.append((self.use.cut(), frozenset(self.closed)))
+
+    @precondition(lambda self: self.cuts)
+    @rule(data=st.data())
+    def commit(self, data: st.DataObject) -> None:
+        """Any that was cut and not committed yet, in any order: some never are."""
+        mark, covered = self.cuts.pop(data.draw(st.integers(0, len(self.cuts) - 1)))
+        self.use.committed(mark)
+        for groups in self.uncovered.values():
+            groups -= covered
+
+    @rule()
+    def release(self) -> None:
+        for segment in self.use.releasable():
+            assert segment not in self.released, "each is named once"
+            assert not self.uncovered[segment], "a resume may need it"
+            assert segment not in self._written(), "its writer is at it"
+            self.released.add(segment)
+
+    def _written(self) -> set[str]:
+        return {f"{writer}-{number:05d}.journal" for writer, number in self.at.items()}
+
+    @invariant()
+    def what_nobody_needs_goes(self) -> None:
+        idle = {segment for segment in self.known if not self.uncovered[segment]}
+        self.release()
+        assert idle - self._written() - self.released == set()
+
+
+TestUse = Use.TestCase
+
+
+@given(st.lists(st.integers(0, 3), max_size=20))
+def test_when_all_is_closed_and_covered_only_what_is_being_written_stays(moves: list[int]) -> None:
+    use, number, segments = JournalUse(), 0, set()
+    for group, move in enumerate([0, *moves]):
+        number += move
+        made = report(group, f"w-{number:05d}")
+        use.opened(made)
+        use.closed(made)
+        segments.add(f"w-{number:05d}.journal")
+    commit(use)
+    assert set(use.releasable()) == segments - {f"w-{number:05d}.journal"}

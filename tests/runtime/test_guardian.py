@@ -1,0 +1,178 @@
+"""Nothing of a run outlives it, not even if nobody was left to tidy up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from outpace.runtime import guardian_child
+from outpace.runtime.local import LocalRuntime
+from outpace.runtime.scratch import Scratch
+from runtime_support import ENVIRONMENT, start_toy
+
+pytestmark = pytest.mark.timeout(60)
+
+CONTROLLER = """
+import asyncio, json, os, sys
+from pathlib import Path
+from outpace.runtime.local import LocalRuntime
+from outpace.runtime.scratch import Scratch
+from runtime_support import start_toy
+
+async def main(root):
+    scratch = Scratch(root)
+    runtime = LocalRuntime(root / "logs", guardian=scratch.guardian)
+    toys = [await start_toy(runtime, name) for name in ("one", "two")]
+    (scratch.path / "weights").write_bytes(b"w" * 1000)
+    (scratch.files / "left").mkdir(mode=0)
+    print(json.dumps({
+        "family": [await toy.pid() for toy in toys] + [await toy.start_program(60) for toy in toys],
+        "guardian": scratch.guardian.pid,
+        "directories": [str(scratch.path), str(scratch.files)],
+    }), flush=True)
+    await asyncio.to_thread(sys.stdin.readline)
+    await runtime.stop()
+    scratch.remove()
+
+asyncio.run(main(Path(sys.argv[1])))
+"""
+
+
+@pytest.fixture
+def controller(tmp_path: Path) -> Any:
+    process = subprocess.Popen(
+        [sys.executable, "-c", CONTROLLER, str(tmp_path)],
+        env={**os.environ, **ENVIRONMENT, "TMPDIR": str(tmp_path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def told_by(controller: subprocess.Popen[str]) -> tuple[list[psutil.Process], psutil.Process, list[Path]]:
+    assert controller.stdout is not None
+    facts = json.loads(controller.stdout.readline())
+    family = [psutil.Process(pid) for pid in facts["family"]]
+    return family, psutil.Process(facts["guardian"]), [Path(directory) for directory in facts["directories"]]
+
+
+def until(true: Callable[[], bool]) -> None:
+    while not true():
+        time.sleep(0.02)
+
+
+def gone(processes: list[psutil.Process]) -> bool:
+    return not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)
+
+
+def test_after_sigkill_of_the_controller_no_process_and_no_directory_is_left(
+    controller: subprocess.Popen[str],
+) -> None:
+    family, guardian, directories = told_by(controller)
+    assert all(directory.is_dir() for directory in directories)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        guardian.send_signal(number)  # as a launcher would that ends everything it finds
+    controller.kill()
+    until(lambda: gone([*family, guardian]))
+    assert not any(directory.exists() for directory in directories)
+
+
+def test_after_a_normal_end_neither_is_a_guardian(controller: subprocess.Popen[str]) -> None:
+    family, guardian, directories = told_by(controller)
+    for program in family[2:]:
+        program.kill()
+    controller.communicate("\n")
+    assert gone([*family, guardian])
+    assert not any(directory.exists() for directory in directories)
+
+
+def test_where_the_guardian_was_killed_too_the_next_run_removes_what_is_left(
+    controller: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    family, guardian, directories = told_by(controller)
+    guardian.kill()
+    controller.kill()
+    controller.wait()
+    until(lambda: gone(family[:2]))  # the kernel's part, where it has one
+    for program in family[2:]:
+        program.kill()
+    assert directories[0].exists()
+    Scratch(tmp_path).remove()
+    assert not directories[0].exists()
+
+
+async def test_what_a_dead_part_had_started_ends_with_it_and_nothing_else(tmp_path: Path) -> None:
+    scratch = Scratch(tmp_path)
+    runtime = LocalRuntime(tmp_path / "logs", guardian=scratch.guardian)
+    toys = [await start_toy(runtime, name) for name in ("one", "two")]
+    programs = [psutil.Process(await toy.start_program(60)) for toy in toys]
+    await runtime.kill("one")
+    await runtime.deaths.get()
+    await asyncio.to_thread(until, lambda: gone(programs[:1]))
+    assert not gone(programs[1:])
+    await runtime.restart("one")
+    assert await toys[0].attempt() == 1
+    await runtime.stop()
+    programs[1].kill()
+    scratch.remove()
+
+
+EARLY_DEATH = """
+import asyncio, os, signal, sys
+from outpace.runtime.process import PartProcess
+from outpace.runtime.spec import PartSpec
+from pathlib import Path
+
+async def main(root):
+    spec = PartSpec("toy", "runtime_support:build", "runtime_support:Toy", {"builds": f"{root}/built"})
+    process = await PartProcess.launch(spec, {}, Path(root) / "log", "wb")
+    await process.channel.send(spec)
+    process.channel.close()
+    print(process.pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main(sys.argv[1]))
+"""
+
+
+def test_a_child_whose_parent_was_killed_before_it_woke_up_does_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", EARLY_DEATH, str(tmp_path)]
+    told = subprocess.run(command, env={**os.environ, **ENVIRONMENT}, stdout=subprocess.PIPE, check=False)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        child = psutil.Process(int(told.stdout))
+        until(lambda: gone([child]))
+    assert not (tmp_path / "built").exists()
+
+
+def test_a_number_that_belongs_to_another_process_by_now_is_left_alone() -> None:
+    bystander = subprocess.Popen(["sleep", "60"])
+    guardian_child.end({bystander.pid: "long ago"}, "nobody's mark")
+    assert bystander.poll() is None
+    guardian_child.end({bystander.pid: guardian_child.start_of(bystander.pid)}, "nobody's mark")
+    assert bystander.wait() == -signal.SIGKILL
+
+
+async def test_a_run_goes_on_without_its_guardian(tmp_path: Path) -> None:
+    scratch = Scratch(tmp_path)
+    os.kill(scratch.guardian.pid, signal.SIGKILL)
+    runtime = LocalRuntime(tmp_path / "logs", guardian=scratch.guardian)
+    assert await (await start_toy(runtime)).attempt() == 0
+    await runtime.stop()
+    scratch.remove()
+    assert not scratch.path.exists()

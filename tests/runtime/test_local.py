@@ -1,0 +1,170 @@
+"""Parts as processes: they die, are told of, and come back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from outpace.errors import BadInput, PartFailed, PartLost
+from outpace.runtime.local import LocalRuntime
+from runtime_support import start_toy
+
+pytestmark = pytest.mark.timeout(60)
+
+
+async def until(true: Callable[[], bool]) -> None:
+    while not true():  # noqa: ASYNC110 - of another process
+        await asyncio.sleep(0.01)
+
+
+async def test_a_death_is_told_with_how_it_was_and_the_last_words(runtime: LocalRuntime) -> None:
+    toy = await start_toy(runtime)
+    with pytest.raises(PartLost):
+        await toy.die(3)
+    death = await runtime.deaths.get()
+    assert (death.part, death.message) == ("toy", "exited with code 3")
+    assert "these are my last words" in death.remote_traceback
+
+
+async def test_calls_under_way_and_calls_to_a_dead_part_raise(runtime: LocalRuntime) -> None:
+    toy = await start_toy(runtime)
+    waiting = asyncio.create_task(toy.wait())
+    os.kill(await toy.pid(), signal.SIGKILL)
+    with pytest.raises(PartLost):
+        await waiting
+    await runtime.deaths.get()
+    with pytest.raises(PartLost, match="was killed by SIGKILL"):
+        await toy.pid()
+    assert not await runtime.ping("toy", 1)
+
+
+async def test_a_part_comes_back_behind_the_same_proxy_and_can_die_again(runtime: LocalRuntime) -> None:
+    toy = await start_toy(runtime)
+    for attempt in range(3):
+        assert await toy.attempt() == attempt
+        await runtime.kill("toy")
+        assert (await runtime.deaths.get()).message == "was killed by SIGKILL"
+        await runtime.restart("toy")
+    assert await toy.attempt() == 3
+    assert runtime.deaths.empty()
+
+
+async def test_a_restart_that_fails_raises_and_can_be_tried_again(runtime: LocalRuntime) -> None:
+    toy = await start_toy(runtime, settings={"dies_at": [1]})
+    await runtime.kill("toy")
+    await runtime.deaths.get()
+    with pytest.raises(PartFailed, match="did not start: it exited with code 7"):
+        await runtime.restart("toy")
+    with pytest.raises(PartLost):
+        await toy.pid()
+    await runtime.restart("toy")
+    assert await toy.attempt() == 2
+    assert runtime.deaths.empty()
+
+
+async def test_a_restart_that_is_given_up_leaves_no_process(runtime: LocalRuntime) -> None:
+    await start_toy(runtime)
+    await runtime.kill("toy")
+    await runtime.deaths.get()
+    before = set(psutil.Process().children())
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await runtime.restart("toy")
+    started = set(psutil.Process().children()) - before
+    _, alive = await asyncio.to_thread(psutil.wait_procs, started, 10)
+    assert alive == []
+
+
+async def test_bad_input_in_a_child_is_bad_input_here(runtime: LocalRuntime) -> None:
+    with pytest.raises(BadInput, match="that cannot work"):
+        await start_toy(runtime, settings={"bad": True})
+
+
+async def test_a_part_that_is_stopped_does_not_answer_a_ping_and_can_be_killed(runtime: LocalRuntime) -> None:
+    toy = await start_toy(runtime)
+    assert await runtime.ping("toy", 10)
+    process = psutil.Process(await toy.pid())
+    process.suspend()
+    assert not await runtime.ping("toy", 0.1)
+    process.resume()
+    assert await runtime.ping("toy", 10)
+    process.suspend()
+    await runtime.kill("toy")
+    assert (await runtime.deaths.get()).message == "was killed by SIGKILL"
+
+
+async def test_a_restart_keeps_the_log(runtime: LocalRuntime, tmp_path: Path) -> None:
+    toy = await start_toy(runtime)
+    with pytest.raises(PartLost):
+        await toy.die(3)
+    await runtime.deaths.get()
+    await runtime.restart("toy")
+    assert "my last words" in (tmp_path / "logs" / "toy.log").read_text()
+
+
+async def test_a_part_that_breaks_down_is_a_lost_one_and_its_log_says_why(runtime: LocalRuntime) -> None:
+    toy = await start_toy(runtime)
+    with pytest.raises(PartLost):
+        await toy.break_down()
+    death = await runtime.deaths.get()
+    assert death.message == "exited with code 1"
+    assert death.remote_traceback.endswith("Traceback: deep inside")
+
+
+@pytest.mark.parametrize("label", ["child.started", "child.ready"])
+async def test_a_part_can_be_told_to_die_while_it_starts(
+    label: str, runtime: LocalRuntime, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("OUTPACE_CRASH", f"toy@{label}")
+    monkeypatch.setenv("OUTPACE_CRASH_MARK", str(tmp_path / "mark"))
+    with pytest.raises(PartFailed, match="did not start: it was killed by SIGKILL"):
+        await start_toy(runtime)
+    assert await (await start_toy(runtime)).attempt() == 0
+
+
+async def test_a_dump_says_what_tasks_threads_and_a_stuck_loop_are_doing(runtime: LocalRuntime) -> None:
+    idle, stuck, halted = [await start_toy(runtime, name) for name in ("idle", "stuck", "halted")]
+    halting = psutil.Process(await halted.pid())
+    calls = [asyncio.create_task(call) for call in (idle.wait(), stuck.block(60), halted.stop_itself())]
+    await until(lambda: halting.status() == psutil.STATUS_STOPPED)
+    dump = await runtime.dump()
+    assert "idle: wait, for" in dump.partition("\n\n")[0]
+    assert "runtime_support.wait:" in dump
+    assert "runtime_support._wait_for_ever:" in dump
+    assert "in block" in dump
+    assert "halted (process" in dump
+    assert "is stopped by a signal" in dump
+    for name in ("idle", "stuck", "halted"):
+        await runtime.kill(name)
+    await asyncio.gather(*calls, return_exceptions=True)
+
+
+async def test_a_dump_leaves_a_part_alone_that_is_not_ready(runtime: LocalRuntime) -> None:
+    starting = asyncio.create_task(start_toy(runtime))
+    while "toy (process" not in (dump := await runtime.dump()):  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    assert dump.endswith("is starting")
+    assert await (await starting).attempt() == 0
+
+
+async def test_stop_leaves_no_process_whatever_state_it_is_in(
+    runtime: LocalRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outpace.runtime.process.STOP_DEADLINE_S", 0.5)
+    toys = [await start_toy(runtime, name) for name in ("lively", "stuck", "halted", "dead")]
+    processes = [psutil.Process(await toy.pid()) for toy in toys]
+    blocked = asyncio.create_task(toys[1].block(60))
+    await asyncio.sleep(0)
+    processes[2].suspend()
+    processes[3].kill()
+    await runtime.deaths.get()
+    await runtime.stop()
+    assert not any(process.is_running() for process in processes)
+    with pytest.raises(PartFailed):
+        await blocked

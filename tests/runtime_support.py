@@ -1,0 +1,89 @@
+"""A toy part that does whatever a test wants of it, in a child process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+from outpace.errors import BadInput, PartFailed
+from outpace.runtime.local import LocalRuntime
+from outpace.runtime.spec import PartSpec
+
+ENVIRONMENT = {"PYTHONPATH": str(Path(__file__).parent)}
+
+
+class Toy(Protocol):
+    async def pid(self) -> int: ...
+    async def attempt(self) -> int: ...
+    async def wait(self) -> None: ...
+    async def die(self, code: int) -> None: ...
+    async def block(self, seconds: float) -> None: ...
+    async def stop_itself(self) -> None: ...
+    async def start_program(self, seconds: int) -> int: ...
+    async def ask_peer(self) -> int: ...
+    async def break_down(self) -> None: ...
+
+
+class RealToy:
+    def __init__(self, spec: PartSpec, peers: dict[str, Any]) -> None:
+        self._spec = spec
+        self._peers = peers
+        self._breakdown = asyncio.Event()
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+    async def attempt(self) -> int:
+        return self._spec.attempt
+
+    async def wait(self) -> None:
+        await self._wait_for_ever()
+
+    async def _wait_for_ever(self) -> None:
+        await asyncio.Event().wait()
+
+    async def die(self, code: int) -> None:
+        print("these are my last words", flush=True)
+        os._exit(code)
+
+    async def block(self, seconds: float) -> None:
+        time.sleep(seconds)  # noqa: ASYNC251 - a loop that is stuck is what it is for
+
+    async def stop_itself(self) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    async def start_program(self, seconds: int) -> int:
+        return subprocess.Popen(["sleep", str(seconds)], start_new_session=True).pid  # noqa: ASYNC220
+
+    async def ask_peer(self) -> int:
+        (peer,) = self._peers.values()
+        return await peer.pid()  # type: ignore[no-any-return]
+
+    async def break_down(self) -> None:
+        self._breakdown.set()
+        raise ValueError("this answer is never to be seen")
+
+    async def broken(self) -> PartFailed:
+        await self._breakdown.wait()
+        return PartFailed("toy", "cannot go on", "Traceback: deep inside")
+
+
+async def build(spec: PartSpec, peers: dict[str, Any]) -> RealToy:
+    if "builds" in spec.settings:
+        os.mkdir(spec.settings["builds"])
+    if spec.attempt in spec.settings.get("dies_at", ()):
+        os._exit(7)
+    if spec.settings.get("bad"):
+        raise BadInput("that cannot work")
+    return RealToy(spec, peers)
+
+
+async def start_toy(runtime: LocalRuntime, name: str = "toy", **fields: Any) -> Toy:
+    here = __name__
+    spec = PartSpec(name, f"{here}:build", f"{here}:Toy", peer_protocol=f"{here}:Toy", **fields)
+    return await runtime.start(Toy, spec, ENVIRONMENT)
