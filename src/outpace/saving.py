@@ -13,7 +13,7 @@ from outpace.config.sections import CheckpointConfig
 from outpace.errors import NotSaved
 from outpace.observe.runlog import RunLog
 from outpace.pipeline.account import STATE_FILE
-from outpace.pipeline.driver import Memory
+from outpace.pipeline.training import Memory
 from outpace.protocols import Learner
 from outpace.types import Version
 

@@ -31,12 +31,14 @@ from outpace.pipeline.budget import Limits
 from outpace.pipeline.caretaker import CareSettings
 from outpace.pipeline.core import Core
 from outpace.pipeline.difficulty import DifficultySettings
-from outpace.pipeline.driver import Driver, DriverSettings, Parts
+from outpace.pipeline.driver import Driver, DriverSettings
 from outpace.pipeline.evaluation import Evaluator
 from outpace.pipeline.governor import GovernorSettings
+from outpace.pipeline.making import MakingSettings
 from outpace.pipeline.pacing import CoreSettings
 from outpace.pipeline.recorder import Recorder
 from outpace.pipeline.replay import ReplaySettings
+from outpace.pipeline.staff import Parts
 from outpace.pipeline.supervisor import SuperviseSettings
 from outpace.protocols import Engine, Learner, Worker
 from outpace.resources import countable_cores
@@ -218,18 +220,25 @@ class Session:
             return
         for line in self._log.roll_back(past.version, past.accounted):
             recorder.summary.step(line["step"], {name: value for name, value in line.items() if name != "step"})
+        for line in self._log.evaluations():
+            if "eval/reward" in line:
+                recorder.summary.evaluation(line["step"], line["eval/reward"])
 
     def _make_driver(self, core: Core, parts: Parts, recorder: Recorder, past: Past) -> Driver:
         supervise = self._config.supervise
-        settings = DriverSettings(
+        making = MakingSettings(
             group_size=self._config.rollout.group_size,
-            stall_s=self._config.run.stall_s,
+            groups_per_step=self._config.pacing.groups_per_step,
             show_rollouts=self._config.run.show_rollouts,
             limits=Limits(
                 failed=self._config.pacing.max_failed,
                 filtered=self._config.pacing.max_filtered,
                 notice_every=4 * self._config.pacing.groups_per_step,
             ),
+        )
+        settings = DriverSettings(
+            stall_s=self._config.run.stall_s,
+            making=making,
             care=CareSettings(
                 SuperviseSettings(supervise.restarts, supervise.window_s), supervise.probe_s, supervise.silent_s
             ),

@@ -189,6 +189,22 @@ def test_a_compaction_killed_at_any_step_loses_nothing(
     assert set(segments(tmp_path)) == {each.place.segment for each in kept}, "nothing half done stays behind"
 
 
+def test_what_a_killed_compaction_left_unfinished_goes_with_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(label: str) -> None:
+        raise Killed
+
+    journal(tmp_path, 1)
+    with monkeypatch.context() as doomed:
+        doomed.setattr(crash, "reached", die)
+        with pytest.raises(Killed):
+            compact(tmp_path, survey(tmp_path))
+    assert len(segments(tmp_path)) == 2
+    compact(tmp_path, [])
+    assert segments(tmp_path) == []
+
+
 def test_a_damaged_entry_is_not_copied_as_if_it_were_whole(tmp_path: Path) -> None:
     journal(tmp_path, 1)
     found = survey(tmp_path)

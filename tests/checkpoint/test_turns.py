@@ -156,7 +156,40 @@ def test_a_successor_tidies_up_what_its_predecessor_left(open_log: OpenLog, tmp_
     assert disk(tmp_path) < before / 10
 
 
-def test_another_workers_file_may_be_rewritten_between_two_looks(open_log: OpenLog) -> None:
+def test_a_worker_that_leaves_with_everything_closed_leaves_no_files(open_log: OpenLog, tmp_path: Path) -> None:
+    log, other = open_log("w0"), open_log("w1")
+    record(log, 1)
+    record(other, 2)
+    log.close_group(1)
+    log.close()
+    other.close()
+    assert [path.name for path in tmp_path.iterdir()] == [f"w1-00000.{KIND}"]
+
+
+def test_closing_a_group_concerns_what_its_own_worker_recorded(open_log: OpenLog) -> None:
+    first, second = open_log("w0"), open_log("w1")
+    record(first, 7, number=0)
+    record(second, 7, number=1)
+    assert len(keys(first, 7)) == len(keys(second, 7)) > 0
+    second.close_group(7)
+    assert keys(second, 7) == keys(first, 7) == [(0, 0)]
+
+
+def test_nobody_tidies_up_after_a_worker_of_another_name(open_log: OpenLog, tmp_path: Path) -> None:
+    record(other := open_log("w0"), 7)
+    other.close()
+    log = open_log("w1", spare_bytes=0)
+    for position in range(20, 25):
+        record(log, position)
+        log.close_group(position)
+    log.close()
+    assert survey_turns(tmp_path)[7].answers == 1
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("w0")] == [f"w0-00000.{KIND}"]
+
+
+def test_another_workers_file_may_be_rewritten_between_two_looks(
+    open_log: OpenLog, caplog: pytest.LogCaptureFixture
+) -> None:
     reader, writer = open_log("w0"), open_log("w1", spare_bytes=0)
     for position in range(20):
         record(writer, position)
@@ -166,6 +199,7 @@ def test_another_workers_file_may_be_rewritten_between_two_looks(open_log: OpenL
     assert keys(writer, 19) == [(0, 0)]
     assert keys(reader, 19) == [(0, 0)]
     assert keys(reader, 3) == []
+    assert caplog.records == [], "nobody looked for what is gone"
 
 
 def test_a_full_disk_costs_a_line_in_the_log_and_no_more(
@@ -242,6 +276,7 @@ def test_a_survey_says_what_there_is_of_each_position(open_log: OpenLog, tmp_pat
     one = found[1]
     assert (one.stamp, one.oldest, one.newest, one.answers, one.tokens) == (3, 4, 7, 2, 5)
     assert survey_turns(tmp_path / "none") == {}
+    assert {position: each.newest for position, each in survey_turns(tmp_path, newest=6).items()} == {1: 6}
 
 
 def test_pruning_drops_what_weights_sampled_that_are_gone(open_log: OpenLog, tmp_path: Path) -> None:

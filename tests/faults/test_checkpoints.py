@@ -15,7 +15,6 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -28,15 +27,34 @@ from support import read_lines
 pytestmark = pytest.mark.timeout(120)
 
 
+SHORT = {"run.runtime": "inline", "run.steps": 4, "eval.holdout": 0.0, "checkpoint.every": 2}
+"""Four steps, that is two thirds of an epoch, with a checkpoint at every other one."""
+
+
 @pytest.fixture
 def short(settings: Settings) -> Settings:
-    """Four steps, that is two thirds of an epoch, with a checkpoint at every other one."""
-    return settings | {"run.runtime": "inline", "run.steps": 4, "eval.holdout": 0.0, "checkpoint.every": 2}
+    return settings | SHORT
 
 
-def train(config: Settings, resume: bool = False, **changes: Any) -> api.Summary:
-    named = {key.replace("__", "."): value for key, value in changes.items()}
-    return api.Trainer(config=config | named, quiet=True).train(resume=resume)
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the run that all tests begin with is kept once it is there."""
+    return tmp_path_factory.mktemp("shelf") / "run"
+
+
+@pytest.fixture
+def resumable(short: Settings, shelf: Path, tmp_path: Path) -> Settings:
+    """A run of these steps in a place of its own, to go on with for some more."""
+    if shelf.exists():
+        shutil.copytree(shelf, tmp_path / "run")
+    else:
+        train(short)
+        shutil.copytree(tmp_path / "run", shelf)
+    return short | {"run.steps": 6}
+
+
+def train(config: Settings, resume: bool = False) -> api.Summary:
+    return api.Trainer(config=config, quiet=True).train(resume=resume)
 
 
 # --------------------------------------------------------------------------------------------------------- damaged ones
@@ -44,9 +62,8 @@ def train(config: Settings, resume: bool = False, **changes: Any) -> api.Summary
 
 @pytest.mark.parametrize("damage", ["truncated", "without manifest"])
 def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(
-    short: Settings, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
+    resumable: Settings, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
 ) -> None:
-    train(short)
     run = tmp_path / "run"
     newest = run / "checkpoints" / "step-000004"
     if damage == "truncated":
@@ -55,19 +72,20 @@ def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(
     else:
         (newest / commit.MANIFEST).unlink()
     with caplog.at_level(logging.WARNING):
-        assert train(short, resume=True, run__steps=6).steps == 6
+        assert train(resumable, resume=True).steps == 6
     assert "step-000004 is not complete" in caplog.text
     assert steps_of(run) == [1, 2, 3, 4, 5, 6]
     assert visits_of(run) == every_task_once(epochs=1)
 
 
-def test_a_run_of_which_no_checkpoint_is_whole_is_refused_and_left_as_it_is(short: Settings, tmp_path: Path) -> None:
-    train(short)
+def test_a_run_of_which_no_checkpoint_is_whole_is_refused_and_left_as_it_is(
+    resumable: Settings, tmp_path: Path
+) -> None:
     for manifest in (tmp_path / "run" / "checkpoints").glob(f"*/{commit.MANIFEST}"):
         manifest.write_text("{")
     before = sorted(path.relative_to(tmp_path) for path in (tmp_path / "run").rglob("*"))
-    with pytest.raises(BadInput, match="no checkpoint of .* is complete"):
-        train(short, resume=True, run__steps=6)
+    with pytest.raises(BadInput, match=r"no checkpoint of .* is complete"):
+        train(resumable, resume=True)
     assert sorted(path.relative_to(tmp_path) for path in (tmp_path / "run").rglob("*")) == before
 
 
@@ -99,12 +117,6 @@ def test_a_checkpoint_that_does_not_fit_on_the_disk_is_left_out_and_said(
 # ---------------------------------------------------------------------------------------- what a resumed run may change
 
 
-@pytest.fixture
-def resumable(short: Settings, tmp_path: Path) -> Settings:
-    train(short)
-    return short | {"run.steps": 5}
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -115,8 +127,8 @@ def resumable(short: Settings, tmp_path: Path) -> Settings:
     ],
 )
 def test_what_can_change_may_change(resumable: Settings, tmp_path: Path, changes: Settings) -> None:
-    assert train(resumable | changes, resume=True).steps == 5
-    assert steps_of(tmp_path / "run") == [1, 2, 3, 4, 5]
+    assert train(resumable | changes, resume=True).steps == 6
+    assert steps_of(tmp_path / "run") == [1, 2, 3, 4, 5, 6]
 
 
 def appended(lines: list[str]) -> list[str]:
@@ -158,10 +170,10 @@ def test_tasks_that_have_changed_are_accepted_on_request_if_there_are_as_many(
     resumable: Settings, tasks: Path, tmp_path: Path
 ) -> None:
     rewrite(tasks, reworded)
-    assert train(resumable | {"tasks.changed": "accept"}, resume=True).steps == 5
+    assert train(resumable | {"tasks.changed": "accept"}, resume=True).steps == 6
     rewrite(tasks, appended)
     with pytest.raises(BadInput, match="25 tasks"):
-        train(resumable | {"tasks.changed": "accept", "run.steps": 6}, resume=True)
+        train(resumable | {"tasks.changed": "accept", "run.steps": 7}, resume=True)
 
 
 def test_another_tokenizer_is_refused_by_name(resumable: Settings, toy_model: Path, tmp_path: Path) -> None:

@@ -96,6 +96,7 @@ def test_an_engine_that_is_alive_and_answers_nobody_is_taken_for_dead(
 # ---------------------------------------------------------------------------------------------------- what ends the run
 
 
+@pytest.mark.slow
 def test_a_dead_engine_that_may_not_be_replaced_ends_the_run_by_name_and_the_run_can_be_resumed(
     start: Runs, epochs: Settings, tmp_path: Path
 ) -> None:

@@ -19,14 +19,17 @@ from outpace.pipeline.budget import Limits
 from outpace.pipeline.caretaker import CareSettings
 from outpace.pipeline.core import Core, CoreSettings
 from outpace.pipeline.difficulty import DifficultySettings
-from outpace.pipeline.driver import Driver, DriverSettings, Memory, Parts
+from outpace.pipeline.driver import Driver, DriverSettings
 from outpace.pipeline.evaluation import Evaluator
 from outpace.pipeline.events import GroupClosed
 from outpace.pipeline.governor import GovernorSettings
+from outpace.pipeline.making import MakingSettings
 from outpace.pipeline.recorder import Recorder
 from outpace.pipeline.replay import ReplaySettings
+from outpace.pipeline.staff import Parts
 from outpace.pipeline.supervisor import SuperviseSettings
 from outpace.pipeline.survivors import group_closed
+from outpace.pipeline.training import Memory
 from outpace.tasks.order import Order
 from outpace.types import (
     ChunkReport,
@@ -194,7 +197,7 @@ class Rig:
         limits = Limits(failed=3, filtered=None, notice_every=1000)
         care = CareSettings(SuperviseSettings(self.restarts, window_s=60), probe_s=0.02, silent_s=0.05)
         core = Core(self.settings, Order(10, 0, True))
-        settings = DriverSettings(1, self.stall_s, 1, limits, care)
+        settings = DriverSettings(self.stall_s, MakingSettings(1, 4, 1, limits), care)
         return await Driver(core, parts, self.recorder, Evaluator(5, 2), self._save, settings).run({"e0": 0})
 
     async def _save(self, version: int, memory: Callable[[], Awaitable[Memory | None]]) -> bool:

@@ -17,6 +17,7 @@ import threading
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from outpace.checkpoint.entries import EntryFile, copied, files_of
 from outpace.checkpoint.turns import (
@@ -43,8 +44,7 @@ GATHER_S = 0.05
 Recorded = list[tuple[Answered, Generation]]
 
 
-@dataclass(frozen=True)
-class _Answer:
+class _Answer(NamedTuple):  # made on the event loop, and cheaper to make than others
     order: GroupOrder
     episode: int
     number: int
@@ -128,7 +128,7 @@ class TurnLog:
         while True:
             job = self._jobs.get()
             if isinstance(job, _End):
-                self._writer.close()
+                self._writer.leave()
                 return
             self._writer.do(job)
             if self._jobs.empty():
@@ -165,7 +165,14 @@ class _Writer:
             if isinstance(job, _Wanted) and not job.found.done():
                 job.found.set_result([])
 
-    def close(self) -> None:
+    def leave(self) -> None:
+        """For good. Files with nothing of use in them go."""
+        self._close()
+        if not self._open and self._adopted and not self.broken:
+            for path in self._files():
+                path.unlink()
+
+    def _close(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -216,7 +223,7 @@ class _Writer:
 
     def _rewrite(self) -> None:
         """What is of use moves to a fresh file, and the others go."""
-        self.close()
+        self._close()
         positions = [position for position, places in self._open.items() for _ in places]
         before = itertools.chain.from_iterable(self._open.values())
         places = copied(self._directory, self._name, KIND, before, FILE_BYTES)
@@ -236,4 +243,4 @@ class _Writer:
         if not self.broken:
             log.warning("answers of unfinished groups are not recorded any more: %s", error, exc_info=error)
         self.broken = True
-        self.close()
+        self._close()

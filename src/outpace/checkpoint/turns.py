@@ -154,11 +154,16 @@ def read_answers(directory: Path, known: list[tuple[Place, Answered]]) -> Iterat
             log.warning("a recorded answer of group %d is asked for again: %s", head.group, error)
 
 
-def survey_turns(directory: Path) -> dict[int, TurnsFound]:
-    """What there is of every position that was under way. Blocks on the disk."""
+def survey_turns(directory: Path, newest: Version | None = None) -> dict[int, TurnsFound]:
+    """What there is of every position that was under way, or of it what no version after `newest` had a part in.
+
+    Blocks on the disk."""
     shelf = Shelf(directory)
     shelf.refresh()
-    return {position: _summary([head for _, head in shelf.of(position)]) for position in shelf.positions()}
+    heads = {position: [head for _, head in shelf.of(position)] for position in shelf.positions()}
+    if newest is not None:
+        heads = {position: [head for head in some if head.newest <= newest] for position, some in heads.items()}
+    return {position: _summary(some) for position, some in heads.items() if some}
 
 
 def prune_turns(directory: Path, newest: Version, positions: Collection[int] | None = None) -> None:

@@ -158,6 +158,10 @@ class RunLog:
         """One line of evals.jsonl: what an evaluation of this version came to. Its step is the version."""
         self._lines["evals.jsonl"].append({"step": version} | finite(metrics))
 
+    def evaluations(self) -> list[dict[str, Any]]:
+        """What earlier starts of the run have measured."""
+        return list(read_lines(self.dir / "evals.jsonl"))
+
     def rollouts(self, step: int, views: Iterable[EpisodeView]) -> None:
         """The text of some rollouts, in a file of their own."""
         lines = LineFile(self.dir / "rollouts" / f"step-{step:06d}.jsonl")

@@ -66,7 +66,12 @@ class ModelledEngine:
         self._wake_at = inf
 
     @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
     def load(self) -> int:
+        """Requests that run or wait in line."""
         return len(self._running) + len(self._waiting)
 
     # ------------------------------------------------------------------------------------------------------ requests

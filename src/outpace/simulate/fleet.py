@@ -83,8 +83,9 @@ class Fleet:
         self._give_up = give_up
         self._tell: Tell = lambda _: None
         self._buckets = Buckets()
-        self._homeless: dict[Request, None] = {}  # requests that no engine can serve yet
+        self.homeless: dict[Request, None] = {}  # requests that no engine can serve yet
         self.engines: dict[str, ModelledEngine] = {}
+        self.slots = settings.engine.slots  # of each
         self.deaths = 0
         self.gone = 0  # taken away, not dead
         self._present = 0  # engines that have devices, whether up or not
@@ -128,7 +129,7 @@ class Fleet:
         fits = preferred is not None and preferred.serves and preferred.version >= request.min_version
         engine = preferred if fits else self._buckets.least(request.min_version)
         if engine is None:
-            self._homeless[request] = None
+            self.homeless[request] = None
             return
         engine.submit(request)
         self._buckets.place(engine)
@@ -137,7 +138,7 @@ class Fleet:
         """Nobody wants it any more; returns the tokens it had."""
         engine = request.engine
         if engine is None:
-            self._homeless.pop(request, None)
+            self.homeless.pop(request, None)
             return 0.0
         had = engine.withdraw(request)
         self._buckets.place(engine)
@@ -166,7 +167,7 @@ class Fleet:
         engine.swap(version)
         engine.serves = True
         self._buckets.place(engine)
-        homeless, self._homeless = self._homeless, {}
+        homeless, self.homeless = self.homeless, {}
         for request in homeless:
             self.submit(request)
         self._tell(EngineLoaded(engine.name, version))
@@ -208,9 +209,9 @@ class Fleet:
         lost = engine.lose_everything()
         self._buckets.remove(engine)
         self._clock.after(seconds, lambda: self._up(engine))
-        self._tell(EngineLost(engine.name))
         for request, tokens in lost:
             self._client.lost(request, tokens)
+        self._tell(EngineLost(engine.name))
 
     def _up(self, engine: ModelledEngine) -> None:
         self._plan_death(engine)

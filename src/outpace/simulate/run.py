@@ -25,6 +25,9 @@ from outpace.types import Version
 IN_VAIN = 20
 """So many deaths of the learner without a checkpoint between them, and the run would never end."""
 
+LOOK_EVERY = 256
+"""Events between two looks at how far the run is."""
+
 Progress = Callable[[Version, float], None]
 """Steps done and seconds simulated."""
 Watch = Callable[[Core, ModelledParts], Sequence[Observer]]
@@ -50,6 +53,7 @@ class Run:
         self._restarts = 0
         self._most_running = 0
         self._given_up = ""
+        self._asked = 0
         self._parts: ModelledParts
         self.clock = Clock()
         self.journal = Journal()
@@ -96,13 +100,21 @@ class Run:
         watchers = (self.journal, self.account, *self._watch(core, parts))
         self._conductor = conductor = Conductor(core, self.clock, parts, watchers)
         self._plan_learner_death()
-        finish = conductor.run(until=lambda: self._tick(core))
+        finish = conductor.run(until=lambda: self._is_stalled(core))
         self._restarts += supervisor.restarts
         return finish or self._given_up
 
-    def _tick(self, core: Core) -> bool:
+    def _is_stalled(self, core: Core) -> bool:
+        """Asked after every event, and thought about now and then."""
+        self._asked += 1
+        if self._asked % LOOK_EVERY:
+            return False
         self._progress(core.version, self.clock.now)
-        return False
+        since = self.account.ended.moment if self.account.ended else 0.0
+        if self.clock.now - since <= self._settings.run.stall_s:
+            return False
+        self._given_up = f"no step was done for {self._settings.run.stall_s:g} s: {core.waiting_reason()}"
+        return True
 
     def _plan_learner_death(self) -> None:
         if (mtbf := self._settings.faults.learner_mtbf_s) is not None:

@@ -153,6 +153,8 @@ class RunSettings(Section):
     """Of lengths, outcomes and faults."""
     deterministic: bool = False
     """Lockstep, as in `outpace train`."""
+    stall_s: float = Field(default=86_400.0, gt=0)
+    """The simulation ends when no step was done for so many simulated seconds."""
     compare: bool = True
     """Also simulate synchronous training, with two pools of devices and with one that takes turns."""
     switch_s: float = Field(default=10.0, ge=0)

@@ -1,0 +1,28 @@
+"""The parts of a running system, as the driver's helpers use them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from outpace.pipeline.events import Event
+from outpace.pipeline.supervisor import Role
+from outpace.protocols import Engine, Learner, Worker
+from outpace.runtime.spec import Runtime
+
+LEARNER = "learner"
+
+Tell = Callable[[Event | BaseException], None]
+"""Put something into the driver's queue: what happened, or why the run must end."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    learner: Learner
+    engines: dict[str, Engine]
+    workers: dict[str, Worker]
+    runtime: Runtime
+
+    @property
+    def roles(self) -> dict[str, Role]:
+        return {LEARNER: "learner", **dict.fromkeys(self.engines, "engine"), **dict.fromkeys(self.workers, "worker")}

@@ -1,0 +1,29 @@
+"""Which tokenizer a directory holds."""
+
+from pathlib import Path
+
+from outpace.models.tokenizer_files import tokenizer_digest
+
+
+def directory(path: Path, **files: str) -> Path:
+    path.mkdir()
+    for name, text in files.items():
+        (path / name.replace("__", ".")).write_text(text)
+    return path
+
+
+def test_a_tokenizer_is_its_vocabulary_wherever_it_lies(tmp_path: Path) -> None:
+    here = directory(tmp_path / "a", tokenizer__json="{}", chat_template__jinja="x", config__json="1")
+    there = directory(tmp_path / "b", tokenizer__json="{}", chat_template__jinja="y", config__json="2")
+    assert tokenizer_digest(here) == tokenizer_digest(there)
+
+
+def test_another_vocabulary_is_another_tokenizer(tmp_path: Path) -> None:
+    digests = {
+        tokenizer_digest(directory(tmp_path / str(number), **files))
+        for number, files in enumerate(
+            [{}, {"tokenizer__json": "{}"}, {"tokenizer__json": "{ }"}, {"vocab__json": "ab", "merges__txt": "c"},
+             {"vocab__json": "a", "merges__txt": "bc"}]
+        )
+    }  # fmt: skip
+    assert len(digests) == 5

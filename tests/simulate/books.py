@@ -1,0 +1,103 @@
+"""Books that a simulated run is held against: kept from what was ordered and heard, over all starts of the run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from copy import deepcopy
+
+from outpace.pipeline.core import Core
+from outpace.pipeline.events import (
+    Action,
+    Admit,
+    BatchTrained,
+    Checkpoint,
+    CloseBatch,
+    EngineJoined,
+    EngineLost,
+    Event,
+    GroupClosed,
+    Settle,
+)
+from outpace.simulate.checks import Checker
+from outpace.simulate.conductor import Observer
+from outpace.simulate.parts import ModelledParts
+
+Visit = tuple[int, int]
+"""Epoch and task."""
+
+
+class Books(Observer):
+    """Which visit came to which end, rolled back to the newest checkpoint when a start of the run is over."""
+
+    def __init__(self, max_lag: int) -> None:
+        self.ends: dict[Visit, list[str]] = {}
+        self.starts = 0
+        self.losses: Counter[str] = Counter()  # by engine, within this start
+        self.worst_lag = 0
+        self._max_lag = max_lag
+        self._saved: dict[Visit, list[str]] = {}
+        self._visits: dict[int, Visit] = {}
+        self._oldest: dict[int, int] = {}
+        self._batch: tuple[int, ...] = ()
+
+    def watch(self, core: Core, parts: ModelledParts) -> Sequence[Observer]:
+        """The observers of a start of the run."""
+        self.starts += 1
+        self.ends = deepcopy(self._saved)
+        self.losses.clear()
+        pooled = set(core.pool)
+        finished = set(parts.rollouts.groups) - pooled
+        return [self, Checker(core, finished, pooled), Slots(parts)]
+
+    def trained(self, tasks: Iterable[int]) -> Counter[int]:
+        """How often each task was."""
+        counts = Counter(dict.fromkeys(tasks, 0))
+        counts.update(task for (_, task), ends in self.ends.items() for end in ends if end == "trained")
+        return counts
+
+    def heard(self, event: Event) -> None:
+        match event:
+            case GroupClosed(group, "finished"):
+                self._oldest[group] = event.oldest
+            case BatchTrained(version):
+                for group in self._batch:
+                    self._end(self._visits[group], "trained")
+                    self.worst_lag = max(self.worst_lag, version - 1 - self._oldest[group])
+            case EngineLost(engine):
+                self.losses[engine] += 1
+            case EngineJoined():
+                pass
+
+    def ordered(self, action: Action) -> None:
+        match action:
+            case Admit(group, task, epoch):
+                self._visits[group] = (epoch, task)
+            case CloseBatch(_, groups):
+                self._batch = groups
+            case Settle(task, epoch, outcome):
+                self._end((epoch, task), outcome)
+            case Checkpoint():
+                self._saved = deepcopy(self.ends)
+
+    def _end(self, visit: Visit, end: str) -> None:
+        ends = self.ends.setdefault(visit, [])
+        ends.append(end)
+        assert len(ends) == 1, f"visit {visit} came to its end more than once: {ends}"
+
+
+class Slots(Observer):
+    """No request is lost or doubled among engines, and no engine takes more than it has slots."""
+
+    def __init__(self, parts: ModelledParts) -> None:
+        self._parts = parts
+
+    def settled(self) -> None:
+        fleet, rollouts = self._parts.fleet, self._parts.rollouts
+        running = [group for group in rollouts.groups.values() if not group.over]
+        asking = {episode for group in running for episode in group.episodes if episode.asking}
+        assert sum(engine.load for engine in fleet.engines.values()) + len(fleet.homeless) == len(asking)
+        assert rollouts.episodes_running == sum(group.left for group in running)
+        for engine in fleet.engines.values():
+            assert engine.running <= fleet.slots
+            assert engine.serves or not engine.load

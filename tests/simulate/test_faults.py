@@ -1,0 +1,190 @@
+"""Whatever dies, hangs, leaves and joins: nothing is lost, nothing happens twice, nobody waits for ever."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from books import Books
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
+
+from outpace.pipeline.core import CoreSettings
+from outpace.pipeline.events import Action, Admit, CloseBatch
+from outpace.simulate.conductor import Observer
+from outpace.simulate.run import Run, core_settings
+from outpace.simulate.settings import SimulationSettings
+
+seeds = st.integers(0, 2**31)
+RESTARTS = 10**6
+"""Enough to outlive any of these runs."""
+
+
+@st.composite
+def any_cluster(draw: st.DrawFn, **fixed: Any) -> SimulationSettings:
+    """Episodes of about a second, and parts that die every so often."""
+    max_lag = draw(st.sampled_from([0, 1, 2, 4]))
+    deterministic = draw(st.booleans())
+    mtbf = st.sampled_from([None, 40.0, 200.0])
+    drawn: dict[str, dict[str, Any]] = {
+        "cluster": {
+            "devices": draw(st.integers(3, 6)),
+            "training": draw(st.integers(1, 2)),
+            "workers": draw(st.integers(1, 3)),
+        },
+        "engine": {
+            "slots": draw(st.integers(1, 6)),
+            "step_s": 0.01,
+            "sequence_s": 0.001,
+            "load_s": draw(st.sampled_from([0.0, 0.5, 5.0])),
+            "slow_share": draw(st.sampled_from([0.0, 0.5])),
+            "slow_factor": 5.0,
+        },
+        "learner": {
+            "token_s": draw(st.sampled_from([1e-5, 1e-3])),
+            "step_s": draw(st.sampled_from([0.0, 1.0])),
+            "publish_s": 0.1,
+        },
+        "workload": {
+            "group_size": draw(st.integers(1, 3)),
+            "mean_tokens": 50.0,
+            "max_tokens": 600,
+            "turns": draw(st.sampled_from([1, 1, 3])),
+            "turn_s": draw(st.sampled_from([0.0, 1.0])),
+            "filtered": draw(st.sampled_from([0.0, 0.3])),
+            "failed": draw(st.sampled_from([0.0, 0.1])),
+        },
+        "pacing": {
+            "max_lag": max_lag,
+            "depth": draw(st.sampled_from([0.0, 1.0, 2.5])),
+            "groups_per_step": draw(st.integers(1, 5)),
+            "chunk_groups": draw(st.integers(1, 4)),
+            "warmup_steps": draw(st.sampled_from([0, 0, 2])),
+        },
+        "weights": {
+            "every": draw(st.sampled_from([1, max_lag + 1])),
+            "update": "inflight" if deterministic else draw(st.sampled_from(["inflight", "drain"])),
+        },
+        "checkpoint": {"every": draw(st.sampled_from([1, 2, 4])), "turns": draw(st.booleans())},
+        "supervise": {"restarts": RESTARTS},
+        "faults": {
+            "engine_mtbf_s": draw(mtbf),
+            "worker_mtbf_s": draw(mtbf),
+            "learner_mtbf_s": draw(st.sampled_from([None, 60.0])),
+            "restart_s": draw(st.sampled_from([0.0, 3.0])),
+            "slow_load_share": draw(st.sampled_from([0.0, 0.3])),
+            "slow_load_factor": draw(st.sampled_from([10.0, 10.0, 1e9])),
+            "leave_every_s": draw(st.sampled_from([None, 20.0])),
+            "away_s": 5.0,
+            "join_at_s": draw(st.sampled_from([[], [1.0, 10.0]])),
+        },
+        "run": {"seed": draw(seeds), "deterministic": deterministic, "steps": 8, "stall_s": 1e5},
+    }
+    for section, values in fixed.items():
+        drawn[section] |= values
+    if drawn["faults"]["slow_load_factor"] == 1e9 and drawn["faults"]["engine_mtbf_s"] is None:
+        drawn["faults"]["engine_mtbf_s"] = 40.0  # a load that lasts for ever ends with its engine
+    return SimulationSettings.model_validate(drawn)
+
+
+def over_epochs(settings: SimulationSettings, epochs: int, tasks: int) -> CoreSettings:
+    return replace(core_settings(settings), steps=None, epochs=epochs, tasks=tasks)
+
+
+def run_it(settings: SimulationSettings, core: CoreSettings) -> tuple[Run, Books]:
+    books = Books(core.max_lag)
+    run = Run(settings, books.watch, core=core)
+    run.run()
+    return run, books
+
+
+def check_visits(settings: SimulationSettings, tasks: int) -> None:
+    run, books = run_it(settings, over_epochs(settings, 2, tasks))
+    assert run.ended == "done"
+    assert sorted(books.ends) == [(epoch, task) for epoch in range(2) for task in range(tasks)]
+    assert books.worst_lag <= settings.pacing.max_lag
+
+
+@given(any_cluster(), st.integers(1, 15))
+@examples(max_examples=150, deadline=None)
+def test_every_visit_comes_to_one_end_within_the_lag_whatever_dies(settings: SimulationSettings, tasks: int) -> None:
+    check_visits(settings, tasks)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@given(any_cluster(), st.integers(1, 40))
+@examples(max_examples=5000, deadline=None)
+def test_every_visit_comes_to_one_end_within_the_lag_whatever_dies_in_thousands_of_runs(
+    settings: SimulationSettings, tasks: int
+) -> None:
+    check_visits(settings, tasks)
+
+
+@given(any_cluster(workload={"filtered": 0.0, "failed": 0.0}), st.integers(2, 12))
+@examples(max_examples=60, deadline=None)
+def test_slow_tasks_are_trained_as_often_as_fast_ones_whatever_dies(settings: SimulationSettings, tasks: int) -> None:
+    run, books = run_it(settings, over_epochs(settings, 2, tasks))
+    assert run.ended == "done"
+    assert books.trained(range(tasks)) == dict.fromkeys(range(tasks), 2)
+
+
+@given(any_cluster(run={"deterministic": False}), st.sampled_from(["drop", "requeue", "train"]), st.integers(1, 12))
+@examples(max_examples=60, deadline=None)
+def test_whatever_becomes_of_stragglers_no_visit_is_lost_with_a_part(
+    settings: SimulationSettings, on_stale: str, tasks: int
+) -> None:
+    settings = settings.changed("pacing", on_stale=on_stale)
+    run, books = run_it(settings, over_epochs(settings, 2, tasks))
+    assert run.ended == "done"
+    assert sorted(books.ends) == [(epoch, task) for epoch in range(2) for task in range(tasks)]
+    if on_stale != "train":
+        assert books.worst_lag <= settings.pacing.max_lag
+
+
+@given(
+    any_cluster(faults={"engine_mtbf_s": 10.0, "leave_every_s": None, "learner_mtbf_s": None, "worker_mtbf_s": None}),
+    st.integers(0, 3),
+)
+@examples(max_examples=60, deadline=None)
+def test_a_part_is_restarted_as_often_as_its_budget_says_and_the_run_ends_when_it_is_spent(
+    settings: SimulationSettings, restarts: int
+) -> None:
+    settings = settings.changed("supervise", restarts=restarts, window_s=1e9)
+    run, books = run_it(settings, replace(core_settings(settings), steps=40))
+    assert all(losses <= restarts for losses in books.losses.values())
+    if run.ended != "done":
+        engine = run.ended.split()[1]
+        assert run.ended.startswith(f"engine {engine} died: ")
+        assert books.losses[engine] == restarts, "it died once more than it was started again"
+
+
+@given(any_cluster(run={"deterministic": True}, faults={"join_at_s": []}), st.integers(2, 12))
+@examples(max_examples=60, deadline=None)
+def test_in_lockstep_no_fault_changes_what_is_trained(settings: SimulationSettings, tasks: int) -> None:
+    core = over_epochs(settings, 2, tasks)
+    calm = settings.model_dump() | {"faults": {}}
+    reference = Batches()
+    Run(SimulationSettings.model_validate(calm), lambda *_: [reference], core=core).run()
+    faulty = Batches()
+    run = Run(settings, lambda *_: [faulty], core=core)
+    run.run()
+    assert run.ended == "done"
+    assert faulty.trained == reference.trained
+
+
+class Batches(Observer):
+    """Which visit was trained in which batch under which stamp, the last word of all starts of the run."""
+
+    def __init__(self) -> None:
+        self.trained: dict[int, list[Admit]] = {}
+        self._admitted: dict[int, Admit] = {}
+
+    def ordered(self, action: Action) -> None:
+        match action:
+            case Admit(group):
+                self._admitted[group] = action
+            case CloseBatch(version, groups):
+                self.trained[version] = [self._admitted[group] for group in groups]
