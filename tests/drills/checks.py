@@ -27,6 +27,7 @@ OF_THE_CLOCK = (
     "groups/seconds",
     "throughput/sampled_tok_s",
     "throughput/trained_tok_s",
+    "checkpoint/",  # how long one took
     "sync/",  # loads and publications that ended in this step
     "eval/",  # an evaluation that ended in this step; what it came to is compared in evals.jsonl
     "queue/",  # what was under way when the step ended
@@ -35,9 +36,19 @@ OF_THE_CLOCK = (
 )
 """Metrics that are seconds, rates of seconds, or what happened to end or to be under way at a moment."""
 
-OF_CLOSED_GROUPS = ("groups/", "completion/", "reward/", "episode/", "waste/", "throughput/sampled_tokens")
-"""Metrics of the groups that closed while the step was under way. Where engine and learner work at the same time, which
-groups these are is a matter of the clock; what a step was trained on is in batches.jsonl."""
+OF_CLOSED_GROUPS = (
+    "groups/",
+    "completion/",
+    "reward/",
+    "episode/",
+    "waste/",
+    "throughput/",
+    "lag/",
+    "settled",
+    "accounted",
+)
+"""What a line says of the groups that closed, and the chunks that were trained, before it was written. Where engine and
+learner work at the same time, which ones these are is a matter of the clock."""
 
 
 # ----------------------------------------------------------------------------------------------------------- accounting
@@ -123,11 +134,12 @@ def _gaps(steps: list[int]) -> str:
 
 def equality(run: Path, reference: Path, take_turns: bool) -> list[str]:
     """Bit for bit what the uninterrupted run has: what it trained on, what that came to, and the weights at the end."""
-    left_out = OF_THE_CLOCK if take_turns else OF_THE_CLOCK + OF_CLOSED_GROUPS
+    moving = () if take_turns else OF_CLOSED_GROUPS
     return [
-        *_same_lines("batches.jsonl", run, reference, ()),
-        *_same_lines("metrics.jsonl", run, reference, left_out),
-        *_same_lines("evals.jsonl", run, reference, OF_THE_CLOCK),
+        *_same_lines("batches.jsonl", run, reference, moving),
+        *_same_settled(run, reference),
+        *_same_lines("metrics.jsonl", run, reference, OF_THE_CLOCK + moving),
+        *_same_lines("evals.jsonl", run, reference, ("time/",)),
         *_same_weights(run, reference),
     ]
 
@@ -146,6 +158,20 @@ def _same_lines(name: str, run: Path, reference: Path, left_out: tuple[str, ...]
                 f"; so are {', '.join(different[1:4])}" if different[1:] else ""
             )
             return
+
+
+def _same_settled(run: Path, reference: Path) -> Iterator[str]:
+    """Over the whole run: what was not trained, and why."""
+    ours, theirs = (
+        sorted((entry["epoch"], entry["task"], entry["outcome"], entry.get("reason", "")) for entry in _settled(place))
+        for place in (run, reference)
+    )
+    if different := sorted(set(ours) ^ set(theirs)):
+        yield f"batches.jsonl: settled otherwise: {_short(different)}"
+
+
+def _settled(run: Path) -> Iterator[dict[str, Any]]:
+    return (entry for line in lines_of(run / "batches.jsonl") for entry in line.get("settled", []))
 
 
 def _same_weights(run: Path, reference: Path) -> Iterator[str]:

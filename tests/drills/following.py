@@ -125,10 +125,10 @@ class Run:
 
 
 class Steps:
-    """When the newest line of a metrics file was first seen: enough to say how long a recovery took."""
+    """When a metrics file got its newest line: enough to say how long a recovery took."""
 
     def __init__(self) -> None:
-        self.seen: list[tuple[float, int]] = []  # wall clock, last step; one entry per change
+        self.seen: list[tuple[float, int]] = []  # when the file got its last line, and the step of that
         self._stamp: tuple[int, int, int] | None = None
 
     def look(self, file: Path) -> None:
@@ -141,7 +141,7 @@ class Steps:
             self._stamp = stamp
             step = last_step(file)
             if not self.seen or self.seen[-1][1] != step:
-                self.seen.append((time.time(), step))
+                self.seen.append((status.st_mtime, step))
 
     @property
     def last(self) -> int:

@@ -78,7 +78,7 @@ COMMON: dict[str, Any] = {
     "checkpoint.every": 2,
     "eval.every": 3,
     "eval.count": 4,
-    "run.stall_s": 60.0,
+    "run.stall_s": 120.0,
     "run.threads": 1,
     "run.device": "cpu",
 }

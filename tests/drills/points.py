@@ -12,6 +12,7 @@ class Point:
     part: str
     label: str
     nth: int = 1
+    is_first: bool = True  # of the drills at this place
 
     @property
     def name(self) -> str:
@@ -103,19 +104,20 @@ POINTS = [Point(part, label, nth) for part, labels in TABLE.items() for label, t
 OF_AGENTS = [Point("stage", label, nth) for label, times in ENVIRONMENT.items() for nth in times]
 """Where there are environments."""
 
-FIRST_DEATH = Point("controller", "controller.step_recorded", 3)
-WHILE_RESUMING: list[Point] = [
-    Point("controller", "controller.started"),
-    Point("controller", "journal.copied"),
-    Point("controller", "journal.renamed"),
-    Point("controller", "journal.removed"),
-    Point("controller", "controller.admit"),
-    Point("learner", "learner.built"),
-    Point("learner", "load.middle"),
-    Point("engine", "engine.built"),
-    Point("worker", "worker.run"),
+AFTER_A_STEP = Point("controller", "controller.step_recorded", 3)
+IN_A_STEP = Point("controller", "controller.close_batch", 5)
+WHILE_RESUMING = [
+    (AFTER_A_STEP, Point("controller", "controller.started")),
+    (AFTER_A_STEP, Point("controller", "controller.admit")),
+    (AFTER_A_STEP, Point("learner", "learner.built")),
+    (AFTER_A_STEP, Point("learner", "load.middle")),
+    (IN_A_STEP, Point("controller", "journal.copied")),
+    (IN_A_STEP, Point("controller", "journal.renamed")),
+    (IN_A_STEP, Point("controller", "journal.removed")),
+    (IN_A_STEP, Point("engine", "engine.built")),
+    (IN_A_STEP, Point("worker", "worker.run")),
 ]
-"""Second deaths, each in the start that goes on after `FIRST_DEATH`."""
+"""A death, and a second one in the start that goes on after it."""
 
 ELSEWHERE = {
     "commit.set_aside": "a checkpoint of the same step is there already: tests/checkpoint",

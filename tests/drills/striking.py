@@ -9,23 +9,28 @@ import time
 
 from drills.following import Run
 
-LATEST_S = 16.0
-"""A drill takes about so long; one that has ended before its moment came is struck in the middle of nothing."""
+LAST_STEP = 5
+"""A drill has some eight: so there is always something left to be disturbed."""
+START_UP_S = 10.0
+STEP_S = 0.3
 
 
 class AtRandom:
-    """A hook for `Run.start`: strikes once, in the first start."""
+    """A hook for `Run.start`: strikes once, a random moment after a random step, or before the first."""
 
-    def __init__(self, seed: int, latest_s: float = LATEST_S) -> None:
+    def __init__(self, seed: int) -> None:
         self._draw = random.Random(seed)
-        self._moment = time.time() + self._draw.uniform(0.0, latest_s)
+        self._step = self._draw.randint(0, LAST_STEP)
+        self._wait_s = self._draw.uniform(0.0, STEP_S if self._step else START_UP_S)
+        self._since: float | None = None
         self.struck_at: float | None = None
-        self.struck = ""
 
     def __call__(self, run: Run) -> None:
-        if self.struck_at is None and time.time() >= self._moment:
-            self.struck = strike(run, self._draw)
-            self.struck_at = time.time() if self.struck else None
+        if self.struck_at is not None or run.marks.last < self._step:
+            return
+        self._since = self._since or time.time()
+        if time.time() >= self._since + self._wait_s and strike(run, self._draw):
+            self.struck_at = time.time()
 
 
 def strike(run: Run, draw: random.Random) -> str:

@@ -130,6 +130,19 @@ def test_equal_runs_may_differ_by_the_clock_and_by_nothing_else(tmp_path: Path) 
     assert "model.safetensors differs" in weights
 
 
+def test_what_was_settled_may_move_between_lines_but_not_change(tmp_path: Path) -> None:
+    reference, moved, changed = (write_run(tmp_path / name, 0.5, 1.0, b"w") for name in "abc")
+    batches = a_run()
+    batches[0]["settled"], batches[1]["settled"] = batches[1]["settled"], []
+    (moved / "batches.jsonl").write_text("".join(json.dumps(line) + "\n" for line in batches))
+    assert checks.equality(moved, reference, take_turns=False) == []
+    assert checks.equality(moved, reference, take_turns=True) != []
+    batches[0]["settled"][0]["outcome"] = "filtered"
+    (changed / "batches.jsonl").write_text("".join(json.dumps(line) + "\n" for line in batches))
+    [complaint] = checks.equality(changed, reference, take_turns=False)
+    assert "settled otherwise" in complaint
+
+
 def test_recovery_lasts_until_a_step_is_trained_that_was_not_there_before() -> None:
     steps = Steps()
     steps.seen = [(10.0, 1), (11.0, 2), (12.0, 3), (15.0, 2), (17.0, 3)]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import outpace
-from drills.points import ELSEWHERE, OF_AGENTS, POINTS, WHILE_RESUMING
+from drills.points import ELSEWHERE, OF_AGENTS, POINTS, WHILE_RESUMING, Point
 
 SOURCE = Path(outpace.__file__).parent
 
@@ -44,8 +44,12 @@ def labels_of(node: ast.expr, constants: dict[str, ast.expr]) -> Iterator[str]:
             raise AssertionError(f"what label is {ast.unparse(node)}?")
 
 
+def every() -> list[Point]:
+    return [*POINTS, *OF_AGENTS, *(point for deaths in WHILE_RESUMING for point in deaths)]
+
+
 def drilled() -> set[str]:
-    return {point.label for point in (*POINTS, *WHILE_RESUMING)}
+    return {point.label for point in every()}
 
 
 def test_every_place_in_the_code_is_drilled_or_tested_elsewhere() -> None:
@@ -59,6 +63,6 @@ def test_every_drill_has_its_place_in_the_code() -> None:
 
 
 def test_there_are_at_least_sixty_pairs_of_process_and_place() -> None:
-    points = (*POINTS, *OF_AGENTS, *WHILE_RESUMING)
+    points = every()
     assert len({(point.part, point.label) for point in points}) >= 60
     assert {point.part for point in points} == {"controller", "learner", "engine", "worker", "grader", "stage"}

@@ -15,8 +15,8 @@ from transformers import LlamaForCausalLM
 
 from outpace import crash
 from outpace.checkpoint.journal import JournalWriter
-from outpace.errors import CorruptData
-from outpace.learn import state
+from outpace.errors import CorruptData, NotSaved
+from outpace.learn import state, state_copy
 from outpace.learn.learner import LearnerSettings, TorchLearner
 from outpace.protocols import Learner
 from outpace.types import GroupRecord, Place, Row
@@ -218,6 +218,27 @@ async def test_a_second_state_may_be_saved_while_the_first_is_being_written(
     assert_equal_bits(other, again)
 
 
+async def test_memory_for_copies_is_taken_once_and_ahead(
+    make_learner: Make, journalled: Callable[[int], list[Place]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rooms: list[str] = []
+
+    class CountedRoom(state_copy.Room):
+        def __init__(self, *arguments: Any) -> None:
+            rooms.append(threading.current_thread().name.split("_")[0])
+            super().__init__(*arguments)
+
+    monkeypatch.setattr(state_copy, "Room", CountedRoom)
+    learner = make_learner()
+    places = journalled(1)
+    for version in range(3):
+        await learner.chunk(version, places)
+        await learner.step(version)
+        await asyncio.wrap_future(learner._saving.submit(lambda: None))
+        assert await learner.save(str(tmp_path), version + 1)
+    assert rooms == ["save"]
+
+
 async def test_a_saved_state_knows_which_random_numbers_come_next(make_learner: Make, tmp_path: Path) -> None:
     def draw() -> list[float]:
         return [random.random(), float(np.random.random()), float(torch.rand(()))]
@@ -240,7 +261,7 @@ async def test_a_full_disk_fails_the_save_and_not_the_learner(
     full.mkdir()
     roomy.mkdir()
     (full / file).symlink_to("/dev/full")
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(NotSaved, match="full: No space left"):
         await learner.save(str(full), 0)
     await learner.chunk(0, places)
     assert (await learner.step(0)).version == 1

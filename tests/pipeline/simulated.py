@@ -110,13 +110,13 @@ def steady(**seconds: float) -> Pace:
     return lambda kind, _: seconds.get(kind, 1.0)
 
 
-def erratic(seed: int) -> Pace:
-    """Long-tailed durations, and parts whose speeds differ by orders of magnitude."""
+def erratic(seed: int, tail: float = 0.8) -> Pace:
+    """Long-tailed durations (the smaller `tail`, the longer), and parts whose speeds differ by orders of magnitude."""
     rng = random.Random(seed)
     speed: dict[Kind, float] = {
         kind: 10 ** rng.uniform(-2, 2) for kind in ("group", "chunk", "step", "publish", "load", "evaluate")
     }
-    return lambda kind, _: speed[kind] * rng.paretovariate(0.8)
+    return lambda kind, _: speed[kind] * rng.paretovariate(tail)
 
 
 def core_of(settings: CoreSettings, seed: int = 0) -> Core:

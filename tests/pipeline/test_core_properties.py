@@ -196,7 +196,7 @@ def test_a_visit_is_skipped_only_after_one_that_was_too_easy_or_too_hard_and_nev
             else in_a_row
         )
         longest = max(longest, in_a_row)
-    assert longest <= settings.tasks
+    assert longest <= settings.tasks or settings.deterministic, "in lockstep they are declared by the step"
 
 
 def is_extreme(reward: float, difficulty: DifficultySettings) -> bool:
@@ -368,6 +368,43 @@ def test_engines_only_ever_move_to_newer_versions(settings: CoreSettings, seed: 
     for load in simulate(settings, seed).of(LoadWeights):
         assert load.version > served.get(load.engine, 0)
         served[load.engine] = load.version
+
+
+@given(any_settings(steps=None, epochs=3, replay=None), seeds)
+@examples(max_examples=200, deadline=None)
+def test_engines_that_die_load_for_ever_and_rejoin_cost_no_visit_and_no_lag(settings: CoreSettings, seed: int) -> None:
+    rng = random.Random(seed)
+    trace = Simulation(
+        core_of(settings),
+        erratic(seed, tail=3.0),
+        fate_of(seed, filtered=0.25, failed=0.1),
+        engines=1 + seed % 4,
+        seed=seed,
+        fit=fit_of(seed),
+        faults=lambda: 10 ** rng.uniform(1, 4),
+    ).run()
+    assert trace.finish == "done"
+    visits = [(admit.epoch, admit.task) for admit in trace.admitted.values()]
+    visits += [(settle.epoch, settle.task) for settle in trace.skipped]
+    assert sorted(visits) == [(epoch, task) for epoch in range(3) for task in range(settings.tasks)]
+    survivors = sorted(group for group in trace.admitted if trace.outcomes[group] == "finished")
+    assert sorted(trained(trace)) == survivors
+    assert all(lag <= (0 if version < settings.warmup_steps else settings.max_lag) for version, lag in trace.lags)
+
+
+@given(any_settings(deterministic=True), seeds, seeds)
+@examples(max_examples=100, deadline=None)
+def test_in_lockstep_no_death_of_an_engine_changes_what_is_trained(
+    settings: CoreSettings, content: int, timing: int
+) -> None:
+    fate, rng = fate_of(content, filtered=0.3, failed=0.1), random.Random(timing)
+    reference = Simulation(core_of(settings), steady(), fate).run()
+    faults = lambda: 10 ** rng.uniform(1, 4)  # noqa: E731
+    other = Simulation(
+        core_of(settings), erratic(timing, tail=3.0), fate, engines=1 + timing % 3, seed=timing, faults=faults
+    ).run()
+    assert other.assignments == reference.assignments
+    assert other.batches == reference.batches
 
 
 def test_the_simulator_notices_a_deadlock() -> None:

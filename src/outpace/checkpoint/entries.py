@@ -37,8 +37,7 @@ _LENGTHS = struct.Struct("<II")
 _HEADER = struct.Struct("<4sIII")
 _NAME = re.compile(r"(?P<owner>.+)-(?P<number>\d{5,})\.(?P<kind>\w+)")
 _UNFINISHED = ".unfinished"
-_TORN = "journal.torn"
-_TEARS = f"@{_TORN}" in os.environ.get("OUTPACE_CRASH", "")
+_TEARS = ".torn" in os.environ.get("OUTPACE_CRASH", "")
 
 
 class Entry(NamedTuple):
@@ -83,6 +82,7 @@ class EntryFile:
     def __init__(self, directory: Path, owner: str, kind: str) -> None:
         self.path = directory / _next_name(directory, owner, kind)
         self.size = 0
+        self._torn = f"{kind}.torn"
         self._file = io.FileIO(self.path, "xb")
 
     def append(self, pieces: list[bytes]) -> Place:
@@ -102,7 +102,7 @@ class EntryFile:
         """For those who want to see what a kill in between leaves."""
         whole = b"".join(pieces)
         self._file.write(whole[: len(whole) // 2])
-        crash.reached(_TORN)
+        crash.reached(self._torn)
         self._file.write(whole[len(whole) // 2 :])
 
 
@@ -111,11 +111,13 @@ def copied(directory: Path, owner: str, kind: str, places: Iterable[Place], limi
     on the disk. The originals stay: whoever is killed meanwhile leaves some entries in two files."""
     result: list[Place] = []
     pending: list[memoryview] = []
+    size = 0
     for place in places:
         pending.append(_verified(directory / place.segment, place))
-        if sum(map(len, pending)) >= limit:
+        size += place.length
+        if size >= limit:
             result += _sealed(directory, owner, kind, pending)
-            pending = []
+            pending, size = [], 0
     return result + (_sealed(directory, owner, kind, pending) if pending else [])
 
 

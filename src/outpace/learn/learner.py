@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from outpace import crash
 from outpace.checkpoint import journal
+from outpace.errors import NotSaved
 from outpace.learn import state
 from outpace.learn.bad_steps import BadSteps
 from outpace.learn.closed import ClosedBatch
@@ -74,7 +75,7 @@ class TorchLearner:
         return await asyncio.get_running_loop().run_in_executor(self._sealing, self._seal, draft)
 
     async def save(self, directory: str, version: Version) -> bool:
-        """Raises `OSError` when the disk does not take it; the learner itself is none the worse."""
+        """Raises `NotSaved` when the disk does not take it; the learner itself is none the worse."""
         copied = await self._on_compute_thread(self._copy_state, version)
         if copied is not None:
             await asyncio.get_running_loop().run_in_executor(self._saving, self._write_state, copied, Path(directory))
@@ -195,6 +196,8 @@ class TorchLearner:
         started = time.perf_counter()
         try:
             state.write(copied, directory)
+        except OSError as error:
+            raise NotSaved(f"{directory}: {error.strerror or error}") from error
         finally:
             self._copies.give_back(copied)
         self._costs.append(("checkpoint/write_s", time.perf_counter() - started))

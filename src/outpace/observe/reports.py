@@ -12,21 +12,25 @@ from outpace.observe.metrics import Meter
 from outpace.types import ChunkReport, EngineStats, GroupReport, LoadReport, Manifest, StepReport
 
 
-def record_group(meter: Meter, report: GroupReport) -> None:
-    """A group closed in this step. Tokens of a failed group are waste; those of a filtered one are named apart."""
-    meter.add(f"groups/{report.outcome}", 1)
+def record_closed(meter: Meter, report: GroupReport) -> None:
+    """A group was closed during this step. Tokens of a failed one are waste; those of a filtered one are named apart."""
     meter.add("groups/seconds", report.seconds)
     meter.add("throughput/sampled_tokens", report.tokens_sampled)
+    if report.outcome == "filtered":
+        meter.add("waste/filtered_tokens", report.tokens_sampled)
+    if report.outcome == "failed":
+        record_waste(meter, report.tokens_sampled)
+
+
+def record_group(meter: Meter, report: GroupReport) -> None:
+    """A group is on record with this step: trained in it, or settled before it."""
+    meter.add(f"groups/{report.outcome}", 1)
     meter.add("faults/failed_episodes", report.failed_episodes)
     for reward in report.rewards:
         meter.add("reward/mean", reward)
         meter.add("reward/std", reward)
     for function, reward in report.reward_parts.items():
         meter.add(f"reward/{function}", reward, len(report.rewards))
-    if report.outcome == "filtered":
-        meter.add("waste/filtered_tokens", report.tokens_sampled)
-    if report.outcome == "failed":
-        record_waste(meter, report.tokens_sampled)
     if report.episodes:
         meter.add("completion/mean_tokens", report.tokens_sampled / report.episodes, report.episodes)
         meter.add("completion/truncated", report.truncated / report.episodes, report.episodes)

@@ -25,7 +25,9 @@ After every event everything is looked at again, in a fixed order, so no event c
 
 from __future__ import annotations
 
+from bisect import insort
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Literal, Self
 
 import msgspec
@@ -146,6 +148,7 @@ class Core:
         self._publishing: set[Version] = set()
         self._started = self._stopping = self._finished = False
         self._accounted = self._ledger.settled  # so many visits are on record
+        self._undeclared: list[tuple[float, Settle]] = []  # lockstep: with their places in the order of admission
         self._actions: list[Action] = []
         for kept in survivors.finished:
             self._adopt(kept)
@@ -320,7 +323,7 @@ class Core:
         for group in trained:
             self._settle(group, "trained")
         self.version = version
-        self._account(trained=True)
+        self._account(last_group=max(trained))
         if not self.outstanding:
             self._boundary = self._state()
         if self._stopping:
@@ -352,15 +355,28 @@ class Core:
         ended = self._ledger.settle(position, outcome)
         epoch, task = self.order.task(position)
         if outcome != "trained":
-            self._actions.append(Settle(task, epoch, outcome, group))
+            self._declare(Settle(task, epoch, outcome, group))
         if ended:
             self._actions.append(EpochEnded(epoch))
 
-    def _account(self, trained: bool) -> None:
-        """Put on record what was settled: with every step, and before a checkpoint between two steps."""
-        if trained or self._ledger.settled > self._accounted:
-            self._accounted = self._ledger.settled
-            self._actions.append(Account(self.version, self._accounted, trained))
+    def _declare(self, settle: Settle) -> None:
+        """In lockstep, what was settled waits until everything admitted before it is settled as well: who was fast must
+        not change on which record it is. A visit that was skipped stands before the group that is admitted next."""
+        if self.settings.deterministic:
+            place = self._next_group - 0.5 if settle.group is None else settle.group
+            insort(self._undeclared, (place, settle), key=itemgetter(0))
+        else:
+            self._actions.append(settle)
+
+    def _account(self, last_group: int | None = None) -> None:
+        """Put on record what was settled: with a step, whose last group is given, or for a checkpoint between two."""
+        declared = [settle for place, settle in self._undeclared if last_group is None or place < last_group]
+        del self._undeclared[: len(declared)]
+        self._actions.extend(declared)
+        settled = self._ledger.settled - len(self._undeclared)
+        if last_group is not None or settled > self._accounted:
+            self._accounted = settled
+            self._actions.append(Account(self.version, settled, trained=last_group is not None))
 
     # ------------------------------------------------------------------------------------------------------ actions
 
@@ -473,7 +489,7 @@ class Core:
             if state.version != self.version or self.evaluates(self.version - 1):
                 return
         else:
-            self._account(trained=False)
+            self._account()
         if state != self._committed:
             self._committed = state
             self._actions.append(Checkpoint(self.version, msgspec.to_builtins(state, str_keys=True)))

@@ -182,7 +182,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Settle:
-    """This visit has come to its end without being trained; a `skipped` one has no group."""
+    """This visit has come to its end without being trained, and goes on record; a `skipped` one has no group."""
 
     task: int
     epoch: int
@@ -192,7 +192,8 @@ class Settle:
 
 @dataclass(frozen=True)
 class Account:
-    """Every visit that was settled so far is on record with step `version`, `settled` of them since the run began.
+    """What was named by `Settle` since the last of these is put on record with step `version`, and with it `settled`
+    visits since the run began.
 
     `trained`: together with the groups that this step has trained. Otherwise a checkpoint is about to be made between
     two steps, and they get a record of their own. The record comes before the checkpoint that relies on it."""

@@ -18,7 +18,7 @@ from outpace.pipeline import events as ev
 from outpace.pipeline.budget import Budget, Limits
 from outpace.pipeline.caretaker import Caretaker
 from outpace.pipeline.journal_use import JournalUse
-from outpace.pipeline.recorder import Recorder
+from outpace.pipeline.recorder import Recorder, Settled
 from outpace.pipeline.staff import Parts, Tell
 from outpace.pipeline.survivors import Survivors, group_closed
 from outpace.runtime.waits import waiting
@@ -55,8 +55,8 @@ class Making:
         self._reports = {kept.order.group: kept.report for kept in survivors.finished}
         self._pooled = {kept.order.group: kept for kept in survivors.pooled}  # trained, and kept until they are retired
         self._given_up: set[int] = set()  # groups that were cancelled and have not come back yet
-        self._reasons: dict[int, tuple[str, str]] = {}  # of groups that will not be trained: task id and why
-        self._settled: list[BatchSettled] = []  # visits, and not on record yet
+        self._untrained: dict[int, GroupReport] = {}  # of groups that have left, until they are booked
+        self._booked: list[Settled] = []  # and not on record yet
         self.journal = JournalUse()
         for kept in (*survivors.finished, *survivors.pooled):
             self.journal.restored(kept.report)
@@ -98,7 +98,7 @@ class Making:
             return
         if report.outcome != "finished":
             self._orders.pop(report.group)
-            self._reasons[report.group] = (report.task_id, report.reason)
+            self._untrained[report.group] = msgspec.structs.replace(report, views=[])
         self._recorder.group_closed(report)
         if notice := self._budget.note(report):
             self._recorder.console.status(notice)
@@ -154,11 +154,11 @@ class Making:
     def book(self, settle: ev.Settle) -> None:
         if settle.outcome == "skipped":
             self._recorder.visit_skipped()
-        known = self._reasons.pop(settle.group, None) if settle.group is not None else None
-        task_id, reason = known or ("", "")
-        self._settled.append(BatchSettled(settle.task, settle.epoch, settle.outcome, reason, task_id))
+        report = self._untrained.pop(settle.group, None) if settle.group is not None else None
+        task_id, reason = (report.task_id, report.reason) if report else ("", "")
+        self._booked.append((BatchSettled(settle.task, settle.epoch, settle.outcome, reason, task_id), report))
 
-    def booked(self) -> list[BatchSettled]:
+    def booked(self) -> list[Settled]:
         """What was settled since this was last asked."""
-        settled, self._settled = self._settled, []
+        settled, self._booked = self._booked, []
         return settled

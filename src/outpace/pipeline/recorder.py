@@ -42,6 +42,10 @@ MAX_VIEWS = 256
 """Rollouts kept for reading until a step writes them out; where no step comes, the oldest give way."""
 
 
+Settled = tuple[BatchSettled, GroupReport | None]
+"""A visit that was not trained, and the report on its group if there is one."""
+
+
 @dataclass
 class Recorder:
     log: RunLog
@@ -85,7 +89,7 @@ class Recorder:
         self.callbacks.post("on_rollout_start", order)
 
     def group_closed(self, report: GroupReport) -> None:
-        to_metrics.record_group(self._meter, report)
+        to_metrics.record_closed(self._meter, report)
         self._views += report.views
         if report.outcome == "failed":
             self._account.wasted(report.tokens_sampled)
@@ -140,10 +144,13 @@ class Recorder:
         engines: dict[str, EngineStats],
         learner: LearnerStats,
         core: Core,
-        settled: list[BatchSettled],
+        settled: list[Settled],
         accounted: int,
     ) -> None:
         self._trained_at = time.monotonic()
+        for _, report in (*groups, *settled):
+            if report is not None:
+                to_metrics.record_group(self._meter, report)
         to_metrics.record_step(self._meter, step)
         to_metrics.record_engines(self._meter, engines.values())
         to_metrics.record_queue(self._meter, core.running, core.finished)
@@ -155,7 +162,7 @@ class Recorder:
         version = step.version - 1
         lines = [_batch_group(version, *group) for group in groups]
         lines += [_batch_group(version, *group, replay=True) for group in replayed]
-        self.log.batch(step.version, version, lines, settled, accounted)
+        self.log.batch(step.version, version, lines, [visit for visit, _ in settled], accounted)
         crash.reached("controller.line_written")
         self.log.step(step.version, metrics)
         if self._views:
@@ -165,9 +172,12 @@ class Recorder:
         self.console.step(step.version, metrics)
         self.callbacks.post("on_batch_end", metrics)
 
-    def settled(self, version: Version, visits: list[BatchSettled], accounted: int) -> None:
+    def settled(self, version: Version, settled: list[Settled], accounted: int) -> None:
         """What came to its end between two steps, where a checkpoint relies on it."""
-        self.log.batch(version, version, [], visits, accounted)
+        for _, report in settled:
+            if report is not None:
+                to_metrics.record_group(self._meter, report)
+        self.log.batch(version, version, [], [visit for visit, _ in settled], accounted)
 
     # --------------------------------------------------------------------------------------------------- at the end
 

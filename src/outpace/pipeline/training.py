@@ -17,13 +17,12 @@ from typing import Any
 
 from outpace import crash
 from outpace.errors import NotSaved, PartLost
-from outpace.observe.runlog import BatchSettled
 from outpace.pipeline import events as ev
 from outpace.pipeline.caretaker import Caretaker
 from outpace.pipeline.core import Core
 from outpace.pipeline.journal_use import Mark
 from outpace.pipeline.making import Making
-from outpace.pipeline.recorder import Recorder
+from outpace.pipeline.recorder import Recorder, Settled
 from outpace.pipeline.staff import Parts, Tell
 from outpace.types import EngineStats, Kept, StepReport, Version
 
@@ -102,7 +101,7 @@ class Training:
         ess, kl = report.metrics.get("offpolicy/ess", 1.0), report.metrics.get("offpolicy/kl", 0.0)
         self._tell(ev.BatchTrained(report.version, ess, kl))
 
-    async def record(self, account: ev.Account, settled: list[BatchSettled]) -> None:
+    async def record(self, account: ev.Account, settled: list[Settled]) -> None:
         """One line for a step, before that of the next one; or for what was settled between two of them."""
         async with self._recording:
             trained = self._trained.pop(account.version, None) if account.trained else None

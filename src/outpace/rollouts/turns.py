@@ -52,7 +52,7 @@ class EpisodeTurns:
         self.reused = 0
 
     def expect(self, head: Answered, answer: Generation) -> None:
-        """Of one request recorded twice the later answer counts: what was said after it goes on from that."""
+        """Of one request recorded twice one answer counts: with the same noise it may be nearly the same twice."""
         self._known.setdefault(head.asked, {})[head.number] = answer
 
     def recall(self, prompt: Ints, sampling: Sampling) -> Generation | None:

@@ -1,0 +1,244 @@
+"""`outpace bench controller`: what the controller's process costs, per episode.
+
+The real driver, core, recorder and calls over real sockets; the parts live in a child process and answer at once. So
+the processor time of this process, from the first order to the last record, is all controller. What is counted:
+
+    an episode event = an episode that was started or has finished: two per episode, group_size episodes per group
+    cost             = processor seconds of this process (all threads, user and system) / episode events
+
+With it, how fast the simulator is: a modelled cluster of 10,000 devices with 100,000 rollouts at once, in simulated
+seconds per processor second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from outpace.bench.idle_parts import open_channel
+from outpace.bench.options import take_options
+from outpace.errors import BadInput, PartFailed
+from outpace.observe.callbacks import CallbackRunner
+from outpace.observe.console import ProgressConsole
+from outpace.observe.runlog import RunLog
+from outpace.pipeline.budget import Limits
+from outpace.pipeline.caretaker import CareSettings
+from outpace.pipeline.core import Core, CoreSettings
+from outpace.pipeline.driver import Driver, DriverSettings
+from outpace.pipeline.evaluation import Evaluator
+from outpace.pipeline.making import MakingSettings
+from outpace.pipeline.recorder import Recorder
+from outpace.pipeline.staff import Parts
+from outpace.pipeline.supervisor import SuperviseSettings
+from outpace.pipeline.training import Memory
+from outpace.protocols import Engine, Learner, Worker
+from outpace.runtime import garbage
+from outpace.runtime.rpc import close_proxy, ping, proxy
+from outpace.simulate.account import Figures
+from outpace.simulate.run import Run
+from outpace.simulate.settings import SimulationSettings
+from outpace.tasks.order import Order
+from outpace.types import Version
+
+AIM_US = 50.0
+"""Microseconds per episode event."""
+
+TASKS = 100_000
+WORKERS = 4
+
+LARGE = SimulationSettings.model_validate(
+    {
+        "cluster": {"devices": 10_000, "training": 5_000, "per_engine": 4, "workers": 64},
+        "engine": {"slots": 80},
+        "workload": {"mean_tokens": 4000.0, "sigma": 0.5},
+        "pacing": {"groups_per_step": 8192, "depth": 3.0, "max_lag": 4, "chunk_groups": 256, "max_running": 100_000},
+        "run": {"steps": 12},
+    }
+)
+"""1,250 engines with 80 slots each, which generate all the time: 100,000 rollouts at once."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    groups: int
+    episodes: int
+    outstanding: int  # groups, as many as the admission rule allows
+    seconds: float
+    cpu_s: float
+
+    @property
+    def events(self) -> int:
+        return 2 * self.episodes
+
+    @property
+    def us_per_event(self) -> float:
+        return self.cpu_s / self.events * 1e6
+
+
+def main(words: Sequence[str]) -> int:
+    """`outpace bench controller [--groups N] [--group-size N] [--groups-per-step N] [--large-steps N]`."""
+    defaults = {"groups": 20_000, "group_size": 8, "groups_per_step": 256, "large_steps": 12}
+    options, rest = take_options(words, defaults)
+    if rest:
+        raise BadInput(f"{rest[0]}: this benchmark takes --{', --'.join(name.replace('_', '-') for name in defaults)}")
+    console = Console(width=100, highlight=False)
+    with tempfile.TemporaryDirectory(prefix="outpace-bench-") as directory:
+        settings = core_settings(options["groups"], options["group_size"], options["groups_per_step"])
+        cost = asyncio.run(measure(Path(directory) / "run", settings))
+    console.print(_controller_table(cost))
+    figures = Run(LARGE.changed("run", steps=max(2, options["large_steps"]))).run()
+    assert figures is not None, "nothing dies in it, so it ends with its steps"
+    console.print(_simulator_table(figures))
+    missed = _missed(cost, figures)
+    for bar in missed:
+        console.print(f"missed: {bar}")
+    return 1 if missed else 0
+
+
+def core_settings(groups: int, group_size: int, groups_per_step: int) -> CoreSettings:
+    return CoreSettings(
+        groups_per_step=groups_per_step,
+        group_size=group_size,
+        max_lag=3,
+        depth=3.0,
+        chunk_groups=max(1, groups_per_step // 4),
+        max_running=1_000_000,
+        on_stale="wait",
+        warmup_steps=0,
+        publish_every=1,
+        update="inflight",
+        deterministic=False,
+        steps=max(1, groups // groups_per_step),
+        epochs=None,
+        tasks=TASKS,
+        eval_every=0,
+        eval_enabled=False,
+        checkpoint_every=20,
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- the controller
+
+
+async def measure(directory: Path, settings: CoreSettings) -> Cost:
+    """One run of nothing but control."""
+    log = RunLog.claim(directory)
+    log.start("")
+    recorder = Recorder(log, ProgressConsole(None, quiet=True), CallbackRunner([]), 2, 0)
+    core = Core(settings, Order(settings.tasks, 0, shuffle=True))
+    care = CareSettings(SuperviseSettings(0, window_s=60.0), probe_s=10.0, silent_s=120.0)
+    limits = Limits(failed=64, filtered=None, notice_every=1000)
+    making = MakingSettings(settings.group_size, settings.groups_per_step, 0, limits)
+    async with idle_parts() as parts:
+        await recorder.training_begins(parts.engines, parts.learner)
+        driver = Driver(core, parts, recorder, Evaluator(0, 1), _saved, DriverSettings(60.0, making, care))
+        garbage.settle()
+        began, cpu_began = time.monotonic(), time.process_time()
+        await driver.run(dict.fromkeys(parts.engines, 0))
+        seconds, cpu_s = time.monotonic() - began, time.process_time() - cpu_began
+    log.close()
+    groups = core.counts["trained"]
+    most = int((1 + settings.depth) * settings.groups_per_step)
+    return Cost(groups, groups * settings.group_size, most, seconds, cpu_s)
+
+
+async def _saved(version: Version, memory: Callable[[], Awaitable[Memory | None]]) -> bool:
+    """A checkpoint of nothing: the learner has none, but the controller's part is made."""
+    return await memory() is not None
+
+
+class StillRuntime:
+    """A child that nobody starts again."""
+
+    def __init__(self, proxies: dict[str, object]) -> None:
+        self.deaths: asyncio.Queue[PartFailed] = asyncio.Queue()
+        self._proxies = proxies
+
+    async def ping(self, name: str, deadline_s: float) -> bool:
+        return await ping(self._proxies[name], deadline_s)
+
+    async def restart(self, name: str) -> None:
+        raise NotImplementedError
+
+    async def kill(self, name: str) -> None:
+        raise NotImplementedError
+
+    async def start(self, *_: object) -> None:
+        raise NotImplementedError
+
+    async def dump(self) -> str:
+        return ""
+
+    async def stop(self) -> None: ...
+
+
+@contextlib.asynccontextmanager
+async def idle_parts() -> AsyncIterator[Parts]:
+    """Parts in a child process, each at the other end of a socket of its own."""
+    names = ["learner", "engine-0", *(f"worker-{number}" for number in range(WORKERS))]
+    pairs = {name: socket.socketpair() for name in names}
+    theirs = {name: pair[1].fileno() for name, pair in pairs.items()}
+    words = [f"{name}={number}" for name, number in theirs.items()]
+    command = [sys.executable, "-m", "outpace.bench.idle_parts", *words]
+    child = await asyncio.create_subprocess_exec(*command, pass_fds=tuple(theirs.values()))
+    proxies: dict[str, object] = {}
+    try:
+        for name, (ours, their) in pairs.items():
+            their.close()
+            protocol: type = {"l": Learner, "e": Engine, "w": Worker}[name[0]]
+            proxies[name] = proxy(protocol, await open_channel(ours.detach()), name)
+        engines = {"engine-0": proxies["engine-0"]}
+        workers = {name: proxies[name] for name in names if name.startswith("worker")}
+        yield Parts(proxies["learner"], engines, workers, StillRuntime(proxies))  # type: ignore[arg-type]
+    finally:
+        for each in proxies.values():
+            close_proxy(each)
+        await child.wait()
+
+
+# --------------------------------------------------------------------------------------------------------------- report
+
+
+def _controller_table(cost: Cost) -> Table:
+    table = Table(title="the controller, with parts that answer at once")
+    table.add_column("")
+    table.add_column("", justify="right")
+    table.add_row("groups", f"{cost.groups:,}")
+    table.add_row("episode events (started or finished)", f"{cost.events:,}")
+    table.add_row("groups under way, at most", f"{cost.outstanding:,}")
+    table.add_row("CPU µs per episode event", f"{cost.us_per_event:.1f}")
+    table.add_row("CPU µs per group", f"{cost.cpu_s / cost.groups * 1e6:.0f}")
+    table.add_row("episode events per second", f"{cost.events / cost.seconds:,.0f}")
+    return table
+
+
+def _simulator_table(figures: Figures) -> Table:
+    table = Table(title="the simulator")
+    table.add_column("")
+    table.add_column("", justify="right")
+    table.add_row("devices", f"{figures.generating + figures.training:,}")
+    table.add_row("engines", f"{figures.engines:,}")
+    table.add_row("rollouts at once: most, mean", f"{figures.running_most:,}, {figures.running_mean:,.0f}")
+    table.add_row("simulated seconds", f"{figures.simulated_s:,.0f}")
+    table.add_row("CPU seconds", f"{figures.cpu_s:,.1f}")
+    table.add_row("simulated seconds per CPU second", f"{figures.simulated_s / figures.cpu_s:,.1f}")
+    return table
+
+
+def _missed(cost: Cost, figures: Figures) -> list[str]:
+    missed = []
+    if cost.us_per_event > AIM_US:
+        missed.append(f"an episode event costs {cost.us_per_event:.1f} µs, not {AIM_US:g}")
+    if figures.simulated_s < figures.cpu_s:
+        missed.append("the simulator is slower than real time")
+    return missed

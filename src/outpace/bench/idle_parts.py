@@ -1,0 +1,128 @@
+"""Parts that do nothing but answer, in a process of their own: what remains is what the controller costs.
+
+    python -m outpace.bench.idle_parts learner=FD engine-0=FD worker-0=FD …
+
+Each is served over the socket with that descriptor, by the calls that real parts are served by, until it is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+
+from outpace import wire
+from outpace.protocols import Engine, Learner, Worker
+from outpace.runtime import garbage
+from outpace.runtime.rpc import Channel, serve
+from outpace.types import (
+    ChunkReport,
+    EngineStats,
+    GroupOrder,
+    GroupReport,
+    LearnerStats,
+    LoadReport,
+    Manifest,
+    Place,
+    StepReport,
+    Version,
+)
+
+SEGMENT_GROUPS = 256
+TOKENS = 500  # of one episode
+
+
+class IdleWorker:
+    """Answers an order at once, with as much as a real group's report says."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    async def run(self, order: GroupOrder) -> GroupReport:
+        return GroupReport(
+            order.group,
+            f"task-{order.task}",
+            "finished",
+            place=Place(f"{self._name}-{order.group // SEGMENT_GROUPS:05d}.journal", order.group * 4096, 4096),
+            rewards=[float(number % 2) for number in range(order.size)],
+            reward_parts={"correct": 0.5, "format": 0.9},
+            episodes=order.size,
+            tokens_sampled=TOKENS * order.size,
+            oldest=order.min_version,
+            newest=order.min_version,
+            seconds=1.0,
+            metrics={"rollout/turns": 1.0, "rollout/length": float(TOKENS)},
+        )
+
+    async def cancel(self, group: int) -> None: ...
+
+    async def release(self, segments: list[str]) -> None: ...
+
+    async def rng(self) -> bytes:
+        return b"{}"
+
+    async def set_rng(self, state: bytes) -> None: ...
+
+
+class IdleEngine:
+    def __init__(self) -> None:
+        self._version: Version = 0
+
+    async def load(self, manifest: Manifest, pinned: bool) -> LoadReport:
+        self._version = manifest.version
+        return LoadReport(manifest.version, 0.0, 0.0, 0)
+
+    async def release_pinned(self) -> None: ...
+
+    async def stats(self) -> EngineStats:
+        return EngineStats(self._version, 0, 0, 0, 0, 0, 0.0, 0.0, 0.0, 8, 1)
+
+
+class IdleLearner:
+    def __init__(self) -> None:
+        self._version: Version = 0
+
+    async def chunk(self, version: Version, places: list[Place], replayed: bool = False) -> ChunkReport:
+        return ChunkReport(tokens=TOKENS * len(places), rows=len(places), loss_sum=0.0, lag_counts={0: len(places)})
+
+    async def step(self, version: Version) -> StepReport:
+        self._version += 1
+        return StepReport(self._version, 0.0, 1, 0.0, 1e-3)
+
+    async def publish(self, leased: list[Version]) -> Manifest:
+        return Manifest("bench", self._version, "/nowhere", [])
+
+    async def save(self, directory: str, version: Version) -> bool:
+        return True
+
+    async def load(self, directory: str) -> Version:
+        return 0
+
+    async def stats(self) -> LearnerStats:
+        return LearnerStats(self._version, 0.0, 0.0, 0, 1, 1)
+
+
+def part_of(name: str) -> tuple[object, type]:
+    """The part of that name, and what it promises."""
+    if name.startswith("worker"):
+        return IdleWorker(name), Worker
+    return (IdleEngine(), Engine) if name.startswith("engine") else (IdleLearner(), Learner)
+
+
+async def open_channel(descriptor: int) -> Channel:
+    end = socket.socket(fileno=descriptor)
+    reader, writer = await asyncio.open_unix_connection(sock=end, limit=wire.MAX_FRAME)
+    return Channel(reader, writer)
+
+
+async def _serve_all(descriptors: dict[str, int]) -> None:
+    async def serve_one(name: str, descriptor: int) -> None:
+        target, protocol = part_of(name)
+        await serve(target, protocol, await open_channel(descriptor))
+
+    await asyncio.gather(*(serve_one(name, descriptor) for name, descriptor in descriptors.items()))
+
+
+if __name__ == "__main__":
+    garbage.settle()
+    asyncio.run(_serve_all({name: int(number) for name, _, number in (word.partition("=") for word in sys.argv[1:])}))
