@@ -27,7 +27,7 @@ from outpace.pipeline.ledger import Ledger
 from outpace.pipeline.pacing import CoreSettings
 from outpace.pipeline.survivors import NOTHING, Rules, Survivors
 from outpace.tasks.fingerprint import Fingerprint, difference
-from outpace.types import Version
+from outpace.types import Kept, Version
 
 TASKS_FILE = "tasks.json"
 """The fingerprint of the tasks that a run began with."""
@@ -100,15 +100,15 @@ def _survivors(journal: Path, state: CoreState | None, settings: CoreSettings) -
     return Survivors(tuple(kept[: len(finished)]), tuple(kept[len(finished) :]), recorded)
 
 
-def _at_its_place(found: Found) -> Any:
+def _at_its_place(found: Found) -> Kept:
     report = msgspec.structs.replace(found.kept.report, place=found.place)
     return msgspec.structs.replace(found.kept, report=report)
 
 
-def _recorded(journal: Path, finished: list[Any], rules: Rules, settings: CoreSettings) -> dict[int, Version]:
+def _recorded(journal: Path, finished: list[Kept], rules: Rules, settings: CoreSettings) -> dict[int, Version]:
     if not journal.is_dir():
         return {}
-    turns = {} if settings.deterministic else survey_turns(journal)
+    turns = {} if settings.deterministic else survey_turns(journal, rules.version)
     stamps = {position: known.stamp for position, known in turns.items()}
     wanted = survivors.recorded(stamps, finished, rules)
     prune_turns(journal, rules.version, wanted)

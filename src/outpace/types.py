@@ -197,6 +197,7 @@ class GroupOrder(msgspec.Struct, frozen=True):
     show: bool = False  # also send back the episodes in a form for people to read
     position: int = 0
     recorded: bool = False  # answers that the journal keeps of an earlier attempt at this visit may be used again
+    draw: int | None = None  # what its noise is drawn by; None: its group number
 
 
 class EpisodeView(msgspec.Struct, frozen=True):

@@ -22,6 +22,7 @@ MAX_FRAME = 1 << 30
 HEADER = struct.Struct("<I")
 
 _ARRAY_DTYPES = ("int32", "int64", "float32", "float64", "bool", "uint8")
+_NAMES = {np.dtype(name): name for name in _ARRAY_DTYPES}
 
 
 class WireError(OutpaceError):
@@ -30,9 +31,11 @@ class WireError(OutpaceError):
 
 def _encode_extension(value: Any) -> Any:
     if isinstance(value, np.ndarray):
-        name = value.dtype.name
-        if name not in _ARRAY_DTYPES or value.ndim != 1:
-            raise NotImplementedError(f"arrays on the wire are 1-d of {_ARRAY_DTYPES}, not {name}[{value.ndim}d]")
+        name = _NAMES.get(value.dtype)  # a look-up: `dtype.name` is put together anew for everyone who asks
+        if name is None or value.ndim != 1:
+            raise NotImplementedError(
+                f"arrays on the wire are 1-d of {_ARRAY_DTYPES}, not {value.dtype.name}[{value.ndim}d]"
+            )
         return (name, value.tobytes())
     if isinstance(value, np.generic):
         return value.item()

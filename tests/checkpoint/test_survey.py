@@ -70,7 +70,7 @@ def test_foreign_files_are_neither_read_nor_touched(tmp_path: Path) -> None:
 
 
 def test_a_segment_cut_at_any_byte_gives_what_is_whole_of_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    journal(tmp_path, 0, 1, 2)
+    journal(tmp_path, 0, 1)
     path = tmp_path / "w0-00000.journal"
     whole = path.read_bytes()
     ends = [found.place.offset + found.place.length for found in survey(tmp_path)]

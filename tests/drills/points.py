@@ -81,6 +81,7 @@ WORKER = {
     "journal.before": (1, 5),
     "journal.torn": (1, 6),
     "journal.after": (1, 7),
+    "turns.torn": (1, 20),
     "worker.release": (1, 2),
     "worker.evaluate": (1, 5),
 }
@@ -114,6 +115,9 @@ WHILE_RESUMING = [
     (IN_A_STEP, Point("controller", "journal.copied")),
     (IN_A_STEP, Point("controller", "journal.renamed")),
     (IN_A_STEP, Point("controller", "journal.removed")),
+    (IN_A_STEP, Point("controller", "turns.copied")),
+    (IN_A_STEP, Point("controller", "turns.renamed")),
+    (IN_A_STEP, Point("controller", "turns.removed")),
     (IN_A_STEP, Point("engine", "engine.built")),
     (IN_A_STEP, Point("worker", "worker.run")),
 ]

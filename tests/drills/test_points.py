@@ -19,27 +19,23 @@ def places() -> set[str]:
 
 
 def labels_in(module: ast.Module) -> Iterator[str]:
-    constants = {
-        node.targets[0].id: node.value
-        for node in module.body
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
-    }
+    named = {ast.unparse(node.targets[0]): node.value for node in ast.walk(module) if isinstance(node, ast.Assign)}
     for node in ast.walk(module):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "crash.reached":
-            yield from labels_of(node.args[0], constants)
+            yield from labels_of(node.args[0], named)
 
 
-def labels_of(node: ast.expr, constants: dict[str, ast.expr]) -> Iterator[str]:
+def labels_of(node: ast.expr, named: dict[str, ast.expr]) -> Iterator[str]:
     match node:
         case ast.Constant(value=str() as text):
             yield re.escape(text)
         case ast.JoinedStr(values=parts):
             yield "".join(re.escape(str(part.value)) if isinstance(part, ast.Constant) else r"\w+" for part in parts)
         case ast.IfExp():
-            yield from labels_of(node.body, constants)
-            yield from labels_of(node.orelse, constants)
-        case ast.Name(id=name):
-            yield from labels_of(constants[name], constants)
+            yield from labels_of(node.body, named)
+            yield from labels_of(node.orelse, named)
+        case ast.Name() | ast.Attribute():
+            yield from labels_of(named[ast.unparse(node)], named)
         case _:
             raise AssertionError(f"what label is {ast.unparse(node)}?")
 

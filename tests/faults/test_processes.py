@@ -143,7 +143,7 @@ def test_a_worker_that_exits_again_and_again_ends_the_run_with_what_it_said(
     run = start(
         *words(settings, run__steps=100_000, rollout__function=f"{tmp_path}/own.py:exiting", supervise__restarts=1)
     )
-    assert run.end(90) == 4, run.said
+    assert run.end(120) == 4, run.said
     assert "worker-0: exited with code 9" in run.said
     assert "this worker has had enough" in run.said
     assert run.orphans() == []

@@ -49,7 +49,7 @@ def test_a_stalled_run_shows_the_stacks_of_all_its_processes_and_leaves_none(
     start: Runs, hanging: Settings, tmp_path: Path
 ) -> None:
     run = start(*words(hanging))
-    assert run.end(90) == 5, run.said
+    assert run.end(100) == 5, run.said
     dump = (tmp_path / "run" / "logs" / "stall.txt").read_text()
     for part in ("controller", "engine-0", "learner", "worker-0"):
         assert part in dump

@@ -48,6 +48,7 @@ class BatchGroup(msgspec.Struct, frozen=True, omit_defaults=True):
     episodes: int
     replay: bool = False  # trained before, in an earlier batch: no visit, and its lag may exceed max_lag
     task: int = -1  # its index among the tasks; -1: not noted
+    reward: float | None = None  # mean over its attempts
 
 
 class BatchSettled(msgspec.Struct, frozen=True, omit_defaults=True):

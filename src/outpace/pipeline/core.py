@@ -129,6 +129,7 @@ class Core:
         self._next_group = max([state.next_group, *(kept.order.group + 1 for kept in survivors.finished)])
         self._groups: dict[int, Admitted] = {}
         self._cancelled: set[int] = set()
+        self._requeued: set[int] = set()  # positions
         self._pacing = Pacing(settings)
         self._batcher = Batcher(
             settings.groups_per_step, settings.chunk_groups, in_order=settings.deterministic, version=state.version
@@ -352,6 +353,7 @@ class Core:
         self._book(self._groups.pop(group).position, outcome, group)
 
     def _book(self, position: int, outcome: Settled, group: int | None = None) -> None:
+        self._requeued.discard(position)
         ended = self._ledger.settle(position, outcome)
         epoch, task = self.order.task(position)
         if outcome != "trained":
@@ -410,7 +412,9 @@ class Core:
         self._cancelled.add(group)
         self._actions.append(Cancel(group))
         if self.settings.on_stale == "requeue":
-            self._ledger.requeue(self._groups.pop(group).position)
+            position = self._groups.pop(group).position
+            self._requeued.add(position)
+            self._ledger.requeue(position)
         else:
             self._settle(group, "dropped")
 
@@ -427,7 +431,7 @@ class Core:
             group, self._next_group = self._next_group, self._next_group + 1
             self._groups[group] = Admitted(position, stamp)
             self._batcher.admit(group, stamp + lag)
-            self._actions.append(Admit(group, task, epoch, stamp, position, recorded))
+            self._actions.append(Admit(group, task, epoch, stamp, position, recorded, again=position in self._requeued))
 
     def _stamp(self, position: int) -> tuple[Version, bool]:
         """The oldest version that may serve this visit, and whether an earlier start has recorded answers of it: these

@@ -103,7 +103,7 @@ class Admit:
     """Start this group: task number `task` of the source, served by versions >= `min_version` only.
 
     `position` is the visit in the order of tasks over all epochs. `recorded`: an earlier start of the run was at it,
-    and what it has recorded may be used again."""
+    and what it has recorded may be used again. `again`: it was given up before, for taking too long."""
 
     group: int
     task: int
@@ -111,6 +111,7 @@ class Admit:
     min_version: Version
     position: int = 0
     recorded: bool = False
+    again: bool = False
 
 
 @dataclass(frozen=True)

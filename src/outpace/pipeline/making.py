@@ -73,6 +73,9 @@ class Making:
             show=shown,
             position=admit.position,
             recorded=admit.recorded,
+            # By its visit: whoever makes it once more after a kill gets the same, so that no answer is drawn until it
+            # is a short one. What was given up for being slow must have another chance, though.
+            draw=None if admit.again else admit.position,
         )
         self._recorder.group_started(order)
         self._orders[admit.group] = order

@@ -9,6 +9,7 @@ import contextlib
 import time
 from collections import deque
 from dataclasses import dataclass
+from statistics import fmean
 
 from outpace import crash
 from outpace.observe import reports as to_metrics
@@ -110,9 +111,6 @@ class Recorder:
     def batch_started(self, version: Version) -> None:
         self.callbacks.post("on_batch_start", version)
 
-    def chunk_trained(self, report: ChunkReport) -> None:
-        to_metrics.record_chunk(self._meter, report)
-
     def published(self, manifest: Manifest) -> None:
         to_metrics.record_publish(self._meter, manifest)
 
@@ -139,6 +137,7 @@ class Recorder:
     def step_done(
         self,
         step: StepReport,
+        chunks: list[ChunkReport],
         groups: list[tuple[GroupOrder, GroupReport]],
         replayed: list[tuple[GroupOrder, GroupReport]],
         engines: dict[str, EngineStats],
@@ -151,6 +150,8 @@ class Recorder:
         for _, report in (*groups, *settled):
             if report is not None:
                 to_metrics.record_group(self._meter, report)
+        for chunk in chunks:
+            to_metrics.record_chunk(self._meter, chunk)
         to_metrics.record_step(self._meter, step)
         to_metrics.record_engines(self._meter, engines.values())
         to_metrics.record_queue(self._meter, core.running, core.finished)
@@ -202,4 +203,5 @@ def _batch_group(version: Version, order: GroupOrder, report: GroupReport, repla
         episodes=report.episodes,
         replay=replay,
         task=order.task,
+        reward=fmean(report.rewards) if report.rewards else None,
     )

@@ -24,7 +24,7 @@ from outpace.pipeline.journal_use import Mark
 from outpace.pipeline.making import Making
 from outpace.pipeline.recorder import Recorder, Settled
 from outpace.pipeline.staff import Parts, Tell
-from outpace.types import EngineStats, Kept, StepReport, Version
+from outpace.types import ChunkReport, EngineStats, Kept, StepReport, Version
 
 Memory = dict[str, object]
 """The controller's part of a checkpoint, as JSON has it."""
@@ -39,6 +39,7 @@ class Trained:
     """A step that was taken and is not on record yet."""
 
     report: StepReport
+    chunks: list[ChunkReport]
     groups: list[Kept]
     replayed: list[Kept]
 
@@ -61,6 +62,7 @@ class Training:
         self._making = making
         self._save = save
         self._tell = tell
+        self._chunks: list[ChunkReport] = []  # of the open batch
         self._trained: dict[Version, Trained] = {}
         self._recording = asyncio.Lock()
         self._evaluated = asyncio.Event()
@@ -87,7 +89,7 @@ class Training:
         places = [report.place for report in reports if report.place]
         with self._recorder.span("learner", f"chunk of batch {action.version}"):
             report = await self._parts.learner.chunk(action.version, places, action.replayed)
-        self._recorder.chunk_trained(report)
+        self._chunks.append(report)
         self._tell(ev.ChunkTrained(action.version))
 
     async def step(self, action: ev.CloseBatch) -> None:
@@ -97,7 +99,9 @@ class Training:
         crash.reached("controller.batch_trained")
         # Before the core hears of it, and retires some of them.
         groups = self._making.trained(action.groups, self._core.pools)
-        self._trained[report.version] = Trained(report, groups, self._making.pooled(action.replayed))
+        replayed = self._making.pooled(action.replayed)
+        self._trained[report.version] = Trained(report, self._chunks, groups, replayed)
+        self._chunks = []
         ess, kl = report.metrics.get("offpolicy/ess", 1.0), report.metrics.get("offpolicy/kl", 0.0)
         self._tell(ev.BatchTrained(report.version, ess, kl))
 
@@ -112,6 +116,7 @@ class Training:
             learner = await self._parts.learner.stats()
             self._recorder.step_done(
                 trained.report,
+                trained.chunks,
                 [(kept.order, kept.report) for kept in trained.groups],
                 [(kept.order, kept.report) for kept in trained.replayed],
                 engines,

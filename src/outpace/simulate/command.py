@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from outpace.runtime import garbage
 from outpace.simulate.loading import load_settings
 from outpace.simulate.plan import make_plan
 from outpace.simulate.report import print_plan
@@ -14,6 +15,7 @@ from outpace.simulate.report import print_plan
 
 def main(file: Path | None, words: Sequence[str], as_json: bool = False, quiet: bool = False) -> int:
     settings = load_settings(file, words)
+    garbage.settle()  # 100,000 episodes under way would be searched again and again
 
     def say(line: str) -> None:
         if not quiet:

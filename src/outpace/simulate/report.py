@@ -9,7 +9,7 @@ from outpace.simulate.account import Figures
 from outpace.simulate.plan import AS_FAST, Plan
 from outpace.simulate.settings import SimulationSettings
 
-WIDTH = 110
+WIDTH = 116
 
 
 def print_plan(plan: Plan, settings: SimulationSettings, console: Console | None = None) -> None:

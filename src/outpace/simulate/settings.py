@@ -147,7 +147,7 @@ class FaultSettings(Section):
 class RunSettings(Section):
     steps: int = Field(default=40, ge=2)
     """Optimizer steps of a simulation whose figures are printed; the first quarter is not measured."""
-    probe_steps: int = Field(default=16, ge=2)
+    probe_steps: int = Field(default=12, ge=2)
     """Steps of each simulation that only looks for the best split."""
     seed: int = Field(default=0, ge=0)
     """Of lengths, outcomes and faults."""

@@ -67,11 +67,12 @@ class Requests:
     def reserve(self, stop_ids: Sequence[int], overrides: dict[str, Any]) -> Request:
         """Sampled as the config says but for `overrides`; in training those that shape the distribution stay."""
         settings, number = self._settings, len(self.ids)
+        draw = self._order.group if self._order.draw is None else self._order.draw
         if not self._order.heldout:
             _refuse_another_distribution(settings, overrides)
         fields: dict[str, Any] = {
             "max_tokens": settings.max_tokens,
-            "seed": request_seed(settings.seed, self._order.group, self._episode, number),
+            "seed": request_seed(settings.seed, draw, self._episode, number),
             "temperature": settings.temperature,
             "top_p": settings.top_p,
             "top_k": settings.top_k,
