@@ -1,4 +1,4 @@
-"""One verb per job: `outpace train | eval | play | export | ledger | doctor | bench`.
+"""One verb per job: `outpace train | eval | play | export | ledger | simulate | doctor | bench`.
 
 Every error that the user can mend is one line on standard error and exit code 2. Exit codes: 0 done, 2 bad input,
 3 stopped by a signal with a checkpoint, 4 a part failed, 5 stalled, 130 left at once without one.
@@ -94,7 +94,7 @@ def export(arguments: argparse.Namespace, settings: list[str]) -> int:
     from outpace.checkpoint.export import export as write
 
     _no_settings(settings)
-    print(f"written to {write(arguments.run, arguments.directory)}")
+    print(f"written to {write(arguments.run, arguments.directory, arguments.best)}")
     return 0
 
 
@@ -104,6 +104,12 @@ def ledger(arguments: argparse.Namespace, settings: list[str]) -> int:
     _no_settings(settings)
     print(json.dumps(account_of(arguments.run), indent=2))
     return 0
+
+
+def simulate(arguments: argparse.Namespace, settings: list[str]) -> int:
+    from outpace.simulate import command
+
+    return command.main(arguments.config, settings, arguments.json, arguments.quiet)
 
 
 def doctor(arguments: argparse.Namespace, settings: list[str]) -> int:
@@ -116,6 +122,14 @@ def doctor(arguments: argparse.Namespace, settings: list[str]) -> int:
 def bench(arguments: argparse.Namespace, settings: list[str]) -> int:
     words = [*arguments.words, *settings]
     match arguments.what:
+        case "checkpoint":
+            from outpace.bench import checkpoint
+
+            return checkpoint.main(words)
+        case "controller":
+            from outpace.bench import controller
+
+            return controller.main(words)
         case "engine":
             from outpace.bench import engine
 
@@ -154,7 +168,7 @@ class _Parser(argparse.ArgumentParser):
         raise SystemExit(2)
 
 
-COMMANDS = ("train", "eval", "play", "export", "ledger", "doctor", "bench")
+COMMANDS = ("train", "eval", "play", "export", "ledger", "simulate", "doctor", "bench")
 UNKNOWN_COMMAND = re.compile(r"argument : invalid choice: '(.*?)'")
 UNKNOWN_OPTION = re.compile(r"unrecognized arguments: --([\w-]+)")
 
@@ -225,17 +239,28 @@ def _parser() -> argparse.ArgumentParser:
     this = verbs.add_parser("export", help="write a run's model as a Hugging Face directory", allow_abbrev=False)
     this.add_argument("run", type=Path, help="a run directory or one of its checkpoints")
     this.add_argument("directory", type=Path, help="where to; must not exist yet")
+    this.add_argument(
+        "--best", action="store_true", help="the checkpoint with the best held-out reward, not the newest"
+    )
     this.set_defaults(verb=export)
 
     this = verbs.add_parser("ledger", help="account for every task of a run, as JSON", allow_abbrev=False)
     this.add_argument("run", type=Path, help="a run directory")
     this.set_defaults(verb=ledger)
 
+    this = verbs.add_parser("simulate", help="a cluster, on a virtual clock", allow_abbrev=False)
+    this.add_argument("config", nargs="?", type=Path, help="a TOML or YAML file; without one, a cluster to look at")
+    this.add_argument("--json", action="store_true", help="print JSON")
+    this.add_argument("--quiet", action="store_true", help="print the result only")
+    this.set_defaults(verb=simulate)
+
     this = verbs.add_parser("doctor", help="check this machine", allow_abbrev=False)
     this.set_defaults(verb=doctor)
 
     this = verbs.add_parser("bench", help="measure against the limit", allow_abbrev=False)
-    this.add_argument("what", choices=("engine", "episodes", "learner", "memory", "overlap"))
+    this.add_argument(
+        "what", choices=("checkpoint", "controller", "engine", "episodes", "learner", "memory", "overlap")
+    )
     this.add_argument("words", nargs=argparse.REMAINDER, help="options of the benchmark, settings of its runs")
     this.set_defaults(verb=bench)
     return parser

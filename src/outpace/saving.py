@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from outpace.pipeline.account import STATE_FILE
 from outpace.pipeline.training import Memory
 from outpace.protocols import Learner
 from outpace.types import Version
+
+logger = logging.getLogger(__name__)
 
 
 class Checkpoints:
@@ -32,22 +35,33 @@ class Checkpoints:
     async def save(self, version: Version, memory: Callable[[], Awaitable[Memory | None]]) -> bool:
         """Whether there is one now. What cannot be written is `NotSaved`, and costs no earlier one."""
         async with self._saving:
-            # Not on another thread: `save` must be the very next call that the learner hears.
-            temporary = commit.begin(self._root, version)
             try:
-                saved = await self._learner.save(str(temporary.absolute()), version)
-                known = await memory() if saved else None
-                if known is not None:
-                    await asyncio.to_thread(self._commit, temporary, known)
-                    return True
+                return await self._made(version, memory)
             except OSError as error:
                 raise NotSaved(f"{self._root}: {error.strerror or error}") from error
-            finally:
-                await asyncio.to_thread(commit.discard, temporary)
-        return False
+
+    async def _made(self, version: Version, memory: Callable[[], Awaitable[Memory | None]]) -> bool:
+        # Not on another thread: `save` must be the very next call that the learner hears.
+        temporary = commit.begin(self._root, version)
+        try:
+            saved = await self._learner.save(str(temporary.absolute()), version)
+            known = await memory() if saved else None
+            if known is None:
+                return False
+            await asyncio.to_thread(self._commit, temporary, known)
+        finally:
+            await asyncio.to_thread(commit.discard, temporary)
+        await asyncio.to_thread(self._prune)
+        return True
 
     def _commit(self, temporary: Path, memory: Memory) -> None:
         (temporary / STATE_FILE).write_text(json.dumps(memory))
         self._log.sync()
         commit.commit(temporary)
-        commit.prune(self._root, self._config.keep, best_step(self._log.dir) if self._config.keep_best else None)
+
+    def _prune(self) -> None:
+        best = best_step(self._log.dir) if self._config.keep_best else None
+        try:
+            commit.prune(self._root, self._config.keep, best)
+        except OSError as error:  # which leaves more than needed, and is tried again with the next one
+            logger.warning("cannot remove old checkpoints: %s", error)

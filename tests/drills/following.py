@@ -47,6 +47,7 @@ class Run:
     environment: Mapping[str, str] = field(default_factory=dict)
     starts: list[Start] = field(default_factory=list)
     pid: int = 0
+    began: float = 0.0  # the latest start, by the wall clock
     scratch: set[Path] = field(default_factory=set)  # directories in shared memory that were ever its
     marks: Steps = field(default_factory=lambda: Steps())
 
@@ -72,7 +73,7 @@ class Run:
                 [sys.executable, "-m", "outpace.cli", "train", *self._words()],
                 stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, env=self._variables(), start_new_session=True,
             )  # fmt: skip
-        self.pid = process.pid
+        self.pid, self.began = process.pid, time.time()
         try:
             code = self._follow(process, began + limit_s, hook)
         finally:
@@ -101,6 +102,11 @@ class Run:
             time.sleep(LOOK_S)
         self.marks.look(self.dir / "metrics.jsonl")
         return code
+
+    @property
+    def is_training(self) -> bool:
+        """This start has trained a step."""
+        return self.marks.last > 0 and self.marks.seen[-1][0] > self.began
 
     # ---------------------------------------------------------------------------------------------------- processes
 

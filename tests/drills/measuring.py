@@ -1,6 +1,6 @@
 """What a long run costs, process by process, and whether that grows.
 
-A process is measured once a second for as long as it lives. Its first half is left out: caches fill, allocators find
+A process is measured once a second from the first step of a start for as long as it lives. Its first half is left out: caches fill, allocators find
 their size. What is judged are the late halves of all processes of a role, taken together over every start of the run:
 growth per step inside them, and whether later ones stand higher than earlier ones at the same point of their life.
 """
@@ -54,7 +54,7 @@ class Measuring:
 
     def __call__(self, run: Run) -> None:
         now = time.monotonic()
-        if now < self._due:
+        if now < self._due or not run.is_training:
             return
         self._due = now + EVERY_S
         alive = run.processes()

@@ -34,7 +34,7 @@ APART = 10.0
 """So many recovery times lie between two kills."""
 FIRST_GUESS_S = 1.0
 """A recovery time, before there was one to measure."""
-EVERY = 200
+EVERY = 100
 """One in so many calls of user code goes wrong."""
 START_LIMIT_S = 3600.0
 FEWEST_TO_JUDGE = 2000
@@ -64,7 +64,7 @@ class Killing:
         if self.kills and self.kills[-1].recovery_s is None:
             self.kills[-1].recovery_s = steps.recovery_s(self.kills[-1].at)
             return
-        if not steps.seen or steps.last >= self._until or time.time() < self._due(steps.seen[0][0]):
+        if not run.is_training or steps.last >= self._until or time.time() < self._due(run.began):
             return
         role = self._next_role()
         if strike_role(run, role, self._draw):
@@ -90,11 +90,11 @@ def settings(assets: Assets, steps: int) -> dict[str, Any]:
         **COMMON,
         **toy_settings(assets),
         "rewards.functions": [f"{CODE}:faulty_share"],
-        "rewards.timeout_s": 1.0,
+        "rewards.timeout_s": 2.0,
         "rollout.environment": f"{CODE}:Room",
         "environment.isolation": "process",
         "environment.reuse": True,
-        "environment.timeout_s": 1.0,
+        "environment.timeout_s": 2.0,
         "rollout.max_tokens": 4,
         "pacing.groups_per_step": 2,
         "pacing.max_lag": 2,

@@ -123,9 +123,9 @@ def group(outcome: str, rewards: list[float], tokens: int) -> GroupReport:
 
 def test_groups_become_rewards_counts_and_waste() -> None:
     meter = Meter()
-    reports.record_group(meter, group("finished", [0.0, 1.0], 20))
-    reports.record_group(meter, group("filtered", [1.0, 1.0], 30))
-    reports.record_group(meter, group("failed", [], 50))
+    for closed in (group("finished", [0.0, 1.0], 20), group("filtered", [1.0, 1.0], 30), group("failed", [], 50)):
+        reports.record_closed(meter, closed)
+        reports.record_group(meter, closed)
     metrics = meter.flush()
     assert metrics["reward/mean"] == metrics["reward/correct"] == 0.75
     assert metrics["reward/std"] == pytest.approx(np.std([0, 1, 1, 1]))

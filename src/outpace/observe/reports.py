@@ -13,7 +13,7 @@ from outpace.types import ChunkReport, EngineStats, GroupReport, LoadReport, Man
 
 
 def record_closed(meter: Meter, report: GroupReport) -> None:
-    """A group was closed during this step. Tokens of a failed one are waste; those of a filtered one are named apart."""
+    """A group was closed in this step. Tokens of a failed one are waste; those of a filtered one are named apart."""
     meter.add("groups/seconds", report.seconds)
     meter.add("throughput/sampled_tokens", report.tokens_sampled)
     if report.outcome == "filtered":

@@ -34,7 +34,14 @@ DEFAULT_DEADLINE_S = 3600.0
 
 _TYPED_FAILURES: dict[str, type[errors.OutpaceError]] = {
     kind.__name__: kind
-    for kind in (errors.BadInput, errors.RequestFailed, errors.ContextFull, errors.RewardFailed, errors.CorruptData)
+    for kind in (
+        errors.BadInput,
+        errors.RequestFailed,
+        errors.ContextFull,
+        errors.RewardFailed,
+        errors.CorruptData,
+        errors.NotSaved,
+    )
 }
 
 
