@@ -22,9 +22,9 @@ from outpace.errors import BadInput
 from outpace.observe.linefile import read_lines, write_atomically
 from outpace.pipeline import survivors
 from outpace.pipeline.account import STATE_FILE
-from outpace.pipeline.core import CoreState, state_of
 from outpace.pipeline.ledger import Ledger
 from outpace.pipeline.pacing import CoreSettings
+from outpace.pipeline.state import CoreState, state_of
 from outpace.pipeline.survivors import NOTHING, Rules, Survivors
 from outpace.tasks.fingerprint import Fingerprint, difference
 from outpace.types import Kept, Version

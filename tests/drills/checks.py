@@ -33,8 +33,10 @@ OF_THE_CLOCK = (
     "queue/",  # what was under way when the step ended
     "fleet/",
     "faults/",  # a process that was replaced, for one
+    "turns/",  # answers that were used again after a death
 )
-"""Metrics that are seconds, rates of seconds, or what happened to end or to be under way at a moment."""
+"""Metrics that are seconds, rates of seconds, what happened to end or to be under way at a moment, or what a death has
+cost."""
 
 OF_CLOSED_GROUPS = (
     "groups/",

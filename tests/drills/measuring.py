@@ -1,15 +1,16 @@
 """What a long run costs, process by process, and whether that grows.
 
-A process is measured once a second from the first step of a start for as long as it lives. Its first half is left out: caches fill, allocators find
-their size. What is judged are the late halves of all processes of a role, taken together over every start of the run:
-growth per step inside them, and whether later ones stand higher than earlier ones at the same point of their life.
+A process is measured once a second, from the first step of a start on, for as long as it lives. The first half of its
+life is left out: caches fill, allocators find their size. What is judged are the late halves of all processes of a
+role, taken together over every start of the run: growth per step inside them, and whether later ones stand higher than
+earlier ones at the same point of their life.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -49,7 +50,7 @@ class Measuring:
 
     def __init__(self) -> None:
         self.lives: dict[tuple[int, str], Life] = {}  # by process number and role
-        self.counts: list[tuple[float, dict[str, int]]] = []  # how many processes of which role, over time
+        self.counts: list[Counter[str]] = []  # how many processes of which role, once a second
         self._due = 0.0
 
     def __call__(self, run: Run) -> None:
@@ -58,12 +59,18 @@ class Measuring:
             return
         self._due = now + EVERY_S
         alive = run.processes()
-        counts: dict[str, int] = defaultdict(int)
         for pid, role in alive.items():
-            counts[role] += 1
             with suppress(OSError, ValueError):
                 self.lives.setdefault((pid, role), Life(role)).samples.append(_sample(pid, run.marks.last))
-        self.counts.append((time.time(), dict(counts)))
+        self.counts.append(Counter(alive.values()))
+
+    def most(self) -> dict[str, tuple[int, int]]:
+        """The most processes of each role at a time, in the first half of the run and in the last."""
+        middle = len(self.counts) // 2
+        halves = self.counts[:middle], self.counts[middle:]
+        roles = sorted(set().union(*self.counts))
+        first, last = ({role: max((count[role] for count in half), default=0) for role in roles} for half in halves)
+        return {role: (first[role], last[role]) for role in roles}
 
 
 def _sample(pid: int, step: int) -> Sample:

@@ -36,6 +36,8 @@ FIRST_GUESS_S = 1.0
 """A recovery time, before there was one to measure."""
 EVERY = 100
 """One in so many calls of user code goes wrong."""
+SPARE = 2
+"""So many processes more may be seen at once: one that ends while its successor starts."""
 START_LIMIT_S = 3600.0
 FEWEST_TO_JUDGE = 2000
 """Steps. In a shorter run memory is still finding its level."""
@@ -118,7 +120,7 @@ def rewards_of(run: Path) -> tuple[float, float]:
     return fmean(known[:tenth]), fmean(known[-tenth:])
 
 
-def verdict(run: Run, steps: int, killing: Killing, found: list[Cost]) -> Iterator[str]:
+def verdict(run: Run, steps: int, killing: Killing, measuring: Measuring, found: list[Cost]) -> Iterator[str]:
     if run.starts[-1].code != 0:
         yield f"did not get to the end: exit codes {[start.code for start in run.starts]}"
         return
@@ -132,6 +134,9 @@ def verdict(run: Run, steps: int, killing: Killing, found: list[Cost]) -> Iterat
     if steps >= FEWEST_TO_JUDGE:
         for cost in found:
             yield from growing(cost, steps)
+        for role, (before, after) in measuring.most().items():
+            if after > before + SPARE:
+                yield f"{role}: {before} processes at most in the first half, {after} in the last"
 
 
 def soak(
@@ -156,7 +161,7 @@ def soak(
             break
     seconds = time.monotonic() - began
     found = costs(measuring.lives.values())
-    faults = list(verdict(run, steps, killing, found))
+    faults = list(verdict(run, steps, killing, measuring, found))
     return _record(run, seconds, killing, measuring, found, faults)
 
 
@@ -164,7 +169,6 @@ def _record(
     run: Run, seconds: float, killing: Killing, measuring: Measuring, found: list[Cost], faults: list[str]
 ) -> dict[str, Any]:
     batches = lines_of(run.dir / "batches.jsonl")
-    middle = len(measuring.counts) // 2
     return {
         "faults": faults,
         "steps": len(batches),
@@ -174,18 +178,10 @@ def _record(
         "visits": dict(outcomes(batches)),
         "recovery_s": round(killing.recovery_s, 2),
         "kills": [asdict(kill) for kill in killing.kills],
-        "processes": {
-            "first half": _most(measuring.counts[:middle]),
-            "last half": _most(measuring.counts[middle:]),
-        },
+        "processes": measuring.most(),
         "costs": [asdict(cost) for cost in found],
         "said": run.starts[-1].said if faults else "",
     }
-
-
-def _most(counts: list[tuple[float, dict[str, int]]]) -> dict[str, int]:
-    roles = sorted({role for _, count in counts for role in count})
-    return {role: max(count.get(role, 0) for _, count in counts) for role in roles}
 
 
 class Progress:

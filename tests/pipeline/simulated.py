@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
-from outpace.pipeline.core import Core, CoreSettings, state_of
+from outpace.pipeline.core import Core, CoreSettings
 from outpace.pipeline.events import (
     Action,
     Admit,
@@ -32,6 +32,7 @@ from outpace.pipeline.events import (
     Settle,
     TrainChunk,
 )
+from outpace.pipeline.state import state_of
 from outpace.pipeline.survivors import Survivors
 from outpace.simulate.checks import Checker
 from outpace.simulate.clock import Clock

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outpace.pipeline.supervisor import LONGEST_PAUSE_S, GiveUp, Restart, Supervisor, SuperviseSettings
+from outpace.pipeline.supervisor import LONGEST_PAUSE_S, GiveUp, Restart, SuperviseSettings, Supervisor
 
 
 def supervisor(restarts: int = 2, window_s: float = 100.0) -> Supervisor:

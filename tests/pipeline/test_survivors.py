@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from scripted import SMALL, Script
 from simulated import core_of
 
-from outpace.pipeline.core import Core, CoreState
+from outpace.pipeline.core import Core
 from outpace.pipeline.events import Admit, BatchTrained, ChunkTrained, EngineLoaded, Published, Started, TrainChunk
 from outpace.pipeline.ledger import LedgerState
+from outpace.pipeline.state import CoreState
 from outpace.pipeline.survivors import Rules, Survivors, choose, recorded
 from outpace.tasks.order import Order
 from outpace.types import GroupOrder, GroupReport, Kept, Version

@@ -87,10 +87,9 @@ class Cost:
 
 def main(words: Sequence[str]) -> int:
     """`outpace bench controller [--groups N] [--group-size N] [--groups-per-step N] [--large-steps N]`."""
-    defaults = {"groups": 20_000, "group_size": 8, "groups_per_step": 256, "large_steps": 12}
-    options, rest = take_options(words, defaults)
+    options, rest = take_options(words, {"groups": 20_000, "group_size": 8, "groups_per_step": 256, "large_steps": 12})
     if rest:
-        raise BadInput(f"{rest[0]}: this benchmark takes --{', --'.join(name.replace('_', '-') for name in defaults)}")
+        raise BadInput(f"{rest[0]}: this benchmark takes --{', --'.join(name.replace('_', '-') for name in options)}")
     console = Console(width=100, highlight=False)
     with tempfile.TemporaryDirectory(prefix="outpace-bench-") as directory:
         settings = core_settings(options["groups"], options["group_size"], options["groups_per_step"])

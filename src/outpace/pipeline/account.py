@@ -10,8 +10,8 @@ from typing import Any
 from outpace.checkpoint import commit
 from outpace.errors import BadInput
 from outpace.observe.linefile import read_lines
-from outpace.pipeline.core import state_of
 from outpace.pipeline.ledger import by_epoch
+from outpace.pipeline.state import state_of
 
 STATE_FILE = "controller.json"
 """The controller's part of a checkpoint."""

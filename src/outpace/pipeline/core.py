@@ -25,9 +25,7 @@ After every event everything is looked at again, in a fixed order, so no event c
 
 from __future__ import annotations
 
-from bisect import insort
 from dataclasses import dataclass, replace
-from operator import itemgetter
 from typing import Literal, Self
 
 import msgspec
@@ -35,9 +33,8 @@ import msgspec
 from outpace.errors import BadInput
 from outpace.pipeline.batcher import Batcher
 from outpace.pipeline.courier import Courier, Evaluations
-from outpace.pipeline.difficulty import Difficulty, DifficultyState
+from outpace.pipeline.difficulty import Difficulty
 from outpace.pipeline.events import (
-    Account,
     Action,
     Admit,
     BatchTrained,
@@ -65,29 +62,17 @@ from outpace.pipeline.events import (
     StopRequested,
     TrainChunk,
 )
-from outpace.pipeline.governor import Governor, GovernorState
-from outpace.pipeline.ledger import Ledger, LedgerState, Settled
+from outpace.pipeline.governor import Governor
+from outpace.pipeline.ledger import Ledger, Settled
 from outpace.pipeline.pacing import CoreSettings, Load, Pacing
-from outpace.pipeline.replay import Pooled, Replay
+from outpace.pipeline.records import Records
+from outpace.pipeline.replay import Replay
+from outpace.pipeline.state import CoreState, state_of
 from outpace.pipeline.survivors import NOTHING, Survivors, group_closed
 from outpace.tasks.order import Order
 from outpace.types import Kept, Version
 
-__all__ = ["Core", "CoreSettings", "CoreState"]
-
-
-class CoreState(msgspec.Struct, frozen=True):
-    """What a checkpoint keeps of the core. Tokens are in the journal, which keeps them as long as this needs them."""
-
-    tasks: int
-    seed: int
-    shuffle: bool
-    version: Version = 0
-    next_group: int = 0
-    ledger: LedgerState = LedgerState()
-    governor: GovernorState = GovernorState()
-    difficulty: DifficultyState = DifficultyState()
-    replay: dict[int, Pooled] = {}
+__all__ = ["Core", "CoreSettings"]
 
 
 @dataclass(frozen=True)
@@ -97,11 +82,6 @@ class Admitted:
     position: int
     stamp: Version
     spread: float = 0.0  # of its rewards, once it has finished
-
-
-def state_of(snapshot: dict[str, object]) -> CoreState:
-    """The state of a `Checkpoint`, after a way through JSON."""
-    return msgspec.convert(snapshot, CoreState, strict=False)  # whose keys are text
 
 
 class Core:
@@ -148,8 +128,7 @@ class Core:
         self._learner: Literal["idle", "chunk", "step"] = "idle"
         self._publishing: set[Version] = set()
         self._started = self._stopping = self._finished = False
-        self._accounted = self._ledger.settled  # so many visits are on record
-        self._undeclared: list[tuple[float, Settle]] = []  # lockstep: with their places in the order of admission
+        self._records = Records(settings.deterministic, self._ledger.settled)
         self._actions: list[Action] = []
         for kept in survivors.finished:
             self._adopt(kept)
@@ -324,7 +303,7 @@ class Core:
         for group in trained:
             self._settle(group, "trained")
         self.version = version
-        self._account(last_group=max(trained))
+        self._actions += self._records.step(version, max(trained), self._ledger.settled)
         if not self.outstanding:
             self._boundary = self._state()
         if self._stopping:
@@ -357,28 +336,9 @@ class Core:
         ended = self._ledger.settle(position, outcome)
         epoch, task = self.order.task(position)
         if outcome != "trained":
-            self._declare(Settle(task, epoch, outcome, group))
+            self._actions += self._records.settle(Settle(task, epoch, outcome, group), self._next_group)
         if ended:
             self._actions.append(EpochEnded(epoch))
-
-    def _declare(self, settle: Settle) -> None:
-        """In lockstep, what was settled waits until everything admitted before it is settled as well: who was fast must
-        not change on which record it is. A visit that was skipped stands before the group that is admitted next."""
-        if self.settings.deterministic:
-            place = self._next_group - 0.5 if settle.group is None else settle.group
-            insort(self._undeclared, (place, settle), key=itemgetter(0))
-        else:
-            self._actions.append(settle)
-
-    def _account(self, last_group: int | None = None) -> None:
-        """Put on record what was settled: with a step, whose last group is given, or for a checkpoint between two."""
-        declared = [settle for place, settle in self._undeclared if last_group is None or place < last_group]
-        del self._undeclared[: len(declared)]
-        self._actions.extend(declared)
-        settled = self._ledger.settled - len(self._undeclared)
-        if last_group is not None or settled > self._accounted:
-            self._accounted = settled
-            self._actions.append(Account(self.version, settled, trained=last_group is not None))
 
     # ------------------------------------------------------------------------------------------------------ actions
 
@@ -493,7 +453,7 @@ class Core:
             if state.version != self.version or self.evaluates(self.version - 1):
                 return
         else:
-            self._account()
+            self._actions += self._records.between(self.version, self._ledger.settled)
         if state != self._committed:
             self._committed = state
             self._actions.append(Checkpoint(self.version, msgspec.to_builtins(state, str_keys=True)))

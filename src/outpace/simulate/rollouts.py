@@ -89,6 +89,7 @@ class Rollouts:
         self._tell: Tell = lambda _: None
         self._down: set[int] = set()  # workers
         self.groups: dict[int, Group] = {}  # running, or closed and not yet forgotten
+        self.recorded: dict[int, Group] = {}  # visits that an earlier start of the run was at, and what it had
         self.episodes_running = 0
         self.most_running = 0
         self.deaths = 0
@@ -103,18 +104,30 @@ class Rollouts:
     # --------------------------------------------------------------------------------------------- groups come and go
 
     def start(self, admit: Admit) -> None:
-        rng = self._draws.of_group(admit.group)
-        group = self.groups[admit.group] = Group(
-            admit, self._draws.outcome(rng), rng, self._settings.workload.group_size
-        )
-        turns = self._settings.workload.turns
-        for _ in range(group.size):
-            group.episodes.append(Episode(group, self._draws.tokens(rng) / turns))
-        group.left = group.size
+        group = self.groups[admit.group] = self._drawn(admit)
+        if admit.recorded and (before := self.recorded.pop(admit.position, None)) is not None:
+            self._go_on(group, before)
         self.episodes_running += group.left
         self.most_running = max(self.most_running, self.episodes_running)
         if self._worker(group) not in self._down:
             self._resume(group)
+
+    def _drawn(self, admit: Admit) -> Group:
+        rng = self._draws.of_group(admit.group)
+        group = Group(admit, self._draws.outcome(rng), rng, self._settings.workload.group_size)
+        turns = self._settings.workload.turns
+        group.episodes = [Episode(group, self._draws.tokens(rng) / turns) for _ in range(group.size)]
+        group.left = group.size
+        return group
+
+    def _go_on(self, group: Group, before: Group) -> None:
+        """An earlier start of the run was at this visit: its answers count, unless they are older than the stamp."""
+        if before.oldest < group.admit.min_version:
+            return
+        group.useful, group.versions, group.left = before.useful, before.versions, before.left
+        group.oldest, group.newest = before.oldest, before.newest
+        for episode, earlier in zip(group.episodes, before.episodes, strict=True):
+            episode.tokens, episode.turn = earlier.tokens, earlier.turn
 
     def cancel(self, number: int) -> Group:
         group = self.groups.pop(number)

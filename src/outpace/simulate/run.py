@@ -16,9 +16,8 @@ from outpace.simulate.account import Account, Figures, Reading, figures
 from outpace.simulate.clock import Clock
 from outpace.simulate.conductor import Conductor, Observer
 from outpace.simulate.parts import ModelledParts, engines_of
-from outpace.simulate.rollouts import Group
 from outpace.simulate.settings import SimulationSettings
-from outpace.simulate.survival import Journal
+from outpace.simulate.survival import Inheritance, Journal
 from outpace.tasks.order import Order
 from outpace.types import Version
 
@@ -63,18 +62,17 @@ class Run:
     def run(self) -> Figures | None:
         """To the end; None where it came before anything could be measured."""
         began = time.process_time()
-        core, groups = Core(self._core_settings, self._order), dict[int, Group]()
+        inheritance = Inheritance(Core(self._core_settings, self._order))
         in_vain, checkpoint = 0, None
         while not self.ended:
-            self.ended = self._start(core, groups)
+            self.ended = self._start(inheritance)
             self._close_start()
             if not self.ended:
                 in_vain = in_vain + 1 if self.journal.checkpoint is checkpoint else 0
                 checkpoint = self.journal.checkpoint
                 if in_vain >= IN_VAIN:
                     self.ended = f"the learner died {in_vain} times without a checkpoint between"
-                self.clock = Clock(self.clock.now + self._settings.faults.restart_s)
-                core, groups = self.journal.go_on(self._core_settings, self._order)
+                inheritance = self._next_start()
         return figures(
             self.account,
             self._settings,
@@ -87,15 +85,25 @@ class Run:
             cpu_s=time.process_time() - began,
         )
 
-    def _start(self, core: Core, groups: dict[int, Group]) -> str:
+    def _next_start(self) -> Inheritance:
+        """The learner has died: go on, a while later."""
+        self.clock = Clock(self.clock.now + self._settings.faults.restart_s)
+        inheritance = self.journal.go_on(self._core_settings, self._order, self._settings.checkpoint.turns)
+        kept = {id(group) for group in inheritance.begun.values()}
+        self.account.abandoned(group for group in self.journal.groups.values() if id(group) not in kept)
+        return inheritance
+
+    def _start(self, inheritance: Inheritance) -> str:
         """One start of the run; returns why the run ended, or nothing if its learner died."""
+        core = inheritance.core
         supervise = self._settings.supervise
         supervisor = Supervisor(SuperviseSettings(supervise.restarts, supervise.window_s))
         self._parts = parts = ModelledParts(
             self._settings, core.settings, self.clock, supervisor, self._rng, core.version, self._give_up,
             self.account.given_up,
         )  # fmt: skip
-        parts.rollouts.groups |= groups
+        parts.rollouts.groups |= inheritance.finished
+        parts.rollouts.recorded |= inheritance.begun
         self.account.groups = self.journal.groups = parts.rollouts.groups
         watchers = (self.journal, self.account, *self._watch(core, parts))
         self._conductor = conductor = Conductor(core, self.clock, parts, watchers)
@@ -138,7 +146,6 @@ class Run:
         self._deaths["worker"] += parts.rollouts.deaths
         self._deaths["taken away"] += parts.fleet.gone
         self._most_running = max(self._most_running, parts.rollouts.most_running)
-        self.account.abandoned(parts.rollouts.groups.values())
 
     def _read(self) -> Reading:
         past, fleet = self._past, self._parts.fleet

@@ -1,13 +1,15 @@
-"""What outlives the learner's death: the newest checkpoint, and in the journal the groups that had finished."""
+"""What outlives the learner's death: the newest checkpoint; in the journal the groups that had finished, and the answers
+of those that had not."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from outpace.pipeline.core import Core, CoreSettings, CoreState, state_of
+from outpace.pipeline.core import Core, CoreSettings
 from outpace.pipeline.events import Action, BatchTrained, Checkpoint, CloseBatch, Event, GroupClosed
-from outpace.pipeline.survivors import Rules, choose
+from outpace.pipeline.state import CoreState, state_of
+from outpace.pipeline.survivors import Rules, Survivors, choose, recorded
 from outpace.simulate.conductor import Observer
 from outpace.simulate.rollouts import Group
 from outpace.tasks.order import Order
@@ -19,6 +21,15 @@ class Entry:
     group: Group
     kept: Kept
     trained: Version | None = None  # the batch that trained it, as far as anybody knows
+
+
+@dataclass(frozen=True)
+class Inheritance:
+    """What a start of the run begins with."""
+
+    core: Core
+    finished: dict[int, Group] = field(default_factory=dict)  # and those that may be replayed
+    begun: dict[int, Group] = field(default_factory=dict)  # by visit
 
 
 class Journal(Observer):
@@ -53,19 +64,33 @@ class Journal(Observer):
             if entry.trained is not None and entry.trained <= state.version and number not in state.replay:
                 del self._entries[number]
 
-    def go_on(self, settings: CoreSettings, order: Order) -> tuple[Core, dict[int, Group]]:
-        """A core that goes on from the newest checkpoint, or anew if there is none; and the groups it starts with."""
+    def go_on(self, settings: CoreSettings, order: Order, turns: bool) -> Inheritance:
+        """From the newest checkpoint, or anew if there is none. `turns`: the answers of unfinished groups count."""
         state = None if self.checkpoint is None else state_of(_as_on_disk(self.checkpoint))
-        found = (entry.kept for entry in self._entries.values())
-        survivors = choose(found, _rules(state, settings))
+        rules = _rules(state, settings)
+        survivors = choose((entry.kept for entry in self._entries.values()), rules)
         if settings.deterministic:  # what was under way comes out the same when it is done again
             survivors = replace(survivors, finished=())
+        begun = self._begun(rules.version) if turns and not settings.deterministic else {}
+        stamps = {position: group.admit.min_version for position, group in begun.items()}
+        survivors = replace(survivors, recorded=recorded(stamps, survivors.finished, rules))
+        self._keep(survivors)
+        finished = {number: entry.group for number, entry in self._entries.items()}
+        return Inheritance(Core(settings, order, state, survivors), finished, begun)
+
+    def _begun(self, version: Version) -> dict[int, Group]:
+        """Unfinished groups by visit, those that have answers, and none of weights that are no more."""
+        return {
+            group.admit.position: group
+            for group in self.groups.values()
+            if not group.over and 0 <= group.newest <= version
+        }
+
+    def _keep(self, survivors: Survivors) -> None:
         there = {kept.order.group for kept in (*survivors.finished, *survivors.pooled)}
         self._entries = {number: entry for number, entry in self._entries.items() if number in there}
         for kept in survivors.finished:
             self._entries[kept.order.group].trained = None
-        groups = {number: entry.group for number, entry in self._entries.items()}
-        return Core(settings, order, state, survivors), groups
 
 
 def _as_on_disk(checkpoint: Checkpoint) -> dict[str, object]:

@@ -1,0 +1,30 @@
+"""What a checkpoint keeps of the controller."""
+
+from __future__ import annotations
+
+import msgspec
+
+from outpace.pipeline.difficulty import DifficultyState
+from outpace.pipeline.governor import GovernorState
+from outpace.pipeline.ledger import LedgerState
+from outpace.pipeline.replay import Pooled
+from outpace.types import Version
+
+
+class CoreState(msgspec.Struct, frozen=True):
+    """What a checkpoint keeps of the core. Tokens are in the journal, which keeps them as long as this needs them."""
+
+    tasks: int
+    seed: int
+    shuffle: bool
+    version: Version = 0
+    next_group: int = 0
+    ledger: LedgerState = LedgerState()
+    governor: GovernorState = GovernorState()
+    difficulty: DifficultyState = DifficultyState()
+    replay: dict[int, Pooled] = {}
+
+
+def state_of(snapshot: dict[str, object]) -> CoreState:
+    """The state of a `Checkpoint`, after a way through JSON."""
+    return msgspec.convert(snapshot, CoreState, strict=False)  # whose keys are text
