@@ -68,7 +68,8 @@ def whole_set(seed: int, random_kills: int) -> list[Drill]:
     others = itertools.cycle(("free", "lag0"))
     drills = [Drill("lag2" if point.is_first else next(others), (point,)) for point in POINTS]
     drills += [Drill("lag2", (before, point)) for before, point in WHILE_RESUMING]
-    drills += [Drill("agent", (point,)) for point in (*OF_AGENTS, *POINTS[3::12])]
+    drills += [Drill("agent", (point,)) for point in OF_AGENTS]
+    drills += [Drill("agent", (point,)) for point in POINTS if point.is_first and point.part != "grader"][3::8]
     drills += [Drill(mode, seed=seed + number) for number in range(random_kills) for mode in ("lag2", "free")]
     return drills
 
@@ -198,7 +199,7 @@ def main(words: Sequence[str] | None = None) -> int:
     options = _options(words)
     drills = whole_set(options.seed, options.random)
     if options.only:
-        drills = [drill for drill in drills if options.only in drill.name]
+        drills = [drill for drill in drills if any(part in drill.name for part in options.only)]
     if options.sample:
         drills = sample_of(drills, options.sample, options.seed)
     if options.list or not drills:
@@ -216,7 +217,9 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _options(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="drills.kills", description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="drills whose name contains this, as `free:` or `worker@journal`")
+    parser.add_argument(
+        "--only", nargs="+", help="drills whose name contains one of these, as `free:` or `worker@journal`"
+    )
     parser.add_argument("--sample", type=int, default=0, help="so many of them, drawn by the seed")
     parser.add_argument("--seed", type=int, default=0, help="of the sample and of kills at random moments")
     parser.add_argument("--random", type=int, default=6, help="kills at random moments, in each of two modes")

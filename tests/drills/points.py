@@ -99,7 +99,12 @@ ENVIRONMENT = {
 
 TABLE = {"controller": CONTROLLER | COMMIT, "learner": LEARNER, "engine": ENGINE, "worker": WORKER, "grader": GRADER}
 
-POINTS = [Point(part, label, nth) for part, labels in TABLE.items() for label, times in labels.items() for nth in times]
+POINTS = [
+    Point(part, label, nth, is_first=nth == times[0])
+    for part, labels in TABLE.items()
+    for label, times in labels.items()
+    for nth in times
+]
 """Each is one drill, at least."""
 
 OF_AGENTS = [Point("stage", label, nth) for label, times in ENVIRONMENT.items() for nth in times]

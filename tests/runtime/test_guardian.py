@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -158,6 +159,27 @@ def test_a_child_whose_parent_was_killed_before_it_woke_up_does_nothing(tmp_path
         child = psutil.Process(int(told.stdout))
         until(lambda: gone([child]))
     assert not (tmp_path / "built").exists()
+
+
+def test_nothing_but_its_own_directory_is_touched_where_it_cannot_be_removed_or_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guardian_child, "PASSES", 2)
+    shared, elsewhere = tmp_path / "shared", tmp_path / "elsewhere"
+    shared.mkdir()
+    elsewhere.mkdir(mode=0o755)
+    shared.chmod(0o1777)
+    ours = shared / "ours"
+    ours.mkdir()
+    (ours / "link").symlink_to(elsewhere)
+    with monkeypatch.context() as stubborn:
+        stubborn.setattr("shutil.rmtree", lambda directory, **_: None)
+        guardian_child.remove(str(ours))
+    guardian_child.remove(str(shared / "never was"))
+    assert ours.exists()
+    guardian_child.remove(str(ours))
+    assert not ours.exists()
+    assert [stat.S_IMODE(place.stat().st_mode) for place in (shared, elsewhere)] == [0o1777, 0o755]
 
 
 def test_a_number_that_belongs_to_another_process_by_now_is_left_alone() -> None:

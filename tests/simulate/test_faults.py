@@ -84,8 +84,13 @@ def any_cluster(draw: st.DrawFn, **fixed: Any) -> SimulationSettings:
     }
     for section, values in fixed.items():
         drawn[section] |= values
-    if drawn["faults"]["slow_load_factor"] == 1e9 and drawn["faults"]["engine_mtbf_s"] is None:
-        drawn["faults"]["engine_mtbf_s"] = 60.0  # a load that lasts for ever ends with its engine
+    faults = drawn["faults"]
+    if faults["slow_load_factor"] == 1e9 and faults["engine_mtbf_s"] is None:
+        faults["engine_mtbf_s"] = 60.0  # a load that lasts for ever ends with its engine
+    if drawn["run"]["deterministic"]:  # all engines must be up at once, so there are few, which live a while
+        drawn["cluster"]["devices"] = drawn["cluster"]["training"] + 2
+        faults |= {"engine_mtbf_s": faults["engine_mtbf_s"] and 200.0, "join_at_s": []}
+        faults["leave_every_s"] = faults["leave_every_s"] and 200.0
     return SimulationSettings.model_validate(drawn)
 
 

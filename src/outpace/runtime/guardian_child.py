@@ -99,22 +99,29 @@ def _ps(*arguments: str) -> str:
 
 
 def remove(directory: str) -> None:
+    """Our own directory with all that is in it. Nothing outside of it is touched, be it only its permissions."""
     import shutil  # late: it brings half of its size along
 
     for _ in range(PASSES):
-        shutil.rmtree(directory, onerror=_open_up)
         if not os.path.lexists(directory):
             return
+        shutil.rmtree(directory, ignore_errors=True)
+        _open_up(directory)
         time.sleep(PAUSE_S)
 
 
-def _open_up(_function: object, path: str, _error: object) -> None:
-    """The next pass gets further, if this is ours to allow."""
-    for place in (os.path.dirname(path), path):
+def _open_up(directory: str) -> None:
+    """What could not be listed is ours to allow, mostly; the next pass gets further. Links are not followed."""
+    if not os.path.isdir(directory) or os.path.islink(directory):
+        return
+    places = [directory]
+    while places:
+        place = places.pop()
         try:
-            os.chmod(place, 0o700, follow_symlinks=False)
-        except (OSError, NotImplementedError):
-            continue
+            os.chmod(place, 0o700)
+            places += [entry.path for entry in os.scandir(place) if entry.is_dir(follow_symlinks=False)]
+        except OSError:
+            continue  # it is somebody else's, or has just gone
 
 
 if __name__ == "__main__":

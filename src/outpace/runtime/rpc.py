@@ -17,15 +17,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import itertools
 import traceback
-import typing
 from typing import Any, TypeVar, cast
 
 import msgspec
 
 from outpace import errors, wire
+from outpace.runtime.signatures import Signatures
 from outpace.runtime.waits import waiting
 
 P = TypeVar("P")
@@ -116,30 +115,6 @@ class Channel:
     def close(self) -> None:
         self._flush()
         self._writer.close()
-
-
-class Signature:
-    """The argument and result types of one protocol method."""
-
-    def __init__(self, protocol: type, method: str) -> None:
-        function = getattr(protocol, method, None)
-        if function is None or method.startswith("_"):
-            raise wire.WireError(f"{protocol.__name__} has no method {method!r}")
-        hints = typing.get_type_hints(function)
-        self.result = hints.pop("return")
-        names = [name for name in inspect.signature(function).parameters if name != "self"]
-        self.args = tuple[tuple(hints[name] for name in names)] if names else tuple[()]  # type: ignore[misc]
-
-
-class Signatures:
-    def __init__(self, protocol: type) -> None:
-        self._protocol = protocol
-        self._known: dict[str, Signature] = {}
-
-    def __getitem__(self, method: str) -> Signature:
-        if method not in self._known:
-            self._known[method] = Signature(self._protocol, method)
-        return self._known[method]
 
 
 class Remote:

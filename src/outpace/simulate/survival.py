@@ -1,5 +1,5 @@
-"""What outlives the learner's death: the newest checkpoint; in the journal the groups that had finished, and the answers
-of those that had not."""
+"""What outlives the learner's death: the newest checkpoint; the journal with the groups that had finished, and the
+answers of those that had not."""
 
 from __future__ import annotations
 
