@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
@@ -41,6 +42,10 @@ class Drill:
     mode: str
     deaths: tuple[Point, ...] = ()
     seed: int | None = None  # of a kill at a random moment
+
+    @property
+    def victim(self) -> str:
+        return self.deaths[-1].part if self.deaths else "anybody"
 
     @property
     def name(self) -> str:
@@ -75,7 +80,13 @@ def whole_set(seed: int, random_kills: int) -> list[Drill]:
 
 
 def sample_of(drills: list[Drill], count: int, seed: int) -> list[Drill]:
-    return random.Random(seed).sample(drills, min(count, len(drills)))
+    """Drawn by lot, every kind of victim in its turn."""
+    seen: Counter[str] = Counter()
+    turns: list[tuple[int, Drill]] = []
+    for drill in random.Random(seed).sample(drills, len(drills)):
+        turns.append((seen[drill.victim], drill))
+        seen[drill.victim] += 1
+    return [drill for _, drill in sorted(turns, key=lambda turn: turn[0])[:count]]
 
 
 # ---------------------------------------------------------------------------------------------------------- one of them

@@ -9,7 +9,7 @@ import pytest
 from drills.kills import Range, hold_all, sample_of, whole_set
 
 SAMPLE = 10
-SEED = 5
+SEED = 46
 
 
 @pytest.mark.slow

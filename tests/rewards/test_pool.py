@@ -432,3 +432,13 @@ async def test_a_column_that_cannot_be_copied_fails_the_group_with_the_way_out()
     with pytest.raises(RewardFailed, match=r"reward any_reward needs rewards\.isolation = thread: lock: "):
         await grade(functions, None, ["p"], ["c"], {"lock": [threading.Lock()]}, 60.0, pool)
     await pool.close()
+
+
+async def test_a_call_whose_process_is_killed_by_somebody_else_is_made_once_more(
+    make_pool: MakePool, tmp_path: Path
+) -> None:
+    pool = make_pool("is_killed")
+    assert await totals(pool, "is_killed", note=str(tmp_path / "once"), times=1) == [1.0, 1.0]
+    error = await failure(pool, "is_killed", note=str(tmp_path / "always"), times=9)
+    assert "the process of reward is_killed was killed by SIGKILL" in str(error)
+    assert len((tmp_path / "always").read_text().splitlines()) == 2

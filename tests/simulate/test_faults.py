@@ -85,11 +85,12 @@ def any_cluster(draw: st.DrawFn, **fixed: Any) -> SimulationSettings:
     for section, values in fixed.items():
         drawn[section] |= values
     faults = drawn["faults"]
-    if faults["slow_load_factor"] == 1e9 and faults["engine_mtbf_s"] is None:
-        faults["engine_mtbf_s"] = 60.0  # a load that lasts for ever ends with its engine
+    if faults["slow_load_share"] and faults["slow_load_factor"] == 1e9:
+        faults["engine_mtbf_s"] = 60.0  # a load that lasts for ever ends with its engine,
+        faults["learner_mtbf_s"] = None  # which the learner must live to see
     if drawn["run"]["deterministic"]:  # all engines must be up at once, so there are few, which live a while
         drawn["cluster"]["devices"] = drawn["cluster"]["training"] + 2
-        faults |= {"engine_mtbf_s": faults["engine_mtbf_s"] and 200.0, "join_at_s": []}
+        faults |= {"engine_mtbf_s": faults["engine_mtbf_s"] and 100.0, "join_at_s": []}
         faults["leave_every_s"] = faults["leave_every_s"] and 200.0
     return SimulationSettings.model_validate(drawn)
 

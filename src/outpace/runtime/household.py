@@ -35,6 +35,10 @@ class Household(Generic[M]):
         self._endings: set[asyncio.Task[None]] = set()
         self._closed = False
 
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
     def take(self) -> M:
         """One that has been used before, if there is one; `ServantDied` after `close`."""
         if self._closed:

@@ -18,6 +18,7 @@ import itertools
 import logging
 import os
 import secrets
+import signal
 import socket
 import sys
 from dataclasses import dataclass
@@ -55,6 +56,10 @@ class CallRaised(Exception):
 
 class ServantDied(Exception):
     """The process ended, or stopped making sense, in the middle of the call; the text says how."""
+
+
+class ServantKilled(ServantDied):
+    """By somebody else, such as an operator or the kernel when memory runs out: what it was at need not be the cause."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +116,7 @@ class Servant:
                 exchange.cancel()
         if not exchange.done():
             if self._ended.done():
-                raise ServantDied(self._how_it_ended())
+                raise self._death()
             raise TimeLimitError
         answer = await self._understood(exchange, order.id)
         self._sound = True
@@ -176,12 +181,14 @@ class Servant:
             answer = None
         if answer is None:
             await asyncio.wait({self._ended}, timeout=END_LIMIT_S)  # a socket closes a moment before its process ends
-            raise ServantDied(self._how_it_ended())
+            raise self._death()
         if answer.id != order:
             raise self.broken("answered a question that was not asked")
         return answer
 
-    def _how_it_ended(self) -> str:
+    def _death(self) -> ServantDied:
         if not self._ended.done():
-            return "closed its connection"
-        return how_it_ended(self._ended.result())
+            return ServantDied("closed its connection")
+        status = self._ended.result()
+        kind = ServantKilled if status == -signal.SIGKILL else ServantDied
+        return kind(how_it_ended(status))
