@@ -173,7 +173,7 @@ class RolloutWorker:
         verdict = await asyncio.to_thread(close_group, episodes, self._closing)  # which calls a user's estimator
         crash.reached("worker.closed")
         report = report_of(order, task, episodes, clients, verdict, time.monotonic() - started)
-        if order.recorded:
+        if turns.reused:
             report = msgspec.structs.replace(report, metrics={**report.metrics, REUSED: float(turns.reused)})
         if verdict.outcome == "finished":
             kept = Kept(order, msgspec.structs.replace(report, views=[]))
