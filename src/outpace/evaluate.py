@@ -44,7 +44,7 @@ def _config(run: Path | None, settings: Sequence[str], scratch: Path) -> Config:
 
 async def _evaluate(plan: Plan, directory: Path) -> Evaluation:
     scratch = Scratch()
-    runtime = LocalRuntime(directory / "logs")
+    runtime = LocalRuntime(directory / "logs", guardian=scratch.guardian)
     specs = PartSpecs(plan.config, directory, scratch.path, plan.code)
     try:
         _, *workers = await together(

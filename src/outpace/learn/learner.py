@@ -47,7 +47,7 @@ class TorchLearner:
     def __init__(self, settings: LearnerSettings, model: PreTrainedModel | None = None) -> None:
         """`model` replaces the one that `settings` names."""
         self._settings = settings
-        settings.snapshots.mkdir(parents=True, exist_ok=True)
+        settings.snapshots.mkdir(exist_ok=True)
         self._writer = SnapshotWriter(
             settings.snapshots, settings.incarnation, getattr(torch, settings.config.model.dtype)
         )

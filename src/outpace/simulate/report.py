@@ -89,4 +89,4 @@ def _verdict(plan: Plan) -> list[str]:
         return [f"asynchronous training is {plan.factor:.2f} times as fast as synchronous training ({way})"]
     if plan.factor > 1 / AS_FAST:
         return [f"synchronous training ({way}) is as fast here: {1 / plan.factor:.2f} times; lag buys nothing"]
-    return [f"synchronous training ({way}) is faster here, {1 / plan.factor:.2f} times: take pacing.max_lag = 0"]
+    return [f"synchronous training ({way}) is faster here, {1 / plan.factor:.2f} times: lag costs more than it buys"]
