@@ -14,6 +14,7 @@ from outpace.config.loading import load_config, objects_beside
 from outpace.config.rules import resolve
 from outpace.errors import BadInput, one_line
 from outpace.models.loading import resolve_model
+from outpace.models.tokenizer_files import tokenizer_digest
 from outpace.observe.callbacks import Callback
 from outpace.protocols import Reward, Rollout, TaskSource
 from outpace.rewards.registry import check_rewards
@@ -50,7 +51,7 @@ def make_plan(config: Config, objects: Objects, quiet: bool = False) -> Plan:
         config = _holding_nothing_out(config)
     own_tasks = objects.tasks is not None
     config = resolve(config, own_tasks=own_tasks, own_rewards=True, own_rollout=own_rollout)
-    resolve_model(config.model.path)
+    model = resolve_model(config.model.path)
     own_sources = _own_sources(config, objects)
     train, heldout = own_sources or open_tasks(config)
     config = resolve(config, own_tasks=own_tasks, own_rewards=judged_elsewhere, own_rollout=own_rollout)
@@ -63,6 +64,7 @@ def make_plan(config: Config, objects: Objects, quiet: bool = False) -> Plan:
     return Plan(
         config=config,
         tasks=fingerprint(train),
+        tokenizer=tokenizer_digest(model),
         heldout=0 if heldout is None else len(heldout),
         code=code.pack(carried),
         objects=tuple(name for name, value in carried.items() if value is not None),

@@ -40,6 +40,7 @@ class Past:
     checkpoint: Path | None = None
     state: CoreState | None = None
     rng: dict[str, str] = field(default_factory=dict)  # of the workers
+    tokenizer: str | None = None  # its digest
     survivors: Survivors = NOTHING
     evaluated: Version = -1
 
@@ -59,7 +60,7 @@ def past_of(run: Path, checkpoint: Path | None, settings: CoreSettings) -> Past:
     if checkpoint and "core" not in memory:
         raise BadInput(f"--resume: {checkpoint} was written by an older version of outpace")
     state = state_of(memory["core"]) if checkpoint else None
-    known = Past(checkpoint, state, memory.get("rng", {}))
+    known = Past(checkpoint, state, memory.get("rng", {}), memory.get("tokenizer"))
     return replace(
         known,
         survivors=_survivors(run / "journal", state, settings),

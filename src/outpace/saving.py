@@ -25,11 +25,13 @@ class Checkpoints:
     """One at a time: one that falls due while the last is still being written waits for it, and is skipped if the
     learner has moved on meanwhile. After the last step it never has."""
 
-    def __init__(self, log: RunLog, learner: Learner, config: CheckpointConfig) -> None:
+    def __init__(self, log: RunLog, learner: Learner, config: CheckpointConfig, tokenizer: str) -> None:
+        """`tokenizer` is its digest, by which a resume notices that the model has another one."""
         self._log = log
         self._root = log.dir / CHECKPOINTS
         self._learner = learner
         self._config = config
+        self._tokenizer = tokenizer
         self._saving = asyncio.Lock()
 
     async def save(self, version: Version, memory: Callable[[], Awaitable[Memory | None]]) -> bool:
@@ -55,7 +57,7 @@ class Checkpoints:
         return True
 
     def _commit(self, temporary: Path, memory: Memory) -> None:
-        (temporary / STATE_FILE).write_text(json.dumps(memory))
+        (temporary / STATE_FILE).write_text(json.dumps(memory | {"tokenizer": self._tokenizer}))
         self._log.sync()
         commit.commit(temporary)
 

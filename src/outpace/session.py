@@ -62,6 +62,7 @@ class Plan:
 
     config: Config
     tasks: Fingerprint  # what one epoch is made of
+    tokenizer: str  # its digest
     heldout: int
     code: bytes = b""  # user objects for the workers
     objects: tuple[str, ...] = ()  # what they are
@@ -210,7 +211,10 @@ class Session:
         if not self._plan.resumes:
             return Past()
         check_tasks(self._log.dir, self._plan.tasks, self._config.tasks.changed == "accept")
-        return past_of(self._log.dir, self._plan.checkpoint, settings)
+        past = past_of(self._log.dir, self._plan.checkpoint, settings)
+        if past.tokenizer not in (None, self._plan.tokenizer):
+            raise BadInput(f"--resume: model.path: {self._config.model.path} has another tokenizer than the run had")
+        return past
 
     def _open_log(self, recorder: Recorder, past: Past) -> None:
         """Nothing can be refused any more: from here on the directory is this run's."""
@@ -244,7 +248,7 @@ class Session:
             ),
         )
         evaluator = Evaluator(self._plan.eval_count, self._config.eval.max_running)
-        save = Checkpoints(self._log, parts.learner, self._config.checkpoint).save
+        save = Checkpoints(self._log, parts.learner, self._config.checkpoint, self._plan.tokenizer).save
         return Driver(core, parts, recorder, evaluator, save, settings, past.survivors)
 
 

@@ -126,7 +126,8 @@ class _Background:
         thread = threading.Thread(target=self._main, name="outpace-controller", daemon=True)
         with _signals(self._signalled):
             thread.start()
-            thread.join()
+            while thread.is_alive():  # in turns: a signal that reaches another thread does not end one long wait
+                thread.join(0.5)
         if isinstance(self._result, BaseException):
             raise self._result
         assert self._result is not None

@@ -72,7 +72,7 @@ def whole_set(seed: int, random_kills: int) -> list[Drill]:
     """Every place in a deterministic run with lag; to where a process comes more than once, also in another mode."""
     others = itertools.cycle(("free", "lag0"))
     drills = [Drill("lag2" if point.is_first else next(others), (point,)) for point in POINTS]
-    drills += [Drill("lag2", (before, point)) for before, point in WHILE_RESUMING]
+    drills += [Drill(mode, (before, point)) for mode, before, point in WHILE_RESUMING]
     drills += [Drill("agent", (point,)) for point in OF_AGENTS]
     drills += [Drill("agent", (point,)) for point in POINTS if point.is_first and point.part != "grader"][3::8]
     drills += [Drill(mode, seed=seed + number) for number in range(random_kills) for mode in ("lag2", "free")]

@@ -81,8 +81,6 @@ WORKER = {
     "journal.before": (1, 5),
     "journal.torn": (1, 6),
     "journal.after": (1, 7),
-    "turns.torn": (1, 20),
-    "worker.release": (1, 2),
     "worker.evaluate": (1, 5),
 }
 GRADER = {
@@ -107,26 +105,32 @@ POINTS = [
 ]
 """Each is one drill, at least."""
 
-OF_AGENTS = [Point("stage", label, nth) for label, times in ENVIRONMENT.items() for nth in times]
-"""Where there are environments."""
+OF_AGENTS = [
+    *(Point("stage", label, nth) for label, times in ENVIRONMENT.items() for nth in times),
+    Point("worker", "turns.torn"),
+    Point("worker", "turns.torn", 20),
+]
+"""Where there are environments and several turns."""
 
 AFTER_A_STEP = Point("controller", "controller.step_recorded", 3)
 IN_A_STEP = Point("controller", "controller.close_batch", 5)
+AFTER_A_CHECKPOINT = Point("controller", "controller.committed")
 WHILE_RESUMING = [
-    (AFTER_A_STEP, Point("controller", "controller.started")),
-    (AFTER_A_STEP, Point("controller", "controller.admit")),
-    (AFTER_A_STEP, Point("learner", "learner.built")),
-    (AFTER_A_STEP, Point("learner", "load.middle")),
-    (IN_A_STEP, Point("controller", "journal.copied")),
-    (IN_A_STEP, Point("controller", "journal.renamed")),
-    (IN_A_STEP, Point("controller", "journal.removed")),
-    (IN_A_STEP, Point("controller", "turns.copied")),
-    (IN_A_STEP, Point("controller", "turns.renamed")),
-    (IN_A_STEP, Point("controller", "turns.removed")),
-    (IN_A_STEP, Point("engine", "engine.built")),
-    (IN_A_STEP, Point("worker", "worker.run")),
+    ("lag2", AFTER_A_STEP, Point("controller", "controller.started")),
+    ("lag2", AFTER_A_STEP, Point("controller", "controller.admit")),
+    ("lag2", AFTER_A_STEP, Point("learner", "learner.built")),
+    ("lag2", IN_A_STEP, Point("learner", "load.middle")),
+    ("free", AFTER_A_CHECKPOINT, Point("controller", "journal.copied")),
+    ("free", AFTER_A_CHECKPOINT, Point("controller", "journal.renamed")),
+    ("lag2", IN_A_STEP, Point("controller", "journal.removed")),
+    ("lag2", IN_A_STEP, Point("engine", "engine.built")),
+    ("lag2", IN_A_STEP, Point("worker", "worker.run")),
+    ("free", AFTER_A_CHECKPOINT, Point("worker", "worker.release")),
+    ("agent", AFTER_A_CHECKPOINT, Point("controller", "turns.copied")),
+    ("agent", AFTER_A_CHECKPOINT, Point("controller", "turns.renamed")),
+    ("agent", AFTER_A_CHECKPOINT, Point("controller", "turns.removed")),
 ]
-"""A death, and a second one in the start that goes on after it."""
+"""In which kind of run, a death, and a second one in the start that goes on after it."""
 
 ELSEWHERE = {
     "commit.set_aside": "a checkpoint of the same step is there already: tests/checkpoint",

@@ -41,7 +41,7 @@ def labels_of(node: ast.expr, named: dict[str, ast.expr]) -> Iterator[str]:
 
 
 def every() -> list[Point]:
-    return [*POINTS, *OF_AGENTS, *(point for deaths in WHILE_RESUMING for point in deaths)]
+    return [*POINTS, *OF_AGENTS, *(point for _, *deaths in WHILE_RESUMING for point in deaths)]
 
 
 def drilled() -> set[str]:

@@ -30,12 +30,12 @@ Visit = tuple[int, int]
 class Books(Observer):
     """Which visit came to which end, rolled back to the newest checkpoint when a start of the run is over."""
 
-    def __init__(self, max_lag: int) -> None:
+    def __init__(self) -> None:
         self.ends: dict[Visit, list[str]] = {}
         self.starts = 0
         self.losses: Counter[str] = Counter()  # by engine, within this start
-        self.worst_lag = 0
-        self._max_lag = max_lag
+        self.worst_excess = -1  # of any lag over what the start that trained it allows
+        self._max_lag = 0
         self._saved: dict[Visit, list[str]] = {}
         self._visits: dict[int, Visit] = {}
         self._oldest: dict[int, int] = {}
@@ -44,6 +44,7 @@ class Books(Observer):
     def watch(self, core: Core, parts: ModelledParts) -> Sequence[Observer]:
         """The observers of a start of the run."""
         self.starts += 1
+        self._max_lag = core.settings.max_lag
         self.ends = deepcopy(self._saved)
         self.losses.clear()
         pooled = set(core.pool)
@@ -63,7 +64,7 @@ class Books(Observer):
             case BatchTrained(version):
                 for group in self._batch:
                     self._end(self._visits[group], "trained")
-                    self.worst_lag = max(self.worst_lag, version - 1 - self._oldest[group])
+                    self.worst_excess = max(self.worst_excess, version - 1 - self._oldest[group] - self._max_lag)
             case EngineLost(engine):
                 self.losses[engine] += 1
             case EngineJoined():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from outpace.pipeline.events import Action, Admit, CloseBatch
 from outpace.simulate.conductor import Observer
 from outpace.simulate.run import Run, core_settings
 from outpace.simulate.settings import SimulationSettings
+from outpace.simulate.survival import Inheritance
 
 seeds = st.integers(0, 2**31)
 RESTARTS = 10**6
@@ -100,7 +102,7 @@ def over_epochs(settings: SimulationSettings, epochs: int, tasks: int) -> CoreSe
 
 
 def run_it(settings: SimulationSettings, core: CoreSettings) -> tuple[Run, Books]:
-    books = Books(core.max_lag)
+    books = Books()
     run = Run(settings, books.watch, core=core)
     run.run()
     return run, books
@@ -110,7 +112,7 @@ def check_visits(settings: SimulationSettings, tasks: int) -> None:
     run, books = run_it(settings, over_epochs(settings, 2, tasks))
     assert run.ended == "done"
     assert sorted(books.ends) == [(epoch, task) for epoch in range(2) for task in range(tasks)]
-    assert books.worst_lag <= settings.pacing.max_lag
+    assert books.worst_excess <= 0
 
 
 @given(any_cluster(), st.integers(1, 15))
@@ -147,7 +149,7 @@ def test_whatever_becomes_of_stragglers_no_visit_is_lost_with_a_part(
     assert run.ended == "done"
     assert sorted(books.ends) == [(epoch, task) for epoch in range(2) for task in range(tasks)]
     if on_stale != "train":
-        assert books.worst_lag <= settings.pacing.max_lag
+        assert books.worst_excess <= 0
 
 
 @given(
@@ -179,6 +181,45 @@ def test_in_lockstep_no_fault_changes_what_is_trained(settings: SimulationSettin
     run.run()
     assert run.ended == "done"
     assert faulty.trained == reference.trained
+
+
+class Resettled(Run):
+    """Every start but the first has settings of its own."""
+
+    def __init__(
+        self, settings: SimulationSettings, books: Books, first: CoreSettings, later: list[CoreSettings]
+    ) -> None:
+        super().__init__(settings, books.watch, core=first)
+        self._later = cycle(later)
+
+    def _next_start(self) -> Inheritance:
+        self._core_settings = next(self._later)
+        return super()._next_start()
+
+
+@given(
+    any_cluster(
+        run={"deterministic": False},
+        workload={"turns": 3},
+        weights={"every": 1},
+        faults={"learner_mtbf_s": 20.0, "slow_load_share": 0.0, "engine_mtbf_s": None},
+        checkpoint={"turns": True, "every": 1},
+    ),
+    st.lists(st.tuples(st.integers(0, 4), st.integers(1, 6), st.sampled_from([0.0, 1.0, 3.0])), min_size=1, max_size=3),
+    st.integers(2, 30),
+)
+@examples(max_examples=300, deadline=None)
+def test_a_run_resumed_with_another_lag_batch_or_depth_loses_no_visit_and_keeps_the_new_lag(
+    settings: SimulationSettings, changes: list[tuple[int, int, float]], tasks: int
+) -> None:
+    first, books = over_epochs(settings, 2, tasks), Books()
+    later = [replace(first, max_lag=lag, groups_per_step=size, depth=depth) for lag, size, depth in changes]
+    run = Resettled(settings, books, first, later)
+    run.run()
+    assert run.ended == "done" or "died 20 times" in run.ended
+    if run.ended == "done":
+        assert sorted(books.ends) == [(epoch, task) for epoch in range(2) for task in range(tasks)]
+    assert books.worst_excess <= 0
 
 
 class Batches(Observer):

@@ -57,6 +57,7 @@ class Checker(Observer):
         self._learner_at_work = 0
         self._buffers: set[Version] = set()
         self._served: dict[str, Version] = {}  # by engines that were loaded, in lockstep also before they died
+        self._stale: set[str] = set()  # engines that do not serve
         self._loading: dict[str, Version] = {}
         self._evaluating: Version | None = None
         self._over = False
@@ -87,16 +88,20 @@ class Checker(Observer):
         match event:
             case Started(engines):
                 self._served = {name: version for name, version in engines.items() if version == self._version}
+                self._stale = set(engines) - set(self._served)
             case EngineLoaded(engine, version):
                 assert version in self._buffers, f"version {version} was overwritten while it was being loaded"
                 assert self._loading.pop(engine) == version
                 self._served[engine] = version
+                self._stale.discard(engine)
             case EngineLost(engine):
                 self._loading.pop(engine, None)
+                self._stale.add(engine)
                 if not self.settings.deterministic:
                     self._served.pop(engine, None)
             case EngineJoined(engine):
                 assert engine not in self._loading
+                self._stale.add(engine)
 
     # --------------------------------------------------------------------------------------------------------- actions
 
@@ -131,6 +136,7 @@ class Checker(Observer):
 
     def _check_admission(self, admit: Admit) -> None:
         assert admit.group not in self._admitted
+        assert not (self._stale and self.settings.deterministic), "in lockstep all engines serve, or none"
         oldest = min(self._served.values())
         assert admit.min_version <= oldest if admit.recorded else admit.min_version == oldest
         self._admitted.add(admit.group)

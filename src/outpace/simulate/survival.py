@@ -40,6 +40,7 @@ class Journal(Observer):
         self.groups: dict[int, Group] = {}  # those of the start under way
         self._entries: dict[int, Entry] = {}
         self._batch: tuple[int, ...] = ()
+        self._compacted: Version = 0  # up to this version of the last checkpoint but one
 
     def heard(self, event: Event) -> None:
         match event:
@@ -59,10 +60,12 @@ class Journal(Observer):
                 self._compact(state_of(_as_on_disk(action)))
 
     def _compact(self, state: CoreState) -> None:
-        """What the checkpoint has trained is needed no more, unless it may be replayed."""
+        """What a checkpoint has trained is needed no more, unless it may be replayed. As in a journal of segments, some
+        of it stays for a while: until the next checkpoint."""
         for number, entry in list(self._entries.items()):
-            if entry.trained is not None and entry.trained <= state.version and number not in state.replay:
+            if entry.trained is not None and entry.trained <= self._compacted and number not in state.replay:
                 del self._entries[number]
+        self._compacted = state.version
 
     def go_on(self, settings: CoreSettings, order: Order, turns: bool) -> Inheritance:
         """From the newest checkpoint, or anew if there is none. `turns`: the answers of unfinished groups count."""
