@@ -22,6 +22,7 @@ from outpace.config.loading import FIELDS, SECTIONS, make_config, parse_argument
 from outpace.config.presets import PRESETS
 from outpace.observe.callbacks import Callback
 from outpace.observe.metrics import RULES
+from outpace.simulate import loading as simulation
 from support import resolved
 
 ROOT = Path(__file__).parent.parent
@@ -83,6 +84,9 @@ def test_every_command_is_one_that_the_command_line_takes(name: str) -> None:
             assert_there_is_help(words[0])
             continue
         arguments = cli._parser().parse_args(words)
+        if words[0] == "simulate":
+            simulation.load_settings(None, settings)
+            continue
         make_config(parse_arguments(settings))
         options = {word[2:].partition("=")[0] for word in getattr(arguments, "words", []) if word.startswith("--")}
         assert not options or options <= benchmark_options(arguments.what), command
@@ -98,15 +102,25 @@ def assert_there_is_help(verb: str) -> None:
 def test_every_setting_that_is_named_exists(name: str) -> None:
     code = [*spans(name), *(body for _, body in FENCE.findall(text_of(name)))]
     named = [match for text in code for match in KEY.findall(text) if match[1] not in FILE_ENDINGS]
-    unknown = {f"{section}.{key}" for section, key in named} - set(FIELDS)
+    unknown = {f"{section}.{key}" for section, key in named} - (set(FIELDS) | simulated_settings(name))
     refused = {"pacing.maxlag"}  # shown as an example of what is refused
     assert unknown <= refused
 
 
+def simulated_settings(name: str) -> set[str]:
+    """The page on the simulator names settings of its own."""
+    return set(simulation.FIELDS) if name == "docs/simulator.md" else set()
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_every_toml_block_is_a_valid_config(name: str) -> None:
+def test_every_toml_block_is_a_valid_config(name: str, tmp_path: Path) -> None:
     for block in blocks(name, "toml"):
-        make_config(tomllib.loads(block))
+        if simulated_settings(name):
+            file = tmp_path / "cluster.toml"
+            file.write_text(block)
+            simulation.load_settings(file)
+        else:
+            make_config(tomllib.loads(block))
 
 
 def test_the_table_of_settings_is_complete_and_has_the_types_and_defaults_of_the_code() -> None:

@@ -196,12 +196,24 @@ class _DescribeSettings(argparse.Action):
         super().__init__(option_strings, dest, nargs=0, help="show every option and setting")
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from outpace.config.loading import describe
-
         parser.print_help()
         print("\nsettings, in a TOML or YAML file or as --section.key value:\n")
-        print(describe())
+        print(self.settings())
         parser.exit()
+
+    def settings(self) -> str:
+        from outpace.config.loading import describe
+
+        return describe()
+
+
+class _DescribeSimulation(_DescribeSettings):
+    """`outpace simulate --help`: the settings are another set."""
+
+    def settings(self) -> str:
+        from outpace.simulate.loading import describe
+
+        return describe()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -248,7 +260,8 @@ def _parser() -> argparse.ArgumentParser:
     this.add_argument("run", type=Path, help="a run directory")
     this.set_defaults(verb=ledger)
 
-    this = verbs.add_parser("simulate", help="a cluster, on a virtual clock", allow_abbrev=False)
+    this = verbs.add_parser("simulate", help="a cluster, on a virtual clock", add_help=False, allow_abbrev=False)
+    this.add_argument("-h", "--help", action=_DescribeSimulation)
     this.add_argument("config", nargs="?", type=Path, help="a TOML or YAML file; without one, a cluster to look at")
     this.add_argument("--json", action="store_true", help="print JSON")
     this.add_argument("--quiet", action="store_true", help="print the result only")

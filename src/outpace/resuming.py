@@ -86,18 +86,16 @@ def note_tasks(run: Path, tasks: Fingerprint) -> None:
 
 
 def _survivors(journal: Path, state: CoreState | None, settings: CoreSettings) -> Survivors:
-    rules = _rules(state, settings)
+    rules = Rules.of(state, settings)
     found = survey(journal) if journal.is_dir() else []
     by_group = {(each.kept.order.group, each.kept.order.position): each for each in found}
     chosen = survivors.choose((each.kept for each in found), rules)
-    if settings.deterministic:
-        chosen = replace(chosen, finished=())
     finished, pooled = (
         [by_group[kept.order.group, kept.order.position] for kept in some] for some in (chosen.finished, chosen.pooled)
     )
     there = compact(journal, [*finished, *pooled]) if journal.is_dir() else []
     kept = [_at_its_place(each) for each in there]
-    recorded = _recorded(journal, kept, rules, settings)
+    recorded = _recorded(journal, kept, rules)
     return Survivors(tuple(kept[: len(finished)]), tuple(kept[len(finished) :]), recorded)
 
 
@@ -106,29 +104,13 @@ def _at_its_place(found: Found) -> Kept:
     return msgspec.structs.replace(found.kept, report=report)
 
 
-def _recorded(journal: Path, finished: list[Kept], rules: Rules, settings: CoreSettings) -> dict[int, Version]:
+def _recorded(journal: Path, finished: list[Kept], rules: Rules) -> dict[int, Version]:
     if not journal.is_dir():
         return {}
-    turns = {} if settings.deterministic else survey_turns(journal, rules.version)
-    stamps = {position: known.stamp for position, known in turns.items()}
+    stamps = {position: known.stamp for position, known in survey_turns(journal, rules.version).items()}
     wanted = survivors.recorded(stamps, finished, rules)
     prune_turns(journal, rules.version, wanted)
     return wanted
-
-
-def _rules(state: CoreState | None, settings: CoreSettings) -> Rules:
-    state = state or CoreState(settings.tasks, 0, False)
-    allowed = settings.max_lag if state.governor.lag is None else min(state.governor.lag, settings.max_lag)
-    return Rules(
-        version=state.version,
-        open=frozenset(state.ledger.open),
-        cursor=state.ledger.cursor,
-        limit=None if settings.epochs is None else settings.epochs * settings.tasks,
-        lag=0 if state.version < settings.warmup_steps else allowed,
-        groups_per_step=settings.groups_per_step,
-        steps=settings.steps,
-        pool=frozenset(state.replay),
-    )
 
 
 def _newest_evaluated(evaluations: Path, version: Version) -> Version:

@@ -135,7 +135,7 @@ def slope(lives: list[Life]) -> float:
 
 
 def _usual(lives: list[Life], of: str) -> float:
-    return median(median(getattr(sample, of) for sample in life.late) for life in lives)
+    return float(median(median(getattr(sample, of) for sample in life.late) for life in lives))
 
 
 def growing(cost: Cost, steps: int, share: float = 0.05, floor_mb: float = 8.0) -> Iterator[str]:

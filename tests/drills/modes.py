@@ -41,7 +41,7 @@ class Mode:
     @property
     def takes_turns(self) -> bool:
         """Engine and learner never work at the same time, so that a group closes in the step that trains it."""
-        return self.settings["pacing.max_lag"] == 0
+        return bool(self.settings["pacing.max_lag"] == 0)
 
     def arguments(self, assets: Assets) -> list[str]:
         settings = {

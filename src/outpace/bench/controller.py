@@ -62,10 +62,10 @@ LARGE = SimulationSettings.model_validate(
         "engine": {"slots": 80},
         "workload": {"mean_tokens": 4000.0, "sigma": 0.5},
         "pacing": {"groups_per_step": 8192, "depth": 3.0, "max_lag": 4, "chunk_groups": 256, "max_running": 100_000},
-        "run": {"steps": 12},
+        "run": {"steps": 6},
     }
 )
-"""1,250 engines with 80 slots each, which generate all the time: 100,000 rollouts at once."""
+"""1,250 engines with 80 slots each: 100,000 rollouts at once, until the last steps need no more."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Cost:
 
 def main(words: Sequence[str]) -> int:
     """`outpace bench controller [--groups N] [--group-size N] [--groups-per-step N] [--large-steps N]`."""
-    options, rest = take_options(words, {"groups": 20_000, "group_size": 8, "groups_per_step": 256, "large_steps": 12})
+    options, rest = take_options(words, {"groups": 20_000, "group_size": 8, "groups_per_step": 256, "large_steps": 6})
     if rest:
         raise BadInput(f"{rest[0]}: this benchmark takes --{', --'.join(name.replace('_', '-') for name in options)}")
     console = Console(width=100, highlight=False)

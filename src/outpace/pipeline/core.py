@@ -26,7 +26,7 @@ After every event everything is looked at again, in a fixed order, so no event c
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, Self
+from typing import Literal, NamedTuple, Self
 
 import msgspec
 
@@ -75,11 +75,19 @@ from outpace.types import Kept, Version
 __all__ = ["Core", "CoreSettings"]
 
 
+class Visit(NamedTuple):
+    """A task at its turn: `position` counts over all epochs."""
+
+    position: int
+    epoch: int
+    task: int
+
+
 @dataclass(frozen=True)
 class Admitted:
     """An outstanding group."""
 
-    position: int
+    visit: Visit
     stamp: Version
     spread: float = 0.0  # of its rewards, once it has finished
 
@@ -137,7 +145,8 @@ class Core:
     def _adopt(self, kept: Kept) -> None:
         """A group that an earlier start has finished; how long it may wait is a matter of its stamp, as ever."""
         order, closed = kept.order, group_closed(kept.report)
-        self._groups[order.group] = Admitted(order.position, order.min_version, closed.spread)
+        visit = Visit(order.position, order.epoch, order.task)
+        self._groups[order.group] = Admitted(visit, order.min_version, closed.spread)
         self._batcher.adopt(order.group, order.min_version + self._pacing.lag(self._load))
         self._difficulty.hear(order.group, order.task, order.epoch, closed.reward)
 
@@ -281,13 +290,12 @@ class Core:
             self._cancelled.remove(event.group)
             return
         group = self._groups[event.group]
-        epoch, task = self.order.task(group.position)
-        self._difficulty.hear(event.group, task, epoch, event.reward)
+        self._difficulty.hear(event.group, group.visit.task, group.visit.epoch, event.reward)
         if event.outcome == "finished":
             assert event.oldest >= group.stamp, f"group {event.group} has tokens older than its stamp {group.stamp}"
             self._groups[event.group] = replace(group, spread=event.spread)
             self._batcher.finish(event.group)
-            self._ledger.finish(group.position)
+            self._ledger.finish(group.visit.position)
         else:
             self._batcher.discard(event.group)
             self._settle(event.group, event.outcome)
@@ -329,16 +337,16 @@ class Core:
             self._actions.append(Retire(gone))
 
     def _settle(self, group: int, outcome: Settled) -> None:
-        self._book(self._groups.pop(group).position, outcome, group)
+        self._book(self._groups.pop(group).visit, outcome, group)
 
-    def _book(self, position: int, outcome: Settled, group: int | None = None) -> None:
-        self._requeued.discard(position)
-        ended = self._ledger.settle(position, outcome)
-        epoch, task = self.order.task(position)
+    def _book(self, visit: Visit, outcome: Settled, group: int | None = None) -> None:
+        self._requeued.discard(visit.position)
+        ended = self._ledger.settle(visit.position, outcome)
         if outcome != "trained":
-            self._actions += self._records.settle(Settle(task, epoch, outcome, group), self._next_group)
+            settle = Settle(visit.task, visit.epoch, outcome, group)
+            self._actions += self._records.settle(settle, self._next_group)
         if ended:
-            self._actions.append(EpochEnded(epoch))
+            self._actions.append(EpochEnded(visit.epoch))
 
     # ------------------------------------------------------------------------------------------------------ actions
 
@@ -372,7 +380,7 @@ class Core:
         self._cancelled.add(group)
         self._actions.append(Cancel(group))
         if self.settings.on_stale == "requeue":
-            position = self._groups.pop(group).position
+            position = self._groups.pop(group).visit.position
             self._requeued.add(position)
             self._ledger.requeue(position)
         else:
@@ -384,14 +392,14 @@ class Core:
         self._difficulty.catch_up(self._courier.oldest)
         lag = self._pacing.lag(self._load)
         for _ in range(self._pacing.room(self._load)):
-            if (position := self._next_visit()) is None:
+            if (visit := self._next_visit()) is None:
                 return
-            stamp, recorded = self._stamp(position)
-            epoch, task = self.order.task(position)
+            stamp, recorded = self._stamp(visit.position)
             group, self._next_group = self._next_group, self._next_group + 1
-            self._groups[group] = Admitted(position, stamp)
+            self._groups[group] = Admitted(visit, stamp)
             self._batcher.admit(group, stamp + lag)
-            self._actions.append(Admit(group, task, epoch, stamp, position, recorded, again=position in self._requeued))
+            again = visit.position in self._requeued
+            self._actions.append(Admit(group, visit.task, visit.epoch, stamp, visit.position, recorded, again))
 
     def _stamp(self, position: int) -> tuple[Version, bool]:
         """The oldest version that may serve this visit, and whether an earlier start has recorded answers of it: these
@@ -402,16 +410,16 @@ class Core:
             return newest, False
         return (stamp if self._pacing.may_start(self._load, stamp) else newest), True
 
-    def _next_visit(self) -> int | None:
-        """The next position whose task is not at rest; those passed over are settled. None: the data has ended."""
+    def _next_visit(self) -> Visit | None:
+        """The next one whose task is not at rest; those passed over are settled. None: the data has ended."""
         while self._ledger.left != 0:
             position, epoch_begins = self._ledger.issue()
-            epoch, task = self.order.task(position)
+            visit = Visit(position, *self.order.task(position))
             if epoch_begins:
-                self._actions.append(EpochStarted(epoch))
-            if not self._difficulty.skips(task, epoch):
-                return position
-            self._book(position, "skipped")
+                self._actions.append(EpochStarted(visit.epoch))
+            if not self._difficulty.skips(visit.task, visit.epoch):
+                return visit
+            self._book(visit, "skipped")
         return None
 
     def _feed_learner(self) -> None:

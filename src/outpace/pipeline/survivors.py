@@ -16,9 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from statistics import fmean, pstdev
+from math import sqrt
+from statistics import fmean
+from typing import Self
 
 from outpace.pipeline.events import GroupClosed
+from outpace.pipeline.pacing import CoreSettings
+from outpace.pipeline.state import CoreState
 from outpace.types import GroupReport, Kept, Version
 
 
@@ -44,6 +48,24 @@ class Rules:
     groups_per_step: int
     steps: int | None
     pool: frozenset[int]  # groups
+    lockstep: bool = False
+
+    @classmethod
+    def of(cls, state: CoreState | None, settings: CoreSettings) -> Self:
+        """`state` is the checkpoint's; None: there is none yet, and the run begins anew."""
+        state = state or CoreState(settings.tasks, 0, False)
+        allowed = settings.max_lag if state.governor.lag is None else min(state.governor.lag, settings.max_lag)
+        return cls(
+            version=state.version,
+            open=frozenset(state.ledger.open),
+            cursor=state.ledger.cursor,
+            limit=None if settings.epochs is None else settings.epochs * settings.tasks,
+            lag=0 if state.version < settings.warmup_steps else allowed,
+            groups_per_step=settings.groups_per_step,
+            steps=settings.steps,
+            pool=frozenset(state.replay),
+            lockstep=settings.deterministic,
+        )
 
 
 def choose(found: Iterable[Kept], rules: Rules) -> Survivors:
@@ -55,13 +77,15 @@ def choose(found: Iterable[Kept], rules: Rules) -> Survivors:
             continue
         if kept.order.group in rules.pool and kept.order.position < rules.cursor:
             pooled.setdefault(kept.order.group, kept)
-        elif _is_wanted(kept, rules):
+        elif not rules.lockstep and _is_wanted(kept, rules):
             finished.setdefault(kept.order.position, kept)
     return Survivors(tuple(_in_time(finished.values(), rules)), tuple(pooled.values()))
 
 
 def recorded(stamps: Mapping[int, Version], finished: Iterable[Kept], rules: Rules) -> dict[int, Version]:
     """Of the visits that answers were recorded of (with the stamp they have), those that are still to be made."""
+    if rules.lockstep:
+        return {}
     there = {kept.order.position for kept in finished}
     return {
         position: stamp
@@ -94,5 +118,5 @@ def group_closed(report: GroupReport) -> GroupClosed:
     """What the core needs to know of a closed group. One that failed says nothing about its task."""
     judged = report.rewards if report.outcome != "failed" else []
     reward = fmean(judged) if judged else None
-    spread = pstdev(judged) if judged else 0.0
+    spread = sqrt(fmean((value - reward) ** 2 for value in judged)) if reward is not None else 0.0
     return GroupClosed(report.group, report.outcome, report.oldest, reward, spread)

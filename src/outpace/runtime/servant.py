@@ -59,7 +59,7 @@ class ServantDied(Exception):
 
 
 class ServantKilled(ServantDied):
-    """By somebody else, such as an operator or the kernel when memory runs out: what it was at need not be the cause."""
+    """By somebody else, an operator or the kernel short of memory: what it was at need not be the cause."""
 
 
 @dataclass(frozen=True)

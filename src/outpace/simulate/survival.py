@@ -70,11 +70,9 @@ class Journal(Observer):
     def go_on(self, settings: CoreSettings, order: Order, turns: bool) -> Inheritance:
         """From the newest checkpoint, or anew if there is none. `turns`: the answers of unfinished groups count."""
         state = None if self.checkpoint is None else state_of(_as_on_disk(self.checkpoint))
-        rules = _rules(state, settings)
+        rules = Rules.of(state, settings)
         survivors = choose((entry.kept for entry in self._entries.values()), rules)
-        if settings.deterministic:  # what was under way comes out the same when it is done again
-            survivors = replace(survivors, finished=())
-        begun = self._begun(rules.version) if turns and not settings.deterministic else {}
+        begun = self._begun(rules.version) if turns else {}
         stamps = {position: group.admit.min_version for position, group in begun.items()}
         survivors = replace(survivors, recorded=recorded(stamps, survivors.finished, rules))
         self._keep(survivors)
@@ -99,21 +97,6 @@ class Journal(Observer):
 def _as_on_disk(checkpoint: Checkpoint) -> dict[str, object]:
     stored: dict[str, object] = json.loads(json.dumps(checkpoint.state))
     return stored
-
-
-def _rules(state: CoreState | None, settings: CoreSettings) -> Rules:
-    state = state or CoreState(settings.tasks, 0, False)
-    allowed = settings.max_lag if state.governor.lag is None else min(state.governor.lag, settings.max_lag)
-    return Rules(
-        version=state.version,
-        open=frozenset(state.ledger.open),
-        cursor=state.ledger.cursor,
-        limit=None if settings.epochs is None else settings.epochs * settings.tasks,
-        lag=0 if state.version < settings.warmup_steps else allowed,
-        groups_per_step=settings.groups_per_step,
-        steps=settings.steps,
-        pool=frozenset(state.replay),
-    )
 
 
 def _kept(group: Group) -> Kept:
