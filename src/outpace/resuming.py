@@ -27,6 +27,7 @@ from outpace.pipeline.pacing import CoreSettings
 from outpace.pipeline.state import CoreState, state_of
 from outpace.pipeline.survivors import NOTHING, Rules, Survivors
 from outpace.tasks.fingerprint import Fingerprint, difference
+from outpace.tasks.order import Order
 from outpace.types import Kept, Version
 
 TASKS_FILE = "tasks.json"
@@ -40,7 +41,6 @@ class Past:
     checkpoint: Path | None = None
     state: CoreState | None = None
     rng: dict[str, str] = field(default_factory=dict)  # of the workers
-    tokenizer: str | None = None  # its digest
     survivors: Survivors = NOTHING
     evaluated: Version = -1
 
@@ -54,13 +54,18 @@ class Past:
         return Ledger(self.state.tasks, None, self.state.ledger).settled if self.state else 0
 
 
-def past_of(run: Path, checkpoint: Path | None, settings: CoreSettings) -> Past:
-    """Blocks on the disk, and changes nothing there but the journal: what nobody can use any more is deleted."""
+def past_of(run: Path, checkpoint: Path | None, settings: CoreSettings, order: Order, tokenizer: str) -> Past:
+    """Blocks on the disk, and changes nothing there but the journal: if the run can go on in this way, what it cannot
+    use any more is deleted. `tokenizer` is the digest of the model's."""
     memory: dict[str, Any] = json.loads((checkpoint / STATE_FILE).read_text()) if checkpoint else {}
     if checkpoint and "core" not in memory:
         raise BadInput(f"--resume: {checkpoint} was written by an older version of outpace")
+    if memory.get("tokenizer", tokenizer) != tokenizer:
+        raise BadInput("--resume: model.path has another tokenizer than the run had")
     state = state_of(memory["core"]) if checkpoint else None
-    known = Past(checkpoint, state, memory.get("rng", {}), memory.get("tokenizer"))
+    if state is not None:
+        state.check(order)
+    known = Past(checkpoint, state, memory.get("rng", {}))
     return replace(
         known,
         survivors=_survivors(run / "journal", state, settings),

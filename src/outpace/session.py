@@ -139,14 +139,14 @@ class Session:
 
     async def _drive(self, recorder: Recorder) -> str:
         settings = core_settings(self._config, self._plan.tasks.count, self._plan.eval_count > 0)
-        past = await asyncio.to_thread(self._past, settings)
+        order = Order(self._plan.tasks.count, self._config.run.seed, self._config.tasks.shuffle)
+        past = await asyncio.to_thread(self._past, settings, order)
         scratch = await asyncio.to_thread(Scratch)
         runtime = self._runtime(scratch)
         try:
             recorder.console.status(self._opening(past))
             parts = await self._start_parts(runtime, scratch.path)
             await self._restore(parts, past)
-            order = Order(self._plan.tasks.count, self._config.run.seed, self._config.tasks.shuffle)
             core = Core(settings, order, past.state, past.survivors, past.evaluated)
             await asyncio.to_thread(self._open_log, recorder, past)
             self._driver = self._make_driver(core, parts, recorder, past)
@@ -207,14 +207,11 @@ class Session:
 
     # ------------------------------------------------------------------------------------------------ the controller
 
-    def _past(self, settings: CoreSettings) -> Past:
+    def _past(self, settings: CoreSettings, order: Order) -> Past:
         if not self._plan.resumes:
             return Past()
         check_tasks(self._log.dir, self._plan.tasks, self._config.tasks.changed == "accept")
-        past = past_of(self._log.dir, self._plan.checkpoint, settings)
-        if past.tokenizer not in (None, self._plan.tokenizer):
-            raise BadInput(f"--resume: model.path: {self._config.model.path} has another tokenizer than the run had")
-        return past
+        return past_of(self._log.dir, self._plan.checkpoint, settings, order, self._plan.tokenizer)
 
     def _open_log(self, recorder: Recorder, past: Past) -> None:
         """Nothing can be refused any more: from here on the directory is this run's."""

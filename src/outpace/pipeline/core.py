@@ -30,7 +30,6 @@ from typing import Literal, NamedTuple, Self
 
 import msgspec
 
-from outpace.errors import BadInput
 from outpace.pipeline.batcher import Batcher
 from outpace.pipeline.courier import Courier, Evaluations
 from outpace.pipeline.difficulty import Difficulty
@@ -107,11 +106,7 @@ class Core:
         self.order = order
         self._committed = state  # what the newest checkpoint holds
         state = state or CoreState(order.count, order.seed, order.shuffle)
-        if (state.tasks, state.seed, state.shuffle) != (order.count, order.seed, order.shuffle):
-            raise BadInput(
-                f"the checkpoint was made with {state.tasks} tasks, seed {state.seed}, shuffle {state.shuffle}; "
-                f"now there are {order.count} tasks, seed {order.seed}, shuffle {order.shuffle}"
-            )
+        state.check(order)
         assert settings.tasks == order.count
         self.version: Version = state.version
         self._next_group = max([state.next_group, *(kept.order.group + 1 for kept in survivors.finished)])
