@@ -25,7 +25,8 @@ OF_THE_CLOCK = (
     "share/",
     "efficiency",
     "groups/seconds",
-    "throughput/sampled_tok_s",
+    "throughput/sampled_",  # of the groups that closed before the line was written
+    "waste/",  # the same
     "throughput/trained_tok_s",
     "checkpoint/",  # how long one took
     "sync/",  # loads and publications that ended in this step
@@ -38,20 +39,6 @@ OF_THE_CLOCK = (
 """Metrics that are seconds, rates of seconds, what happened to end or to be under way at a moment, or what a death has
 cost."""
 
-OF_CLOSED_GROUPS = (
-    "groups/",
-    "completion/",
-    "reward/",
-    "episode/",
-    "waste/",
-    "throughput/",
-    "lag/",
-    "settled",
-    "accounted",
-)
-"""What a line says of the groups that closed, and the chunks that were trained, before it was written. Where engine and
-learner work at the same time, which ones these are is a matter of the clock."""
-
 
 # ----------------------------------------------------------------------------------------------------------- accounting
 
@@ -60,11 +47,16 @@ def accounting(run: Path, tasks: int, epochs: int | None) -> list[str]:
     """Every visit is there once; steps and versions go up by one. Without `epochs` the last ones may be under way."""
     batches = lines_of(run / "batches.jsonl")
     return [
-        *in_sequence(batches),
-        *in_sequence(lines_of(run / "metrics.jsonl"), against=len(batches)),
+        *in_sequence(trained(batches)),
+        *in_sequence(lines_of(run / "metrics.jsonl"), against=len(trained(batches))),
         *complete(batches, tasks, epochs),
         *agreed(batches, ledger_of(run), tasks),
     ]
+
+
+def trained(batches: list[Line]) -> list[Line]:
+    """Without lines that only settle something, which a checkpoint between two steps may need."""
+    return [line for line in batches if line["groups"]]
 
 
 def in_sequence(lines: list[Line], against: int | None = None) -> Iterator[str]:
@@ -104,8 +96,8 @@ def agreed(batches: list[Line], ledger: Mapping[str, Any], tasks: int) -> Iterat
     """The ledger of the newest checkpoint, against the lines."""
     if ledger["trained_twice"]:
         yield f"outpace ledger: trained twice: {ledger['trained_twice'][:5]}"
-    if ledger["version"] != len(batches):
-        yield f"outpace ledger is of version {ledger['version']}, {len(batches)} steps were trained"
+    if ledger["version"] != (steps := len(trained(batches))):
+        yield f"outpace ledger is of version {ledger['version']}, {steps} steps were trained"
         return
     told = Counter((entry["epoch"], entry.get("outcome", "trained")) for line in batches for entry in _entries(line))
     for epoch in ledger["epochs"]:
@@ -134,14 +126,12 @@ def _gaps(steps: list[int]) -> str:
 # ------------------------------------------------------------------------------------------------------------- equality
 
 
-def equality(run: Path, reference: Path, take_turns: bool) -> list[str]:
+def equality(run: Path, reference: Path) -> list[str]:
     """Bit for bit what the uninterrupted run has: what it trained on, what that came to, and the weights at the end."""
-    moving = () if take_turns else OF_CLOSED_GROUPS
     return [
-        *_same_lines("batches.jsonl", run, reference, moving),
-        *_same_settled(run, reference),
-        *_same_lines("metrics.jsonl", run, reference, OF_THE_CLOCK + moving),
-        *_same_lines("evals.jsonl", run, reference, ("time/",)),
+        *_same_lines("batches.jsonl", run, reference, ()),
+        *_same_lines("metrics.jsonl", run, reference, OF_THE_CLOCK),
+        *_same_lines("evals.jsonl", run, reference, ()),
         *_same_weights(run, reference),
     ]
 
@@ -160,20 +150,6 @@ def _same_lines(name: str, run: Path, reference: Path, left_out: tuple[str, ...]
                 f"; so are {', '.join(different[1:4])}" if different[1:] else ""
             )
             return
-
-
-def _same_settled(run: Path, reference: Path) -> Iterator[str]:
-    """Over the whole run: what was not trained, and why."""
-    ours, theirs = (
-        sorted((entry["epoch"], entry["task"], entry["outcome"], entry.get("reason", "")) for entry in _settled(place))
-        for place in (run, reference)
-    )
-    if different := sorted(set(ours) ^ set(theirs)):
-        yield f"batches.jsonl: settled otherwise: {_short(different)}"
-
-
-def _settled(run: Path) -> Iterator[dict[str, Any]]:
-    return (entry for line in lines_of(run / "batches.jsonl") for entry in line.get("settled", []))
 
 
 def _same_weights(run: Path, reference: Path) -> Iterator[str]:

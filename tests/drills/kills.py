@@ -161,7 +161,7 @@ class Range:
         mode = MODES[drill.mode]
         yield from accounting(run.dir, mode.tasks, mode.epochs)
         if reference := self._references.get(drill.mode):
-            yield from equality(run.dir, reference, take_turns=mode.takes_turns)
+            yield from equality(run.dir, reference)
 
 
 def _orders(drill: Drill, marks: list[Path]) -> dict[str, str]:

@@ -38,11 +38,6 @@ class Mode:
     epochs: int = EPOCHS
     is_toy: bool = True
 
-    @property
-    def takes_turns(self) -> bool:
-        """Engine and learner never work at the same time, so that a group closes in the step that trains it."""
-        return bool(self.settings["pacing.max_lag"] == 0)
-
     def arguments(self, assets: Assets) -> list[str]:
         settings = {
             **COMMON,
