@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +51,22 @@ async def _evaluate(plan: Plan, directory: Path) -> Evaluation:
             runtime.start(Engine, *specs.engine()),
             *(runtime.start(Worker, *worker) for worker in specs.workers()),
         )
-        return await Evaluator(plan.eval_count, plan.config.eval.max_running).run(
-            0, lambda order: workers[order.group % len(workers)].run(order), pinned=False
-        )
+        evaluator = Evaluator(plan.eval_count, plan.config.eval.max_running)
+        work = evaluator.run(0, lambda order: workers[order.group % len(workers)].run(order), pinned=False)
+        return await _unless_somebody_dies(work, runtime)
     finally:
         await runtime.stop()
         await asyncio.to_thread(scratch.remove)
+
+
+async def _unless_somebody_dies(work: Coroutine[Any, Any, Evaluation], runtime: LocalRuntime) -> Evaluation:
+    """Nobody is replaced here: an evaluation is quickly made again."""
+    evaluation, death = asyncio.create_task(work), asyncio.create_task(runtime.deaths.get())
+    try:
+        await asyncio.wait({evaluation, death}, return_when=asyncio.FIRST_COMPLETED)
+        if death.done():
+            raise death.result()
+        return evaluation.result()
+    finally:
+        evaluation.cancel()
+        death.cancel()

@@ -10,6 +10,7 @@ A run that was killed before its first checkpoint begins anew at version 0, with
 from __future__ import annotations
 
 import json
+import tomllib
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,13 @@ from outpace.tasks.fingerprint import Fingerprint, difference
 from outpace.tasks.order import Order
 from outpace.types import Kept, Version
 
+CONFIG_FILE = "config.toml"
 TASKS_FILE = "tasks.json"
 """The fingerprint of the tasks that a run began with."""
+
+MAKING = ("model", "rollout", "tools", "environment", "rewards", "judge", "sandbox", "filter", "algorithm")
+"""Sections of the config that decide what is in a group: where one has changed, what an earlier start has made is not
+what this one would make."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +60,12 @@ class Past:
         return Ledger(self.state.tasks, None, self.state.ledger).settled if self.state else 0
 
 
-def past_of(run: Path, checkpoint: Path | None, settings: CoreSettings, order: Order, tokenizer: str) -> Past:
+def past_of(
+    run: Path, checkpoint: Path | None, settings: CoreSettings, order: Order, tokenizer: str, usable: bool
+) -> Past:
     """Blocks on the disk, and changes nothing there but the journal: if the run can go on in this way, what it cannot
-    use any more is deleted. `tokenizer` is the digest of the model's."""
+    use any more is deleted. `tokenizer` is the digest of the model's; `usable`: groups are still made and judged as
+    they were."""
     memory: dict[str, Any] = json.loads((checkpoint / STATE_FILE).read_text()) if checkpoint else {}
     if checkpoint and "core" not in memory:
         raise BadInput(f"--resume: {checkpoint} was written by an older version of outpace")
@@ -68,31 +77,38 @@ def past_of(run: Path, checkpoint: Path | None, settings: CoreSettings, order: O
     known = Past(checkpoint, state, memory.get("rng", {}))
     return replace(
         known,
-        survivors=_survivors(run / "journal", state, settings),
+        survivors=_survivors(run / "journal", state, settings, order, usable),
         evaluated=_newest_evaluated(run / "evals.jsonl", known.version),
     )
 
 
-def check_tasks(run: Path, tasks: Fingerprint, accept: bool) -> None:
-    """Refuse to go on with other tasks than those the run began with."""
+def same_making(run: Path, config: str) -> bool:
+    """Whether groups are still made and judged as the run's last start did, by its config and this one's, as TOML."""
+    before, now = tomllib.loads((run / CONFIG_FILE).read_text()), tomllib.loads(config)
+    return all(before.get(section) == now.get(section) for section in MAKING)
+
+
+def check_tasks(run: Path, tasks: Fingerprint, accept: bool) -> bool:
+    """Whether these are the tasks that the run began with. Others are refused, or accepted if there are as many."""
     file = run / TASKS_FILE
     if not file.exists():
-        return
+        return True
     before = msgspec.json.decode(file.read_bytes(), type=Fingerprint)
     changed = difference(before, tasks)
     if changed and before.count != tasks.count:
         raise BadInput(f"--resume: the tasks have changed: {changed}; a run keeps its tasks, so start another one")
     if changed and not accept:
         raise BadInput(f"--resume: the tasks have changed: {changed}; --tasks.changed accept goes on with them")
+    return changed is None
 
 
 def note_tasks(run: Path, tasks: Fingerprint) -> None:
     write_atomically(run / TASKS_FILE, msgspec.json.encode(tasks).decode())
 
 
-def _survivors(journal: Path, state: CoreState | None, settings: CoreSettings) -> Survivors:
+def _survivors(journal: Path, state: CoreState | None, settings: CoreSettings, order: Order, usable: bool) -> Survivors:
     rules = Rules.of(state, settings)
-    found = survey(journal) if journal.is_dir() else []
+    found = [each for each in survey(journal) if usable and _is_of(order, each.kept)] if journal.is_dir() else []
     by_group = {(each.kept.order.group, each.kept.order.position): each for each in found}
     chosen = survivors.choose((each.kept for each in found), rules)
     finished, pooled = (
@@ -100,8 +116,13 @@ def _survivors(journal: Path, state: CoreState | None, settings: CoreSettings) -
     )
     there = compact(journal, [*finished, *pooled]) if journal.is_dir() else []
     kept = [_at_its_place(each) for each in there]
-    recorded = _recorded(journal, kept, rules)
+    recorded = _recorded(journal, kept, rules, usable)
     return Survivors(tuple(kept[: len(finished)]), tuple(kept[len(finished) :]), recorded)
+
+
+def _is_of(order: Order, kept: Kept) -> bool:
+    """Whether its visit is of the task that stands there now."""
+    return order.task(kept.order.position) == (kept.order.epoch, kept.order.task)
 
 
 def _at_its_place(found: Found) -> Kept:
@@ -109,11 +130,11 @@ def _at_its_place(found: Found) -> Kept:
     return msgspec.structs.replace(found.kept, report=report)
 
 
-def _recorded(journal: Path, finished: list[Kept], rules: Rules) -> dict[int, Version]:
+def _recorded(journal: Path, finished: list[Kept], rules: Rules, usable: bool) -> dict[int, Version]:
     if not journal.is_dir():
         return {}
     stamps = {position: known.stamp for position, known in survey_turns(journal, rules.version).items()}
-    wanted = survivors.recorded(stamps, finished, rules)
+    wanted = survivors.recorded(stamps, finished, rules) if usable else {}
     prune_turns(journal, rules.version, wanted)
     return wanted
 

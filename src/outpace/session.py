@@ -3,8 +3,8 @@
     claim the run directory ─▶ start engine, learner and workers side by side ─▶ (resume) ─▶ drive ─▶ stop ─▶ summary
 
 Invariants
-- Nothing of an earlier run is touched before the parts are up and the checkpoint fits, but for what no start could use
-  any more in its journal: bad input costs nothing.
+- Nothing of an earlier run is touched before the parts are up and the checkpoint fits, but for what this start cannot
+  use of its journal, which can be made again: bad input costs nothing else.
 - However the run ends, children are stopped, scratch memory is removed and `summary.json` says how it ended.
 """
 
@@ -42,7 +42,7 @@ from outpace.pipeline.staff import Parts
 from outpace.pipeline.supervisor import SuperviseSettings
 from outpace.protocols import Engine, Learner, Worker
 from outpace.resources import countable_cores
-from outpace.resuming import Past, check_tasks, note_tasks, past_of
+from outpace.resuming import Past, check_tasks, note_tasks, past_of, same_making
 from outpace.runtime.inline import InlineRuntime
 from outpace.runtime.local import LocalRuntime
 from outpace.runtime.scratch import Scratch
@@ -114,7 +114,9 @@ class Session:
     def _farewell(self, steps: int) -> str:
         how = "train(resume=True)" if self._plan.code else f"outpace train --resume {self._log.dir}"
         kept = max(commit.steps(self._log.dir / CHECKPOINTS), default=0)
-        again = "" if kept == steps else f", from step {kept}, since a deterministic run repeats the rest exactly"
+        again = "" if kept == steps else f", from step {kept}"
+        if again and self._config.run.deterministic:
+            again += ", since a deterministic run repeats the rest exactly"
         return f"stopped after step {steps}; go on with: {how}{again}"
 
     async def _leave(self, recorder: Recorder, ended: Summary) -> None:
@@ -210,8 +212,10 @@ class Session:
     def _past(self, settings: CoreSettings, order: Order) -> Past:
         if not self._plan.resumes:
             return Past()
-        check_tasks(self._log.dir, self._plan.tasks, self._config.tasks.changed == "accept")
-        return past_of(self._log.dir, self._plan.checkpoint, settings, order, self._plan.tokenizer)
+        run = self._log.dir
+        same_tasks = check_tasks(run, self._plan.tasks, self._config.tasks.changed == "accept")
+        usable = same_tasks and same_making(run, dump_toml(self._config, self._plan.objects))
+        return past_of(run, self._plan.checkpoint, settings, order, self._plan.tokenizer, usable)
 
     def _open_log(self, recorder: Recorder, past: Past) -> None:
         """Nothing can be refused any more: from here on the directory is this run's."""

@@ -316,9 +316,9 @@ class EngineStats(msgspec.Struct, frozen=True):
     """Running totals of one engine since it started."""
 
     version: Version
-    running: int
+    running: int  # requests, those of an evaluation included
     waiting: int
-    tokens: int
+    tokens: int  # these three are of training rollouts only
     prefill_tokens: int
     steps: int
     busy_s: float  # seconds spent computing for training rollouts
@@ -326,6 +326,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     eval_busy_s: float
     slots: int
     threads: int
+    turns: int = 0  # of the compute thread, for training and evaluation alike: it gets on while this grows
 
 
 class LearnerStats(msgspec.Struct, frozen=True):

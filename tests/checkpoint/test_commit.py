@@ -88,8 +88,9 @@ def test_a_kill_between_any_two_system_calls_of_a_commit_leaves_a_complete_one(
     for state in states:
         newest = newest_complete(state)
         assert newest is not None
-        assert newest.name == "step-000002"
+        assert step_of(newest) == 2
         assert (newest / "model.safetensors").read_text() in ("replaced 2", "new 2")
+        clean(state)
         make(state, 3)
         assert names(state) == ["step-000001", "step-000002", "step-000003"]
 
@@ -136,8 +137,88 @@ def test_a_writer_killed_anywhere_leaves_the_newest_complete_one_intact(tmp_path
         f"{expected[1]} {expected[0]}",
     )
     make(tmp_path, 5)
+    clean(tmp_path)
     prune(tmp_path, keep=1, best=1)
     assert names(tmp_path) == ["step-000001", "step-000005"]
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_writer_that_died_is_in_nobodys_way(tmp_path: Path, step: int) -> None:
+    make(tmp_path, 1)
+    (begin(tmp_path, step) / "model.safetensors").write_text("half")
+    checkpoint = make(tmp_path, step, "whole")
+    assert verify(checkpoint).step == step
+    assert (checkpoint / "model.safetensors").read_text() == f"whole {step}"
+    clean(tmp_path)
+    assert names(tmp_path) == sorted({"step-000001", f"step-00000{step}"})
+
+
+def test_beginning_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is called on an event loop."""
+    make(tmp_path, 1)
+    begin(tmp_path, 2)
+    os.rename(tmp_path / "step-000001", tmp_path / ".removed-step-000001")
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: pytest.fail("this takes its time"))
+    begin(tmp_path, 2)
+    begin(tmp_path, 3)
+
+
+def test_a_reader_leaves_a_replacement_under_way_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(tmp_path, 1, "old")
+    seen: list[str] = []
+
+    def look(label: str) -> None:
+        if label == "commit.set_aside":
+            newest = newest_complete(tmp_path)
+            assert newest is not None
+            assert commits.of_step(tmp_path, 1) == newest
+            assert commits.steps(tmp_path) == [1]
+            seen.append((newest / "model.safetensors").read_text())
+
+    monkeypatch.setattr(commits.crash, "reached", look)
+    make(tmp_path, 1, "new")
+    assert seen == ["old 1"]
+    assert names(tmp_path) == ["step-000001"]
+    assert (tmp_path / "step-000001/model.safetensors").read_text() == "new 1"
+
+
+def test_what_cannot_be_removed_fails_no_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    make(tmp_path, 1, "old")
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "rmdir", refused)
+        disk.setattr(os, "unlink", refused)
+        assert verify(make(tmp_path, 1, "new")).step == 1
+    assert "cannot remove" in caplog.text
+    assert newest_complete(tmp_path) == tmp_path / "step-000001"
+    clean(tmp_path)
+    assert names(tmp_path) == ["step-000001"]
+
+
+def refused(*args: object, **options: object) -> None:
+    raise OSError(errno.EBUSY, "Device or resource busy")
+
+
+@pytest.mark.parametrize("replaces", [True, False])
+def test_a_name_that_may_not_last_is_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaces: bool
+) -> None:
+    make(tmp_path, 1, "old")
+    step = 1 if replaces else 2
+    synced = commits.sync
+
+    def fails_at_last(path: Path) -> None:
+        if path == tmp_path:
+            raise OSError(errno.EIO, "Input/output error")
+        synced(path)
+
+    with monkeypatch.context() as disk:
+        disk.setattr(commits, "sync", fails_at_last)
+        with pytest.raises(OSError, match="Input/output"):
+            make(tmp_path, step, "new")
+    assert names(tmp_path) == ["step-000001"]
+    assert (tmp_path / "step-000001/model.safetensors").read_text() == "old 1"
 
 
 def test_a_kill_in_the_middle_of_a_removal_never_leaves_half_a_checkpoint_with_a_name(
@@ -202,6 +283,16 @@ def test_a_checkpoint_that_cannot_be_read_falls_back_too(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(commits, "_crc32", broken)
     assert newest_complete(tmp_path) == tmp_path / "step-000001"
+
+
+def test_a_file_that_goes_while_it_is_looked_at_is_a_damage_like_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = make(tmp_path, 1)
+    monkeypatch.setattr(Path, "is_file", lambda path: True)
+    (checkpoint / "model.safetensors").unlink()
+    with pytest.raises(CorruptData, match=r"model\.safetensors cannot be read"):
+        verify(checkpoint)
 
 
 def test_a_manifest_cannot_name_files_elsewhere(tmp_path: Path) -> None:

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from outpace.checkpoint.entries import EntryFile
 from outpace.checkpoint.journal import JournalWriter, read
 from outpace.errors import CorruptData
 from outpace.types import Place
@@ -118,3 +120,35 @@ def test_threads_that_append_at_once_never_mix_their_records(tmp_path: Path, jou
     assert [read(tmp_path, place).group for place in places] == list(range(400))
     written = {path.name for path in tmp_path.iterdir()}
     assert written == {place.segment for place in places}, "no segment is made that holds nothing"
+
+
+def test_a_closed_writer_takes_nothing_more(tmp_path: Path, journal: OpenJournal) -> None:
+    writer = journal()
+    append(writer, 0)
+    writer.close()
+    with pytest.raises(ValueError, match="closed"):
+        append(writer, 1)
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.timeout(30)
+def test_closing_waits_for_an_append_on_another_thread(
+    tmp_path: Path, journal: OpenJournal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside, going_on, append_to = threading.Event(), threading.Event(), EntryFile.append
+
+    def slow(self: EntryFile, pieces: list[bytes]) -> Place:
+        inside.set()
+        assert going_on.wait(20)
+        return append_to(self, pieces)
+
+    monkeypatch.setattr(EntryFile, "append", slow)
+    writer = journal()
+    with ThreadPoolExecutor(2) as pool:
+        appended = pool.submit(append, writer, 0)
+        inside.wait(20)
+        closed = pool.submit(writer.close)
+        assert not closed.done()
+        going_on.set()
+        closed.result()
+        assert read(tmp_path, appended.result()).group == 0

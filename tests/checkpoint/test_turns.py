@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +19,15 @@ from outpace import crash
 from outpace.checkpoint import turn_log
 from outpace.checkpoint.entries import EntryFile
 from outpace.checkpoint.turn_log import TurnLog
-from outpace.checkpoint.turns import KIND, prune_turns, question, survey_turns
+from outpace.checkpoint.turns import (
+    KIND,
+    Shelf,
+    packed_answer,
+    prune_turns,
+    question,
+    read_answers,
+    survey_turns,
+)
 from outpace.types import Generation, GroupOrder, Sampling
 
 SAMPLING = Sampling(max_tokens=8, seed=5, stop_ids=[2], stop_strings=["x"])
@@ -218,8 +227,88 @@ def test_a_full_disk_costs_a_line_in_the_log_and_no_more(
     log.close_group(1)
     assert keys(log, 1) == [(0, 0)], "what was recorded before can still be read"
     assert [line.getMessage() for line in caplog.records if line.levelno >= logging.WARNING] == [
-        "answers of unfinished groups are not recorded any more: [Errno 28] No space left on device"
+        "answers of unfinished groups cannot be recorded: [Errno 28] No space left on device"
     ]
+
+
+def test_once_there_is_space_again_answers_are_recorded_again(
+    open_log: OpenLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = open_log()
+    record(log, 1, number=0)
+    log.find(0)
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "writev", lambda handle, pieces: os.write(handle, pieces[0]))
+        for number in (1, 2):
+            record(log, 1, number=number)
+        log.find(0)
+    caplog.clear()
+    record(log, 1, number=3)
+    assert keys(log, 1) == keys(open_log("w1"), 1) == [(0, 0), (0, 3)]
+    assert caplog.records == [], "nothing torn is left"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_damaged_answer_costs_no_others_when_files_are_tidied_up(open_log: OpenLog, tmp_path: Path) -> None:
+    log = open_log(spare_bytes=0)
+    record(log, 1)
+    record(log, 2)
+    log.find(0)
+    path = tmp_path / f"w0-00000.{KIND}"
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2 - 1] + b"?" + whole[len(whole) // 2 :])
+    record(log, 3)
+    record(log, 4)
+    for position in (3, 4):
+        log.close_group(position)
+    record(log, 5)
+    assert [keys(log, position) for position in (1, 2, 5)] == [[], [(0, 0)], [(0, 0)]]
+
+
+def test_a_name_is_never_given_twice(open_log: OpenLog) -> None:
+    writer, reader = open_log("w0", spare_bytes=0), open_log("w1")
+    record(writer, 7)
+    assert keys(writer, 7) == keys(reader, 7) == [(0, 0)]
+    writer.close_group(7)
+    writer.find(0)  # nothing is open: what was there is gone
+    record(writer, 8, number=5)
+    assert keys(writer, 8) == keys(reader, 8) == [(0, 5)]
+    assert keys(reader, 7) == []
+
+
+def test_what_lies_elsewhere_by_now_is_never_taken_for_what_was_there(
+    open_log: OpenLog, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = open_log()
+    record(log, 7)
+    log.find(0)
+    shelf = Shelf(tmp_path)
+    shelf.refresh()
+    (place, head), path = shelf.of(7)[0], tmp_path / f"w0-00000.{KIND}"
+    other = packed_answer(ordered(8), 0, 0, question(PROMPT, SAMPLING), answer(3))
+    assert sum(map(len, other)) == place.length
+    path.write_bytes(b"".join(other))
+    assert list(read_answers(tmp_path, [(place, head)])) == []
+    assert "asked for again" in caplog.text
+
+
+def test_a_file_that_took_the_name_of_another_is_read_from_its_beginning(open_log: OpenLog, tmp_path: Path) -> None:
+    log = open_log()
+    record(log, 7)
+    log.find(0)
+    shelf = Shelf(tmp_path)
+    shelf.refresh()
+    path = tmp_path / f"w0-00000.{KIND}"
+    (tmp_path / "other").write_bytes(b"".join(packed_answer(ordered(8), 0, 0, b"?" * 16, answer(3))))
+    os.rename(tmp_path / "other", path)
+    shelf.refresh()
+    assert shelf.positions() == [8]
+
+
+@pytest.mark.timeout(20)
+def test_a_file_that_is_never_there_does_not_hold_up_anybody(open_log: OpenLog, tmp_path: Path) -> None:
+    (tmp_path / f"w9-00000.{KIND}").symlink_to(tmp_path / "nowhere")
+    assert keys(open_log(), 7) == []
 
 
 def test_a_disk_that_does_not_keep_up_costs_answers_and_not_memory(
@@ -275,7 +364,7 @@ def test_a_survey_says_what_there_is_of_each_position(open_log: OpenLog, tmp_pat
     found = survey_turns(tmp_path)
     assert set(found) == {1, 2}
     one = found[1]
-    assert (one.stamp, one.oldest, one.newest, one.answers, one.tokens) == (3, 4, 7, 2, 5)
+    assert (one.stamp, one.newest, one.answers) == (3, 7, 2)
     assert survey_turns(tmp_path / "none") == {}
     assert {position: each.newest for position, each in survey_turns(tmp_path, newest=6).items()} == {1: 6}
 

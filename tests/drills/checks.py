@@ -94,8 +94,9 @@ def outcomes(batches: list[Line]) -> Counter[str]:
 
 def agreed(batches: list[Line], ledger: Mapping[str, Any], tasks: int) -> Iterator[str]:
     """The ledger of the newest checkpoint, against the lines."""
-    if ledger["trained_twice"]:
-        yield f"outpace ledger: trained twice: {ledger['trained_twice'][:5]}"
+    for complaint in ("twice", "never"):
+        if ledger[complaint]:
+            yield f"outpace ledger: {complaint}: {ledger[complaint][:5]}"
     if ledger["version"] != (steps := len(trained(batches))):
         yield f"outpace ledger is of version {ledger['version']}, {steps} steps were trained"
         return

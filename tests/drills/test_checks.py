@@ -104,7 +104,7 @@ def test_without_a_number_of_epochs_only_those_that_have_ended_must_be_whole() -
 
 def test_a_ledger_that_says_something_else_than_the_lines_is_found() -> None:
     told = {"trained": 2, "filtered": 0, "failed": 1, "dropped": 0, "skipped": 0}
-    ledger = {"version": 3, "trained_twice": [], "epochs": [{"epoch": 0, **told}, {"epoch": 1, **told}]}
+    ledger = {"version": 3, "twice": [], "never": [], "epochs": [{"epoch": 0, **told}, {"epoch": 1, **told}]}
     found = list(checks.agreed(a_run(), ledger, tasks=3))
     assert found == [
         "epoch 1: the ledger has 0 filtered, the lines 1",

@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from outpace.engines.embedded import EmbeddedEngine
+from outpace.engines.request import Done
 from outpace.errors import CorruptData, OutpaceError, PartFailed, RequestFailed
 from outpace.protocols import Engine
 from outpace.runtime.rpc import Channel, close_proxy, proxy, serve
@@ -200,6 +201,40 @@ async def test_one_name_cannot_be_under_way_twice(model_of: Models, prompts: Pro
         with pytest.raises(RequestFailed, match="already under way"):
             await generate(engine, "x", prompts(5)[0])
         assert len((await request).tokens) == 50
+
+
+async def test_who_asks_again_under_a_name_gets_an_answer_of_its_own(
+    model_of: Models, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with engine_of(model_of("llama")) as engine:
+        turn, may_turn = engine._main.advance, threading.Semaphore(0)
+
+        def advance() -> list[Done]:
+            may_turn.acquire()
+            return turn()
+
+        monkeypatch.setattr(engine._main, "advance", advance)
+        given_up = asyncio.create_task(generate(engine, "x", prompts(5)[0], 50))
+        may_turn.release(2)
+        await until_running(engine, 2)
+        given_up.cancel()  # amid a turn, so what becomes of it is told after the same was asked again
+        await asyncio.gather(given_up, return_exceptions=True)
+        again = asyncio.create_task(generate(engine, "x", prompts(5)[0], 6))
+        await asyncio.sleep(0)
+        may_turn.release(100)
+        answer = await again
+        assert (answer.stop, len(answer.tokens)) == ("length", 6)
+        assert (await engine.stats()).running == 0
+        assert len(engine._submissions) == 0
+
+
+async def test_an_abort_ends_the_newest_request_of_its_name(model_of: Models, prompts: Prompts) -> None:
+    async with engine_of(model_of("llama")) as engine:
+        for _ in range(2):
+            request = asyncio.create_task(generate(engine, "x", prompts(5)[0], 85))
+            await asyncio.sleep(0)
+            await engine.abort(["x", "unknown"])
+            assert (await request).stop == "aborted"
 
 
 async def test_a_broken_compute_thread_fails_everything_pending_and_everything_later(

@@ -16,6 +16,7 @@ from transformers import LlamaForCausalLM
 
 from outpace.checkpoint.journal import JournalWriter
 from outpace.errors import OutpaceError
+from outpace.learn import bad_steps
 from outpace.learn.bad_steps import LIMIT
 from outpace.learn.learner import LearnerSettings, TorchLearner
 from outpace.types import GroupRecord, Place, Row
@@ -118,3 +119,21 @@ async def test_failing_to_keep_them_does_not_fail_the_run(
     report = await learner.step(0)
     assert report.skipped
     assert "faults/kept_groups" not in report.metrics
+
+
+@pytest.mark.parametrize("error", [ValueError("a dtype nobody foresaw"), KeyError("F4"), MemoryError()])
+async def test_nor_does_whatever_else_goes_wrong_there(
+    make_learner: Callable[..., TorchLearner],
+    places: dict[str, Place],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
+) -> None:
+    def fails(path: Path, tensors: object) -> None:
+        raise error
+
+    monkeypatch.setattr(bad_steps, "write_tensors", fails)
+    learner = make_learner()
+    await learner.chunk(0, [places["bad"]])
+    assert (await learner.step(0)).skipped
+    assert "were not kept" in caplog.text

@@ -5,7 +5,7 @@ import torch
 from safetensors import safe_open
 
 from outpace.errors import CorruptData
-from outpace.learn.tensor_file import load_tensors, write_bytes, write_tensors
+from outpace.learn.tensor_file import load_tensors, write_tensors
 
 
 def test_what_is_written_is_what_is_loaded(tmp_path: Path) -> None:
@@ -45,5 +45,3 @@ def test_a_full_disk_is_an_error_of_the_system(tmp_path: Path) -> None:
     (tmp_path / "file").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left"):
         write_tensors(tmp_path / "file", {"a": torch.zeros(100_000)})
-    with pytest.raises(OSError, match="No space left"):
-        write_bytes(tmp_path / "file", b"{}")

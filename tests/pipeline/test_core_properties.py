@@ -27,8 +27,10 @@ from simulated import (
 from outpace.pipeline.core import CoreSettings
 from outpace.pipeline.difficulty import DifficultySettings
 from outpace.pipeline.events import (
+    Account,
     Admit,
     Checkpoint,
+    CloseBatch,
     EpochEnded,
     EpochStarted,
     Evaluate,
@@ -40,6 +42,7 @@ from outpace.pipeline.events import (
 )
 from outpace.pipeline.governor import GovernorSettings
 from outpace.pipeline.replay import ReplaySettings
+from outpace.pipeline.state import state_of
 
 seeds = st.integers(0, 2**31)
 governors = st.builds(
@@ -315,6 +318,50 @@ def test_a_run_stopped_anywhere_and_resumed_visits_every_task_once_per_epoch(
     assert len(visits) == len(set(visits)) == core.counts["trained"]
     outcomes = ("trained", "filtered", "failed", "skipped")
     assert sum(core.counts[outcome] for outcome in outcomes) == 3 * settings.tasks
+
+
+@given(any_settings(deterministic=True), st.integers(1, 100), seeds, seeds)
+@examples(max_examples=100, deadline=None)
+def test_in_lockstep_a_run_stopped_anywhere_and_resumed_trains_what_the_uninterrupted_one_does(
+    settings: CoreSettings, moment: int, content: int, timing: int
+) -> None:
+    fate = fate_of(content, filtered=0.3, failed=0.1)
+    whole = Simulation(core_of(settings), steady(), fate).run()
+    stopped = Simulation(core_of(settings), erratic(timing), fate, seed=timing)
+    stopped.run(until=lambda trace: len(trace.actions) >= moment)
+    stopped.tell(StopRequested())
+    first = stopped.run()
+    checkpoint = first.checkpoints[-1] if first.checkpoints else None
+    core = resume(settings, checkpoint) if checkpoint else core_of(settings)
+    begun = checkpoint.version if checkpoint else 0
+    rest = Simulation(core, erratic(timing + 1), fate, seed=timing).run()
+    again = [item for item in first.assignments if item[0] < begun] + rest.assignments
+    assert again == whole.assignments
+
+
+@given(any_settings(), st.integers(1, 150), seeds)
+@examples(max_examples=100, deadline=None)
+def test_what_a_checkpoint_has_settled_is_on_record_before_it(settings: CoreSettings, moment: int, seed: int) -> None:
+    settings = replace(settings, checkpoint_every=2)
+    simulation = Simulation(core_of(settings), erratic(seed), fate_of(seed, 0.25, 0.1), seed=seed)
+    simulation.run(until=lambda trace: len(trace.actions) >= moment)
+    simulation.tell(StopRequested())
+    recorded = named = 0
+    for action in simulation.run().actions:
+        match action:
+            case Settle():
+                named += 1
+            case Account(settled=settled):
+                recorded = settled
+            case CloseBatch(groups=groups):
+                named += len(groups)
+            case Checkpoint():
+                ledger = state_of(action.state).ledger
+                counted = [*ledger.epochs, ledger.earlier]
+                assert sum(tally.settled for tally in counted) == recorded
+            case _:
+                pass
+    assert recorded <= named, "nothing is counted that was not named"
 
 
 def visits_trained(trace: Trace, before: Checkpoint | None = None) -> list[tuple[int, int]]:

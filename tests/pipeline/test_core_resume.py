@@ -16,8 +16,11 @@ from outpace.pipeline.events import (
     BatchTrained,
     Checkpoint,
     ChunkTrained,
+    EngineJoined,
     EngineLoaded,
+    EngineLost,
     Evaluate,
+    EvaluationDone,
     Finish,
     LoadWeights,
     Publish,
@@ -101,11 +104,27 @@ def test_a_resumed_run_issues_open_tasks_first_under_new_group_numbers() -> None
     ]  # fmt: skip
 
 
+def test_an_engine_that_dies_in_the_last_evaluation_is_loaded_again() -> None:
+    script = started(replace(SMALL, steps=1, max_lag=0, eval_enabled=True))
+    script.tell(EvaluationDone(0))
+    script.train(0, 1)
+    assert script.tell(Published(1)) == [Evaluate(1)]
+    assert script.tell(EngineLost("e0")) == []
+    assert script.tell(EngineJoined("e0")) == [LoadWeights("e0", 1)]
+
+
+def test_in_lockstep_evaluations_that_pile_up_hold_the_engines_back() -> None:
+    settings = replace(SMALL, deterministic=True, max_lag=0, steps=None, eval_every=1, eval_enabled=True)
+    simulation = Simulation(core_of(settings), steady(evaluate=1e9))
+    trace = simulation.run(until=lambda trace: len(trace.of(Evaluate)) == 2)  # the first one takes very long
+    assert 2 <= len(trace.batches) <= 5
+
+
 def test_a_finished_run_that_is_resumed_only_evaluates_and_ends() -> None:
     settings = replace(SMALL, steps=2, eval_enabled=True)
     trace = Simulation(core_of(settings), steady()).run()
     again = Simulation(resume(settings, trace.checkpoints[-1]), steady()).run()
-    assert again.actions == [Publish(2), Evaluate(2), Finish("done")]
+    assert again.actions == [Publish(2), LoadWeights("e0", 2), Evaluate(2), Finish("done")]
 
 
 def test_a_finished_run_that_is_given_more_steps_goes_on() -> None:

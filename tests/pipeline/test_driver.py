@@ -88,6 +88,7 @@ class FakeEngine:
         self.version = 0
         self.corrupt = 0  # so many loads fail their checksums
         self.pinned: list[int] = []
+        self.running = self.turns = 0
 
     async def load(self, manifest: Manifest, pinned: bool) -> LoadReport:
         if self.corrupt:
@@ -103,7 +104,8 @@ class FakeEngine:
         self.pinned.append(-1)
 
     async def stats(self) -> EngineStats:
-        return EngineStats(self.version, 0, 0, 0, 0, 0, 0.0, 0.0, 0.0, 8, 1)
+        self.turns += not self.pinned or self.pinned[-1] == -1  # while it evaluates, the test says whether it gets on
+        return EngineStats(self.version, self.running, 0, 0, 0, 0, 0.0, 0.0, 0.0, 8, 1, self.turns)
 
     async def abort(self, request_ids: list[str]) -> None: ...
 
@@ -147,8 +149,12 @@ class FakeRuntime:
         self.killed: list[str] = []
         self.silent: set[str] = set()
         self.revived = asyncio.Event()
+        self.refusals = 0
 
     async def restart(self, name: str) -> None:
+        if self.refusals:
+            self.refusals -= 1
+            raise BlockingIOError("no more processes")
         self.restarted.append(name)
         self.revived.set()
 
@@ -455,6 +461,42 @@ async def test_a_part_that_gives_no_sign_of_life_is_killed_and_replaced(rig: Rig
     rig.worker.behave = fall_silent
     assert await rig.run() == "done"
     assert rig.runtime.killed == rig.runtime.restarted == ["worker-0"]
+
+
+async def test_a_part_whose_connection_is_gone_but_not_its_process_is_found_silent_and_replaced(rig: Rig) -> None:
+    async def hang_up(order: GroupOrder) -> None:
+        if order.group == 5 and not order.heldout and not rig.runtime.killed:
+            rig.runtime.silent.add("worker-0")
+            raise PartLost("worker-0", "closed its connection")
+
+    rig.worker.behave = hang_up
+    assert await rig.run() == "done"
+    assert rig.runtime.killed == rig.runtime.restarted == ["worker-0"]
+
+
+async def test_a_restart_for_which_there_is_no_process_to_be_had_is_tried_again(rig: Rig) -> None:
+    async def die_once(order: GroupOrder) -> None:
+        if order.group == 5 and not order.recorded:
+            rig.runtime.refusals = 1
+            rig.runtime.deaths.put_nowait(PartLost("worker-0", "was killed by SIGKILL"))
+            raise PartLost("worker-0", "closed its connection")
+
+    rig.worker.behave = die_once
+    assert await rig.run() == "done"
+    assert (rig.runtime.refusals, rig.runtime.restarted) == (0, ["worker-0"])
+
+
+async def test_an_engine_that_evaluates_for_long_is_not_silent(rig: Rig) -> None:
+    async def take_your_time(order: GroupOrder) -> None:
+        if order.heldout:
+            for _ in range(10):
+                rig.engine.turns += 1
+                await asyncio.sleep(0.01)
+
+    rig.worker.behave = take_your_time
+    rig.engine.running = 1
+    assert await rig.run() == "done"
+    assert rig.runtime.killed == []
 
 
 async def test_a_checkpoint_that_cannot_be_written_costs_the_run_nothing_unless_it_is_the_last(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from outpace.pipeline import ledger as module
-from outpace.pipeline.account import _trained_twice
+from outpace.pipeline.account import _ends
 from outpace.pipeline.ledger import Ledger, LedgerState, by_epoch
 
 
@@ -137,12 +137,16 @@ def test_a_skipped_visit_is_accounted_for_and_ends_its_epoch() -> None:
     assert by_epoch(2, ledger.state())[0]["planned"] == 0
 
 
-def test_a_replayed_group_is_not_trained_twice(tmp_path: Path) -> None:
-    visit, other = {"task_id": "a", "epoch": 0}, {"task_id": "b", "epoch": 0}
+def test_the_records_of_a_run_are_searched_for_visits_that_ended_twice(tmp_path: Path) -> None:
+    def entry(task: int, **more: object) -> dict[str, object]:
+        return {"task": task, "epoch": 0, **more}
+
     lines = [
-        {"version": 0, "groups": [visit, other]},
-        {"version": 1, "groups": [{"task_id": "a", "epoch": 1}, {**visit, "replay": True}]},
-        {"version": 2, "groups": [other]},
+        {"step": 1, "groups": [entry(0), entry(1)], "settled": [entry(2, outcome="failed")], "accounted": 3},
+        {"step": 2, "groups": [entry(1), entry(0, replay=True)], "settled": [entry(3)], "accounted": 5},
+        {"step": 2, "groups": [], "settled": [entry(2)], "accounted": 6},  # after the checkpoint, like all that follows
+        {"step": 3, "groups": [entry(0)], "accounted": 7},
     ]
     (tmp_path / "batches.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert _trained_twice(tmp_path / "batches.jsonl", version=3) == ["epoch 0: b"]
+    ends = _ends(tmp_path / "batches.jsonl", version=2, accounted=5)
+    assert ends == {(0, 0): 1, (0, 1): 2, (0, 2): 1, (0, 3): 1}

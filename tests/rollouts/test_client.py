@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from outpace.engines.noise import request_seed
-from outpace.errors import RequestFailed
+from outpace.errors import PartLost, RequestFailed
 from outpace.models.chat import render
 from outpace.models.dialect import TemplateDialect
 from outpace.rollouts.policy.client import PolicyClient
@@ -301,3 +301,31 @@ async def test_the_stop_reason_is_that_of_the_newest_answer(make_engine: Any, ma
     client = make_client(engine)
     await client.sample("hi")
     assert client.stop == "length"
+
+
+@pytest.mark.parametrize(
+    "trouble", [PartLost("engine-0", "closed its connection"), RequestFailed("it was closed"), None]
+)
+async def test_giving_up_is_no_failure_whatever_has_become_of_the_engine(
+    trouble: Exception | None, make_engine: Any, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def abort(_: list[str]) -> None:
+        if trouble is None:
+            await asyncio.Event().wait()  # it hangs, or is down and may be back some time
+        else:
+            raise trouble
+
+    monkeypatch.setattr("outpace.rollouts.policy.requests.ABORT_GRACE_S", 0.01)
+    engine = make_engine([None, None])
+    engine.abort = abort
+    client = make_client(engine)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await client.sample("hi")
+    left = asyncio.create_task(client.sample("hi"))
+    await asyncio.sleep(0)
+    async with asyncio.timeout(10):
+        await client.abandon()
+        await asyncio.gather(left, return_exceptions=True)
+    assert left.cancelled()
+    assert client.abandoned == 0

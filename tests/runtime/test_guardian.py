@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from outpace.runtime import guardian_child
+from outpace.runtime.guardian import Guardian
 from outpace.runtime.local import LocalRuntime
 from outpace.runtime.scratch import Scratch
 from runtime_support import ENVIRONMENT, start_toy
@@ -96,8 +97,6 @@ def test_after_sigkill_of_the_controller_no_process_and_no_directory_is_left(
 
 def test_after_a_normal_end_neither_is_a_guardian(controller: subprocess.Popen[str]) -> None:
     family, guardian, directories = told_by(controller)
-    for program in family[2:]:
-        program.kill()
     controller.communicate("\n")
     assert gone([*family, guardian])
     assert not any(directory.exists() for directory in directories)
@@ -118,7 +117,17 @@ def test_where_the_guardian_was_killed_too_the_next_run_removes_what_is_left(
     assert not directories[0].exists()
 
 
-async def test_what_a_dead_part_had_started_ends_with_it_and_nothing_else(tmp_path: Path) -> None:
+@pytest.fixture
+def bystander() -> Any:
+    """A program of the user's own that happens to run."""
+    with subprocess.Popen(["sleep", "60"]) as process:
+        yield process
+        process.kill()
+
+
+async def test_what_a_dead_part_had_started_ends_with_it_and_nothing_else(
+    tmp_path: Path, bystander: subprocess.Popen[bytes]
+) -> None:
     scratch = Scratch(tmp_path)
     runtime = LocalRuntime(tmp_path / "logs", guardian=scratch.guardian)
     toys = [await start_toy(runtime, name) for name in ("one", "two")]
@@ -130,8 +139,9 @@ async def test_what_a_dead_part_had_started_ends_with_it_and_nothing_else(tmp_pa
     await runtime.restart("one")
     assert await toys[0].attempt() == 1
     await runtime.stop()
-    programs[1].kill()
-    scratch.remove()
+    await asyncio.to_thread(scratch.remove)
+    assert gone(programs), "what the others had started ends with the run"
+    assert bystander.poll() is None
 
 
 EARLY_DEATH = """
@@ -182,8 +192,48 @@ def test_nothing_but_its_own_directory_is_touched_where_it_cannot_be_removed_or_
     assert [stat.S_IMODE(place.stat().st_mode) for place in (shared, elsewhere)] == [0o1777, 0o755]
 
 
-def test_a_number_that_belongs_to_another_process_by_now_is_left_alone() -> None:
-    bystander = subprocess.Popen(["sleep", "60"])
+def test_a_directory_that_becomes_a_link_at_the_wrong_moment_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere, ours = tmp_path / "elsewhere", tmp_path / "ours"
+    (elsewhere / "below").mkdir(parents=True)
+    (ours / "inner").mkdir(parents=True)
+    allow = guardian_child._allow
+
+    def allow_after_a_swap(name: str, within: int | None) -> None:
+        if name == "inner":
+            (ours / "inner").rmdir()
+            (ours / "inner").symlink_to(elsewhere)
+        allow(name, within)
+
+    monkeypatch.setattr(guardian_child, "_allow", allow_after_a_swap)
+    places = [elsewhere, elsewhere / "below"]
+    for place in places:
+        place.chmod(0o755)
+    guardian_child._open_up(str(ours))
+    assert (ours / "inner").is_symlink()
+    assert [stat.S_IMODE(place.stat().st_mode) for place in places] == [0o755, 0o755]
+
+
+@pytest.mark.parametrize("has_ended", [True, False])
+def test_the_number_of_a_part_that_has_ended_is_forgotten(has_ended: bool, bystander: subprocess.Popen[bytes]) -> None:
+    guardian = Guardian([])
+    mark = guardian.new_mark()
+    guardian.watch(mark, bystander.pid)
+    if has_ended:
+        guardian.sweep(mark)
+    guardian.dismiss()
+    assert (bystander.poll() is None) == has_ended
+
+
+def test_no_two_processes_share_a_mark() -> None:
+    guardian = Guardian([])
+    marks = [guardian.new_mark() for _ in range(12)]
+    guardian.dismiss()
+    assert not any(one in other for one in marks for other in marks if one is not other)
+
+
+def test_a_number_that_belongs_to_another_process_by_now_is_left_alone(bystander: subprocess.Popen[bytes]) -> None:
     guardian_child.end({bystander.pid: "long ago"}, "nobody's mark")
     assert bystander.poll() is None
     guardian_child.end({bystander.pid: guardian_child.start_of(bystander.pid)}, "nobody's mark")

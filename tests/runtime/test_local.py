@@ -168,3 +168,56 @@ async def test_stop_leaves_no_process_whatever_state_it_is_in(
     assert not any(process.is_running() for process in processes)
     with pytest.raises(PartFailed):
         await blocked
+
+
+@pytest.mark.parametrize("in_its_place", [None, "a directory"])
+async def test_a_death_is_told_even_where_the_log_has_gone(
+    in_its_place: str | None, runtime: LocalRuntime, tmp_path: Path
+) -> None:
+    await start_toy(runtime)
+    log = tmp_path / "logs" / "toy.log"
+    log.unlink()
+    if in_its_place:
+        log.mkdir()
+    assert "says nothing" in await runtime.dump()
+    await runtime.kill("toy")
+    death = await runtime.deaths.get()
+    assert (death.message, death.remote_traceback) == ("was killed by SIGKILL", "")
+
+
+async def test_a_part_that_cannot_be_watched_any_more_is_a_dead_one(
+    runtime: LocalRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def ended(_: object) -> PartLost:
+        raise ValueError("somebody else has asked for it")
+
+    with monkeypatch.context() as broken:
+        broken.setattr("outpace.runtime.process.PartProcess.ended", ended)
+        toy = await start_toy(runtime)
+        death = await runtime.deaths.get()
+    assert isinstance(death, PartLost)
+    assert "could not be watched: ValueError: somebody else has asked for it" in str(death)
+    await runtime.restart("toy")
+    assert await toy.attempt() == 1
+
+
+async def test_a_restart_that_fails_in_the_part_itself_can_be_tried_at_once(
+    runtime: LocalRuntime, tmp_path: Path
+) -> None:
+    await start_toy(runtime, settings={"builds": str(tmp_path / "once")})
+    await runtime.kill("toy")
+    await runtime.deaths.get()
+    for _ in range(2):
+        with pytest.raises(PartFailed, match="FileExistsError"):
+            await runtime.restart("toy")
+
+
+async def test_a_part_that_does_not_end_cannot_be_started_again(
+    runtime: LocalRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toy = await start_toy(runtime)
+    with monkeypatch.context() as impatient:
+        impatient.setattr("outpace.runtime.process.STOP_DEADLINE_S", 0.01)
+        with pytest.raises(PartFailed, match="is still running"):
+            await runtime.restart("toy")
+    assert await toy.attempt() == 0

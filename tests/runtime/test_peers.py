@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from outpace.errors import PartFailed, PartLost
 from outpace.runtime.local import LocalRuntime
 from outpace.runtime.peers import peer
-from outpace.runtime.rpc import close_proxy
+from outpace.runtime.rpc import Channel, close_proxy
+from outpace.runtime.sockets import connect
 from runtime_support import Toy, start_toy
 
 pytestmark = pytest.mark.timeout(60)
@@ -74,3 +77,41 @@ async def test_a_part_finds_its_restarted_peer_and_a_restarted_part_its_peers(
         await runtime.deaths.get()
         await runtime.restart(name)
         assert await worker.ask_peer() == await engine.pid()
+
+
+async def test_a_lack_of_descriptors_passes(
+    runtime: LocalRuntime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = f"{tmp_path}/s"
+    await start_toy(runtime, listen=path, token="t")
+    remote = await peer(Toy, path, "t", "toy")
+    troubles = [OSError(errno.EMFILE, "too many open files")] * 2
+
+    async def troubled(*args: Any, **options: Any) -> Channel:
+        if troubles:
+            raise troubles.pop()
+        return await connect(*args, **options)
+
+    monkeypatch.setattr("outpace.runtime.peers.TROUBLE_PAUSE_S", 0)
+    monkeypatch.setattr("outpace.runtime.peers.connect", troubled)
+    await lost(runtime, "toy", remote)
+    await runtime.restart("toy")
+    assert await remote.attempt() == 1
+    assert not troubles
+    close_proxy(remote)
+
+
+async def test_whoever_waits_for_a_peer_hears_that_it_cannot_be_called(
+    runtime: LocalRuntime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(*_: Any, **__: Any) -> Channel:
+        raise ValueError("no way to it")
+
+    path = f"{tmp_path}/s"
+    await start_toy(runtime, listen=path, token="t")
+    remote = await peer(Toy, path, "t", "toy")
+    monkeypatch.setattr("outpace.runtime.peers.connect", broken)
+    await lost(runtime, "toy", remote)
+    with pytest.raises(PartFailed, match="cannot be called again: ValueError: no way to it"):
+        await remote.pid()
+    close_proxy(remote)

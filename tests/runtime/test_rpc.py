@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 from collections.abc import AsyncIterator
 from typing import Protocol
@@ -167,3 +168,36 @@ async def test_noise_at_a_socket_does_not_disturb_the_others(tmp_path: object, n
 async def test_a_peer_that_never_listens_is_given_up(tmp_path: object) -> None:
     with pytest.raises(errors.PartFailed, match=r"did not listen within 0\.01 s"):
         await connect(f"{tmp_path}/nobody.sock", "token", deadline_s=0.01)
+
+
+@pytest.mark.parametrize(
+    ("trouble", "kind"),
+    [(OSError(errno.EIO, "input/output error"), errors.PartLost), (MemoryError(), errors.PartFailed)],
+)
+@pytest.mark.timeout(10)
+async def test_calls_do_not_wait_for_replies_that_nobody_can_read(
+    trouble: Exception, kind: type[errors.PartFailed], ends: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    near, _ = ends
+    remote = proxy(Shop, near, "shop")
+    call = asyncio.create_task(remote.wait())
+    await asyncio.sleep(0)
+    near._reader.set_exception(trouble)
+    for asked in (call, remote.wait()):
+        with pytest.raises(errors.PartFailed) as caught:
+            await asked
+        assert type(caught.value) is kind
+    close_proxy(remote)
+
+
+@pytest.mark.timeout(10)
+async def test_an_answer_that_is_too_long_is_a_failure(
+    shop: tuple[Shop, RealShop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote, real = shop
+    monkeypatch.setattr(wire, "MAX_FRAME", 10_000)
+    with monkeypatch.context() as talkative:
+        talkative.setattr(real, "double", lambda values: real.place("a" * 10_000, 0))
+        with pytest.raises(errors.PartFailed, match="longer than 10000"):
+            await remote.double(np.array([1], dtype=np.int32))
+    assert await remote.place("a", 3) == Place("a", 3, 0)

@@ -4,12 +4,15 @@ A checkpoint is written into a hidden temporary directory and becomes `step-0001
 in it has reached the disk and `manifest.json` lists every file with its size and CRC-32.
 
 Invariants
-- A directory named `step-…` was whole when it got its name. What a kill leaves behind has another name, is never
-  chosen, and is cleaned by the next `begin`.
+- A directory named `step-…` was whole when it got its name. What a kill leaves behind has another name, and goes with
+  the next `clean`.
+- A checkpoint that makes way for another one of its step is called `.replaced-step-…` until that has its name: there is
+  a whole one to be found at any moment.
 - `newest_complete` checks every byte, and falls back to the newest one that passes.
 - A complete checkpoint is removed only while a newer complete one stays, and loses its name before its first file.
+- One process writes, and only it changes anything; whoever reads only looks, also while a run is at it.
 
-Everything here blocks on the disk: call it off the event loop.
+Everything here but `begin` blocks on the disk: call it off the event loop.
 """
 
 from __future__ import annotations
@@ -18,15 +21,17 @@ import logging
 import os
 import re
 import shutil
+import tempfile
 import zlib
 from pathlib import Path, PurePosixPath
 
 import msgspec
 
 from outpace import crash
+from outpace.checkpoint.durable import sync
 from outpace.errors import CorruptData
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 _STEP = re.compile(r"step-(\d{6,})")
@@ -51,11 +56,12 @@ class CheckpointManifest(msgspec.Struct, frozen=True):
 
 
 def begin(root: str | Path, step: int) -> Path:
-    """An empty directory to write the checkpoint of `step` into. Cleans what killed writers left."""
+    """An empty directory to write the checkpoint of `step` into. Takes no time: nothing is removed here."""
     root = Path(root)
     root.mkdir(parents=True, exist_ok=True)
-    clean(root)
     temporary = root / f"{_UNFINISHED}{_name(step)}"
+    if temporary.exists():  # its writer was killed
+        _set_apart(temporary)
     temporary.mkdir()
     crash.reached("commit.begin")
     return temporary
@@ -63,20 +69,18 @@ def begin(root: str | Path, step: int) -> Path:
 
 def commit(temporary: Path) -> Path:
     """Make it a checkpoint, or raise and leave nothing of it; complete ones stay whatever happens."""
-    target = temporary.parent / temporary.name.removeprefix(_UNFINISHED)
+    root, target = temporary.parent, temporary.parent / temporary.name.removeprefix(_UNFINISHED)
     try:
         _complete(temporary, step_of(target))
         crash.reached("commit.before_rename")
-        replaced = _set_aside(target)
-        os.rename(temporary, target)
-        _sync(target.parent)
+        _settle_replaced(root)
+        _give_name(temporary, target)
     except BaseException:
         discard(temporary)
-        _restore_replaced(temporary.parent)
+        _settle_replaced(root)
         raise
     crash.reached("commit.after_rename")
-    if replaced is not None:
-        shutil.rmtree(replaced)
+    _settle_replaced(root)
     return target
 
 
@@ -86,9 +90,21 @@ def _complete(temporary: Path, step: int) -> None:
     crash.reached("commit.before_manifest")
     manifest = CheckpointManifest(step=step, files=entries)
     (temporary / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
-    _sync(temporary / MANIFEST)
+    sync(temporary / MANIFEST)
     for folder in [path for path in temporary.rglob("*") if path.is_dir()] + [temporary]:
-        _sync(folder)
+        sync(folder)
+
+
+def _give_name(temporary: Path, target: Path) -> None:
+    if target.exists():
+        os.rename(target, _aside(target))
+        crash.reached("commit.set_aside")
+    os.rename(temporary, target)
+    try:
+        sync(target.parent)
+    except OSError:
+        os.rename(target, temporary)  # a name that may be gone with the power is none to rely on
+        raise
 
 
 def discard(temporary: Path) -> None:
@@ -98,12 +114,12 @@ def discard(temporary: Path) -> None:
 
 def clean(root: str | Path) -> None:
     """Remove what killed writers left behind. One writer per directory: nobody else's work is in there."""
-    _restore_replaced(Path(root))
-    for path in Path(root).glob(f"{_REMOVED}*"):
-        shutil.rmtree(path)
+    _settle_replaced(Path(root))
     for path in Path(root).glob(f"{_UNFINISHED}*"):
-        logger.warning("removing %s: its writer did not finish", path)
-        shutil.rmtree(path)
+        log.warning("removing %s: its writer did not finish", path)
+        _erase(path)
+    for path in Path(root).glob(f"{_REMOVED}*"):
+        _erase(path)
 
 
 def prune(root: str | Path, keep: int, best: int | None = None) -> list[Path]:
@@ -119,7 +135,10 @@ def prune(root: str | Path, keep: int, best: int | None = None) -> list[Path]:
         whole += is_whole
         is_wanted = is_whole and (whole <= keep or step_of(path) == best)
         if whole and not is_wanted:
-            _remove(path)
+            nameless = _set_apart(path)
+            sync(nameless.parent)
+            crash.reached("prune.middle")
+            _erase(nameless)
             removed.append(path)
     return removed
 
@@ -129,15 +148,11 @@ def prune(root: str | Path, keep: int, best: int | None = None) -> list[Path]:
 
 def newest_complete(root: str | Path) -> Path | None:
     """The newest checkpoint whose every byte is as it was written; None if there is none."""
-    root = Path(root)
-    if not root.is_dir():
-        return None
-    _restore_replaced(root)
-    for path in _newest_first(root):
+    for path in _newest_first(Path(root)):
         try:
             verify(path)
         except CorruptData as error:
-            logger.warning("checkpoint %s is not complete (%s); trying the one before", path, error)
+            log.warning("checkpoint %s is not complete (%s); trying the one before", path, error)
         else:
             return path
     return None
@@ -148,11 +163,10 @@ def verify(checkpoint: str | Path) -> CheckpointManifest:
     checkpoint = Path(checkpoint)
     manifest = read_manifest(checkpoint)
     for entry in manifest.files:
-        path = checkpoint / entry.path
-        if not path.is_file() or path.stat().st_size != entry.size:
-            raise CorruptData(f"{entry.path} is missing or has another size")
         try:
-            found = _crc32(path)
+            if not _has_size(checkpoint, entry):
+                raise CorruptData(f"{entry.path} is missing or has another size")
+            found = _crc32(checkpoint / entry.path)
         except OSError as error:  # a broken disk, or another process that has just removed it
             raise CorruptData(f"{entry.path} cannot be read: {error}") from None
         if found != entry.crc32:
@@ -173,16 +187,18 @@ def read_manifest(checkpoint: str | Path) -> CheckpointManifest:
 
 
 def step_of(checkpoint: str | Path) -> int:
-    return _step_of(Path(checkpoint).name)
+    return _step_of(Path(checkpoint).name.removeprefix(_REPLACED))
 
 
 def steps(root: str | Path) -> list[int]:
     """Of all checkpoints, the newest first; whether they are whole is another question."""
-    return [step_of(path) for path in _newest_first(Path(root))] if Path(root).is_dir() else []
+    return [step_of(path) for path in _newest_first(Path(root))]
 
 
 def of_step(root: str | Path, step: int) -> Path:
-    return Path(root) / _name(step)
+    """Where that checkpoint lies, if there is one."""
+    path = Path(root) / _name(step)
+    return _aside(path) if not path.exists() and _aside(path).exists() else path
 
 
 # ------------------------------------------------------------------------------------------------------------ details
@@ -199,8 +215,13 @@ def _step_of(name: str) -> int:
 
 
 def _newest_first(root: Path) -> list[Path]:
-    found = [path for path in root.iterdir() if path.is_dir() and _STEP.fullmatch(path.name)]
-    return sorted(found, key=step_of, reverse=True)
+    if not root.is_dir():
+        return []
+    # Twice: what a writer sets aside and replaces meanwhile must not be missed under both names.
+    there = {path.name for _ in range(2) for path in root.iterdir() if path.is_dir()}
+    found = {name.removeprefix(_REPLACED) for name in there if _STEP.fullmatch(name.removeprefix(_REPLACED))}
+    paths = [root / name if name in there else _aside(root / name) for name in found]
+    return sorted(paths, key=step_of, reverse=True)
 
 
 def _is_plausible(checkpoint: Path) -> bool:
@@ -208,12 +229,16 @@ def _is_plausible(checkpoint: Path) -> bool:
         files = read_manifest(checkpoint).files
     except CorruptData:
         return False
-    paths = ((checkpoint / entry.path, entry.size) for entry in files)
-    return all(path.is_file() and path.stat().st_size == size for path, size in paths)
+    return all(_has_size(checkpoint, entry) for entry in files)
+
+
+def _has_size(checkpoint: Path, entry: FileEntry) -> bool:
+    path = checkpoint / entry.path
+    return path.is_file() and path.stat().st_size == entry.size
 
 
 def _seal(path: Path, root: Path) -> FileEntry:
-    _sync(path)
+    sync(path)
     return FileEntry(path.relative_to(root).as_posix(), path.stat().st_size, _crc32(path))
 
 
@@ -225,39 +250,28 @@ def _crc32(path: Path) -> int:
     return value
 
 
-def _sync(path: Path) -> None:
-    """To the disk: a file's bytes, or a directory's names."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+def _set_apart(directory: Path) -> Path:
+    """Take its name from it: half of a checkpoint must never be taken for one, not even for one that is broken."""
+    nameless = Path(tempfile.mkdtemp(prefix=_REMOVED, dir=directory.parent))
+    os.rename(directory, nameless)
+    return nameless
 
 
-def _remove(checkpoint: Path) -> None:
-    """Half of it must never be taken for a checkpoint, not even for one that is broken."""
-    nameless = checkpoint.parent / f"{_REMOVED}{checkpoint.name}"
-    os.rename(checkpoint, nameless)
-    _sync(checkpoint.parent)
-    crash.reached("prune.middle")
-    shutil.rmtree(nameless)
+def _erase(directory: Path) -> None:
+    """What stays, for whatever reason, has a name that nobody looks for, and is tried again by the next `clean`."""
+    shutil.rmtree(directory, onerror=lambda _, path, error: log.warning("cannot remove %s: %s", path, error[1]))
 
 
-def _set_aside(target: Path) -> Path | None:
-    """A checkpoint of the same step makes way for the new one, which is whole by now."""
-    if not target.exists():
-        return None
-    aside = target.parent / f"{_REPLACED}{target.name}"
-    os.rename(target, aside)
-    crash.reached("commit.set_aside")
-    return aside
+def _aside(target: Path) -> Path:
+    """Where a checkpoint is while another one of the same step takes its name."""
+    return target.parent / f"{_REPLACED}{target.name}"
 
 
-def _restore_replaced(root: Path) -> None:
-    """After a kill in the middle of a replacement: back to its name if the new one did not get there."""
+def _settle_replaced(root: Path) -> None:
+    """After a replacement, or a kill in the middle of one: back to its name if the other one did not get there."""
     for aside in root.glob(f"{_REPLACED}*"):
         target = root / aside.name.removeprefix(_REPLACED)
         if target.exists():
-            shutil.rmtree(aside)
+            _erase(_set_apart(aside))
         else:
             os.rename(aside, target)

@@ -6,8 +6,9 @@ Heads are small and tell what an entry is about; whoever only looks for entries 
 
 Invariants
 - An entry is whole or it is passed over: the checksum covers both lengths and every byte of both parts.
-- An append that fails leaves its file for good, so that what is torn lies at the end of a file.
-- A name is never given twice while a file of that name or of a higher number exists.
+- What is torn lies at the end of a file: an append that fails is undone, or nothing follows it.
+- The files of an owner are numbered upwards from the highest that exists. Whoever never removes its newest file never
+  gives a name twice, and places stay good as long as their files.
 
 A kill of the process loses nothing that was appended. Nothing waits for the disk: a machine that loses its power may
 lose the newest entries, and the checksums say which.
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from outpace import crash
+from outpace.checkpoint.durable import sync
 from outpace.errors import CorruptData
 from outpace.types import Place
 
@@ -86,7 +88,7 @@ class EntryFile:
         self._file = io.FileIO(self.path, "xb")
 
     def append(self, pieces: list[bytes]) -> Place:
-        """After an `OSError` the end of the file is torn: nothing may follow."""
+        """After an `OSError` the end of the file may be torn: nothing may follow unless it is `undone`."""
         if _TEARS:
             self._append_in_two(pieces)
         elif os.writev(self._file.fileno(), pieces) != sum(map(len, pieces)):
@@ -94,6 +96,15 @@ class EntryFile:
         place = Place(self.path.name, self.size, sum(map(len, pieces)))
         self.size += place.length
         return place
+
+    def undone(self) -> bool:
+        """Whether what a failed append left could be cut off."""
+        try:
+            self._file.truncate(self.size)
+            self._file.seek(self.size)
+        except OSError:
+            return False
+        return True
 
     def close(self) -> None:
         self._file.close()
@@ -140,25 +151,21 @@ def _next_name(directory: Path, owner: str, kind: str) -> str:
 def _sealed(directory: Path, owner: str, kind: str, entries: list[memoryview]) -> list[Place]:
     name = _next_name(directory, owner, kind)
     unfinished = directory / f".{name}{_UNFINISHED}"
-    with open(unfinished, "wb") as file:
-        for entry in entries:
-            file.write(entry)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with open(unfinished, "wb") as file:
+            for entry in entries:
+                file.write(entry)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        unfinished.unlink(missing_ok=True)  # on a full disk somebody needs the space
+        raise
     crash.reached(f"{kind}.copied")
     os.rename(unfinished, directory / name)
-    _sync_names(directory)
+    sync(directory)
     crash.reached(f"{kind}.renamed")
     ends = itertools.accumulate(map(len, entries))
     return [Place(name, end - len(entry), len(entry)) for end, entry in zip(ends, entries, strict=True)]
-
-
-def _sync_names(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 # ------------------------------------------------------------------------------------------------------------ reading

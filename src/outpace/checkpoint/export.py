@@ -21,7 +21,7 @@ from outpace.checkpoint.commit import MANIFEST, newest_complete, of_step, verify
 from outpace.checkpoint.retention import CHECKPOINTS, best_first
 from outpace.errors import BadInput, CorruptData
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 WEIGHTS = "model.safetensors"
 
@@ -91,7 +91,7 @@ def _best_complete(run: Path) -> Path | None:
         try:
             verify(checkpoint)
         except CorruptData as error:
-            logger.warning("checkpoint %s is not complete (%s); trying the next best", checkpoint, error)
+            log.warning("checkpoint %s is not complete (%s); trying the next best", checkpoint, error)
         else:
             return checkpoint
     return None

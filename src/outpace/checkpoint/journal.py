@@ -27,6 +27,7 @@ class JournalWriter:
         self._name = name
         self._limit = segment_bytes
         self._file: EntryFile | None = None
+        self._closed = False
         self._lock = threading.Lock()
         directory.mkdir(parents=True, exist_ok=True)
 
@@ -34,6 +35,8 @@ class JournalWriter:
         crash.reached("journal.before")
         pieces = packed(wire.encode(kept), wire.encode(record))
         with self._lock:
+            if self._closed:
+                raise ValueError(f"the journal of {self._name} is closed")
             place = self._append(pieces)
         crash.reached("journal.after")
         return place
@@ -47,19 +50,25 @@ class JournalWriter:
                 (self._directory / segment).unlink(missing_ok=True)
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        """For good. An append that is under way on another thread is waited for."""
+        with self._lock:
+            self._closed = True
+            self._leave()
 
     def _append(self, pieces: list[bytes]) -> Place:
         if self._file is None or self._file.size >= self._limit:
-            self.close()
+            self._leave()
             self._file = EntryFile(self._directory, self._name, KIND)
         try:
             return self._file.append(pieces)
         except OSError:
-            self.close()  # its end is torn
+            self._leave()  # its end is torn
             raise
+
+    def _leave(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 def read(directory: Path, place: Place) -> GroupRecord:

@@ -10,7 +10,6 @@ Invariants
 
 from __future__ import annotations
 
-import itertools
 import logging
 import queue
 import threading
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from outpace.checkpoint.entries import EntryFile, copied, files_of
+from outpace.checkpoint.entries import EntryFile, copied, files_of, read_entry
 from outpace.checkpoint.turns import (
     FILE_BYTES,
     KIND,
@@ -31,6 +30,7 @@ from outpace.checkpoint.turns import (
     question,
     read_answers,
 )
+from outpace.errors import CorruptData
 from outpace.types import Generation, GroupOrder, Ints, Place, Sampling
 
 log = logging.getLogger(__name__)
@@ -85,8 +85,6 @@ class TurnLog:
     def record(
         self, order: GroupOrder, episode: int, number: int, prompt: Ints, sampling: Sampling, answer: Generation
     ) -> None:
-        if self._writer.broken:
-            return
         if self._jobs.qsize() < MOST_WAITING:
             self._put(_Answer(order, episode, number, prompt, sampling, answer))
         elif not self._overrun:
@@ -149,7 +147,7 @@ class _Writer:
         self._open_bytes = 0
         self._all_bytes = 0
         self._adopted = False
-        self.broken = False
+        self._troubled = False
 
     def do(self, job: _Answer | _Closing | _Wanted) -> None:
         try:
@@ -158,19 +156,20 @@ class _Writer:
                 job.found.set_result(self._find(job.position))
             elif isinstance(job, _Closing):
                 self._close_group(job.position)
-            elif not self.broken:
+            else:
                 self._record(job)
+                self._troubled = False
         except Exception as error:  # the boundary of the thread: recording is no reason to end a run
-            self._give_up(error)
+            self._do_without(error)
             if isinstance(job, _Wanted) and not job.found.done():
                 job.found.set_result([])
 
     def leave(self) -> None:
         """For good. Files with nothing of use in them go."""
         self._close()
-        if not self._open and self._adopted and not self.broken:
+        if not self._open and self._adopted and not self._troubled:
             for path in self._files():
-                path.unlink()
+                path.unlink(missing_ok=True)
 
     def _close(self) -> None:
         if self._file is not None:
@@ -181,10 +180,10 @@ class _Writer:
         """A worker that died has left files under our name: they are ours to tidy up."""
         if self._adopted:
             return
-        self._adopted = True
         self._directory.mkdir(parents=True, exist_ok=True)
         self._shelf.refresh()
         self._all_bytes = sum(path.stat().st_size for path in self._files())
+        self._adopted = True
         for position in self._shelf.positions():
             for place, _ in self._shelf.of(position):
                 if owner_of(place.segment) == self._name:
@@ -200,8 +199,6 @@ class _Writer:
         if closed is None:
             return
         self._open_bytes -= sum(place.length for place in closed)
-        if self.broken:
-            return
         self._append(packed_closing(position))
         if self._all_bytes - self._open_bytes > self._open_bytes + self._spare:
             self._rewrite()
@@ -213,7 +210,12 @@ class _Writer:
     def _append(self, pieces: list[bytes]) -> Place:
         if self._file is None:
             self._file = EntryFile(self._directory, self._name, KIND)
-        place = self._file.append(pieces)
+        try:
+            place = self._file.append(pieces)
+        except OSError:
+            if not self._file.undone():
+                self._close()
+            raise
         self._all_bytes += place.length
         return place
 
@@ -222,25 +224,36 @@ class _Writer:
         self._open_bytes += place.length
 
     def _rewrite(self) -> None:
-        """What is of use moves to a fresh file, and the others go."""
+        """What is of use moves to fresh files, and the others go. One file stays in any case: it keeps its number from
+        being given again, under which another worker may remember what was there before."""
         self._close()
-        positions = [position for position, places in self._open.items() for _ in places]
-        before = itertools.chain.from_iterable(self._open.values())
-        places = copied(self._directory, self._name, KIND, before, FILE_BYTES)
-        fresh = {place.segment for place in places}
+        before = [(position, place) for position, places in self._open.items() for place in places]
+        before = [known for known in before if _is_readable(self._directory, known[1])]
+        places = copied(self._directory, self._name, KIND, [place for _, place in before], FILE_BYTES)
+        self._file = EntryFile(self._directory, self._name, KIND)
+        keep = {self._file.path.name} | {place.segment for place in places}
         for path in self._files():
-            if path.name not in fresh:
+            if path.name not in keep:
                 path.unlink()
         self._open, self._open_bytes = {}, 0
-        for position, place in zip(positions, places, strict=True):
+        for (position, _), place in zip(before, places, strict=True):
             self._note(position, place)
         self._all_bytes = self._open_bytes
 
     def _files(self) -> list[Path]:
         return [path for path in files_of(self._directory, KIND) if owner_of(path.name) == self._name]
 
-    def _give_up(self, error: Exception) -> None:
-        if not self.broken:
-            log.warning("answers of unfinished groups are not recorded any more: %s", error, exc_info=error)
-        self.broken = True
-        self._close()
+    def _do_without(self, error: Exception) -> None:
+        """One entry is lost; the next may do better. Of many in a row the first has a word in the log."""
+        if not self._troubled:
+            log.warning("answers of unfinished groups cannot be recorded: %s", error, exc_info=error)
+        self._troubled = True
+
+
+def _is_readable(directory: Path, place: Place) -> bool:
+    try:
+        read_entry(directory / place.segment, place)
+    except (CorruptData, OSError) as error:
+        log.warning("a recorded answer is lost: %s", error)
+        return False
+    return True

@@ -3,7 +3,10 @@
 The head of an entry says whose answer it is and what was asked, its body is the answer. That a group is closed is an
 entry too: what its writer has recorded of it before is of no more use.
 
-Invariant: an answer is used again only for the very tokens it was an answer to, asked in the same way.
+Invariants
+- A head says what is needed to use an answer for nothing but the request that it was sampled for: the episode, the
+  number of the request in it, and a digest of the tokens and the sampling that were asked with.
+- What is read is what was found: an answer whose head is not the one that was found at its place is passed over.
 """
 
 from __future__ import annotations
@@ -26,6 +29,8 @@ log = logging.getLogger(__name__)
 
 KIND = "turns"
 FILE_BYTES = 32 << 20
+MOST_LOOKS = 20
+"""At a directory whose files are being replaced; two are nearly always enough."""
 
 
 class Answered(msgspec.Struct, frozen=True, array_like=True, tag="answered"):
@@ -52,10 +57,8 @@ class TurnsFound:
     """What there is of a visit that was not finished."""
 
     stamp: Version  # the highest that it was admitted with
-    oldest: Version
     newest: Version
     answers: int
-    tokens: int
 
 
 def question(prompt: Ints, sampling: Sampling) -> bytes:
@@ -92,19 +95,21 @@ class Shelf:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._read: dict[str, int] = {}  # how far, by file
+        self._inodes: dict[str, int] = {}  # a file of another one is another file, whatever its name
         self._answers: dict[int, list[tuple[Place, Answered]]] = {}
 
     def refresh(self) -> None:
-        while True:
-            there = files_of(self._directory, KIND)
-            if gone := self._read.keys() - {path.name for path in there}:
-                self._forget(gone)
+        for _ in range(MOST_LOOKS):
             try:
-                for path in there:
-                    self._read_on(path)
+                inodes = {path.name: path.stat().st_ino for path in files_of(self._directory, KIND)}
+                self._forget({name for name, inode in self._inodes.items() if inodes.get(name) != inode})
+                self._inodes = inodes
+                for name in inodes:
+                    self._read_on(self._directory / name)
             except FileNotFoundError:
                 continue  # replaced since we looked: what it held is in another file by now
             return
+        log.warning("%s: files go faster than they can be read; some recorded answers are not found", self._directory)
 
     def of(self, position: int) -> list[tuple[Place, Answered]]:
         return self._answers.get(position, [])
@@ -134,8 +139,10 @@ class Shelf:
             self._answers.pop(position, None)
 
     def _forget(self, gone: set[str]) -> None:
+        if not gone:
+            return
         for segment in gone:
-            del self._read[segment]
+            self._read.pop(segment, None)
         for position, answers in list(self._answers.items()):
             self._keep(position, [known for known in answers if known[0].segment not in gone])
 
@@ -149,9 +156,18 @@ def read_answers(directory: Path, known: list[tuple[Place, Answered]]) -> Iterat
     """Those that can be read, as they were recorded."""
     for place, head in known:
         try:
-            yield head, wire.decode(read_entry(directory / place.segment, place).body, Generation)
-        except (CorruptData, wire.WireError, FileNotFoundError) as error:
+            answer = _answer_at(directory, place, head)
+        except (CorruptData, wire.WireError, OSError) as error:
             log.warning("a recorded answer of group %d is asked for again: %s", head.group, error)
+        else:
+            yield head, answer
+
+
+def _answer_at(directory: Path, place: Place, head: Answered) -> Generation:
+    entry = read_entry(directory / place.segment, place)
+    if wire.decode(entry.head, Answered | Closed) != head:
+        raise CorruptData(f"{place} holds another entry by now")
+    return wire.decode(entry.body, Generation)
 
 
 def survey_turns(directory: Path, newest: Version | None = None) -> dict[int, TurnsFound]:
@@ -182,10 +198,8 @@ def prune_turns(directory: Path, newest: Version, positions: Collection[int] | N
 def _summary(answers: list[Answered]) -> TurnsFound:
     return TurnsFound(
         stamp=max(head.stamp for head in answers),
-        oldest=min(head.oldest for head in answers),
         newest=max(head.newest for head in answers),
         answers=len(answers),
-        tokens=sum(head.tokens for head in answers),
     )
 
 

@@ -11,7 +11,7 @@ later call: an engine that is broken says so (`broken`), it does not hang.
 Invariants
 - Lanes and decoders are touched by the compute thread alone, between two turns or inside one; so every weight swap
   is at a token boundary. Reading, verifying and laying out a snapshot happen before, on a helper thread.
-- `_pending`, `_calls` and `_peeking` are touched by the event loop alone. Whoever adds to them sets `_loop` first:
+- `_submissions`, `_calls` and `_peeking` are touched by the event loop alone. Whoever adds to them sets `_loop` first:
   without it the compute thread could not tell them of its end.
 """
 
@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -37,6 +38,7 @@ from outpace.engines.lanes import STALE, Lanes
 from outpace.engines.peeking import Peek, Peeks, Seen
 from outpace.engines.request import Done
 from outpace.engines.stopping import Decode
+from outpace.engines.submissions import Submissions
 from outpace.engines.tuning import fitting_threads
 from outpace.errors import OutpaceError, PartFailed, RequestFailed
 from outpace.models.loading import load_model, load_tokenizer
@@ -81,7 +83,7 @@ class EmbeddedEngine:
         counted = self._threads if self._on_cpu else None
         self._work, self._eval_work = Stopwatch(counted), Stopwatch(counted)
 
-        self._pending: dict[str, asyncio.Future[Generation]] = {}
+        self._submissions = Submissions()
         self._calls: set[Future[Any]] = set()
         self._peeking: set[asyncio.Future[Ints]] = set()
         self._breakdown: asyncio.Future[PartFailed] | None = None
@@ -92,6 +94,7 @@ class EmbeddedEngine:
         self._inbox: deque[Callable[[], None]] = deque()
         self._peeks = Peeks()
         self._closing = False
+        self._turns = 0  # of the compute thread
         self._failure: PartFailed | None = None
         self._thread = threading.Thread(target=self._compute, name="outpace-engine", daemon=True)
         crash.reached("engine.built")
@@ -103,27 +106,27 @@ class EmbeddedEngine:
         self, request_id: str, token_ids: Ints, sampling: Sampling, min_version: Version, pinned: Version | None
     ) -> Generation:
         self._loop = asyncio.get_running_loop()
-        if request_id in self._pending:
-            raise RequestFailed(f"a request {request_id} is already under way")
-        future: asyncio.Future[Generation] = self._loop.create_future()
-        self._post(lambda: self._lanes.submit(request_id, token_ids, sampling, min_version, pinned))
-        self._pending[request_id] = future
+        self._submissions.refuse_twice(request_id)
+        key = self._submissions.new_key(request_id)
+        self._post(lambda: self._lanes.submit(key, token_ids, sampling, min_version, pinned))
         try:
-            return await future
+            return await self._submissions.answer(request_id, key)
         except asyncio.CancelledError:
             if self._failure is None and not self._closing:
-                self._post(lambda: self._lanes.abort({request_id}))
+                self._post(lambda: self._lanes.abort({key}))
             raise
-        finally:
-            self._pending.pop(request_id, None)
 
     async def abort(self, request_ids: list[str]) -> None:
-        wanted = set(request_ids)
+        wanted = self._submissions.keys_of(request_ids)
         self._post(lambda: self._lanes.abort(wanted))
 
     async def peek(self, request_id: str, after: int) -> Ints:
+        self._raise_if_unusable()
+        wanted = self._submissions.keys_of([request_id])
+        if not wanted:
+            return np.zeros(0, dtype=np.int32)
         self._loop = asyncio.get_running_loop()
-        peek = Peek(request_id, after, self._loop.create_future())
+        peek = Peek(wanted.pop(), after, self._loop.create_future())
         self._post(lambda: self._peeks.add(peek))
         self._peeking.add(peek.answer)
         try:
@@ -163,6 +166,7 @@ class EmbeddedEngine:
             eval_busy_s=self._eval_work.busy_s,
             slots=self._main.decoder.slots,
             threads=self._threads,
+            turns=self._turns,
         )
 
     async def broken(self) -> PartFailed:
@@ -227,20 +231,13 @@ class EmbeddedEngine:
         for peek, tokens in seen:
             if not peek.answer.done():
                 peek.answer.set_result(tokens)
-        for done in finished:
-            future = self._pending.get(done.id)
-            if future is None or future.done():
-                continue
-            if isinstance(done.result, Generation):
-                future.set_result(done.result)
-            else:
-                future.set_exception(done.result)
+        self._submissions.settle(finished)
 
     def _fail_pending(self, error: OutpaceError) -> None:
-        waiting: list[asyncio.Future[Any]] = [*self._pending.values(), *self._peeking]
-        for future in waiting:
-            if not future.done():
-                future.set_exception(error)
+        self._submissions.fail(error)
+        for look in self._peeking:
+            if not look.done():
+                look.set_exception(error)
         for call in self._calls:
             if not call.done():
                 call.set_exception(error)
@@ -277,6 +274,7 @@ class EmbeddedEngine:
                 with self._work.running() if lane is self._main else self._eval_work.running():
                     self._lanes.ended += lane.advance()
                 crash.reached("engine.turn")
+        self._turns += 1
         self._flush()
         return True
 

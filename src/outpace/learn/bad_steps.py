@@ -20,11 +20,11 @@ import numpy as np
 import torch
 
 from outpace.checkpoint import journal
-from outpace.errors import CorruptData
-from outpace.learn.tensor_file import write_bytes, write_tensors
+from outpace.checkpoint.durable import write_bytes
+from outpace.learn.tensor_file import write_tensors
 from outpace.types import GroupRecord, Place, Row
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 FOLDER = "bad_steps"
 LIMIT = 8
@@ -56,10 +56,10 @@ class BadSteps:
             shutil.rmtree(target, ignore_errors=True)  # of an earlier start that got as far
             target.mkdir(parents=True)
             _write(target, records)
-        except (OSError, CorruptData) as error:
-            logger.warning("the groups of step %d, which could not be made, were not kept: %s", step, error)
+        except Exception as error:  # whatever made the step impossible may make its groups impossible to write
+            log.warning("the groups of step %d, which could not be made, were not kept: %r", step, error)
             return False
-        logger.warning("step %d could not be made; its groups are in %s", step, target)
+        log.warning("step %d could not be made; its groups are in %s", step, target)
         self._steps += 1
         return True
 

@@ -16,10 +16,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from outpace import crash
+from outpace.checkpoint.durable import write_bytes
 from outpace.errors import CorruptData
 from outpace.learn.core import LearnerCore
 from outpace.learn.state_copy import Copies, Layout, StateCopy, Tensors, plan
-from outpace.learn.tensor_file import load_tensors, write_bytes, write_tensors
+from outpace.learn.tensor_file import load_tensors, write_tensors
 from outpace.runtime import rng
 from outpace.types import Version
 from outpace.weights.store import distinct_tensors

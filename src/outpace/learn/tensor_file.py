@@ -56,14 +56,6 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
         raise CorruptData(f"{path}: {error}") from None
 
 
-def write_bytes(path: Path, data: bytes) -> None:
-    """The same promise for anything else."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def _header(tensors: Mapping[str, Tensor]) -> bytes:
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0

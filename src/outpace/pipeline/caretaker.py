@@ -52,7 +52,8 @@ class Caretaker:
         self._up = {name: asyncio.Event() for name in roles}
         self._lives = dict.fromkeys(roles, 0)
         self._silent = dict.fromkeys(roles, 0.0)
-        self._progress: dict[str, tuple[int, int]] = {}  # of engines with something to do
+        self._turns: dict[str, int] = {}  # of engines, when they were last asked
+        self._replaced = {name: asyncio.Event() for name in roles}  # the next life begins
         for up in self._up.values():
             up.set()
 
@@ -67,9 +68,9 @@ class Caretaker:
             life = self._lives[part]
             try:
                 return await call()
-            except PartLost:
-                if self._lives[part] == life:  # its death was not heard of yet
-                    self._up[part].clear()
+            except PartLost:  # and if its process lives all the same, it will be found silent
+                while self._lives[part] == life:
+                    await self._replaced[part].wait()
 
     # ----------------------------------------------------------------------------------------------------- deaths
 
@@ -89,6 +90,8 @@ class Caretaker:
         self._lives[name] += 1
         self._silent[name] = 0.0
         self._up[name].set()
+        self._replaced[name].set()
+        self._replaced[name] = asyncio.Event()
         if self._roles[name] == "engine":
             self._tell(EngineJoined(name))
 
@@ -105,6 +108,8 @@ class Caretaker:
                 return True
             except PartFailed as error:
                 lost = error
+            except OSError as error:  # no process can be had just now
+                lost = PartFailed(name, f"could not be started: {error}")
 
     # ----------------------------------------------------------------------------------------------- signs of life
 
@@ -138,6 +143,5 @@ class Caretaker:
                 stats = await self._engines[name].stats()
         except (TimeoutError, PartFailed):
             return False
-        before, now = self._progress.get(name), (stats.steps, stats.prefill_tokens)
-        self._progress[name] = now
-        return not stats.running or now != before
+        before, self._turns[name] = self._turns.get(name), stats.turns
+        return not stats.running or stats.turns != before

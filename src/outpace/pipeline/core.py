@@ -73,6 +73,9 @@ from outpace.types import Kept, Version
 
 __all__ = ["Core", "CoreSettings"]
 
+MAX_WAITING = 2
+"""Evaluations that may wait in lockstep before nothing is loaded any more: each of them leases a snapshot."""
+
 
 class Visit(NamedTuple):
     """A task at its turn: `position` counts over all epochs."""
@@ -104,7 +107,7 @@ class Core:
         result is known."""
         self.settings = settings
         self.order = order
-        self._committed = state  # what the newest checkpoint holds
+        self._committed = state  # what was last ordered to be committed
         state = state or CoreState(order.count, order.seed, order.shuffle)
         state.check(order)
         assert settings.tasks == order.count
@@ -135,7 +138,7 @@ class Core:
         self._actions: list[Action] = []
         for kept in survivors.finished:
             self._adopt(kept)
-        self._boundary = self._state()  # the newest state in which nothing was outstanding
+        self._boundary = self._state()  # lockstep: the newest one that can be gone on from exactly
 
     def _adopt(self, kept: Kept) -> None:
         """A group that an earlier start has finished; how long it may wait is a matter of its stamp, as ever."""
@@ -307,7 +310,7 @@ class Core:
             self._settle(group, "trained")
         self.version = version
         self._actions += self._records.step(version, max(trained), self._ledger.settled)
-        if not self.outstanding:
+        if not self.outstanding and self.settings.is_boundary(version) and self._records.complete:
             self._boundary = self._state()
         if self._stopping:
             return
@@ -351,8 +354,10 @@ class Core:
         self._feed_learner()
         if self._over:
             self._wind_up()
-        else:
-            loads = self._courier.deliver(self.running)
+        if not self._over or (self._courier.stale and not self._evaluations.idle):
+            # In lockstep all evaluations wait their turn, and loading waits before their snapshots fill the memory.
+            busy = self.running or (self.settings.deterministic and self._evaluations.waiting > MAX_WAITING)
+            loads = self._courier.deliver(busy=bool(busy))
             self._actions.extend(LoadWeights(engine, version) for engine, version in loads)
         if (version := self._evaluations.next()) is not None:
             self._actions.append(Evaluate(version))
@@ -446,12 +451,12 @@ class Core:
         self._actions.append(Publish(self.version, tuple(sorted(leased))))
 
     def _checkpoint(self) -> None:
-        """Commit, unless the newest checkpoint says the same.
+        """Order a checkpoint, unless the last one ordered says the same.
 
-        In lockstep only a state with nothing outstanding can be gone on from exactly. Where there has been none since
-        the last step, the newest checkpoint stands, and what came after it is done again."""
+        In lockstep a stop between two periodic checkpoints can be gone on from exactly only where the last step has
+        left a boundary. Otherwise the newest checkpoint stands, and what came after it is done again."""
         state = self._state()
-        if self.settings.deterministic and self.outstanding:
+        if self.settings.deterministic and self._stopping and not self._over:
             state = self._boundary
             if state.version != self.version or self.evaluates(self.version - 1):
                 return

@@ -66,6 +66,11 @@ class Courier:
         return self.newest or 0
 
     @property
+    def stale(self) -> bool:
+        """Whether there is an engine that does not serve."""
+        return self._stale > 0
+
+    @property
     def holds_admission(self) -> bool:
         if not self._versions or (self.update == "lockstep" and self._stale):
             return True
@@ -127,20 +132,21 @@ class Courier:
 
     # ------------------------------------------------------------------------------------------------------- orders
 
-    def deliver(self, running: int) -> list[tuple[str, Version]]:
-        """Which engines load which version now. In drain and lockstep, ask after admission had its chance."""
+    def deliver(self, busy: bool) -> list[tuple[str, Version]]:
+        """Which engines load which version now. In drain and lockstep, `busy` engines (groups run) keep what they have;
+        ask after admission had its chance."""
         if self.newest is None or not self._waiting:
             return []
-        if self.update != "inflight" and running and not self._stale:
+        if self.update != "inflight" and busy and not self._stale:
             return []
-        orders = [(name, version) for name in self._waiting if (version := self._wanted(name, running)) is not None]
+        orders = [(name, version) for name in self._waiting if (version := self._wanted(name, busy)) is not None]
         if self.update == "inflight":
             self._waiting.clear()  # whoever got no order has the newest, or is loading
         for name, version in orders:
             self.loading[name] = version
         return orders
 
-    def _wanted(self, name: str, running: int) -> Version | None:
+    def _wanted(self, name: str, busy: bool) -> Version | None:
         engine = self.engines[name]
         if name in self.loading or self.newest is None:
             return None
@@ -148,10 +154,10 @@ class Courier:
             return self.newest if engine.version is None else engine.version
         if self.update == "lockstep":
             target = next((version for version in self._published if version > self.oldest), None)
-            blocked = bool(running or self.loading or self._stale)
+            blocked = busy or bool(self.loading or self._stale)
         else:
             target = self.newest
-            blocked = self.update == "drain" and running > 0
+            blocked = self.update == "drain" and busy
         assert engine.version is not None
         return target if target is not None and target > engine.version and not blocked else None
 
@@ -175,6 +181,10 @@ class Evaluations:
     @property
     def idle(self) -> bool:
         return self.current is None and not self._waiting and not self._unpublished
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
 
     def is_open(self, version: Version) -> bool:
         """Whether an evaluation of this version or an older one is still to come or under way."""

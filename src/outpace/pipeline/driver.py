@@ -200,7 +200,9 @@ class Driver:
         """Steps are recorded and checkpoints committed; whatever else is under way serves nobody any more."""
         crash.reached("controller.finishing")
         while self._lasting:  # and the watchdog still watches
-            await asyncio.wait(self._lasting, timeout=WATCH_S, return_when=asyncio.FIRST_EXCEPTION)
+            done, _ = await asyncio.wait(self._lasting, timeout=WATCH_S, return_when=asyncio.FIRST_COMPLETED)
+            if done:
+                self._watchdog.moved()
             await self._raise_failures()
         if self._training.unsaved is not None:  # and nothing will make up for it
             raise self._training.unsaved

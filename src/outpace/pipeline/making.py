@@ -24,6 +24,9 @@ from outpace.pipeline.survivors import Survivors, group_closed
 from outpace.runtime.waits import waiting
 from outpace.types import GroupOrder, GroupReport, Kept
 
+ANOTHER = 1 << 40
+"""Noise from here on is that of visits which were given up and are made again: no position is as high."""
+
 
 @dataclass(frozen=True)
 class MakingSettings:
@@ -75,7 +78,7 @@ class Making:
             recorded=admit.recorded,
             # By its visit: whoever makes it once more after a kill gets the same, so that no answer is drawn until it
             # is a short one. What was given up for being slow must have another chance, though.
-            draw=None if admit.again else admit.position,
+            draw=ANOTHER + admit.group if admit.again else admit.position,
         )
         self._recorder.group_started(order)
         self._orders[admit.group] = order
@@ -108,6 +111,7 @@ class Making:
 
     async def cancel(self, group: int) -> None:
         """The core has given this group up; one that came back before we asked is given up all the same."""
+        self._untrained.pop(group, None)
         if report := self._reports.get(group):
             self._give_up(report)
         elif group in self._orders:

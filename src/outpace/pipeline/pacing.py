@@ -77,6 +77,11 @@ class CoreSettings:
     def is_checkpointed(self, version: Version) -> bool:
         return self.checkpoint_every > 0 and version % self.checkpoint_every == 0
 
+    def is_boundary(self, version: Version) -> bool:
+        """Whether in lockstep, with nothing outstanding, the next group is bound to get this version as its stamp, as
+        it does after a resume, which loads no other."""
+        return self.max_lag == 0 or version <= self.warmup_steps or self.is_checkpointed(version)
+
     def is_evaluated(self, version: Version) -> bool:
         due = version == 0 or self.is_last(version) or (self.eval_every > 0 and version % self.eval_every == 0)
         return self.eval_enabled and due

@@ -22,6 +22,11 @@ class Records:
         self._recorded = settled
         self._waiting: list[tuple[float, Settle]] = []  # lockstep: with their places in the order of admission
 
+    @property
+    def complete(self) -> bool:
+        """Everything settled is on record."""
+        return not self._waiting
+
     def settle(self, settle: Settle, next_group: int) -> list[Action]:
         """A visit was settled without being trained. One that was skipped stands before the group admitted next."""
         if not self._lockstep:

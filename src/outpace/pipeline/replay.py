@@ -7,8 +7,8 @@ Invariants (B = groups in a batch)
   and never enter the pool. The choice depends on what was trained and on nothing else.
 - A replayed group is not a visit: the ledger does not move, and its lag may exceed max_lag on purpose.
 - Every group trained leaves exactly once, at the end of some batch: until then its place in the journal must stay.
-- The pool is part of a checkpoint. After a resume it holds those of its groups that the journal still has, which are
-  all of them unless somebody else has removed some.
+- The pool is part of a checkpoint. After a resume it holds those of its groups that the journal still has: all of them
+  if the checkpoint is the newest, perhaps not if it is an older one.
 
 Only numbers are kept here. Tokens, and the logprobs they were sampled with, stay in the journal; anchors are computed
 anew from the weights at hand each time a group is trained, and nothing of an old anchor is stored anywhere.

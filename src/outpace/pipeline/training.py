@@ -141,12 +141,15 @@ class Training:
 
     async def checkpoint(self, action: ev.Checkpoint, mark: Mark) -> None:
         crash.reached("controller.checkpoint_ordered")
+        rng = asyncio.ensure_future(self._rng())  # now, but the learner must not wait for it
         try:
             with self._recorder.span("checkpoint", f"version {action.version}"):
-                committed = await self._save(action.version, lambda: self._memory(action))
+                committed = await self._save(action.version, lambda: self._memory(action, rng))
         except NotSaved as error:
             self.unsaved, committed = error, False
             self._recorder.console.status(f"no checkpoint of step {action.version}: {error}")
+        finally:
+            rng.cancel()
         if not committed:
             self._recorder.fault("checkpoint_skipped")
             return
@@ -155,7 +158,10 @@ class Training:
         self._making.journal.committed(mark)
         await self._making.release()
 
-    async def _memory(self, action: ev.Checkpoint) -> Memory | None:
+    async def _rng(self) -> dict[str, str]:
+        return {name: (await self._care.ask(name, worker.rng)).decode() for name, worker in self._parts.workers.items()}
+
+    async def _memory(self, action: ev.Checkpoint, rng: Awaitable[dict[str, str]]) -> Memory | None:
         """The controller's part, None if there must be no checkpoint after all. When this returns, everything that the
         checkpoint relies on is on record."""
         crash.reached("controller.learner_saved")
@@ -167,5 +173,4 @@ class Training:
             await self._evaluated.wait()
         async with self._recording:  # which comes after all steps before this
             pass
-        rng = {name: (await self._care.ask(name, worker.rng)).decode() for name, worker in self._parts.workers.items()}
-        return {"core": action.state, "rng": rng}
+        return {"core": action.state, "rng": await rng}

@@ -3,8 +3,12 @@
     Requests ─▶ EpisodeTurns.record ─▶ TurnLog
     Requests ◀─ EpisodeTurns.recall ◀─ GroupTurns.load ◀─ TurnLog
 
-A rollout that is run again is not told so: it asks the same questions and gets the same answers, without the engine,
-as far as its environment says the same as before. Where it does not, the prompt is another one, and nothing matches.
+A rollout that is run again is not told so: it asks the same questions in the same order and gets the same answers,
+without the engine, as far as its environment says the same as before. Where it does not, the prompt is another one, and
+nothing matches.
+
+Invariant: an answer is given to the request that it was sampled for, or to none. Its noise belongs to the episode and
+the number of the request; given by the question alone, the answers that came early would stand in for the long ones.
 """
 
 from __future__ import annotations
@@ -37,6 +41,8 @@ class GroupTurns:
         """The group needs them no more."""
         if self._log is not None:
             self._log.close_group(self._order.position)
+            for episode in self.episodes:
+                episode.close()
 
     @property
     def reused(self) -> int:
@@ -48,23 +54,25 @@ class EpisodeTurns:
         self._log = turns
         self._order = order
         self._episode = episode
-        self._known: dict[bytes, dict[int, Generation]] = {}  # by what was asked, and by the number of the request
+        self._known: dict[tuple[int, bytes], Generation] = {}  # by the number of the request, and by what was asked
         self.reused = 0
 
     def expect(self, head: Answered, answer: Generation) -> None:
         """Of one request recorded twice one answer counts: with the same noise it may be nearly the same twice."""
-        self._known.setdefault(head.asked, {})[head.number] = answer
+        self._known[head.number, head.asked] = answer
 
-    def recall(self, prompt: Ints, sampling: Sampling) -> Generation | None:
-        """A recorded answer to this very question. Each is given once: who asks twice wants two answers."""
+    def recall(self, number: int, prompt: Ints, sampling: Sampling) -> Generation | None:
+        """The recorded answer of this very request."""
         if not self._known:
             return None
-        answers = self._known.get(question(prompt, sampling))
-        if not answers:
-            return None
-        self.reused += 1
-        return answers.pop(min(answers))
+        answer = self._known.pop((number, question(prompt, sampling)), None)
+        self.reused += answer is not None
+        return answer
 
     def record(self, number: int, prompt: Ints, sampling: Sampling, answer: Generation) -> None:
         if self._log is not None and answer.stop != "aborted":
             self._log.record(self._order, self._episode, number, prompt, sampling, answer)
+
+    def close(self) -> None:
+        """What still comes, of requests that were being given up, is of no more use: nobody would tidy it up."""
+        self._log = None

@@ -6,7 +6,8 @@ Invariants
 - A group is in the journal before the controller hears that it is finished.
 - The answers of a group that ends with its worker or its engine stay recorded, for whoever takes it up again.
 - Every token sampled for a group is in its report, also when the group was cancelled or an answer given up.
-- When `close` returns nothing runs any more: no group, no evaluation, no program that was somebody's agent.
+- When `close` returns no group runs any more, no evaluation, no program that was somebody's agent. What a group had on
+  a thread may still come to its end, but reaches neither the journal nor anybody else.
 - An episode's failure never touches its siblings; a failed reward fails its group as data.
 - User code (rollouts, rewards, estimators) never runs on this worker's event loop unless it is itself asynchronous.
 """
@@ -156,7 +157,7 @@ class RolloutWorker:
                 ending.push_async_callback(close)
             if self._doors is not None:
                 ending.push_async_callback(self._doors.close)
-            ending.callback(self._journal.close)
+            ending.push_async_callback(asyncio.to_thread, self._journal.close)
             if self._turns is not None:
                 ending.push_async_callback(asyncio.to_thread, self._turns.close)
             ending.push_async_callback(agent_process.all_ended)

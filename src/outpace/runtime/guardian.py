@@ -1,12 +1,16 @@
-"""Who cleans up after a controller that was killed: a tiny process, started first, that notices the end of a pipe.
+"""Who ends what a run has left behind: a tiny process, started first, that notices the end of a pipe.
 
 Children die with their parent where the kernel promises it (`outpace.runtime.lifeline`). What is left to the guardian
-are directories in memory and on disk, programs that children of children have started, and systems whose kernel
-promises nothing. Its inside is `outpace.runtime.guardian_child`.
+are programs that children of children have started, and, where the controller was killed, directories in memory and on
+disk and systems whose kernel promises nothing. Its inside is `outpace.runtime.guardian_child`.
+
+A mark in the environment of every part leads to all who descend from it. Whoever was not started by a part, such as
+what a user's own process has started beside a run, carries none and is never touched.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import secrets
@@ -16,17 +20,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from outpace.runtime import guardian_child
-from outpace.runtime.guardian_child import VARIABLE
+from outpace.runtime.guardian_child import PASSES, PAUSE_S, VARIABLE, start_of
 
 log = logging.getLogger(__name__)
 
-LEAVE_LIMIT_S = 5.0
+LEAVE_LIMIT_S = 1.5 * PASSES * PAUSE_S
+"""Longer than it takes to end even those who resist; mostly it takes one look, which is some hundredths of a second."""
 
 
 class Guardian:
     def __init__(self, directories: Sequence[Path]) -> None:
         """Removes `directories` if this process ends without `dismiss`."""
         self._mark = f"{secrets.token_hex(8)}."
+        self._marks = itertools.count()
         reading, self._pipe = os.pipe()
         command = [sys.executable, "-I", "-S", guardian_child.__file__, self._mark, *map(str, directories)]
         try:
@@ -42,20 +48,25 @@ class Guardian:
     def pid(self) -> int:
         return self._process.pid
 
-    def marked(self, part: str, attempt: int) -> dict[str, str]:
-        """What the environment of this part has to hold, so that all who descend from it can be found."""
-        return {VARIABLE: self._mark_of(part, attempt)}
+    def new_mark(self) -> str:
+        """For one process that is to be a part."""
+        return f"{self._mark}{next(self._marks)}."
 
-    def watch(self, pid: int) -> None:
-        """A part was started."""
-        self._tell(f"child {pid}")
+    def marked(self, mark: str) -> dict[str, str]:
+        """What the environment of that process has to hold, so that all who descend from it can be found."""
+        return {VARIABLE: mark}
 
-    def sweep(self, part: str, attempt: int) -> None:
-        """A part has died: whatever it had started is to end too."""
-        self._tell(f"sweep {self._mark_of(part, attempt)}")
+    def watch(self, mark: str, pid: int) -> None:
+        """It was started. When that was is looked up here and at once: later the number may be somebody else's."""
+        if start := start_of(pid):  # empty: it has ended already
+            self._tell(f"child {mark} {pid} {start}")
+
+    def sweep(self, mark: str) -> None:
+        """It has died: whatever it had started is to end too."""
+        self._tell(f"sweep {mark}")
 
     def dismiss(self) -> None:
-        """All is in order; it may leave. Blocks until it has."""
+        """All parts have stopped; what they have left behind ends, and the guardian leaves. Blocks until it has."""
         self._tell("bye")
         os.close(self._pipe)
         try:
@@ -63,9 +74,6 @@ class Guardian:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-
-    def _mark_of(self, part: str, attempt: int) -> str:
-        return f"{self._mark}{part}.{attempt}."
 
     def _tell(self, order: str) -> None:
         try:

@@ -1,9 +1,10 @@
 """The inside of a guardian, `python -I -S guardian_child.py MARK DIRECTORY …`. It outlives a killed controller briefly.
 
-    controller ── child PID, sweep MARK, bye ──▶ standard input
+    controller ── child MARK PID START, sweep MARK, bye ──▶ standard input
 
-After `bye` it leaves. Where the pipe closes without one, the controller was killed: then it kills what is left of the
-run, removes the directories and leaves. It is a session of its own and deaf to what is sent to a process group.
+`MARK` of the run is the beginning of the marks of its parts. After `bye`, and where the pipe closes without one since
+the controller was killed, it kills what is left of the run and leaves; the directories it removes in the second case
+only. It is a session of its own and deaf to what is sent to a process group.
 
 Invariants
 - A process is killed that was told and has not been replaced by another of the same number, or that carries the mark of
@@ -31,18 +32,20 @@ ENDED = "ZX"
 def main(mark: str, directories: list[str]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    told: dict[int, str] = {}
+    told: dict[str, tuple[int, str]] = {}  # by the mark of the part
+    order = ""
     for line in sys.stdin:
         order, _, about = line.strip().partition(" ")
-        if order == "bye":
-            return
         if order == "child":
-            told[int(about)] = start_of(int(about))
+            part, pid, start = about.split(" ", 2)
+            told[part] = int(pid), start
         elif order == "sweep":
+            told.pop(about, None)  # it has ended, and its number may be given to somebody else
             end({}, about)
-    end(told, mark)
-    for directory in directories:
-        remove(directory)
+    end(dict(told.values()), mark)
+    if order != "bye":
+        for directory in directories:
+            remove(directory)
 
 
 def end(told: dict[int, str], mark: str) -> None:
@@ -110,18 +113,35 @@ def remove(directory: str) -> None:
         time.sleep(PAUSE_S)
 
 
-def _open_up(directory: str) -> None:
-    """What could not be listed is ours to allow, mostly; the next pass gets further. Links are not followed."""
-    if not os.path.isdir(directory) or os.path.islink(directory):
+def _open_up(name: str, within: int | None = None) -> None:
+    """What could not be listed is ours to allow, mostly; the next pass gets further. `within` is an open directory: by
+    its path somebody could put a link in the place of one of those above. Links are not followed."""
+    try:
+        _allow(name, within)
+        directory = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY, dir_fd=within)
+    except OSError:
+        return  # it is no directory, is somebody else's, or has just gone
+    try:
+        for entry in os.scandir(directory):
+            if entry.is_dir(follow_symlinks=False):
+                _open_up(entry.name, directory)
+    except OSError:
+        return  # it cannot be read to its end
+    finally:
+        os.close(directory)
+
+
+def _allow(name: str, within: int | None) -> None:
+    """Make a directory ours to list and to change; a link in its place is left as it is, or raises `OSError`."""
+    if os.chmod in os.supports_follow_symlinks:
+        os.chmod(name, 0o700, dir_fd=within, follow_symlinks=False)
         return
-    places = [directory]
-    while places:
-        place = places.pop()
-        try:
-            os.chmod(place, 0o700)
-            places += [entry.path for entry in os.scandir(place) if entry.is_dir(follow_symlinks=False)]
-        except OSError:
-            continue  # it is somebody else's, or has just gone
+    # A descriptor that permits nothing needs no permission, and stands for the directory itself.
+    itself = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_DIRECTORY, dir_fd=within)
+    try:
+        os.chmod(f"/proc/self/fd/{itself}", 0o700)
+    finally:
+        os.close(itself)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,17 @@
 """Parts as child processes of this machine.
 
 Invariants
-- A child that exits, for whatever reason, while it should be running is an item of `deaths` with the end of its own
-  log, within moments. Until it is started again every call to it raises, and so does every call that was under way.
-- `stop` leaves no child behind: a closed socket first, then SIGKILL, each with a bound.
+- A child that exits, for whatever reason, once it was ready and before `stop` is an item of `deaths` within moments,
+  with the end of its log where that can be read. One that exits earlier is what `start` or `restart` raises.
+- From its end until it is started again every call to it raises, and so does every call that was under way.
+- `stop` asks a child to leave by closing its socket and then sends SIGKILL, waiting for each with a bound. What the
+  children have started is the guardian's to end: at once where one dies, with the run otherwise.
 """
 
 from __future__ import annotations
 
 import asyncio
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -35,6 +38,7 @@ class _Part:
     spec: PartSpec
     environment: dict[str, str]
     process: PartProcess | None = None
+    mark: str = ""  # by which the guardian finds what that process has started
     remote: object = None
     watcher: asyncio.Task[None] | None = None
 
@@ -61,7 +65,8 @@ class LocalRuntime:
 
     async def restart(self, name: str) -> None:
         part = self._parts[name]
-        assert part.process is None or not part.process.lives, f"{name} is running"
+        if part.process is not None and not await part.process.gone():
+            raise errors.PartFailed(name, "is still running and cannot be started again")
         part.spec = msgspec.structs.replace(part.spec, attempt=part.spec.attempt + 1)
         process = await self._launch(part, "ab")
         attach(part.remote, process.channel)
@@ -89,11 +94,16 @@ class LocalRuntime:
         log = self._logs / f"{part.spec.name}.log"
         environment = part.environment
         if self._guardian is not None:
-            environment = environment | self._guardian.marked(part.spec.name, part.spec.attempt)
+            part.mark = self._guardian.new_mark()
+            environment = environment | self._guardian.marked(part.mark)
         process = part.process = await PartProcess.launch(part.spec, environment, log, mode)
         if self._guardian is not None:
-            self._guardian.watch(process.pid)
-        await process.introduce()
+            self._guardian.watch(part.mark, process.pid)
+        try:
+            await process.introduce()
+        except BaseException:  # it was killed
+            self._sweep(part)
+            raise
         if self._stopping:
             raise errors.PartFailed(part.spec.name, "was stopped")
         return process
@@ -102,13 +112,27 @@ class LocalRuntime:
         part.watcher = asyncio.create_task(self._tell_death(part, process), name=f"watch {part.spec.name}")
 
     async def _tell_death(self, part: _Part, process: PartProcess) -> None:
-        death = await process.ended()
+        death = await self._end_of(process, part.spec.name)
         if self._stopping:
             return
+        try:
+            self._sweep(part)
+            detach(part.remote, death)
+        finally:
+            self.deaths.put_nowait(death)
+
+    async def _end_of(self, process: PartProcess, name: str) -> errors.PartLost:
+        """Always comes: a part that nobody watches would be missed by nobody."""
+        try:
+            return await process.ended()
+        except Exception as error:  # the boundary of the task
+            process.kill()
+            text = "".join(traceback.format_exception(error))
+            return errors.PartLost(name, f"could not be watched: {type(error).__name__}: {error}", text)
+
+    def _sweep(self, part: _Part) -> None:
         if self._guardian is not None:
-            self._guardian.sweep(part.spec.name, part.spec.attempt)
-        detach(part.remote, death)
-        self.deaths.put_nowait(death)
+            self._guardian.sweep(part.mark)
 
     async def _stop(self, part: _Part) -> None:
         if part.watcher is not None:

@@ -5,6 +5,7 @@
 Invariants
 - A call that was under way when the connection was lost raises `PartLost` at once: it may be repeated.
 - A call that is made meanwhile waits, as long as any part may take to start, and then raises `PartFailed`.
+- Calling again does not end while there is hope: a lack of descriptors passes. If it ends, calls hear of it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ P = TypeVar("P")
 
 PAUSE_S = 0.05
 """Between two connections: one that is closed as soon as it is made must not keep this process busy."""
+
+TROUBLE_PAUSE_S = 1.0
+"""After a failure that is this process's own, such as a lack of descriptors."""
 
 log = logging.getLogger(__name__)
 
@@ -57,10 +61,23 @@ class Peer(Remote):
         self._connected.clear()
         channel.close()
         log.warning("%s is gone; calling it again", self._part)
-        await asyncio.sleep(PAUSE_S)
-        again = await connect(self._path, self._token, deadline_s=None)
+        try:
+            again = await self._called_again()
+        except Exception as error:  # the boundary of the task
+            self._fail(errors.PartFailed(self._part, f"cannot be called again: {type(error).__name__}: {error}"))
+            self._connected.set()
+            return
         log.info("%s is back", self._part)
         self._attach(again)
+
+    async def _called_again(self) -> Channel:
+        while True:
+            await asyncio.sleep(PAUSE_S)
+            try:
+                return await connect(self._path, self._token, deadline_s=None)
+            except OSError as error:
+                log.warning("%s cannot be called: %s", self._part, error)
+                await asyncio.sleep(TROUBLE_PAUSE_S)
 
     def _detach(self, error: errors.PartFailed) -> None:
         super()._detach(error)

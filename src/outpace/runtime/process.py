@@ -76,7 +76,7 @@ class PartProcess:
                 hello = await self.channel.receive(Hello)
         except TimeoutError:
             raise errors.PartFailed(name, f"was not ready within {START_DEADLINE_S:g} s", self.tail()) from None
-        except ConnectionError:
+        except OSError:
             hello = None
         if hello is None:
             raise errors.PartFailed(name, f"did not start: it {await self._how_it_ended()}", self.tail())
@@ -97,18 +97,22 @@ class PartProcess:
     async def stop(self) -> None:
         """A closed channel asks it to leave; after that it is killed."""
         self.channel.close()
-        for insist in (False, True):
-            if insist:
-                self.kill()
-            try:
-                async with asyncio.timeout(STOP_DEADLINE_S):
-                    await self._process.wait()
-                return
-            except TimeoutError:
-                continue
+        if not await self.gone():
+            self.kill()
+            await self.gone()
+
+    async def gone(self) -> bool:
+        """Gives it a while to end; whether it has."""
+        try:
+            async with asyncio.timeout(STOP_DEADLINE_S):
+                await self._process.wait()
+        except TimeoutError:
+            return False
+        return True
 
     def tail(self) -> str:
-        lines = self._said_since(self._log.stat().st_size - MOST_DUMPED).splitlines()
+        """The end of its log, as far as there is one."""
+        lines = self._said_since(self._logged() - MOST_DUMPED).splitlines()
         return "\n".join(lines[-LOG_TAIL_LINES:])
 
     async def speak(self, within_s: float) -> str:
@@ -116,7 +120,7 @@ class PartProcess:
         state = self._state()
         if state != "running" or not self._ready:
             return f"{self._spec.name} (process {self.pid}) is {state}"
-        length = self._log.stat().st_size
+        length = self._logged()
         self._process.send_signal(signal.SIGUSR1)
         self._process.send_signal(signal.SIGUSR2)
         await asyncio.sleep(within_s)
@@ -133,17 +137,25 @@ class PartProcess:
         named = {psutil.STATUS_STOPPED: "stopped by a signal", psutil.STATUS_ZOMBIE: "a zombie"}
         return named.get(state, "running") if self._ready else "starting"
 
+    def _logged(self) -> int:
+        """Bytes. A log that somebody has removed counts as an empty one: what is to be told does not depend on it."""
+        try:
+            return self._log.stat().st_size
+        except OSError:
+            return 0
+
     def _said_since(self, length: int) -> str:
-        with open(self._log, "rb") as log:
-            log.seek(max(0, length))
-            return log.read(MOST_DUMPED).decode(errors="replace").strip()
+        try:
+            with open(self._log, "rb") as log:
+                log.seek(max(0, length))
+                return log.read(MOST_DUMPED).decode(errors="replace").strip()
+        except OSError:
+            return ""
 
     async def _how_it_ended(self) -> str:
-        try:
-            async with asyncio.timeout(STOP_DEADLINE_S):  # a socket closes a moment before its process ends
-                return how_it_ended(await self._process.wait())
-        except TimeoutError:
+        if not await self.gone():  # a socket closes a moment before its process ends
             return "closed its connection"
+        return how_it_ended(await self._process.wait())
 
 
 def _open(path: Path, mode: LogMode) -> BinaryIO:

@@ -89,7 +89,7 @@ class Channel:
             if size > limit:
                 raise wire.WireError(f"a frame of {size} bytes")
             body = await self._reader.readexactly(size)
-        except (asyncio.IncompleteReadError, ConnectionError):
+        except (asyncio.IncompleteReadError, OSError):
             return None
         return wire.decode(body, kind)
 
@@ -109,7 +109,7 @@ class Channel:
     async def finish(self) -> None:
         """Close once everything sent has left; the other side may be gone already."""
         self.close()
-        with contextlib.suppress(ConnectionError):
+        with contextlib.suppress(OSError):
             await self._writer.wait_closed()
 
     def close(self) -> None:
@@ -169,7 +169,7 @@ class Remote:
                 return await answer
         except TimeoutError:
             raise errors.PartFailed(self._part, f"{what} gave no answer within {deadline_s:g} s") from None
-        except ConnectionError as error:
+        except OSError as error:
             raise errors.PartLost(self._part, f"connection lost during {what}") from error
         finally:
             self._pending.pop(asked.id, None)
@@ -181,6 +181,9 @@ class Remote:
             self._fail(errors.PartLost(self._part, "closed its connection"))
         except wire.WireError as error:
             self._fail(errors.PartFailed(self._part, f"sent something that is not a frame: {error}"))
+        except Exception as error:  # the boundary of the task: whoever waits for an answer is to hear that none comes
+            text = "".join(traceback.format_exception(error))
+            self._fail(errors.PartFailed(self._part, f"cannot be read: {type(error).__name__}: {error}", text))
 
     def _settle(self, frame: Frame) -> None:
         answer = self._pending.get(frame.id)
@@ -278,7 +281,9 @@ async def _answer(target: object, signatures: Signatures, channel: Channel, call
 async def _reply(channel: Channel, message: Reply | Failure | Pong) -> None:
     try:
         await channel.send(message)
-    except ConnectionError:
+    except wire.WireError as error:  # too long to be sent; the caller still waits for something
+        await _reply(channel, _failure(message.id, error))
+    except OSError:
         return  # the caller is gone, and with it whoever wanted to know
 
 

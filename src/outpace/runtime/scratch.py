@@ -51,9 +51,10 @@ class Scratch:
         self.guardian = Guardian([self.path, self.files])
 
     def remove(self) -> None:
+        """Blocks until nobody is left who could write to it."""
+        self.guardian.dismiss()
         _remove(self.path)
         os.close(self._lock)
-        self.guardian.dismiss()
 
 
 def _remove(directory: Path) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outpace.engines.noise import request_seed
-from outpace.errors import PartLost, RequestFailed
+from outpace.errors import OutpaceError, PartLost, RequestFailed
 from outpace.protocols import Engine
 from outpace.rollouts.turns import EpisodeTurns
 from outpace.types import Generation, GroupOrder, Ints, Sampling
@@ -17,7 +17,7 @@ from outpace.types import Generation, GroupOrder, Ints, Sampling
 log = logging.getLogger(__name__)
 
 ABORT_GRACE_S = 2.0
-"""How long an engine may take to hand out what an aborted request had so far."""
+"""How long an engine may take to hear of an abort and to hand out what the request had so far."""
 
 SHAPES_THE_DISTRIBUTION = ("temperature", "top_p", "top_k")
 
@@ -89,7 +89,7 @@ class Requests:
         self.refuse_after_the_end()
         if self._turns is None:
             return await self._ask(request, prompt)
-        answer = self._turns.recall(prompt, request.sampling)
+        answer = self._turns.recall(request.number, prompt, request.sampling)
         if answer is None:
             answer = await self._ask(request, prompt)
             self._turns.record(request.number, prompt, request.sampling, answer)
@@ -146,11 +146,16 @@ class Requests:
             await asyncio.shield(leaving)
 
     async def _give_up(self, given_up: dict[str, asyncio.Future[Generation]]) -> None:
+        """Within a bound and without a failure: this is how an episode that is over leaves, and whether the engine can
+        still be talked to is no concern of it."""
         running = sorted(request_id for request_id, answer in given_up.items() if not answer.done())
         try:
             if running:
-                await self._engine.abort(running)
-                await asyncio.wait(given_up.values(), timeout=ABORT_GRACE_S)
+                async with asyncio.timeout(ABORT_GRACE_S):
+                    await self._engine.abort(running)
+                    await asyncio.wait(given_up.values())
+        except (TimeoutError, OutpaceError) as error:  # it hangs, is down, or has failed with all that it had
+            log.info("what %s had sampled is not known: %s", ", ".join(running), error or "no answer in time")
         finally:
             self.abandoned += sum(map(_tokens_of, given_up.values()))
             for answer in given_up.values():

@@ -1,0 +1,102 @@
+"""What an earlier start of a run has left on the disk, and what the next one makes of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from outpace.checkpoint.journal import JournalWriter, read
+from outpace.errors import BadInput
+from outpace.observe.linefile import LineFile
+from outpace.pipeline.pacing import CoreSettings
+from outpace.resuming import Past, check_tasks, note_tasks, past_of, same_making
+from outpace.tasks.fingerprint import fingerprint
+from outpace.tasks.order import Order
+from outpace.types import GroupOrder, GroupRecord, GroupReport, Kept, Task
+
+SETTINGS = CoreSettings(
+    groups_per_step=2, group_size=1, max_lag=1, depth=1.0, chunk_groups=2, max_running=64, on_stale="wait",
+    warmup_steps=0, publish_every=1, update="inflight", deterministic=False, steps=None, epochs=1, tasks=6,
+    eval_every=0, eval_enabled=True, checkpoint_every=0,
+)  # fmt: skip
+ORDER = Order(6, seed=0, shuffle=True)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run that was killed before its first checkpoint, with four finished groups, one of version 1."""
+    writer = JournalWriter(tmp_path / "journal", "worker-0")
+    for group in range(4):
+        epoch, task = ORDER.task(group)
+        order = GroupOrder(group, task, epoch, min_version=0, size=1, position=group)
+        newest = 1 if group == 3 else 0
+        report = GroupReport(group, f"t{task}", "finished", rewards=[0.5], newest=newest)
+        writer.append(Kept(order, report), GroupRecord(group, f"t{task}", epoch, 0, [], [0.5]))
+    writer.close()
+    return tmp_path
+
+
+def past(run: Path, settings: CoreSettings = SETTINGS, order: Order = ORDER, usable: bool = True) -> Past:
+    return past_of(run, None, settings, order, "digest", usable)
+
+
+def test_finished_groups_of_the_version_gone_on_from_survive_and_can_be_read_where_they_now_lie(run: Path) -> None:
+    found = past(run)
+    assert found.version == found.accounted == 0
+    assert [kept.order.group for kept in found.survivors.finished] == [0, 1, 2]
+    for kept in found.survivors.finished:
+        assert kept.report.place is not None
+        assert read(run / "journal", kept.report.place).group == kept.order.group
+    assert [kept.order for kept in past(run).survivors.finished] == [kept.order for kept in found.survivors.finished]
+
+
+def test_nothing_survives_under_another_seed(run: Path) -> None:
+    other = next(
+        order
+        for order in (Order(6, seed, shuffle=True) for seed in range(1, 100))
+        if all(ORDER.task(place) != order.task(place) for place in range(3))
+    )
+    assert past(run, order=other).survivors.finished == ()
+
+
+def test_where_groups_are_made_in_another_way_none_survives(run: Path) -> None:
+    assert past(run, usable=False).survivors.finished == ()
+    assert past(run).survivors.finished == ()
+
+
+def test_in_lockstep_groups_are_made_again(run: Path) -> None:
+    assert past(run, replace(SETTINGS, deterministic=True)).survivors.finished == ()
+
+
+def test_a_run_without_a_journal_goes_on_from_nothing(tmp_path: Path) -> None:
+    assert past(tmp_path).survivors.finished == ()
+
+
+def test_the_newest_evaluation_that_is_known_is_that_of_the_log(run: Path) -> None:
+    lines = LineFile(run / "evals.jsonl")
+    for step in (0, 4):
+        lines.append({"step": step, "eval/reward": 0.5})
+    lines.close()
+    assert past(run).evaluated == 0, "version 4 is no more"
+
+
+def test_a_changed_reward_is_noticed_and_a_changed_learning_rate_is_not(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text('[rewards]\nfunctions = ["a"]\n[learner]\nlr = 1e-3\n')
+    assert same_making(tmp_path, '[rewards]\nfunctions = ["a"]\n[learner]\nlr = 1e-4\n')
+    assert not same_making(tmp_path, '[rewards]\nfunctions = ["b"]\n[learner]\nlr = 1e-3\n')
+
+
+def test_changed_tasks_are_refused_or_accepted_but_never_more_or_fewer(tmp_path: Path) -> None:
+    def tasks(*prompts: str) -> list[Task]:
+        return [Task(str(number), prompt, {}) for number, prompt in enumerate(prompts)]
+
+    assert check_tasks(tmp_path, fingerprint(tasks("a", "b")), accept=False), "a run that has not begun"
+    note_tasks(tmp_path, fingerprint(tasks("a", "b")))
+    assert check_tasks(tmp_path, fingerprint(tasks("a", "b")), accept=False)
+    with pytest.raises(BadInput, match=r"task 1, '1', is not what it was; --tasks\.changed accept"):
+        check_tasks(tmp_path, fingerprint(tasks("a", "c")), accept=False)
+    assert not check_tasks(tmp_path, fingerprint(tasks("a", "c")), accept=True)
+    with pytest.raises(BadInput, match="there are 3 tasks, there were 2"):
+        check_tasks(tmp_path, fingerprint(tasks("a", "b", "c")), accept=True)
