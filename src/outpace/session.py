@@ -223,6 +223,7 @@ class Session:
         note_tasks(self._log.dir, self._plan.tasks)
         if not self._plan.resumes:
             return
+        commit.go_back(self._log.dir / CHECKPOINTS, past.version)
         for line in self._log.roll_back(past.version, past.accounted):
             recorder.summary.step(line["step"], {name: value for name, value in line.items() if name != "step"})
         for line in self._log.evaluations():

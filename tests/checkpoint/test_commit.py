@@ -153,6 +153,16 @@ def test_a_writer_that_died_is_in_nobodys_way(tmp_path: Path, step: int) -> None
     assert names(tmp_path) == sorted({"step-000001", f"step-00000{step}"})
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_one_that_was_set_aside_when_its_writer_died_is_in_nobodys_way(tmp_path: Path, named: bool) -> None:
+    os.rename(make(tmp_path, 1, "older"), tmp_path / ".replaced-step-000001")
+    if named:
+        shutil.copytree(tmp_path / ".replaced-step-000001", tmp_path / "step-000001")
+    checkpoint = make(tmp_path, 1, "new")
+    assert names(tmp_path) == ["step-000001"]
+    assert (checkpoint / "model.safetensors").read_text() == "new 1"
+
+
 def test_beginning_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is called on an event loop."""
     make(tmp_path, 1)
@@ -366,6 +376,19 @@ def test_pruning_never_counts_a_broken_one_as_kept(tmp_path: Path) -> None:
     prune(tmp_path, keep=1)
     assert newest_complete(tmp_path) == tmp_path / "step-000003"
     assert names(tmp_path) == ["step-000003", "step-000004"]
+
+
+def test_a_damaged_newer_one_does_not_make_pruning_remove_the_good_ones(tmp_path: Path) -> None:
+    for step in (10, 20):
+        make(tmp_path, step)
+    damaged = next(path for path in commit.of_step(tmp_path, 20).iterdir() if path.name != commit.MANIFEST)
+    damaged.write_bytes(bytes(len(damaged.read_bytes())))  # of the same size
+    chosen = commit.newest_complete(tmp_path)
+    assert chosen is not None
+    commit.go_back(tmp_path, commit.step_of(chosen))
+    make(tmp_path, 15)
+    commit.prune(tmp_path, keep=1)
+    assert commit.steps(tmp_path) == [15]
 
 
 def test_pruning_leaves_foreign_directories_alone(tmp_path: Path) -> None:

@@ -263,6 +263,7 @@ def test_a_damaged_answer_costs_no_others_when_files_are_tidied_up(open_log: Ope
         log.close_group(position)
     record(log, 5)
     assert [keys(log, position) for position in (1, 2, 5)] == [[], [(0, 0)], [(0, 0)]]
+    assert not path.exists()
 
 
 def test_a_name_is_never_given_twice(open_log: OpenLog) -> None:

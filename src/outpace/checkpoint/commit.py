@@ -21,7 +21,7 @@ import logging
 import os
 import re
 import shutil
-import tempfile
+import uuid
 import zlib
 from pathlib import Path, PurePosixPath
 
@@ -135,12 +135,19 @@ def prune(root: str | Path, keep: int, best: int | None = None) -> list[Path]:
         whole += is_whole
         is_wanted = is_whole and (whole <= keep or step_of(path) == best)
         if whole and not is_wanted:
-            nameless = _set_apart(path)
-            sync(nameless.parent)
-            crash.reached("prune.middle")
-            _erase(nameless)
+            _remove(path)
             removed.append(path)
     return removed
+
+
+def go_back(root: str | Path, step: int) -> None:
+    """The run goes on from this step: what killed writers left goes, and so do newer checkpoints. They are damaged, or
+    the newest would have been taken; counted as newest, they would keep `prune` from keeping the good ones."""
+    clean(root)
+    for path in _newest_first(Path(root)):
+        if step_of(path) > step:
+            log.warning("removing %s: it is damaged, and the run goes on from step %d", path, step)
+            _remove(path)
 
 
 # ------------------------------------------------------------------------------------------------------------ reading
@@ -250,9 +257,16 @@ def _crc32(path: Path) -> int:
     return value
 
 
+def _remove(checkpoint: Path) -> None:
+    nameless = _set_apart(checkpoint)
+    sync(nameless.parent)
+    crash.reached("prune.middle")
+    _erase(nameless)
+
+
 def _set_apart(directory: Path) -> Path:
     """Take its name from it: half of a checkpoint must never be taken for one, not even for one that is broken."""
-    nameless = Path(tempfile.mkdtemp(prefix=_REMOVED, dir=directory.parent))
+    nameless = directory.parent / f"{_REMOVED}{uuid.uuid4().hex}"
     os.rename(directory, nameless)
     return nameless
 
@@ -272,6 +286,6 @@ def _settle_replaced(root: Path) -> None:
     for aside in root.glob(f"{_REPLACED}*"):
         target = root / aside.name.removeprefix(_REPLACED)
         if target.exists():
-            _erase(_set_apart(aside))
+            _erase(aside)
         else:
             os.rename(aside, target)
