@@ -50,7 +50,7 @@ def plan_of(config: dict[str, Any] | None = None, **given: Any) -> Plan:
 def carried(plan: Plan) -> tuple[TaskSource, TaskSource | None]:
     """The tasks as a worker gets them."""
     train, heldout = code.unpack(plan.code)["tasks"]
-    assert (len(train), 0 if heldout is None else len(heldout)) == (plan.tasks, plan.heldout)
+    assert (len(train), 0 if heldout is None else len(heldout)) == (plan.tasks.count, plan.heldout)
     return train, heldout
 
 
@@ -64,7 +64,7 @@ def test_training_and_held_out_tasks_are_given_in_any_two_ways(
         tasks={"path": train_file, "rows": ROWS, "source": sources[0]}[tasks],
         eval_tasks={"text": str(heldout_file), "path": heldout_file, "rows": HELDOUT, "source": sources[1]}[eval_tasks],
     )
-    assert (plan.tasks, plan.heldout) == (40, 5), "nothing of the training tasks is held out as well"
+    assert (plan.tasks.count, plan.heldout) == (40, 5), "nothing of the training tasks is held out as well"
     if tasks == "path" and eval_tasks in ("text", "path"):
         assert (plan.config.tasks.path, plan.config.tasks.eval_path) == (str(train_file), str(heldout_file))
         return
@@ -102,7 +102,7 @@ def test_the_argument_overrides_the_configs_held_out_path(train_file: Path) -> N
 
 def test_a_limit_is_for_training_alone() -> None:
     plan = plan_of(tasks=ROWS, eval_tasks=HELDOUT, config={"tasks.limit": 3})
-    assert (plan.tasks, plan.heldout) == (3, 5)
+    assert (plan.tasks.count, plan.heldout) == (3, 5)
 
 
 def add(a: int, b: int) -> int:

@@ -154,10 +154,10 @@ def test_a_deterministic_run_equals_itself_at_any_lag_and_in_any_layout_of_proce
     "victim",
     ["engine-0", pytest.param("learner", marks=pytest.mark.slow), pytest.param("worker-0", marks=pytest.mark.slow)],
 )
-def test_a_part_that_is_killed_ends_the_run_with_its_name_and_no_orphans(
+def test_a_part_that_is_killed_and_not_replaced_ends_the_run_with_its_name_and_no_orphans(
     settings: Settings, tmp_path: Path, victim: str
 ) -> None:
-    process = start_command("train", *as_arguments({**settings, "run.steps": 100000}))
+    process = start_command("train", *as_arguments({**settings, "run.steps": 100000, "supervise.restarts": 0}))
     metrics = tmp_path / "run" / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, process)
     family = children_of(process.pid)
