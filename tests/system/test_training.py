@@ -180,7 +180,7 @@ def test_children_die_with_a_killed_controller(settings: Settings, tmp_path: Pat
     metrics = tmp_path / "run" / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 1, process)
     family = children_of(process.pid)
-    assert len(family) in (4, 5), "engine, learner, worker and one or two graders of the worker"
+    assert len(family) in (5, 6), "guardian, engine, learner, worker and one or two graders of the worker"
     process.kill()
     process.communicate()
     _, alive = psutil.wait_procs(family, timeout=20)
