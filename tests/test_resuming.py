@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from outpace.checkpoint.journal import JournalWriter, read
 from outpace.errors import BadInput
 from outpace.observe.linefile import LineFile
 from outpace.pipeline.pacing import CoreSettings
+from outpace.pipeline.state import CoreState
 from outpace.resuming import Past, check_tasks, note_tasks, past_of, same_making
 from outpace.tasks.fingerprint import fingerprint
 from outpace.tasks.order import Order
@@ -80,6 +83,24 @@ def test_the_newest_evaluation_that_is_known_is_that_of_the_log(run: Path) -> No
         lines.append({"step": step, "eval/reward": 0.5})
     lines.close()
     assert past(run).evaluated == 0, "version 4 is no more"
+
+
+def checkpoint_of(run: Path, version: int) -> Path:
+    folder = run / "checkpoints" / f"step-{version:06d}"
+    folder.mkdir(parents=True)
+    state = msgspec.to_builtins(CoreState(6, 0, True, version=version), str_keys=True)
+    (folder / "controller.json").write_text(json.dumps({"core": state, "tokenizer": "digest"}))
+    return folder
+
+
+def test_a_run_is_not_resumed_to_fewer_steps_or_with_another_tokenizer_and_keeps_its_journal(run: Path) -> None:
+    before = sorted((run / "journal").iterdir())
+    checkpoint = checkpoint_of(run, 5)
+    with pytest.raises(BadInput, match=r"run\.steps: the run has 5 steps already, 3 are fewer"):
+        past_of(run, checkpoint, replace(SETTINGS, steps=3), ORDER, "digest", usable=True)
+    with pytest.raises(BadInput, match="another tokenizer"):
+        past_of(run, checkpoint, SETTINGS, ORDER, "another", usable=True)
+    assert sorted((run / "journal").iterdir()) == before
 
 
 def test_a_changed_reward_is_noticed_and_a_changed_learning_rate_is_not(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OutpaceError as error:
         return _complain(error)
     except KeyboardInterrupt:
+        print("outpace: left at once, without a checkpoint", file=sys.stderr)
         return EXIT_LEFT_AT_ONCE
 
 

@@ -47,6 +47,7 @@ class Past:
     checkpoint: Path | None = None
     state: CoreState | None = None
     rng: dict[str, str] = field(default_factory=dict)  # of the workers
+    usable: bool = True  # groups are still made and judged as they were
     survivors: Survivors = NOTHING
     evaluated: Version = -1
 
@@ -74,7 +75,11 @@ def past_of(
     state = state_of(memory["core"]) if checkpoint else None
     if state is not None:
         state.check(order)
-    known = Past(checkpoint, state, memory.get("rng", {}))
+        if settings.steps is not None and settings.steps < state.version:
+            raise BadInput(
+                f"--resume: run.steps: the run has {state.version} steps already, {settings.steps} are fewer"
+            )
+    known = Past(checkpoint, state, memory.get("rng", {}), usable)
     return replace(
         known,
         survivors=_survivors(run / "journal", state, settings, order, usable),

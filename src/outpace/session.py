@@ -82,12 +82,15 @@ class Session:
         self._config = plan.config
         self._log = log
         self._driver: Driver | None = None
+        self._console: ProgressConsole | None = None
         self._stop_wanted = False
         self._loop = asyncio.get_running_loop()
 
     def stop(self) -> None:
         """Checkpoint and leave, as soon as the step under way is done."""
         self._stop_wanted = True
+        if self._console is not None:
+            self._console.status("stopping, with a checkpoint, when the call that the learner is in has ended")
         if self._driver is not None:
             self._driver.stop()
 
@@ -96,11 +99,12 @@ class Session:
         console = ProgressConsole(self._config.run.steps, quiet=self._plan.quiet, title=self._title())
         recorder = Recorder(self._log, console, callbacks, countable_cores(self._config), self._config.run.seed)
         console.start()
+        self._console = console
         try:
             reason = await self._drive(recorder)
         except BaseException as error:
             console.close()
-            await self._leave(recorder, recorder.build_summary(_exit_code(error), f"{type(error).__name__}: {error}"))
+            await self._leave(recorder, recorder.build_summary(_exit_code(error), _reason(error)))
             raise
         ended = recorder.build_summary(Interrupted.exit_code if reason == "stopped" else 0, reason)
         await self._leave(recorder, ended)
@@ -176,7 +180,10 @@ class Session:
                 "starting engine, learner and workers"
             )
         kept, under_way = len(past.survivors.finished), len(past.survivors.recorded or {})
-        return f"resuming from step {past.version}; the journal has {kept} finished groups, and answers of {under_way}"
+        opening = f"resuming from step {past.version}"
+        if not past.usable:
+            return f"{opening}; groups are made in another way than before, so those of the journal are not used"
+        return f"{opening}; the journal has {kept} finished groups, and answers of {under_way} unfinished ones"
 
     # ------------------------------------------------------------------------------------------------ the parts
 
@@ -305,6 +312,12 @@ def _replay(config: ReplayConfig) -> ReplaySettings | None:
 def _resolved(value: T | None) -> T:
     assert value is not None, "the config was resolved"
     return value
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, asyncio.CancelledError):
+        return "left at once, by a second signal"
+    return f"{type(error).__name__}: {error}"
 
 
 def _exit_code(error: BaseException) -> int:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,6 +35,8 @@ from outpace.rollouts.environments.kinds import Given
 from outpace.runtime.threads import steady_executor
 from outpace.session import Plan, Session
 from outpace.tasks.registry import is_of_family
+
+SAME_MOMENT_S = 0.3
 
 
 class Trainer:
@@ -120,6 +123,7 @@ class _Background:
         self._work: asyncio.Task[Summary] | None = None
         self._result: Summary | BaseException | None = None
         self._signals = 0
+        self._last: tuple[int, float] | None = None  # signal, and when
 
     def run(self) -> Summary:
         # A daemon: if this thread is told to leave at once, the interpreter must not wait for the controller.
@@ -153,8 +157,12 @@ class _Background:
                 raise
             raise KeyboardInterrupt from None
 
-    def _signalled(self) -> None:
-        """First signal: checkpoint and leave. Second: leave now."""
+    def _signalled(self, number: int) -> None:
+        """First signal: checkpoint and leave. Second: leave now. One that comes twice in the same moment, from a
+        terminal and again from a wrapper that passes it on, is one."""
+        last, self._last = self._last, (number, time.monotonic())
+        if last is not None and last[0] == number and self._last[1] - last[1] < SAME_MOMENT_S:
+            return
         self._signals += 1
         if self._loop is None or self._session is None or self._work is None:
             return
@@ -162,14 +170,14 @@ class _Background:
 
 
 @contextmanager
-def _signals(handle: Callable[[], None]) -> Iterator[None]:
+def _signals(handle: Callable[[int], None]) -> Iterator[None]:
     """Signals can be caught on the main thread only; elsewhere they are somebody else's business."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     for number in before:
-        signal.signal(number, lambda *_: handle())
+        signal.signal(number, lambda number, _: handle(number))
     try:
         yield
     finally:

@@ -159,3 +159,17 @@ def test_no_environment_is_a_choice_too() -> None:
     assert config.rollout.environment_class is None
     assert config.rewards.functions == ["number"], "the task is judged as ever"
     assert resolve(make_config({"rollout.environment": "none", "rollout.function": "m:f"})).rollout.function == "m:f"
+
+
+def test_paths_of_tasks_are_kept_whole_so_that_a_run_can_go_on_from_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "a"}')
+    monkeypatch.chdir(tmp_path)
+    config = resolve(
+        make_config(
+            {"tasks.path": "tasks.jsonl", "tasks.eval_path": "somebody/dataset", "rewards.functions": ["exact"]}
+        )
+    )
+    assert config.tasks.path == str(tmp_path / "tasks.jsonl")
+    assert config.tasks.eval_path == "somebody/dataset", "a name on the hub is no path"

@@ -8,6 +8,7 @@ import secrets
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -60,12 +61,21 @@ def lives(pid: int) -> bool:
         return False
 
 
+def ends(pid: int) -> bool:
+    """Whoever was killed may still be about to go, on a busy machine."""
+    for _ in range(500):
+        if not lives(pid):
+            return True
+        time.sleep(0.01)
+    return False
+
+
 @pytest.mark.parametrize(("stays", "marked"), [(True, True), (False, True), (True, False)])
 def test_whoever_left_the_group_ends_too(stays: bool, marked: bool, start: Start) -> None:
     leader, mark, child = start(stays, marked)
     assert lives(child)
     assert family.end_family(leader.pid, mark)
-    assert not lives(child)
+    assert ends(child)
     assert not lives(leader.pid)
 
 
@@ -111,4 +121,4 @@ def test_a_look_that_fails_is_told_and_the_next_ending_works(start: Start, monke
         with pytest.raises(ZeroDivisionError):
             family.end_family(leader.pid, mark)
     assert family.end_family(leader.pid, mark)
-    assert not lives(child)
+    assert ends(child)

@@ -9,6 +9,10 @@ from outpace.errors import BadInput
 
 def take_options(words: Sequence[str], defaults: Mapping[str, int]) -> tuple[dict[str, int], list[str]]:
     """The options, defaults filled in, and the words that are not options."""
+    if "--help" in words or "-h" in words:
+        print("options: " + ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in defaults.items()))
+        print("and settings of the runs it starts, as --section.key value")
+        raise SystemExit(0)
     options = dict(defaults)
     others: list[str] = []
     rest = list(words)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from outpace.config import STARTER, STARTER_AGENT, Config
@@ -43,6 +44,7 @@ FUNCTIONS = (
 """Settings that may name a function in a file."""
 
 LISTS_OF_FUNCTIONS = ("rewards.functions", "tools.functions")
+PATHS = ("tasks.path", "tasks.eval_path")
 
 DEFAULT_TASK = "countdown"
 DEFAULT_STEPS = 100
@@ -129,7 +131,14 @@ def _with_absolute_files(config: Config) -> Config:
     values: dict[str, Any] = {key: absolute(name) for key, name in named.items() if name is not None}
     values |= {key: [absolute(name) for name in value_of(config, key)] for key in LISTS_OF_FUNCTIONS}
     values["environment.kinds"] = {kind: absolute(name) for kind, name in config.environment.kinds.items()}
+    values |= {key: _absolute_path(path) for key in PATHS if (path := value_of(config, key)) is not None}
     return with_values(config, values)
+
+
+def _absolute_path(path: str) -> str:
+    """Of what is there; a name that is no path, such as a dataset's on the hub, stays."""
+    place = Path(path).expanduser()
+    return str(place.absolute()) if place.exists() else path
 
 
 def _says_how_to_roll_out(config: Config) -> bool:

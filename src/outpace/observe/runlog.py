@@ -149,10 +149,8 @@ class RunLog:
         """One line of batches.jsonl: what this step was trained on, and what else came to an end since the line before.
         `version` is the one it was trained from, `accounted` the number of visits that are settled with this line."""
         record: dict[str, Any] = {"step": step, "version": version, "groups": msgspec.to_builtins(list(groups))}
-        if ended := msgspec.to_builtins(list(settled)):
-            record["settled"] = ended
         if accounted is not None:
-            record["accounted"] = accounted
+            record |= {"settled": msgspec.to_builtins(list(settled)), "accounted": accounted}
         self._lines["batches.jsonl"].append(record)
 
     def evaluation(self, version: int, metrics: Mapping[str, float]) -> None:

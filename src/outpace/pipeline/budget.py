@@ -55,8 +55,6 @@ class Budget:
 
     def _notice_of_dry_spell(self, report: GroupReport) -> str | None:
         """Said at ever longer intervals: once people know, they know."""
-        if not self._filtered:
-            self._next_notice = self._limits.notice_every
         if self._filtered < self._next_notice:
             return None
         self._next_notice *= 2

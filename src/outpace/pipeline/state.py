@@ -28,11 +28,13 @@ class CoreState(msgspec.Struct, frozen=True):
 
     def check(self, order: Order) -> None:
         """Refuse to go on with tasks in another order."""
-        if (self.tasks, self.seed, self.shuffle) != (order.count, order.seed, order.shuffle):
-            raise BadInput(
-                f"the checkpoint was made with {self.tasks} tasks, seed {self.seed}, shuffle {self.shuffle}; "
-                f"now there are {order.count} tasks, seed {order.seed}, shuffle {order.shuffle}"
-            )
+        if self.tasks != order.count:
+            raise BadInput(f"--resume: there are {order.count} tasks, the run began with {self.tasks}")
+        if self.seed != order.seed:
+            raise BadInput(f"--resume: run.seed is {order.seed}, the run began with {self.seed}")
+        if self.shuffle != order.shuffle:
+            began, now = str(self.shuffle).lower(), str(order.shuffle).lower()
+            raise BadInput(f"--resume: tasks.shuffle is {now}, the run began with {began}")
 
 
 def state_of(snapshot: dict[str, object]) -> CoreState:
