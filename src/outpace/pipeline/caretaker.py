@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from outpace.errors import PartFailed, PartLost
+from outpace.errors import OutpaceError, PartFailed, PartLost
 from outpace.pipeline.events import EngineJoined, EngineLost, Event
 from outpace.pipeline.supervisor import GiveUp, Role, SuperviseSettings, Supervisor
 from outpace.pipeline.watchdog import Awake
@@ -108,7 +108,7 @@ class Caretaker:
                 return True
             except PartFailed as error:
                 lost = error
-            except OSError as error:  # no process can be had just now
+            except (OSError, OutpaceError) as error:  # no process can be had just now, or what it needs is gone
                 lost = PartFailed(name, f"could not be started: {error}")
 
     # ----------------------------------------------------------------------------------------------- signs of life
