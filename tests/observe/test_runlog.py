@@ -73,7 +73,7 @@ def test_rolling_back_forgets_later_steps_and_a_torn_line(tmp_path: Path) -> Non
         file.write('{"step":4,"rew')
 
     log = RunLog.claim(tmp_path, resume=True)
-    kept = log.roll_back(2)
+    kept = list(log.roll_back(2))
     log.start("resumed = true\n")
     log.step(3, {"reward/mean": 0.9})
     log.close()

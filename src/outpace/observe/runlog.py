@@ -16,7 +16,7 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -187,7 +187,7 @@ class RunLog:
         for lines in list(self._lines.values()):
             lines.sync()
 
-    def roll_back(self, step: int, accounted: int | None = None) -> list[dict[str, Any]]:
+    def roll_back(self, step: int, accounted: int | None = None) -> Iterator[dict[str, Any]]:
         """Forget what was logged after `step`, and batches that book more than `accounted` visits; returns the lines of
         metrics.jsonl that stay."""
         self._close_lines()
@@ -201,7 +201,7 @@ class RunLog:
             if number.isdecimal() and int(number) > step:
                 path.unlink()
         (self.dir / "summary.json").unlink(missing_ok=True)
-        return list(read_lines(self.dir / "metrics.jsonl"))
+        return read_lines(self.dir / "metrics.jsonl")  # one by one: a long run has many
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:
