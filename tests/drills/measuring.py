@@ -2,8 +2,9 @@
 
 A process is measured once a second, from the first step of a start on, for as long as it lives. The first half of its
 life is left out: caches fill, allocators find their size. What is judged are the late halves of all processes of a
-role, taken together over every start of the run: growth per step inside them, and whether later ones stand higher than
-earlier ones at the same point of their life.
+role, taken together over every start of the run: whether later ones stand higher than earlier ones at the same point of
+their life, and growth per step of those that have trained for long enough. A worker is at its size after a thousand
+steps or so; one that was killed before says nothing about growth.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 EVERY_S = 1.0
 FEWEST = 20
 """Processes that were measured less often say nothing."""
+WARM_UP = 1_000
+"""Steps before growth is looked at."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,10 @@ class Life:
     @property
     def late(self) -> list[Sample]:
         return self.samples[len(self.samples) // 2 :]
+
+    @property
+    def settled(self) -> list[Sample]:
+        return [sample for sample in self.late if sample.step - self.samples[0].step >= WARM_UP]
 
 
 class Measuring:
@@ -123,11 +130,11 @@ def _cost(role: str, lives: list[Life]) -> Cost:
 
 
 def slope(lives: list[Life]) -> float:
-    """Least squares over the late halves, each around its own mean: bytes per step."""
+    """Least squares over the late halves, each around its own mean: bytes per step. 0 where nobody lived long enough."""
     above = below = 0.0
-    for life in lives:
-        steps = [sample.step for sample in life.late]
-        sizes = [sample.rss for sample in life.late]
+    for samples in (life.settled for life in lives if len(life.settled) >= FEWEST):
+        steps = [sample.step for sample in samples]
+        sizes = [sample.rss for sample in samples]
         middle, level = fmean(steps), fmean(sizes)
         above += sum((step - middle) * (size - level) for step, size in zip(steps, sizes, strict=True))
         below += sum((step - middle) ** 2 for step in steps)

@@ -156,7 +156,7 @@ def test_the_last_whole_line_counts(tmp_path: Path) -> None:
 
 
 def life(role: str, grows: int, level: int = 100 << 20, descriptors: int = 20) -> Life:
-    return Life(role, [Sample(step, level + grows * max(step, 500), 8, descriptors) for step in range(0, 1000, 10)])
+    return Life(role, [Sample(step, level + grows * max(step, 500), 8, descriptors) for step in range(0, 3000, 10)])
 
 
 def test_memory_that_grows_late_is_found_and_a_start_that_grows_is_not() -> None:
@@ -165,7 +165,7 @@ def test_memory_that_grows_late_is_found_and_a_start_that_grows_is_not() -> None
     [leaky] = costs([life("engine", 2000), life("engine", 2000)])
     assert leaky.bytes_per_step == pytest.approx(2000, rel=0.01)
     assert next(growing(leaky, steps=10_000)).startswith("engine: memory grows by 2000 bytes a step")
-    warming = Life("engine", [Sample(step, min(step, 400) << 15, 8, 20) for step in range(0, 1000, 10)])
+    warming = Life("engine", [Sample(step, min(step, 900) << 15, 8, 20) for step in range(0, 1000, 10)])
     assert list(growing(costs([warming])[0], steps=10_000)) == []
 
 
