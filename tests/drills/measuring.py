@@ -130,7 +130,7 @@ def _cost(role: str, lives: list[Life]) -> Cost:
 
 
 def slope(lives: list[Life]) -> float:
-    """Least squares over the late halves, each around its own mean: bytes per step. 0 where nobody lived long enough."""
+    """Least squares over the late halves, each around its mean: bytes per step. 0 where nobody lived long enough."""
     above = below = 0.0
     for samples in (life.settled for life in lives if len(life.settled) >= FEWEST):
         steps = [sample.step for sample in samples]
