@@ -212,9 +212,10 @@ class _DescribeSimulation(_DescribeSettings):
     """`outpace simulate --help`: the settings are another set."""
 
     def settings(self) -> str:
-        from outpace.simulate.loading import describe
+        from outpace.config.loading import describe
+        from outpace.simulate.loading import SECTIONS
 
-        return describe()
+        return describe(SECTIONS)
 
 
 def _parser() -> argparse.ArgumentParser:

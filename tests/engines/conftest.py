@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,6 +26,9 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+
+from outpace.types import Manifest
+from outpace.weights.store import SnapshotWriter
 
 VOCABULARY = 61
 CONTEXT = 96
@@ -139,3 +143,13 @@ def forced_logprobs(forced_logits: Callable[..., torch.Tensor]) -> Callable[...,
         return logprobs.gather(1, torch.from_numpy(output.astype(np.int64)).unsqueeze(1)).squeeze(1).numpy()
 
     return compute
+
+
+@pytest.fixture
+def publish(tmp_path: Path) -> Callable[..., Manifest]:
+    writer = SnapshotWriter(tmp_path, "test")
+
+    def make(model: PreTrainedModel, version: int) -> Manifest:
+        return writer.publish(version, dict(model.named_parameters()), leased=())
+
+    return make

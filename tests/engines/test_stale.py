@@ -4,46 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+from engines_support import engine_of
 from outpace.engines.embedded import EmbeddedEngine
 from outpace.engines.llama import LlamaDecoder
 from outpace.errors import CorruptData, PartFailed, RequestFailed
 from outpace.types import Generation, Manifest, Sampling
-from outpace.weights.store import SnapshotWriter
 
 pytestmark = pytest.mark.timeout(60)
 
 Models = Callable[..., PreTrainedModel]
 Prompts = Callable[..., list[np.ndarray]]
 Logprobs = Callable[..., np.ndarray]
-
-
-@asynccontextmanager
-async def engine_of(model: PreTrainedModel, **options: Any) -> AsyncIterator[EmbeddedEngine]:
-    engine = EmbeddedEngine(model, **{"slots": 4, "threads": 1, **options})
-    try:
-        yield engine
-    finally:
-        await engine.close()
-
-
-@pytest.fixture
-def publish(tmp_path: Path) -> Callable[..., Manifest]:
-    writer = SnapshotWriter(tmp_path, "test")
-
-    def make(model: PreTrainedModel, version: int) -> Manifest:
-        return writer.publish(version, dict(model.named_parameters()), leased=())
-
-    return make
 
 
 async def generate(engine: EmbeddedEngine, name: str, prompt: np.ndarray, pinned: int | None = None) -> Generation:

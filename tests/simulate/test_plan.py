@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from outpace.config.loading import describe
 from outpace.errors import BadInput, PartFailed
 from outpace.simulate import command
-from outpace.simulate.loading import FIELDS, describe, load_settings
+from outpace.simulate.loading import FIELDS, SECTIONS, load_settings
 from outpace.simulate.plan import Plan, make_plan, with_best_split
 from outpace.simulate.report import print_plan
 from outpace.simulate.run import Run
@@ -178,6 +179,6 @@ def test_bad_input_is_refused_with_one_line(words: list[str], complaint: str) ->
 
 
 def test_every_setting_says_what_it_means() -> None:
-    text = describe()
+    text = describe(SECTIONS)
     assert all(f"--{key} " in text for key in FIELDS)
     assert all(info.description for info in FIELDS.values())

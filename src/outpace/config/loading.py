@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -186,7 +186,11 @@ def _last(dotted: str) -> str:
 # ----------------------------------------------------------------------------------------------------- command line
 
 
-def parse_arguments(arguments: Sequence[str]) -> Flat:
+def parse_arguments(
+    arguments: Sequence[str],
+    fields: Mapping[str, FieldInfo] = FIELDS,
+    unknown: Callable[[str], BadInput] = unknown_key,
+) -> Flat:
     """Overrides as on the command line: `--section.key value`, `--section.key=value`, or a bare `--section.flag`."""
     flat: Flat = {}
     rest = list(arguments)
@@ -196,9 +200,9 @@ def parse_arguments(arguments: Sequence[str]) -> Flat:
             raise BadInput(f"{one_line(argument)}: unexpected argument; settings are written --section.key value")
         name, equals, text = argument[2:].partition("=")
         dotted = name.replace("-", "_")
-        if dotted not in FIELDS:
-            raise unknown_key(dotted)
-        annotation = FIELDS[dotted].annotation
+        if dotted not in fields:
+            raise unknown(dotted)
+        annotation = fields[dotted].annotation
         if not equals:
             text = _next_value(dotted, annotation, rest)
         flat[dotted] = parse_text(text, annotation)
@@ -216,10 +220,10 @@ def _next_value(dotted: str, annotation: Any, rest: list[str]) -> str:
 # ---------------------------------------------------------------------------------------------------- for the reader
 
 
-def describe() -> str:
+def describe(sections: Mapping[str, type[Section]] = SECTIONS) -> str:
     """Every setting with its type, default and meaning: the body of `--help`."""
     blocks = []
-    for name, section in SECTIONS.items():
+    for name, section in sections.items():
         lines = [name]
         for key, info in section.model_fields.items():
             default = "not set" if info.default is None else f"default {_toml(info.default)}"

@@ -6,9 +6,9 @@ Settle ─▶ booked, until the record of a step or a checkpoint takes it
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Awaitable, Iterable
 from dataclasses import dataclass
-from itertools import chain, repeat
+from itertools import count
 
 import msgspec
 
@@ -91,8 +91,13 @@ class Making:
     async def made(self, order: GroupOrder) -> GroupReport:
         """A worker's report on an order. If it dies over it, its successor may use what it has recorded."""
         name = self._worker_of(order.group)
-        orders = chain([order], repeat(msgspec.structs.replace(order, recorded=True)))
-        return await self._care.ask(name, lambda: self._parts.workers[name].run(next(orders)))
+        attempts = count()
+
+        def attempt() -> Awaitable[GroupReport]:
+            first = next(attempts) == 0
+            return self._parts.workers[name].run(order if first else msgspec.structs.replace(order, recorded=True))
+
+        return await self._care.ask(name, attempt)
 
     def _close_group(self, report: GroupReport) -> None:
         if report.outcome == "finished":

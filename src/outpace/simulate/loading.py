@@ -10,8 +10,8 @@ import pydantic
 from pydantic.fields import FieldInfo
 
 from outpace.config.files import read_file
+from outpace.config.loading import parse_arguments
 from outpace.config.section import Section
-from outpace.config.text_values import parse_text, type_name
 from outpace.errors import BadInput, one_line
 from outpace.references import nearest
 from outpace.simulate.settings import SimulationSettings
@@ -30,7 +30,7 @@ FIELDS: dict[str, FieldInfo] = {
 
 def load_settings(file: Path | None = None, words: Sequence[str] = ()) -> SimulationSettings:
     """Later ones win: defaults, the file, the command line."""
-    flat = {**(_flat(read_file(file)) if file is not None else {}), **_parse(words)}
+    flat = {**(_flat(read_file(file)) if file is not None else {}), **parse_arguments(words, FIELDS, _unknown)}
     nested: dict[str, dict[str, Any]] = {}
     for dotted, value in flat.items():
         section, _, key = dotted.partition(".")
@@ -62,27 +62,6 @@ def _whole_as_number(dotted: str, value: Any) -> Any:
     wanted = FIELDS[dotted].annotation
     is_number = wanted is float or float in get_args(wanted)
     return float(value) if is_number and type(value) is int else value
-
-
-def _parse(words: Sequence[str]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
-        name, equals, text = word.removeprefix("--").partition("=")
-        dotted = name.replace("-", "_")
-        if not word.startswith("--") or dotted not in FIELDS:
-            raise _unknown(dotted)
-        annotation = FIELDS[dotted].annotation
-        if not equals:
-            if rest and not rest[0].startswith("--"):
-                text = rest.pop(0)
-            elif annotation is bool:
-                text = "true"
-            else:
-                raise BadInput(f"{dotted}: needs a value after it, {type_name(annotation)}")
-        flat[dotted] = parse_text(text, annotation)
-    return flat
 
 
 def _unknown(dotted: str) -> BadInput:
@@ -125,16 +104,3 @@ def _check(settings: SimulationSettings) -> None:
         )
     if settings.run.deterministic and (pacing.on_stale != "wait" or settings.weights.update != "inflight"):
         raise BadInput('run.deterministic: needs pacing.on_stale = "wait" and weights.update = "inflight"')
-
-
-def describe() -> str:
-    """Every setting with its type, default and meaning."""
-    blocks = []
-    for name, section in SECTIONS.items():
-        lines = [name]
-        for key, info in section.model_fields.items():
-            default = "not set" if info.default is None else f"default {info.default}"
-            lines.append(f"  --{name}.{key}  {type_name(info.annotation)}  ({default})")
-            lines.append(f"      {one_line(info.description)}")
-        blocks.append("\n".join(lines))
-    return "\n\n".join(blocks)

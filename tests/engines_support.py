@@ -1,0 +1,20 @@
+"""A small engine that is closed at the end, for tests."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from outpace.engines.embedded import EmbeddedEngine
+
+
+@asynccontextmanager
+async def engine_of(model: PreTrainedModel, **options: Any) -> AsyncIterator[EmbeddedEngine]:
+    engine = EmbeddedEngine(model, **{"slots": 4, "threads": 1, **options})
+    try:
+        yield engine
+    finally:
+        await engine.close()
