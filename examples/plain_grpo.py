@@ -39,10 +39,10 @@ from outpace.algorithms.tokens import Tokens
 from outpace.config import Config
 from outpace.config.methods import chosen_surrogate
 from outpace.config.rules import resolve
-from outpace.engines.build import build_decoder
-from outpace.engines.decoder import Decoder
+from outpace.engines.embedded.build import build_decoder
+from outpace.engines.embedded.decoder import Decoder
+from outpace.engines.embedded.sampling import sample
 from outpace.engines.noise import noise, request_seed
-from outpace.engines.sampling import sample
 from outpace.learn.forward import Forward, Wanted, choose_forward
 from outpace.learn.packing import pack
 from outpace.models.chat import render

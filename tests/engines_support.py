@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from outpace.engines.embedded import EmbeddedEngine
+from outpace.engines.embedded.engine import EmbeddedEngine
 
 
 @asynccontextmanager

@@ -99,7 +99,7 @@ async def build_engine(spec: PartSpec, peers: dict[str, Any]) -> object:
 
 
 def _engine(settings: PartSettings, stale: bool) -> object:
-    from outpace.engines.embedded import EmbeddedEngine
+    from outpace.engines.embedded.engine import EmbeddedEngine
 
     config = settings.parsed
     return EmbeddedEngine(

@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM
 
 from outpace.config import Config
 from outpace.config.rules import resolve
-from outpace.engines.lane import Lane
+from outpace.engines.embedded.lane import Lane
 from outpace.engines.noise import request_seed
 from outpace.learn.core import LearnerCore
 from outpace.learn.settings import CoreSettings

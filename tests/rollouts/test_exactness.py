@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from outpace.engines.embedded import EmbeddedEngine
+from outpace.engines.embedded.engine import EmbeddedEngine
 from outpace.rollouts.policy.client import PolicyClient
 from outpace.types import Message, Trajectory
 from outpace.weights.store import SnapshotWriter

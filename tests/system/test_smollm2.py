@@ -83,7 +83,7 @@ def test_an_export_loads_in_transformers_and_answers_the_same(run: Path, tmp_pat
 def _engine_answer(model: Path, prompt: np.ndarray) -> list[int]:
     import asyncio
 
-    from outpace.engines.embedded import EmbeddedEngine
+    from outpace.engines.embedded.engine import EmbeddedEngine
     from outpace.models.loading import eos_ids
     from outpace.types import Sampling
 

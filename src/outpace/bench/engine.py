@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from outpace.engines.embedded import EmbeddedEngine
+from outpace.engines.embedded.engine import EmbeddedEngine
 from outpace.engines.noise import request_seed
 from outpace.models.loading import load_model
 from outpace.resources import cores

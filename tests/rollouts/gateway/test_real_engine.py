@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outpace.engines.embedded import EmbeddedEngine
+from outpace.engines.embedded.engine import EmbeddedEngine
 from outpace.models.loading import load_model
 from outpace.protocols import Engine
 from outpace.runtime.rpc import Channel, close_proxy, proxy, serve

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from outpace.engines.build import build_decoder
-from outpace.engines.embedded import EmbeddedEngine
-from outpace.engines.lane import Lane
+from outpace.engines.embedded.build import build_decoder
+from outpace.engines.embedded.engine import EmbeddedEngine
+from outpace.engines.embedded.lane import Lane
 from outpace.types import Generation, Sampling
 
 pytestmark = [

@@ -12,7 +12,7 @@ import time
 import numpy as np
 import torch
 
-from outpace.engines.decoder import Decoder
+from outpace.engines.embedded.decoder import Decoder
 
 STEPS = 5
 GAIN = 0.95

@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import MambaConfig, MambaForCausalLM, PreTrainedModel
 
-from outpace.engines.build import build_decoder
-from outpace.engines.general import GeneralDecoder
-from outpace.engines.lane import Lane
-from outpace.engines.llama import LlamaDecoder
+from outpace.engines.embedded.build import build_decoder
+from outpace.engines.embedded.general import GeneralDecoder
+from outpace.engines.embedded.lane import Lane
+from outpace.engines.embedded.llama import LlamaDecoder
 from outpace.errors import BadInput
 from outpace.types import Generation, Sampling
 

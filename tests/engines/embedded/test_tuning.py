@@ -5,8 +5,8 @@ from typing import Any, cast
 
 import pytest
 
-from outpace.engines import tuning
-from outpace.engines.decoder import Decoder
+from outpace.engines.embedded import tuning
+from outpace.engines.embedded.decoder import Decoder
 
 
 def decoder(deterministic: bool = False) -> Any:

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache, PreTrainedModel
 
-from outpace.engines.build import build_decoder
-from outpace.engines.lane import Lane
-from outpace.engines.request import Done
+from outpace.engines.embedded.build import build_decoder
+from outpace.engines.embedded.lane import Lane
+from outpace.engines.embedded.request import Done
 from outpace.errors import RequestFailed
 from outpace.types import Generation, Sampling
 

@@ -15,10 +15,10 @@ from typing import Final
 import numpy as np
 
 from outpace import crash
-from outpace.engines.decoder import Decoder, Prepared
-from outpace.engines.lane import KvPolicy, Lane
-from outpace.engines.request import Done, Request
-from outpace.engines.stopping import Decode
+from outpace.engines.embedded.decoder import Decoder, Prepared
+from outpace.engines.embedded.lane import KvPolicy, Lane
+from outpace.engines.embedded.request import Done, Request
+from outpace.engines.embedded.stopping import Decode
 from outpace.errors import RequestFailed
 from outpace.types import Generation, Ints, Sampling, Version
 

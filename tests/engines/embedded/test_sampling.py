@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from outpace.engines.embedded.sampling import sample
 from outpace.engines.noise import noise, request_seed
-from outpace.engines.sampling import sample
 
 Array = NDArray[np.float64]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from outpace.engines.stopping import StopStrings
+from outpace.engines.embedded.stopping import StopStrings
 from outpace.errors import RequestFailed
 from outpace.types import Generation, Ints, Sampling, StopReason, Version
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from outpace.engines.request import Request
+from outpace.engines.embedded.request import Request
 from outpace.types import Ints
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from outpace.engines.decoder import Decoder
+from outpace.engines.embedded.decoder import Decoder
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3}
 """Of the largest logit; what is not listed is as coarse as bfloat16."""

@@ -22,11 +22,11 @@ from typing import Literal
 import numpy as np
 import torch
 
-from outpace.engines.decoder import Decoder, Prepared
+from outpace.engines.embedded.decoder import Decoder, Prepared
+from outpace.engines.embedded.request import Done, Request, check_request
+from outpace.engines.embedded.sampling import sample
+from outpace.engines.embedded.stopping import Decode, StopStrings
 from outpace.engines.noise import SEED_MASK, noise
-from outpace.engines.request import Done, Request, check_request
-from outpace.engines.sampling import sample
-from outpace.engines.stopping import Decode, StopStrings
 from outpace.errors import ContextFull, RequestFailed
 from outpace.types import Generation, Ints, Sampling, Version
 

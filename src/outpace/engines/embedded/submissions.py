@@ -11,7 +11,7 @@ import asyncio
 import itertools
 from collections.abc import Iterable
 
-from outpace.engines.request import Done
+from outpace.engines.embedded.request import Done
 from outpace.errors import OutpaceError, RequestFailed
 from outpace.types import Generation
 

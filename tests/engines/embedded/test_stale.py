@@ -13,8 +13,8 @@ import torch
 from transformers import PreTrainedModel
 
 from engines_support import engine_of
-from outpace.engines.embedded import EmbeddedEngine
-from outpace.engines.llama import LlamaDecoder
+from outpace.engines.embedded.engine import EmbeddedEngine
+from outpace.engines.embedded.llama import LlamaDecoder
 from outpace.errors import CorruptData, PartFailed, RequestFailed
 from outpace.types import Generation, Manifest, Sampling
 

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from outpace.engines.cache import SlotCache
-from outpace.engines.decoder import Prepared, check_tensors, round_up
-from outpace.engines.llama_weights import Layer, LlamaShape, fuse, layer_of, rotation_table
+from outpace.engines.embedded.cache import SlotCache
+from outpace.engines.embedded.decoder import Prepared, check_tensors, round_up
+from outpace.engines.embedded.llama_weights import Layer, LlamaShape, fuse, layer_of, rotation_table
 from outpace.types import Ints
 
 PREFILL_TOKENS = 4096

@@ -22,8 +22,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-from outpace.engines.cache import SlotCache
-from outpace.engines.decoder import Prepared, check_tensors, round_up
+from outpace.engines.embedded.cache import SlotCache
+from outpace.engines.embedded.decoder import Prepared, check_tensors, round_up
 from outpace.errors import BadInput
 from outpace.types import Ints
 

@@ -6,11 +6,11 @@ from typing import Literal
 
 from transformers import PreTrainedModel
 
-from outpace.engines.decoder import Decoder
-from outpace.engines.general import GeneralDecoder
-from outpace.engines.llama import LlamaDecoder
-from outpace.engines.llama_weights import unsupported
-from outpace.engines.self_check import mismatch
+from outpace.engines.embedded.decoder import Decoder
+from outpace.engines.embedded.general import GeneralDecoder
+from outpace.engines.embedded.llama import LlamaDecoder
+from outpace.engines.embedded.llama_weights import unsupported
+from outpace.engines.embedded.self_check import mismatch
 from outpace.errors import BadInput
 
 DecoderPath = Literal["auto", "fast", "general"]

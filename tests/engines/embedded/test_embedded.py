@@ -14,8 +14,8 @@ import torch
 from transformers import PreTrainedModel
 
 from engines_support import engine_of
-from outpace.engines.embedded import EmbeddedEngine
-from outpace.engines.request import Done
+from outpace.engines.embedded.engine import EmbeddedEngine
+from outpace.engines.embedded.request import Done
 from outpace.errors import CorruptData, OutpaceError, PartFailed, RequestFailed
 from outpace.protocols import Engine
 from outpace.runtime.rpc import Channel, close_proxy, proxy, serve

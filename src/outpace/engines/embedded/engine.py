@@ -31,15 +31,15 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from outpace import crash
-from outpace.engines.build import DecoderPath, build_decoder
-from outpace.engines.decoder import Prepared
-from outpace.engines.lane import KvPolicy
-from outpace.engines.lanes import STALE, Lanes
-from outpace.engines.peeking import Peek, Peeks, Seen
-from outpace.engines.request import Done
-from outpace.engines.stopping import Decode
-from outpace.engines.submissions import Submissions
-from outpace.engines.tuning import fitting_threads
+from outpace.engines.embedded.build import DecoderPath, build_decoder
+from outpace.engines.embedded.decoder import Prepared
+from outpace.engines.embedded.lane import KvPolicy
+from outpace.engines.embedded.lanes import STALE, Lanes
+from outpace.engines.embedded.peeking import Peek, Peeks, Seen
+from outpace.engines.embedded.request import Done
+from outpace.engines.embedded.stopping import Decode
+from outpace.engines.embedded.submissions import Submissions
+from outpace.engines.embedded.tuning import fitting_threads
 from outpace.errors import OutpaceError, PartFailed, RequestFailed
 from outpace.models.loading import load_model, load_tokenizer
 from outpace.stopwatch import Stopwatch

@@ -1,0 +1,1 @@
+"""The engine built into outpace: a decode loop over slots, on one compute thread."""
