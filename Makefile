@@ -17,10 +17,10 @@ agents: $(STAMP)
 	$(BIN)/outpace train examples/guess.toml
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow and not gpu and not smollm2"
+	$(BIN)/python -m pytest -m "not slow and not gpu and not smollm2 and not vllm"
 
 slow: $(STAMP)
-	$(BIN)/python -m pytest -m "slow and not gpu and not smollm2"
+	$(BIN)/python -m pytest -m "slow and not gpu and not smollm2 and not vllm"
 
 # Processes killed at every place there is, some 150 runs: half an hour on two cores. `KILLS="--only worker@"` for some.
 kills: $(STAMP)

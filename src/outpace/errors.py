@@ -7,6 +7,10 @@
 - `Interrupted`: a signal asked the run to stop; a checkpoint was written. Exit code 3.
 - `RequestFailed`: one engine request failed; the episode that made it fails, its siblings do not.
 - `ContextFull`: the same, because the conversation has outgrown the model's context.
+- `UpdateFailed`: new weights did not reach an engine, which goes on with those it has; `UpdateTorn`: nor has it those
+  any more, and it serves nothing before the next update succeeds.
+- `ServerFailed`: an inference server did not do what it was asked. By cause: `ServerGone` (no connection),
+  `ServerSilent` (no answer in time), `ServerFaulty` (trouble of its own), `ServerRefused` (the request is wrong).
 - `RewardFailed`: a reward function gave something unusable; names the function and the sample.
 """
 
@@ -62,6 +66,38 @@ class RequestFailed(OutpaceError):
 
 class ContextFull(RequestFailed):
     """The prompt leaves no room for an answer in the engine's context."""
+
+
+class UpdateFailed(OutpaceError):
+    """New weights did not reach an engine. It serves the version that it had."""
+
+
+class UpdateTorn(UpdateFailed):
+    """An update has failed half-way: who can say what the engine holds? It serves nothing before the next one."""
+
+
+class ServerFailed(OutpaceError):
+    """An inference server did not do what it was asked."""
+
+
+class ServerGone(ServerFailed):
+    """There is no connection to it, or there is none any more."""
+
+
+class ServerSilent(ServerFailed):
+    """It gave no answer within the deadline."""
+
+
+class ServerFaulty(ServerFailed):
+    """It answered with trouble of its own, or with something that cannot be read."""
+
+
+class ServerRefused(ServerFailed):
+    """It says that the request is wrong. Asking again would not help."""
+
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class RewardFailed(OutpaceError):

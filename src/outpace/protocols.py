@@ -16,6 +16,7 @@ from outpace.types import (
     Endpoint,
     EngineStats,
     Episode,
+    Floats,
     Generation,
     GroupOrder,
     GroupReport,
@@ -23,6 +24,7 @@ from outpace.types import (
     LearnerStats,
     LoadReport,
     Manifest,
+    Member,
     Message,
     Place,
     Sampling,
@@ -59,7 +61,8 @@ class Engine(Protocol):
     async def load(self, manifest: Manifest, pinned: bool) -> LoadReport:
         """Verify the snapshot, then swap at a token boundary; running sequences go on under the new weights.
 
-        A snapshot that fails its checksums leaves the engine on the version it has and raises."""
+        A snapshot that fails its checksums leaves the engine on the version it has and raises `CorruptData`; so does
+        whatever else goes wrong, as `UpdateFailed` (it serves the version it had) or `UpdateTorn` (nothing)."""
         ...
 
     async def release_pinned(self) -> None:
@@ -97,6 +100,10 @@ class Learner(Protocol):
         """Restore what `save` wrote; returns the version restored."""
         ...
 
+    async def logprobs(self, sequences: list[Ints], temperature: float) -> list[Floats]:
+        """What the current weights give every token of these sequences but the first, at this temperature."""
+        ...
+
     async def stats(self) -> LearnerStats: ...
 
 
@@ -111,6 +118,14 @@ class Worker(Protocol):
 
     async def release(self, segments: list[str]) -> None:
         """These journal segments hold nothing that is still needed."""
+        ...
+
+    async def fleet(self, members: list[Member]) -> None:
+        """Who samples, as of now: engines that came, went, were loaded, or do not serve."""
+        ...
+
+    async def openings(self, count: int) -> list[Ints]:
+        """The first `count` tasks as the policy sees them: token ids of their prompts."""
         ...
 
     async def rng(self) -> bytes:

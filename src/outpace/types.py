@@ -30,8 +30,12 @@ Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
 Bools = NDArray[np.bool_]
 
-StopReason = Literal["stop", "length", "aborted"]
-"""Why a generation ended: a stop token or string, the token limit, or an abort (the rest is partial output)."""
+StopReason = Literal["stop", "length", "aborted", "lost"]
+"""Why a generation ended: a stop token or string, the token limit, an abort, or that the server went away. After the
+last two it is partial output; a lost answer is gone on with elsewhere before anybody sees it."""
+
+Health = Literal["starting", "stale", "healthy", "suspect", "dead", "draining"]
+"""How an engine is. Only a healthy one is given work; a suspect one may finish what it has."""
 
 Outcome = Literal["finished", "filtered", "failed"]
 """What a worker says of a group it has closed."""
@@ -289,14 +293,47 @@ class TensorSpec(msgspec.Struct, frozen=True):
     crc32: int
 
 
+class Delta(msgspec.Struct, frozen=True):
+    """What has changed since the snapshot of `base`, in a file of its own: enough for whoever has that one."""
+
+    base: Version
+    path: str
+    nbytes: int
+    crc32: int  # of the file
+
+
+class Adapter(msgspec.Struct, frozen=True):
+    """The tensors are those of a low-rank adapter on top of the model that the run began with."""
+
+    rank: int
+    alpha: float
+    targets: list[str]  # names of the modules that it adapts
+
+
+class DeviceMemory(msgspec.Struct, frozen=True):
+    """A snapshot in an accelerator's memory, which another process of the same machine can map.
+
+    `handle` is what the driver gives for it, as plain bytes; offsets of the tensors count from its beginning."""
+
+    device: str  # the accelerator's own id, the same in every process
+    handle: bytes
+    nbytes: int
+    sums: list[int]  # one per tensor: its bytes added up as integers, modulo 2**63
+
+
 class Manifest(msgspec.Struct, frozen=True):
-    """Names one published snapshot. `incarnation` tells weights of this start of the run from any other's."""
+    """Names one published snapshot. `incarnation` tells weights of this start of the run from any other's.
+
+    The tensors lie in the file at `path` or in `device` memory. There may be a `delta` beside them."""
 
     incarnation: str
     version: Version
     path: str
     tensors: list[TensorSpec]
     seconds: float = 0.0  # how long the learner was held up by the snapshot
+    delta: Delta | None = None
+    adapter: Adapter | None = None
+    device: DeviceMemory | None = None
 
     @property
     def nbytes(self) -> int:
@@ -327,6 +364,20 @@ class EngineStats(msgspec.Struct, frozen=True):
     slots: int
     threads: int
     turns: int = 0  # of the compute thread, for training and evaluation alike: it gets on while this grows
+    health: Health = "healthy"
+    limit: int = 0  # requests that are sent to it at once; 0: as many as there are
+    retries: int = 0  # requests, or parts of them, that were made again
+
+
+class Member(msgspec.Struct, frozen=True):
+    """An engine as the controller sees it, for those who choose one."""
+
+    name: str
+    socket: str  # where it is to be called
+    serves: bool
+    version: Version = 0
+    pinned: Version | None = None  # the version of its second weight set, if it has one loaded
+    leaving: bool = False  # it finishes what it has and gets nothing more
 
 
 class LearnerStats(msgspec.Struct, frozen=True):

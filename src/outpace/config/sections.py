@@ -25,6 +25,7 @@ from outpace.config.algorithm import (
     ReplayConfig,
 )
 from outpace.config.section import Section
+from outpace.config.serving import EngineConfig, LaunchConfig, LoraConfig, WeightsConfig
 
 STARTER = "starter"
 STARTER_AGENT = "starter-agent"
@@ -182,28 +183,6 @@ class LearnerConfig(Section):
     """The run ends after so many steps in a row whose loss or gradient was not finite."""
 
 
-class EngineConfig(Section):
-    kind: Literal["embedded"] = "embedded"
-    """Who samples: the engine built into outpace."""
-    slots: int = Field(default=64, ge=1)
-    """Sequences decoded together in one step."""
-    kv: Literal["keep", "recompute"] = "keep"
-    """After a weight swap, running sequences keep their keys and values or recompute them."""
-    context: int | None = Field(default=None, ge=2)
-    """Longest sequence, prompt included; the model's own limit when absent."""
-    threads: int | None = Field(default=None, ge=1)
-    """Most compute threads of the engine, which takes fewer where more do not help. Default: run.threads."""
-    path: Literal["auto", "fast", "general"] = "auto"
-    """`fast` is for the Llama family, `general` for any causal LM; auto picks."""
-
-
-class WeightsConfig(Section):
-    every: int = Field(default=1, ge=1)
-    """Publish after every so many steps."""
-    update: Literal["inflight", "drain"] = "inflight"
-    """Swap while sequences are being sampled, or let running groups finish first."""
-
-
 class CheckpointConfig(Section):
     every: int = Field(default=20, ge=0)
     """Checkpoint after every so many steps; 0: only at the end and when stopped by a signal."""
@@ -286,7 +265,9 @@ class Config(Section):
     difficulty: DifficultyConfig = DifficultyConfig()
     replay: ReplayConfig = ReplayConfig()
     learner: LearnerConfig = LearnerConfig()
+    lora: LoraConfig = LoraConfig()
     engine: EngineConfig = EngineConfig()
+    launch: LaunchConfig = LaunchConfig()
     weights: WeightsConfig = WeightsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     supervise: SuperviseConfig = SuperviseConfig()

@@ -40,6 +40,8 @@ _TYPED_FAILURES: dict[str, type[errors.OutpaceError]] = {
         errors.RewardFailed,
         errors.CorruptData,
         errors.NotSaved,
+        errors.UpdateFailed,
+        errors.UpdateTorn,
     )
 }
 
