@@ -64,8 +64,8 @@ class WeightsConfig(Section):
     """Swap while sequences are being sampled, or let running groups finish first."""
     transport: Literal["auto", "files", "memory", "ipc", "collective"] = "auto"
     """How weights reach a server: `files` it reads (any server), `memory` of the learner's machine, `ipc` for one on the
-    learner's GPU, `collective` (NCCL, or gloo without a GPU). The last three need outpace's plugin in the server, which
-    servers that outpace starts have. Default: by what there is."""
+    learner's GPU, `collective` (NCCL, or gloo without a GPU). All but `files` need outpace's plugin in the server, which
+    those that outpace starts have. Default: by what there is."""
     delta: bool = False
     """Write what has changed since the last published version to a file, and let engines read that where they can."""
     dir: str | None = None

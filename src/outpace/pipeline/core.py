@@ -42,6 +42,7 @@ from outpace.pipeline.events import (
     ChunkTrained,
     CloseBatch,
     EngineJoined,
+    EngineLeft,
     EngineLoaded,
     EngineLost,
     EpochEnded,
@@ -52,6 +53,7 @@ from outpace.pipeline.events import (
     Finish,
     GroupClosed,
     LagChanged,
+    LoadFailed,
     LoadWeights,
     Publish,
     Published,
@@ -225,10 +227,18 @@ class Core:
         return self.settings.is_last(self.version) or (self._ledger.left == 0 and not self.outstanding)
 
     @property
+    def _serving(self) -> Version:
+        """The oldest version that groups are admitted for. One that is too old to be trained in time is not counted on:
+        its engine must not hold up the others."""
+        if self.settings.deterministic:
+            return self._courier.oldest
+        return self._courier.oldest_from(self.version - self._pacing.lag_at(self.version, self._governor.lag))
+
+    @property
     def _load(self) -> Load:
         return Load(
             version=self.version,
-            oldest=self._courier.oldest,
+            oldest=self._serving,
             running=self.running,
             outstanding=self.outstanding,
             tasks_left=self._ledger.left,
@@ -265,10 +275,14 @@ class Core:
                 self._evaluations.published(version)
             case EngineLoaded(engine, version):
                 self._courier.loaded(engine, version)
+            case LoadFailed(engine, _, torn):
+                self._courier.failed(engine, torn)
             case EngineLost(engine):
                 self._courier.lost(engine)
             case EngineJoined(engine):
                 self._courier.joined(engine)
+            case EngineLeft(engine):
+                self._courier.left(engine)
             case EvaluationDone(version):
                 self._evaluations.done(version)
             case StopRequested():
@@ -354,7 +368,8 @@ class Core:
         self._feed_learner()
         if self._over:
             self._wind_up()
-        if not self._over or (self._courier.stale and not self._evaluations.idle):
+        awaited = self._courier.stale or not self.settings.eval_pinned
+        if not self._over or (awaited and not self._evaluations.idle):
             # In lockstep all evaluations wait their turn, and loading waits before their snapshots fill the memory.
             busy = self.running or (self.settings.deterministic and self._evaluations.waiting > MAX_WAITING)
             loads = self._courier.deliver(busy=bool(busy))
@@ -389,7 +404,7 @@ class Core:
     def _admit(self) -> None:
         if self._courier.holds_admission:
             return
-        self._difficulty.catch_up(self._courier.oldest)
+        self._difficulty.catch_up(self._serving)
         lag = self._pacing.lag(self._load)
         for _ in range(self._pacing.room(self._load)):
             if (visit := self._next_visit()) is None:
@@ -404,7 +419,7 @@ class Core:
     def _stamp(self, position: int) -> tuple[Version, bool]:
         """The oldest version that may serve this visit, and whether an earlier start has recorded answers of it: these
         keep the stamp that they were sampled under, where it leaves the group time enough."""
-        newest = self._courier.oldest
+        newest = self._serving
         stamp = self._recorded.pop(position, None)
         if stamp is None:
             return newest, False

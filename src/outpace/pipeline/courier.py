@@ -2,8 +2,11 @@
 
 Invariants
 - Publishing waits for nobody: an engine that is slow, stopped or dead only serves older weights, or none.
-- An engine whose weights are not the learner's (a resumed run, a restart, an engine that has just joined) is stale: it
-  serves nothing until its first load is done. The others serve meanwhile; where none does, admission waits.
+- An engine whose weights are not the learner's (a resumed run, a restart, an engine that has just joined, a load that
+  was torn) is stale: it serves nothing until its next load is done. The others serve meanwhile; where none does,
+  admission waits.
+- An engine that cannot be brought up to date holds nobody up for long: once what it serves is too old to be trained in
+  time, groups are admitted for the others alone.
 - A snapshot that somebody may still read is leased: its buffer must not be reused.
 - In flight, what an event costs does not depend on how many engines there are, except when a version is published.
 
@@ -65,6 +68,10 @@ class Courier:
             return min(self._versions)
         return self.newest or 0
 
+    def oldest_from(self, floor: Version) -> Version:
+        """The oldest version that serves and is not older than `floor`; where all are, the oldest of all."""
+        return min((version for version in self._versions if version >= floor), default=self.oldest)
+
     @property
     def stale(self) -> bool:
         """Whether there is an engine that does not serve."""
@@ -89,6 +96,13 @@ class Courier:
         self._enter(engine, EngineState(version))
         self._prune()
 
+    def failed(self, engine: str, torn: bool) -> None:
+        """A load has come to nothing; the next one is ordered at once."""
+        if self.loading.pop(engine, None) is None:
+            return  # it was lost over it, and that is known already
+        known = self.engines[engine]
+        self._enter(engine, EngineState(known.version, stale=known.stale or torn))
+
     def joined(self, engine: str) -> None:
         """It is up, and stale."""
         known = self.engines.get(engine)
@@ -100,6 +114,12 @@ class Courier:
         self.loading.pop(engine, None)
         kept = self.engines[engine].version if self.update == "lockstep" else None
         self._enter(engine, EngineState(kept, up=False, stale=True))
+
+    def left(self, engine: str) -> None:
+        """It will not come back."""
+        self.lost(engine)
+        self._stale -= 1
+        del self.engines[engine]
 
     def _enter(self, name: str, state: EngineState) -> None:
         """Replace what is known of an engine, and what is counted."""

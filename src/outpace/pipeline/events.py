@@ -59,6 +59,15 @@ class EngineLoaded:
 
 
 @dataclass(frozen=True)
+class LoadFailed:
+    """A load has failed: the engine serves the version that it had or, when `torn`, nothing before the next one."""
+
+    engine: str
+    version: Version
+    torn: bool
+
+
+@dataclass(frozen=True)
 class EngineLost:
     """An engine has died or left: it serves nothing, and a load that was under way will not be heard of."""
 
@@ -68,6 +77,13 @@ class EngineLost:
 @dataclass(frozen=True)
 class EngineJoined:
     """An engine has come up, for the first time or again. It serves nothing before its first load."""
+
+    engine: str
+
+
+@dataclass(frozen=True)
+class EngineLeft:
+    """An engine has been lost for good: nobody expects it back."""
 
     engine: str
 
@@ -89,8 +105,10 @@ Event = (
     | BatchTrained
     | Published
     | EngineLoaded
+    | LoadFailed
     | EngineLost
     | EngineJoined
+    | EngineLeft
     | EvaluationDone
     | StopRequested
 )
@@ -160,7 +178,7 @@ class Publish:
 
 @dataclass(frozen=True)
 class LoadWeights:
-    """Bring a published version to an engine. Answer: EngineLoaded."""
+    """Bring a published version to an engine. Answer: EngineLoaded or LoadFailed."""
 
     engine: str
     version: Version

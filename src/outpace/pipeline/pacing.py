@@ -55,6 +55,7 @@ class CoreSettings:
     governor: GovernorSettings | None = None  # None: the lag in force is max_lag
     difficulty: DifficultySettings | None = None  # None: no task is left out
     replay: ReplaySettings | None = None  # None: no group is trained twice
+    eval_pinned: bool = True  # False: engines have one weight set, and evaluation goes by what serves
 
     def __post_init__(self) -> None:
         for name in ("groups_per_step", "group_size", "chunk_groups", "max_running", "publish_every", "tasks"):
@@ -131,8 +132,10 @@ class Pacing:
 
     def lag(self, load: Load) -> int:
         """The lag in force. In lockstep it is a matter of the stamp, not of how far the learner happens to be."""
-        version = load.oldest if self.settings.deterministic else load.version
-        return 0 if version < self.settings.warmup_steps else load.lag
+        return self.lag_at(load.oldest if self.settings.deterministic else load.version, load.lag)
+
+    def lag_at(self, version: Version, lag: int) -> int:
+        return 0 if version < self.settings.warmup_steps else lag
 
     def deadline(self, load: Load) -> Version:
         """The last batch that may train a group admitted now."""

@@ -181,8 +181,8 @@ def figures(account: Account, settings: SimulationSettings, **rest: object) -> F
         waste=wasted / (useful.sampled + wasted),
         waste_by={kind: tokens / (useful.sampled + wasted) for kind, tokens in account.waste.items()},
         learner_wait=1 - (ended.learner_busy_s - began.learner_busy_s) / seconds,
-        engine_wait=1 - (ended.engine_busy_s - began.engine_busy_s) / up_s,
-        slots_used=(ended.slot_s - began.slot_s) / (up_s * settings.engine.slots),
+        engine_wait=1 - (ended.engine_busy_s - began.engine_busy_s) / up_s if up_s else 0.0,  # all of them were away
+        slots_used=(ended.slot_s - began.slot_s) / (up_s * settings.engine.slots) if up_s else 0.0,
         running_mean=(ended.slot_s - began.slot_s) / seconds,
         **rest,  # type: ignore[arg-type]
     )

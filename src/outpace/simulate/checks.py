@@ -137,10 +137,17 @@ class Checker(Observer):
     def _check_admission(self, admit: Admit) -> None:
         assert admit.group not in self._admitted
         assert not (self._stale and self.settings.deterministic), "in lockstep all engines serve, or none"
-        oldest = min(self._served.values())
+        oldest = self._oldest_counted_on()
         assert admit.min_version <= oldest if admit.recorded else admit.min_version == oldest
         self._admitted.add(admit.group)
         self._running.add(admit.group)
+
+    def _oldest_counted_on(self) -> Version:
+        """Of the versions that serve; one too old for a group to be trained in time only where there is no other."""
+        if self.settings.deterministic:
+            return min(self._served.values())
+        lag = 0 if self._version < self.settings.warmup_steps else self.core.max_lag
+        return min([version for version in self._served.values() if version >= self._version - lag], default=-1)
 
     def _check_learner(self, action: TrainChunk | CloseBatch | Publish) -> None:
         assert action.version == self._version
