@@ -7,6 +7,7 @@ Every error that the user can mend is one line on standard error and exit code 2
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import re
 import sys
@@ -121,36 +122,21 @@ def doctor(arguments: argparse.Namespace, settings: list[str]) -> int:
 
 
 def bench(arguments: argparse.Namespace, settings: list[str]) -> int:
-    words = [*arguments.words, *settings]
-    match arguments.what:
-        case "checkpoint":
-            from outpace.bench import checkpoint
+    benchmark = importlib.import_module(f"outpace.bench.{arguments.what}")
+    code: int = benchmark.main([*arguments.words, *settings])
+    return code
 
-            return checkpoint.main(words)
-        case "controller":
-            from outpace.bench import controller
 
-            return controller.main(words)
-        case "engine":
-            from outpace.bench import engine
+def fleet(arguments: argparse.Namespace, settings: list[str]) -> int:
+    from outpace.observe import fleet as engines
 
-            return engine.main(words)
-        case "learner":
-            from outpace.bench import learner
-
-            return learner.main(words)
-        case "episodes":
-            from outpace.bench import episodes
-
-            return episodes.main(words)
-        case "memory":
-            from outpace.bench import memory
-
-            return memory.main(words)
-        case _:
-            from outpace.bench import overlap
-
-            return overlap.main(words)
+    _no_settings(settings)
+    for url in arguments.add:
+        engines.give(arguments.run, engines.Order(add=url))
+    for name in arguments.remove:
+        engines.give(arguments.run, engines.Order(remove=name))
+    print(json.dumps(engines.read(arguments.run), indent=2))
+    return 0
 
 
 def _no_settings(settings: list[str]) -> None:
@@ -262,6 +248,14 @@ def _parser() -> argparse.ArgumentParser:
     this.add_argument("run", type=Path, help="a run directory")
     this.set_defaults(verb=ledger)
 
+    this = verbs.add_parser("fleet", help="the engines of a run that is under way", allow_abbrev=False)
+    this.add_argument("run", type=Path, help="a run directory")
+    this.add_argument(
+        "--add", metavar="URL", action="append", default=[], help="let a server join; empty: have the run start one"
+    )
+    this.add_argument("--remove", metavar="ENGINE", action="append", default=[], help="let an engine leave")
+    this.set_defaults(verb=fleet)
+
     this = verbs.add_parser("simulate", help="a cluster, on a virtual clock", add_help=False, allow_abbrev=False)
     this.add_argument("-h", "--help", action=_DescribeSimulation)
     this.add_argument("config", nargs="?", type=Path, help="a TOML or YAML file; without one, a cluster to look at")
@@ -274,7 +268,7 @@ def _parser() -> argparse.ArgumentParser:
 
     this = verbs.add_parser("bench", help="measure against the limit", allow_abbrev=False)
     this.add_argument(
-        "what", choices=("checkpoint", "controller", "engine", "episodes", "learner", "memory", "overlap")
+        "what", choices=("checkpoint", "controller", "engine", "episodes", "learner", "memory", "overlap", "publish")
     )
     this.add_argument("words", nargs=argparse.REMAINDER, help="options of the benchmark, settings of its runs")
     this.set_defaults(verb=bench)

@@ -20,6 +20,7 @@ from outpace.runtime.local import LocalRuntime
 from outpace.runtime.scratch import Scratch
 from outpace.runtime.together import together
 from outpace.session import Plan
+from outpace.types import Member
 
 
 def evaluate_model(run: Path | None, settings: Sequence[str]) -> dict[str, Any]:
@@ -47,10 +48,14 @@ async def _evaluate(plan: Plan, directory: Path) -> Evaluation:
     runtime = LocalRuntime(directory / "logs", guardian=scratch.guardian)
     specs = PartSpecs(plan.config, directory, scratch.path, plan.code)
     try:
-        _, *workers = await together(
-            runtime.start(Engine, *specs.engine()),
+        engines = specs.engines()
+        started = await together(
+            *(runtime.start(Engine, *engine) for engine in engines),
             *(runtime.start(Worker, *worker) for worker in specs.workers()),
         )
+        workers = started[len(engines) :]
+        members = [Member(name, socket, serves=True) for name, socket in specs.sockets.items()]
+        await together(*(worker.fleet(members) for worker in workers))
         evaluator = Evaluator(plan.eval_count, plan.config.eval.max_running)
         work = evaluator.run(0, lambda order: workers[order.group % len(workers)].run(order), pinned=False)
         return await _unless_somebody_dies(work, runtime)

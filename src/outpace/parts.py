@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +18,17 @@ from outpace.config import Config
 from outpace.protocols import Engine
 from outpace.resources import child_environment, engine_threads, learner_threads
 from outpace.runtime import code
+from outpace.runtime.peers import peer
 from outpace.runtime.scratch import files_of
 from outpace.runtime.spec import PartSpec
+from outpace.types import Member
 
 if TYPE_CHECKING:
     from outpace.rollouts.assembly import Assembled
 
-ENGINE = "engine-0"
+
+def engine_name(index: int) -> str:
+    return f"engine-{index}"
 
 
 class PartSettings(msgspec.Struct, frozen=True):
@@ -33,6 +38,8 @@ class PartSettings(msgspec.Struct, frozen=True):
     incarnation: str
     run_dir: str
     scratch: str
+    index: int = 0  # of an engine
+    url: str = ""  # of the server behind it, if that is running already
 
     @property
     def parsed(self) -> Config:
@@ -51,22 +58,32 @@ class PartSpecs:
         settings = PartSettings(config.model_dump(), secrets.token_hex(8), str(run_dir.absolute()), str(scratch))
         self._facts: dict[str, Any] = msgspec.to_builtins(settings)
         self._token = secrets.token_hex(16)
-        self._socket = str(scratch / f"{ENGINE}.sock")
+        self._scratch = scratch
         self._code = code
+        self.sockets: dict[str, str] = {}  # of the engines, by name
         files = files_of(scratch)
         # What a killed worker, or a program that it runs for users, leaves behind is found and removed there.
         self._temporary_files = {"TMPDIR": str(files)} if files.is_dir() else {}
 
-    def engine(self) -> tuple[PartSpec, dict[str, str]]:
+    def engines(self) -> list[tuple[PartSpec, dict[str, str]]]:
+        engine = self._config.engine
+        assert engine.count is not None, "the config was resolved"
+        return [self.engine(index, engine.urls[index] if engine.urls else "") for index in range(engine.count)]
+
+    def engine(self, index: int, url: str) -> tuple[PartSpec, dict[str, str]]:
+        """`url`: of a server that is running already; empty: there is none, or it is to be started."""
+        name = engine_name(index)
+        self.sockets[name] = str(self._scratch / f"{name}.sock")
         spec = PartSpec(
-            ENGINE,
+            name,
             "outpace.parts:build_engine",
             "outpace.protocols:Engine",
-            self._facts,
-            listen=self._socket,
+            self._facts | {"index": index, "url": url},
+            listen=self.sockets[name],
             token=self._token,
         )
-        return spec, child_environment(engine_threads(self._config))
+        embedded = self._config.engine.kind == "embedded"
+        return spec, child_environment(engine_threads(self._config) if embedded else 1, gpu=embedded)
 
     def learner(self) -> tuple[PartSpec, dict[str, str]]:
         spec = PartSpec("learner", "outpace.parts:build_learner", "outpace.protocols:Learner", self._facts)
@@ -82,7 +99,8 @@ class PartSpecs:
                     self._facts,
                     code=self._code,
                     token=self._token,
-                    peers={ENGINE: self._socket},
+                    # Children are told by the controller who samples: one that starts again must not wait for the dead.
+                    peers=dict(self.sockets) if self._config.run.runtime == "inline" else {},
                 ),
                 child_environment(1, gpu=False) | self._temporary_files,
             )
@@ -95,7 +113,21 @@ def settings_of(spec: PartSpec) -> PartSettings:
 
 
 async def build_engine(spec: PartSpec, peers: dict[str, Any]) -> object:
-    return await asyncio.to_thread(_engine, settings_of(spec), spec.attempt > 0)
+    settings, stale = settings_of(spec), spec.attempt > 0
+    if settings.parsed.engine.kind == "embedded":
+        return await asyncio.to_thread(_engine, settings, stale)
+    from outpace.engines.servers.build import build_door
+
+    return await build_door(
+        settings.parsed,
+        spec.name,
+        settings.index,
+        url=settings.url,
+        incarnation=settings.incarnation,
+        scratch=Path(settings.scratch),
+        logs=Path(settings.run_dir) / "logs",
+        stale=stale,
+    )
 
 
 def _engine(settings: PartSettings, stale: bool) -> object:
@@ -152,16 +184,17 @@ async def build_worker(spec: PartSpec, peers: dict[str, Any]) -> object:
     given, settings = code.unpack(spec.code), settings_of(spec)
     assembled = await assemble(settings.parsed, given)
     try:
-        return await asyncio.to_thread(_worker, spec.name, settings, list(peers.values()), given, assembled)
+        return await asyncio.to_thread(_worker, spec, settings, peers, given, assembled)
     except BaseException:
         await assembled.close()
         raise
 
 
 def _worker(
-    name: str, settings: PartSettings, engines: list[Engine], given: dict[str, Any], assembled: Assembled
+    spec: PartSpec, settings: PartSettings, peers: dict[str, Engine], given: dict[str, Any], assembled: Assembled
 ) -> object:
     from outpace.checkpoint.journal import JournalWriter
+    from outpace.engines.fleet.fleet import Fleet
     from outpace.models.loading import eos_ids, load_tokenizer
     from outpace.models.speaking import dialect_of
     from outpace.rewards.grading import MAX_THREADS
@@ -170,13 +203,19 @@ def _worker(
     from outpace.runtime.threads import warm_up
     from outpace.tasks.registry import open_tasks
 
-    config = settings.parsed
+    def connect(member: Member) -> Awaitable[Engine]:
+        return peer(Engine, member.socket, spec.token, member.name)
+
+    def decode(tokens: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    config, name = settings.parsed, spec.name
     warm_up(MAX_THREADS)
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     train, heldout = given["tasks"] if "tasks" in given else open_tasks(config)
     return RolloutWorker(
         settings=_worker_settings(config),
-        engines=engines,
+        engines=Fleet(peers, connect=connect, decode=decode),
         dialect=dialect_of(tokenizer, eos_ids(config.model.path), config.model.renderer),
         train=train,
         heldout=heldout,

@@ -26,12 +26,13 @@ from outpace.observe.callbacks import Callback, CallbackRunner
 from outpace.observe.console import ProgressConsole
 from outpace.observe.runlog import RunLog
 from outpace.observe.summary import Summary
-from outpace.parts import ENGINE, PartSpecs
+from outpace.parts import PartSpecs
 from outpace.pipeline.budget import Limits
 from outpace.pipeline.caretaker import CareSettings
 from outpace.pipeline.core import Core
 from outpace.pipeline.difficulty import DifficultySettings
 from outpace.pipeline.driver import Driver, DriverSettings
+from outpace.pipeline.enrolment import Recruit
 from outpace.pipeline.evaluation import Evaluator
 from outpace.pipeline.governor import GovernorSettings
 from outpace.pipeline.making import MakingSettings
@@ -151,16 +152,17 @@ class Session:
         runtime = self._runtime(scratch)
         try:
             recorder.console.status(self._opening(past))
-            parts = await self._start_parts(runtime, scratch.path)
+            specs = PartSpecs(self._config, self._log.dir, scratch.path, self._plan.code)
+            parts = await self._start_parts(runtime, specs)
             await self._restore(parts, past)
             core = Core(settings, order, past.state, past.survivors, past.evaluated)
             await asyncio.to_thread(self._open_log, recorder, past)
-            self._driver = self._make_driver(core, parts, recorder, past)
+            self._driver = self._make_driver(core, parts, recorder, past, self._recruit(runtime, specs))
             if self._stop_wanted:
                 self._driver.stop()
             await recorder.training_begins(parts.engines, parts.learner)
             recorder.callbacks.post("on_run_start", self._info(past.version))
-            return await self._driver.run({ENGINE: 0})
+            return await self._driver.run({name: (await e.stats()).version for name, e in parts.engines.items()})
         finally:
             await runtime.stop()
             await asyncio.to_thread(scratch.remove)
@@ -192,15 +194,33 @@ class Session:
             return InlineRuntime()
         return LocalRuntime(self._log.dir / "logs", append=self._plan.resumes, guardian=scratch.guardian)
 
-    async def _start_parts(self, runtime: Runtime, scratch: Path) -> Parts:
-        specs = PartSpecs(self._config, self._log.dir, scratch, self._plan.code)
-        engine, learner, *workers = await together(
-            runtime.start(Engine, *specs.engine()),
+    async def _start_parts(self, runtime: Runtime, specs: PartSpecs) -> Parts:
+        engines = specs.engines()
+        learner, *others = await together(
             runtime.start(Learner, *specs.learner()),
+            *(runtime.start(Engine, *engine) for engine in engines),
             *(runtime.start(Worker, *worker) for worker in specs.workers()),
         )
-        named = {f"worker-{index}": worker for index, worker in enumerate(workers)}
-        return Parts(learner=learner, engines={ENGINE: engine}, workers=named, runtime=runtime)
+        workers = others[len(engines) :]
+        return Parts(
+            learner=learner,
+            engines=dict(zip(specs.sockets, others, strict=False)),
+            workers={f"worker-{index}": worker for index, worker in enumerate(workers)},
+            runtime=runtime,
+            sockets=dict(specs.sockets),
+            urls=dict(zip(specs.sockets, self._config.engine.urls, strict=False)),
+        )
+
+    def _recruit(self, runtime: Runtime, specs: PartSpecs) -> Recruit | None:
+        """Engines may join what is not in lockstep and has processes of its own."""
+        if self._config.run.deterministic or self._config.run.runtime == "inline":
+            return None
+
+        async def recruit(url: str) -> tuple[str, str, Engine]:
+            spec, environment = specs.engine(len(specs.sockets), url)
+            return spec.name, specs.sockets[spec.name], await runtime.start(Engine, spec, environment)
+
+        return recruit
 
     async def _restore(self, parts: Parts, past: Past) -> None:
         for name, worker in parts.workers.items():
@@ -237,7 +257,7 @@ class Session:
             if "eval/reward" in line:
                 recorder.summary.evaluation(line["step"], line["eval/reward"])
 
-    def _make_driver(self, core: Core, parts: Parts, recorder: Recorder, past: Past) -> Driver:
+    def _make_driver(self, core: Core, parts: Parts, recorder: Recorder, past: Past, recruit: Recruit | None) -> Driver:
         supervise = self._config.supervise
         making = MakingSettings(
             group_size=self._config.rollout.group_size,
@@ -253,12 +273,15 @@ class Session:
             stall_s=self._config.run.stall_s,
             making=making,
             care=CareSettings(
-                SuperviseSettings(supervise.restarts, supervise.window_s), supervise.probe_s, supervise.silent_s
+                SuperviseSettings(supervise.restarts, supervise.window_s),
+                supervise.probe_s,
+                supervise.silent_s,
+                all_engines=self._config.run.deterministic,
             ),
         )
         evaluator = Evaluator(self._plan.eval_count, self._config.eval.max_running)
         save = Checkpoints(self._log, parts.learner, self._config.checkpoint, self._plan.tokenizer).save
-        return Driver(core, parts, recorder, evaluator, save, settings, past.survivors)
+        return Driver(core, parts, recorder, evaluator, save, settings, past.survivors, recruit)
 
 
 def core_settings(config: Config, tasks: int, evaluates: bool) -> CoreSettings:
@@ -279,6 +302,7 @@ def core_settings(config: Config, tasks: int, evaluates: bool) -> CoreSettings:
         tasks=tasks,
         eval_every=config.eval.every,
         eval_enabled=evaluates,
+        eval_pinned=config.engine.kind == "embedded" or config.lora.rank > 0,
         checkpoint_every=config.checkpoint.every,
         governor=_governor(config.governor),
         difficulty=_difficulty(config.difficulty),

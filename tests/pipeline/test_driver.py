@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
-from outpace.errors import CorruptData, NotSaved, PartFailed, PartLost, Stalled
+from outpace.errors import CorruptData, NotSaved, PartFailed, PartLost, Stalled, UpdateFailed, UpdateTorn
+from outpace.observe import fleet
 from outpace.observe.callbacks import CallbackRunner
 from outpace.observe.console import ProgressConsole
 from outpace.observe.linefile import read_lines
 from outpace.observe.runlog import RunLog
+from outpace.pipeline import enrolment, serving
 from outpace.pipeline.budget import Limits
 from outpace.pipeline.caretaker import CareSettings
 from outpace.pipeline.core import Core, CoreSettings
@@ -37,9 +39,11 @@ from outpace.types import (
     Generation,
     GroupOrder,
     GroupReport,
+    Ints,
     LearnerStats,
     LoadReport,
     Manifest,
+    Member,
     Outcome,
     Place,
     StepReport,
@@ -87,6 +91,7 @@ class FakeEngine:
     def __init__(self) -> None:
         self.version = 0
         self.corrupt = 0  # so many loads fail their checksums
+        self.torn = self.failing = 0  # so many loads fail, half-way or before they began
         self.pinned: list[int] = []
         self.running = self.turns = 0
 
@@ -94,6 +99,12 @@ class FakeEngine:
         if self.corrupt:
             self.corrupt -= 1
             raise CorruptData("a flipped bit")
+        if self.torn and not pinned:
+            self.torn -= 1
+            raise UpdateTorn("half-way")
+        if self.failing and not pinned:
+            self.failing -= 1
+            raise UpdateFailed("no answer")
         if pinned:
             self.pinned.append(manifest.version)
         else:
@@ -119,6 +130,7 @@ class FakeWorker:
         self.behave: Callable[[GroupOrder], Any] | None = None
         self.rewards = [1.0]
         self.released: list[str] = []
+        self.told: list[list[Member]] = []
 
     async def run(self, order: GroupOrder) -> GroupReport:
         if self.behave is not None and (result := await self.behave(order)) is not None:
@@ -139,6 +151,12 @@ class FakeWorker:
 
     async def set_rng(self, state: bytes) -> None: ...
 
+    async def fleet(self, members: list[Member]) -> None:
+        self.told.append(members)
+
+    async def openings(self, count: int) -> list[Ints]:
+        return []
+
 
 class FakeRuntime:
     """Nobody dies, unless a test says so; whoever is started again gives a sign of life at once."""
@@ -147,6 +165,7 @@ class FakeRuntime:
         self.deaths: asyncio.Queue[PartFailed] = asyncio.Queue()
         self.restarted: list[str] = []
         self.killed: list[str] = []
+        self.retired: list[str] = []
         self.silent: set[str] = set()
         self.revived = asyncio.Event()
         self.refusals = 0
@@ -157,6 +176,9 @@ class FakeRuntime:
             raise BlockingIOError("no more processes")
         self.restarted.append(name)
         self.revived.set()
+
+    async def retire(self, name: str) -> None:
+        self.retired.append(name)
 
     async def kill(self, name: str) -> None:
         self.killed.append(name)
@@ -190,21 +212,31 @@ class Rig:
         self.log.start("")
         self.recorder = Recorder(self.log, ProgressConsole(None, quiet=True), CallbackRunner([]), 2, 0)
         self.learner, self.engine = FakeLearner(), FakeEngine()
+        self.engines = {"e0": self.engine}
         self.worker = FakeWorker(self.engine)
         self.learner.gone = self.worker.released
         self.saved: list[int] = []
         self.refused: list[int] = []  # versions that there is no room for
         self.settings, self.stall_s = settings, stall_s
         self.restarts = 3
+        self.recruit: Callable[[str], tuple[str, str, FakeEngine]] | None = None
 
     async def run(self) -> str:
         self.runtime = FakeRuntime()
-        parts = Parts(self.learner, {"e0": self.engine}, {"worker-0": self.worker}, self.runtime)
+        sockets = {name: f"/{name}" for name in self.engines}
+        parts = Parts(self.learner, self.engines, {"worker-0": self.worker}, self.runtime, sockets)
         limits = Limits(failed=3, filtered=None, notice_every=1000)
         care = CareSettings(SuperviseSettings(self.restarts, window_s=60), probe_s=0.02, silent_s=0.05)
         core = Core(self.settings, Order(10, 0, True))
         settings = DriverSettings(self.stall_s, MakingSettings(1, 4, 1, limits), care)
-        return await Driver(core, parts, self.recorder, Evaluator(5, 2), self._save, settings).run({"e0": 0})
+        driver = Driver(
+            core, parts, self.recorder, Evaluator(5, 2), self._save, settings, recruit=self.recruit and self._recruit
+        )
+        return await driver.run(dict.fromkeys(self.engines, 0))
+
+    async def _recruit(self, url: str) -> tuple[str, str, FakeEngine]:
+        assert self.recruit is not None
+        return self.recruit(url)
 
     async def _save(self, version: int, memory: Callable[[], Awaitable[Memory | None]]) -> bool:
         if version in self.refused:
@@ -249,6 +281,98 @@ async def test_weights_that_stay_corrupt_end_the_run(rig: Rig) -> None:
     rig.engine.corrupt = 100
     with pytest.raises(CorruptData, match="a flipped bit"):
         await rig.run()
+
+
+@pytest.fixture
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "FIRST_PAUSE_S", 0.0)
+
+
+@pytest.mark.usefixtures("quickly")
+async def test_a_load_that_fails_is_made_again_and_neither_learner_nor_others_wait_for_it(rig: Rig) -> None:
+    rig.engine.failing = 3
+    assert await rig.run() == "done"
+    lines = await asyncio.to_thread(lambda: list(read_lines(rig.log.dir / "metrics.jsonl")))
+    assert len(lines) == 6
+    assert sum(line.get("faults/failed_loads", 0) for line in lines) == 3
+    assert rig.runtime.restarted == []
+
+
+@pytest.mark.usefixtures("quickly")
+async def test_workers_give_nothing_to_an_engine_whose_update_was_torn_until_the_next_one(rig: Rig) -> None:
+    rig.engine.torn = 1
+    assert await rig.run() == "done"
+    served = [told[0].serves for told in rig.worker.told]
+    assert served[-1]
+    assert False in served[served.index(True) :], "it served, then it did not, then it did again"
+
+
+@pytest.mark.usefixtures("quickly")
+async def test_an_engine_that_takes_no_update_at_all_is_replaced(rig: Rig) -> None:
+    rig.engine.failing = serving.MOST_FAILURES
+    assert await rig.run() == "done"
+    assert rig.runtime.killed == rig.runtime.restarted == ["e0"]
+
+
+async def test_an_engine_that_keeps_dying_leaves_the_run_to_the_others(rig: Rig) -> None:
+    rig.engines["e1"] = FakeEngine()
+    rig.restarts = 0
+    began = asyncio.Event()
+
+    async def begin(order: GroupOrder) -> None:
+        began.set()
+
+    rig.worker.behave = begin
+    run = asyncio.create_task(rig.run())
+    await began.wait()
+    rig.runtime.deaths.put_nowait(PartLost("e1", "was killed"))
+    assert await run == "done"
+    assert [member.name for member in rig.worker.told[-1]] == ["e0"]
+
+
+async def test_the_last_engine_that_cannot_be_kept_ends_the_run(rig: Rig) -> None:
+    rig.engines["e1"] = FakeEngine()
+    rig.restarts = 0
+
+    async def die(order: GroupOrder) -> None:
+        if not order.heldout:
+            for name in ("e1", "e0"):
+                rig.runtime.deaths.put_nowait(PartLost(name, "was killed"))
+            await asyncio.Event().wait()
+
+    rig.worker.behave = die
+    with pytest.raises(PartFailed, match=r"e0: was killed; supervise\.restarts = 0"):
+        await rig.run()
+
+
+async def test_an_engine_joins_stale_serves_after_its_first_load_and_leaves(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(enrolment, "LOOK_S", 0.001)
+    joining = FakeEngine()
+    rig.recruit = lambda url: ("e1", "/e1", joining)
+    asked: list[str] = []
+
+    async def give_orders(order: GroupOrder) -> None:
+        here = {member.name: member for member in rig.worker.told[-1]} if rig.worker.told else {}
+        if not asked and (rig.log.dir / fleet.STATE).exists():
+            asked.append("add")
+            fleet.give(rig.log.dir, fleet.Order(add="http://elsewhere:8000"))
+        elif asked == ["add"] and "e1" in here and here["e1"].serves:
+            asked.append("remove")
+            fleet.give(rig.log.dir, fleet.Order(remove="e1"))
+        if not order.heldout:
+            await asyncio.sleep(0.01)
+
+    rig.settings = replace(SETTINGS, steps=200)
+    rig.worker.behave = give_orders
+    assert await rig.run() == "done"
+    assert asked == ["add", "remove"]
+    first = next(told for told in rig.worker.told if len(told) == 2)
+    assert not first[1].serves, "it joins without having loaded anything"
+    assert rig.runtime.retired == ["e1"]
+    assert [member.name for member in rig.worker.told[-1]] == ["e0"]
+    assert not (rig.log.dir / fleet.STATE).exists()
 
 
 async def test_a_worker_that_raises_ends_the_run_with_what_it_raised(rig: Rig) -> None:

@@ -37,7 +37,7 @@ from outpace.config import Config
 from outpace.config.loading import load_config
 from outpace.config.rules import resolve
 from outpace.observe.metrics import percentile
-from outpace.parts import ENGINE, PartSpecs, build_worker
+from outpace.parts import PartSpecs, build_worker, engine_name
 from outpace.resources import child_environment, cores
 from outpace.rollouts.worker import RolloutWorker
 from outpace.runtime import garbage
@@ -152,7 +152,7 @@ async def _measure(
 async def make_worker(config: Config, folder: Path, engine: ModelledEngine) -> RolloutWorker:
     """As in a run, but for the engine."""
     (spec, _), *_ = PartSpecs(config, folder, folder).workers()
-    worker = await build_worker(spec, {ENGINE: engine})
+    worker = await build_worker(spec, {engine_name(0): engine})
     assert isinstance(worker, RolloutWorker)
     return worker
 

@@ -20,9 +20,11 @@ from outpace.types import (
     EngineStats,
     GroupOrder,
     GroupReport,
+    Ints,
     LearnerStats,
     LoadReport,
     Manifest,
+    Member,
     Place,
     StepReport,
     Version,
@@ -62,6 +64,11 @@ class IdleWorker:
         return b"{}"
 
     async def set_rng(self, state: bytes) -> None: ...
+
+    async def fleet(self, members: list[Member]) -> None: ...
+
+    async def openings(self, count: int) -> list[Ints]:
+        return []
 
 
 class IdleEngine:

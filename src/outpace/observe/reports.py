@@ -68,12 +68,16 @@ def record_load(meter: Meter, report: LoadReport) -> None:
     meter.add("sync/pause_s", report.pause_s)
     meter.add("sync/load_s", report.seconds)
     meter.add("sync/bytes", report.bytes)
+    meter.add("sync/loads", 1)
 
 
 def record_engines(meter: Meter, stats: Iterable[EngineStats]) -> None:
     """What the engines have in hand now, summed over them."""
     words = list(stats)
     meter.add("fleet/engines", len(words))
+    meter.add("fleet/healthy", sum(word.health == "healthy" for word in words))
+    meter.add("fleet/limit", sum(word.limit or word.slots for word in words))
+    meter.add("fleet/retries", sum(word.retries for word in words))
     meter.add("queue/sequences", sum(word.running for word in words))
     meter.add("queue/waiting", sum(word.waiting for word in words))
 

@@ -5,6 +5,8 @@
           └── killed ◀── silent for too long ◀── a sign of life from everybody, every probe_s
 
 An engine gives a sign of life when its event loop turns and, if it has requests running, its compute thread gets on.
+
+Engines may come and go while the run lasts. One that cannot be kept alive ends the run only when it is the last.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from outpace.errors import OutpaceError, PartFailed, PartLost
-from outpace.pipeline.events import EngineJoined, EngineLost, Event
+from outpace.pipeline.events import EngineJoined, EngineLeft, EngineLost, Event
 from outpace.pipeline.supervisor import GiveUp, Role, SuperviseSettings, Supervisor
 from outpace.pipeline.watchdog import Awake
 from outpace.protocols import Engine
@@ -24,11 +26,16 @@ from outpace.runtime.spec import Runtime
 T = TypeVar("T")
 
 
+class PartGone(PartFailed):
+    """A part has left the run for good, and the run goes on without it."""
+
+
 @dataclass(frozen=True)
 class CareSettings:
     supervise: SuperviseSettings
     probe_s: float
     silent_s: float
+    all_engines: bool = False  # the run cannot do without any of them
 
 
 class Caretaker:
@@ -40,36 +47,62 @@ class Caretaker:
         settings: CareSettings,
         tell: Callable[[Event | BaseException], None],
         notice: Callable[[str, str], None],
+        back: Callable[[str], None] = lambda part: None,
     ) -> None:
-        """`tell` is for the driver, `notice` (a part's role, and what became of it) for people."""
+        """`tell` is for the driver, `notice` (a part's role, and what became of it) for people; `back` hears of parts
+        that were replaced."""
         self._runtime = runtime
-        self._roles = roles
+        self._roles: dict[str, Role] = {}
         self._engines = engines
         self._settings = settings
         self._tell = tell
         self._notice = notice
+        self._back = back
         self._supervisor = Supervisor(settings.supervise)
-        self._up = {name: asyncio.Event() for name in roles}
-        self._lives = dict.fromkeys(roles, 0)
-        self._silent = dict.fromkeys(roles, 0.0)
+        self._up: dict[str, asyncio.Event] = {}
+        self._lives: dict[str, int] = {}
+        self._silent: dict[str, float] = {}
         self._turns: dict[str, int] = {}  # of engines, when they were last asked
-        self._replaced = {name: asyncio.Event() for name in roles}  # the next life begins
-        for up in self._up.values():
-            up.set()
+        self._replaced: dict[str, asyncio.Event] = {}  # the next life begins
+        self._gone: dict[str, PartGone] = {}  # engines that will not come back
+        for name, role in roles.items():
+            self.enter(name, role)
+
+    def enter(self, name: str, role: Role) -> None:
+        """This part is up, and cared for from here on."""
+        self._roles[name] = role
+        self._lives[name] = 0
+        self._silent[name] = 0.0
+        self._up[name], self._replaced[name] = asyncio.Event(), asyncio.Event()
+        self._up[name].set()
+
+    def leave(self, name: str, why: str) -> None:
+        """It is not cared for any more; whoever waits for it hears why."""
+        del self._roles[name]
+        self._gone[name] = PartGone(name, why)
+        self._lives[name] += 1
+        self._up[name].set()
+        self._replaced[name].set()
 
     def life(self, part: str) -> int:
         """How often this part was replaced."""
         return self._lives[part]
 
+    def lives_on(self, part: str, life: int) -> bool:
+        """Whether it is still the one that it was in that life, as far as is known."""
+        return self._lives[part] == life and self._up[part].is_set()
+
     async def ask(self, part: str, call: Callable[[], Awaitable[T]]) -> T:
-        """What a part answers. If it dies over the call, its successor is asked the same."""
+        """What a part answers. If it dies over the call, its successor is asked the same; `PartGone`: there is none."""
         while True:
             await self._up[part].wait()
+            if part in self._gone:
+                raise self._gone[part]
             life = self._lives[part]
             try:
                 return await call()
             except PartLost:  # and if its process lives all the same, it will be found silent
-                while self._lives[part] == life:
+                while self._lives[part] == life and part not in self._gone:
                     await self._replaced[part].wait()
 
     # ----------------------------------------------------------------------------------------------------- deaths
@@ -82,8 +115,11 @@ class Caretaker:
 
     async def _replace(self, lost: PartFailed) -> None:
         name = lost.part
+        if name not in self._roles:
+            return  # it was leaving anyway
         self._up[name].clear()
-        if self._roles[name] == "engine":
+        is_engine = self._roles[name] == "engine"
+        if is_engine:
             self._tell(EngineLost(name))
         if not await self._restarted(name, lost):
             return
@@ -92,14 +128,15 @@ class Caretaker:
         self._up[name].set()
         self._replaced[name].set()
         self._replaced[name] = asyncio.Event()
-        if self._roles[name] == "engine":
+        self._back(name)
+        if is_engine:
             self._tell(EngineJoined(name))
 
     async def _restarted(self, name: str, lost: PartFailed) -> bool:
         while True:
             decision = self._supervisor.died(name, self._roles[name], asyncio.get_running_loop().time())
             if isinstance(decision, GiveUp):
-                self._tell(PartFailed(name, f"{lost.message}; {decision.reason}", lost.remote_traceback))
+                self._give_up(name, PartFailed(name, f"{lost.message}; {decision.reason}", lost.remote_traceback))
                 return False
             self._notice(self._roles[name], f"{name} {lost.message}; it is started again")
             await asyncio.sleep(decision.pause_s)
@@ -111,6 +148,15 @@ class Caretaker:
             except (OSError, OutpaceError) as error:  # no process can be had just now, or what it needs is gone
                 lost = PartFailed(name, f"could not be started: {error}")
 
+    def _give_up(self, name: str, failure: PartFailed) -> None:
+        others = [part for part, role in self._roles.items() if role == "engine" and part != name]
+        if self._roles[name] != "engine" or self._settings.all_engines or not any(self._up[o].is_set() for o in others):
+            self._tell(failure)
+            return
+        self._notice("engine", f"{failure}; the run goes on without it")
+        self.leave(name, failure.message)
+        self._tell(EngineLeft(name))
+
     # ----------------------------------------------------------------------------------------------- signs of life
 
     async def probe(self) -> None:
@@ -118,10 +164,12 @@ class Caretaker:
         awake = Awake(asyncio.get_running_loop().time, self._settings.probe_s)
         while True:
             await asyncio.sleep(self._settings.probe_s)
-            alive = await asyncio.gather(*(self._lives_on(name) for name in self._roles))
+            names = list(self._roles)
+            alive = await asyncio.gather(*(self._gives_sign(name) for name in names))
             seconds = awake.lap()
-            for name, lives in zip(self._roles, alive, strict=True):
-                await self._judge(name, lives, seconds)
+            for name, lives in zip(names, alive, strict=True):
+                if name in self._roles:
+                    await self._judge(name, lives, seconds)
 
     async def _judge(self, name: str, lives: bool, seconds: float) -> None:
         self._silent[name] = 0.0 if lives else self._silent[name] + seconds
@@ -130,7 +178,7 @@ class Caretaker:
             self._notice(self._roles[name], f"{name} gave no sign of life for {self._settings.silent_s:g} s")
             await self._runtime.kill(name)
 
-    async def _lives_on(self, name: str) -> bool:
+    async def _gives_sign(self, name: str) -> bool:
         if not self._up[name].is_set():
             return True  # it is known to be down, and taken care of
         if not await self._runtime.ping(name, self._settings.probe_s):

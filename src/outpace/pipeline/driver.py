@@ -9,8 +9,8 @@
                                                             ─▶ evaluate ─────────────┤ EvaluationDone
                                                             ─▶ learner.save, commit ─┘
     by whom: `Making` (groups), `Training` (the learner, records, checkpoints), `Serving` (weights, evaluations);
-    beside it: the caretaker replaces engines and workers that died (EngineLost, EngineJoined), the watchdog looks
-    whether anything still moves
+    beside it: the caretaker replaces engines and workers that died (EngineLost, EngineJoined), the roster tells workers
+    who samples, the enrolment lets engines come and go, the watchdog looks whether anything still moves
 
 The loop waits for nothing but the queue. What fills it: the tasks above, the caretaker, a signal. If nothing arrives
 for `stall_s`, the run ends as stalled, naming who waits on whom.
@@ -32,9 +32,11 @@ from outpace.errors import PartFailed, PartLost, Stalled
 from outpace.pipeline import events as ev
 from outpace.pipeline.caretaker import CareSettings, Caretaker
 from outpace.pipeline.core import Core
+from outpace.pipeline.enrolment import Enrolment, Recruit
 from outpace.pipeline.evaluation import Evaluator
 from outpace.pipeline.making import Making, MakingSettings
 from outpace.pipeline.recorder import Recorder
+from outpace.pipeline.roster import Roster
 from outpace.pipeline.serving import Serving
 from outpace.pipeline.staff import Parts
 from outpace.pipeline.survivors import NOTHING, Survivors
@@ -54,6 +56,7 @@ class DriverSettings:
     stall_s: float
     making: MakingSettings
     care: CareSettings
+    leaving_s: float = 60.0  # how long an engine that leaves may take to finish what it has
 
 
 class Driver:
@@ -66,8 +69,10 @@ class Driver:
         save: Saver,
         settings: DriverSettings,
         survivors: Survivors = NOTHING,
+        recruit: Recruit | None = None,
     ) -> None:
-        """`survivors` are what the core was told of: where they lie in the journal."""
+        """`survivors` are what the core was told of: where they lie in the journal. `recruit` brings further engines to
+        life; None: there will be none."""
         self._core = core
         self._parts = parts
         self._recorder = recorder
@@ -76,16 +81,45 @@ class Driver:
         self._tasks: set[asyncio.Task[None]] = set()
         self._lasting: set[asyncio.Task[None]] = set()  # those that the end waits for
         self._watchdog = Watchdog(settings.stall_s)
-        self._care = Caretaker(parts.runtime, parts.roles, parts.engines, settings.care, tell, self._notice)
+        self._roster = Roster(parts.sockets, parts.workers)
+        self._care = Caretaker(
+            parts.runtime, parts.roles, parts.engines, settings.care, tell, self._notice, self._roster.tell_again
+        )
         self._making = Making(parts, self._care, recorder, settings.making, survivors, tell)
         self._training = Training(core, parts, self._care, recorder, self._making, save, tell)
-        self._serving = Serving(parts, self._care, recorder, evaluator, self._making.made, self._watchdog.moved, tell)
+        self._serving = Serving(
+            parts,
+            self._care,
+            self._roster,
+            recorder,
+            evaluator,
+            self._making.made,
+            self._watchdog.moved,
+            tell,
+            core.settings.eval_pinned,
+        )
+        self._enrolment = (
+            Enrolment(
+                recorder.log.dir,
+                parts,
+                self._care,
+                self._roster,
+                recruit,
+                tell,
+                recorder.console.status,
+                settings.leaving_s,
+            )
+            if recruit
+            else None
+        )
         self._finish: str | None = None
 
     async def run(self, served: dict[str, Version]) -> str:
         """Drive the core from start to finish; returns why it finished."""
-        for lookout in (self._care.watch(), self._care.probe(), self._watch()):
+        for lookout in (self._care.watch(), self._care.probe(), self._watch(), self._roster.tell()):
             self._spawn(lookout)
+        if self._enrolment is not None:
+            self._spawn(self._enrolment.watch())
         try:
             self._handle(ev.Started(served))
             crash.reached("controller.started")
@@ -107,6 +141,7 @@ class Driver:
     # ------------------------------------------------------------------------------------------------ the loop
 
     def _handle(self, event: ev.Event) -> None:
+        self._roster.hear(event, self._core.version)
         for action in self._core.handle(event):
             self._carry_out(action)
         if isinstance(event, ev.EvaluationDone):

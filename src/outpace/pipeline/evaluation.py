@@ -21,11 +21,13 @@ class Evaluation:
     tokens: int
     views: list[EpisodeView] = field(default_factory=list)
     reason: str = ""  # why one failed, if any did
+    newest: Version = 0  # of all that was sampled; `version` where that was pinned
 
     def metrics(self) -> dict[str, float]:
         judged = {} if self.reward is None else {"eval/reward": self.reward}
         return judged | {
             "eval/version": float(self.version),
+            "eval/version_newest": float(max(self.version, self.newest)),
             "eval/count": float(self.count),
             "eval/failed": float(self.failed),
             "eval/mean_tokens": self.tokens / max(self.count, 1),
@@ -80,4 +82,5 @@ def summarise(version: Version, reports: list[GroupReport]) -> Evaluation:
         tokens=sum(report.tokens_sampled for report in reports),
         views=[view for report in reports for view in report.views],
         reason=next((report.reason for report in reports if report.failed_episodes), ""),
+        newest=max((report.newest for report in reports), default=version),
     )

@@ -9,6 +9,7 @@ refuses or delays what it must not serve.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterable, Mapping
 
 import msgspec
@@ -24,8 +25,8 @@ class Roster:
         """`sockets`: where each engine is to be called."""
         self._members = {name: Member(name, socket, serves=False) for name, socket in sockets.items()}
         self._workers = workers
-        self._changed = asyncio.Event()
-        self._changed.set()
+        self._news = {name: asyncio.Event() for name in workers}
+        self._changed()
 
     @property
     def members(self) -> list[Member]:
@@ -49,7 +50,7 @@ class Roster:
                 self._change(engine, serves=False, pinned=None)
             case ev.EngineLeft(engine):
                 self._members.pop(engine, None)
-                self._changed.set()
+                self._changed()
 
     def enter(self, name: str, socket: str) -> None:
         """An engine is about to join."""
@@ -59,37 +60,42 @@ class Roster:
         """It gets nothing more, and finishes what it has."""
         self._change(name, serves=False, leaving=True)
 
+    def stands_still(self, name: str) -> None:
+        """It serves nothing before its next load."""
+        self._change(name, serves=False)
+
     def pin(self, names: Iterable[str], version: Version | None) -> None:
         """These have `version` as their second weight set; None: they have none."""
         for name in names:
             if name in self._members:
                 self._change(name, pinned=version)
 
-    def tell_again(self) -> None:
-        """Some worker is another one than before."""
-        self._changed.set()
+    def tell_again(self, part: str) -> None:
+        """This part is another one than before."""
+        self._changed()
 
     def _change(self, name: str, **fields: object) -> None:
         if name in self._members:
             self._members[name] = msgspec.structs.replace(self._members[name], **fields)
-            self._changed.set()
+            self._changed()
+
+    def _changed(self) -> None:
+        for news in self._news.values():
+            news.set()
 
     # ---------------------------------------------------------------------------------------------------- the workers
 
     async def tell(self) -> None:
-        """For as long as the run lasts: keep the workers informed."""
+        """For as long as the run lasts: keep the workers informed, each at its own pace."""
+        await asyncio.gather(*(self._keep_told(name) for name in self._workers))
+
+    async def _keep_told(self, name: str) -> None:
         while True:
-            await self._changed.wait()
-            await self.told()
+            await self._news[name].wait()
+            await self.told(name)
 
-    async def told(self) -> None:
-        """All workers that are up know of everything so far."""
-        self._changed.clear()
-        members = self.members
-        await asyncio.gather(*(self._tell(worker, members) for worker in self._workers.values()))
-
-    async def _tell(self, worker: Worker, members: list[Member]) -> None:
-        try:
-            await worker.fleet(members)
-        except PartLost:
-            return  # its successor is told all of it
+    async def told(self, name: str) -> None:
+        """This worker knows of everything so far, if it is up; its successor will."""
+        self._news[name].clear()
+        with contextlib.suppress(PartLost):
+            await self._workers[name].fleet(self.members)

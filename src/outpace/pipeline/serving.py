@@ -1,20 +1,34 @@
 """The policy on its way to whoever samples from it: snapshots, loads, evaluations.
 
-Publish ─▶ Published     LoadWeights ─▶ EngineLoaded     Evaluate ─▶ EvaluationDone
+Publish ─▶ Published     LoadWeights ─▶ EngineLoaded | LoadFailed     Evaluate ─▶ EvaluationDone
+
+A load that fails is told after a pause that grows while it keeps failing; an engine that takes none is replaced.
+Neither holds up a publication, another engine's load, or the learner.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+from collections import Counter
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from outpace import crash
-from outpace.errors import CorruptData, PartLost
+from outpace.errors import CorruptData, PartFailed, PartLost, UpdateFailed, UpdateTorn
 from outpace.pipeline import events as ev
-from outpace.pipeline.caretaker import Caretaker
+from outpace.pipeline.caretaker import Caretaker, PartGone
 from outpace.pipeline.evaluation import Evaluation, Evaluator
 from outpace.pipeline.recorder import Recorder
+from outpace.pipeline.roster import Roster
 from outpace.pipeline.staff import Parts, Tell
+from outpace.runtime.together import together
 from outpace.types import GroupOrder, GroupReport, LoadReport, Manifest, Version
+
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 15.0
+MOST_FAILURES = 6
+"""After so many failed loads in a row an engine is taken for broken, and replaced."""
 
 
 class Serving:
@@ -22,21 +36,27 @@ class Serving:
         self,
         parts: Parts,
         care: Caretaker,
+        roster: Roster,
         recorder: Recorder,
         evaluator: Evaluator,
         make: Callable[[GroupOrder], Awaitable[GroupReport]],
         moved: Callable[[], None],
         tell: Tell,
+        pins: bool,
     ) -> None:
-        """`make` has a worker carry out an order; `moved` is called whenever an evaluation gets on."""
+        """`make` has a worker carry out an order; `moved` is called whenever an evaluation gets on. `pins`:
+        engines have a second weight set for evaluation."""
         self._parts = parts
         self._care = care
+        self._roster = roster
         self._recorder = recorder
         self._evaluator = evaluator
         self._make = make
         self._moved = moved
         self._tell = tell
+        self._pins = pins
         self._manifests: dict[Version, Manifest] = {}
+        self._failures: Counter[str] = Counter()  # loads in a row, by engine
 
     async def publish(self, action: ev.Publish) -> None:
         with self._recorder.span("learner", f"publish {action.version}"):
@@ -50,15 +70,24 @@ class Serving:
         self._recorder.published(manifest)
         self._tell(ev.Published(action.version))
 
+    # -------------------------------------------------------------------------------------------------------- loads
+
     async def load(self, action: ev.LoadWeights) -> None:
-        with self._recorder.span(action.engine, f"load {action.version}"):
+        engine, version, life = action.engine, action.version, self._care.life(action.engine)
+        with self._recorder.span(engine, f"load {version}"):
             try:
-                report = await self._loaded(action.engine, self._manifests[action.version], pinned=False)
+                report = await self._loaded(engine, self._manifests[version], pinned=False)
             except PartLost:
                 return  # the core hears of it as EngineLost, and orders the next one when it is back
+            except (UpdateFailed, CorruptData, PartFailed) as error:
+                await self._failed(action, error)
+                return
         crash.reached("controller.loaded")
-        self._recorder.loaded(action.engine, report)
-        self._tell(ev.EngineLoaded(action.engine, action.version))
+        if not self._care.lives_on(engine, life):
+            return  # it died with its answer under way
+        self._failures.pop(engine, None)
+        self._recorder.loaded(engine, report)
+        self._tell(ev.EngineLoaded(engine, version))
 
     async def _loaded(self, engine: str, manifest: Manifest, pinned: bool) -> LoadReport:
         """A snapshot that does not match its checksums is read once more; the engine keeps its version meanwhile."""
@@ -68,21 +97,51 @@ class Serving:
             self._recorder.fault("corrupt_weights")
             return await self._parts.engines[engine].load(manifest, pinned)
 
+    async def _failed(self, action: ev.LoadWeights, error: Exception) -> None:
+        engine, torn = action.engine, isinstance(error, UpdateTorn)
+        self._failures[engine] += 1
+        self._recorder.fault("torn_loads" if torn else "failed_loads")
+        self._recorder.console.status(f"{engine} did not take version {action.version}: {error}")
+        if self._failures[engine] >= MOST_FAILURES:
+            del self._failures[engine]
+            await self._parts.runtime.kill(engine)
+            return
+        if torn:
+            self._roster.stands_still(engine)
+        await asyncio.sleep(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (self._failures[engine] - 1)))
+        self._tell(ev.LoadFailed(engine, action.version, torn))
+
+    # -------------------------------------------------------------------------------------------------- evaluations
+
     async def evaluate(self, action: ev.Evaluate) -> None:
         crash.reached("controller.evaluate")
-        engine = next(iter(self._parts.engines))
         with self._recorder.span("evaluation", f"version {action.version}"):
-            result = await self._measured(engine, self._manifests[action.version])
+            if self._pins:
+                result = await self._measured(self._manifests[action.version])
+            else:
+                result = await self._evaluator.run(action.version, self._make, pinned=False, progress=self._moved)
         self._recorder.evaluated(result)
         crash.reached("controller.evaluated")
         self._tell(ev.EvaluationDone(action.version))
 
-    async def _measured(self, engine: str, manifest: Manifest) -> Evaluation:
-        """An engine that is replaced meanwhile has lost the weights that were pinned: then all of it is done again."""
+    async def _measured(self, manifest: Manifest) -> Evaluation:
+        """By engines that hold this very version beside the one they serve. If one of them is replaced meanwhile, it
+        has lost that: then all of it is done again."""
         while True:
-            await self._care.ask(engine, lambda: self._loaded(engine, manifest, pinned=True))
-            life = self._care.life(engine)
+            engines = self._roster.serving or [member.name for member in self._roster.members][:1]
+            await self._of_all(engines, lambda engine: self._loaded(engine, manifest, pinned=True))
+            lives = [self._care.life(engine) for engine in engines]
+            self._roster.pin(engines, manifest.version)
             result = await self._evaluator.run(manifest.version, self._make, progress=self._moved)
-            await self._care.ask(engine, self._parts.engines[engine].release_pinned)
-            if self._care.life(engine) == life:
+            self._roster.pin(engines, None)
+            await self._of_all(engines, lambda engine: self._parts.engines[engine].release_pinned())
+            if lives == [self._care.life(engine) for engine in engines]:
                 return result
+
+    async def _of_all(self, engines: list[str], call: Callable[[str], Awaitable[object]]) -> None:
+        """Each of them, or whoever takes its place, has done it, unless it has left."""
+        await together(*(self._of_one(engine, partial(call, engine)) for engine in engines))
+
+    async def _of_one(self, engine: str, call: Callable[[], Awaitable[object]]) -> None:
+        with contextlib.suppress(PartGone):
+            await self._care.ask(engine, call)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from outpace.pipeline.events import Event
 from outpace.pipeline.supervisor import Role
@@ -22,6 +22,8 @@ class Parts:
     engines: dict[str, Engine]
     workers: dict[str, Worker]
     runtime: Runtime
+    sockets: dict[str, str] = field(default_factory=dict)  # where workers call each engine
+    urls: dict[str, str] = field(default_factory=dict)  # of the server behind an engine, if it was running before
 
     @property
     def roles(self) -> dict[str, Role]:

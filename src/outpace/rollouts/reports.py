@@ -10,6 +10,9 @@ from outpace.rollouts.episodes import whole_return
 from outpace.rollouts.policy.client import PolicyClient
 from outpace.types import Episode, EpisodeView, GroupOrder, GroupReport, Message, Task, Trajectory
 
+SWAPPED = "episode/swapped"
+"""The metric: the share of trajectories in which weights changed between two sampled tokens."""
+
 Decode = Callable[[Sequence[int]], str]
 
 
@@ -38,7 +41,7 @@ def report_of(
         newest=newest,
         truncated=sum(episode.stop in CUT_OFF for episode in survivors),
         seconds=seconds,
-        metrics=_means([episode.metrics for episode in survivors]),
+        metrics=_means([{**episode.metrics, SWAPPED: _swapped(episode)} for episode in survivors]),
         views=[_view(task, episode, newest, decode) for episode in survivors] if order.show else [],
         traceback=next((episode.traceback for episode in episodes if episode.traceback), ""),
     )
@@ -47,6 +50,11 @@ def report_of(
 def sampled_by(clients: list[PolicyClient]) -> int:
     """The tokens of all answers, whatever a rollout made of them, and of those that were given up."""
     return sum(client.sampled + client.abandoned for client in clients)
+
+
+def _swapped(episode: Episode) -> float:
+    versions = [trajectory.versions[trajectory.mask] for trajectory in episode.trajectories if trajectory.mask.any()]
+    return sum(float(v.min() != v.max()) for v in versions) / max(len(versions), 1)
 
 
 def _of_roles(episode: Episode) -> dict[str, float]:

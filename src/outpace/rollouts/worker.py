@@ -24,11 +24,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from outpace import crash
 from outpace.checkpoint.journal import JournalWriter
 from outpace.checkpoint.turn_log import TurnLog
+from outpace.engines.fleet.fleet import Fleet
 from outpace.errors import RewardFailed
+from outpace.models.chat import as_messages
 from outpace.models.dialect import Dialect
 from outpace.protocols import Engine, Reward, Rollout, TaskSource
 from outpace.rewards.grading import Graded, grade
@@ -46,7 +49,7 @@ from outpace.runtime import rng
 from outpace.runtime.limits import is_ours
 from outpace.runtime.signature import named
 from outpace.runtime.together import together
-from outpace.types import Episode, GroupOrder, GroupRecord, GroupReport, Kept, Task
+from outpace.types import Episode, GroupOrder, GroupRecord, GroupReport, Ints, Kept, Member, Task
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +84,7 @@ class RolloutWorker:
     def __init__(
         self,
         settings: WorkerSettings,
-        engines: list[Engine],
+        engines: Fleet | list[Engine],
         dialect: Dialect,
         train: TaskSource,
         heldout: TaskSource | None,
@@ -92,12 +95,14 @@ class RolloutWorker:
         closers: Sequence[Callable[[], Awaitable[None]]] = (),
         turns: TurnLog | None = None,
     ) -> None:
-        """`doors`, the pool of the judges and what `closers` close are the worker's to end. Without `turns` the answers
-        of unfinished groups are not recorded."""
+        """`engines`, `doors`, the pool of the judges and what `closers` close are the worker's to end. Without `turns`
+        the answers of unfinished groups are not recorded."""
         weights = dict(zip((name for name, _ in judges.functions), judges.weights, strict=True))
         self._closing = replace(settings.closing, credit=replace(settings.closing.credit, weights=weights))
         self._settings = settings
-        self._engines = engines
+        self._fleet = (
+            engines if isinstance(engines, Fleet) else Fleet({f"engine-{i}": one for i, one in enumerate(engines)})
+        )
         self._dialect = dialect
         self._train = train
         self._heldout = heldout
@@ -139,6 +144,18 @@ class RolloutWorker:
         crash.reached("worker.release")
         await asyncio.to_thread(self._journal.release, segments)
 
+    async def fleet(self, members: list[Member]) -> None:
+        await self._fleet.update(members)
+
+    async def openings(self, count: int) -> list[Ints]:
+        return await asyncio.to_thread(self._rendered, count)
+
+    def _rendered(self, count: int) -> list[Ints]:
+        """As a chat that shows no tools: what else a rollout says first is known to nobody but itself."""
+        tasks = [self._train[index] for index in range(min(count, len(self._train)))]
+        chats = [as_messages(task.prompt, self._settings.client.system) for task in tasks]
+        return [np.array(self._dialect.open(chat), dtype=np.int32) for chat in chats]
+
     async def rng(self) -> bytes:
         return rng.capture()
 
@@ -151,6 +168,7 @@ class RolloutWorker:
             work.cancel()
         await asyncio.gather(*running, return_exceptions=True)  # nobody may write to a closed journal
         async with AsyncExitStack() as ending:  # each is closed, whatever the others raise
+            ending.push_async_callback(self._fleet.close)
             if self._judges.pool is not None:
                 ending.push_async_callback(self._judges.pool.close)
             for close in self._closers:
@@ -197,10 +215,9 @@ class RolloutWorker:
         settings = self._settings.client
         if order.heldout:
             settings = replace(settings, seed=self._settings.eval_seed, temperature=self._settings.eval_temperature)
-        engine = self._engines[order.group % len(self._engines)]
         openings: Openings = {}
         return [
-            PolicyClient(engine, self._dialect, settings, order, index, openings, self._doors, recorded)
+            PolicyClient(self._fleet, self._dialect, settings, order, index, openings, self._doors, recorded)
             for index, recorded in enumerate(turns.episodes)
         ]
 

@@ -41,6 +41,9 @@ class InlineRuntime:
     async def kill(self, name: str) -> None:
         raise errors.PartFailed(name, "cannot be killed: it lives in the controller's process")
 
+    async def retire(self, name: str) -> None:
+        await parts.close(await self._parts.pop(name))
+
     async def ping(self, name: str, deadline_s: float) -> bool:
         return True  # its event loop is the one that asks
 

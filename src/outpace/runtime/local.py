@@ -77,6 +77,11 @@ class LocalRuntime:
         if process is not None:
             process.kill()
 
+    async def retire(self, name: str) -> None:
+        part = self._parts.pop(name)
+        await self._stop(part)
+        self._sweep(part)
+
     async def ping(self, name: str, deadline_s: float) -> bool:
         return await ping(self._parts[name].remote, deadline_s)
 

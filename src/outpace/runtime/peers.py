@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 from outpace import errors
@@ -37,11 +38,13 @@ class Peer(Remote):
         self._token = token
         self._patience_s = patience_s
         self._connected = asyncio.Event()
+        self._changed: Callable[[], None] = _nobody_asks
         super().__init__(protocol, channel, part, {})
 
     def _attach(self, channel: Channel) -> None:
         super()._attach(channel)
         self._connected.set()
+        self._changed()
 
     async def _call(self, method: str, args: tuple[Any, ...]) -> Any:
         if not self._connected.is_set():
@@ -61,11 +64,13 @@ class Peer(Remote):
         self._connected.clear()
         channel.close()
         log.warning("%s is gone; calling it again", self._part)
+        self._changed()
         try:
             again = await self._called_again()
         except Exception as error:  # the boundary of the task
             self._fail(errors.PartFailed(self._part, f"cannot be called again: {type(error).__name__}: {error}"))
             self._connected.set()
+            self._changed()
             return
         log.info("%s is back", self._part)
         self._attach(again)
@@ -82,6 +87,22 @@ class Peer(Remote):
     def _detach(self, error: errors.PartFailed) -> None:
         super()._detach(error)
         self._connected.set()  # whoever waits is to hear that it never comes back
+        self._changed()
+
+
+def _nobody_asks() -> None:
+    return
+
+
+def reachable(remote: object) -> bool:
+    """Whether a call would be sent at once, or fail at once. Any other object lives in this process."""
+    return remote._connected.is_set() if isinstance(remote, Peer) else True
+
+
+def watch(remote: object, changed: Callable[[], None]) -> None:
+    """Have `changed` called, on the event loop, whenever a peer is lost or found again."""
+    if isinstance(remote, Peer):
+        remote._changed = changed
 
 
 async def peer(protocol: type[P], path: str, token: str, part: str, patience_s: float = START_DEADLINE_S) -> P:

@@ -56,6 +56,10 @@ class Runtime(Protocol):
         """End a part that cannot be talked to any more; its death is told as any other's."""
         ...
 
+    async def retire(self, name: str) -> None:
+        """End a part that is not needed any more. That is no death, and it cannot be started again."""
+        ...
+
     async def ping(self, name: str, deadline_s: float) -> bool:
         """Whether the event loop of a part still turns."""
         ...

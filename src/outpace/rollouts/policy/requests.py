@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outpace.engines.noise import request_seed
-from outpace.errors import OutpaceError, PartLost, RequestFailed
+from outpace.errors import OutpaceError, RequestFailed
 from outpace.protocols import Engine
 from outpace.rollouts.turns import EpisodeTurns
 from outpace.types import Generation, GroupOrder, Ints, Sampling
@@ -96,7 +96,9 @@ class Requests:
         return answer
 
     async def _ask(self, request: Request, prompt: Ints) -> Generation:
-        answer = asyncio.ensure_future(self._generated(request, prompt))
+        order = self._order
+        asked = self._engine.generate(request.id, prompt, request.sampling, order.min_version, order.pinned)
+        answer = asyncio.ensure_future(asked)
         self._open[request.id] = answer
         try:
             # Shielded: who gives up on an answer stops waiting, but what was sampled of it is still to be counted.
@@ -111,18 +113,6 @@ class Requests:
         if self._open.pop(request.id, None) is None:
             raise RequestFailed("the episode has ended without this answer")
         return generation
-
-    async def _generated(self, request: Request, prompt: Ints) -> Generation:
-        """An engine that dies over a request is asked again when it is back: what it had of the answer nobody has seen.
-        That ends with the engine's coming back, the episode's time, or the run."""
-        order = self._order
-        while True:
-            try:
-                return await self._engine.generate(
-                    request.id, prompt, request.sampling, order.min_version, order.pinned
-                )
-            except PartLost:
-                log.info("request %s is made again", request.id)
 
     async def abandon(self) -> None:
         """Free the engine of whatever this episode still has running there, and count what that had sampled. No further

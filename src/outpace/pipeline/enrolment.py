@@ -1,0 +1,126 @@
+"""Engines that come and go while the run lasts, as people ask for it.
+
+    add      started or connected ─▶ EngineJoined: stale ─▶ its first load ─▶ serves
+    remove   gets nothing more ─▶ finishes what it has, within a bound ─▶ stopped ─▶ EngineLeft
+
+Leaving costs nobody more than the requests that an engine could not finish in time: these are gone on with elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from outpace.errors import OutpaceError, PartFailed
+from outpace.observe import fleet
+from outpace.pipeline import events as ev
+from outpace.pipeline.caretaker import Caretaker
+from outpace.pipeline.roster import Roster
+from outpace.pipeline.staff import Parts, Tell
+from outpace.protocols import Engine
+
+LOOK_S = 1.0
+"""How often orders are looked for."""
+
+LOOK_AT_LEAVING_S = 0.2
+
+Recruit = Callable[[str], Awaitable[tuple[str, str, Engine]]]
+"""Brings an engine to life over the server at this URL, or with one of its own: its name, its socket, and itself."""
+
+
+class Enrolment:
+    def __init__(
+        self,
+        run: Path,
+        parts: Parts,
+        care: Caretaker,
+        roster: Roster,
+        recruit: Recruit,
+        tell: Tell,
+        say: Callable[[str], None],
+        patience_s: float,
+    ) -> None:
+        """`patience_s`: how long an engine that leaves may take to finish what it has."""
+        self._parts = parts
+        self._care = care
+        self._roster = roster
+        self._recruit = recruit
+        self._tell = tell
+        self._say = say
+        self._patience_s = patience_s
+        self._orders = fleet.OrdersRead(run)
+        self._seats = fleet.Seats(run)
+        self._shown: list[fleet.Seat] = []
+
+    async def watch(self) -> None:
+        """For as long as the run lasts."""
+        try:
+            async with asyncio.TaskGroup() as at_work:
+                while True:
+                    await self._show()
+                    orders, rubbish = await asyncio.to_thread(self._orders.new)
+                    for line in rubbish:
+                        self._say(f"an order for the fleet cannot be read: {line}")
+                    for order in orders:
+                        at_work.create_task(self._carry_out(order))
+                    await asyncio.sleep(LOOK_S)
+        finally:
+            self._seats.clear()
+
+    async def _carry_out(self, order: fleet.Order) -> None:
+        """What cannot be done is said, and harms nobody."""
+        try:
+            if order.add is not None:
+                await self._add(order.add)
+            if order.remove is not None:
+                await self._remove(order.remove)
+        except (OutpaceError, OSError) as error:
+            self._say(f"the fleet stays as it is: {error}")
+
+    async def _add(self, url: str) -> None:
+        self._say(f"an engine joins{f' at {url}' if url else ''}")
+        name, socket, engine = await self._recruit(url)
+        self._parts.engines[name] = engine
+        self._parts.sockets[name] = socket
+        self._parts.urls[name] = url
+        self._care.enter(name, "engine")
+        self._roster.enter(name, socket)
+        self._tell(ev.EngineJoined(name))
+
+    async def _remove(self, name: str) -> None:
+        if name not in self._parts.engines:
+            raise OutpaceError(f"there is no engine {name}; there are {', '.join(self._parts.engines)}")
+        if not set(self._roster.serving) - {name}:
+            raise OutpaceError(f"{name} cannot leave: nobody else serves")
+        self._say(f"{name} leaves, when it has finished what it has")
+        self._roster.leave(name)
+        self._care.leave(name, "has left the run")
+        self._tell(ev.EngineLost(name))
+        await self._idle(name)
+        await self._parts.runtime.retire(name)
+        for known in (self._parts.engines, self._parts.sockets, self._parts.urls):
+            known.pop(name, None)
+        self._tell(ev.EngineLeft(name))
+        self._say(f"{name} has left")
+
+    async def _idle(self, name: str) -> None:
+        try:
+            async with asyncio.timeout(self._patience_s):
+                while (await self._parts.engines[name].stats()).running:  # noqa: ASYNC110 (it is another process)
+                    await asyncio.sleep(LOOK_AT_LEAVING_S)
+        except (TimeoutError, PartFailed) as error:
+            self._say(f"{name} leaves, and others go on with what it had: {error or 'it took too long'}")
+
+    async def _show(self) -> None:
+        seats = [
+            fleet.Seat(m.name, self._parts.urls.get(m.name, ""), m.serves, m.version, m.leaving)
+            for m in self._roster.members
+        ]
+        if seats == self._shown:
+            return
+        try:
+            await asyncio.to_thread(self._seats.write, seats)
+            self._shown = seats
+        except OSError as error:  # a full disk passes
+            self._say(f"{fleet.STATE} is out of date: {error.strerror}")
