@@ -28,6 +28,7 @@ from outpace.pipeline.events import (
     Event,
     Finish,
     GroupClosed,
+    LoadFailed,
     LoadWeights,
     Settle,
     TrainChunk,
@@ -177,7 +178,7 @@ class Trace:
 
 class TimedParts:
     """Every answer comes after as long as `pace` says. With `faults`, engines die and rejoin, some of them while loads
-    last for ever."""
+    last for ever, and loads fail, some half-way."""
 
     def __init__(
         self, clock: Clock, pace: Pace, fate: Fate, engines: dict[str, Version], seed: int, judge: Judge, fit: Fit
@@ -219,11 +220,16 @@ class TimedParts:
         life = self._lives[engine]
 
         def loaded() -> None:
-            if self._lives[engine] == life:
-                self.served[engine] = version
-                self._tell(EngineLoaded(engine, version))
+            if self._lives[engine] != life:
+                return
+            if fails:
+                self._tell(LoadFailed(engine, version, torn=self._rng.random() < 0.5))
+                return
+            self.served[engine] = version
+            self._tell(EngineLoaded(engine, version))
 
         endless = self.faults is not None and self._rng.random() < 0.2  # it dies before the load is done
+        fails = self.faults is not None and self._rng.random() < 0.3
         self._clock.after(self._pace("load", LoadWeights(engine, version)) * (1e6 if endless else 1), loaded)
 
     def learner_seconds(self, work: LearnerWork) -> float:

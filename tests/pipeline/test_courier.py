@@ -96,3 +96,66 @@ def test_in_lockstep_one_that_never_had_any_weights_gets_the_newest() -> None:
     subject.lost("e0")
     subject.joined("e0")
     assert subject.deliver(busy=False) == [("e0", 4)]
+
+
+def test_a_load_that_fails_is_ordered_again_and_the_engine_serves_what_it_had() -> None:
+    subject = courier()
+    subject.published(1)
+    assert subject.deliver(busy=False) == [("e0", 1)]
+    subject.failed("e0", torn=False)
+    assert not subject.holds_admission
+    assert subject.oldest == 0
+    subject.published(2)
+    assert subject.deliver(busy=False) == [("e0", 2)], "the newest, not the one that failed"
+
+
+def test_an_engine_whose_load_was_torn_serves_nothing_until_the_next_one() -> None:
+    subject = courier("inflight", "e0", "e1")
+    subject.published(1)
+    subject.deliver(busy=False)
+    subject.loaded("e1", 1)
+    subject.failed("e0", torn=True)
+    assert subject.oldest == 1, "what it had is not counted on"
+    assert subject.deliver(busy=True) == [("e0", 1)]
+    subject.loaded("e0", 1)
+    assert not subject.stale
+
+
+def test_a_failure_that_is_told_after_the_engine_was_lost_changes_nothing() -> None:
+    subject = courier()
+    subject.published(1)
+    subject.deliver(busy=False)
+    subject.lost("e0")
+    subject.failed("e0", torn=False)
+    assert subject.holds_admission
+    subject.joined("e0")
+    assert subject.deliver(busy=False) == [("e0", 1)]
+
+
+def test_in_lockstep_a_torn_load_is_made_again_with_the_very_version_that_was_in_force() -> None:
+    subject = courier("lockstep")
+    subject.published(1)
+    assert subject.deliver(busy=False) == [("e0", 1)]
+    subject.failed("e0", torn=True)
+    assert subject.holds_admission
+    assert subject.deliver(busy=False) == [("e0", 0)]
+
+
+def test_a_version_that_is_too_old_is_left_aside_while_another_serves() -> None:
+    subject = courier("inflight", "e0", "e1")
+    for version in (1, 2):
+        subject.published(version)
+        for engine, loaded in subject.deliver(busy=False):
+            if engine == "e1":
+                subject.loaded(engine, loaded)
+    assert subject.oldest_from(0) == 0
+    assert subject.oldest_from(1) == 2
+    assert subject.oldest_from(9) == 0, "all are too old: then they are waited for"
+
+
+def test_an_engine_that_has_left_is_not_waited_for() -> None:
+    subject = courier("inflight", "e0", "e1")
+    subject.left("e1")
+    assert not subject.stale
+    subject.published(1)
+    assert subject.deliver(busy=False) == [("e0", 1)]

@@ -101,7 +101,8 @@ class Courier:
         if self.loading.pop(engine, None) is None:
             return  # it was lost over it, and that is known already
         known = self.engines[engine]
-        self._enter(engine, EngineState(known.version, stale=known.stale or torn))
+        kept = known.version if self.update == "lockstep" or not torn else None
+        self._enter(engine, EngineState(kept, stale=known.stale or torn))
 
     def joined(self, engine: str) -> None:
         """It is up, and stale."""

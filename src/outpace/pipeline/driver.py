@@ -81,7 +81,7 @@ class Driver:
         self._tasks: set[asyncio.Task[None]] = set()
         self._lasting: set[asyncio.Task[None]] = set()  # those that the end waits for
         self._watchdog = Watchdog(settings.stall_s)
-        self._roster = Roster(parts.sockets, parts.workers)
+        self._roster = Roster({name: parts.sockets.get(name, "") for name in parts.engines}, parts.workers)
         self._care = Caretaker(
             parts.runtime, parts.roles, parts.engines, settings.care, tell, self._notice, self._roster.tell_again
         )

@@ -30,6 +30,7 @@ from outpace.pipeline.events import (
     Finish,
     GroupClosed,
     LagChanged,
+    LoadFailed,
     LoadWeights,
     Publish,
     Published,
@@ -94,14 +95,21 @@ class Checker(Observer):
                 assert self._loading.pop(engine) == version
                 self._served[engine] = version
                 self._stale.discard(engine)
+            case LoadFailed(engine, version, torn):
+                assert self._loading.pop(engine) == version
+                if torn:
+                    self._does_not_serve(engine)
             case EngineLost(engine):
                 self._loading.pop(engine, None)
-                self._stale.add(engine)
-                if not self.settings.deterministic:
-                    self._served.pop(engine, None)
+                self._does_not_serve(engine)
             case EngineJoined(engine):
                 assert engine not in self._loading
                 self._stale.add(engine)
+
+    def _does_not_serve(self, engine: str) -> None:
+        self._stale.add(engine)
+        if not self.settings.deterministic:
+            self._served.pop(engine, None)
 
     # --------------------------------------------------------------------------------------------------------- actions
 
