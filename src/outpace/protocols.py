@@ -89,6 +89,12 @@ class Learner(Protocol):
         """Snapshot the current weights. Buffers of the `leased` versions, which a reader may be copying, stay."""
         ...
 
+    async def send(self, manifest: Manifest, meeting: dict[str, Any]) -> None:
+        """Send a snapshot to the engine that comes to this meeting: what two ends of a process group must agree on.
+
+        Training goes on meanwhile. Raises `UpdateFailed` when the other side stays away or falls silent."""
+        ...
+
     async def save(self, directory: str, version: Version) -> bool:
         """Write model, optimizer, scheduler, random state and counters of `version` into an existing directory.
 

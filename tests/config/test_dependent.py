@@ -59,6 +59,7 @@ SAMPLE: dict[str, Any] = {
     "governor.patience": 2,
     "governor.min_lag": 1,
     "rewards.overlong_penalty": 2.0,
+    "lora.alpha": 5.0,
 }
 """A legal value other than the default for every key that only some choices have."""
 
@@ -96,6 +97,7 @@ def choices(draw: st.DrawFn) -> dict[str, Any]:
         "difficulty.easy_above": draw(st.sampled_from([None, 0.9])),
         "replay.fraction": draw(st.sampled_from([0.0, 0.25])),
         "rewards.overlong_buffer": draw(st.sampled_from([0, 8])),
+        "lora.rank": draw(st.sampled_from([0, 4])),
         "pacing.max_lag": draw(st.integers(2, 8)),  # below there is no lower bound but 0
         "run.deterministic": deterministic,
         "run.dir": "here",

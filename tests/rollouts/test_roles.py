@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from outpace.engines.fleet.fleet import Fleet
 from outpace.models.dialect import TemplateDialect
 from outpace.rollouts.policy.requests import ClientSettings
 from outpace.rollouts.worker import Judges, RolloutWorker
@@ -76,7 +77,9 @@ def group_of(tokenizer: Any, make_settings: Callable[..., ClientSettings]) -> Ca
         dialect = TemplateDialect(tokenizer, (tokenizer.eos_token_id,))
         engine: Any = HastyEngine(tokenizer, chance)
         journal: Any = RecordingJournal()
-        worker = RolloutWorker(settings, [engine], dialect, [Task("t", "why?")], None, rollout, Judges([], []), journal)
+        worker = RolloutWorker(
+            settings, Fleet({"e": engine}), dialect, [Task("t", "why?")], None, rollout, Judges([], []), journal
+        )
         report = await worker.run(GroupOrder(schedule, task=0, epoch=0, min_version=3, size=EPISODES))
         assert (report.outcome, report.failed_episodes) == ("finished", 0)
         await worker.close()
@@ -126,7 +129,8 @@ async def test_people_see_what_every_role_said_and_got(
     engine: Any = make_engine(["because<|end|>", "right<|end|>"])
     settings = worker_settings(make_settings())
     tasks: Any = [Task("t", "why?")]
-    worker = RolloutWorker(settings, [engine], dialect, tasks, None, debate, Judges([], []), journal)  # type: ignore[arg-type]
+    fleet = Fleet({"engine-0": engine})
+    worker = RolloutWorker(settings, fleet, dialect, tasks, None, debate, Judges([], []), journal)  # type: ignore[arg-type]
     report = await worker.run(GroupOrder(0, task=0, epoch=0, min_version=3, size=1, show=True))
     await worker.close()
     assert report.reward_parts == {"role_judge": 0.75, "role_solver": 0.25, "rollout": 0.0}

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from outpace.config.loading import make_config
+from outpace.engines.fleet.fleet import Fleet
 from outpace.errors import BadInput
 from outpace.models.dialect import TemplateDialect
 from outpace.planning import Objects, make_plan
@@ -90,7 +91,7 @@ async def test_its_environments_and_rewards_that_ask_for_them_make_a_group(
     assert list(isolated(functions)) == ["length_reward"], "an instance stays where it is"
     worker = RolloutWorker(
         worker_settings(make_settings()),
-        [make_engine(said)],
+        Fleet({"engine-0": make_engine(said)}),
         TemplateDialect(tokenizer, (tokenizer.eos_token_id,)),
         [Task("t", [{"role": "user", "content": "Count."}], {"start": 10})],
         None,

@@ -17,6 +17,7 @@ from outpace.checkpoint.journal import JournalWriter
 from outpace.checkpoint.survey import survey
 from outpace.checkpoint.turn_log import TurnLog
 from outpace.checkpoint.turns import survey_turns
+from outpace.engines.fleet.fleet import Fleet
 from outpace.errors import PartFailed
 from outpace.models.dialect import TemplateDialect
 from outpace.protocols import ModelClient
@@ -110,9 +111,10 @@ async def make_worker(
         settings = worker_settings(make_settings(max_tokens=64, stop_strings=()))
         dialect = TemplateDialect(tokenizer, (tokenizer.eos_token_id,))
         judges, journal = Judges(list(rewards), [1.0] * len(rewards)), writer or RecordingJournal()
+        fleet = Fleet({"engine-0": engine})
         workers.append(
             RolloutWorker(
-                settings, [engine], dialect, TASKS, TASKS, rollout or in_environment(Counting), judges, journal,
+                settings, fleet, dialect, TASKS, TASKS, rollout or in_environment(Counting), judges, journal,
                 turns=TurnLog(tmp_path, name),
             )
         )  # fmt: skip

@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from outpace.checkpoint import journal
+from outpace.engines.fleet.fleet import Fleet
 from outpace.errors import PartFailed
 from outpace.models.dialect import TemplateDialect
 from outpace.protocols import ModelClient
@@ -28,7 +29,7 @@ from outpace.rewards.shaping import Overlong
 from outpace.rollouts.policy.client import ClientSettings
 from outpace.rollouts.single_turn import single_turn
 from outpace.rollouts.worker import Judges, RolloutWorker
-from outpace.types import Episode, GroupOrder, GroupRecord, Kept, Place, Task, Trajectory
+from outpace.types import Episode, GroupOrder, GroupRecord, Kept, Member, Place, Task, Trajectory
 from rollouts_support import RecordingJournal, worker_settings
 
 CHAT = [{"role": "user", "content": "hi"}]
@@ -72,7 +73,8 @@ def make_worker(
         settings = worker_settings(make_settings(), advantage, overlong=overlong)
         dialect = TemplateDialect(tokenizer, (tokenizer.eos_token_id,))
         judges = Judges(list(rewards), weights or [1.0] * len(rewards), pool)
-        return RolloutWorker(settings, list(engines), dialect, TASKS, HELDOUT, rollout, judges, writer)
+        fleet = Fleet({f"engine-{number}": engine for number, engine in enumerate(engines)})
+        return RolloutWorker(settings, fleet, dialect, TASKS, HELDOUT, rollout, judges, writer)
 
     return make
 
@@ -512,11 +514,31 @@ async def test_a_lone_answer_is_shown_as_its_text_whatever_the_prompt_is(
 async def test_groups_are_spread_over_the_engines(make_engine: Any, make_worker: MakeWorker) -> None:
     engines = [make_engine(by_episode), make_engine(by_episode)]
     worker = make_worker(*engines)
-    await asyncio.gather(*(worker.run(order(group)) for group in range(4)))
-    assert [sorted({int(request.split(".")[0]) for request in engine.prompts}) for engine in engines] == [
-        [0, 2],
-        [1, 3],
-    ]
+    await asyncio.gather(*(worker.run(order(group)) for group in range(8)))
+    served = [request for engine in engines for request in engine.prompts]
+    assert sorted(served) == sorted(f"{group}.{episode}.0" for group in range(8) for episode in range(2))
+    assert all(engine.prompts for engine in engines)
+
+
+async def test_an_engine_that_joins_is_asked_and_one_that_does_not_serve_is_not(
+    make_engine: Any, make_worker: MakeWorker
+) -> None:
+    resting, serving = make_engine(by_episode), make_engine(by_episode)
+    worker = make_worker(resting, serving)
+    await worker.fleet([Member("engine-0", "", serves=False, version=9), Member("engine-1", "", True, version=9)])
+    assert (await worker.run(order())).outcome == "finished"
+    assert (len(resting.prompts), len(serving.prompts)) == (0, 2)
+
+
+async def test_openings_are_what_the_engine_is_asked_first(make_engine: Any, make_worker: MakeWorker) -> None:
+    engine = make_engine(by_episode)
+    worker = make_worker(engine)
+    openings = await worker.openings(9)
+    assert len(openings) == len(TASKS)
+    for task, opening in enumerate(openings):
+        await worker.run(order(task, task=task))
+        assert engine.prompts[f"{task}.0.0"] == opening.tolist()
+    assert [len(opening) for opening in await worker.openings(1)] == [len(openings[0])]
 
 
 async def test_an_estimator_never_runs_on_the_event_loop(make_engine: Any, make_worker: MakeWorker) -> None:

@@ -14,6 +14,7 @@ from outpace.errors import CorruptData, OutpaceError
 from outpace.types import Manifest
 from outpace.weights import store
 from outpace.weights.store import SnapshotWriter, read_snapshot
+from weights_support import flip
 
 
 def weights_of(version: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -69,12 +70,6 @@ def test_every_flipped_bit_is_caught(tmp_path: Path) -> None:
                 read_snapshot(manifest)
             flip(path, spec.offset + byte)
     assert_holds(manifest, 0)
-
-
-def flip(path: Path, offset: int) -> None:
-    with open(path, "r+b") as file:
-        (value,) = os.pread(file.fileno(), 1, offset)
-        os.pwrite(file.fileno(), bytes([value ^ 4]), offset)
 
 
 def test_a_buffer_reused_for_another_version_is_noticed_before_the_copy(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
-"""A trained policy as a Hugging Face directory, without loading torch.
+"""A trained policy as a Hugging Face directory, or its adapters as a PEFT folder.
 
 Weights come from the newest complete checkpoint, or from the best one by held-out reward; config, tokenizer and chat
 template from the model the run started from. The directory is made under another name and renamed when it is whole.
+
+Only a checkpoint of adapters that is to be a whole model needs torch: the adapters are worked into that model.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import Any
 from outpace.checkpoint.commit import MANIFEST, newest_complete, of_step, verify
 from outpace.checkpoint.retention import CHECKPOINTS, best_first
 from outpace.errors import BadInput, CorruptData
+from outpace.models.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, describe_adapter, read_adapter
 
 log = logging.getLogger(__name__)
 
@@ -41,22 +44,29 @@ _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float
 _MAX_HEADER = 100_000_000  # the limit of the format
 
 
-def export(run_or_checkpoint_dir: str | Path, out_dir: str | Path, best: bool = False) -> Path:
+def export(run_or_checkpoint_dir: str | Path, out_dir: str | Path, best: bool = False, adapter: bool = False) -> Path:
     """Write the policy of a run, or of one of its checkpoints, to `out_dir`. With `best`, of a run's checkpoints the
-    one with the best held-out reward, and not the newest."""
+    one with the best held-out reward, and not the newest. With `adapter`, the adapters that were trained and not the
+    model that they make."""
     given, out = Path(run_or_checkpoint_dir), Path(out_dir)
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise BadInput(f"export: {out} exists and is not an empty directory")
     run, checkpoint = _find(given, best)
-    weights = _find_weights(checkpoint)
-    source = _model_source(run)
+    adapters = next(iter(sorted(checkpoint.rglob(ADAPTER_WEIGHTS))), None)
+    if adapter and adapters is None:
+        raise BadInput(f"--adapter: {checkpoint} holds no adapters; the run trained the model itself")
+    weights = adapters or _find_weights(checkpoint)
+    model = _model_of(run)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
     except OSError as error:
         raise BadInput(f"export: cannot write to {out.parent}: {error.strerror}") from None
     try:
-        _copy(source, weights, temporary)
+        if adapter:
+            _copy_adapters(model["path"], weights, temporary)
+        else:
+            _copy(model, weights, temporary)
         temporary.chmod(0o755)
         os.replace(temporary, out)
     except BaseException:
@@ -104,24 +114,28 @@ def _find_weights(checkpoint: Path) -> Path:
     return found[0]
 
 
-def _model_source(run: Path) -> Path:
-    """Where the model that the run started from lies."""
-    from outpace.models.loading import resolve_model  # may build or unpack a model: only when asked for
-
+def _model_of(run: Path) -> dict[str, Any]:
+    """The settings of the model that the run started from."""
     try:
         config = tomllib.loads((run / "config.toml").read_text())
     except (OSError, ValueError) as error:
         raise BadInput(f"export: cannot read {run / 'config.toml'}: {error}") from None
-    path = config.get("model", {}).get("path")
-    if not isinstance(path, str):
+    model: dict[str, Any] = config.get("model", {})
+    if not isinstance(model.get("path"), str):
         raise BadInput(f"export: {run / 'config.toml'} does not say model.path")
-    return Path(resolve_model(path))
+    return model
 
 
-def _copy(source: Path, weights: Path, target: Path) -> None:
+def _copy(model: dict[str, Any], weights: Path, target: Path) -> None:
+    from outpace.models.loading import resolve_model  # may build or unpack a model: only when asked for
+
+    source = Path(resolve_model(model["path"]))
     for companion in _companions(source):
         shutil.copyfile(companion, target / companion.name)
-    shutil.copyfile(weights, target / WEIGHTS)
+    if weights.name == ADAPTER_WEIGHTS:
+        _merge(model, weights, target / WEIGHTS)
+    else:
+        shutil.copyfile(weights, target / WEIGHTS)
     config_path = target / "config.json"
     if not config_path.is_file():
         raise BadInput(f"export: {source} holds no config.json")
@@ -131,6 +145,31 @@ def _copy(source: Path, weights: Path, target: Path) -> None:
         config.pop("torch_dtype", None)
         config["dtype"] = dtype
     config_path.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _merge(model: dict[str, Any], adapters: Path, target: Path) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from outpace.models.adapters import Adapters
+    from outpace.models.loading import load_model
+    from outpace.weights.store import distinct_tensors
+
+    trusted = bool(model.get("trust_remote_code", False))
+    loaded = load_model(model["path"], dtype="float32", device="cpu", trust_remote_code=trusted)
+    inside = Adapters(loaded, read_adapter(adapters.with_name(ADAPTER_CONFIG).read_bytes()))
+    inside.load(load_file(adapters))
+    save_file(distinct_tensors(inside.merged(torch.float32)), target, metadata={"format": "pt"})
+
+
+def _copy_adapters(model: str, adapters: Path, target: Path) -> None:
+    """What peft, transformers and vLLM load on top of the model. It is named by its place unless it is on the hub."""
+    from outpace.models.loading import resolve_model
+
+    on_hub = "/" in model and not Path(model).expanduser().exists()
+    described = read_adapter(adapters.with_name(ADAPTER_CONFIG).read_bytes())
+    shutil.copyfile(adapters, target / ADAPTER_WEIGHTS)
+    (target / ADAPTER_CONFIG).write_bytes(describe_adapter(described, model if on_hub else str(resolve_model(model))))
 
 
 def _companions(source: Path) -> Iterator[Path]:

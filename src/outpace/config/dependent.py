@@ -33,9 +33,9 @@ Values = Mapping[str, Any]
 """Settings by dotted key."""
 
 INDEPENDENT = {"algorithm.preset", "filter.longer_than", "difficulty.easy_above", "difficulty.hard_below"}
-"""Keys of the sections of the mathematics that may be None and always mean something."""
+"""Keys of these sections that may be None and always mean something."""
 
-SECTIONS = ("algorithm", "correction", "kl", "critic", "filter", "difficulty", "replay", "governor")
+SECTIONS = ("algorithm", "correction", "kl", "critic", "filter", "difficulty", "replay", "governor", "lora")
 
 DEPENDENT = [
     f"{section}.{key}"
@@ -181,6 +181,11 @@ def _data(config: Config) -> Values:
     return values
 
 
+def _serving(config: Config) -> Values:
+    adapters = {"lora.alpha": 2.0 * config.lora.rank} if config.lora.rank > 0 else {}
+    return {"engine.count": len(config.engine.urls) or 1} | adapters
+
+
 def _streaming(config: Config) -> Values:
     return {"learner.stream": not any(closed_batch_reasons(config))}
 
@@ -192,6 +197,7 @@ STAGES: tuple[Callable[[Config], Values], ...] = (
     _corrections,
     _their_parameters,
     _data,
+    _serving,
     _streaming,
 )
 
@@ -203,6 +209,7 @@ WHY_IGNORED = {
     "algorithm.gae_lambda": 'only an estimator with a critic takes it; use algorithm.advantage = "gae"',
     "correction": "there is no weight to truncate; set correction.weight to token or sequence",
     "kl": "kl.coefficient is 0, so there is no reference to be pulled to; raise it",
+    "lora": "lora.rank is 0, so the model itself is trained; set a rank",
     "critic": 'no values are learned; use algorithm.advantage = "gae"',
     "filter": "filter.uniform is off, so no rewards are compared; set it to true",
     "difficulty": "no task is ever too easy or too hard; set difficulty.easy_above or difficulty.hard_below",

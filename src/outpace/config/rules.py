@@ -2,7 +2,8 @@
 
 `check` refuses; `resolve` fills, so that the config written into the run directory says exactly what ran. Resolving
 is idempotent. Each rule yields lines that start with the key to change; the first one is told. What the mathematics
-adds to both is in `outpace.config.dependent` and `outpace.config.algorithm_rules`.
+adds to both is in `outpace.config.dependent` and `outpace.config.algorithm_rules`, what engines and servers add in
+`outpace.config.serving_rules`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 from outpace.config import STARTER, STARTER_AGENT, Config
 from outpace.config.algorithm_rules import ALGORITHM_RULES, Rule
 from outpace.config.dependent import settled, value_of, with_values
+from outpace.config.serving_rules import SERVING_RULES
 from outpace.errors import BadInput, one_line
 from outpace.references import absolute
 
@@ -44,7 +46,8 @@ FUNCTIONS = (
 """Settings that may name a function in a file."""
 
 LISTS_OF_FUNCTIONS = ("rewards.functions", "tools.functions")
-PATHS = ("tasks.path", "tasks.eval_path")
+PATHS = ("tasks.path", "tasks.eval_path", "launch.python")
+"""Settings that may name what is on this machine."""
 
 DEFAULT_TASK = "countdown"
 DEFAULT_STEPS = 100
@@ -54,6 +57,9 @@ MODEL_DEFAULTS: dict[str, dict[str, Any]] = {
     STARTER_AGENT: {"learner.lr": 3e-4, "rollout.max_tokens": 48},
 }
 OTHER_MODELS: dict[str, Any] = {"learner.lr": 1e-6, "rollout.max_tokens": 512}
+ADAPTER_LR = {STARTER: 3e-3, STARTER_AGENT: 3e-3}
+OTHER_ADAPTER_LR = 1e-5
+"""Ten times that of all weights: what adapters learn best with, whatever their rank."""
 
 LOCKSTEP_CONTEXTS = {STARTER: 256, STARTER_AGENT: 512}
 """A deterministic engine attends over its whole context at every step; the built-in tasks need little of it."""
@@ -85,7 +91,7 @@ def resolve(
 def check(config: Config) -> None:
     """Raise `BadInput` for the first rule that the config, with its dependent defaults, breaks."""
     whole = settled(config)
-    for rule in (*RULES, *ALGORITHM_RULES):
+    for rule in (*RULES, *SERVING_RULES, *ALGORITHM_RULES):
         for complaint in rule(whole):
             raise BadInput(complaint)
 
@@ -95,12 +101,15 @@ def check(config: Config) -> None:
 
 def _defaults(config: Config, own_tasks: bool, now: datetime) -> dict[str, Any]:
     """New values by dotted key, only for what is to change."""
+    engines = config.engine.count or len(config.engine.urls) or 1
     unset: dict[str, Any] = {
         **MODEL_DEFAULTS.get(config.model.path, OTHER_MODELS),
-        "pacing.max_running": 2 * config.engine.slots,
+        "pacing.max_running": 2 * config.engine.slots * engines,
         "eval.temperature": config.rollout.temperature,
         "run.dir": f"runs/{now:%Y%m%d-%H%M%S}",
     }
+    if config.lora.rank > 0:
+        unset["learner.lr"] = ADAPTER_LR.get(config.model.path, OTHER_ADAPTER_LR)
     if config.run.epochs is None:
         unset["run.steps"] = DEFAULT_STEPS
     if config.tasks.path is None and not own_tasks:
@@ -132,6 +141,8 @@ def _with_absolute_files(config: Config) -> Config:
     values |= {key: [absolute(name) for name in value_of(config, key)] for key in LISTS_OF_FUNCTIONS}
     values["environment.kinds"] = {kind: absolute(name) for kind, name in config.environment.kinds.items()}
     values |= {key: _absolute_path(path) for key in PATHS if (path := value_of(config, key)) is not None}
+    if config.weights.dir is not None:
+        values["weights.dir"] = str(Path(config.weights.dir).expanduser().absolute())
     return with_values(config, values)
 
 

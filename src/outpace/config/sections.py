@@ -145,7 +145,7 @@ class PacingConfig(Section):
     chunk_groups: int = Field(default=16, ge=1)
     """The learner starts on an open batch as soon as so many of its groups are there."""
     max_running: int | None = Field(default=None, ge=1)
-    """Most episodes being rolled out at once; twice the engine's slots when absent."""
+    """Most episodes being rolled out at once; twice the slots of all engines when absent."""
     on_stale: Literal["wait", "requeue", "drop", "train"] = "wait"
     """What happens to a group that is still running when its batch is due."""
     max_failed: int = Field(default=64, ge=1)
@@ -158,7 +158,7 @@ class PacingConfig(Section):
 
 class LearnerConfig(Section):
     lr: float | None = Field(default=None, gt=0)
-    """Peak learning rate. Default: 3e-4 for the built-in models, 1e-6 otherwise."""
+    """Peak learning rate. Default: 3e-4 for the built-in models, 1e-6 otherwise; ten times that for adapters."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the learning rate goes after its warm-up."""
     lr_warmup_steps: int = Field(default=0, ge=0)

@@ -63,9 +63,9 @@ class WeightsConfig(Section):
     update: Literal["inflight", "drain"] = "inflight"
     """Swap while sequences are being sampled, or let running groups finish first."""
     transport: Literal["auto", "files", "memory", "ipc", "collective"] = "auto"
-    """How weights reach a server: `files` it reads (any server), `memory` of the learner's machine, `ipc` for one on the
-    learner's GPU, `collective` (NCCL, or gloo without a GPU). All but `files` need outpace's plugin in the server, which
-    those that outpace starts have. Default: by what there is."""
+    """How weights reach a server: `files` it reads (any server), `memory` of the learner's machine, `ipc` for one on
+    the learner's GPU, `collective` (NCCL, or gloo without a GPU). All but `files` need outpace's plugin in the server,
+    which those that outpace starts have. Default: by what there is."""
     delta: bool = False
     """Write what has changed since the last published version to a file, and let engines read that where they can."""
     dir: str | None = None
@@ -76,6 +76,6 @@ class LoraConfig(Section):
     rank: int = Field(default=0, ge=0)
     """Train adapters of this rank and leave the model as it is; 0: train the model. Needs the package `peft`."""
     alpha: float | None = Field(default=None, gt=0)
-    """The adapters' scale times their rank. Default: twice the rank."""
+    """What an adapter adds is scaled by this over the rank. Default: twice the rank."""
     targets: list[str] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    """The modules that get an adapter, by the ends of their names."""
+    """The linear layers that get an adapter, by the ends of their names."""

@@ -7,7 +7,8 @@ the same chunks in the same order and the same threads it is the same bits.
     accumulate* ─▶ update ─▶ close        one update per batch: groups are trained as they arrive
     (accumulate* ─▶ update)* ─▶ close     several: the batch is closed first (`outpace.learn.closed`)
 
-Parameters are float32, whatever dtype the matrix products run in.
+Parameters are float32, whatever dtype the matrix products run in. Where adapters are trained, `parameters` are theirs
+and the model's own stay as they are.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ from outpace.learn.forward import Outputs, Wanted, choose_forward
 from outpace.learn.objective import OLD_LOGP, OLD_VALUES, Objective
 from outpace.learn.optimizer import clipped_norm, make_optimizer
 from outpace.learn.packing import Extras, Packed, pack
-from outpace.learn.reference import Reference
+from outpace.learn.reference import Reference, make_reference
 from outpace.learn.schedule import learning_rate
 from outpace.learn.settings import CoreSettings
 from outpace.learn.totals import Totals, step_metrics
+from outpace.models.adapters import Adapters
 from outpace.types import ChunkReport, Floats, Row, StepReport, Version
 
 REFERENCE_LOGP = "reference_logp"
@@ -55,12 +57,15 @@ class LearnerCore:
         self.bad_steps = 0  # in a row, of which an update could not be made
         self.engine_kl = 0.0  # mismatch of tokens that were sampled by the very weights that train on them, last seen
         dtype = getattr(torch, settings.dtype)
+        self.adapters = Adapters(model, settings.adapter) if settings.adapter else None
         _prepare(model, settings.learner.gradient_checkpointing, torch.float64 if dtype == torch.float64 else None)
         wanted = Wanted(settings.temperature, dtype, settings.algorithm.entropy != 0, settings.has_critic)
         plain = Wanted(settings.temperature, dtype)
-        self.reference = Reference(model, plain) if settings.kl.coefficient > 0 else None
-        self.critic = _make_critic(model, settings)
         self._forward = choose_forward(model, wanted)
+        self.reference: Reference | None = (
+            make_reference(model, self.adapters, self._forward, plain) if settings.kl.coefficient > 0 else None
+        )
+        self.critic = _make_critic(model, settings)
         self._objective = Objective(settings)
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.critic_parameters = (
@@ -190,7 +195,7 @@ class LearnerCore:
         self.version += 1
         self.tokens += step.tokens // passes
         if self.reference is not None and (every := self.settings.kl.sync_every) and self.version % every == 0:
-            self.reference.sync(self.model)
+            self.reference.renew()
         seconds, self._seconds = self._seconds, 0.0
         losses, norms = zip(*([*filter(_is_finite, updates)] or updates), strict=True)
         return StepReport(

@@ -153,6 +153,11 @@ def choose_forward(model: PreTrainedModel, wanted: Wanted) -> Forward:
     return PackedForward(model, wanted)
 
 
+def same_way(chosen: Forward, model: PreTrainedModel, wanted: Wanted) -> Forward:
+    """The way that was chosen for this model, or for one of the same kind, to another end."""
+    return PackedForward(model, wanted) if isinstance(chosen, PackedForward) else PaddedForward(model, wanted)
+
+
 @torch.no_grad()
 def _prove_packing(model: PreTrainedModel) -> None:
     vocabulary = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[index]

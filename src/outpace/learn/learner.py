@@ -29,10 +29,12 @@ from outpace.learn import state
 from outpace.learn.bad_steps import BadSteps
 from outpace.learn.closed import ClosedBatch
 from outpace.learn.core import LearnerCore, NotFinite
+from outpace.learn.policy_weights import published, published_adapter
+from outpace.learn.scoring import sequence_logprobs
 from outpace.learn.settings import CoreSettings, LearnerSettings
 from outpace.learn.state_copy import Copies, StateCopy
 from outpace.stopwatch import Stopwatch
-from outpace.types import ChunkReport, LearnerStats, Manifest, Place, StepReport, Version
+from outpace.types import ChunkReport, Floats, Ints, LearnerStats, Manifest, Place, StepReport, Version
 from outpace.weights.store import Draft, SnapshotWriter
 
 __all__ = ["LearnerSettings", "TorchLearner"]
@@ -83,6 +85,9 @@ class TorchLearner:
 
     async def load(self, directory: str) -> Version:
         return await self._on_compute_thread(self._load, directory)
+
+    async def logprobs(self, sequences: list[Ints], temperature: float) -> list[Floats]:
+        return await self._on_compute_thread(sequence_logprobs, self._core, sequences, temperature)
 
     async def stats(self) -> LearnerStats:
         """Answers at once, also while the compute thread is busy."""
@@ -159,12 +164,12 @@ class TorchLearner:
         return msgspec.structs.replace(report, metrics=metrics)
 
     def _copy(self, leased: list[Version]) -> Draft:
-        draft = self._writer.copy(self._core.version, self._core.model.state_dict(), leased)
+        draft = self._writer.copy(self._core.version, published(self._core), leased)
         crash.reached("publish.copied")
         return draft
 
     def _seal(self, draft: Draft) -> Manifest:
-        manifest = self._writer.seal(draft)
+        manifest = msgspec.structs.replace(self._writer.seal(draft), adapter=published_adapter(self._core))
         crash.reached("publish.sealed")
         return manifest
 

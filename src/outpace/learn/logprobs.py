@@ -99,12 +99,13 @@ class _ChosenLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, grad_N: Tensor, grad_entropy_N: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor | None, None, None, None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, None, None, None]:
         hidden_ND, head_VD, bias_V, targets_N = ctx.saved_tensors
         head = head_VD.to(hidden_ND.dtype)
         grad_hidden = torch.empty_like(hidden_ND)
-        grad_head = torch.zeros_like(head_VD)
-        grad_bias = None if bias_V is None else torch.zeros_like(bias_V)
+        _, trains_head, trains_bias, *_ = ctx.needs_input_grad
+        grad_head = torch.zeros_like(head_VD) if trains_head else None
+        grad_bias = torch.zeros_like(bias_V) if trains_bias else None
         for part in _slices(len(targets_N), len(head)):
             logits = _scaled_logits(hidden_ND[part], head, bias_V, ctx.scale)
             surprise = _entropy_part(logits, grad_entropy_N[part]) if ctx.entropy_gradient else None
@@ -118,7 +119,8 @@ class _ChosenLogprobs(torch.autograd.Function):
                 grad_bias += grad_logits.sum(0).to(grad_bias.dtype)
             grad_logits = grad_logits.to(hidden_ND.dtype)
             grad_hidden[part] = grad_logits @ head
-            grad_head += grad_logits.t() @ hidden_ND[part]
+            if grad_head is not None:
+                grad_head += grad_logits.t() @ hidden_ND[part]
         return grad_hidden, grad_head, grad_bias, None, None, None
 
 

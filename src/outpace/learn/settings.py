@@ -9,6 +9,8 @@ from typing import Literal
 from outpace.algorithms.registry import Aggregation, Anchor
 from outpace.config import Config, LearnerConfig
 from outpace.config.algorithm import AlgorithmConfig, CorrectionConfig, CriticConfig, KlConfig
+from outpace.config.serving import LoraConfig
+from outpace.types import Adapter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +18,8 @@ class CoreSettings:
     """The mathematics, from a resolved config. `dtype` is that of matrix products and of published weights; the
     learner's own parameters, gradients and optimizer state are float32 always (float64 is for proofs). `temperature` is
     the sampler's. `total_steps` is where linear and cosine schedules end; None: nowhere, they stay at their peak.
-    `longest` is the most tokens of one completion: what dr_grpo divides by."""
+    `longest` is the most tokens of one completion: what dr_grpo divides by. With an `adapter` only that is trained;
+    `bare` says that engines hold the model already, and are given the adapter alone."""
 
     learner: LearnerConfig
     algorithm: AlgorithmConfig
@@ -27,6 +30,8 @@ class CoreSettings:
     temperature: float = 1.0
     total_steps: int | None = None
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    adapter: Adapter | None = None
+    bare: bool = False
 
     @classmethod
     def of(cls, config: Config) -> CoreSettings:
@@ -41,6 +46,8 @@ class CoreSettings:
             temperature=config.rollout.temperature,
             total_steps=config.run.steps,
             dtype=config.model.dtype,
+            adapter=_adapter_of(config.lora),
+            bare=config.engine.kind == "vllm",
         )
 
     @property
@@ -60,6 +67,13 @@ class CoreSettings:
     @property
     def pulls_in_loss(self) -> bool:
         return self.kl.coefficient > 0 and self.kl.place == "loss"
+
+
+def _adapter_of(lora: LoraConfig) -> Adapter | None:
+    if lora.rank == 0:
+        return None
+    assert lora.alpha is not None, "the config was resolved"
+    return Adapter(lora.rank, lora.alpha, list(lora.targets))
 
 
 @dataclass(frozen=True, kw_only=True)

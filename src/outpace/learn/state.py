@@ -4,6 +4,9 @@
 
 A directory without all files is not a state. What `restore` gives back is exact: training on from it produces the same
 bits as never having stopped. That includes what random numbers come next, from torch, numpy and Python.
+
+Where adapters are trained they are all that is kept of the weights, in the files of a PEFT folder. What they stand
+beside is the model that the run began with; a few of its values are remembered, to tell it from another.
 """
 
 from __future__ import annotations
@@ -21,8 +24,10 @@ from outpace.errors import CorruptData
 from outpace.learn.core import LearnerCore
 from outpace.learn.state_copy import Copies, Layout, StateCopy, Tensors, plan
 from outpace.learn.tensor_file import load_tensors, write_tensors
+from outpace.models.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, describe_adapter, read_adapter
+from outpace.models.adapters import Adapters
 from outpace.runtime import rng
-from outpace.types import Version
+from outpace.types import Adapter, Version
 from outpace.weights.store import distinct_tensors
 
 MODEL_FILE = "model.safetensors"
@@ -41,6 +46,7 @@ class Counters(msgspec.Struct, frozen=True):
     tokens: int
     bad_steps: int
     engine_kl: float = 0.0
+    frozen: int = 0  # `Adapters.frozen_sum` of the model that the adapters belong to
 
 
 # -------------------------------------------------------------------------------------------------------------- saving
@@ -53,11 +59,14 @@ def save(core: LearnerCore, directory: str | Path) -> None:
 
 def copy(core: LearnerCore, copies: Copies) -> StateCopy:
     """The state as it is now. Only for this the weights have to hold still."""
-    counters = Counters(core.version, core.tokens, core.bad_steps, core.engine_kl)
+    frozen = core.adapters.frozen_sum if core.adapters else 0
+    counters = Counters(core.version, core.tokens, core.bad_steps, core.engine_kl, frozen)
     small = {
         COUNTERS_FILE: msgspec.json.format(msgspec.json.encode(counters)) + b"\n",
         RNG_FILE: rng.capture(),
     }
+    if core.adapters is not None:
+        small[ADAPTER_CONFIG] = describe_adapter(core.adapters.adapter)
     return copies.make(_changing(core), _lasting(core), small)
 
 
@@ -77,19 +86,22 @@ def layout(core: LearnerCore) -> tuple[Layout, bool]:
 
 
 def _changing(core: LearnerCore) -> dict[str, Tensors]:
-    files = {
-        MODEL_FILE: distinct_tensors(core.model.state_dict()),
-        OPTIMIZER_FILE: _optimizer_tensors(core) | _critic_tensors(core) | _generators(core),
-    }
-    if core.reference is not None and core.settings.kl.sync_every:
-        files[REFERENCE_FILE] = distinct_tensors(core.reference.model.state_dict())
-    return files
+    weights = (
+        {MODEL_FILE: distinct_tensors(core.model.state_dict())}
+        if core.adapters is None
+        else {ADAPTER_WEIGHTS: core.adapters.tensors()}
+    )
+    optimizer = {OPTIMIZER_FILE: _optimizer_tensors(core) | _critic_tensors(core) | _generators(core)}
+    return weights | optimizer | (_reference_file(core) if core.settings.kl.sync_every else {})
 
 
 def _lasting(core: LearnerCore) -> dict[str, Tensors]:
-    if core.reference is None or core.settings.kl.sync_every:
-        return {}
-    return {REFERENCE_FILE: distinct_tensors(core.reference.model.state_dict())}
+    return {} if core.settings.kl.sync_every else _reference_file(core)
+
+
+def _reference_file(core: LearnerCore) -> dict[str, Tensors]:
+    tensors = core.reference.tensors() if core.reference is not None else {}
+    return {REFERENCE_FILE: tensors} if tensors else {}
 
 
 def _optimizer_tensors(core: LearnerCore) -> Tensors:
@@ -117,15 +129,19 @@ def _generators(core: LearnerCore) -> Tensors:
 def restore(core: LearnerCore, directory: str | Path) -> Version:
     """Put the state back and say its version; gradients of an open batch are dropped."""
     directory = Path(directory)
-    weights = load_tensors(directory / MODEL_FILE)
+    weights_file = _weights_file(core, directory)
+    weights = load_tensors(weights_file)
     optimizer = load_tensors(directory / OPTIMIZER_FILE)
     counters, random_state = _read_small(directory)
-    _copy_into_model(core.model, weights, directory / MODEL_FILE)
+    if core.adapters is not None:
+        _check_adapters(core.adapters, directory, counters)
+        core.adapters.load(weights)
+    else:
+        _copy_into_model(core.model, weights, weights_file)
     crash.reached("load.middle")
     if core.reference is not None:
-        if not (directory / REFERENCE_FILE).exists():
-            raise CorruptData("it was saved without a reference; kl.coefficient must stay 0")
-        _copy_into_model(core.reference.model, load_tensors(directory / REFERENCE_FILE), directory / REFERENCE_FILE)
+        file = directory / REFERENCE_FILE
+        core.reference.load(load_tensors(file) if file.exists() else {})
     generators = {name: optimizer.pop(name) for name in (RNG, CUDA_RNG) if name in optimizer}
     _copy_into_critic(core, optimizer)
     _copy_into_optimizer(core, optimizer)
@@ -135,6 +151,32 @@ def restore(core: LearnerCore, directory: str | Path) -> Version:
     _restore_generators(core, generators)
     rng.restore(random_state)
     return core.version
+
+
+def _weights_file(core: LearnerCore, directory: Path) -> Path:
+    """Raises for a state of the other kind: a model where adapters are trained, or adapters where the model is."""
+    file = directory / (MODEL_FILE if core.adapters is None else ADAPTER_WEIGHTS)
+    if core.adapters is None and (directory / ADAPTER_WEIGHTS).exists():
+        raise CorruptData(f"it was saved with adapters; lora.rank must stay {_saved_adapter(directory).rank}")
+    if core.adapters is not None and (directory / MODEL_FILE).exists():
+        raise CorruptData("it was saved without adapters; lora.rank must stay 0")
+    return file
+
+
+def _saved_adapter(directory: Path) -> Adapter:
+    try:
+        return read_adapter((directory / ADAPTER_CONFIG).read_bytes())
+    except OSError as error:
+        raise CorruptData(f"{directory / ADAPTER_CONFIG}: {error}") from None
+
+
+def _check_adapters(adapters: Adapters, directory: Path, counters: Counters) -> None:
+    own, saved = adapters.adapter, _saved_adapter(directory)
+    for key in ("rank", "alpha", "targets"):
+        if (value := getattr(saved, key)) != getattr(own, key):
+            raise CorruptData(f"it was saved with other adapters; lora.{key} must stay {value}")
+    if counters.frozen != adapters.frozen_sum:
+        raise CorruptData("its adapters belong to another model than is at model.path; both must stay")
 
 
 def _read_small(directory: Path) -> tuple[Counters, bytes]:

@@ -33,7 +33,7 @@ from outpace.engines.fleet.fleet import Fleet
 from outpace.errors import RewardFailed
 from outpace.models.chat import as_messages
 from outpace.models.dialect import Dialect
-from outpace.protocols import Engine, Reward, Rollout, TaskSource
+from outpace.protocols import Reward, Rollout, TaskSource
 from outpace.rewards.grading import Graded, grade
 from outpace.rewards.pool import GraderPool
 from outpace.rewards.registry import ON_REQUEST
@@ -84,7 +84,7 @@ class RolloutWorker:
     def __init__(
         self,
         settings: WorkerSettings,
-        engines: Fleet | list[Engine],
+        engines: Fleet,
         dialect: Dialect,
         train: TaskSource,
         heldout: TaskSource | None,
@@ -100,9 +100,7 @@ class RolloutWorker:
         weights = dict(zip((name for name, _ in judges.functions), judges.weights, strict=True))
         self._closing = replace(settings.closing, credit=replace(settings.closing.credit, weights=weights))
         self._settings = settings
-        self._fleet = (
-            engines if isinstance(engines, Fleet) else Fleet({f"engine-{i}": one for i, one in enumerate(engines)})
-        )
+        self._fleet = engines
         self._dialect = dialect
         self._train = train
         self._heldout = heldout

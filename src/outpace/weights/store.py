@@ -1,24 +1,18 @@
 """Snapshots of the policy in shared memory: one writer, any number of readers, no locks between them.
 
-A snapshot is a file (normally on a memory file system) with a header that names incarnation and version, followed by
-the tensors. The writer keeps a few such files mapped and reuses them.
+The writer keeps a few snapshot files (normally on a memory file system) mapped and reuses them.
 
 Invariants
-- Neither the latest complete snapshot, nor one that is being sealed, nor a leased one is ever overwritten. Files are
-  added only when all are in use, so their number is bounded by the leases.
-- A reader never gets mixed weights: the header is void while the writer copies, the reader checks it before and after
-  its own copy, and every tensor has a checksum.
+- Neither the latest complete snapshot, nor one that is being sealed or is the base of a delta that is being written,
+  nor a leased one is ever overwritten. Files are added only when all are in use, so their number is bounded by the
+  leases.
 - The writer never unmaps a file: a tensor over an unmapped region reads garbage without any error.
-
-Readers use plain reads, never a mapping: a file that vanishes or shrinks is then an error, not a crash.
 """
 
 from __future__ import annotations
 
-import errno
+import logging
 import mmap
-import os
-import struct
 import threading
 import time
 import zlib
@@ -30,14 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outpace.errors import CorruptData, OutpaceError
-from outpace.types import Manifest, TensorSpec, Version
+from outpace.types import Delta, Manifest, TensorSpec, Version
+from outpace.weights import delta, snapshot
+from outpace.weights.snapshot import DATA_OFFSET, VOID, SnapshotFile
 
-_HEADER = struct.Struct("<8s64sq")  # magic, incarnation, version
-_MAGIC = b"outpaceW"
-_VOID: Version = -1
-_ALIGNMENT = 64
-_DATA_OFFSET = mmap.PAGESIZE
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -57,11 +48,13 @@ class _Buffer:
     mapping: mmap.mmap
     content: Tensor  # the whole file as uint8
     views: list[Tensor]
-    version: Version = _VOID
+    version: Version = VOID
     sealed: bool = True
+    delta: Path | None = None
 
     def label(self, incarnation: str, version: Version) -> None:
-        _HEADER.pack_into(self.mapping, 0, _MAGIC, incarnation.encode(), version)
+        label = snapshot.label(incarnation, version)
+        self.mapping[: len(label)] = label
 
 
 class Draft:
@@ -76,16 +69,25 @@ class Draft:
 class SnapshotWriter:
     """`copy` on the thread that owns the weights, `seal` on any other. Safe to call from two threads at once."""
 
-    def __init__(self, directory: str | Path, incarnation: str, dtype: torch.dtype | None = None) -> None:
-        """Floating-point tensors are stored as `dtype` (None: as they are)."""
+    def __init__(
+        self,
+        directory: str | Path,
+        incarnation: str,
+        dtype: torch.dtype | None = None,
+        deltas: str | Path | None = None,
+    ) -> None:
+        """Floating-point tensors are stored as `dtype` (None: as they are). What each snapshot changes goes to a file
+        in `deltas` (None: nowhere)."""
         if len(incarnation.encode()) > 64:
             raise ValueError("an incarnation's name is at most 64 bytes")
         self._directory = Path(directory)
         self._incarnation = incarnation
         self._dtype = dtype
+        self._deltas = Path(deltas) if deltas is not None else None
         self._slots: list[_Slot] = []
         self._buffers: list[_Buffer] = []
-        self._latest: Version = _VOID
+        self._latest: Version = VOID
+        self._bases: list[Version] = []  # of the deltas that are being written
         self._lock = threading.Lock()
 
     @property
@@ -111,8 +113,9 @@ class SnapshotWriter:
         return Draft(buffer, version, time.perf_counter() - started)
 
     def seal(self, draft: Draft) -> Manifest:
-        """Compute the checksums; from then on the snapshot is complete."""
-        content = draft._buffer.content
+        """Compute the checksums, and what has changed; from then on the snapshot is complete."""
+        buffer = draft._buffer
+        content = buffer.content
         specs = [
             TensorSpec(
                 name=slot.name,
@@ -124,30 +127,56 @@ class SnapshotWriter:
             )
             for slot in self._slots
         ]
+        changes = self._delta(draft, specs) if self._deltas is not None else None
         with self._lock:
-            draft._buffer.sealed = True
+            buffer.sealed = True
             self._latest = max(self._latest, draft.version)
-        return Manifest(self._incarnation, draft.version, str(draft._buffer.path), specs, draft.seconds)
+        return Manifest(self._incarnation, draft.version, str(buffer.path), specs, draft.seconds, changes)
 
     def close(self) -> None:
         """Remove the files. Readers that hold one open finish their read."""
         for buffer in self._buffers:
             buffer.path.unlink(missing_ok=True)
+            _remove_delta(buffer)
         self._buffers = []
+
+    def _delta(self, draft: Draft, specs: list[TensorSpec]) -> Delta | None:
+        """What has changed since the latest complete snapshot. None where there is none before, where the change is no
+        smaller than the whole, or where it cannot be written: a delta saves bytes, nobody depends on it."""
+        assert self._deltas is not None
+        with self._lock:
+            base = next((b for b in self._buffers if b.version == self._latest and b.sealed), None)
+            if base is None or base.version >= draft.version:
+                return None
+            self._bases.append(base.version)
+        path = self._deltas / f"{self._incarnation}-{draft.version}.delta"
+        header = delta.Header(self._incarnation, base.version, draft.version)
+        try:
+            changes = delta.write(path, header, base.mapping, draft._buffer.mapping, specs)
+        except OSError as error:
+            log.warning("version %d goes out whole: what it changes cannot be written: %s", draft.version, error)
+            return None
+        finally:
+            with self._lock:
+                self._bases.remove(base.version)
+        draft._buffer.delta = path if changes is not None else None
+        return changes
 
     def _take(self, version: Version, leased: Collection[Version]) -> _Buffer:
         """Choose a buffer for `version` and void its header, so that a late reader sees the reuse."""
         with self._lock:
-            free = [b for b in self._buffers if b.sealed and b.version != self._latest and b.version not in leased]
+            used = {self._latest, *self._bases, *leased}
+            free = [b for b in self._buffers if b.sealed and b.version not in used]
             buffer = min(free, key=lambda b: b.version) if free else self._add_buffer()
             buffer.version, buffer.sealed = version, False
-        buffer.label(self._incarnation, _VOID)
+        buffer.label(self._incarnation, VOID)
+        _remove_delta(buffer)
         return buffer
 
     def _add_buffer(self) -> _Buffer:
-        end = max((slot.offset + slot.nbytes for slot in self._slots), default=_DATA_OFFSET)
+        end = max((slot.offset + slot.nbytes for slot in self._slots), default=DATA_OFFSET)
         path = self._directory / f"{self._incarnation}-{len(self._buffers)}.weights"
-        mapping = _allocate(path, end)
+        mapping = snapshot.allocate(path, end)
         content = torch.frombuffer(mapping, dtype=torch.uint8)
         views = [content[s.offset : s.offset + s.nbytes].view(s.dtype).view(s.shape) for s in self._slots]
         buffer = _Buffer(path, mapping, content, views)
@@ -161,20 +190,11 @@ def read_snapshot(manifest: Manifest, verify: bool = True) -> dict[str, Tensor]:
     Raises `CorruptData` when the file holds another snapshot (before, or by the end of, the copy) or, with `verify`,
     when a checksum does not match.
     """
-    try:
-        descriptor = os.open(manifest.path, os.O_RDONLY)
-    except OSError as error:
-        raise CorruptData(f"weights of version {manifest.version}: {error}") from None
-    try:
-        _check_label(descriptor, manifest)
-        tensors = {spec.name: _read_tensor(descriptor, spec, manifest.version) for spec in manifest.tensors}
-        _check_label(descriptor, manifest)
-    finally:
-        os.close(descriptor)
+    with snapshot.opened(manifest) as file:
+        tensors = {spec.name: _read_tensor(file, spec) for spec in manifest.tensors}
     if verify:
         for spec in manifest.tensors:
-            if _crc32(_bytes_of(tensors[spec.name])) != spec.crc32:
-                raise CorruptData(f"weights of version {manifest.version}: checksum of {spec.name} does not match")
+            file.compare(spec, _crc32(_bytes_of(tensors[spec.name])))
     return tensors
 
 
@@ -192,53 +212,24 @@ def distinct_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _layout(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> list[_Slot]:
     slots: list[_Slot] = []
-    offset = _DATA_OFFSET
+    offset = DATA_OFFSET
     for name, tensor in tensors.items():
         stored = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
         nbytes = tensor.numel() * stored.itemsize
         slots.append(_Slot(name, stored, list(tensor.shape), offset, nbytes))
-        offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        offset += snapshot.padded(nbytes)
     return slots
 
 
-def _allocate(path: Path, nbytes: int) -> mmap.mmap:
-    """A mapped file whose every page exists: a full file system is an error now and not a SIGBUS later."""
-    place = os.statvfs(path.parent)
-    free = place.f_bavail * place.f_frsize
-    message = f"weights need {nbytes / 1e6:.0f} MB more in {path.parent}, where {free / 1e6:.0f} MB are free"
-    if free < nbytes:
-        raise OutpaceError(message)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-    try:
-        os.posix_fallocate(descriptor, 0, nbytes)
-        return mmap.mmap(descriptor, nbytes)
-    except OSError as error:
-        path.unlink(missing_ok=True)
-        if error.errno == errno.ENOSPC:
-            raise OutpaceError(message) from None
-        raise
-    finally:
-        os.close(descriptor)
+def _remove_delta(buffer: _Buffer) -> None:
+    if buffer.delta is not None:
+        buffer.delta.unlink(missing_ok=True)
+        buffer.delta = None
 
 
-def _check_label(descriptor: int, manifest: Manifest) -> None:
-    label = os.pread(descriptor, _HEADER.size, 0)
-    expected = _HEADER.pack(_MAGIC, manifest.incarnation.encode(), manifest.version)
-    if label != expected:
-        raise CorruptData(f"the buffer of version {manifest.version} holds another snapshot by now")
-
-
-def _read_tensor(descriptor: int, spec: TensorSpec, version: Version) -> Tensor:
+def _read_tensor(file: SnapshotFile, spec: TensorSpec) -> Tensor:
     tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
-    if tensor.nbytes != spec.nbytes:
-        raise CorruptData(f"weights of version {version}: {spec.name} cannot have {spec.nbytes} bytes")
-    target = _buffer_of(_bytes_of(tensor))
-    done = 0
-    while done < spec.nbytes:
-        count = os.preadv(descriptor, [target[done:]], spec.offset + done)
-        if count == 0:
-            raise CorruptData(f"weights of version {version}: the file ends inside {spec.name}")
-        done += count
+    file.read_into(spec, _buffer_of(_bytes_of(tensor)))
     return tensor
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
+from outpace.engines.fleet.fleet import Fleet
 from outpace.errors import BadInput
 from outpace.models.dialect import TemplateDialect
 from outpace.rollouts.agent_process import all_ended, as_rollout
@@ -187,7 +188,8 @@ async def test_a_worker_that_closes_leaves_no_agent_of_a_group_or_of_an_evaluati
 ) -> None:
     mark = f"closing-{os.getpid()}-{heldout}-{impatient}"
     worker = RolloutWorker(
-        worker_settings(make_settings()), [typing_engine("x")], TemplateDialect(tokenizer, (tokenizer.eos_token_id,)),
+        worker_settings(make_settings()), Fleet({"e": typing_engine("x")}),
+        TemplateDialect(tokenizer, (tokenizer.eos_token_id,)),
         [TASK], [TASK], as_rollout([*program(SLEEPS), mark]), Judges([], []), RecordingJournal(), gateway,
     )  # fmt: skip
     running = asyncio.create_task(worker.run(GroupOrder(1, 0, 0, 0, 3, heldout=heldout)))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from outpace.engines.fleet.fleet import Fleet
 from outpace.errors import PartLost
 from outpace.types import Ints
 
@@ -25,7 +26,7 @@ async def test_a_stream_goes_on_with_the_answer_of_the_successor(
 ) -> None:
     engine = typing_engine(LOST, "hello<|end|>", by_hand=True)
     engine.peek = lost
-    client = policy(engine)
+    client = policy(Fleet({"engine-0": engine}))
     agent = agent_of(await gateway.open(client))
     stream = await agent.chat.completions.create(**HI, stream=True)
     await engine.write(1 << 30)
@@ -40,7 +41,7 @@ async def test_an_episode_that_ends_while_its_engine_is_lost_is_no_failure_of_th
 ) -> None:
     engine = typing_engine("hello", by_hand=True)
     engine.abort = lost
-    client = policy(engine)
+    client = policy(Fleet({"engine-0": engine}))
     agent = agent_of(await gateway.open(client))
     asked = asyncio.create_task(agent.chat.completions.create(**HI))
     await engine.started.wait()

@@ -13,7 +13,8 @@ Invariants
   while nobody serves is no move. An engine's own failure that another process would not mend moves a request to the
   others, each once, and goes up where there are none.
 - A request that is aborted ends at once with what is known of it, wherever it is.
-- Nothing is polled: waiting requests wake when members change, a connection does, or they are aborted.
+- Nothing is polled: waiting requests wake when members change, a connection does, or they are aborted. An engine that
+  has just failed is asked again after a pause, which grows, and only where there is no other.
 - Everything runs on one event loop, and no state is half-changed across an await.
 """
 
@@ -21,10 +22,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import numpy as np
 
@@ -44,6 +46,18 @@ MAX_MOVES = 8
 """So many failures of engines a request survives."""
 
 
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 10.0
+"""Before a request goes to an engine that has just failed, because there is no other: long enough in all for a server
+that loses whatever it is given to be found dead."""
+
+ANY_VERSION: Version = sys.maxsize
+"""Of an engine that nothing was said about: it has to judge for itself."""
+
+
+def pause_s(failures: int) -> float:
+    return min(FIRST_PAUSE_S * 2.0 ** (failures - 1), LONGEST_PAUSE_S)
+
+
 class Fleet:
     """Implements `outpace.protocols.Engine` as far as a worker needs it."""
 
@@ -55,9 +69,11 @@ class Fleet:
         decode: Decode | None = None,
     ) -> None:
         """`engines` are those there is a way to already, `connect` makes one to those that join. Without `members`
-        all of `engines` serve. `decode` finds stop strings across the parts of an answer."""
+        all of `engines` serve, whatever the version, until `update`. `decode` finds stop strings across the parts of
+        an answer."""
         self._links = Links(engines, connect, self._tell)
-        self._router = Router([Member(name, "", True) for name in engines] if members is None else list(members))
+        unheard_of = [Member(name, "", True, version=ANY_VERSION) for name in engines]
+        self._router = Router(unheard_of if members is None else list(members))
         self._decode = decode
         self._flights: dict[str, Flight] = {}
         self._news = asyncio.Event()
@@ -127,11 +143,12 @@ class Fleet:
             news = self._news
             names = {member.name for member in self._router.members}
             barred = flight.unfit | {name for name in names if not self._links.reaches(name)}
-            engine = self._router.choose(flight.wish, time.monotonic(), barred)
-            if engine is not None:
+            now = time.monotonic()
+            engine = self._router.choose(flight.wish, now, barred)
+            if engine is not None and (now >= flight.rests_until or self._router.trusts(engine, now)):
                 return engine
             with waiting(f"request {flight.wish.request_id}: for an engine"):
-                await news.wait()
+                await _heard(news, None if engine is None else flight.rests_until - now)
         return None
 
     async def _asked(self, flight: Flight, engine: str) -> Generation | None:
@@ -179,6 +196,7 @@ class Fleet:
             causes = "; ".join(dict.fromkeys(flight.causes))
             raise RequestFailed(f"request {request_id} was lost {len(flight.causes)} times: {causes}") from error
         self.moves += 1
+        flight.rests_until = time.monotonic() + pause_s(len(flight.causes))
         log.info("request %s goes on from token %d: %s", request_id, len(flight.answer), error)
 
     async def _peeked(self, flight: Flight, after: int) -> Ints:
@@ -215,3 +233,10 @@ class Fleet:
         """Wake whoever waits."""
         self._news.set()
         self._news = asyncio.Event()
+
+
+async def _heard(news: asyncio.Event, within_s: float | None) -> None:
+    """Waits for news, but not for longer than that."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(within_s):
+            await news.wait()

@@ -11,13 +11,15 @@ from outpace.engines.fleet.router import Wish
 
 @dataclass(eq=False)
 class Flight:
-    """`engine` is who has it, `unfit` those that cannot serve it at all, `causes` why it was moved."""
+    """`engine` is who has it, `unfit` those that cannot serve it at all, `causes` why it was moved. Until
+    `rests_until` it is not sent to an engine that has just failed."""
 
     wish: Wish
     answer: Continued
     engine: str | None = None
     aborted: bool = False
     landed: bool = False
+    rests_until: float = 0.0
     unfit: set[str] = field(default_factory=set)
     causes: list[str] = field(default_factory=list)
     turned: asyncio.Event = field(default_factory=asyncio.Event)  # set when it gets to an engine, leaves it, or lands

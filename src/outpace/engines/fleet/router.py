@@ -17,10 +17,10 @@ Invariants
 
 from __future__ import annotations
 
-import zlib
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 from outpace.errors import RequestFailed
 from outpace.types import Member, Version
@@ -85,7 +85,12 @@ def choose(names: Sequence[str], load: Mapping[str, int], wish: Wish, homes: Map
     for home, margin in ((homes.get(wish.episode), TURN), (homes.get(wish.group), PROMPT)):
         if home is not None and home in names and margin.allows(load.get(home, 0), least):
             return home
-    return min(names, key=lambda name: (load.get(name, 0), zlib.crc32(f"{wish.group} {name}".encode())))
+    return min(names, key=lambda name: (load.get(name, 0), _lot(wish.group, name)))
+
+
+def _lot(group: str, name: str) -> bytes:
+    """Drawn for an engine by a group: the same in every worker, so that idle engines fill up evenly."""
+    return blake2b(f"{group} {name}".encode(), digest_size=8).digest()
 
 
 @dataclass
@@ -107,8 +112,12 @@ class Router:
         names = able(self.members, wish, unreachable)
         if not names:
             return None
-        trusted = [name for name in names if now - self._failures.get(name, float("-inf")) >= AVOIDED_S]
+        trusted = [name for name in names if self.trusts(name, now)]
         return choose(trusted or names, self.load, wish, self._homes)
+
+    def trusts(self, name: str, now: float) -> bool:
+        """Whether it has failed no request of late."""
+        return now - self._failures.get(name, float("-inf")) >= AVOIDED_S
 
     def sent(self, name: str, wish: Wish) -> None:
         self.load[name] = self.load.get(name, 0) + 1

@@ -11,11 +11,14 @@ A door lives in a process of its own beside its server, holds no tensors, and lo
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Final, Literal, Protocol, runtime_checkable
 
 from outpace.types import Ints, Manifest, Sampling, StopReason, Version
+
+STALE: Final[Version] = -1
+"""Older than anything that can be asked for: what a server has of which nobody knows what weights it holds."""
 
 Span = tuple[Version, int, int]
 """Tokens start (inclusive) to end (exclusive) of one request were sampled by this version."""
@@ -81,6 +84,7 @@ class Pressure:
     waiting: int
     cache_used: float  # 0 to 1
     preemptions: int  # since it started
+    began: float | None = None  # when it started, by its own clock: another value is another server
 
 
 class Server(Protocol):
@@ -94,7 +98,7 @@ class Server(Protocol):
         """The ids that its own tokenizer gives; None where it cannot be asked."""
         ...
 
-    def stream(self, ask: Ask) -> AsyncIterator[Piece]:
+    def stream(self, ask: Ask) -> AsyncGenerator[Piece, None]:
         """Sample. Closing the iterator early ends the request there."""
         ...
 
@@ -132,6 +136,13 @@ class Ready(Protocol):
 
     version: Version
     nbytes: int  # that had to travel
+
+
+@runtime_checkable
+class ReadyAdapter(Ready, Protocol):
+    """The same, where they are an adapter: requests name it."""
+
+    adapter: str
 
 
 class Transport(Protocol):

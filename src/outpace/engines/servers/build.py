@@ -1,0 +1,186 @@
+"""From the config to a door that is open: a server started or found, checked, and watched from then on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from outpace.config import Config
+from outpace.engines.servers.addresses import AnyServer, server_at
+from outpace.engines.servers.checks import check, trouble
+from outpace.engines.servers.choices import kind_of, server_count
+from outpace.engines.servers.door import Door, DoorSettings
+from outpace.engines.servers.health import HealthMachine
+from outpace.engines.servers.launching import ServerProcess
+from outpace.engines.servers.limits import Limit
+from outpace.engines.servers.readiness import sampled_once, until_reached
+from outpace.engines.servers.spec import STALE, Facts, Transport, Wanted
+from outpace.engines.servers.starting import Recipe, start_server
+from outpace.engines.servers.tokens import tokens_of
+from outpace.engines.servers.transports.adapters import AdapterTransport
+from outpace.engines.servers.transports.collective import CollectiveTransport, Send
+from outpace.engines.servers.transports.files import FilesTransport
+from outpace.engines.servers.transports.memory import MemoryTransport
+from outpace.engines.servers.transports.sglang import SglangAdapters, SglangFiles
+from outpace.errors import BadInput, ServerFailed
+from outpace.models.loading import BUILT_IN, SMOLLM2, resolve_model
+from outpace.resources import engine_threads, transport, uses_gpu
+from outpace.weights.local import LocalSnapshot
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which engine of which start of a run it is, and where it may leave things."""
+
+    name: str
+    index: int
+    url: str  # of a server that is running; empty: one is to be started
+    incarnation: str
+    scratch: Path
+    logs: Path
+
+
+async def build_door(
+    config: Config,
+    name: str,
+    index: int,
+    *,
+    url: str,
+    incarnation: str,
+    scratch: Path,
+    logs: Path,
+    stale: bool,
+    send: Send | None = None,
+) -> Door:
+    """Raises `BadInput` where there can be no such server.
+
+    `stale`: this engine was there before, and the run has gone on. A server that we start holds the model that the run
+    has begun with, which then is the wrong one; one that we find may hold anything. `send` makes the learner send
+    weights by a collective."""
+    place = Place(name, index, url, incarnation, scratch, logs)
+    tokens = asyncio.create_task(tokens_of(config.model.path, config.model.trust_remote_code))
+    try:
+        server, process = await _found(config, place, stale) if url else await _started(config, place)
+        try:
+            facts = await check(server, wanted(config, await tokens))
+            door = _door(config, place, server, facts, process, stale, send)
+            return await _open(door, server)
+        except BaseException:
+            await server.close()
+            if process is not None:
+                await process.stop()
+            raise
+    finally:
+        tokens.cancel()
+
+
+async def _started(config: Config, place: Place) -> tuple[AnyServer, ServerProcess]:
+    recipe = await Recipe.of(config, place.scratch)
+    started = await start_server(recipe, place.index, place.logs / f"{place.name}-server.log", log.info)
+    return started.server, started.process
+
+
+async def _found(config: Config, place: Place, stale: bool) -> tuple[AnyServer, None]:
+    """One that was there before may be about to come back; one that never was is a mistake, and told at once."""
+    server = server_at(config, place.url)
+    try:
+        await until_reached(server, config.launch.start_s if stale else 0.0)
+        await check(server, wanted(config, {}))  # before anything is sampled: that may take a while
+        await sampled_once(server)
+    except BaseException:
+        await server.close()
+        raise
+    return server, None
+
+
+async def _open(door: Door, server: AnyServer) -> Door:
+    try:
+        await door.start()
+    except ServerFailed as failed:
+        raise BadInput(trouble(server.url, failed)) from failed
+    return door
+
+
+def wanted(config: Config, tokens: dict[str, list[int]]) -> Wanted:
+    return Wanted(
+        model=_model_name(config.model.path),
+        dtype=config.model.dtype,
+        context=config.engine.context,
+        tokenizer=tokens,
+        transport=transport(config),
+        adapters=config.lora.rank > 0,
+        temperature=config.rollout.temperature,
+    )
+
+
+def _model_name(path: str) -> str:
+    """The directory, where the model is one of this machine; the hub's name otherwise."""
+    is_here = path in BUILT_IN or path == SMOLLM2 or Path(path).expanduser().exists()
+    return str(resolve_model(path)) if is_here else path
+
+
+def _door(
+    config: Config,
+    place: Place,
+    server: AnyServer,
+    facts: Facts,
+    process: ServerProcess | None,
+    stale: bool,
+    send: Send | None,
+) -> Door:
+    engine = config.engine
+    slots = min(engine.slots, int(facts.details.get("slots") or engine.slots))
+    counts_cores = process is not None and not uses_gpu(config)
+    settings = DoorSettings(
+        name=place.name,
+        incarnation=place.incarnation,
+        version=STALE if stale or process is None else 0,
+        context=facts.context,
+        retries=engine.retries,
+        idle_s=engine.idle_s,
+        control_s=engine.control_s,
+        probe_s=engine.probe_s,
+        probe_deadline_s=engine.probe_deadline_s,
+        kv=engine.kv,
+        pins=config.lora.rank > 0,
+        slots=slots,
+        threads=max(1, engine_threads(config) // server_count(config)) if counts_cores else 0,
+    )
+    weights = transport_for(config, place, server, send)
+    return Door(server, weights, HealthMachine(), Limit(slots), settings, process)
+
+
+def transport_for(config: Config, place: Place, server: AnyServer, send: Send | None) -> Transport:
+    """How weights get there. What lies in files lies in a directory of this engine's own."""
+    http, control_s, name = server.http, config.engine.control_s, transport(config)
+    directory = _files_of(config, place)
+    if kind_of(config) == "sglang":
+        if name != "files":
+            raise BadInput(f'weights.transport: sglang takes weights as files, not by "{name}"; leave this out')
+        kind = SglangAdapters if config.lora.rank else SglangFiles
+        return kind(http, control_s, directory)
+    if config.lora.rank:
+        return AdapterTransport(http, control_s, directory)
+    copy = LocalSnapshot(_made(place.scratch / f"{place.name}-copy")) if config.weights.delta else None
+    if name == "files":
+        return FilesTransport(http, control_s, directory, copy)
+    memory = MemoryTransport(http, control_s, copy)
+    if name != "collective":
+        return memory
+    assert send is not None, "a collective has two ends"
+    return CollectiveTransport(memory, send, "nccl" if uses_gpu(config) else "gloo", control_s)
+
+
+def _files_of(config: Config, place: Place) -> Path:
+    """In memory, unless the servers can read a directory that everybody shares: there another run may have its own."""
+    shared = Path(config.weights.dir).expanduser() / place.incarnation if config.weights.dir else place.scratch
+    return shared / f"{place.name}-weights"
+
+
+def _made(directory: Path) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory

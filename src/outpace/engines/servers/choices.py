@@ -1,0 +1,34 @@
+"""What follows from the config for the servers of a run."""
+
+from __future__ import annotations
+
+import sys
+from typing import Literal
+
+from outpace.config import Config
+from outpace.resources import transport
+
+Kind = Literal["vllm", "sglang"]
+
+
+def kind_of(config: Config) -> Kind:
+    assert config.engine.kind != "embedded", "an embedded engine is no server"
+    return config.engine.kind
+
+
+def needs_plugin(config: Config) -> bool:
+    """Whether weights come through outpace's transfer engine in the server. Adapters are files that it reads."""
+    return config.engine.kind == "vllm" and not config.lora.rank and transport(config) != "files"
+
+
+def python_of(config: Config) -> str:
+    return config.launch.python or sys.executable
+
+
+def server_count(config: Config) -> int:
+    return config.engine.count or len(config.engine.urls) or 1
+
+
+def adapters_at_once(config: Config) -> int:
+    """Versions of an adapter that requests may be under way with: those within the lag, the newest, and one to come."""
+    return config.pacing.max_lag + 2

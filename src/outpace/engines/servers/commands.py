@@ -1,0 +1,219 @@
+"""The command lines and environments of servers that we start.
+
+Invariants
+- `launch.args` and `launch.env` win: what the user gives, we do not.
+- A server hears on the loopback address only, unless the user says otherwise; a key never stands on a command line,
+  where everybody on the machine could read it.
+- The environment is ours less what was made for a part of outpace: a server has a Python and libraries of its own, and
+  must not find those of ours.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from outpace.config import Config
+from outpace.engines.servers.choices import adapters_at_once, kind_of, needs_plugin, python_of, server_count
+from outpace.engines.servers.launching import HOST
+from outpace.engines.servers.versions import Installed
+from outpace.errors import BadInput
+from outpace.resources import engine_threads, uses_gpu
+
+Flags = list[list[str]]
+"""Options in their order, each with its values."""
+
+PARTS_OWN = ("PYTHONPATH", "PYTHONHOME", "PYTHONHASHSEED", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY")
+"""Variables that say how a part of outpace runs, or what it can import."""
+
+STREAMED_TOGETHER = 4
+"""Tokens that a server sends at a time. Each sending costs it a good part of a token's own time; what is not sent yet
+is lost with the server and sampled again."""
+
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Those that vLLM knows: a rank between two of them takes the next."""
+
+GIB = 1 << 30
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class Command:
+    argv: list[str]
+    env: dict[str, str]
+
+    def shown(self, inherited: Mapping[str, str]) -> str:
+        """As somebody would type it: the variables that are not `inherited` anyway, then the command. A key stands
+        there by the variable that holds it."""
+        holders = {value: name for name, value in inherited.items()}
+        words = [f"-u {name}" for name in inherited if name not in self.env]
+        for name, value in self.env.items():
+            if inherited.get(name) != value:
+                shown = f'"${holders.get(value, name)}"' if "KEY" in name else shlex.quote(value)
+                words.append(f"{name}={shown}")
+        return " ".join(["env", *words, shlex.join(self.argv)])
+
+
+def server_command(config: Config, model: Path, port: int, found: Installed, plugin: Path | None) -> Command:
+    """`model` is a local directory; `plugin` what is to be on the server's path, if anything is."""
+    modules = {"vllm": "vllm.entrypoints.openai.api_server", "sglang": "sglang.launch_server"}
+    kind = kind_of(config)
+    ours = _vllm_flags(config, model, port, found) if kind == "vllm" else _sglang_flags(config, model, port)
+    arguments = [*merged(ours, config.launch.args), *config.launch.args]
+    env = {**base_environment(), **_environment(config, model, plugin), **config.launch.env}
+    return Command([python_of(config), "-m", modules[kind], *arguments], env)
+
+
+def base_environment() -> dict[str, str]:
+    """Ours, without what is meant for parts of outpace only."""
+    return {name: value for name, value in os.environ.items() if name not in PARTS_OWN}
+
+
+def merged(ours: Flags, given: Sequence[str]) -> list[str]:
+    """Our options, but for those that are given too, in whichever spelling."""
+    theirs = {_spelt(word) for word in given if word.startswith("--")}
+    if "port" in theirs:
+        raise BadInput("launch.args: --port is set by launch.port; leave it out here")
+    words: list[str] = []
+    for option in ours:
+        if _spelt(option[0]) not in theirs:
+            words += option
+    return words
+
+
+def _spelt(word: str) -> str:
+    """`--max_model_len=8`, `--max-model-len` and `--no-max-model-len` are about one and the same thing."""
+    name = word.partition("=")[0].removeprefix("--").replace("_", "-")
+    return name.removeprefix("no-")
+
+
+# ------------------------------------------------------------------------------------------------------------- flags
+
+
+def _vllm_flags(config: Config, model: Path, port: int, found: Installed) -> Flags:
+    flags: Flags = [
+        ["--model", str(model)],
+        ["--served-model-name", config.model.path],
+        ["--host", HOST],
+        ["--port", str(port)],
+        ["--dtype", config.model.dtype],
+        ["--max-num-seqs", str(config.engine.slots)],
+        ["--logprobs-mode", "processed_logprobs"],
+        ["--generation-config", "vllm"],  # none of the model's own: sampling is what a request says
+        ["--stream-interval", str(STREAMED_TOGETHER)],
+        ["--seed", str(config.run.seed % 2**32)],
+        ["--disable-uvicorn-access-log"],
+    ]
+    if found.scale_out:
+        flags.append(["--enable-scale-out"])
+    if config.engine.context is not None:
+        flags.append(["--max-model-len", str(config.engine.context)])
+    if config.model.trust_remote_code:
+        flags.append(["--trust-remote-code"])
+    if needs_plugin(config):
+        flags.append(["--weight-transfer-config", '{"backend":"outpace"}'])
+    if uses_gpu(config):
+        flags.append(["--gpu-memory-utilization", f"{config.launch.gpu_memory:g}"])
+    else:
+        flags.append(["--enforce-eager"])  # compiling for a CPU takes minutes and gains little
+    return flags + _vllm_lora_flags(config)
+
+
+def _vllm_lora_flags(config: Config) -> Flags:
+    if not config.lora.rank:
+        return []
+    rank = next((known for known in LORA_RANKS if known >= config.lora.rank), None)
+    if rank is None:
+        raise BadInput(f"lora.rank: vLLM serves adapters of rank {LORA_RANKS[-1]} at most, not {config.lora.rank}")
+    at_once = adapters_at_once(config)
+    return [
+        ["--enable-lora"],
+        ["--max-lora-rank", str(rank)],
+        ["--max-loras", str(at_once)],
+        ["--max-cpu-loras", str(2 * at_once)],
+    ]
+
+
+def _sglang_flags(config: Config, model: Path, port: int) -> Flags:
+    flags: Flags = [
+        ["--model-path", str(model)],
+        ["--served-model-name", config.model.path],
+        ["--host", HOST],
+        ["--port", str(port)],
+        ["--dtype", config.model.dtype],
+        ["--max-running-requests", str(config.engine.slots)],
+        ["--mem-fraction-static", f"{config.launch.gpu_memory:g}"],
+        ["--sampling-defaults", "openai"],  # none of the model's own: sampling is what a request says
+        ["--stream-interval", str(STREAMED_TOGETHER)],
+        ["--random-seed", str(config.run.seed % 2**31)],
+        ["--enable-metrics"],
+    ]
+    if config.engine.context is not None:
+        flags.append(["--context-length", str(config.engine.context)])
+    if config.model.trust_remote_code:
+        flags.append(["--trust-remote-code"])
+    if config.lora.rank:
+        flags += [
+            ["--enable-lora"],
+            ["--max-lora-rank", str(config.lora.rank)],
+            ["--max-loras-per-batch", str(adapters_at_once(config))],
+            ["--lora-target-modules", *config.lora.targets],
+        ]
+    return flags
+
+
+# ------------------------------------------------------------------------------------------------------- environment
+
+
+def _environment(config: Config, model: Path, plugin: Path | None) -> dict[str, str]:
+    threads = str(max(1, engine_threads(config) // server_count(config)))
+    env = {
+        "HF_HUB_OFFLINE": "1",  # the model is a directory: there is nothing to ask the hub for
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": threads,
+    }
+    if plugin is not None:
+        env["PYTHONPATH"] = str(plugin)
+    return env | (_vllm_environment(config, model) if kind_of(config) == "vllm" else {})
+
+
+def _vllm_environment(config: Config, model: Path) -> dict[str, str]:
+    env = {
+        "VLLM_SERVER_DEV_MODE": "1",  # pause, update, resume
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True" if config.lora.rank else "False",
+    }
+    if key := os.environ.get(config.engine.api_key_env):
+        env["VLLM_API_KEY"] = key
+    if not uses_gpu(config):
+        env["VLLM_CPU_KVCACHE_SPACE"] = str(cache_gib(config, _read_json(model / "config.json")))
+        env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # bound threads of two servers would share the same cores
+        env["TORCH_COMPILE_DISABLE"] = "1"  # twenty seconds at the first request, for next to nothing
+        env["OMP_WAIT_POLICY"] = "PASSIVE"  # a thread that spins at a barrier takes the core from the learner
+    return env
+
+
+def cache_gib(config: Config, model: Mapping[str, Any]) -> int:
+    """Whole GiB for the keys and values of all slots at full length, but never more than a quarter of the memory that
+    is free, shared by the servers; vLLM would take half of the machine's."""
+    heads = int(model.get("num_attention_heads", 1))
+    head_size = int(model.get("head_dim") or int(model.get("hidden_size", 0)) // heads)
+    per_token = 2 * int(model.get("num_hidden_layers", 0)) * int(model.get("num_key_value_heads") or heads) * head_size
+    length = config.engine.context or int(model.get("max_position_embeddings", 0))
+    wanted = per_token * DTYPE_BYTES[config.model.dtype] * length * config.engine.slots
+    most = psutil.virtual_memory().available // 4 // server_count(config)
+    return max(1, min(math.ceil(wanted / GIB), most // GIB))
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(file.read_text())
+    return content

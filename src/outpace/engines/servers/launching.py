@@ -1,0 +1,185 @@
+"""A server that we have started: its process, all that descends from it, and its log.
+
+    launch ─▶ lifeline ─▶ the server, leader of a session of its own ─▶ its workers
+
+Invariants
+- Nothing of it outlives `stop`, whatever state it is in: SIGTERM for its leader, then SIGKILL for the whole family.
+- It does not outlive us. The kernel kills the leader with the process that started it; what the leader has started
+  carries the run's mark and is the guardian's to end (`outpace.runtime.guardian`).
+- What it prints is in its log and nowhere else. A log that was there before is gone on with; `said` is of this start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import socket
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from outpace.errors import BadInput
+from outpace.runtime.family import MARK, family_ended, how_it_ended
+from outpace.runtime.lifeline import launched
+
+log = logging.getLogger(__name__)
+
+LEAVE_S = 3.0
+"""How long a server has to leave by itself: its door has five seconds for all of its own ending."""
+GONE_S = 1.0
+"""How long a killed process may take to be gone."""
+MOST_READ = 50_000
+"""Bytes of the end of a log that are looked at."""
+HOST = "127.0.0.1"
+
+
+def free_port() -> int:
+    """One that nobody has just now. Somebody may take it before the server does: then try another."""
+    with socket.socket() as any_free:
+        any_free.bind((HOST, 0))
+        port: int = any_free.getsockname()[1]
+        return port
+
+
+def refuse_taken(port: int) -> None:
+    """Whoever hears at a port that was asked for would be taken for the server that is being started."""
+    with socket.socket() as trying:
+        trying.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have just ended do not matter
+        try:
+            trying.bind((HOST, port))
+        except OSError as error:
+            raise BadInput(
+                f"launch.port {port}: cannot be had ({error.strerror}); end who has it, or set launch.port = 0"
+            ) from error
+
+
+def port_was_taken(said: str) -> bool:
+    """Whether a server that has ended says that it could not have its port."""
+    said = said.lower()
+    return "address already in use" in said or "errno 98" in said
+
+
+class ServerProcess:
+    def __init__(self, process: asyncio.subprocess.Process, mark: str, log_path: Path, began: int) -> None:
+        self._process = process
+        self._mark = mark
+        self._log = log_path
+        self._began = began  # bytes of the log that are of an earlier start
+        self._cpu_s = 0.0
+        self._stopping: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def launch(cls, argv: Sequence[str], env: Mapping[str, str], log_path: Path) -> ServerProcess:
+        """Start it with exactly this environment. Raises `BadInput` where there is no such program."""
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        mark = secrets.token_hex(16)
+        reading, telling = os.pipe()
+        try:
+            with log_path.open("ab") as output:
+                process = await asyncio.create_subprocess_exec(
+                    *launched(argv, telling), pass_fds=[telling], env={**env, MARK: mark}, start_new_session=True,
+                    stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
+                )  # fmt: skip
+                server = cls(process, mark, log_path, output.tell())
+            os.close(telling)
+            telling = -1
+            await server._became(argv[0], reading)
+            return server
+        finally:
+            for end in (reading, telling):
+                if end >= 0:
+                    os.close(end)
+
+    async def _became(self, program: str, reading: int) -> None:
+        """Wait until the launcher is the program."""
+        try:
+            number = await _first_bytes(reading)
+        except BaseException:
+            await self.stop()
+            raise
+        if number:
+            await self.stop()
+            raise BadInput(f"launch.python {program}: cannot be started: {os.strerror(int(number))}")
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def lives(self) -> bool:
+        return self._process.returncode is None
+
+    @property
+    def log_path(self) -> Path:
+        return self._log
+
+    async def ended(self) -> str:
+        """Waits for its end; says how it was."""
+        return how_it_ended(await self._process.wait())
+
+    async def stop(self) -> None:
+        """End it and all that it has started. Goes on when whoever waits is cancelled."""
+        if self._stopping is None:
+            self._stopping = asyncio.create_task(self._stop())
+        await asyncio.shield(self._stopping)
+
+    async def _stop(self) -> None:
+        self.cpu_s()
+        if self.lives:
+            with suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGTERM)
+            await self._gone(LEAVE_S)
+        gone = await family_ended(self.pid, self._mark)
+        if not (await self._gone(GONE_S) and gone):
+            log.warning("processes of the server %d cannot be ended", self.pid)
+
+    async def _gone(self, within_s: float) -> bool:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await self._process.wait()
+        return not self.lives
+
+    def said(self) -> str:
+        """The end of what it has printed, as far as that can be read."""
+        try:
+            with self._log.open("rb") as file:
+                file.seek(max(self._began, file.seek(0, os.SEEK_END) - MOST_READ))
+                return file.read().decode(errors="replace").strip()
+        except OSError:
+            return ""
+
+    def log_tail(self, lines: int = 30) -> str:
+        return "\n".join(self.said().splitlines()[-lines:])
+
+    def cpu_s(self) -> float:
+        """Processor seconds of the server and all that it has started; never less than was said before."""
+        with suppress(psutil.Error):
+            leader = psutil.Process(self.pid)
+            waited_for = leader.cpu_times().children_user + leader.cpu_times().children_system
+            times = (_cpu_s(process) for process in [leader, *leader.children(recursive=True)])
+            self._cpu_s = max(self._cpu_s, sum(times) + waited_for)
+        return self._cpu_s
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    with suppress(psutil.Error):  # it has just ended
+        times = process.cpu_times()
+        return times.user + times.system
+    return 0.0
+
+
+async def _first_bytes(descriptor: int) -> bytes:
+    """What comes out of a pipe first; nothing where it closes before."""
+    loop = asyncio.get_running_loop()
+    readable = asyncio.Event()
+    loop.add_reader(descriptor, readable.set)
+    try:
+        await readable.wait()
+    finally:
+        loop.remove_reader(descriptor)
+    return os.read(descriptor, 16)

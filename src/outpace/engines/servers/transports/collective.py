@@ -1,0 +1,46 @@
+"""Weights by a process group of two, the learner and the server's worker: received beside the sampling, then loaded.
+
+prepare   meeting ─▶ server: fetch (a thread in its worker)
+                  ─▶ learner: send; returns when the worker has everything and has found every checksum right
+swap      server: load what was fetched
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal
+
+from outpace.engines.servers.spec import Ready
+from outpace.engines.servers.transports.memory import MemoryReady, MemoryTransport
+from outpace.types import Manifest, Version
+from outpace.weights.meeting import meeting_for
+
+Send = Callable[[Manifest, dict[str, Any]], Awaitable[None]]
+"""Makes the learner send this snapshot to whoever comes to this meeting. Raises `UpdateFailed`."""
+
+
+class CollectiveTransport:
+    """Implements `Transport`. `updates` is how its server takes orders."""
+
+    holds_still = True
+
+    def __init__(
+        self, updates: MemoryTransport, send: Send, backend: Literal["gloo", "nccl"], timeout_s: float
+    ) -> None:
+        self._updates = updates
+        self._send = send
+        self._backend = backend
+        self._timeout_s = timeout_s
+
+    async def prepare(self, manifest: Manifest) -> MemoryReady:
+        meeting = meeting_for(manifest, self._timeout_s, self._backend)
+        await self._updates.initialised()
+        await self._updates.update({"kind": "fetch", "meeting": meeting})
+        await self._send(manifest, meeting)
+        return MemoryReady(manifest.version, manifest.nbytes, {"kind": "fetched", "key": meeting["key"]})
+
+    async def swap(self, ready: Ready) -> None:
+        await self._updates.swap(ready)
+
+    async def forget(self, version: Version) -> None:
+        """Nothing is kept for it."""

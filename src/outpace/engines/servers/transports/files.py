@@ -1,0 +1,53 @@
+"""Weights as a folder of safetensors that the server reads: any vLLM in development mode can."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+
+from outpace.engines.servers.http import Http
+from outpace.engines.servers.spec import Ready
+from outpace.types import Manifest, Version
+from outpace.weights.files import Folders
+from outpace.weights.local import LocalSnapshot
+
+
+@dataclass
+class FilesReady:
+    version: Version
+    nbytes: int
+    folder: Path
+
+
+class FilesTransport:
+    """Implements `Transport`. `directory` is its own, and the server can read it."""
+
+    holds_still = True
+
+    def __init__(self, http: Http, control_s: float, directory: Path, copy: LocalSnapshot | None = None) -> None:
+        """`copy`: follow by deltas what is published."""
+        self._http = http
+        self._control_s = control_s
+        self._folders = Folders(directory)
+        self._copy = copy
+
+    async def prepare(self, manifest: Manifest) -> FilesReady:
+        return await asyncio.to_thread(self._write, manifest)
+
+    async def swap(self, ready: Ready) -> None:
+        assert isinstance(ready, FilesReady), "what another transport has prepared"
+        order = {"method": "reload_weights", "kwargs": {"weights_path": str(ready.folder)}}
+        await self._http.post("/collective_rpc", order, deadline_s=self._control_s)
+        await asyncio.to_thread(self._folders.remove, ready.version)
+
+    async def forget(self, version: Version) -> None:
+        await asyncio.to_thread(self._folders.remove, version)
+
+    def _write(self, manifest: Manifest) -> FilesReady:
+        """What an update that did not come off has left goes first: it may be as large as this one."""
+        self._folders.keep_only(manifest.version)
+        travelled = manifest.nbytes
+        if self._copy is not None:
+            manifest, travelled = self._copy.bring(manifest)
+        return FilesReady(manifest.version, travelled, self._folders.write(manifest))

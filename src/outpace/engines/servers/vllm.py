@@ -1,0 +1,123 @@
+"""A vLLM server, 0.25 or later, over HTTP.
+
+It takes and gives token ids by `/inference/v1/generate`, or where it has no such route (`--enable-scale-out`) by
+`/v1/completions`. Pausing, resuming and updating need its dev mode (`VLLM_SERVER_DEV_MODE=1`).
+
+What differs between versions is found out from the routes that a server has: 0.25 neither ends requests by name nor
+accounts for weight versions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import numpy as np
+
+from outpace.engines.servers import vllm_sampling
+from outpace.engines.servers.http import Http
+from outpace.engines.servers.spec import Ask, Facts, Piece, Pressure
+from outpace.engines.servers.vllm_chunks import piece_of
+from outpace.engines.servers.vllm_facts import ABORT, LABEL, PAUSE, read_facts, read_pressure
+from outpace.engines.servers.vllm_sampling import COMPLETIONS, GENERATE
+from outpace.errors import ServerFaulty, ServerRefused
+from outpace.types import Sampling, Version
+
+_ASKED_S = 20.0
+
+
+class VllmServer:
+    """`seeded`: send each request's seed. `control_s`: how long a call that pauses or resumes may take."""
+
+    def __init__(self, http: Http, *, control_s: float = 120.0, seeded: bool = False) -> None:
+        self.url = http.url
+        self.http = http
+        self._control_s = control_s
+        self._seeded = seeded
+        self._facts: Facts | None = None
+        self._probes = 0
+
+    async def facts(self) -> Facts:
+        self._facts = await read_facts(self.http)
+        return self._facts
+
+    async def tokenized(self, text: str) -> list[int] | None:
+        facts = await self._known()
+        asked = {"model": facts.model, "prompt": text, "add_special_tokens": False}
+        try:
+            said = await self.http.post("/tokenize", asked, deadline_s=_ASKED_S, repeatable=True)
+        except ServerRefused:
+            return None
+        tokens = said.get("tokens") if isinstance(said, dict) else None
+        return [int(token) for token in tokens] if isinstance(tokens, list) else None
+
+    async def stream(self, ask: Ask) -> AsyncGenerator[Piece, None]:
+        facts = await self._known()
+        route = _route(facts)
+        body = vllm_sampling.body(route, ask, ask.adapter or facts.model, seeded=self._seeded)
+        where = f"{self.url}{route}"
+        async with aclosing(self.http.events(route, body)) as payloads:
+            async for payload in payloads:
+                piece = piece_of(where, payload)
+                if piece is None:
+                    continue
+                yield piece
+                if piece.stop is not None:
+                    return
+        raise ServerFaulty(f"{where}: a stream ended without a finish reason")
+
+    async def abort(self, request_ids: list[str]) -> bool:
+        facts = await self._known()
+        if ABORT not in facts.details["routes"]:
+            return False
+        if request_ids:  # none would mean all of them
+            names = [vllm_sampling.request_id(_route(facts), ask_id) for ask_id in request_ids]
+            await self.http.post(ABORT, {"request_ids": names}, deadline_s=_ASKED_S, repeatable=True)
+        return True
+
+    async def probe(self, deadline_s: float) -> None:
+        facts = await self._known()
+        self._probes += 1
+        prompt = np.zeros(1, dtype=np.int32)
+        ask = Ask(f"probe-{self._probes}", prompt, Sampling(max_tokens=1, seed=0), salt="probe")
+        body = vllm_sampling.body(_route(facts), ask, facts.model, seeded=False)
+        async with aclosing(self.http.events(_route(facts), body, first_s=deadline_s, idle_s=deadline_s)) as payloads:
+            async for payload in payloads:
+                piece = piece_of(self.url, payload)
+                if piece is not None and piece.tokens:
+                    return
+        raise ServerFaulty(f"{self.url}: a probe got no token")
+
+    async def pressure(self) -> Pressure:
+        return await read_pressure(self.http)
+
+    async def pause(self) -> None:
+        keep = {"mode": "keep", "clear_cache": "false"}
+        await self.http.post(PAUSE, query=keep, deadline_s=self._control_s, repeatable=True)
+
+    async def resume(self, recompute: bool) -> None:
+        if recompute:
+            running = {"reset_running_requests": "true"}
+            await self.http.post("/reset_prefix_cache", query=running, deadline_s=self._control_s, repeatable=True)
+        await self.http.post("/resume", deadline_s=self._control_s, repeatable=True)
+
+    async def paused(self) -> bool | None:
+        try:
+            said = await self.http.get("/is_paused", deadline_s=_ASKED_S)
+        except ServerRefused:
+            return None
+        return bool(said["is_paused"]) if isinstance(said, dict) and "is_paused" in said else None
+
+    async def label(self, version: Version) -> None:
+        if LABEL in (await self._known()).details["routes"]:
+            await self.http.post(LABEL, {"new_version": str(version)}, deadline_s=self._control_s, repeatable=True)
+
+    async def close(self) -> None:
+        await self.http.close()
+
+    async def _known(self) -> Facts:
+        return self._facts or await self.facts()
+
+
+def _route(facts: Facts) -> str:
+    return GENERATE if GENERATE in facts.details["routes"] else COMPLETIONS

@@ -1,0 +1,122 @@
+"""What a vLLM server says of itself, and how busy it says it is."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from outpace.engines.servers.http import Http
+from outpace.engines.servers.spec import Facts, Pressure
+from outpace.engines.servers.vllm_sampling import COMPLETIONS, GENERATE
+from outpace.errors import ServerFaulty, ServerRefused
+
+ABORT = "/abort_requests"
+LABEL = "/update_weight_version"
+PAUSE = "/pause"
+LOAD_ADAPTER = "/v1/load_lora_adapter"
+
+_ASKED_S = 20.0
+_INFO_S = 60.0  # the first time, the server looks over the whole machine for it
+_BEGAN = "process_start_time_seconds"
+_ROUTES = (GENERATE, COMPLETIONS, ABORT, LABEL, PAUSE, LOAD_ADAPTER)
+
+
+async def read_facts(http: Http) -> Facts:
+    """`details`: the routes that it has, the model's own name or path as `root`, whether it is in dev mode, and of its
+    configuration the number of sequences that it decodes together as `slots`."""
+    version, models, routes, config = await asyncio.gather(_version(http), _models(http), _routes(http), _config(http))
+    own = models[0]
+    model_config = _section(config, "model_config")
+    dtype = model_config.get("dtype")
+    return Facts(
+        kind="vllm",
+        version=version,
+        model=str(own.get("id")),
+        context=model_config.get("max_model_len") or own.get("max_model_len"),
+        dtype=None if dtype is None else str(dtype).removeprefix("torch."),
+        logprobs=model_config.get("logprobs_mode"),
+        controls=PAUSE in routes,
+        spans=LABEL in routes and GENERATE in routes,
+        plugin=_section(config, "weight_transfer_config").get("backend") == "outpace",
+        adapters=LOAD_ADAPTER in routes and bool(_section(config, "lora_config")),
+        details={
+            "routes": sorted(routes),
+            "root": model_config.get("model") or own.get("root"),
+            "dev_mode": config is not None,
+            "slots": _section(config, "scheduler_config").get("max_num_seqs"),
+        },
+    )
+
+
+async def read_pressure(http: Http) -> Pressure:
+    """Over all of its engines, where it has several: requests in sum, the cache that is fullest."""
+    found: dict[str, list[float]] = {}
+    for line in (await http.text("/metrics", deadline_s=_ASKED_S)).splitlines():
+        if line.startswith(("vllm:", _BEGAN)):
+            name = line.partition("{")[0].partition(" ")[0]
+            found.setdefault(name, []).append(_number(http.url, line.rpartition(" ")[2]))
+    if "vllm:num_requests_running" not in found:
+        raise ServerFaulty(f"{http.url}/metrics: it does not say how many requests are running")
+    used = found.get("vllm:kv_cache_usage_perc") or found.get("vllm:gpu_cache_usage_perc") or [0.0]
+    return Pressure(
+        running=int(sum(found["vllm:num_requests_running"])),
+        waiting=int(sum(found.get("vllm:num_requests_waiting", []))),
+        cache_used=max(used),
+        preemptions=int(sum(found.get("vllm:num_preemptions_total", []))),
+        began=max(found.get(_BEGAN) or found.get("vllm:num_preemptions_created") or [], default=None),
+    )
+
+
+async def _version(http: Http) -> str:
+    said = await http.get("/version", deadline_s=_ASKED_S)
+    if not isinstance(said, dict) or not isinstance(said.get("version"), str):
+        raise ServerFaulty(f"{http.url}/version: no version in its answer; is this a vLLM server?")
+    return str(said["version"])
+
+
+async def _models(http: Http) -> list[dict[str, Any]]:
+    said = await http.get("/v1/models", deadline_s=_ASKED_S)
+    models = said.get("data") if isinstance(said, dict) else None
+    if not isinstance(models, list) or not models or not all(isinstance(model, dict) for model in models):
+        raise ServerFaulty(f"{http.url}/v1/models: it names no model")
+    return sorted(models, key=lambda model: model.get("parent") is not None)  # adapters come last
+
+
+async def _routes(http: Http) -> set[str]:
+    """Those of ours that it has. Where its list is switched off each one is tried with a method that it does not take,
+    which an existing route says (405)."""
+    try:
+        said = await http.get("/openapi.json", deadline_s=_INFO_S)
+        return {route for route in _ROUTES if route in said.get("paths", {})}
+    except ServerRefused:
+        present = await asyncio.gather(*(_exists(http, route) for route in _ROUTES))
+        return {route for route, there in zip(_ROUTES, present, strict=True) if there}
+
+
+async def _exists(http: Http, route: str) -> bool:
+    try:
+        await http.text(route, deadline_s=_ASKED_S)
+    except ServerRefused as refusal:
+        return refusal.status == 405
+    return True
+
+
+async def _config(http: Http) -> dict[str, Any] | None:
+    """None: it is not in dev mode, and does not say."""
+    try:
+        said = await http.get("/server_info", deadline_s=_INFO_S, query={"config_format": "json"})
+    except ServerRefused:
+        return None
+    return _section(said, "vllm_config")
+
+
+def _section(content: Any, name: str) -> dict[str, Any]:
+    found = content.get(name) if isinstance(content, dict) else None
+    return found if isinstance(found, dict) else {}
+
+
+def _number(url: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise ServerFaulty(f"{url}/metrics: {text!r} is not a number") from error

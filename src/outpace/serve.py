@@ -1,0 +1,116 @@
+"""`outpace serve`: the servers of a config, started by hand with everything that a run needs of them.
+
+    config ─▶ servers ─▶ what to write into a run's config ─▶ until Ctrl-C ─▶ gone, without orphans
+
+A run is pointed at them by `engine.urls`; they outlive it, and the next run finds them warm.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from outpace.config import Config
+from outpace.config.files import read_file
+from outpace.config.loading import flatten, make_config, parse_arguments
+from outpace.engines.servers.choices import kind_of, needs_plugin, server_count
+from outpace.engines.servers.launching import free_port
+from outpace.engines.servers.readiness import why_ended
+from outpace.engines.servers.starting import Recipe, Started, start_server
+from outpace.errors import BadInput, ServerGone
+from outpace.resources import transport
+from outpace.runtime.guardian import Guardian
+
+
+def serve(file: Path | None, settings: Sequence[str], dry_run: bool = False) -> None:
+    """Blocks until Ctrl-C. With `dry_run`, print the commands to type instead."""
+    config = serving_config(file, settings)
+    asyncio.run(_show(config) if dry_run else _serve(config))
+
+
+def serving_config(file: Path | None, settings: Sequence[str]) -> Config:
+    """That of a run will do: the servers that it names as running are the ones to be started."""
+    values: dict[str, Any] = {"engine.kind": "vllm"}
+    values |= flatten(read_file(file)) if file is not None else {}
+    values |= parse_arguments(settings)
+    values.pop("engine.urls", None)
+    config = make_config(values)
+    if config.engine.kind == "embedded":
+        raise BadInput("engine.kind: the embedded engine is part of a run and no server; set vllm or sglang")
+    return config
+
+
+def plugin_home() -> Path:
+    """Where a command that somebody types, today or next week, finds the plugin."""
+    return Path(os.environ.get("OUTPACE_CACHE") or "~/.cache/outpace").expanduser()
+
+
+async def _show(config: Config) -> None:
+    recipe = await Recipe.of(config, plugin_home())
+    for index in range(server_count(config)):
+        port = config.launch.port + index if config.launch.port else free_port()
+        print(recipe.command(port).shown(os.environ))
+
+
+async def _serve(config: Config) -> None:
+    told = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, told.set)
+    guardian = Guardian([])
+    serving = asyncio.create_task(_start_and_stay(config, guardian.marked(guardian.new_mark())))
+    try:
+        await asyncio.wait({serving, asyncio.create_task(told.wait())}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        serving.cancel()
+        outcome = (await asyncio.gather(serving, return_exceptions=True))[0]
+        await asyncio.to_thread(guardian.dismiss)
+    if isinstance(outcome, BaseException) and not isinstance(outcome, asyncio.CancelledError):
+        raise outcome
+
+
+async def _start_and_stay(config: Config, mark: Mapping[str, str]) -> None:
+    """One after the other: two that start at once take each other's processors, and on a GPU each other's memory."""
+    logs = Path(tempfile.mkdtemp(prefix="outpace-serve-"))
+    recipe = await Recipe.of(config, plugin_home())
+    started: list[Started] = []
+    try:
+        for index in range(server_count(config)):
+            log = logs / f"server-{index}.log"
+            _say(f"{kind_of(config)} {recipe.found.version} starts; its log is {log}")
+            started.append(await start_server(recipe, index, log, _say, mark))
+        print(_announced(config, [each.server.url for each in started]), flush=True)
+        _say("Ctrl-C ends it")
+        await _until_one_ends(started)
+    finally:
+        await asyncio.gather(*(each.stop() for each in started))
+
+
+async def _until_one_ends(started: Sequence[Started]) -> None:
+    ends = {asyncio.create_task(each.process.ended()): each for each in started}
+    try:
+        done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        first = done.pop()
+        raise ServerGone(why_ended(first.result(), ends[first].process))
+    finally:
+        for end in ends:
+            end.cancel()
+
+
+def _announced(config: Config, urls: Sequence[str]) -> str:
+    """What a run has to be told, as TOML."""
+    addresses = ", ".join(f'"{url}"' for url in urls)
+    lines = ["[engine]", f'kind = "{kind_of(config)}"', f"urls = [{addresses}]"]
+    if needs_plugin(config):
+        lines += ["", "[weights]", f'transport = "{transport(config)}"']
+    return "\n".join(lines)
+
+
+def _say(line: str) -> None:
+    print(f"outpace: {line}", file=sys.stderr, flush=True)

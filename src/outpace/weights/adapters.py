@@ -1,0 +1,48 @@
+"""Adapters as folders in the format of PEFT, which vLLM and SGLang load beside their model.
+
+The tensors of such a snapshot have the names that PEFT gives them in its files, as in
+`base_model.model.<module>.lora_A.weight`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from outpace.types import Adapter, Manifest, Version
+from outpace.weights.files import Folders
+
+
+class AdapterFolders:
+    def __init__(self, directory: Path) -> None:
+        self._folders = Folders(directory, "adapter_model.safetensors")
+
+    def write(self, manifest: Manifest) -> Path:
+        assert manifest.adapter is not None, "only a snapshot of an adapter can be written as one"
+        return self._folders.write(manifest, {"adapter_config.json": config_of(manifest.adapter)})
+
+    def remove(self, version: Version) -> None:
+        self._folders.remove(version)
+
+    def clear(self) -> None:
+        self._folders.clear()
+
+
+def config_of(adapter: Adapter) -> bytes:
+    """Everything that a reader might otherwise take a default for."""
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None,
+        "r": adapter.rank,
+        "lora_alpha": adapter.alpha,
+        "target_modules": adapter.targets,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "use_rslora": False,
+        "use_dora": False,
+        "modules_to_save": None,
+    }
+    return json.dumps(settings, indent=2).encode()

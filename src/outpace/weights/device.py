@@ -1,0 +1,178 @@
+"""Snapshots of the policy in GPU memory, for an engine on the same GPU: nothing leaves the device.
+
+    compute thread   copy: the weights into a free buffer, queued behind the step that made them
+    sealing thread   seal: wait for that copy, add every tensor up ──▶ Manifest with a handle of plain bytes
+
+The face is that of `SnapshotWriter`, and so are the rules: neither the latest complete snapshot, nor one that is being
+sealed, nor a leased one is ever overwritten, and buffers are added only when all are in use. They are freed when the
+learner ends and not before, because a reader may have them mapped.
+
+A reader opens the handle with `outpace_vllm.ipc` and compares the sums: before it copies, so that it starts with what
+was published, and afterwards, so that nothing has changed under its hands.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outpace.types import DeviceMemory, Manifest, TensorSpec, Version
+from outpace.weights.snapshot import VOID, padded
+from outpace.weights.store import distinct_tensors
+from outpace_vllm.ipc import share_device_memory, word_sums
+
+Share = Callable[[Tensor, bytes], bytes]
+"""From memory and its owner to a handle that another process can open."""
+
+
+@dataclass
+class _Buffer:
+    content: Tensor  # all of it, as uint8
+    views: list[Tensor]
+    handle: bytes
+    version: Version = VOID
+    sealed: bool = True
+
+
+@dataclass
+class DeviceDraft:
+    """A snapshot whose copy is under way on the device."""
+
+    buffer: _Buffer
+    version: Version
+    held: _Held
+
+
+class DeviceSnapshotWriter:
+    """`copy` on the thread that owns the weights, `seal` on any other. Safe to call from two threads at once."""
+
+    def __init__(
+        self,
+        device: str | torch.device,
+        incarnation: str,
+        dtype: torch.dtype | None = None,
+        share: Share = share_device_memory,
+    ) -> None:
+        """Floating-point tensors are stored as `dtype` (None: as they are)."""
+        self._device = torch.device(device)
+        self._incarnation = incarnation
+        self._dtype = dtype
+        self._share = share
+        self._owner = os.urandom(16)
+        self._specs: list[TensorSpec] = []
+        self._buffers: list[_Buffer] = []
+        self._latest: Version = VOID
+        self._lock = threading.Lock()
+
+    @property
+    def buffers(self) -> int:
+        return len(self._buffers)
+
+    def publish(self, version: Version, tensors: Mapping[str, Tensor], leased: Collection[Version]) -> Manifest:
+        return self.seal(self.copy(version, tensors, leased))
+
+    def copy(self, version: Version, tensors: Mapping[str, Tensor], leased: Collection[Version]) -> DeviceDraft:
+        """Queue the copy of the tensors into a free buffer: steps that are queued later do not reach it."""
+        held = _Held(self._device)
+        distinct = distinct_tensors(tensors)
+        specs = _specs(distinct, self._dtype)
+        if not self._specs:
+            self._specs = specs
+        assert specs == self._specs, "the tensors of a policy keep their names, shapes and dtypes"
+        buffer = self._take(version, leased)
+        with torch.no_grad():
+            torch._foreach_copy_(buffer.views, [tensor.detach() for tensor in distinct.values()])
+        held.end()
+        return DeviceDraft(buffer, version, held)
+
+    def seal(self, draft: DeviceDraft) -> Manifest:
+        """Wait for the copy and add it up; from then on the snapshot is complete."""
+        seconds = draft.held.seconds()
+        content = draft.buffer.content
+        sums = self._sums(content)
+        with self._lock:
+            draft.buffer.sealed = True
+            self._latest = max(self._latest, draft.version)
+        memory = DeviceMemory(device_id(self._device), draft.buffer.handle, content.nbytes, sums)
+        return Manifest(self._incarnation, draft.version, "", self._specs, seconds, device=memory)
+
+    def close(self) -> None:
+        """Free the buffers."""
+        self._buffers = []
+
+    def _sums(self, content: Tensor) -> list[int]:
+        places = [(spec.offset, spec.nbytes) for spec in self._specs]
+        if content.is_cuda:  # beside the training that goes on, not behind it
+            with torch.cuda.stream(torch.cuda.Stream(self._device)):
+                return word_sums(content, places)
+        return word_sums(content, places)
+
+    def _take(self, version: Version, leased: Collection[Version]) -> _Buffer:
+        with self._lock:
+            free = [b for b in self._buffers if b.sealed and b.version != self._latest and b.version not in leased]
+            buffer = min(free, key=lambda b: b.version) if free else self._add_buffer()
+            buffer.version, buffer.sealed = version, False
+        return buffer
+
+    def _add_buffer(self) -> _Buffer:
+        """The bytes between tensors are zero and stay so: sums run over whole words."""
+        end = max((spec.offset + padded(spec.nbytes) for spec in self._specs), default=0)
+        content = torch.zeros(max(end, 1), dtype=torch.uint8, device=self._device)
+        views = [_view(content, spec) for spec in self._specs]
+        buffer = _Buffer(content, views, self._share(content, self._owner))
+        self._buffers.append(buffer)
+        return buffer
+
+
+class _Held:
+    """How long a copy holds up the learner: its thread for the queueing, or its device for the copying."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._started = time.perf_counter()
+        self._queueing = 0.0
+        self._events: list[torch.cuda.Event] = []
+        if device.type == "cuda":
+            stream = torch.cuda.current_stream(device)
+            self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
+            self._events[0].record(stream)
+            self._stream = stream
+
+    def end(self) -> None:
+        if self._events:
+            self._events[1].record(self._stream)
+        self._queueing = time.perf_counter() - self._started
+
+    def seconds(self) -> float:
+        """Waits until the copy is done."""
+        if not self._events:
+            return self._queueing
+        self._events[1].synchronize()
+        copying: float = self._events[0].elapsed_time(self._events[1]) / 1000
+        return max(self._queueing, copying)
+
+
+def device_id(device: torch.device) -> str:
+    """The same in every process, whatever number the device has there."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else device.type
+
+
+def _specs(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> list[TensorSpec]:
+    specs: list[TensorSpec] = []
+    offset = 0
+    for name, tensor in tensors.items():
+        stored = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        nbytes = tensor.numel() * stored.itemsize
+        specs.append(TensorSpec(name, str(stored).removeprefix("torch."), list(tensor.shape), offset, nbytes, crc32=0))
+        offset += padded(nbytes)
+    return specs
+
+
+def _view(content: Tensor, spec: TensorSpec) -> Tensor:
+    flat = content[spec.offset : spec.offset + spec.nbytes].view(getattr(torch, spec.dtype))
+    return flat.view(spec.shape)

@@ -1,0 +1,105 @@
+"""A snapshot as a folder that other programs load: its tensors as safetensors, and small files beside them.
+
+Invariants
+- The bytes are checked on their way: a folder with its final name is whole and holds what the manifest names.
+- Folders come and go in a directory that is nobody else's.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from outpace.types import Manifest, TensorSpec, Version
+from outpace.weights.snapshot import ITEM_BYTES, opened, require_space
+
+MODEL = "model.safetensors"
+
+_LENGTH = struct.Struct("<Q")
+_ALIGNMENT = 8  # of the data, by the format
+_DTYPES = {
+    "float64": "F64",
+    "float32": "F32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+
+
+class Folders:
+    """One folder per version of one run."""
+
+    def __init__(self, directory: Path, tensors: str = MODEL) -> None:
+        """`tensors` is the name of the file with the weights. What an earlier owner left in `directory` is removed."""
+        self._directory = directory
+        self._tensors = tensors
+        self._written: dict[Version, Path] = {}
+        self.clear()
+
+    def write(self, manifest: Manifest, beside: Mapping[str, bytes] | None = None) -> Path:
+        """Raises `CorruptData`; or `OutpaceError` when there is no room, and then nothing is left behind."""
+        self.remove(manifest.version)
+        self._directory.mkdir(parents=True, exist_ok=True)
+        folder = self._directory / f"{manifest.incarnation}-{manifest.version}"
+        partial = folder.with_name(folder.name + ".partial")
+        header = _header(manifest.tensors)
+        require_space(self._directory, manifest.nbytes + len(header))
+        try:
+            partial.mkdir()
+            for name, content in (beside or {}).items():
+                (partial / name).write_bytes(content)
+            _write_tensors(partial / self._tensors, header, manifest)
+            partial.rename(folder)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        self._written[manifest.version] = folder
+        return folder
+
+    def remove(self, version: Version) -> None:
+        """Who has its files open can read them to the end."""
+        folder = self._written.pop(version, None)
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def keep_only(self, version: Version) -> None:
+        for other in [written for written in self._written if written != version]:
+            self.remove(other)
+
+    def clear(self) -> None:
+        shutil.rmtree(self._directory, ignore_errors=True)
+        self._written = {}
+
+
+def _write_tensors(path: Path, header: bytes, manifest: Manifest) -> None:
+    with opened(manifest) as snapshot, path.open("wb") as file:
+        file.write(header)
+        for spec in _ordered(manifest.tensors):
+            for piece in snapshot.chunks(spec):
+                file.write(piece)
+
+
+def _header(tensors: list[TensorSpec]) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for spec in _ordered(tensors):
+        end = offset + spec.nbytes
+        entries[spec.name] = {"dtype": _DTYPES[spec.dtype], "shape": spec.shape, "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return _LENGTH.pack(len(text)) + text
+
+
+def _ordered(tensors: list[TensorSpec]) -> list[TensorSpec]:
+    """The format wants the data without holes: the widest dtypes first keep every tensor aligned."""
+    return sorted(tensors, key=lambda spec: -ITEM_BYTES[spec.dtype])

@@ -1,0 +1,148 @@
+"""Weights that come over a process group of two: the learner, and this process.
+
+    meeting   host, port   where the learner listens for this one transfer
+              key          tells this transfer from any other at the same port
+              backend      "gloo" (through the processors' memory) or "nccl" (from GPU to GPU)
+              timeout_s    the whole of it may take so long
+              tensors      name, dtype, shape, offset, nbytes and crc32 of each, by offset
+
+The learner sends the snapshot's bytes from the first tensor to the end of the last, in pieces, and is told in return
+whether they came whole.
+
+Invariants
+- Every step has a deadline. A group is made for one transfer and belongs to it alone: what went wrong with one cannot
+  trouble the next, and torch's default group is left alone.
+- Nothing is handed on before all of it is here and every checksum is right.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import zlib
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import BroadcastOptions, PrefixStore, TCPStore
+
+SENDER, RECEIVER = 0, 1
+PIECE_BYTES = 64 << 20
+
+Meeting = dict[str, Any]
+
+
+class TransferFailed(RuntimeError):
+    """The weights did not come, or not whole."""
+
+
+def receive(meeting: Meeting) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that the learner sends, by name, once all of them are here."""
+    first, last = extent(meeting["tensors"])
+    channel = Channel(meeting, RECEIVER)
+    try:
+        content = torch.empty(last - first, dtype=torch.uint8, device=channel.device)
+        for piece in content.split(PIECE_BYTES):
+            channel.broadcast(piece, SENDER)
+        damaged = _damaged(content, meeting["tensors"], first)
+        channel.broadcast(torch.tensor([len(damaged)], device=channel.device), RECEIVER)
+    except RuntimeError as error:
+        raise TransferFailed(f"the weights did not come: {error}") from error
+    finally:
+        channel.close()
+    if damaged:
+        raise TransferFailed(f"the weights came with wrong checksums: {', '.join(damaged[:3])}")
+    for tensor in meeting["tensors"]:
+        start = tensor["offset"] - first
+        flat = content[start : start + tensor["nbytes"]].view(getattr(torch, tensor["dtype"]))
+        yield tensor["name"], flat.view(tensor["shape"])
+
+
+def extent(tensors: list[dict[str, Any]]) -> tuple[int, int]:
+    """Where the first tensor begins and the last one ends."""
+    begins = [tensor["offset"] for tensor in tensors]
+    ends = [tensor["offset"] + tensor["nbytes"] for tensor in tensors]
+    return min(begins, default=0), max(ends, default=0)
+
+
+class Channel:
+    """A process group of two for one transfer."""
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self._deadline = time.monotonic() + meeting["timeout_s"]
+        self._group: Any = None
+        self.device = torch.device("cuda") if meeting["backend"] == "nccl" else torch.device("cpu")
+        try:
+            store = PrefixStore(meeting["key"], self._store(meeting, rank))
+            make = _nccl_group if meeting["backend"] == "nccl" else _gloo_group
+            self._group = make(store, rank, self._left(), meeting["host"])
+        except (RuntimeError, OSError) as error:
+            self.close()
+            raise TransferFailed(f"no meeting at {meeting['host']}:{meeting['port']}: {error}") from error
+
+    def broadcast(self, data: Tensor, root: int) -> None:
+        options = BroadcastOptions()
+        options.rootRank = root
+        options.rootTensor = 0
+        options.timeout = self._left()
+        work = self._group.broadcast([data], options)
+        if self.device.type == "cpu":
+            work.wait()
+            return
+        while not work.is_completed():  # waiting would block for good: NCCL has no deadline of its own
+            if self._left() <= timedelta(milliseconds=1):
+                raise TransferFailed("the other side does not answer")
+            time.sleep(0.001)
+        work.wait()
+
+    def close(self) -> None:
+        """Give up whatever is under way. A second time does nothing."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
+
+    def _store(self, meeting: Meeting, rank: int) -> TCPStore:
+        host, port = meeting["host"], meeting["port"]
+        if rank == RECEIVER:
+            return TCPStore(host, port, 2, False, self._left())
+        listening = socket.create_server((host, port))  # there and nowhere else: torch would listen on every address
+        return TCPStore(host, port, 2, True, self._left(), False, master_listen_fd=listening.detach())
+
+    def _left(self) -> timedelta:
+        return timedelta(seconds=max(0.001, self._deadline - time.monotonic()))
+
+
+def _gloo_group(store: PrefixStore, rank: int, timeout: timedelta, host: str) -> Any:
+    from torch.distributed import ProcessGroupGloo
+
+    own_address = rank == SENDER or host in ("127.0.0.1", "localhost", "::1")
+    options = ProcessGroupGloo._Options()
+    options._timeout = timeout
+    options._devices = [
+        ProcessGroupGloo.create_device(hostname=host) if own_address else ProcessGroupGloo.create_default_device()
+    ]
+    return ProcessGroupGloo(store, rank, 2, options)
+
+
+def _nccl_group(store: PrefixStore, rank: int, timeout: timedelta, host: str) -> Any:
+    from torch.distributed import ProcessGroupNCCL
+
+    # Left to itself, torch ends the whole process when a peer is gone.
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+    os.environ["TORCH_NCCL_ENABLE_MONITORING"] = "0"
+    options = ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return ProcessGroupNCCL(store, rank, 2, options)
+
+
+def _damaged(content: Tensor, tensors: list[dict[str, Any]], first: int) -> list[str]:
+    data: Any = content.cpu().numpy()
+    memory = memoryview(data)
+    return [
+        tensor["name"]
+        for tensor in tensors
+        if zlib.crc32(memory[tensor["offset"] - first :][: tensor["nbytes"]]) != tensor["crc32"]
+    ]

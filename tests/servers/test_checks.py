@@ -1,0 +1,408 @@
+"""What is wrong with a server, in one line with a remedy, before a run has begun."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import ssl
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from outpace.engines.servers import checks
+from outpace.engines.servers.causes import cause_of, last_line
+from outpace.engines.servers.checks import check, until_ready
+from outpace.engines.servers.http import Http
+from outpace.engines.servers.launching import ServerProcess, free_port
+from outpace.engines.servers.spec import Facts, Server, Wanted
+from outpace.engines.servers.tokens import TEXTS, tokens_of
+from outpace.engines.servers.vllm import VllmServer
+from outpace.errors import BadInput, ServerFaulty, ServerGone, ServerRefused, ServerSilent
+from outpace.models.loading import resolve_model
+
+URL = "http://127.0.0.1:8000"
+STARTER, AGENT = str(resolve_model("starter")), str(resolve_model("starter-agent"))
+FINE = Facts(
+    "vllm", "0.32.0", "policy", 1024, "float32", "processed_logprobs", True, True, True, True, {"root": STARTER}
+)
+WANTED = Wanted(STARTER, "float32", 512, {"13 + 28": [1, 2, 3]}, "memory", False, 1.0)
+
+
+class Scripted:
+    """A server that says what it is told to; of the protocol, what checks need."""
+
+    url = URL
+
+    def __init__(self, facts: Facts = FINE, ids: list[int] | None = None, trouble: Exception | None = None) -> None:
+        self.said = facts
+        self.ids = ids
+        self.trouble = trouble
+
+    async def facts(self) -> Facts:
+        if self.trouble is not None:
+            raise self.trouble
+        return self.said
+
+    async def tokenized(self, text: str) -> list[int] | None:
+        return self.ids
+
+
+async def refusal(server: object, wanted: Wanted = WANTED) -> str:
+    with pytest.raises(BadInput) as refused:
+        await check(server, wanted)  # type: ignore[arg-type]
+    line = str(refused.value)
+    assert "\n" not in line
+    return line
+
+
+async def test_a_server_that_fits_is_taken() -> None:
+    assert await check(Scripted(ids=[1, 2, 3]), WANTED) == FINE  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("facts", "wanted", "line"),
+    [
+        pytest.param(
+            {"controls": False}, {},
+            "it cannot be paused and updated; start it with VLLM_SERVER_DEV_MODE=1 in its environment",
+            id="no dev mode",
+        ),
+        pytest.param(
+            {"logprobs": "raw_logprobs"}, {},
+            "its logprobs are raw_logprobs, not those of the distribution that it samples from; start it with "
+            "--logprobs-mode processed_logprobs",
+            id="raw logprobs",
+        ),
+        pytest.param(
+            {"kind": "sglang", "version": "0.5.9", "logprobs": "original"}, {},
+            "its logprobs are original, not those of the distribution that it samples from; start it without "
+            "SGLANG_RETURN_ORIGINAL_LOGPROB in its environment",
+            id="original logprobs",
+        ),
+        pytest.param(
+            {"details": {"root": AGENT}}, {},
+            f"it serves {AGENT}, the run trains {STARTER}; start it with the same model, or change model.path",
+            id="other model",
+        ),
+        pytest.param(
+            {"details": {"root": "a/first"}}, {"model": "a/second"},
+            "it serves a/first, the run trains a/second; start it with the same model, or change model.path",
+            id="other hub model",
+        ),
+        pytest.param(
+            {"dtype": "bfloat16"}, {},
+            "it computes in bfloat16, model.dtype is float32; start it with --dtype float32",
+            id="other dtype",
+        ),
+        pytest.param(
+            {"context": 256}, {},
+            "its context is 256 tokens, the run needs 512; start it with --max-model-len 512, or lower engine.context",
+            id="short context",
+        ),
+        pytest.param(
+            {"plugin": False}, {},
+            'weights.transport "memory" needs outpace\'s plugin in it; start it with `outpace serve`, or set '
+            'weights.transport = "files"',
+            id="no plugin",
+        ),
+        pytest.param(
+            {"adapters": False}, {"adapters": True},
+            "it takes no adapters, lora.rank needs them; start it with --enable-lora and "
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment",
+            id="no adapters",
+        ),
+        pytest.param({"version": "0.24.0"}, {}, "vllm 0.24.0 is too old; outpace needs 0.25 or later", id="too old"),
+    ],
+)  # fmt: skip
+async def test_what_does_not_fit_is_one_line_with_the_flag_to_add(
+    facts: dict[str, Any], wanted: dict[str, Any], line: str
+) -> None:
+    assert await refusal(Scripted(replace(FINE, **facts)), replace(WANTED, **wanted)) == f"{URL}: {line}"
+
+
+async def test_another_tokenizer_is_told_by_what_it_makes_of_a_text() -> None:
+    assert await refusal(Scripted(ids=[7])) == (
+        f"{URL}: its tokenizer reads '13 + 28' as [7], that of {STARTER} as [1, 2, 3]; start it with the run's own, "
+        f"--tokenizer {STARTER}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("facts", "wanted"),
+    [
+        ({"context": None, "dtype": None, "logprobs": None}, {}),
+        ({"context": 8}, {"context": None}),
+        ({"plugin": False}, {"transport": "files"}),
+        ({"plugin": False}, {"adapters": True}),
+        ({"adapters": False}, {}),
+        ({"version": "dev"}, {}),
+        ({"details": {"root": "/models/on/another/machine"}}, {}),
+        ({"details": {"root": "a/name"}}, {}),
+        ({"details": {}, "model": "a/name"}, {"model": "a/name"}),
+    ],
+)
+async def test_what_a_server_does_not_say_or_a_run_does_not_need_is_no_fault(
+    facts: dict[str, Any], wanted: dict[str, Any]
+) -> None:
+    await check(Scripted(replace(FINE, **facts)), replace(WANTED, **wanted))  # type: ignore[arg-type]
+
+
+async def test_the_same_model_in_another_directory_is_the_same(tmp_path: Path) -> None:
+    content = json.loads((Path(STARTER) / "config.json").read_text()) | {"dtype": "float32"}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    await check(Scripted(replace(FINE, details={"root": str(tmp_path)})), WANTED)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("trouble", "line"),
+    [
+        (ServerGone(f"{URL}/version: no connection (x)"), r"nothing listens there .*; is it the right port, and is th"),
+        (
+            ServerSilent("no answer within 20 s"),
+            r"it takes connections and gives no answer .* stopped, or overloaded\?$",
+        ),
+        (ServerRefused("404 Not Found", 404), r"something answers there that is no such server .*engine\.kind$"),
+        (
+            ServerRefused("401", 401),
+            r"it wants a key; put it into the environment variable that engine\.api_key_env na",
+        ),
+        (
+            ServerFaulty("no version"),
+            r"something answers there that is no such server \(no version\); look at engine\.urls",
+        ),
+    ],
+)
+async def test_a_server_that_cannot_be_asked_is_one_line_too(trouble: Exception, line: str) -> None:
+    assert re.match(rf"{URL}: {line}", await refusal(Scripted(trouble=trouble)))
+
+
+# ----------------------------------------------------------------------------------------- over a network, really
+
+Serve = Callable[..., Awaitable[int]]
+
+
+@pytest.fixture
+async def serve() -> AsyncIterator[Serve]:
+    """Serve some other web page, on a port that is returned."""
+    runners: list[web.AppRunner] = []
+
+    async def start(answer: str = "hello", status: int = 200, tls: ssl.SSLContext | None = None) -> int:
+        async def page(_: web.Request) -> web.Response:
+            return web.Response(text=answer, status=status)
+
+        app = web.Application()
+        app.router.add_route("*", "/{any:.*}", page)
+        runners.append(web.AppRunner(app))
+        await runners[-1].setup()
+        port = free_port()
+        await web.TCPSite(runners[-1], "127.0.0.1", port, ssl_context=tls).start()
+        return port
+
+    yield start
+    for runner in runners:
+        await runner.cleanup()
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> ssl.SSLContext:
+    files = [tmp_path / "key.pem", tmp_path / "certificate.pem"]
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", files[0], "-out", files[1],
+         "-days", "1", "-subj", "/CN=localhost"],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(files[1], files[0])
+    return context
+
+
+async def refused_at(url: str) -> str:
+    server = VllmServer(Http(url, retries=0))
+    try:
+        async with asyncio.timeout(20):
+            line = await refusal(server)
+    finally:
+        await server.close()
+    assert line.startswith(url)
+    return line
+
+
+async def test_a_wrong_port() -> None:
+    assert "nothing listens there" in await refused_at(f"http://127.0.0.1:{free_port()}")
+
+
+async def test_plain_http_to_a_server_that_speaks_tls(serve: Serve, certificate: ssl.SSLContext) -> None:
+    assert "https://" in await refused_at(f"http://127.0.0.1:{await serve(tls=certificate)}")
+
+
+async def test_tls_to_a_server_that_speaks_plain_http(serve: Serve) -> None:
+    assert "http://" in (await refused_at(f"https://127.0.0.1:{await serve()}")).partition(": ")[2]
+
+
+async def test_a_certificate_that_nobody_has_signed(serve: Serve, certificate: ssl.SSLContext) -> None:
+    assert "TLS certificate is not trusted" in await refused_at(f"https://127.0.0.1:{await serve(tls=certificate)}")
+
+
+@pytest.mark.parametrize(("answer", "status"), [("<html>", 200), ("{}", 200), ("no", 404), ("[]", 200), ("", 200)])
+async def test_some_other_web_server(serve: Serve, answer: str, status: int) -> None:
+    await refused_at(f"http://127.0.0.1:{await serve(answer, status)}")
+
+
+# ------------------------------------------------------------------------------------------------------------- ready
+
+
+class Starting:
+    """A server whose probes fail until it is ready; as a real one, it may also keep them waiting."""
+
+    url = URL
+
+    def __init__(self, fails: int = 0, hangs: bool = False) -> None:
+        self.left = fails
+        self.hangs = hangs
+
+    async def probe(self, deadline_s: float) -> None:
+        if self.hangs:
+            await asyncio.sleep(3600)
+        if self.left:
+            self.left -= 1
+            raise ServerGone("nobody there yet")
+
+
+Start = Callable[[str], Awaitable[ServerProcess]]
+
+
+@pytest.fixture
+async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
+    monkeypatch.setattr(checks, "TRY_S", 0.01)
+    monkeypatch.setattr(checks, "SAY_S", 0.02)
+    started: list[ServerProcess] = []
+
+    async def launch(program: str) -> ServerProcess:
+        argv = [sys.executable, "-c", program]
+        started.append(await ServerProcess.launch(argv, dict(os.environ), tmp_path / "server.log"))
+        return started[-1]
+
+    yield launch
+    for process in started:
+        await process.stop()
+
+
+STAYS = "import time; print('INFO 11-15 16:40:11 [loader.py:9] loading weights', flush=True); time.sleep(600)"
+
+
+async def ready(server: object, process: ServerProcess, start_s: float = 60.0) -> list[str]:
+    said: list[str] = []
+    async with asyncio.timeout(60):
+        await until_ready(server, process, start_s, said.append)  # type: ignore[arg-type]
+    return said
+
+
+async def test_a_server_is_ready_with_its_first_token(start: Start) -> None:
+    server = Starting(fails=5)
+    await ready(server, await start(STAYS))
+    assert server.left == 0
+
+
+async def test_meanwhile_people_hear_what_it_is_doing(start: Start) -> None:
+    said = await ready(Starting(fails=100), await start(STAYS))
+    assert re.fullmatch(r"the server is starting, \d+ s so far: loading weights", said[-1])
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_one_that_ends_is_told_by_its_own_words(start: Start, hangs: bool) -> None:
+    process = await start("import sys; sys.exit('ValueError: no such thing')")
+    with pytest.raises(BadInput) as failed:
+        await ready(Starting(fails=10**9, hangs=hangs), process)
+    assert str(failed.value) == (
+        f"the server exited with code 1: ValueError: no such thing; its log is {process.log_path}"
+    )
+
+
+async def test_one_that_is_killed_may_have_taken_too_much_memory(start: Start) -> None:
+    process = await start("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    with pytest.raises(BadInput, match=r"^the server was killed by SIGKILL: perhaps the machine has run out of memory"):
+        await ready(Starting(fails=10**9), process)
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_one_that_is_too_slow_is_told_by_the_setting_to_raise(start: Start, hangs: bool) -> None:
+    process = await start(STAYS)
+    with pytest.raises(
+        BadInput, match=r"^the server was not ready within 0\.3 s \(.+\); raise launch\.start_s, or look"
+    ):
+        await ready(Starting(fails=10**9, hangs=hangs), process, start_s=0.3)
+
+
+def test_checks_take_any_server() -> None:
+    server: Server = VllmServer(Http(URL))
+    assert server.url == URL
+
+
+# ------------------------------------------------------------------------------------------------------------ causes
+
+
+@pytest.mark.parametrize(
+    ("said", "cause"),
+    [
+        (
+            "usage: api_server.py [options]\napi_server.py: error: unrecognized arguments: --frobnicate",
+            "unrecognized arguments: --frobnicate; this version of the server knows no such flag; look at launch.args",
+        ),
+        (
+            "(EngineCore_DP0 pid=77) ERROR 11-15 16:40:11 [core.py:866] ValueError: Free memory on device (3/80 GiB) "
+            "is less than desired\n"
+            "(APIServer pid=7) RuntimeError: Engine core initialization failed. See root cause above. Failed core "
+            "proc(s): {}",
+            "ValueError: Free memory on device (3/80 GiB) is less than desired; lower launch.gpu_memory: somebody else "
+            "has the rest",
+        ),
+        (
+            "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig\n"
+            "  Value error, User-specified max_model_len (4096) is greater than the derived max_model_len (1024)\n"
+            "    For further information visit https://errors.pydantic.dev",
+            "User-specified max_model_len (4096) is greater than the derived max_model_len (1024); "
+            "lower engine.context",
+        ),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB",
+         "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB; lower launch.gpu_memory, "
+         "engine.slots or engine.context"),
+        ("/usr/bin/python3: Error while finding module specification (ModuleNotFoundError: No module named 'vllm')",
+         "/usr/bin/python3: Error while finding module specification (ModuleNotFoundError: No module named 'vllm'); "
+         "launch.python is not the Python of an environment with the server in it"),
+        ("OSError: [Errno 98] Address already in use",
+         "OSError: [Errno 98] Address already in use; give another launch.port, or 0 for a free one"),
+        ("Traceback\nKeyError: 'first'\nDuring handling\nRuntimeError: second", "RuntimeError: second"),
+        ("it just stopped\n", "it just stopped"),
+        ("", ""),
+    ],
+)  # fmt: skip
+def test_a_log_is_asked_for_the_cause(said: str, cause: str) -> None:
+    assert cause_of(said) == cause
+
+
+def test_the_last_line_is_what_it_is_doing() -> None:
+    assert last_line("(APIServer pid=7) INFO 11-15 16:40:11 [gpu.py:1] Capturing graphs\n\n") == "Capturing graphs"
+    assert last_line("") == ""
+
+
+# ------------------------------------------------------------------------------------------------------------ tokens
+
+
+async def test_texts_become_the_ids_that_the_runs_tokenizer_gives() -> None:
+    first, second = await asyncio.gather(tokens_of("starter", False), tokens_of("starter-agent", False))
+    assert set(first) == set(TEXTS)
+    assert all(first.values())
+    assert first != second, "other models are told apart by them"
+
+
+async def test_a_model_without_a_tokenizer_is_a_line(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"^model\.path .*: no usable tokenizer: "):
+        await tokens_of(str(tmp_path), False)

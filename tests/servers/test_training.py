@@ -1,0 +1,174 @@
+"""Whole runs on real vLLM servers: they learn, weights change inside sequences, and servers that stop or die cost
+nothing but time."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from drills.checks import accounting
+from support import journalled, read_lines
+
+PYTHON = os.environ.get("OUTPACE_VLLM_PYTHON", "")
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not PYTHON, reason="OUTPACE_VLLM_PYTHON names no Python with vLLM"),
+]
+
+COMMON = (
+    "--engine.kind=vllm", f"--launch.python={PYTHON}", "--pacing.groups_per_step=16", "--pacing.chunk_groups=8",
+    "--rollout.group_size=8", "--learner.lr=5e-4", "--eval.count=128", "--launch.env={VLLM_CPU_KVCACHE_SPACE=1}",
+)  # fmt: skip
+
+
+class Running:
+    """A run under way, and the servers that it has started."""
+
+    def __init__(self, directory: Path, *settings: str) -> None:
+        self.directory = directory
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "outpace.cli", "train", f"--run.dir={directory}", *COMMON, *settings],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | {"COLUMNS": "160"},
+        )  # fmt: skip
+
+    def servers(self) -> list[psutil.Process]:
+        """The process of each server that answers requests, in the order of their ports."""
+        family = psutil.Process(self.process.pid).children(recursive=True)
+        found = {_port(words): child for child in family if "api_server" in " ".join(words := _words(child))}
+        return [found[port] for port in sorted(found)]
+
+    def lines(self, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+        path = self.directory / name
+        return read_lines(path) if path.exists() else []
+
+    def until(self, true: Callable[[], object], patience_s: float = 300) -> None:
+        deadline = time.monotonic() + patience_s
+        while not true():
+            assert self.process.poll() is None, self.process.communicate()[0]
+            assert time.monotonic() < deadline, f"it did not come to that; {self.lines()[-1:]}"
+            time.sleep(0.2)
+
+    def end(self, patience_s: float = 600) -> dict[str, Any]:
+        """The summary, after an end without failure that leaves no server behind."""
+        servers = self.servers() if self.process.poll() is None else []
+        out, _ = self.process.communicate(timeout=patience_s)
+        assert self.process.returncode == 0, out
+        _, left = psutil.wait_procs(servers, timeout=10)
+        assert not left, "servers outlive their run"
+        summary: dict[str, Any] = json.loads((self.directory / "summary.json").read_text())
+        return summary
+
+    def kill(self) -> None:
+        for server in self.servers() if self.process.poll() is None else []:
+            server.kill()
+        self.process.kill()
+        self.process.wait()
+
+
+def _words(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def _port(words: list[str]) -> int:
+    return int(words[words.index("--port") + 1]) if "--port" in words else 0
+
+
+def family_of(server: psutil.Process) -> list[psutil.Process]:
+    return [server, *server.children(recursive=True)]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Running]]:
+    runs: list[Running] = []
+
+    def start(*settings: str) -> Running:
+        runs.append(Running(tmp_path / f"run{len(runs)}", *settings))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.kill()
+
+
+def swapped_inside(run: Path) -> int:
+    """How many trained sequences were sampled by more than one version."""
+    rows = [row for record in journalled(run / "journal").values() for row in record.rows]
+    return sum(len(set(row.versions[row.mask].tolist())) > 1 for row in rows)
+
+
+def test_a_run_on_a_real_server_learns_and_its_weights_change_inside_sequences(start: Callable[..., Running]) -> None:
+    run = start("--run.steps=30", "--checkpoint.every=0")
+    summary = run.end()
+    assert summary["eval_last"] > summary["eval_first"] + 0.08
+    lines = run.lines()
+    loads = [line for line in lines if line["sync/loads"]]
+    assert len(loads) >= 10
+    assert all(line["sync/pause_s"] > 0 and line["sync/bytes"] > 0 for line in loads)
+    assert max(line["episode/swapped"] for line in lines) > 0
+    assert swapped_inside(run.directory) > 0
+    assert summary["lag_max"] <= 2
+    first = next(line for line in lines if line["lag/max"] == 0)
+    assert first["offpolicy/kl"] < 1e-4, "sampler and learner agree while they have the same weights"
+
+
+@pytest.mark.parametrize(
+    "travelling",
+    [("--lora.rank=8", "--learner.lr=5e-3"), ("--weights.delta=true", "--model.dtype=bfloat16")],
+    ids=["adapters", "deltas"],
+)
+def test_a_run_learns_whatever_way_its_weights_travel(
+    start: Callable[..., Running], travelling: tuple[str, ...]
+) -> None:
+    run = start("--run.steps=20", *travelling)
+    summary = run.end()
+    assert summary["eval_last"] > summary["eval_first"] + 0.04
+    whole = 2 * 900_000  # bytes of the model in bfloat16
+    bytes_per_load = [line["sync/bytes"] / line["sync/loads"] for line in run.lines() if line["sync/loads"]]
+    assert 0 < min(bytes_per_load) < whole
+
+
+def test_a_server_that_is_killed_under_load_and_one_that_is_stopped_cost_no_group(
+    start: Callable[..., Running],
+) -> None:
+    run = start(
+        "--run.steps=40", "--engine.count=2", "--engine.probe_s=1", "--engine.probe_deadline_s=4",
+        "--engine.control_s=10", "--pacing.max_lag=4", "--supervise.probe_s=2", "--eval.count=0",
+    )  # fmt: skip
+    run.until(lambda: len(run.lines()) >= 3)
+    killed, stopped = run.servers()
+    before = len(run.lines())
+    killed.send_signal(signal.SIGKILL)
+    run.until(lambda: len(run.lines()) >= before + 3)  # the other one carries the run meanwhile
+    run.until(lambda: len(run.servers()) == 2)
+    run.until(lambda: run.lines()[-1]["fleet/healthy"] == 2)
+    for process in family_of(stopped):
+        process.send_signal(signal.SIGSTOP)  # its port still accepts
+    before = len(run.lines())
+    run.until(lambda: len(run.lines()) >= before + 3)
+    run.until(lambda: not stopped.is_running() or stopped.status() == psutil.STATUS_ZOMBIE)
+    summary = run.end()
+    assert summary["steps"] == 40
+    assert accounting(run.directory, _tasks(run.directory), None) == []
+    settled = [visit for line in run.lines("batches.jsonl") for visit in line.get("settled", [])]
+    assert not [visit for visit in settled if visit["outcome"] == "failed"], "no request was lost"
+    assert sum(line.get("faults/engine_lost", 0) for line in run.lines()) >= 2
+
+
+def _tasks(run: Path) -> int:
+    found: int = json.loads((run / "tasks.json").read_text())["count"]
+    return found

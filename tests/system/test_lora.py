@@ -1,0 +1,49 @@
+"""Adapters in the whole system, with the embedded engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import outpace as api
+from outpace.errors import BadInput
+from support import read_lines
+
+Settings = dict[str, Any]
+
+
+def train(settings: Settings, run: Path, resume: bool = False, **more: Any) -> api.Summary:
+    dotted = {key.replace("__", "."): value for key, value in more.items()}
+    values = {**settings, "run.dir": str(run), "run.runtime": "inline", "run.deterministic": True, **dotted}
+    return api.Trainer(config=values, quiet=True).train(resume=resume)
+
+
+def told(run: Path) -> list[tuple[float, float]]:
+    return [(line["loss/policy"], line["reward/mean"]) for line in read_lines(run / "metrics.jsonl")]
+
+
+@pytest.fixture
+def adapters(settings: Settings) -> Settings:
+    return {**settings, "lora.rank": 4, "learner.lr": 1e-2, "checkpoint.every": 2}
+
+
+def test_a_run_of_adapters_goes_on_after_a_checkpoint_as_if_it_had_never_stopped(
+    adapters: Settings, tmp_path: Path
+) -> None:
+    train(adapters, tmp_path / "whole", run__steps=4)
+    train(adapters, tmp_path / "parts", run__steps=2)
+    train(adapters, tmp_path / "parts", resume=True, run__steps=4)
+    assert told(tmp_path / "parts") == told(tmp_path / "whole")
+    assert len({reward for _, reward in told(tmp_path / "whole")}) > 1
+    with pytest.raises(BadInput, match=r"does not fit this config: .*lora.rank must stay 4") as caught:
+        train(adapters, tmp_path / "parts", resume=True, run__steps=6, lora__rank=2)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_adapters_learn_the_starter_task_at_their_own_learning_rate(tmp_path: Path) -> None:
+    settings = {"lora.rank": 8, "run.steps": 8, "pacing.groups_per_step": 8, "eval.count": 0, "checkpoint.every": 0}
+    train(settings, tmp_path / "run", run__threads=1)
+    rewards = [reward for _, reward in told(tmp_path / "run")]
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1, rewards

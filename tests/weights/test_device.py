@@ -1,0 +1,244 @@
+"""Snapshots in GPU memory. The rules of buffers and sums need no GPU; that another process reads them does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from outpace.types import Manifest
+from outpace.weights.device import DeviceSnapshotWriter
+from outpace_vllm.ipc import DeviceMemoryError, open_device_memory, word_sums
+
+
+class Shelf:
+    """Stands in for the driver: handles are numbers of buffers that it has seen."""
+
+    def __init__(self) -> None:
+        self.memory: list[Tensor] = []
+
+    def share(self, memory: Tensor, owner: bytes) -> bytes:
+        self.memory.append(memory)
+        return str(len(self.memory) - 1).encode()
+
+    def content(self, manifest: Manifest) -> Tensor:
+        assert manifest.device is not None
+        return self.memory[int(manifest.device.handle)]
+
+
+def writer_on(shelf: Shelf, dtype: torch.dtype | None = None) -> DeviceSnapshotWriter:
+    return DeviceSnapshotWriter("cpu", "a", dtype, shelf.share)
+
+
+def weights_of(version: int, device: str = "cpu") -> dict[str, Tensor]:
+    torch.manual_seed(version)
+    embedding = torch.randn(7, 5, device=device)
+    return {
+        "embed": embedding,
+        "scalar": torch.tensor(float(version), device=device),
+        "odd": torch.randn(3, device=device).bfloat16(),
+        "head": embedding,
+        "turned": torch.arange(12.0, device=device).view(3, 4).t(),
+        "steps": torch.tensor([version, 2, 3], device=device),
+        "empty": torch.zeros(0, 4, device=device),
+    }
+
+
+def tensors_in(content: Tensor, manifest: Manifest) -> dict[str, Tensor]:
+    return {
+        spec.name: content[spec.offset : spec.offset + spec.nbytes].view(getattr(torch, spec.dtype)).view(spec.shape)
+        for spec in manifest.tensors
+    }
+
+
+def places(manifest: Manifest) -> list[tuple[int, int]]:
+    return [(spec.offset, spec.nbytes) for spec in manifest.tensors]
+
+
+def assert_holds(content: Tensor, manifest: Manifest, version: int) -> None:
+    expected = weights_of(version)
+    del expected["head"]
+    found = tensors_in(content.cpu(), manifest)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
+    assert manifest.device is not None
+    assert word_sums(content, places(manifest)) == manifest.device.sums
+
+
+def test_what_is_published_is_read_back_with_tied_weights_once() -> None:
+    shelf = Shelf()
+    manifest = writer_on(shelf).publish(3, weights_of(3), [])
+    assert (manifest.incarnation, manifest.version, manifest.path) == ("a", 3, "")
+    assert_holds(shelf.content(manifest), manifest, 3)
+
+
+def test_floating_point_weights_are_cast_and_integers_are_not() -> None:
+    shelf = Shelf()
+    manifest = writer_on(shelf, torch.bfloat16).publish(1, weights_of(1), [])
+    found = tensors_in(shelf.content(manifest), manifest)
+    assert torch.equal(found["embed"], weights_of(1)["embed"].bfloat16())
+    assert found["steps"].dtype == torch.int64
+
+
+def test_every_flipped_bit_changes_the_sum_of_its_tensor_and_of_no_other() -> None:
+    shelf = Shelf()
+    manifest = writer_on(shelf).publish(0, weights_of(0), [])
+    content = shelf.content(manifest)
+    assert manifest.device is not None
+    for number, spec in enumerate(manifest.tensors):
+        for byte in {0, spec.nbytes - 1} if spec.nbytes else ():
+            for bit in range(8):
+                content[spec.offset + byte] ^= 1 << bit
+                sums = word_sums(content, places(manifest))
+                assert [n for n, s in enumerate(sums) if s != manifest.device.sums[n]] == [number]
+                content[spec.offset + byte] ^= 1 << bit
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.sets(st.integers(0, 3), max_size=2), min_size=1, max_size=12))
+def test_the_latest_and_every_leased_snapshot_stay_whole(lease_ages: list[set[int]]) -> None:
+    """Before each publish some recent versions are leased; a version once given up is not leased again."""
+    shelf = Shelf()
+    writer = writer_on(shelf)
+    alive: dict[int, Manifest] = {}
+    for version, ages in enumerate(lease_ages):
+        leased = {v for v in (version - 1 - age for age in ages) if v in alive}
+        alive = {v: m for v, m in alive.items() if v in leased or v == version - 1}
+        alive[version] = writer.publish(version, weights_of(version), leased)
+        for v, manifest in alive.items():
+            assert_holds(shelf.content(manifest), manifest, v)
+    assert writer.buffers <= 2 + 2 + 1
+
+
+def test_a_snapshot_that_is_not_sealed_yet_is_not_overwritten() -> None:
+    shelf = Shelf()
+    writer = writer_on(shelf)
+    drafts = [writer.copy(version, weights_of(version), []) for version in range(3)]
+    for version, draft in enumerate(drafts):
+        manifest = writer.seal(draft)
+        assert_holds(shelf.content(manifest), manifest, version)
+
+
+def test_a_policy_that_changes_its_tensors_is_a_mistake() -> None:
+    writer = writer_on(Shelf())
+    writer.publish(0, {"t": torch.zeros(3)}, [])
+    with pytest.raises(AssertionError, match="keep their names"):
+        writer.publish(1, {"t": torch.zeros(4)}, [])
+
+
+@pytest.mark.parametrize("handle", [b"", b"outpaceG", b"x" * 104])
+def test_bytes_that_are_no_handle_are_refused_before_any_driver_is_asked(handle: bytes) -> None:
+    with pytest.raises(DeviceMemoryError, match="handle"):
+        open_device_memory(handle, 0, 1)
+
+
+# ------------------------------------------------------------------------------------------------- with a real GPU
+
+READER = """
+import sys, msgspec, torch
+from outpace.types import Manifest
+from outpace_vllm.ipc import close_device_memory, open_device_memory, word_sums
+
+for line in sys.stdin:
+    manifest = msgspec.json.decode(line, type=Manifest)
+    content = open_device_memory(manifest.device.handle, 0, manifest.device.nbytes)
+    sums = word_sums(content, [(s.offset, s.nbytes) for s in manifest.tensors])
+    whole = sums == manifest.device.sums
+    del content
+    close_device_memory() if manifest.version % 2 else None
+    print(manifest.version, whole, flush=True)
+"""
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+class Reader:
+    """Another process that opens what it is told to, and says whether it is whole."""
+
+    def __init__(self, directory: Path) -> None:
+        program = directory / "reader.py"
+        program.write_text(READER)
+        self.process = subprocess.Popen(
+            [sys.executable, str(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def reads(self, manifest: Manifest) -> str:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(msgspec.json.encode(manifest).decode() + "\n")
+        self.process.stdin.flush()
+        return self.process.stdout.readline().strip()
+
+    def end(self) -> int:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        return self.process.wait(30)
+
+
+def large(version: int) -> dict[str, Tensor]:
+    return {"small": torch.full((3,), float(version), device="cuda"), "t": torch.randn(4_000_000, device="cuda")}
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_another_process_reads_every_snapshot_and_sees_a_flipped_bit(tmp_path: Path) -> None:
+    writer = DeviceSnapshotWriter("cuda", "a", torch.bfloat16)
+    reader = Reader(tmp_path)
+    for version in range(20):
+        assert reader.reads(writer.publish(version, large(version), [])) == f"{version} True"
+    draft = writer.copy(20, large(20), [])
+    manifest = writer.seal(draft)
+    draft.buffer.content[manifest.tensors[1].offset + 5] ^= 1
+    torch.cuda.synchronize()
+    assert reader.reads(manifest) == "20 False"
+    assert writer.buffers <= 3
+    assert reader.end() == 0
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_readers_that_are_killed_cost_the_writer_nothing(tmp_path: Path) -> None:
+    writer = DeviceSnapshotWriter("cuda", "a", torch.bfloat16)
+    for version in range(3):
+        reader = Reader(tmp_path)
+        assert reader.reads(writer.publish(2 * version, large(0), [])) == f"{2 * version} True"
+        reader.process.kill()
+        reader.process.wait(30)
+    before = torch.cuda.memory_allocated()
+    writer.close()
+    torch.cuda.empty_cache()
+    assert before - torch.cuda.memory_allocated() >= 2 * 8_000_000
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_reader_lets_go_of_the_memory_of_a_writer_that_has_gone(tmp_path: Path) -> None:
+    reader = Reader(tmp_path)
+    first = DeviceSnapshotWriter("cuda", "a")
+    second = DeviceSnapshotWriter("cuda", "b")
+    assert reader.reads(first.publish(0, large(0), [])) == "0 True"
+    assert reader.reads(second.publish(2, large(2), [])) == "2 True"
+    assert reader.reads(first.publish(4, large(4), [])) == "4 True", "opened again"
+    assert reader.end() == 0
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_steps_queued_after_the_copy_do_not_reach_the_snapshot() -> None:
+    writer = DeviceSnapshotWriter("cuda", "a")
+    weight = torch.ones(50_000_000, device="cuda")
+    draft = writer.copy(0, {"w": weight}, [])
+    for _ in range(20):
+        weight.add_(1)
+    manifest = writer.seal(draft)
+    assert bool((tensors_in(draft.buffer.content, manifest)["w"] == 1).all())
+    assert manifest.seconds > 0
