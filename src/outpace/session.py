@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,11 +23,13 @@ from outpace.config import Config
 from outpace.config.algorithm import DifficultyConfig, GovernorConfig, ReplayConfig
 from outpace.config.loading import dump_toml
 from outpace.errors import EXIT_LEFT_AT_ONCE, BadInput, CorruptData, Interrupted, OutpaceError, PartFailed
+from outpace.observe import startup
 from outpace.observe.callbacks import Callback, CallbackRunner
 from outpace.observe.console import ProgressConsole
 from outpace.observe.runlog import RunLog
 from outpace.observe.summary import Summary
 from outpace.parts import PartSpecs
+from outpace.pipeline.agreement import check_engines
 from outpace.pipeline.budget import Limits
 from outpace.pipeline.caretaker import CareSettings
 from outpace.pipeline.core import Core
@@ -153,8 +156,9 @@ class Session:
         try:
             recorder.console.status(self._opening(past))
             specs = PartSpecs(self._config, self._log.dir, scratch.path, self._plan.code)
-            parts = await self._start_parts(runtime, specs)
+            parts = await self._start_parts(runtime, specs, recorder.console.status)
             await self._restore(parts, past)
+            await self._agree(parts, past.version, recorder.console.status)
             core = Core(settings, order, past.state, past.survivors, past.evaluated)
             await asyncio.to_thread(self._open_log, recorder, past)
             self._driver = self._make_driver(core, parts, recorder, past, self._recruit(runtime, specs))
@@ -194,13 +198,17 @@ class Session:
             return InlineRuntime()
         return LocalRuntime(self._log.dir / "logs", append=self._plan.resumes, guardian=scratch.guardian)
 
-    async def _start_parts(self, runtime: Runtime, specs: PartSpecs) -> Parts:
+    async def _start_parts(self, runtime: Runtime, specs: PartSpecs, say: Callable[[str], None]) -> Parts:
         engines = specs.engines()
-        learner, *others = await together(
-            runtime.start(Learner, *specs.learner()),
-            *(runtime.start(Engine, *engine) for engine in engines),
-            *(runtime.start(Worker, *worker) for worker in specs.workers()),
-        )
+        telling = asyncio.create_task(startup.follow(self._log.dir / "logs", specs.sockets, say))
+        try:
+            learner, *others = await together(
+                runtime.start(Learner, *specs.learner()),
+                *(runtime.start(Engine, *engine) for engine in engines),
+                *(runtime.start(Worker, *worker) for worker in specs.workers()),
+            )
+        finally:
+            telling.cancel()
         workers = others[len(engines) :]
         return Parts(
             learner=learner,
@@ -233,6 +241,15 @@ class Session:
         except CorruptData as error:  # its checksums were right: it is another config's
             raise BadInput(f"--resume: {past.checkpoint} does not fit this config: {error}") from None
         assert version == past.version, f"the learner is at version {version}, the controller at {past.version}"
+
+    async def _agree(self, parts: Parts, version: Version, say: Callable[[str], None]) -> None:
+        """The embedded engine has held its decoder against the model itself; what a server does is to be seen."""
+        if self._config.engine.kind == "embedded":
+            return
+        say("engines and learner are held against each other")
+        await check_engines(
+            parts.engines, parts.learner, next(iter(parts.workers.values())), self._config, version, say
+        )
 
     # ------------------------------------------------------------------------------------------------ the controller
 

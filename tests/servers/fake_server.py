@@ -25,6 +25,7 @@ Trouble = Literal[
     "error",
     "refusal",
     "drop",
+    "last_word",
     "hang",
     "abort",
     "more",
@@ -51,6 +52,7 @@ class FakeServer:
     url: str = ""
     asked: list[dict[str, Any]] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
+    unknown: set[str] = field(default_factory=set)  # models
     silent: set[str] = field(default_factory=set)  # paths that never answer
     failing: set[str] = field(default_factory=set)  # paths that answer with 500
     running: dict[str, asyncio.Event] = field(default_factory=dict)
@@ -126,6 +128,8 @@ class FakeServer:
         fault = None if body["request_id"].startswith("probe") else self.fault()
         if fault is not None and fault.trouble in ("500", "429", "400"):
             return web.json_response({"error": {"message": "no"}}, status=int(fault.trouble))
+        if body["model"] in self.unknown:
+            return web.json_response({"error": {"message": "no such model"}}, status=404)
         self.asked.append(body)
         name = f"generate-tokens-{body['request_id']}"
         ended = self.running[name] = asyncio.Event()
@@ -197,6 +201,11 @@ class _Stream:
             case "refusal":
                 await self._write({"error": {"message": "the prompt is wrong", "code": 400}})
             case "drop":
+                assert self.request.transport is not None
+                self.request.transport.abort()
+            case "last_word":
+                await self._send([token])
+                await asyncio.sleep(0.05)
                 assert self.request.transport is not None
                 self.request.transport.abort()
             case "hang":

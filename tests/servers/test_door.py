@@ -166,8 +166,10 @@ async def test_zero_retries_are_legal() -> None:
 
 async def test_an_answer_that_lost_only_its_last_word_is_whole() -> None:
     async with a_scene(retries=0) as scene:
-        scene.fake.fault = lambda: Fault("drop", after=7)
-        assert (await scene.ask(max_tokens=7)).stop == "length"
+        scene.fake.fault = lambda: Fault("last_word", after=6)
+        answer = await scene.ask(max_tokens=7)
+        assert answer.stop == "length"
+        assert is_whole(answer, 7)
 
 
 async def test_with_stop_strings_the_rest_is_left_to_whoever_can_decode() -> None:
@@ -217,6 +219,36 @@ async def test_the_deadline_does_not_run_while_we_hold_the_server_still() -> Non
         transport.swap = swap  # type: ignore[method-assign]
         await scene.load(1)
         assert is_whole(await request, 50)
+
+
+async def test_the_deadline_begins_anew_when_the_server_goes_on() -> None:
+    async with a_scene(retries=0, idle_s=0.3) as scene:
+        scene.fake.fault = lambda: Fault("hang", after=3)
+        request = asyncio.create_task(scene.ask())
+        await _begun(scene)
+        await scene.door.peek("r", 2)
+        began = asyncio.get_running_loop().time()
+        with scene.door._desk.holding():
+            await asyncio.sleep(0.5)
+        assert (await request).stop == "lost"
+        assert asyncio.get_running_loop().time() - began >= 0.5 + 0.3
+
+
+async def test_nothing_is_sent_while_we_hold_the_server_still() -> None:
+    transport = FakeTransport()
+    async with a_scene(transport=transport) as scene:
+        requests: list[asyncio.Task[Generation]] = []
+        taken = transport.swap
+
+        async def swap(ready: Any) -> None:
+            requests.append(asyncio.create_task(scene.ask()))
+            await asyncio.sleep(0.05)
+            await taken(ready)
+
+        transport.swap = swap  # type: ignore[method-assign]
+        await scene.load(1)
+        assert (await requests[0]).versions.tolist() == [1] * 8
+        assert [asked["cache_salt"] for asked in scene.fake.asked] == ["run.1"]
 
 
 async def test_nothing_outgrows_the_context() -> None:
@@ -328,7 +360,7 @@ async def test_whatever_fails_no_token_is_missing_or_comes_twice(faults: list[An
 
 async def test_one_failure_in_twenty_costs_nobody_an_answer() -> None:
     dice = random.Random(3)
-    async with a_scene(retries=4, slots=16) as scene:
+    async with a_scene(retries=4, slots=16, probe_s=0.05, probe_deadline_s=5.0) as scene:
         scene.fake.fault = lambda: Fault(dice.choice(FAULTS), dice.randrange(8)) if dice.random() < 0.05 else None
         answers = await asyncio.gather(*(scene.ask(f"r{n}") for n in range(200)))
         assert all(is_whole(answer, 8) for answer in answers)
@@ -421,6 +453,7 @@ async def test_a_torn_update_ends_what_runs_and_serves_nothing_until_the_next() 
         assert lost.versions.tolist() == [0] * len(lost.tokens)
         assert (await waiting).stop == "lost"
         assert (await scene.door.stats()).health == "stale"
+        assert scene.fake.goes_on.is_set()  # so that probes can tell how it is
         later = asyncio.create_task(scene.ask("later"))
         await asyncio.sleep(0.05)
         assert not later.done()
@@ -543,6 +576,19 @@ async def test_an_adapter_that_is_not_taken_leaves_the_old_one() -> None:
         assert (await scene.ask()).versions.tolist() == [1] * 8
 
 
+async def test_a_server_that_has_lost_its_adapters_is_loaded_anew() -> None:
+    transport = FakeTransport(holds_still=False)
+    async with a_scene(transport=transport) as scene:
+        await scene.load(1)
+        scene.fake.unknown.add("v1")
+        assert (await scene.ask()).stop == "lost"
+        assert scene.health.state == "stale"
+        scene.fake.unknown.clear()
+        await scene.load(1)
+        assert transport.swapped == [1, 1]
+        assert (await scene.ask()).versions.tolist() == [1] * 8
+
+
 # ---------------------------------------------------------------------------------------------------------- death
 
 
@@ -563,6 +609,16 @@ async def test_a_server_that_answers_no_probe_is_dead_and_its_requests_are_lost(
         assert (await scene.ask("new")).stop == "lost"
         with pytest.raises(UpdateFailed, match="dead"):
             await scene.load(1)
+
+
+async def test_requests_that_fail_are_for_a_probe_to_judge(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outpace.engines.servers.watching._DOUBT_S", 0.01)
+    async with a_scene(retries=0) as scene:
+        scene.fake.fault = lambda: Fault("500")
+        for name in "abc":
+            assert (await scene.ask(name)).stop == "lost"
+        scene.fake.fault = lambda: None
+        assert is_whole(await scene.ask(), 8)  # once a probe has passed, and long before the next one was due
 
 
 async def test_probes_rest_while_we_hold_the_server_still() -> None:

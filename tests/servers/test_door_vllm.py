@@ -102,8 +102,9 @@ def published(directory: Path, version: int, change: float) -> Manifest:
     tensors = {
         name: value + change * torch.randn_like(value) for name, value in load_model("starter").state_dict().items()
     }
-    writer = SnapshotWriter(directory / f"store-{version}", "run")
-    return writer.publish(version, tensors, [])
+    store = directory / f"store-{version}"
+    store.mkdir()
+    return SnapshotWriter(store, "run").publish(version, tensors, [])
 
 
 async def ask(door: Door, name: str = "r", max_tokens: int = 40, **how: Any) -> Generation:

@@ -87,6 +87,7 @@ async def swap(theirs: Sglang, ours: SglangServer, model: Path, version: int, re
     asked = {"model_path": str(model), "flush_cache": False}
     await ours.http.post("/update_weights_from_disk", asked, deadline_s=10)
     await ours.label(version)
+    await asyncio.sleep(2 * theirs.lag_s)  # what is on its way arrives, under whichever label
     await ours.resume(recompute)
 
 

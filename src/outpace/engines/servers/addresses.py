@@ -10,7 +10,6 @@ from outpace.engines.servers.http import Http
 from outpace.engines.servers.sglang import SglangServer
 from outpace.engines.servers.vllm import VllmServer
 
-
 AnyServer = VllmServer | SglangServer
 
 

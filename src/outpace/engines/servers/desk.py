@@ -60,6 +60,7 @@ class Desk:
         self.tally = Tally()
         self.busy, self.eval_busy = BusyClock(), BusyClock()
         self.died = asyncio.Event()
+        self.doubted = asyncio.Event()  # requests have failed: it is for a probe to say what that means
         self.closed = False
         self.held = False  # we have made the server hold still
         self.holds = 0  # how often
@@ -95,6 +96,8 @@ class Desk:
             self.gate.end("lost")
         if not self.health.finishes:
             self._end_parts()
+        if self.health.state == "suspect":
+            self.doubted.set()
         if self.health.state == "dead":
             self.died.set()
         self.gate.turn()

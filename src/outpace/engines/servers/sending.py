@@ -33,6 +33,10 @@ _FOREIGN = "it samples by weights that are not ours; was it restarted?"
 _LAST_WORD_S = 5.0  # how long a server may take to end a request by name
 
 
+def _lacks_adapter(part: Part, failure: ServerFailed | None) -> bool:
+    return part.ask.adapter is not None and isinstance(failure, ServerRefused) and failure.status == 404
+
+
 class Sender:
     """`spans`: the server accounts for versions, and they are ours."""
 
@@ -118,6 +122,9 @@ class Sender:
             return "lost"
         running.join(part)
         self._count(part, training)
+        if _lacks_adapter(part, failure):
+            self._desk.torn(_FOREIGN)
+            return "lost"
         if isinstance(failure, ServerRefused):
             raise RequestFailed(f"the server refuses the request: {failure}") from failure
         if failure is not None:

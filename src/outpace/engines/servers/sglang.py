@@ -8,8 +8,8 @@ It takes and gives token ids by `/generate`. Traps of its protocol, which shape 
   are cached under their salt, and the cache cannot be flushed while requests are queued: trying to as part of an update
   kills the server. So to recompute, requests are retracted, then ended, the cache is flushed, and they are asked again
   with what they have, under another salt. Its pause `abort` polls until nothing runs, and is not used.
-- Changing the label of the weights ends all requests unless told not to. Tokens that were sampled long before but are
-  still on their way inside the server get the label too: so it is changed when nothing has come for a moment.
+- Changing the label of the weights ends all requests unless told not to. Tokens that are still on their way through the
+  server get the label too: so it is changed only when a pause has lasted for a moment.
 """
 
 from __future__ import annotations
@@ -46,8 +46,7 @@ from outpace.types import Sampling, Version
 
 _ASKED_S = 20.0
 _LEAVING_S = 5.0
-_QUIET_S = 0.05  # tokens take less from being sampled to being sent
-_LOUD_S = 2.0  # for so long quiet is waited for
+_TRAVEL_S = 0.05  # tokens take less from being sampled to being sent; a swap mostly takes longer
 
 
 @dataclass
@@ -70,7 +69,7 @@ class SglangServer:
         self._version: Version | None = None  # that it is labelled with
         self._moves = 0  # how often running requests were made to recompute
         self._retracted = 0
-        self._heard = 0.0  # when a token came last
+        self._still = 0.0  # since when it samples nothing
         self._runs: dict[str, _Run] = {}
         self._leaving: set[asyncio.Task[None]] = set()
 
@@ -116,7 +115,6 @@ class SglangServer:
         try:
             async with aclosing(self.http.events(GENERATE, asked)) as payloads:
                 async for payload in payloads:
-                    self._heard = time.monotonic()
                     piece = reader.piece_of(payload)
                     ended = piece.stop is not None
                     if run.cut == "moved" and piece.stop in (None, "aborted"):
@@ -160,6 +158,7 @@ class SglangServer:
 
     async def pause(self) -> None:
         await self._control(PAUSE, {"mode": "in_place"})
+        self._still = time.monotonic()
 
     async def resume(self, recompute: bool) -> None:
         if recompute:
@@ -175,19 +174,13 @@ class SglangServer:
         return None
 
     async def label(self, version: Version) -> None:
-        await self._quiet()
+        await asyncio.sleep(max(0.0, self._still + _TRAVEL_S - time.monotonic()))
         await self._control(LABEL, {"new_version": f"{self._mark}{version}", "abort_all_requests": False})
         self._version = version
 
     async def close(self) -> None:
         await asyncio.gather(*self._leaving)
         await self.http.close()
-
-    async def _quiet(self) -> None:
-        """Where it holds still, which is when it is labelled, a swap has mostly taken longer than this already."""
-        most = time.monotonic() + _LOUD_S
-        while (now := time.monotonic()) < min(most, self._heard + _QUIET_S):
-            await asyncio.sleep(self._heard + _QUIET_S - now)
 
     async def _control(self, route: str, asked: dict[str, Any]) -> None:
         """Everything that is controlled here may be said twice."""

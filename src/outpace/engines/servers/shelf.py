@@ -64,6 +64,8 @@ class Shelf:
     def tear(self) -> None:
         """Nobody knows what it holds."""
         self.version = STALE
+        self.pinned = None
+        self._adapters.clear()
 
     def take_unused(self) -> list[Version]:
         """Versions whose adapters nobody needs any more; they are off the shelf."""

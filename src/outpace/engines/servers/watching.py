@@ -1,6 +1,6 @@
 """Watching one server: does it work, how busy is it, is it still there?
 
-    probing    every `probe_s`, one token really sampled     ─▶ health
+    probing    every `probe_s`, one token really sampled     ─▶ health; sooner where requests have failed
     looking    every second, what it says of its pressure    ─▶ the limit; whether it is still the same server
     its end    of the process, where we have started it      ─▶ health
 
@@ -22,6 +22,7 @@ from outpace.errors import ServerFailed, one_line
 log = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
+_DOUBT_S = 0.5
 
 
 class Process(Protocol):
@@ -59,12 +60,23 @@ class Watch:
 
     async def _probing(self) -> None:
         while not self._desk.died.is_set():
-            await asyncio.sleep(self._desk.settings.probe_s)
+            await self._pause()
             if not self._desk.held:
                 await self.probe()
 
+    async def _pause(self) -> None:
+        """Until the next probe: sooner where requests have brought the server into doubt, for nothing is sent then."""
+        probe_s = self._desk.settings.probe_s
+        try:
+            async with asyncio.timeout(probe_s):
+                await self._desk.doubted.wait()
+                await asyncio.sleep(min(_DOUBT_S, probe_s))
+        except TimeoutError:
+            return
+
     async def probe(self) -> None:
         desk, holds = self._desk, self._desk.holds
+        desk.doubted.clear()
         try:
             await desk.server.probe(desk.settings.probe_deadline_s)
         except ServerFailed as error:

@@ -1,0 +1,90 @@
+"""One real vLLM server for all tests that want one, started as outpace starts it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from outpace.config import Config
+from outpace.config.loading import make_config
+from outpace.engines.servers.starting import Recipe, start_server
+
+T = TypeVar("T")
+
+START_S = 240.0
+SMALL: dict[str, Any] = {
+    "engine.kind": "vllm",
+    "engine.context": 256,
+    "engine.slots": 16,
+    "engine.threads": 1,
+    "run.device": "cpu",
+    "launch.start_s": START_S,
+    "launch.env": {"VLLM_CPU_KVCACHE_SPACE": "1"},
+}
+"""Settings of a server that tests can afford."""
+
+
+class BackgroundLoop:
+    """An event loop in a thread of its own: what lives on it outlasts the loop of a single test."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+
+    def run(self, work: Callable[[], Awaitable[T]], within_s: float) -> T:
+        async def whole() -> T:
+            return await work()
+
+        future: Future[T] = asyncio.run_coroutine_threadsafe(whole(), self._loop)
+        return future.result(within_s)
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+@dataclass(frozen=True)
+class RunningVllm:
+    """`config` is the one that it was started by; its model is the starter, with outpace's plugin."""
+
+    url: str
+    pid: int
+    log: Path
+    config: Config
+
+
+def vllm_python() -> str:
+    python = os.environ.get("OUTPACE_VLLM_PYTHON", "")
+    if not python:
+        pytest.skip("OUTPACE_VLLM_PYTHON names no Python with vLLM")
+    return python
+
+
+@pytest.fixture(scope="session")
+def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningVllm]:
+    config = make_config(SMALL | {"launch.python": vllm_python()})
+    directory = tmp_path_factory.mktemp("vllm")
+    loop = BackgroundLoop()
+    try:
+
+        async def start() -> Any:
+            recipe = await Recipe.of(config, directory)
+            return await start_server(recipe, 0, directory / "server.log", print)
+
+        started = loop.run(start, START_S + 60)
+        try:
+            yield RunningVllm(started.server.url, started.process.pid, started.process.log_path, config)
+        finally:
+            loop.run(started.stop, 30)
+    finally:
+        loop.close()

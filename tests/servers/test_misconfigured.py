@@ -1,0 +1,179 @@
+"""Real vLLM servers that were started wrongly: a cause and a remedy within seconds, in one line."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import SMALL, RunningVllm, vllm_python
+
+from outpace.config import Config
+from outpace.config.loading import make_config
+from outpace.engines.servers.build import build_door, wanted
+from outpace.engines.servers.checks import check
+from outpace.engines.servers.http import Http
+from outpace.engines.servers.launching import ServerProcess, free_port
+from outpace.engines.servers.spec import Facts
+from outpace.engines.servers.starting import Recipe
+from outpace.engines.servers.tokens import tokens_of
+from outpace.engines.servers.vllm import VllmServer
+from outpace.errors import BadInput, ServerFailed
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+
+SECONDS = 30.0
+"""In which every line has to come; a machine that runs the tests may be busy."""
+
+
+class Mended(VllmServer):
+    """A real server that says of some things what it should."""
+
+    def __init__(self, url: str, **mended: Any) -> None:
+        super().__init__(Http(url, retries=0))
+        self._mended = mended
+
+    async def facts(self) -> Facts:
+        return replace(await super().facts(), **self._mended)
+
+
+@asynccontextmanager
+async def started(directory: Path, **settings: Any) -> AsyncIterator[str]:
+    """The address of a server that is started as the settings say, once it answers anything."""
+    config = make_config(SMALL | {"launch.python": vllm_python()} | settings)
+    port = free_port()
+    command = (await Recipe.of(config, directory)).command(port)
+    process = await ServerProcess.launch(command.argv, command.env, directory / "server.log")
+    try:
+        async with asyncio.timeout(config.launch.start_s):
+            while not await _hears(port):
+                assert process.lives, process.log_tail()
+                await asyncio.sleep(0.5)
+        yield f"127.0.0.1:{port}"
+    finally:
+        await process.stop()
+
+
+async def _hears(port: int) -> bool:
+    try:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+    except OSError:
+        return False
+    writer.close()
+    return True
+
+
+async def refused(config: Config, url: str, tokens: dict[str, list[int]] | None = None, **mended: Any) -> str:
+    server = Mended(url, **mended)
+    try:
+        async with asyncio.timeout(SECONDS):
+            await check(server, wanted(config, tokens or {}))
+    except BadInput as refusal:
+        assert "\n" not in str(refusal)
+        return str(refusal)
+    finally:
+        await server.close()
+    raise AssertionError("it was taken")
+
+
+def a_run(**settings: Any) -> Config:
+    """What somebody wants of the servers that he names."""
+    return make_config({"engine.kind": "vllm", "engine.context": 512, "engine.urls": ["http://h:1"]} | settings)
+
+
+async def test_a_server_that_differs_in_everything_is_told_one_thing_after_the_other(tmp_path: Path) -> None:
+    wrong = {
+        "model.path": "starter-agent", "model.dtype": "bfloat16", "weights.transport": "files",
+        "launch.args": ["--logprobs-mode", "raw_logprobs"],
+    }  # fmt: skip
+    async with started(tmp_path, **wrong) as address:
+        url, run = f"http://{address}", a_run()
+        assert "--logprobs-mode processed_logprobs" in await refused(run, url)
+        mended: dict[str, Any] = {"logprobs": "processed_logprobs"}
+        assert re.search(r"it serves .*starter_agent, the run trains .*starter; ", await refused(run, url, **mended))
+        agent = a_run(**{"model.path": "starter-agent"})
+        assert "--dtype float32" in await refused(agent, url, **mended)
+        mended["dtype"] = "float32"
+        assert "--max-model-len 512" in await refused(agent, url, **mended)
+        mended["context"] = 512
+        assert "its tokenizer reads" in await refused(agent, url, await tokens_of("starter", False), **mended)
+        through_memory = a_run(**{"model.path": "starter-agent", "weights.transport": "memory"})
+        assert "needs outpace's plugin" in await refused(through_memory, url, **mended)
+        with_adapters = a_run(**{"model.path": "starter-agent", "lora.rank": 8})
+        assert "--enable-lora" in await refused(with_adapters, url, **mended)
+
+
+async def test_a_server_with_tls_and_without_its_dev_mode(tmp_path: Path) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", certificate, "-days", "1",
+         "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    wrong = {
+        "launch.args": ["--ssl-keyfile", str(key), "--ssl-certfile", str(certificate)],
+        "launch.env": {"VLLM_SERVER_DEV_MODE": "0", "VLLM_CPU_KVCACHE_SPACE": "1"},
+    }
+    async with started(tmp_path, **wrong) as address:
+        assert "https://" in await refused(a_run(), f"http://{address}")
+        assert "set SSL_CERT_FILE" in await refused(a_run(), f"https://{address}")
+        said = await asyncio.to_thread(_refused_elsewhere, f"https://{address}", certificate)
+        assert "VLLM_SERVER_DEV_MODE=1" in said
+
+
+def _refused_elsewhere(url: str, certificate: Path) -> str:
+    """By a process that trusts the certificate."""
+    program = (
+        "import asyncio, sys, pathlib\n"
+        "from outpace.config.loading import make_config\n"
+        "from outpace.engines.servers.build import build_door\n"
+        "config = make_config({'engine.kind': 'vllm', 'engine.urls': [sys.argv[1]]})\n"
+        "place = pathlib.Path(sys.argv[2])\n"
+        "asyncio.run(build_door(config, 'e', 0, incarnation='i', scratch=place, logs=place, stale=False))\n"
+    )
+    env = {**os.environ, "SSL_CERT_FILE": str(certificate)}
+    command = [sys.executable, "-c", program, url, str(certificate.parent)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=SECONDS, check=False)
+    return done.stderr.strip().rpartition("\n")[2]
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"launch.start_s": 3.0}, r"^the server was not ready within 3 s \(.*\); raise launch\.start_s, or look at "),
+        (
+            {"launch.args": ["--frobnicate"]},
+            r"^the server exited with code 2: unrecognized arguments: --frobnicate; this version of the server knows n",
+        ),
+    ],
+    ids=["slow start", "unknown flag"],
+)
+async def test_a_server_that_does_not_start(tmp_path: Path, settings: dict[str, Any], line: str) -> None:
+    config = make_config(SMALL | {"launch.python": vllm_python()} | settings)
+    with pytest.raises(BadInput, match=line):
+        await build_door(config, "engine-0", 0, incarnation="i", scratch=tmp_path, logs=tmp_path, stale=False)
+
+
+async def test_a_server_that_is_right_is_taken_as_it_is(vllm: RunningVllm, tmp_path: Path) -> None:
+    """The same door as a run's, so that what is refused above is not refused for some other reason."""
+    config = make_config({"engine.kind": "vllm", "engine.context": 256, "engine.urls": [vllm.url]})
+    door = await build_door(config, "engine-0", 0, incarnation="i", scratch=tmp_path, logs=tmp_path, stale=False)
+    try:
+        assert (await door.stats()).health == "stale", "who knows what it holds"
+    finally:
+        await door.close()
+    server = VllmServer(Http(vllm.url))
+    try:
+        await server.probe(SECONDS)
+    except ServerFailed as error:
+        raise AssertionError("a server that is not ours goes on") from error
+    finally:
+        await server.close()
