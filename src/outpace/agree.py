@@ -1,7 +1,8 @@
 """`outpace agree`: whether those who sample and the learner say the same of the same tokens, with nothing trained.
 
-Engines are asked as they are found: a server that is running keeps the weights it has. With a run, both sides get the
-weights of its newest complete checkpoint first, by the way that updates take in training.
+With a run, both sides get the weights of its newest complete checkpoint, by the way that updates take in training.
+Without one, servers that were running before get the model's, whatever they have held: not while somebody trains with
+them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from outpace.checkpoint.retention import CHECKPOINTS
 from outpace.config.loading import load_config
 from outpace.errors import BadInput
 from outpace.parts import PartSpecs
-from outpace.pipeline.agreement import agreements, bring_up
+from outpace.pipeline.agreement import agreements
 from outpace.pipeline.verdicts import HIGH, Agreement
 from outpace.planning import Objects, config_of_run, make_plan
 from outpace.protocols import Engine, Learner, Worker
@@ -64,10 +65,7 @@ async def _measure(plan: Plan, directory: Path, checkpoint: Path | None) -> dict
             *(runtime.start(Engine, *spec) for spec in sampling),
         )
         engines = {spec.name: engine for (spec, _), engine in zip(sampling, started, strict=True)}
-        version = 0
-        if checkpoint is not None:
-            version = await learner.load(str(checkpoint))
-            await bring_up(engines, learner)
+        version = 0 if checkpoint is None else await learner.load(str(checkpoint))
         return await agreements(engines, learner, worker, plan.config, version)
     finally:
         await runtime.stop()

@@ -96,7 +96,7 @@ def export(arguments: argparse.Namespace, settings: list[str]) -> int:
     from outpace.checkpoint.export import export as write
 
     _no_settings(settings)
-    print(f"written to {write(arguments.run, arguments.directory, arguments.best)}")
+    print(f"written to {write(arguments.run, arguments.directory, arguments.best, arguments.adapter)}")
     return 0
 
 
@@ -137,6 +137,19 @@ def fleet(arguments: argparse.Namespace, settings: list[str]) -> int:
         engines.give(arguments.run, engines.Order(remove=name))
     print(json.dumps(engines.read(arguments.run), indent=2))
     return 0
+
+
+def serve(arguments: argparse.Namespace, settings: list[str]) -> int:
+    from outpace.serve import serve as start
+
+    start(arguments.config, settings, arguments.dry_run)
+    return 0
+
+
+def agree(arguments: argparse.Namespace, settings: list[str]) -> int:
+    from outpace.agree import agree as compare
+
+    return compare(arguments.run, settings)
 
 
 def _no_settings(settings: list[str]) -> None:
@@ -242,11 +255,21 @@ def _parser() -> argparse.ArgumentParser:
     this.add_argument(
         "--best", action="store_true", help="the checkpoint with the best held-out reward, not the newest"
     )
+    this.add_argument("--adapter", action="store_true", help="the trained adapters (PEFT), not the model they make")
     this.set_defaults(verb=export)
 
     this = verbs.add_parser("ledger", help="account for every task of a run, as JSON", allow_abbrev=False)
     this.add_argument("run", type=Path, help="a run directory")
     this.set_defaults(verb=ledger)
+
+    this = verbs.add_parser("serve", help="start inference servers by hand", allow_abbrev=False)
+    this.add_argument("config", nargs="?", type=Path, help="a run's TOML or YAML file; without one, the built-in model")
+    this.add_argument("--dry-run", action="store_true", help="print the commands that would be run, and stop")
+    this.set_defaults(verb=serve)
+
+    this = verbs.add_parser("agree", help="hold engines and learner against each other", allow_abbrev=False)
+    this.add_argument("run", nargs="?", type=Path, help="a run directory; without one, --model.path")
+    this.set_defaults(verb=agree)
 
     this = verbs.add_parser("fleet", help="the engines of a run that is under way", allow_abbrev=False)
     this.add_argument("run", type=Path, help="a run directory")

@@ -135,9 +135,8 @@ def test_merged_weights_are_those_of_peft_and_the_trained_ones_stay(
 def test_layers_whose_weights_lie_the_other_way_round_are_merged_too(make_rows: MakeRows) -> None:
     def make() -> GPT2LMHeadModel:
         torch.manual_seed(0)
-        return GPT2LMHeadModel(
-            GPT2Config(48, n_positions=64, n_embd=32, n_layer=2, n_head=4, eos_token_id=1, bos_token_id=1)
-        )
+        sizes = {"vocab_size": 48, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}
+        return GPT2LMHeadModel(GPT2Config(**sizes, eos_token_id=1, bos_token_id=1))
 
     core = trained(core_of(make(), lora__targets=["c_attn", "c_fc"]), make_rows)
     expected = plain_peft(make(), core, ["c_attn", "c_fc"]).merge_and_unload().state_dict()

@@ -18,7 +18,7 @@ from outpace.errors import BadInput, ContextFull
 from outpace.pipeline import agreement as asking
 from outpace.pipeline.agreement import COMPLETION, LONGEST_OPENING, OPENINGS, agreement, agreements, check_engines
 from outpace.pipeline.verdicts import NOISE, Agreement, Sample, Terms, Verdict, compare
-from outpace.types import Floats, Generation, Ints, LoadReport, Manifest, Sampling, Version
+from outpace.types import EngineStats, Floats, Generation, Ints, LoadReport, Manifest, Sampling, Version
 from support import resolved
 
 VOCABULARY = 40
@@ -81,6 +81,9 @@ class Sampler:
         versions = np.full(len(tokens), self.version, dtype=np.int32)
         drawn = Generation(np.array(tokens, np.int32), np.array(logprobs, np.float32), versions, "length")
         return self.distort(drawn)
+
+    async def stats(self) -> EngineStats:
+        return EngineStats(self.version, 0, 0, 0, 0, 0, 0.0, 0.0, 0.0, 4, 1)
 
     async def load(self, manifest: Manifest, pinned: bool) -> LoadReport:
         self.loaded.append(manifest)
@@ -352,17 +355,15 @@ async def test_another_dtype_is_told_of_and_taken(server_config: Config) -> None
     assert said[0].startswith("engine-0 and the learner differ: it computes in another dtype")
 
 
-async def test_engines_of_a_resumed_run_get_the_learners_weights_first(server_config: Config) -> None:
-    engine = Sampler(Policy())
-    await check({"engine-0": engine}, Trained(Policy(), version=5), server_config, 5, [])
-    assert [manifest.version for manifest in engine.loaded] == [5]
-
-
-async def test_servers_that_were_running_before_get_the_learners_weights_first(server_config: Config) -> None:
-    engine = Sampler(Policy(), version=31)
-    urls = server_config.engine.model_copy(update={"urls": ["http://127.0.0.1:1"]})
-    await check({"engine-0": engine}, Trained(Policy()), server_config.model_copy(update={"engine": urls}), 0, [])
-    assert [manifest.version for manifest in engine.loaded] == [0]
+@pytest.mark.parametrize(("held", "version"), [(0, 5), (31, 0), (-1, 0)])
+async def test_engines_that_hold_another_version_get_the_learners_weights_first(
+    held: Version, version: Version, server_config: Config
+) -> None:
+    """Those of a resumed run, and servers that were running before."""
+    behind, good = Sampler(Policy(), version=held), Sampler(Policy(), version=version)
+    await check({"engine-0": behind, "engine-1": good}, Trained(Policy(), version), server_config, version, [])
+    assert [manifest.version for manifest in behind.loaded] == [version]
+    assert good.loaded == []
 
 
 @pytest.mark.parametrize(

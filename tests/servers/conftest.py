@@ -3,33 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 
-from outpace.config import Config
 from outpace.config.loading import make_config
 from outpace.engines.servers.starting import Recipe, start_server
+from servers_support import SMALL, START_S, RunningVllm, vllm_python
 
 T = TypeVar("T")
-
-START_S = 240.0
-SMALL: dict[str, Any] = {
-    "engine.kind": "vllm",
-    "engine.context": 256,
-    "engine.slots": 16,
-    "engine.threads": 1,
-    "run.device": "cpu",
-    "launch.start_s": START_S,
-    "launch.env": {"VLLM_CPU_KVCACHE_SPACE": "1"},
-}
-"""Settings of a server that tests can afford."""
 
 
 class BackgroundLoop:
@@ -51,23 +36,6 @@ class BackgroundLoop:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-
-
-@dataclass(frozen=True)
-class RunningVllm:
-    """`config` is the one that it was started by; its model is the starter, with outpace's plugin."""
-
-    url: str
-    pid: int
-    log: Path
-    config: Config
-
-
-def vllm_python() -> str:
-    python = os.environ.get("OUTPACE_VLLM_PYTHON", "")
-    if not python:
-        pytest.skip("OUTPACE_VLLM_PYTHON names no Python with vLLM")
-    return python
 
 
 @pytest.fixture(scope="session")

@@ -24,6 +24,15 @@ from aiohttp import web
 from safetensors.numpy import load_file
 
 EOS = 2
+CONTROLS = [
+    "pause_generation",
+    "continue_generation",
+    "update_weight_version",
+    "update_weights_from_disk",
+    "abort_request",
+    "load_lora_adapter",
+    "unload_lora_adapter",
+]
 Streaming = Literal["cumulative", "incremental", "half"]
 """All so far; only what is fresh; or fresh ids with all logprobs so far, as releases before 0.5.11 had it."""
 
@@ -50,7 +59,9 @@ class Request:
 class Sglang:
     """Set its attributes to make it another server, or a worse one."""
 
-    def __init__(self, model: Path, *, streaming: Streaming = "incremental", key: str | None = None) -> None:
+    def __init__(
+        self, model: Path, *, streaming: Streaming = "incremental", key: str | None = None, admin: str | None = None
+    ) -> None:
         self.settings: dict[str, Any] = {
             "version": "0.5.18",
             "model_path": str(model),
@@ -70,6 +81,7 @@ class Sglang:
         self.url = ""
         self._streaming = streaming
         self._key = key
+        self._admin = admin  # the key that its control wants
         self._logits = _table(model)
         self._adapters: dict[str, Any] = {}
         self._running: list[Request] = []
@@ -85,18 +97,9 @@ class Sglang:
     async def start(self) -> None:
         app = web.Application(middlewares=[self._guard])
         app.router.add_post("/generate", self._generate)
-        for name in (
-            "pause_generation",
-            "continue_generation",
-            "update_weight_version",
-            "update_weights_from_disk",
-            "abort_request",
-            "load_lora_adapter",
-            "unload_lora_adapter",
-            "flush_cache",
-            "tokenize",
-        ):
-            app.router.add_post(f"/{name}", getattr(self, f"_{name}"))  # fmt: skip
+        for name in CONTROLS:
+            app.router.add_post(f"/{name}", getattr(self, f"_{name}"))
+        app.router.add_post("/tokenize", self._tokenize)
         app.router.add_route("*", "/flush_cache", self._flush_cache)
         for path in ("/server_info", "/model_info", "/v1/models", "/v1/loads"):
             app.router.add_get(path, self._told)
@@ -114,7 +117,8 @@ class Sglang:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        if self._key and request.headers.get("Authorization") != f"Bearer {self._key}":
+        wanted = self._admin if self._admin and request.path[1:] in CONTROLS else self._key
+        if wanted and request.headers.get("Authorization") != f"Bearer {wanted}":
             return web.json_response({"error": "Unauthorized"}, status=401)
         answer: web.StreamResponse = await handler(request)
         return answer
@@ -209,19 +213,20 @@ class Sglang:
         had, request.streamed = request.streamed, request.delivered
         entries = request.sampled[: request.delivered]
         ids = [token for _, token, _ in entries]
-        ended_in_queue = request.retracted and request.finish is not None
+        listed = entries[had:] if streaming == "incremental" else entries
+        if request.retracted and request.finish is not None:  # put together with the chunk before it
+            ids, listed = ids[-1:], listed + entries if streaming == "incremental" else entries
+        elif streaming != "cumulative":
+            ids = ids[had:]
         meta = {
             "id": request.rid,
             "finish_reason": request.finish,
             "completion_tokens": request.delivered,
             "weight_version": self.label,
-            "output_token_logprobs": entries[had:] if streaming == "incremental" and not ended_in_queue else entries,
+            "output_token_logprobs": listed,
             "output_top_logprobs": request.top[: request.delivered],
         }
-        return {
-            "output_ids": ids[-1:] if ended_in_queue else ids[0 if streaming == "cumulative" else had :],
-            "meta_info": meta,
-        }
+        return {"output_ids": ids, "meta_info": meta}
 
     # --------------------------------------------------------------------------------------------------- its control
 
@@ -284,9 +289,8 @@ class Sglang:
         if body["lora_name"] in self._adapters:
             return web.json_response({"success": False, "error_message": "already loaded"}, status=400)
         tensors = load_file(Path(body["lora_path"]) / "adapter_model.safetensors")
-        self._adapters[body["lora_name"]] = sum(tensor.sum() for tensor in tensors.values()) * np.arange(
-            len(self._logits)
-        )
+        lift = sum(tensor.sum() for tensor in tensors.values())
+        self._adapters[body["lora_name"]] = lift * np.arange(len(self._logits))
         return web.json_response({"success": True, "loaded_adapters": list(self._adapters)})
 
     async def _unload_lora_adapter(self, http: web.Request) -> web.Response:
@@ -297,18 +301,12 @@ class Sglang:
         return web.json_response({"tokens": [ord(letter) % 8 for letter in (await http.json())["prompt"]]})
 
     async def _told(self, http: web.Request) -> web.Response:
-        loads = {
-            "num_running_reqs": len(self._running),
-            "num_waiting_reqs": 1,
-            "token_usage": 0.25,
-            "queues": {"retracted": 2},
-        }
-        models = [{"id": "tiny", "max_model_len": self.context}]
+        load = {"num_running_reqs": len(self._running), "num_waiting_reqs": 1, "token_usage": 0.25}
         answers = {
             "/server_info": self.settings,
             "/model_info": {"weight_version": self.label},
-            "/v1/models": {"data": models},
-            "/v1/loads": {"loads": [loads]},
+            "/v1/models": {"data": [{"id": "tiny", "max_model_len": self.context}]},
+            "/v1/loads": {"loads": [{**load, "queues": {"retracted": 2}}]},
         }
         return web.json_response(answers[http.path])
 

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import ssl
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,16 +14,14 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from outpace.engines.servers import checks
-from outpace.engines.servers.causes import cause_of, last_line
-from outpace.engines.servers.checks import check, until_ready
+from outpace.engines.servers.checks import check
 from outpace.engines.servers.http import Http
-from outpace.engines.servers.launching import ServerProcess, free_port
-from outpace.engines.servers.spec import Facts, Server, Wanted
-from outpace.engines.servers.tokens import TEXTS, tokens_of
+from outpace.engines.servers.launching import free_port
+from outpace.engines.servers.spec import Facts, Wanted
 from outpace.engines.servers.vllm import VllmServer
 from outpace.errors import BadInput, ServerFaulty, ServerGone, ServerRefused, ServerSilent
 from outpace.models.loading import resolve_model
+from servers_support import Certificate
 
 URL = "http://127.0.0.1:8000"
 STARTER, AGENT = str(resolve_model("starter")), str(resolve_model("starter-agent"))
@@ -213,14 +208,9 @@ async def serve() -> AsyncIterator[Serve]:
 
 @pytest.fixture
 def certificate(tmp_path: Path) -> ssl.SSLContext:
-    files = [tmp_path / "key.pem", tmp_path / "certificate.pem"]
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", files[0], "-out", files[1],
-         "-days", "1", "-subj", "/CN=localhost"],
-        check=True, capture_output=True,
-    )  # fmt: skip
+    made = Certificate.made_in(tmp_path)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(files[1], files[0])
+    context.load_cert_chain(made.certificate, made.key)
     return context
 
 
@@ -254,155 +244,3 @@ async def test_a_certificate_that_nobody_has_signed(serve: Serve, certificate: s
 @pytest.mark.parametrize(("answer", "status"), [("<html>", 200), ("{}", 200), ("no", 404), ("[]", 200), ("", 200)])
 async def test_some_other_web_server(serve: Serve, answer: str, status: int) -> None:
     await refused_at(f"http://127.0.0.1:{await serve(answer, status)}")
-
-
-# ------------------------------------------------------------------------------------------------------------- ready
-
-
-class Starting:
-    """A server whose probes fail until it is ready; as a real one, it may also keep them waiting."""
-
-    url = URL
-
-    def __init__(self, fails: int = 0, hangs: bool = False) -> None:
-        self.left = fails
-        self.hangs = hangs
-
-    async def probe(self, deadline_s: float) -> None:
-        if self.hangs:
-            await asyncio.sleep(3600)
-        if self.left:
-            self.left -= 1
-            raise ServerGone("nobody there yet")
-
-
-Start = Callable[[str], Awaitable[ServerProcess]]
-
-
-@pytest.fixture
-async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
-    monkeypatch.setattr(checks, "TRY_S", 0.01)
-    monkeypatch.setattr(checks, "SAY_S", 0.02)
-    started: list[ServerProcess] = []
-
-    async def launch(program: str) -> ServerProcess:
-        argv = [sys.executable, "-c", program]
-        started.append(await ServerProcess.launch(argv, dict(os.environ), tmp_path / "server.log"))
-        return started[-1]
-
-    yield launch
-    for process in started:
-        await process.stop()
-
-
-STAYS = "import time; print('INFO 11-15 16:40:11 [loader.py:9] loading weights', flush=True); time.sleep(600)"
-
-
-async def ready(server: object, process: ServerProcess, start_s: float = 60.0) -> list[str]:
-    said: list[str] = []
-    async with asyncio.timeout(60):
-        await until_ready(server, process, start_s, said.append)  # type: ignore[arg-type]
-    return said
-
-
-async def test_a_server_is_ready_with_its_first_token(start: Start) -> None:
-    server = Starting(fails=5)
-    await ready(server, await start(STAYS))
-    assert server.left == 0
-
-
-async def test_meanwhile_people_hear_what_it_is_doing(start: Start) -> None:
-    said = await ready(Starting(fails=100), await start(STAYS))
-    assert re.fullmatch(r"the server is starting, \d+ s so far: loading weights", said[-1])
-
-
-@pytest.mark.parametrize("hangs", [False, True])
-async def test_one_that_ends_is_told_by_its_own_words(start: Start, hangs: bool) -> None:
-    process = await start("import sys; sys.exit('ValueError: no such thing')")
-    with pytest.raises(BadInput) as failed:
-        await ready(Starting(fails=10**9, hangs=hangs), process)
-    assert str(failed.value) == (
-        f"the server exited with code 1: ValueError: no such thing; its log is {process.log_path}"
-    )
-
-
-async def test_one_that_is_killed_may_have_taken_too_much_memory(start: Start) -> None:
-    process = await start("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
-    with pytest.raises(BadInput, match=r"^the server was killed by SIGKILL: perhaps the machine has run out of memory"):
-        await ready(Starting(fails=10**9), process)
-
-
-@pytest.mark.parametrize("hangs", [False, True])
-async def test_one_that_is_too_slow_is_told_by_the_setting_to_raise(start: Start, hangs: bool) -> None:
-    process = await start(STAYS)
-    with pytest.raises(
-        BadInput, match=r"^the server was not ready within 0\.3 s \(.+\); raise launch\.start_s, or look"
-    ):
-        await ready(Starting(fails=10**9, hangs=hangs), process, start_s=0.3)
-
-
-def test_checks_take_any_server() -> None:
-    server: Server = VllmServer(Http(URL))
-    assert server.url == URL
-
-
-# ------------------------------------------------------------------------------------------------------------ causes
-
-
-@pytest.mark.parametrize(
-    ("said", "cause"),
-    [
-        (
-            "usage: api_server.py [options]\napi_server.py: error: unrecognized arguments: --frobnicate",
-            "unrecognized arguments: --frobnicate; this version of the server knows no such flag; look at launch.args",
-        ),
-        (
-            "(EngineCore_DP0 pid=77) ERROR 11-15 16:40:11 [core.py:866] ValueError: Free memory on device (3/80 GiB) "
-            "is less than desired\n"
-            "(APIServer pid=7) RuntimeError: Engine core initialization failed. See root cause above. Failed core "
-            "proc(s): {}",
-            "ValueError: Free memory on device (3/80 GiB) is less than desired; lower launch.gpu_memory: somebody else "
-            "has the rest",
-        ),
-        (
-            "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig\n"
-            "  Value error, User-specified max_model_len (4096) is greater than the derived max_model_len (1024)\n"
-            "    For further information visit https://errors.pydantic.dev",
-            "User-specified max_model_len (4096) is greater than the derived max_model_len (1024); "
-            "lower engine.context",
-        ),
-        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB",
-         "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB; lower launch.gpu_memory, "
-         "engine.slots or engine.context"),
-        ("/usr/bin/python3: Error while finding module specification (ModuleNotFoundError: No module named 'vllm')",
-         "/usr/bin/python3: Error while finding module specification (ModuleNotFoundError: No module named 'vllm'); "
-         "launch.python is not the Python of an environment with the server in it"),
-        ("OSError: [Errno 98] Address already in use",
-         "OSError: [Errno 98] Address already in use; give another launch.port, or 0 for a free one"),
-        ("Traceback\nKeyError: 'first'\nDuring handling\nRuntimeError: second", "RuntimeError: second"),
-        ("it just stopped\n", "it just stopped"),
-        ("", ""),
-    ],
-)  # fmt: skip
-def test_a_log_is_asked_for_the_cause(said: str, cause: str) -> None:
-    assert cause_of(said) == cause
-
-
-def test_the_last_line_is_what_it_is_doing() -> None:
-    assert last_line("(APIServer pid=7) INFO 11-15 16:40:11 [gpu.py:1] Capturing graphs\n\n") == "Capturing graphs"
-    assert last_line("") == ""
-
-
-# ------------------------------------------------------------------------------------------------------------ tokens
-
-
-async def test_texts_become_the_ids_that_the_runs_tokenizer_gives() -> None:
-    first, second = await asyncio.gather(tokens_of("starter", False), tokens_of("starter-agent", False))
-    assert set(first) == set(TEXTS)
-    assert all(first.values())
-    assert first != second, "other models are told apart by them"
-
-
-async def test_a_model_without_a_tokenizer_is_a_line(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"^model\.path .*: no usable tokenizer: "):
-        await tokens_of(str(tmp_path), False)

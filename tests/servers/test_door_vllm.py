@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -13,16 +12,13 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-import pytest_asyncio
 import torch
 
-from outpace.config import Config
 from outpace.engines.servers.door import Door, DoorSettings
 from outpace.engines.servers.health import HealthMachine
 from outpace.engines.servers.http import Http
 from outpace.engines.servers.limits import Limit
 from outpace.engines.servers.spec import STALE
-from outpace.engines.servers.starting import Recipe, Started, start_server
 from outpace.engines.servers.transports.files import FilesTransport
 from outpace.engines.servers.vllm import VllmServer
 from outpace.engines.servers.vllm_sampling import COMPLETIONS, GENERATE
@@ -30,60 +26,27 @@ from outpace.errors import ContextFull, RequestFailed
 from outpace.models.loading import load_model, load_tokenizer
 from outpace.types import Generation, Manifest, Sampling
 from outpace.weights.store import SnapshotWriter
+from servers_support import RunningVllm
 
-PYTHON = os.environ.get("OUTPACE_VLLM_PYTHON", "")
-
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(not PYTHON, reason="OUTPACE_VLLM_PYTHON names no Python with vLLM"),
-    pytest.mark.asyncio(loop_scope="module"),
-]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
 CONTEXT = 256
 PROMPT = np.frombuffer(b"What is 3 + 4?", dtype=np.uint8).astype(np.int32)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def started(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Started]:
-    scratch = tmp_path_factory.mktemp("server")
-    config = Config(
-        engine={"kind": "vllm", "context": CONTEXT, "slots": 16, "threads": 1},
-        launch={"python": PYTHON, "env": {"VLLM_CPU_KVCACHE_SPACE": "1"}},
-        weights={"transport": "files"},
-    )  # type: ignore[arg-type]
-    started = await start_server(await Recipe.of(config, scratch), 0, scratch / "server.log", print)
-    yield started
-    await started.stop()
-
-
-@pytest_asyncio.fixture(params=[GENERATE, COMPLETIONS], loop_scope="module")
-async def door(request: pytest.FixtureRequest, started: Started, tmp_path: Path) -> AsyncIterator[Door]:
+@pytest.fixture(params=[GENERATE, COMPLETIONS])
+async def door(request: pytest.FixtureRequest, vllm: RunningVllm, tmp_path: Path) -> AsyncIterator[Door]:
     """By either route. Where there is only the older one, nobody accounts for versions and aborts by name either."""
-    server = await a_server(started, request.param)
+    server = await a_server(vllm, request.param)
     door = a_door(server, tmp_path)
     await door.start()
-    await door.load(published(tmp_path, NEXT(), 0.0), pinned=False)
+    await door.load(published(tmp_path, 1, 0.0), pinned=False)
     yield door
     await door.close()
 
 
-class _Versions:
-    """Versions only grow, over all the tests of one server."""
-
-    def __init__(self) -> None:
-        self.newest = 0
-
-    def __call__(self) -> int:
-        self.newest += 1
-        return self.newest
-
-
-NEXT = _Versions()
-
-
-async def a_server(started: Started, route: str) -> VllmServer:
-    server = VllmServer(Http(started.server.url, retries=0), control_s=60)
+async def a_server(vllm: RunningVllm, route: str) -> VllmServer:
+    server = VllmServer(Http(vllm.url, retries=0), control_s=60)
     facts = await server.facts()
     if route == COMPLETIONS:
         server._facts = replace(facts, details={**facts.details, "routes": [COMPLETIONS, "/pause"]})
@@ -150,35 +113,39 @@ async def test_an_abort_answers_with_what_was_sampled(door: Door) -> None:
     assert len(answer.tokens) < CONTEXT - len(PROMPT)
 
 
-async def test_a_caller_that_goes_away_frees_the_server(door: Door, started: Started) -> None:
+async def test_a_caller_that_goes_away_frees_the_server(door: Door, vllm: RunningVllm) -> None:
     request = asyncio.create_task(ask(door, max_tokens=CONTEXT))
     await asyncio.sleep(0)
     await door.peek("r", 3)
     request.cancel()
+    watching = await a_server(vllm, GENERATE)
     async with asyncio.timeout(20):
-        while (await started.server.pressure()).running:  # noqa: ASYNC110 - of another process
+        while (await watching.pressure()).running:  # noqa: ASYNC110 - of another process
             await asyncio.sleep(0.05)
+    await watching.close()
 
 
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
-async def test_an_update_changes_the_weights_inside_a_sequence(started: Started, tmp_path: Path, kv: str) -> None:
-    door = a_door(await a_server(started, GENERATE), tmp_path, kv=kv)
+async def test_an_update_changes_the_weights_inside_a_sequence(vllm: RunningVllm, tmp_path: Path, kv: str) -> None:
+    door = a_door(await a_server(vllm, GENERATE), tmp_path, kv=kv)
     await door.start()
-    first, second = NEXT(), NEXT()
-    await door.load(published(tmp_path, first, 0.0), pinned=False)
+    await door.load(published(tmp_path, 1, 0.0), pinned=False)
     before = await ask(door, "before", temperature=0.0)
-    changed = published(tmp_path, second, 0.2)
+    changed = published(tmp_path, 2, 0.2)
     request = asyncio.create_task(ask(door, max_tokens=200))
     await asyncio.sleep(0)
     await door.peek("r", 20)
     report = await door.load(changed, pinned=False)
     answer = await request
     assert is_sound(answer)
-    assert set(answer.versions.tolist()) == {first, second}
+    assert set(answer.versions.tolist()) == {1, 2}
     assert (np.diff(answer.versions) >= 0).all()
     assert 0 < report.pause_s < report.seconds
     after = await ask(door, "after", temperature=0.0)
     assert not np.allclose(before.logprobs, after.logprobs, atol=1e-2)
+    await door.load(published(tmp_path, 3, 0.0), pinned=False)
+    again = await ask(door, "again", temperature=0.0)
+    assert np.allclose(before.logprobs, again.logprobs, atol=1e-4)
     await door.close()
 
 
@@ -190,20 +157,24 @@ async def test_many_requests_at_once_are_all_answered(door: Door) -> None:
     assert stats.health == "healthy"
 
 
-async def test_a_server_that_is_stopped_is_dead_though_its_port_accepts(started: Started, tmp_path: Path) -> None:
-    """The last test of this server, which does not come back."""
-    door = a_door(await a_server(started, GENERATE), tmp_path, probe_deadline_s=0.5)
+async def test_a_server_that_is_stopped_is_dead_though_its_port_accepts(vllm: RunningVllm, tmp_path: Path) -> None:
+    door = a_door(await a_server(vllm, GENERATE), tmp_path, probe_deadline_s=0.5)
     await door.start()
-    await door.load(published(tmp_path, NEXT(), 0.0), pinned=False)
+    await door.load(published(tmp_path, 1, 0.0), pinned=False)
     request = asyncio.create_task(ask(door, max_tokens=CONTEXT))
     await asyncio.sleep(0)
     await door.peek("r", 3)
-    leader = psutil.Process(started.process.pid)
-    for process in [leader, *leader.children(recursive=True)]:
-        process.send_signal(signal.SIGSTOP)
-    answer = await request
+    leader = psutil.Process(vllm.pid)
+    family = [leader, *leader.children(recursive=True)]
+    try:
+        for process in family:
+            process.send_signal(signal.SIGSTOP)
+        answer = await request
+        assert "probes in a row" in str(await door.broken())
+    finally:
+        for process in family:
+            process.send_signal(signal.SIGCONT)
     assert answer.stop == "lost"
     assert is_sound(answer)
     assert len(answer.tokens) > 3
-    assert "probes in a row" in str(await door.broken())
     await door.close()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import ssl
-import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,6 +15,7 @@ from outpace.engines.servers import http as http_module
 from outpace.engines.servers.http import Http
 from outpace.engines.servers.launching import free_port
 from outpace.errors import ServerFailed, ServerFaulty, ServerGone, ServerRefused, ServerSilent
+from servers_support import Certificate
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -269,16 +268,7 @@ async def test_every_failure_is_one_line() -> None:
 
 @pytest.fixture
 def certificate(tmp_path: Path) -> ssl.SSLContext:
-    """One that nobody has signed."""
-    openssl = shutil.which("openssl")
-    if openssl is None:
-        pytest.skip("no openssl to make a certificate with")
-    pair = tmp_path / "pair.pem"
-    asked = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
-    subprocess.run(
-        [openssl, *asked.split(), "-keyout", pair, "-out", tmp_path / "c.pem"], check=True, capture_output=True
-    )
-    pair.write_text(pair.read_text() + (tmp_path / "c.pem").read_text())
+    made = Certificate.made_in(tmp_path)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(pair)
+    context.load_cert_chain(made.certificate, made.key)
     return context

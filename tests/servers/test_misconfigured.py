@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import SMALL, RunningVllm, vllm_python
 
 from outpace.config import Config
 from outpace.config.loading import make_config
@@ -27,6 +26,7 @@ from outpace.engines.servers.starting import Recipe
 from outpace.engines.servers.tokens import tokens_of
 from outpace.engines.servers.vllm import VllmServer
 from outpace.errors import BadInput, ServerFailed
+from servers_support import SMALL, Certificate, RunningVllm, vllm_python
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
@@ -75,13 +75,12 @@ async def refused(config: Config, url: str, tokens: dict[str, list[int]] | None 
     server = Mended(url, **mended)
     try:
         async with asyncio.timeout(SECONDS):
-            await check(server, wanted(config, tokens or {}))
-    except BadInput as refusal:
-        assert "\n" not in str(refusal)
-        return str(refusal)
+            with pytest.raises(BadInput) as refusal:
+                await check(server, wanted(config, tokens or {}))
     finally:
         await server.close()
-    raise AssertionError("it was taken")
+    assert "\n" not in str(refusal.value)
+    return str(refusal.value)
 
 
 def a_run(**settings: Any) -> Config:
@@ -112,20 +111,15 @@ async def test_a_server_that_differs_in_everything_is_told_one_thing_after_the_o
 
 
 async def test_a_server_with_tls_and_without_its_dev_mode(tmp_path: Path) -> None:
-    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", certificate, "-days", "1",
-         "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"],
-        check=True, capture_output=True,
-    )  # fmt: skip
+    made = await asyncio.to_thread(Certificate.made_in, tmp_path)
     wrong = {
-        "launch.args": ["--ssl-keyfile", str(key), "--ssl-certfile", str(certificate)],
+        "launch.args": ["--ssl-keyfile", str(made.key), "--ssl-certfile", str(made.certificate)],
         "launch.env": {"VLLM_SERVER_DEV_MODE": "0", "VLLM_CPU_KVCACHE_SPACE": "1"},
     }
     async with started(tmp_path, **wrong) as address:
         assert "https://" in await refused(a_run(), f"http://{address}")
         assert "set SSL_CERT_FILE" in await refused(a_run(), f"https://{address}")
-        said = await asyncio.to_thread(_refused_elsewhere, f"https://{address}", certificate)
+        said = await asyncio.to_thread(_refused_elsewhere, f"https://{address}", made.certificate)
         assert "VLLM_SERVER_DEV_MODE=1" in said
 
 

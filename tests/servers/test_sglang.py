@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from outpace.engines.servers.checks import check
 from outpace.engines.servers.http import Http
 from outpace.engines.servers.sglang import SglangServer
-from outpace.engines.servers.spec import Ask, Piece
-from outpace.errors import ServerFaulty, ServerGone, ServerRefused, ServerSilent
+from outpace.engines.servers.spec import Ask, Piece, Wanted
+from outpace.errors import BadInput, ServerFaulty, ServerGone, ServerRefused, ServerSilent
 from outpace.types import Sampling
 from servers.sglang_protocol import EOS, Sglang
 
@@ -282,11 +283,40 @@ async def test_a_dtype_that_the_server_chose_itself_is_not_told(start: Start) ->
     assert (await ours.facts()).dtype is None
 
 
+async def refused(ours: SglangServer, **needs: Any) -> str:
+    """The line that a run gets."""
+    needs = {"model": "tiny", "dtype": "float32", "context": 32, "tokenizer": {}, "adapters": False, **needs}
+    with pytest.raises(BadInput) as raised:
+        await check(ours, Wanted(transport="files", temperature=1.0, **needs))
+    return str(raised.value).removeprefix(ours.url)
+
+
+async def test_a_server_that_a_run_cannot_use_is_refused_with_the_remedy(start: Start) -> None:
+    theirs, ours = await start()
+    theirs.settings["model_path"] = "tiny"
+    await check(ours, Wanted("tiny", "float32", 32, {"ab": [1, 2]}, "files", True, 1.0))
+    assert "start it with --context-length 100" in await refused(ours, context=100)
+    assert "start it with --dtype bfloat16" in await refused(ours, dtype="bfloat16")
+    assert "change model.path" in await refused(ours, model="other")
+    assert "its tokenizer reads 'ab'" in await refused(ours, tokenizer={"ab": [7]})
+    theirs.settings["enable_lora"] = False
+    assert "start it with --enable-lora" in await refused(ours, adapters=True)
+    theirs.original_logprobs = True
+    assert "without SGLANG_RETURN_ORIGINAL_LOGPROB" in await refused(ours)
+    theirs.settings["version"] = "0.5.7"
+    assert "needs 0.5.8 or later" in await refused(ours)
+
+
+async def test_without_the_admin_key_a_server_is_refused(start: Start) -> None:
+    _, ours = await start(admin="admin")
+    assert "must hold its admin key" in await refused(ours)
+
+
 async def test_a_wrong_key_is_refused(start: Start) -> None:
     _, ours = await start(key="right", given="wrong")
-    with pytest.raises(ServerRefused) as refused:
+    with pytest.raises(ServerRefused) as raised:
         await ours.facts()
-    assert refused.value.status == 401
+    assert raised.value.status == 401
 
 
 async def test_something_else_at_the_address_is_named(start: Start) -> None:

@@ -3,13 +3,17 @@ nothing but time."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,8 @@ import psutil
 import pytest
 
 from drills.checks import accounting
+from servers.stopping_proxy import StoppingProxy
+from servers_support import RunningVllm
 from support import journalled, read_lines
 
 PYTHON = os.environ.get("OUTPACE_VLLM_PYTHON", "")
@@ -28,9 +34,10 @@ pytestmark = [
 ]
 
 COMMON = (
-    "--engine.kind=vllm", f"--launch.python={PYTHON}", "--pacing.groups_per_step=16", "--pacing.chunk_groups=8",
-    "--rollout.group_size=8", "--learner.lr=5e-4", "--eval.count=128", "--launch.env={VLLM_CPU_KVCACHE_SPACE=1}",
+    "--engine.kind=vllm", "--run.device=cpu", "--pacing.groups_per_step=16", "--pacing.chunk_groups=8",
+    "--rollout.group_size=8", "--learner.lr=5e-4", "--eval.count=128",
 )  # fmt: skip
+LAUNCHED = (f"--launch.python={PYTHON}", "--launch.env=VLLM_CPU_KVCACHE_SPACE=1")
 
 
 class Running:
@@ -38,10 +45,16 @@ class Running:
 
     def __init__(self, directory: Path, *settings: str) -> None:
         self.directory = directory
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "outpace.cli", "train", f"--run.dir={directory}", *COMMON, *settings],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | {"COLUMNS": "160"},
-        )  # fmt: skip
+        self._output = directory.with_suffix(".txt")
+        with self._output.open("w") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "outpace.cli", "train", f"--run.dir={directory}", *COMMON, *settings],
+                stdout=output, stderr=subprocess.STDOUT, env=os.environ | {"COLUMNS": "160"},
+            )  # fmt: skip
+
+    @property
+    def said(self) -> str:
+        return self._output.read_text()
 
     def servers(self) -> list[psutil.Process]:
         """The process of each server that answers requests, in the order of their ports."""
@@ -56,15 +69,14 @@ class Running:
     def until(self, true: Callable[[], object], patience_s: float = 300) -> None:
         deadline = time.monotonic() + patience_s
         while not true():
-            assert self.process.poll() is None, self.process.communicate()[0]
-            assert time.monotonic() < deadline, f"it did not come to that; {self.lines()[-1:]}"
+            assert self.process.poll() is None, self.said
+            assert time.monotonic() < deadline, f"it did not come to that:\n{self.said}"
             time.sleep(0.2)
 
     def end(self, patience_s: float = 600) -> dict[str, Any]:
         """The summary, after an end without failure that leaves no server behind."""
         servers = self.servers() if self.process.poll() is None else []
-        out, _ = self.process.communicate(timeout=patience_s)
-        assert self.process.returncode == 0, out
+        assert self.process.wait(timeout=patience_s) == 0, self.said
         _, left = psutil.wait_procs(servers, timeout=10)
         assert not left, "servers outlive their run"
         summary: dict[str, Any] = json.loads((self.directory / "summary.json").read_text())
@@ -112,7 +124,7 @@ def swapped_inside(run: Path) -> int:
 
 
 def test_a_run_on_a_real_server_learns_and_its_weights_change_inside_sequences(start: Callable[..., Running]) -> None:
-    run = start("--run.steps=30", "--checkpoint.every=0")
+    run = start(*LAUNCHED, "--run.steps=30", "--checkpoint.every=0")
     summary = run.end()
     assert summary["eval_last"] > summary["eval_first"] + 0.08
     lines = run.lines()
@@ -134,7 +146,7 @@ def test_a_run_on_a_real_server_learns_and_its_weights_change_inside_sequences(s
 def test_a_run_learns_whatever_way_its_weights_travel(
     start: Callable[..., Running], travelling: tuple[str, ...]
 ) -> None:
-    run = start("--run.steps=20", *travelling)
+    run = start(*LAUNCHED, "--run.steps=20", *travelling)
     summary = run.end()
     assert summary["eval_last"] > summary["eval_first"] + 0.04
     whole = 2 * 900_000  # bytes of the model in bfloat16
@@ -146,7 +158,7 @@ def test_a_server_that_is_killed_under_load_and_one_that_is_stopped_cost_no_grou
     start: Callable[..., Running],
 ) -> None:
     run = start(
-        "--run.steps=40", "--engine.count=2", "--engine.probe_s=1", "--engine.probe_deadline_s=4",
+        *LAUNCHED, "--run.steps=40", "--engine.count=2", "--engine.probe_s=1", "--engine.probe_deadline_s=4",
         "--engine.control_s=10", "--pacing.max_lag=4", "--supervise.probe_s=2", "--eval.count=0",
     )  # fmt: skip
     run.until(lambda: len(run.lines()) >= 3)
@@ -164,9 +176,77 @@ def test_a_server_that_is_killed_under_load_and_one_that_is_stopped_cost_no_grou
     summary = run.end()
     assert summary["steps"] == 40
     assert accounting(run.directory, _tasks(run.directory), None) == []
-    settled = [visit for line in run.lines("batches.jsonl") for visit in line.get("settled", [])]
-    assert not [visit for visit in settled if visit["outcome"] == "failed"], "no request was lost"
+    assert not _failed_visits(run), "no request was lost"
     assert sum(line.get("faults/engine_lost", 0) for line in run.lines()) >= 2
+
+
+def test_a_server_that_is_stopped_in_the_middle_of_an_update_holds_up_neither_publishing_nor_training(
+    start: Callable[..., Running], vllm: RunningVllm
+) -> None:
+    server = psutil.Process(vllm.pid)
+    stopped = threading.Event()
+
+    def stop(update: int) -> None:
+        if update == 4:
+            for process in family_of(server):
+                process.suspend()
+            stopped.set()
+
+    with proxied(vllm.url, stop) as url:
+        run = start(
+            f'--engine.urls=["{url}"]', "--weights.transport=memory", "--engine.context=256", "--engine.slots=16",
+            "--engine.control_s=4", "--engine.probe_s=1", "--engine.probe_deadline_s=3", "--run.steps=8",
+            "--eval.count=0", "--checkpoint.every=0", "--pacing.max_lag=3",
+        )  # fmt: skip
+        try:
+            run.until(stopped.is_set)
+            run.until(lambda: "did not take version" in run.said)
+            run.until(lambda: _finished(run) - _trained(run) < 16)  # what makes a batch is trained, and published
+        finally:
+            for process in family_of(server):
+                process.resume()
+        run.end()
+    assert _trained(run) == 8 * 16
+    assert accounting(run.directory, _tasks(run.directory), None) == []
+    assert not _failed_visits(run)
+
+
+def _finished(run: Running) -> int:
+    return len(journalled(run.directory / "journal"))
+
+
+def _trained(run: Running) -> int:
+    return sum(len(line["groups"]) for line in run.lines("batches.jsonl"))
+
+
+def _failed_visits(run: Running) -> list[dict[str, Any]]:
+    settled = [visit for line in run.lines("batches.jsonl") for visit in line.get("settled", [])]
+    return [visit for visit in settled if visit["outcome"] == "failed"]
+
+
+@contextmanager
+def proxied(target: str, before_update: Callable[[int], None]) -> Iterator[str]:
+    """The address of a proxy on a thread of its own."""
+    port, ended = free_port(), threading.Event()
+
+    async def live() -> None:
+        async with StoppingProxy(target, before_update).serving(port):
+            await asyncio.to_thread(ended.wait)
+
+    thread = threading.Thread(target=lambda: asyncio.run(live()))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        ended.set()
+        thread.join()
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port: int = taken.getsockname()[1]
+        return port
 
 
 def _tasks(run: Path) -> int:

@@ -47,7 +47,7 @@ def assert_local(local: Manifest, expected: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("share", [0.0, 0.001, 0.05, 0.3, 0.8])
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.05, 0.3, 0.5])
 def test_a_copy_follows_by_deltas_whatever_share_has_changed(tmp_path: Path, dtype: torch.dtype, share: float) -> None:
     writer, local = SnapshotWriter(tmp_path, "a", deltas=tmp_path), LocalSnapshot(tmp_path)
     before = weights(dtype)
@@ -64,7 +64,7 @@ def test_a_copy_follows_by_deltas_whatever_share_has_changed(tmp_path: Path, dty
     assert_local(here, after)
 
 
-def test_a_delta_no_smaller_than_the_whole_is_not_made(tmp_path: Path) -> None:
+def test_a_delta_that_would_save_little_is_not_made(tmp_path: Path) -> None:
     writer = SnapshotWriter(tmp_path, "a", deltas=tmp_path)
     writer.publish(1, {"t": torch.zeros(64)}, [])
     assert writer.publish(2, {"t": torch.ones(64)}, []).delta is None

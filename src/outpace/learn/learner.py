@@ -73,8 +73,8 @@ class TorchLearner:
         return await self._on_compute_thread(self._step, version)
 
     async def publish(self, leased: list[Version]) -> Manifest:
-        draft = await self._on_compute_thread(self._copy, leased)
-        return await asyncio.get_running_loop().run_in_executor(self._sealing, self._seal, draft)
+        draft, merged_s = await self._on_compute_thread(self._copy, leased)
+        return await asyncio.get_running_loop().run_in_executor(self._sealing, self._seal, draft, merged_s)
 
     async def save(self, directory: str, version: Version) -> bool:
         """Raises `NotSaved` when the disk does not take it; the learner itself is none the worse."""
@@ -163,15 +163,20 @@ class TorchLearner:
         self._reserve()
         return msgspec.structs.replace(report, metrics=metrics)
 
-    def _copy(self, leased: list[Version]) -> Draft:
-        draft = self._writer.copy(self._core.version, published(self._core), leased)
+    def _copy(self, leased: list[Version]) -> tuple[Draft, float]:
+        """The snapshot, and how long it took before it that the weights were put together."""
+        started = time.perf_counter()
+        weights = published(self._core)
+        merged_s = time.perf_counter() - started
+        draft = self._writer.copy(self._core.version, weights, leased)
         crash.reached("publish.copied")
-        return draft
+        return draft, merged_s
 
-    def _seal(self, draft: Draft) -> Manifest:
-        manifest = msgspec.structs.replace(self._writer.seal(draft), adapter=published_adapter(self._core))
+    def _seal(self, draft: Draft, merged_s: float) -> Manifest:
+        sealed = self._writer.seal(draft)
         crash.reached("publish.sealed")
-        return manifest
+        adapter = published_adapter(self._core)
+        return msgspec.structs.replace(sealed, adapter=adapter, seconds=merged_s + sealed.seconds)
 
     def _at(self, version: Version) -> LearnerCore:
         own = self._core.version

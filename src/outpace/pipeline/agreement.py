@@ -9,7 +9,7 @@ distributions or from other weights spoils a run without failing anywhere, so ea
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 
@@ -110,8 +110,6 @@ async def check_engines(
 ) -> None:
     """Refuse to train on an engine whose logprobs cannot be the learner's. Coarser arithmetic is corrected for by the
     importance weights, and is only told of. Afterwards all have `version`, which is the learner's."""
-    if version > 0 or config.engine.urls:  # they began with the model itself, or with whatever was served before
-        await bring_up(engines, learner)
     found = await agreements(engines, learner, worker, config, version)
     for name, result in found.items():
         if result.verdict == "dtype":
@@ -120,34 +118,36 @@ async def check_engines(
             raise BadInput(f"{name} does not agree with the learner: {result.line}")
 
 
-async def bring_up(engines: Mapping[str, Engine], learner: Learner) -> None:
-    """Give every engine the learner's weights."""
-    manifest = await learner.publish([])
-    await together(*(engine.load(manifest, False) for engine in engines.values()))
-
-
 async def agreements(
     engines: Mapping[str, Engine], learner: Learner, worker: Worker, config: Config, version: Version
 ) -> dict[str, Agreement]:
+    """What each engine and the learner, which is at `version`, say of the same tokens. Engines that have another
+    version, or whatever was served before, get the learner's first."""
+    await _bring_up(engines.values(), learner, version)
     given = await worker.openings(OPENINGS)
     openings = [_cropped(opening, config.engine.context) for opening in islice(cycle(given), OPENINGS)]
-    found = await together(
-        *(
-            agreement(
-                engine,
-                learner,
-                openings,
-                version,
-                dtype=config.model.dtype,
-                temperature=config.rollout.temperature,
-                seed=config.run.seed,
-                kind=config.engine.kind,
-                deadline_s=max(DEADLINE_S, config.engine.idle_s),
-            )
-            for engine in engines.values()
+
+    def one(engine: Engine) -> Coroutine[None, None, Agreement]:
+        return agreement(
+            engine,
+            learner,
+            openings,
+            version,
+            dtype=config.model.dtype,
+            temperature=config.rollout.temperature,
+            seed=config.run.seed,
+            kind=config.engine.kind,
+            deadline_s=max(DEADLINE_S, config.engine.idle_s),
         )
-    )
-    return dict(zip(engines, found, strict=True))
+
+    return dict(zip(engines, await together(*map(one, engines.values())), strict=True))
+
+
+async def _bring_up(engines: Iterable[Engine], learner: Learner, version: Version) -> None:
+    behind = [engine for engine in engines if (await engine.stats()).version != version]
+    if behind:
+        manifest = await learner.publish([])
+        await together(*(engine.load(manifest, False) for engine in behind))
 
 
 def _cropped(opening: Ints, context: int | None) -> Ints:

@@ -35,6 +35,9 @@ from outpace.types import Delta, Manifest, TensorSpec, Version
 from outpace.weights.snapshot import CHUNK, ITEM_BYTES
 
 PART = 1 << 22
+WORTHWHILE = 0.75
+"""Deltas longer than this share of the whole are not made."""
+
 _BLOCK_BITS = 16
 
 _MAGIC = b"outpaceD"
@@ -56,12 +59,13 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
 
 
 def write(path: Path, header: Header, old: Memory, new: Memory, tensors: list[TensorSpec]) -> Delta | None:
-    """`old` and `new` are snapshots with their headers. None, and no file, where the whole would be smaller."""
+    """`old` and `new` are snapshots with their headers. None, and no file, where it would save too little."""
     partial = path.with_name(path.name + ".partial")
+    limit = WORTHWHILE * sum(spec.nbytes for spec in tensors)
     try:
         with partial.open("wb") as file:
-            nbytes, checksum = _write_all(file, _encoded(header, old, new, tensors))
-        if nbytes >= sum(spec.nbytes for spec in tensors):
+            nbytes, checksum = _write_all(file, _encoded(header, old, new, tensors), limit)
+        if nbytes > limit:
             return None
         partial.rename(path)
     finally:
@@ -85,12 +89,15 @@ def apply(manifest: Manifest, memory: Memory) -> None:
         raise CorruptData(f"delta of version {manifest.version}: {error}") from None
 
 
-def _write_all(file: BinaryIO, pieces: Iterator[Memory]) -> tuple[int, int]:
+def _write_all(file: BinaryIO, pieces: Iterator[Memory], limit: float) -> tuple[int, int]:
+    """Bytes and checksum of what was written; it ends where the limit is passed."""
     nbytes = checksum = 0
     for piece in pieces:
         file.write(piece)
         checksum = zlib.crc32(piece, checksum)
         nbytes += memoryview(piece).nbytes
+        if nbytes > limit:
+            break
     return nbytes, checksum
 
 

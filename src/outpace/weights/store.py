@@ -141,8 +141,8 @@ class SnapshotWriter:
         self._buffers = []
 
     def _delta(self, draft: Draft, specs: list[TensorSpec]) -> Delta | None:
-        """What has changed since the latest complete snapshot. None where there is none before, where the change is no
-        smaller than the whole, or where it cannot be written: a delta saves bytes, nobody depends on it."""
+        """What has changed since the latest complete snapshot. None where there is none before, where nearly all has
+        changed, or where it cannot be written: a delta saves bytes, nobody depends on it."""
         assert self._deltas is not None
         with self._lock:
             base = next((b for b in self._buffers if b.version == self._latest and b.sealed), None)

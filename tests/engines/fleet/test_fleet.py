@@ -247,6 +247,23 @@ async def test_a_request_waits_until_somebody_has_its_version() -> None:
     assert one.asked
 
 
+async def test_a_pinned_request_may_overtake_the_word_of_its_weights_but_does_not_wait_in_vain() -> None:
+    one, another, fleet = two()
+    bare = [Member("a", "", True), Member("b", "", True)]
+    await fleet.update(bare)
+    answer = asyncio.create_task(fleet.generate("eval-4.0.0.0", PROMPT, Sampling(LENGTH, 1), 4, 4))
+    await asyncio.sleep(0)
+    assert not answer.done()
+    await fleet.update([Member("a", "", True), Member("b", "", True, pinned=4)])
+    assert whole(await answer)
+    assert (one.asked, another.asked) == ([], ["eval-4.0.0.0"])
+    answer = asyncio.create_task(fleet.generate("eval-5.0.0.0", PROMPT, Sampling(LENGTH, 1), 5, 5))
+    await asyncio.sleep(0)
+    await fleet.update(bare)
+    with pytest.raises(RequestFailed, match="no engine has the weights of version 5 pinned"):
+        await answer
+
+
 async def test_an_engine_that_joins_is_called_and_one_that_is_gone_finishes_what_it_has() -> None:
     old, young = FakeEngine(), FakeEngine()
     old.prompt_answers = False
@@ -266,6 +283,12 @@ async def test_an_engine_that_joins_is_called_and_one_that_is_gone_finishes_what
     assert whole(await late)
     assert young.asked == ["1.0.0"]
     assert not fleet._links.reaches("old")
+
+
+async def test_an_idle_engine_that_is_gone_is_forgotten_at_once() -> None:
+    _, _, fleet = two()
+    await fleet.update([Member("b", "", True)])
+    assert [fleet._links.reaches(name) for name in "ab"] == [False, True]
 
 
 async def test_an_engine_that_cannot_be_called_is_called_again_when_it_is_named_again() -> None:

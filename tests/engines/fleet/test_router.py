@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from outpace.engines.fleet import router as rules
 from outpace.engines.fleet.router import AVOIDED_S, PROMPT, TURN, Router, Wish, able
-from outpace.errors import RequestFailed
 from outpace.types import Member
 
 names = st.sampled_from(["a", "b", "c", "d"])
@@ -53,11 +52,7 @@ def test_nobody_is_asked_who_may_not_be(
     for one, now in wished:
         fit = {m.name for m in fleet if m.name not in cut_off and (may_serve(m, one) or len(fleet) == 1)}
         fit -= {m.name for m in fleet if not m.serves or m.leaving}
-        try:
-            engine = router.choose(one, now, cut_off)
-        except RequestFailed:
-            assert not fit
-            continue
+        engine = router.choose(one, now, cut_off)
         assert engine in fit if fit else engine is None
         if engine is not None:
             router.sent(engine, one)
@@ -153,10 +148,12 @@ def test_the_only_engine_judges_for_itself_what_it_has() -> None:
 
 
 def test_a_pinned_request_waits_for_its_engine_but_not_for_weights_that_nobody_has_pinned() -> None:
-    pinned = [Member("a", "", serves=False, version=3, pinned=2), Member("b", "", True, version=3)]
-    assert able(pinned, Wish("eval-2.0.0.0", 2, pinned=2)) == []
-    with pytest.raises(RequestFailed, match="version 4 pinned"):
-        able(pinned, Wish("eval-4.0.0.0", 4, pinned=4))
+    router = Router([Member("a", "", serves=False, version=3, pinned=2), Member("b", "", True, version=3)])
+    two, four = Wish("eval-2.0.0.0", 2, pinned=2), Wish("eval-4.0.0.0", 4, pinned=4)
+    assert [able(router.members, wished) for wished in (two, four)] == [[], []]
+    assert [router.waits_in_vain(wished) for wished in (two, four)] == [False, True]
+    assert not router.waits_in_vain(Wish("0.0.0", min_version=9))
+    assert not Router(equals("a")).waits_in_vain(four), "it judges for itself"
 
 
 def test_only_so_much_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:

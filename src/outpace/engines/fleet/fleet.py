@@ -77,10 +77,12 @@ class Fleet:
         self._decode = decode
         self._flights: dict[str, Flight] = {}
         self._news = asyncio.Event()
+        self._updates = 0
         self.moves = 0  # requests that had to go on elsewhere, since the beginning
 
     async def update(self, members: Sequence[Member]) -> None:
         """Who samples, as of now. Those that are gone finish what they have."""
+        self._updates += 1
         self._router.update(members)
         self._links.call(members)
         self._forget_gone()
@@ -91,7 +93,8 @@ class Fleet:
     ) -> Generation:
         if request_id in self._flights:
             raise RequestFailed(f"request {request_id} is under way already")
-        flight = Flight(Wish(request_id, min_version, pinned), Continued(token_ids, sampling, self._decode))
+        wish = Wish(request_id, min_version, pinned)
+        flight = Flight(wish, Continued(token_ids, sampling, self._decode), came_at=self._updates)
         self._flights[request_id] = flight
         try:
             while (engine := await self._engine_for(flight)) is not None:
@@ -143,6 +146,7 @@ class Fleet:
             news = self._news
             names = {member.name for member in self._router.members}
             barred = flight.unfit | {name for name in names if not self._links.reaches(name)}
+            self._refuse_in_vain(flight)
             now = time.monotonic()
             engine = self._router.choose(flight.wish, now, barred)
             if engine is not None and (now >= flight.rests_until or self._router.trusts(engine, now)):
@@ -150,6 +154,12 @@ class Fleet:
             with waiting(f"request {flight.wish.request_id}: for an engine"):
                 await _heard(news, None if engine is None else flight.rests_until - now)
         return None
+
+    def _refuse_in_vain(self, flight: Flight) -> None:
+        """But not before there was word of the members since it came: it may have overtaken that of the weights."""
+        if self._updates > flight.came_at and self._router.waits_in_vain(flight.wish):
+            wish = flight.wish
+            raise RequestFailed(f"request {wish.request_id}: no engine has the weights of version {wish.pinned} pinned")
 
     async def _asked(self, flight: Flight, engine: str) -> Generation | None:
         """The answer, or None where it has to be gone on with."""

@@ -16,6 +16,7 @@ class Flight:
 
     wish: Wish
     answer: Continued
+    came_at: int  # how many updates of the members there had been
     engine: str | None = None
     aborted: bool = False
     landed: bool = False

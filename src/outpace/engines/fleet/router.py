@@ -22,7 +22,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from outpace.errors import RequestFailed
 from outpace.types import Member, Version
 
 AVOIDED_S = 10.0
@@ -68,14 +67,12 @@ class Wish:
 
 
 def able(members: Sequence[Member], wish: Wish, unreachable: Collection[str] = ()) -> list[str]:
-    """Whoever may be asked. Raises `RequestFailed` where waiting for somebody would be in vain."""
+    """Whoever may be asked."""
     serving = [m for m in members if m.serves and not m.leaving and m.name not in unreachable]
     if len(members) == 1:
         return [member.name for member in serving]
     if wish.pinned is None:
         return [member.name for member in serving if member.version >= wish.min_version]
-    if members and not any(member.pinned == wish.pinned for member in members):
-        raise RequestFailed(f"no engine has the weights of version {wish.pinned} pinned")
     return [member.name for member in serving if member.pinned == wish.pinned]
 
 
@@ -114,6 +111,11 @@ class Router:
             return None
         trusted = [name for name in names if self.trusts(name, now)]
         return choose(trusted or names, self.load, wish, self._homes)
+
+    def waits_in_vain(self, wish: Wish) -> bool:
+        """Whether no engine of several, be it up or down, has what the request is pinned to: none will get it."""
+        several = len(self.members) > 1
+        return several and wish.pinned is not None and all(one.pinned != wish.pinned for one in self.members)
 
     def trusts(self, name: str, now: float) -> bool:
         """Whether it has failed no request of late."""

@@ -158,14 +158,14 @@ def transport_for(config: Config, place: Place, server: AnyServer, send: Send | 
     """How weights get there. What lies in files lies in a directory of this engine's own."""
     http, control_s, name = server.http, config.engine.control_s, transport(config)
     directory = _files_of(config, place)
+    copy = LocalSnapshot(_made(place.scratch / f"{place.name}-copy")) if config.weights.delta else None
     if kind_of(config) == "sglang":
         if name != "files":
             raise BadInput(f'weights.transport: sglang takes weights as files, not by "{name}"; leave this out')
-        kind = SglangAdapters if config.lora.rank else SglangFiles
-        return kind(http, control_s, directory)
+        adapts = config.lora.rank > 0
+        return SglangAdapters(http, control_s, directory) if adapts else SglangFiles(http, control_s, directory, copy)
     if config.lora.rank:
         return AdapterTransport(http, control_s, directory)
-    copy = LocalSnapshot(_made(place.scratch / f"{place.name}-copy")) if config.weights.delta else None
     if name == "files":
         return FilesTransport(http, control_s, directory, copy)
     memory = MemoryTransport(http, control_s, copy)

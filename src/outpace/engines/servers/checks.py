@@ -24,7 +24,7 @@ async def check(server: Server, wanted: Wanted) -> Facts:
     try:
         facts = await server.facts()
         _refuse_by_rules(server.url, facts, wanted)
-        await _refuse_other_tokenizer(server, wanted)
+        await _refuse_other_tokenizer(server, facts, wanted)
     except ServerFailed as failed:
         raise BadInput(trouble(server.url, failed)) from failed
     return facts
@@ -131,13 +131,14 @@ def _is_path(model: str) -> bool:
     return model.startswith((".", "/", "~")) or Path(model).exists()
 
 
-async def _refuse_other_tokenizer(server: Server, wanted: Wanted) -> None:
+async def _refuse_other_tokenizer(server: Server, facts: Facts, wanted: Wanted) -> None:
+    flag = "--tokenizer-path" if facts.kind == "sglang" else "--tokenizer"
     for text, ids in wanted.tokenizer.items():
         found = await server.tokenized(text)
         if found is not None and found != ids:
             raise BadInput(
                 f"{server.url}: its tokenizer reads {text!r} as {_shown(found)}, that of {wanted.model} as "
-                f"{_shown(ids)}; start it with the run's own, --tokenizer {wanted.model}"
+                f"{_shown(ids)}; start it with the run's own, {flag} {wanted.model}"
             )
 
 

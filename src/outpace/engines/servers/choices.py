@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Literal
 
@@ -22,7 +23,7 @@ def needs_plugin(config: Config) -> bool:
 
 
 def python_of(config: Config) -> str:
-    return config.launch.python or sys.executable
+    return os.path.expanduser(config.launch.python) if config.launch.python else sys.executable
 
 
 def server_count(config: Config) -> int:

@@ -81,11 +81,12 @@ class ServerProcess:
         reading, telling = os.pipe()
         try:
             with log_path.open("ab") as output:
+                began = output.tell()  # before the server shares the file, and its position
                 process = await asyncio.create_subprocess_exec(
                     *launched(argv, telling), pass_fds=[telling], env={**env, MARK: mark}, start_new_session=True,
                     stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
                 )  # fmt: skip
-                server = cls(process, mark, log_path, output.tell())
+                server = cls(process, mark, log_path, began)
             os.close(telling)
             telling = -1
             await server._became(argv[0], reading)

@@ -16,11 +16,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from collections.abc import Callable
 from contextlib import aclosing
 
 import msgspec
 
 from outpace.engines.servers.desk import Desk
+from outpace.engines.servers.gate import Ending
 from outpace.engines.servers.http import jittered
 from outpace.engines.servers.running import Part, Running
 from outpace.engines.servers.spec import Ask
@@ -30,11 +32,8 @@ from outpace.types import Generation, Ints, Sampling, StopReason, Version
 log = logging.getLogger(__name__)
 
 _FOREIGN = "it samples by weights that are not ours; was it restarted?"
+_UNKNOWN = 404  # the model, or adapter, that was asked for
 _LAST_WORD_S = 5.0  # how long a server may take to end a request by name
-
-
-def _lacks_adapter(part: Part, failure: ServerFailed | None) -> bool:
-    return part.ask.adapter is not None and isinstance(failure, ServerRefused) and failure.status == 404
 
 
 class Sender:
@@ -56,20 +55,24 @@ class Sender:
             self._desk.under_way.end(running)
 
     async def abort(self, request_ids: list[str]) -> None:
-        """Streams that the server cannot end by name, or does not end in time, are closed."""
+        """By name, so that the last tokens arrive. Streams that have none yet, or that the server does not end in time
+        or cannot end, are closed."""
         ended = self._desk.under_way.of(request_ids)
         for running in ended:
             running.aborted = True
         self._desk.gate.end("aborted", {running.id for running in ended})
         parts = [running.part for running in ended if running.part is not None]
+        await self._ended_by_name([part for part in parts if part.tokens])
+        for part in parts:
+            part.end("aborted")
+
+    async def _ended_by_name(self, parts: list[Part]) -> None:
         try:
             async with asyncio.timeout(_LAST_WORD_S):
                 if parts and await self._desk.server.abort([part.ask.id for part in parts]):
                     await asyncio.gather(*(part.ended.wait() for part in parts))
         except (ServerFailed, TimeoutError) as error:
             log.info("requests are ended by closing their streams: %s", one_line(error) or "no last word")
-        for part in parts:
-            part.end("aborted")
 
     async def _finished(self, running: Running, min_version: Version, pinned: Version | None) -> StopReason:
         """Why it ended."""
@@ -93,13 +96,9 @@ class Sender:
     async def _once(self, running: Running, min_version: Version, pinned: Version | None) -> StopReason | None:
         """Send it, or the rest of it. None: the server has failed it."""
         desk = self._desk
-        if running.aborted:
-            return "aborted"
-        if desk.health.state in ("dead", "draining"):
-            return "lost"
-        entered = await desk.gate.enter(running.id, lambda: desk.open and desk.shelf.admits(min_version, pinned))
-        if entered != "admitted":
-            return entered
+        ending = await self._entered(running, lambda: desk.open and desk.shelf.admits(min_version, pinned))
+        if ending is not None:
+            return ending
         busy = desk.busy if pinned is None else desk.eval_busy
         version = desk.shelf.take(pinned)
         busy.enter()
@@ -109,6 +108,22 @@ class Sender:
             busy.leave()
             desk.shelf.give_back(version)
             desk.gate.leave()
+
+    async def _entered(self, running: Running, may_enter: Callable[[], bool]) -> Ending | None:
+        """Waits for a place at the server; None: there is one. Between being let in and being awake much can happen, so
+        whoever wakes looks again."""
+        gate = self._desk.gate
+        while True:
+            if running.aborted:
+                return "aborted"
+            if self._desk.health.state in ("dead", "draining"):
+                return "lost"
+            entered = await gate.enter(running.id, may_enter)
+            if entered != "admitted":
+                return entered
+            if not running.aborted and may_enter():
+                return None
+            gate.leave()
 
     async def _sent(self, running: Running, version: Version, training: bool) -> StopReason | None:
         part = running.part = Part(self._ask(running, version), version, self._spans)
@@ -122,19 +137,22 @@ class Sender:
             return "lost"
         running.join(part)
         self._count(part, training)
-        if _lacks_adapter(part, failure):
-            self._desk.torn(_FOREIGN)
-            return "lost"
-        if isinstance(failure, ServerRefused):
-            raise RequestFailed(f"the server refuses the request: {failure}") from failure
         if failure is not None:
-            log.info("%s: request %s was failed: %s", self._desk.settings.name, running.id, failure)
-            self._desk.health.request_failed(one_line(failure))
-            self._desk.react()
-            return None
+            return self._failed(running, part, failure)
         if part.cut is None and part.stop != "aborted":
             self._desk.health.request_passed()
         return self._stop_of(running, part)
+
+    def _failed(self, running: Running, part: Part, failure: ServerFailed) -> StopReason | None:
+        if isinstance(failure, ServerRefused):
+            if part.ask.adapter is not None and failure.status == _UNKNOWN:
+                self._desk.torn(_FOREIGN)
+                return "lost"
+            raise RequestFailed(f"the server refuses the request: {failure}") from failure
+        log.info("%s: request %s was failed: %s", self._desk.settings.name, running.id, failure)
+        self._desk.health.request_failed(one_line(failure))
+        self._desk.react()
+        return None
 
     def _stop_of(self, running: Running, part: Part) -> StopReason | None:
         """An abort that nobody here has asked for is the server's own failure to go on."""
