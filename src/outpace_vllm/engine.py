@@ -31,6 +31,7 @@ from outpace_vllm.collective import Meeting
 from outpace_vllm.fetching import Fetch
 from outpace_vllm.reloading import load_whole
 from outpace_vllm.sources import Named, from_device, from_memory
+from outpace_vllm.tied import pack_tied_layers_after_reloads
 
 
 @dataclass
@@ -48,7 +49,10 @@ class OutpaceTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
 
-    _fetch: Fetch | None = None
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._fetch: Fetch | None = None
+        pack_tied_layers_after_reloads()
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         pass

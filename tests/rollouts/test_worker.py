@@ -27,6 +27,7 @@ from outpace.rewards.pool import GraderPool
 from outpace.rewards.registry import isolated
 from outpace.rewards.shaping import Overlong
 from outpace.rollouts.policy.client import ClientSettings
+from outpace.rollouts.reports import SWAPPED
 from outpace.rollouts.single_turn import single_turn
 from outpace.rollouts.worker import Judges, RolloutWorker
 from outpace.types import Episode, GroupOrder, GroupRecord, Kept, Member, Place, Task, Trajectory
@@ -268,7 +269,7 @@ async def test_metrics_of_episodes_are_averaged_over_those_that_have_them(
         return Episode([client.trajectory()], metrics=metrics)
 
     report = await make_worker(make_engine(by_episode), rollout=rollout).run(order())
-    assert report.metrics == {"letters": 2.5, "right": 1.0}
+    assert report.metrics == {"letters": 2.5, "right": 1.0, SWAPPED: 0.0}
 
 
 async def test_a_cancelled_group_reports_failure_and_frees_the_engine(

@@ -46,6 +46,7 @@ class FakeServer:
     routes: list[str] = field(default_factory=lambda: list(ROUTES))
     fault: Callable[[], Fault | None] = lambda: None
     delay_s: float = 0.0
+    resume_s: float = 0.0  # until it says that it goes on
     version: str = "default"
     began: float = 1.0
     preemptions: int = 0
@@ -97,6 +98,7 @@ class FakeServer:
                 self.goes_on.clear()
             case "/resume":
                 self.goes_on.set()
+                await asyncio.sleep(self.resume_s)
             case "/is_paused":
                 return web.json_response({"is_paused": not self.goes_on.is_set()})
             case "/update_weight_version":

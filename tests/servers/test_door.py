@@ -335,8 +335,11 @@ async def test_a_caller_that_goes_away_takes_its_request_along() -> None:
     async with a_scene(FakeServer(delay_s=0.01), slots=1) as scene:
         request = asyncio.create_task(scene.ask(max_tokens=50))
         await _begun(scene)
+        await scene.door.peek("r", 0)
+        scene.fake.delay_s = 60.0
         request.cancel()
         await scene.until(lambda: not scene.fake.running)
+        scene.fake.delay_s = 0.0
         assert is_whole(await scene.ask(), 8)  # and its place is free
 
 
@@ -412,6 +415,19 @@ async def test_a_swap_in_mid_sequence_shows_in_the_versions() -> None:
         assert 0 < report.pause_s <= report.seconds
         assert (await scene.ask()).versions.tolist() == [1] * 8
         assert scene.fake.asked[-1]["cache_salt"] == "run.1"
+
+
+async def test_an_answer_may_end_before_the_server_says_that_it_goes_on() -> None:
+    async with a_scene(FakeServer(delay_s=0.01, resume_s=0.5)) as scene:
+        request = asyncio.create_task(scene.ask(max_tokens=30))
+        await _begun(scene)
+        await scene.door.peek("r", 3)
+        update = asyncio.create_task(scene.load(1))
+        answer = await request
+        assert not update.done()
+        assert is_whole(answer, 30)
+        assert set(answer.versions.tolist()) == {0, 1}
+        await update
 
 
 async def test_without_the_servers_account_a_token_is_as_old_as_its_request() -> None:
@@ -509,14 +525,38 @@ async def test_a_swap_that_never_ends_is_given_up() -> None:
 
 
 async def test_an_update_outlives_whoever_waits_for_it() -> None:
-    async with a_scene(FakeServer(delay_s=0.01)) as scene:
+    transport = FakeTransport()
+    async with a_scene(FakeServer(delay_s=0.01), transport) as scene:
         request = asyncio.create_task(scene.ask(max_tokens=30))
         await _begun(scene)
+        swapping, go_on, taken = asyncio.Event(), asyncio.Event(), transport.swap
+
+        async def swap(ready: Any) -> None:
+            swapping.set()
+            await go_on.wait()
+            await taken(ready)
+
+        transport.swap = swap  # type: ignore[method-assign]
         update = asyncio.create_task(scene.load(1))
-        await scene.until(lambda: "/pause" in scene.fake.calls)
+        await swapping.wait()
         update.cancel()
+        await asyncio.sleep(0.05)
+        go_on.set()
         assert is_whole(await request, 30)
         assert (await scene.ask(min_version=1)).versions.tolist() == [1] * 8
+
+
+async def test_a_door_that_is_closed_in_mid_update_lets_the_server_go_on() -> None:
+    transport = FakeTransport(swapping=asyncio.Event())
+    async with a_scene(transport=transport) as scene:
+        update = asyncio.create_task(scene.load(1))
+        assert transport.swapping is not None
+        await transport.swapping.wait()
+        assert not scene.fake.goes_on.is_set()
+        await scene.door.close()
+        assert scene.fake.goes_on.is_set()
+        with pytest.raises(UpdateTorn):
+            await update
 
 
 async def test_versions_never_go_back() -> None:

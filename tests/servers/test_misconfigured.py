@@ -19,6 +19,7 @@ from outpace.config import Config
 from outpace.config.loading import make_config
 from outpace.engines.servers.build import build_door, wanted
 from outpace.engines.servers.checks import check
+from outpace.engines.servers.door import Door
 from outpace.engines.servers.http import Http
 from outpace.engines.servers.launching import ServerProcess, free_port
 from outpace.engines.servers.spec import Facts
@@ -88,6 +89,12 @@ def a_run(**settings: Any) -> Config:
     return make_config({"engine.kind": "vllm", "engine.context": 512, "engine.urls": ["http://h:1"]} | settings)
 
 
+async def a_door(config: Config, url: str, directory: Path) -> Door:
+    return await build_door(
+        config, "engine-0", 0, url=url, incarnation="i", scratch=directory, logs=directory, stale=False
+    )
+
+
 async def test_a_server_that_differs_in_everything_is_told_one_thing_after_the_other(tmp_path: Path) -> None:
     wrong = {
         "model.path": "starter-agent", "model.dtype": "bfloat16", "weights.transport": "files",
@@ -131,11 +138,12 @@ def _refused_elsewhere(url: str, certificate: Path) -> str:
         "from outpace.engines.servers.build import build_door\n"
         "config = make_config({'engine.kind': 'vllm', 'engine.urls': [sys.argv[1]]})\n"
         "place = pathlib.Path(sys.argv[2])\n"
-        "asyncio.run(build_door(config, 'e', 0, incarnation='i', scratch=place, logs=place, stale=False))\n"
+        "where = {'scratch': place, 'logs': place}\n"
+        "asyncio.run(build_door(config, 'e', 0, url=sys.argv[1], incarnation='i', stale=False, **where))\n"
     )
     env = {**os.environ, "SSL_CERT_FILE": str(certificate)}
     command = [sys.executable, "-c", program, url, str(certificate.parent)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=SECONDS, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=3 * SECONDS, check=False)
     return done.stderr.strip().rpartition("\n")[2]
 
 
@@ -153,13 +161,13 @@ def _refused_elsewhere(url: str, certificate: Path) -> str:
 async def test_a_server_that_does_not_start(tmp_path: Path, settings: dict[str, Any], line: str) -> None:
     config = make_config(SMALL | {"launch.python": vllm_python()} | settings)
     with pytest.raises(BadInput, match=line):
-        await build_door(config, "engine-0", 0, incarnation="i", scratch=tmp_path, logs=tmp_path, stale=False)
+        await a_door(config, "", tmp_path)
 
 
 async def test_a_server_that_is_right_is_taken_as_it_is(vllm: RunningVllm, tmp_path: Path) -> None:
     """The same door as a run's, so that what is refused above is not refused for some other reason."""
     config = make_config({"engine.kind": "vllm", "engine.context": 256, "engine.urls": [vllm.url]})
-    door = await build_door(config, "engine-0", 0, incarnation="i", scratch=tmp_path, logs=tmp_path, stale=False)
+    door = await a_door(config, vllm.url, tmp_path)
     try:
         assert (await door.stats()).health == "stale", "who knows what it holds"
     finally:

@@ -139,7 +139,7 @@ async def test_a_server_that_was_left_paused_goes_on(impatient: None) -> None:
 
 
 async def test_one_that_is_not_there_is_told_at_once(impatient: None) -> None:
-    with pytest.raises(BadInput, match=r"nothing listens there .*is it the right port, and is the server up\?$"):
+    with pytest.raises(BadInput, match=r"it cannot be reached .*is it the right address, and is the server up\?$"):
         await until_reached(Found(away=1), 0.0)  # type: ignore[arg-type]
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from outpace.config.section import Section
 
@@ -55,6 +55,16 @@ class LaunchConfig(Section):
     """How long a server may take until it has answered a first request."""
     gpu_memory: float = Field(default=0.4, gt=0, lt=1)
     """The share of an accelerator's memory that a server may take; the learner needs the rest."""
+
+    @field_validator("env", mode="before")
+    @classmethod
+    def _numbers_are_text(cls, env: Any) -> Any:
+        """An environment knows nothing but text; who writes `X = 1` means that."""
+        if not isinstance(env, dict):
+            return env
+        return {
+            name: str(v) if isinstance(v, int | float) and not isinstance(v, bool) else v for name, v in env.items()
+        }
 
 
 class WeightsConfig(Section):

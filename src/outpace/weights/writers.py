@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from outpace.config import Config
 from outpace.resources import transport
+from outpace.types import Manifest, Version
 from outpace.weights.device import DeviceSnapshotWriter
 from outpace.weights.store import SnapshotWriter
 
-Writer: TypeAlias = SnapshotWriter | DeviceSnapshotWriter
+
+class Writer(Protocol):
+    """`copy` on the thread that owns the weights, `seal` on any other."""
+
+    def copy(self, version: Version, tensors: Mapping[str, Tensor], leased: Collection[Version]) -> Any:
+        """A draft, for `seal` of the same writer. Buffers of `leased` versions stay as they are."""
+        ...
+
+    def seal(self, draft: Any) -> Manifest: ...
+
+    def close(self) -> None: ...
 
 
 def snapshot_writer(config: Config, device: str, directory: Path, incarnation: str) -> Writer:
-    """`device` is where the learner's weights are."""
+    """`device` is where the learner's weights are. Adapters and deltas are read from files, wherever that is."""
     dtype: torch.dtype = getattr(torch, config.model.dtype)
-    if torch.device(device).type == "cuda" and transport(config) == "ipc":
+    in_files = config.lora.rank > 0 or config.weights.delta
+    if torch.device(device).type == "cuda" and transport(config) == "ipc" and not in_files:
         return DeviceSnapshotWriter(device, incarnation, dtype)
     deltas = Path(config.weights.dir or directory) if config.weights.delta else None
     return SnapshotWriter(directory, incarnation, dtype, deltas)

@@ -42,8 +42,10 @@ def trouble(url: str, failed: ServerFailed) -> str:
             return f"{url}: it takes connections and gives no answer ({said}); is the server stopped, or overloaded?"
         case ServerGone() if "certificate" in said:
             return f"{url}: {said}; set SSL_CERT_FILE to the certificate of whoever has signed it"
+        case ServerGone() if "Connect call failed" in said:
+            return f"{url}: nothing listens there; is it the right port, and is the server up?"
         case ServerGone() if "TLS" not in said:
-            return f"{url}: nothing listens there ({said}); is it the right port, and is the server up?"
+            return f"{url}: it cannot be reached ({said}); is it the right address, and is the server up?"
     return f"{url}: {said}"
 
 

@@ -26,7 +26,15 @@ from outpace.engines.servers.gate import Ending
 from outpace.engines.servers.http import jittered
 from outpace.engines.servers.running import Part, Running
 from outpace.engines.servers.spec import Ask
-from outpace.errors import ContextFull, RequestFailed, ServerFailed, ServerRefused, ServerSilent, one_line
+from outpace.errors import (
+    ContextFull,
+    RequestFailed,
+    ServerFailed,
+    ServerFaulty,
+    ServerRefused,
+    ServerSilent,
+    one_line,
+)
 from outpace.types import Generation, Ints, Sampling, StopReason, Version
 
 log = logging.getLogger(__name__)
@@ -191,6 +199,7 @@ class Sender:
                 running.tell()
                 if piece.stop is not None:
                     return
+        raise ServerFaulty(f"{self._desk.server.url}: a stream has ended without a finish reason")
 
     async def _idle(self, part: Part) -> None:
         """Cut the part when it has been silent for too long, times in which the server holds still left out."""

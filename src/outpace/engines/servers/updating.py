@@ -112,9 +112,9 @@ class Updater:
         """Where that fails it may be paused all the same."""
         try:
             await self._within("pausing", self._desk.server.pause())
-        except (OutpaceError, OSError) as error:
+        except (OutpaceError, OSError, asyncio.CancelledError) as error:
             await self._try_resume()
-            raise UpdateFailed(f"version {version}: {one_line(error)}") from error
+            raise UpdateFailed(f"version {version}: {one_line(error) or 'given up'}") from error
 
     async def _tear(self, version: Version, error: BaseException) -> None:
         """First those who read from it are sent away, then it goes on, so that probes can tell how it is."""
