@@ -18,7 +18,7 @@ FLOORS: list[set[str]] = [
     {"models", "tasks"},
     {"rollouts", "rewards", "engines", "learn", "weights", "checkpoint", "runtime", "observe"},
     {"pipeline"},
-    {"parts", "resuming", "saving", "session", "planning", "trainer", "evaluate", "play"},
+    {"parts", "resuming", "saving", "session", "planning", "trainer", "evaluate", "play", "agree", "serve"},
     {"bench", "simulate"},
     {"cli"},
 ]
@@ -32,6 +32,8 @@ NO_TORCH = (
     "outpace.trainer",
     "outpace.pipeline.driver",
     "outpace.rollouts.worker",
+    "outpace.engines.fleet.fleet",
+    "outpace.engines.servers.build",
     "outpace.rollouts.assembly",
     "outpace.rollouts.environments.stage_child",
     "outpace.rewards.registry",
@@ -51,7 +53,7 @@ def imports() -> list[tuple[Path, str]]:
     found = []
     for path in sorted(SOURCE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("outpace"):
+            if isinstance(node, ast.ImportFrom) and node.module and (node.module + ".").startswith("outpace."):
                 names = [f"outpace.{alias.name}" for alias in node.names] if node.module == "outpace" else [node.module]
                 found += [(path, name) for name in names]
             elif isinstance(node, ast.Import):
@@ -108,3 +110,14 @@ def test_nothing_evaluates_text_as_code() -> None:
 def test_a_light_module_loads_no_torch(module: str) -> None:
     program = f"import {module}, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_the_plugin_for_servers_imports_nothing_of_outpace_which_is_not_installed_there() -> None:
+    plugin = SOURCE.parent / "outpace_vllm"
+    files = sorted(plugin.glob("*.py"))
+    assert files
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            assert not [name for name in names if name.split(".")[0] == "outpace"], f"{path.name}: {names}"

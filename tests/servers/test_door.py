@@ -651,6 +651,7 @@ async def test_a_server_that_has_lost_its_adapters_is_loaded_anew() -> None:
         assert (await scene.ask()).stop == "lost"
         assert scene.health.state == "stale"
         scene.fake.unknown.clear()
+        await scene.until(lambda: transport.forgotten == [1])
         await scene.load(1)
         assert transport.swapped == [1, 1]
         assert (await scene.ask()).versions.tolist() == [1] * 8

@@ -21,6 +21,7 @@ class Shelf:
         self._served = version
         self._adapters: dict[Version, str] = {}
         self._users: Counter[Version] = Counter()
+        self._lost: set[Version] = set()  # torn off the shelf, and to be forgotten
 
     def admits(self, min_version: Version, pinned: Version | None) -> bool:
         """Whether such a request can be served now. Raises `RequestFailed` where it never will be."""
@@ -65,6 +66,7 @@ class Shelf:
         """Nobody knows what it holds."""
         self.version = STALE
         self.pinned = None
+        self._lost |= self._adapters.keys()
         self._adapters.clear()
 
     def take_unused(self) -> list[Version]:
@@ -72,4 +74,5 @@ class Shelf:
         unused = [v for v in self._adapters if v not in (self.version, self.pinned) and not self._users[v]]
         for version in unused:
             del self._adapters[version], self._users[version]
-        return unused
+        lost, self._lost = self._lost - self._adapters.keys(), set()
+        return [*unused, *sorted(lost)]
