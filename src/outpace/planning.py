@@ -13,6 +13,7 @@ from outpace.config import Config
 from outpace.config.loading import load_config, objects_beside
 from outpace.config.rules import resolve
 from outpace.errors import BadInput, one_line
+from outpace.models.adapter_files import check_peft
 from outpace.models.loading import resolve_model
 from outpace.models.tokenizer_files import tokenizer_digest
 from outpace.observe.callbacks import Callback
@@ -52,6 +53,8 @@ def make_plan(config: Config, objects: Objects, quiet: bool = False) -> Plan:
     own_tasks = objects.tasks is not None
     config = resolve(config, own_tasks=own_tasks, own_rewards=True, own_rollout=own_rollout)
     model = resolve_model(config.model.path)
+    if config.lora.rank:
+        check_peft()
     own_sources = _own_sources(config, objects)
     train, heldout = own_sources or open_tasks(config)
     config = resolve(config, own_tasks=own_tasks, own_rewards=judged_elsewhere, own_rollout=own_rollout)

@@ -69,6 +69,11 @@ async def test_what_it_prints_is_in_its_log(launch: Launch) -> None:
     assert not server.lives
 
 
+async def test_a_terminals_ctrl_c_does_not_reach_it(launch: Launch) -> None:
+    server = await launch("import time; time.sleep(600)")
+    assert os.getsid(server.pid) == server.pid
+
+
 async def test_a_second_start_goes_on_with_the_log_and_says_only_its_own(launch: Launch) -> None:
     await (await launch("print('the first')")).ended()
     second = await launch("print('the second')")

@@ -77,6 +77,21 @@ def test_requests_that_wait_bring_it_back_to_the_slots_and_no_further() -> None:
     assert [limit.observe(pressure(waiting=3), limit.value) for _ in range(4)] == [17, 16, 16, 16]
 
 
+def test_a_step_back_does_not_go_beyond_the_slots() -> None:
+    limit = Limit(64)
+    for _ in range(6):
+        limit.observe(pressure(), limit.value)
+    assert limit.observe(pressure(cache=1.0), limit.value) == 66
+    assert limit.observe(pressure(waiting=1), 66) == 64
+
+
+def test_it_does_not_grow_without_end() -> None:
+    limit = Limit(5)
+    for _ in range(100):
+        limit.observe(pressure(), limit.value)
+    assert limit.value == HEADROOM * 5
+
+
 def test_a_server_with_room_gets_its_places_back() -> None:
     limit = Limit(64)
     limit.observe(pressure(cache=1.0), 64)

@@ -255,3 +255,16 @@ def test_any_two_arrays_of_one_length_go_through_a_delta(
                 delta._decode(file, before[start : start + delta.PART])
             assert file.read() == b""
     assert np.array_equal(before, after)
+
+
+def test_a_damaged_delta_is_refused_before_anything_is_touched(tmp_path: Path) -> None:
+    writer = SnapshotWriter(tmp_path, "a", deltas=tmp_path)
+    tensors = weights()
+    first = writer.publish(1, tensors, [])
+    second = writer.publish(2, changed(tensors, 0.01), [])
+    assert second.delta is not None
+    flip(Path(second.delta.path), second.delta.nbytes - 1)
+    memory = bytearray(before := Path(first.path).read_bytes())
+    with pytest.raises(CorruptData, match="its checksum does not match"):
+        delta.apply(second, memory)
+    assert memory == before

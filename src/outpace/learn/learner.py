@@ -35,7 +35,8 @@ from outpace.learn.settings import CoreSettings, LearnerSettings
 from outpace.learn.state_copy import Copies, StateCopy
 from outpace.stopwatch import Stopwatch
 from outpace.types import ChunkReport, Floats, Ints, LearnerStats, Manifest, Place, StepReport, Version
-from outpace.weights.store import Draft, SnapshotWriter
+from outpace.weights.store import Draft
+from outpace.weights.writers import snapshot_writer
 
 __all__ = ["LearnerSettings", "TorchLearner"]
 
@@ -50,9 +51,7 @@ class TorchLearner:
         """`model` replaces the one that `settings` names."""
         self._settings = settings
         settings.snapshots.mkdir(exist_ok=True)
-        self._writer = SnapshotWriter(
-            settings.snapshots, settings.incarnation, getattr(torch, settings.config.model.dtype)
-        )
+        self._writer = snapshot_writer(settings.config, settings.device, settings.snapshots, settings.incarnation)
         threads = settings.threads or torch.get_num_threads()
         self._work = Stopwatch(threads if settings.device == "cpu" else None)
         self._sealing = ThreadPoolExecutor(1, "seal")
@@ -64,6 +63,8 @@ class TorchLearner:
         self._bad_steps = BadSteps(settings.journal)
         self._compute = ThreadPoolExecutor(1, "learner")
         self._core = self._compute.submit(self._build, model).result()
+        self._compute.submit(lambda: self._writer.lay_out(published(self._core))).result()
+        self._sealing.submit(self._writer.make_ready, ())
         self._closed = None if settings.config.learner.stream else ClosedBatch(self._core, settings.config)
 
     async def chunk(self, version: Version, places: list[Place], replayed: bool = False) -> ChunkReport:
@@ -74,7 +75,9 @@ class TorchLearner:
 
     async def publish(self, leased: list[Version]) -> Manifest:
         draft, merged_s = await self._on_compute_thread(self._copy, leased)
-        return await asyncio.get_running_loop().run_in_executor(self._sealing, self._seal, draft, merged_s)
+        manifest = await asyncio.get_running_loop().run_in_executor(self._sealing, self._seal, draft, merged_s)
+        self._sealing.submit(self._writer.make_ready, leased)  # if it fails, so does the next copy, and says why
+        return manifest
 
     async def save(self, directory: str, version: Version) -> bool:
         """Raises `NotSaved` when the disk does not take it; the learner itself is none the worse."""

@@ -77,14 +77,22 @@ class DeviceSnapshotWriter:
     def publish(self, version: Version, tensors: Mapping[str, Tensor], leased: Collection[Version]) -> Manifest:
         return self.seal(self.copy(version, tensors, leased))
 
-    def copy(self, version: Version, tensors: Mapping[str, Tensor], leased: Collection[Version]) -> DeviceDraft:
-        """Queue the copy of the tensors into a free buffer: steps that are queued later do not reach it."""
-        held = _Held(self._device)
+    def lay_out(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Decide where everything lies; returns what is stored."""
         distinct = distinct_tensors(tensors)
         specs = _specs(distinct, self._dtype)
         if not self._specs:
             self._specs = specs
         assert specs == self._specs, "the tensors of a policy keep their names, shapes and dtypes"
+        return distinct
+
+    def make_ready(self, leased: Collection[Version]) -> None:
+        """Memory of a device is had at once: `copy` sees to it."""
+
+    def copy(self, version: Version, tensors: Mapping[str, Tensor], leased: Collection[Version]) -> DeviceDraft:
+        """Queue the copy of the tensors into a free buffer: steps that are queued later do not reach it."""
+        held = _Held(self._device)
+        distinct = self.lay_out(tensors)
         buffer = self._take(version, leased)
         with torch.no_grad():
             torch._foreach_copy_(buffer.views, [tensor.detach() for tensor in distinct.values()])

@@ -89,6 +89,7 @@ class SnapshotWriter:
         self._latest: Version = VOID
         self._bases: list[Version] = []  # of the deltas that are being written
         self._lock = threading.Lock()
+        self._making = threading.Lock()  # held by whoever makes a buffer, which may take a second
 
     @property
     def buffers(self) -> int:
@@ -97,14 +98,26 @@ class SnapshotWriter:
     def publish(self, version: Version, tensors: Mapping[str, Tensor], leased: Collection[Version]) -> Manifest:
         return self.seal(self.copy(version, tensors, leased))
 
-    def copy(self, version: Version, tensors: Mapping[str, Tensor], leased: Collection[Version]) -> Draft:
-        """Copy the tensors into a free buffer. Only this part needs the weights to hold still."""
-        started = time.perf_counter()
+    def lay_out(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Decide where everything lies; returns what is stored."""
         distinct = distinct_tensors(tensors)
         slots = _layout(distinct, self._dtype)
         if not self._slots:
             self._slots = slots
         assert slots == self._slots, "the tensors of a policy keep their names, shapes and dtypes"
+        return distinct
+
+    def make_ready(self, leased: Collection[Version]) -> None:
+        """See to it that the next `copy` finds a buffer, if those leased now are the ones leased then: making one takes
+        many times as long as the copy. For a thread that has the time, after `lay_out`."""
+        with self._making:
+            if not self._free(leased):
+                self._add_buffer()
+
+    def copy(self, version: Version, tensors: Mapping[str, Tensor], leased: Collection[Version]) -> Draft:
+        """Copy the tensors into a free buffer. Only this part needs the weights to hold still."""
+        started = time.perf_counter()
+        distinct = self.lay_out(tensors)
         buffer = self._take(version, leased)
         with torch.no_grad():
             for view, tensor in zip(buffer.views, distinct.values(), strict=True):
@@ -164,24 +177,31 @@ class SnapshotWriter:
 
     def _take(self, version: Version, leased: Collection[Version]) -> _Buffer:
         """Choose a buffer for `version` and void its header, so that a late reader sees the reuse."""
+        if not self._free(leased):
+            self.make_ready(leased)
         with self._lock:
-            used = {self._latest, *self._bases, *leased}
-            free = [b for b in self._buffers if b.sealed and b.version not in used]
-            buffer = min(free, key=lambda b: b.version) if free else self._add_buffer()
+            buffer = min(self._unused(leased), key=lambda b: b.version)
             buffer.version, buffer.sealed = version, False
         buffer.label(self._incarnation, VOID)
         _remove_delta(buffer)
         return buffer
 
-    def _add_buffer(self) -> _Buffer:
+    def _free(self, leased: Collection[Version]) -> bool:
+        with self._lock:
+            return bool(self._unused(leased))
+
+    def _unused(self, leased: Collection[Version]) -> list[_Buffer]:
+        used = {self._latest, *self._bases, *leased} - {VOID}
+        return [b for b in self._buffers if b.sealed and b.version not in used]
+
+    def _add_buffer(self) -> None:
         end = max((slot.offset + slot.nbytes for slot in self._slots), default=DATA_OFFSET)
         path = self._directory / f"{self._incarnation}-{len(self._buffers)}.weights"
         mapping = snapshot.allocate(path, end)
         content = torch.frombuffer(mapping, dtype=torch.uint8)
         views = [content[s.offset : s.offset + s.nbytes].view(s.dtype).view(s.shape) for s in self._slots]
-        buffer = _Buffer(path, mapping, content, views)
-        self._buffers.append(buffer)
-        return buffer
+        with self._lock:
+            self._buffers.append(_Buffer(path, mapping, content, views))
 
 
 def read_snapshot(manifest: Manifest, verify: bool = True) -> dict[str, Tensor]:

@@ -19,6 +19,14 @@ from outpace.weights.store import SnapshotWriter
 class Writer(Protocol):
     """`copy` on the thread that owns the weights, `seal` on any other."""
 
+    def lay_out(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Decide where everything lies; returns what is stored."""
+        ...
+
+    def make_ready(self, leased: Collection[Version]) -> None:
+        """See to it that the next `copy` finds a buffer. For a thread that has the time."""
+        ...
+
     def copy(self, version: Version, tensors: Mapping[str, Tensor], leased: Collection[Version]) -> Any:
         """A draft, for `seal` of the same writer. Buffers of `leased` versions stay as they are."""
         ...

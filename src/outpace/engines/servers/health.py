@@ -83,7 +83,7 @@ class HealthMachine:
 
     def loaded(self) -> None:
         """It has a whole set of weights, and we know which. Says nothing of how it samples: doubts remain."""
-        self._loaded = self._started
+        self._loaded = True
 
     def torn(self, why: str = "an update has failed half-way") -> None:
         """An update has failed half-way."""
