@@ -87,7 +87,8 @@ def test_every_command_is_one_that_the_command_line_takes(name: str) -> None:
         if words[0] == "simulate":
             simulation.load_settings(None, settings)
             continue
-        make_config(parse_arguments(settings))
+        served = {"engine.kind": "vllm"} if words[0] == "serve" else {}  # what that command takes for granted
+        make_config(served | parse_arguments(settings))
         options = {word[2:].partition("=")[0] for word in getattr(arguments, "words", []) if word.startswith("--")}
         assert not options or options <= benchmark_options(arguments.what), command
 

@@ -82,11 +82,11 @@ def test_a_model_with_code_of_its_own_is_trusted_only_where_the_run_does() -> No
     assert "--trust-remote-code" in command(model__trust_remote_code=True).argv
 
 
-def test_the_plugin_is_switched_on_where_the_transport_needs_it(tmp_path: Path) -> None:
+def test_the_plugin_is_switched_on_where_the_model_itself_is_updated(tmp_path: Path) -> None:
     made = command(plugin=tmp_path)
     assert value(made, "--weight-transfer-config") == '{"backend":"outpace"}'
     assert made.env["PYTHONPATH"] == str(tmp_path)
-    assert "--weight-transfer-config" not in command(weights__transport="files").argv
+    assert "--weight-transfer-config" not in command(lora__rank=8).argv
 
 
 def test_adapters_need_room_for_several_versions() -> None:
@@ -206,14 +206,14 @@ def test_what_is_shown_can_be_typed(monkeypatch: pytest.MonkeyPatch) -> None:
     ("values", "plugin"),
     [
         ({}, True),
-        ({"engine__urls": ["http://h:1"]}, False),
+        ({"engine__urls": ["http://h:1"]}, True),
         ({"engine__kind": "sglang"}, False),
-        ({"weights__transport": "files"}, False),
+        ({"weights__transport": "files"}, True),
         ({"weights__transport": "collective", "engine__urls": ["http://h:1"]}, True),
         ({"lora__rank": 8}, False),
     ],
 )
-def test_a_server_gets_the_plugin_where_weights_come_through_it(values: dict[str, Any], plugin: bool) -> None:
+def test_a_vllm_gets_the_plugin_unless_it_gets_adapters_alone(values: dict[str, Any], plugin: bool) -> None:
     assert needs_plugin(config(**values)) is plugin
 
 

@@ -7,7 +7,6 @@ import sys
 from typing import Literal
 
 from outpace.config import Config
-from outpace.resources import transport
 
 Kind = Literal["vllm", "sglang"]
 
@@ -18,8 +17,9 @@ def kind_of(config: Config) -> Kind:
 
 
 def needs_plugin(config: Config) -> bool:
-    """Whether weights come through outpace's transfer engine in the server. Adapters are files that it reads."""
-    return config.engine.kind == "vllm" and not config.lora.rank and transport(config) != "files"
+    """Whether outpace's plugin is to be in the server: weights come through its transfer engine and, where they come as
+    files, vLLM would leave an output head that is tied to the embeddings as it was on a CPU. Adapters need nothing."""
+    return config.engine.kind == "vllm" and not config.lora.rank
 
 
 def python_of(config: Config) -> str:

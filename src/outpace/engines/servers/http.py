@@ -121,7 +121,9 @@ class Http:
                     raise _refusal(where, response, await response.content.read(4096))
                 yield response
             finally:
-                response.close() if not response.content.at_eof() else response.release()
+                # A server in trouble ends the connection after its answer; the next call must not try to use it.
+                used_up = response.content.at_eof() and response.status < 500
+                response.release() if used_up else response.close()
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise _named(where, error) from error
 
