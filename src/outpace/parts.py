@@ -20,7 +20,7 @@ from outpace.resources import child_environment, engine_threads, learner_threads
 from outpace.runtime import code
 from outpace.runtime.peers import peer
 from outpace.runtime.scratch import files_of
-from outpace.runtime.spec import PartSpec
+from outpace.runtime.spec import START_DEADLINE_S, PartSpec
 from outpace.types import Member
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 
 LEARNER = "learner"
+GRACE_S = 60.0
+"""What a part gets beyond the time that its server may take, to say what was wrong with that."""
 
 
 def engine_name(index: int) -> str:
@@ -88,9 +90,10 @@ class PartSpecs:
             token=self._token,
             peers={LEARNER: self._learner_socket} if self._sends else {},
             peer_protocol="outpace.protocols:Learner",
+            start_s=max(START_DEADLINE_S, self._config.launch.start_s + GRACE_S),
         )
         embedded = self._config.engine.kind == "embedded"
-        return spec, child_environment(engine_threads(self._config) if embedded else 1, gpu=embedded)
+        return spec, child_environment(engine_threads(self._config) if embedded else 1)
 
     def learner(self) -> tuple[PartSpec, dict[str, str]]:
         spec = PartSpec(

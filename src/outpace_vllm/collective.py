@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import BroadcastOptions, PrefixStore, TCPStore
+from torch.distributed import BroadcastOptions, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 SENDER, RECEIVER = 0, 1
 PIECE_BYTES = 64 << 20
@@ -45,7 +45,7 @@ def receive(meeting: Meeting) -> Iterator[tuple[str, Tensor]]:
     channel = Channel(meeting, RECEIVER)
     try:
         content = torch.empty(last - first, dtype=torch.uint8, device=channel.device)
-        for piece in content.split(PIECE_BYTES):
+        for piece in content.split(PIECE_BYTES):  # type: ignore[no-untyped-call]
             channel.broadcast(piece, SENDER)
         damaged = _damaged(content, meeting["tensors"], first)
         channel.broadcast(torch.tensor([len(damaged)], device=channel.device), RECEIVER)
@@ -119,7 +119,7 @@ def _gloo_group(store: PrefixStore, rank: int, timeout: timedelta, host: str) ->
     from torch.distributed import ProcessGroupGloo
 
     own_address = rank == SENDER or host in ("127.0.0.1", "localhost", "::1")
-    options = ProcessGroupGloo._Options()
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
     options._devices = [
         ProcessGroupGloo.create_device(hostname=host) if own_address else ProcessGroupGloo.create_default_device()

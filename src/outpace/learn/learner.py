@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 import torch
@@ -35,6 +35,7 @@ from outpace.learn.settings import CoreSettings, LearnerSettings
 from outpace.learn.state_copy import Copies, StateCopy
 from outpace.stopwatch import Stopwatch
 from outpace.types import ChunkReport, Floats, Ints, LearnerStats, Manifest, Place, StepReport, Version
+from outpace.weights.collective import Sender
 from outpace.weights.store import Draft
 from outpace.weights.writers import snapshot_writer
 
@@ -56,6 +57,7 @@ class TorchLearner:
         self._work = Stopwatch(threads if settings.device == "cpu" else None)
         self._sealing = ThreadPoolExecutor(1, "seal")
         self._saving = ThreadPoolExecutor(1, "save")
+        self._sender = Sender()
         self._copies = Copies()
         self._reserved = False
         self._costs: deque[tuple[str, float]] = deque()  # of saving, in seconds; not in a report yet
@@ -78,6 +80,9 @@ class TorchLearner:
         manifest = await asyncio.get_running_loop().run_in_executor(self._sealing, self._seal, draft, merged_s)
         self._sealing.submit(self._writer.make_ready, leased)  # if it fails, so does the next copy, and says why
         return manifest
+
+    async def send(self, manifest: Manifest, meeting: dict[str, Any]) -> None:
+        await self._sender.send(manifest, meeting)
 
     async def save(self, directory: str, version: Version) -> bool:
         """Raises `NotSaved` when the disk does not take it; the learner itself is none the worse."""

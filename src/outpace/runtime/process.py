@@ -20,7 +20,7 @@ from outpace import errors
 from outpace.runtime.child import Broken, Hello
 from outpace.runtime.family import how_it_ended
 from outpace.runtime.rpc import Channel
-from outpace.runtime.spec import START_DEADLINE_S, PartSpec
+from outpace.runtime.spec import PartSpec
 
 STOP_DEADLINE_S = 5.0
 LOG_TAIL_LINES = 30
@@ -71,11 +71,11 @@ class PartProcess:
     async def _become(self) -> None:
         name = self._spec.name
         try:
-            async with asyncio.timeout(START_DEADLINE_S):
+            async with asyncio.timeout(self._spec.start_s):
                 await self.channel.send(self._spec)
                 hello = await self.channel.receive(Hello)
         except TimeoutError:
-            raise errors.PartFailed(name, f"was not ready within {START_DEADLINE_S:g} s", self.tail()) from None
+            raise errors.PartFailed(name, f"was not ready within {self._spec.start_s:g} s", self.tail()) from None
         except OSError:
             hello = None
         if hello is None:

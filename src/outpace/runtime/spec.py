@@ -34,6 +34,7 @@ class PartSpec(msgspec.Struct, frozen=True):
     peers: dict[str, str] = {}  # name -> socket path of an engine this part talks to
     peer_protocol: str = "outpace.protocols:Engine"
     attempt: int = 0  # how many processes have been this part before
+    start_s: float = START_DEADLINE_S  # how long it may take until it can be called
 
 
 class Runtime(Protocol):

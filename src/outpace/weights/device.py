@@ -117,7 +117,7 @@ class DeviceSnapshotWriter:
     def _sums(self, content: Tensor) -> list[int]:
         places = [(spec.offset, spec.nbytes) for spec in self._specs]
         if content.is_cuda:  # beside the training that goes on, not behind it
-            with torch.cuda.stream(torch.cuda.Stream(self._device)):
+            with torch.cuda.stream(torch.cuda.Stream(self._device)):  # type: ignore[no-untyped-call]
                 return word_sums(content, places)
         return word_sums(content, places)
 

@@ -54,7 +54,7 @@ class Updater:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _keep(self, task: asyncio.Task[T]) -> None:
-        self._tasks.add(task)  # type: ignore[arg-type]  # of whichever result
+        self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _load(self, manifest: Manifest, pinned: bool) -> LoadReport:
