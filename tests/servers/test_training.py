@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import pytest
 
-from drills.checks import accounting
+from drills.checks import accounting, ledger_of
 from servers.stopping_proxy import StoppingProxy
 from servers_support import RunningVllm
 from support import journalled, read_lines
@@ -173,11 +173,23 @@ def test_a_server_that_is_killed_under_load_and_one_that_is_stopped_cost_no_grou
     before = len(run.lines())
     run.until(lambda: len(run.lines()) >= before + 3)
     run.until(lambda: not stopped.is_running() or stopped.status() == psutil.STATUS_ZOMBIE)
+    run.until(lambda: run.said.count("it is started again") == 2)
     run.process.send_signal(signal.SIGTERM)
     run.end(exit_code=3)
     assert accounting(run.directory, _tasks(run.directory), None) == []
     assert not _failed_visits(run), "no request was lost"
-    assert sum(line.get("faults/engine_lost", 0) for line in run.lines()) >= 2
+    assert max(line["offpolicy/kl"] for line in run.lines()) < 0.1, "nothing was sampled by weights of another version"
+
+
+def test_a_run_whose_last_server_dies_ends_with_the_cause_and_can_go_on(start: Callable[..., Running]) -> None:
+    run = start(*LAUNCHED, "--run.steps=5000", "--supervise.restarts=0", "--eval.count=0", "--checkpoint.every=2")
+    run.until(lambda: len(run.lines()) >= 3)
+    for process in family_of(run.servers()[0]):
+        process.send_signal(signal.SIGKILL)
+    run.end(exit_code=4)
+    assert "engine-0: exited with code 1; supervise.restarts = 0" in run.said
+    assert "SIGKILL" in run.said, "why the server is gone"
+    assert ledger_of(run.directory)["version"] >= 2, "the newest checkpoint is whole"
 
 
 def test_a_server_that_is_stopped_in_the_middle_of_an_update_holds_up_neither_publishing_nor_training(

@@ -128,6 +128,19 @@ def test_a_snapshot_that_is_not_sealed_yet_is_not_overwritten() -> None:
         assert_holds(shelf.content(manifest), manifest, version)
 
 
+def test_a_buffer_made_ready_is_the_one_that_the_next_copy_takes() -> None:
+    shelf = Shelf()
+    writer = writer_on(shelf)
+    for version in range(4):
+        writer.lay_out(weights_of(version))
+        writer.make_ready([version - 1])
+        ready = writer.buffers
+        manifest = writer.publish(version, weights_of(version), [version - 1])
+        assert writer.buffers == ready
+        assert_holds(shelf.content(manifest), manifest, version)
+    assert writer.buffers == 2
+
+
 def test_a_policy_that_changes_its_tensors_is_a_mistake() -> None:
     writer = writer_on(Shelf())
     writer.publish(0, {"t": torch.zeros(3)}, [])

@@ -16,7 +16,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -69,6 +70,7 @@ class DeviceSnapshotWriter:
         self._buffers: list[_Buffer] = []
         self._latest: Version = VOID
         self._lock = threading.Lock()
+        self._making = threading.Lock()  # held by whoever makes a buffer
 
     @property
     def buffers(self) -> int:
@@ -87,7 +89,10 @@ class DeviceSnapshotWriter:
         return distinct
 
     def make_ready(self, leased: Collection[Version]) -> None:
-        """Memory of a device is had at once: `copy` sees to it."""
+        """See to it that the next `copy` finds a buffer: to get memory, the driver may wait for all that is queued."""
+        with self._making:
+            if not self._free(leased):
+                self._add_buffer()
 
     def copy(self, version: Version, tensors: Mapping[str, Tensor], leased: Collection[Version]) -> DeviceDraft:
         """Queue the copy of the tensors into a free buffer: steps that are queued later do not reach it."""
@@ -115,27 +120,46 @@ class DeviceSnapshotWriter:
         self._buffers = []
 
     def _sums(self, content: Tensor) -> list[int]:
-        places = [(spec.offset, spec.nbytes) for spec in self._specs]
-        if content.is_cuda:  # beside the training that goes on, not behind it
-            with torch.cuda.stream(torch.cuda.Stream(self._device)):  # type: ignore[no-untyped-call]
-                return word_sums(content, places)
-        return word_sums(content, places)
+        with _beside_training(self._device):
+            return word_sums(content, [(spec.offset, spec.nbytes) for spec in self._specs])
 
     def _take(self, version: Version, leased: Collection[Version]) -> _Buffer:
+        if not self._free(leased):
+            self.make_ready(leased)
         with self._lock:
-            free = [b for b in self._buffers if b.sealed and b.version != self._latest and b.version not in leased]
-            buffer = min(free, key=lambda b: b.version) if free else self._add_buffer()
+            buffer = min(self._unused(leased), key=lambda b: b.version)
             buffer.version, buffer.sealed = version, False
         return buffer
 
-    def _add_buffer(self) -> _Buffer:
+    def _free(self, leased: Collection[Version]) -> bool:
+        with self._lock:
+            return bool(self._unused(leased))
+
+    def _unused(self, leased: Collection[Version]) -> list[_Buffer]:
+        used = {self._latest, *leased} - {VOID}
+        return [b for b in self._buffers if b.sealed and b.version not in used]
+
+    def _add_buffer(self) -> None:
         """The bytes between tensors are zero and stay so: sums run over whole words."""
         end = max((spec.offset + padded(spec.nbytes) for spec in self._specs), default=0)
-        content = torch.zeros(max(end, 1), dtype=torch.uint8, device=self._device)
+        with _beside_training(self._device):
+            content = torch.zeros(max(end, 1), dtype=torch.uint8, device=self._device)
         views = [_view(content, spec) for spec in self._specs]
         buffer = _Buffer(content, views, self._share(content, self._owner))
-        self._buffers.append(buffer)
-        return buffer
+        with self._lock:
+            self._buffers.append(buffer)
+
+
+@contextmanager
+def _beside_training(device: torch.device) -> Iterator[None]:
+    """What is queued here runs beside the training that goes on, not behind it, and is done at the end."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
 
 
 class _Held:

@@ -1,0 +1,67 @@
+"""Engines that join and leave a run under way, as processes of their own."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drills.checks import accounting
+from support import read_lines, run_command, start_command
+
+PATIENCE_S = 120.0
+
+
+def until(true: Callable[[], object], alive: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not true():
+        assert alive(), "the run ended before its time"
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def seats(run: Path) -> dict[str, dict[str, Any]]:
+    answer = run_command("fleet", str(run))
+    return {seat["name"]: seat for seat in json.loads(answer.stdout)} if answer.returncode == 0 else {}
+
+
+def steps(run: Path) -> int:
+    return len(read_lines(run / "metrics.jsonl")) if (run / "metrics.jsonl").exists() else 0
+
+
+@pytest.mark.timeout(300)
+def test_an_engine_joins_serves_after_its_first_load_and_leaves_and_no_group_is_lost(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = start_command(
+        "train", f"--run.dir={run}", "--run.steps=5000", "--eval.count=0", "--pacing.groups_per_step=8", "--quiet"
+    )
+    try:
+        until(lambda: steps(run) >= 2, lambda: process.poll() is None)
+        assert list(seats(run)) == ["engine-0"]
+        assert run_command("fleet", str(run), "--add", "").returncode == 0
+        until(lambda: seats(run).get("engine-1", {}).get("serves"), lambda: process.poll() is None)
+        assert seats(run)["engine-1"]["version"] > 0, "it has the run's weights, not those of the model it began with"
+        assert run_command("fleet", str(run), "--remove", "engine-0").returncode == 0
+        until(lambda: list(seats(run)) == ["engine-1"], lambda: process.poll() is None)
+        before = steps(run)
+        until(lambda: steps(run) > before + 2, lambda: process.poll() is None)
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 3, said
+    finally:
+        process.kill()
+        process.communicate()
+    assert accounting(run, json.loads((run / "tasks.json").read_text())["count"], None) == []
+    settled = [visit for line in read_lines(run / "batches.jsonl") for visit in line.get("settled", [])]
+    assert not [visit for visit in settled if visit["outcome"] == "failed"]
+
+
+def test_orders_for_a_run_that_is_not_under_way_are_refused_in_one_line(tmp_path: Path) -> None:
+    answer = run_command("fleet", str(tmp_path), "--add", "http://127.0.0.1:1")
+    assert answer.returncode == 2
+    assert answer.stderr == f"outpace: no run is under way in {tmp_path}\n"
