@@ -18,6 +18,7 @@ from outpace.models.loading import resolve_model
 from outpace.models.tokenizer_files import tokenizer_digest
 from outpace.observe.callbacks import Callback
 from outpace.protocols import Reward, Rollout, TaskSource
+from outpace.resources import learner_gpu_share
 from outpace.rewards.registry import check_rewards
 from outpace.rollouts.assembly import check_assembly
 from outpace.rollouts.environments.kinds import Given
@@ -55,6 +56,7 @@ def make_plan(config: Config, objects: Objects, quiet: bool = False) -> Plan:
     model = resolve_model(config.model.path)
     if config.lora.rank:
         check_peft()
+    learner_gpu_share(config)  # refuses budgets that one GPU cannot hold
     own_sources = _own_sources(config, objects)
     train, heldout = own_sources or open_tasks(config)
     config = resolve(config, own_tasks=own_tasks, own_rewards=judged_elsewhere, own_rollout=own_rollout)

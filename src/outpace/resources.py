@@ -34,9 +34,10 @@ def countable_cores(config: Config) -> int | None:
 
 
 def engine_threads(config: Config) -> int:
-    """Half the cores, because the learner runs beside it; all of them when the two take turns."""
-    beside = max(1, cores() // 2) if config.pacing.max_lag else cores()
-    return config.engine.threads or config.run.threads or beside
+    """Of one engine: they share half the cores, because the learner runs beside them; all of them when the two take
+    turns."""
+    beside = cores() // 2 if config.pacing.max_lag else cores()
+    return config.engine.threads or config.run.threads or max(1, beside // (config.engine.count or 1))
 
 
 def learner_threads(config: Config) -> int:

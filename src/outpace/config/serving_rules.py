@@ -82,6 +82,8 @@ def _weights_can_travel(config: Config) -> Iterator[str]:
         yield 'weights.transport: "ipc" shares the memory of a GPU, and run.device is cpu; use "memory"'
     if config.engine.kind == "sglang" and transport not in ("auto", "files"):
         yield f'weights.transport: sglang takes weights as files, not by "{transport}"; leave this out'
+    if transport == "ipc" and config.weights.delta:
+        yield 'weights.delta: by "ipc" weights do not travel at all; leave one of the two out'
     if config.lora.rank == 0:
         return
     if config.engine.kind == "vllm" and transport not in ("auto", "files"):

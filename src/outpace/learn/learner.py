@@ -33,6 +33,7 @@ from outpace.learn.policy_weights import published, published_adapter
 from outpace.learn.scoring import sequence_logprobs
 from outpace.learn.settings import CoreSettings, LearnerSettings
 from outpace.learn.state_copy import Copies, StateCopy
+from outpace.resources import limit_gpu_memory
 from outpace.stopwatch import Stopwatch
 from outpace.types import ChunkReport, Floats, Ints, LearnerStats, Manifest, Place, StepReport, Version
 from outpace.weights.collective import Sender
@@ -129,6 +130,7 @@ class TorchLearner:
         if settings.threads:  # torch's thread count belongs to the thread that sets it
             torch.set_num_threads(settings.threads)
         config = settings.config
+        limit_gpu_memory(config, settings.device)
         torch.manual_seed(config.run.seed)
         if model is None:
             from outpace.models.loading import load_model

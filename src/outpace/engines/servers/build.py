@@ -10,7 +10,7 @@ from pathlib import Path
 from outpace.config import Config
 from outpace.engines.servers.addresses import AnyServer, server_at
 from outpace.engines.servers.checks import check, trouble
-from outpace.engines.servers.choices import kind_of, server_count
+from outpace.engines.servers.choices import kind_of
 from outpace.engines.servers.door import Door, DoorSettings
 from outpace.engines.servers.health import HealthMachine
 from outpace.engines.servers.launching import ServerProcess
@@ -148,7 +148,7 @@ def _door(
         kv=engine.kv,
         pins=config.lora.rank > 0,
         slots=slots,
-        threads=max(1, engine_threads(config) // server_count(config)) if counts_cores else 0,
+        threads=engine_threads(config) if counts_cores else 0,
     )
     weights = transport_for(config, place, server, send)
     return Door(server, weights, HealthMachine(), Limit(slots), settings, process)

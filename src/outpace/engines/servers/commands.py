@@ -174,7 +174,7 @@ def _sglang_flags(config: Config, model: Path, port: int) -> Flags:
 
 
 def _environment(config: Config, model: Path, plugin: Path | None) -> dict[str, str]:
-    threads = str(max(1, engine_threads(config) // server_count(config)))
+    threads = str(engine_threads(config))
     env = {
         "HF_HUB_OFFLINE": "1",  # the model is a directory: there is nothing to ask the hub for
         "TOKENIZERS_PARALLELISM": "false",
