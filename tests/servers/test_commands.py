@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from outpace import resources
 from outpace.config import Config
 from outpace.config.loading import make_config
 from outpace.engines.servers.choices import needs_plugin
@@ -146,9 +147,11 @@ def test_variables_of_the_user_win() -> None:
     assert command(launch__env={"VLLM_CPU_KVCACHE_SPACE": "40"}).env["VLLM_CPU_KVCACHE_SPACE"] == "40"
 
 
-def test_servers_share_the_engines_threads() -> None:
-    assert command(engine__threads=8, engine__count=2).env["OMP_NUM_THREADS"] == "4"
-    assert command(engine__threads=1, engine__count=4).env["OMP_NUM_THREADS"] == "1"
+def test_servers_share_the_cores_that_the_learner_leaves_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resources, "cores", lambda: 16)
+    assert command(engine__count=2).env["OMP_NUM_THREADS"] == "4"
+    assert command(engine__count=9).env["OMP_NUM_THREADS"] == "1"
+    assert command(engine__threads=8, engine__count=2).env["OMP_NUM_THREADS"] == "8"
 
 
 def test_a_key_is_in_the_environment_and_on_no_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
