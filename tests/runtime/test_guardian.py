@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from outpace.runtime import guardian_child
-from outpace.runtime.guardian import Guardian
+from outpace.runtime.guardian import Guardian, note_session
 from outpace.runtime.local import LocalRuntime
 from outpace.runtime.scratch import Scratch
 from runtime_support import ENVIRONMENT, start_toy
@@ -234,10 +234,45 @@ def test_no_two_processes_share_a_mark() -> None:
 
 
 def test_a_number_that_belongs_to_another_process_by_now_is_left_alone(bystander: subprocess.Popen[bytes]) -> None:
-    guardian_child.end({bystander.pid: "long ago"}, "nobody's mark")
+    guardian_child.end({bystander.pid: "long ago"}, "nobody's mark", "/nowhere")
     assert bystander.poll() is None
-    guardian_child.end({bystander.pid: guardian_child.start_of(bystander.pid)}, "nobody's mark")
+    guardian_child.end({bystander.pid: guardian_child.start_of(bystander.pid)}, "nobody's mark", "/nowhere")
     assert bystander.wait() == -signal.SIGKILL
+
+
+LEADER = (
+    "import subprocess, sys, time; print(subprocess.Popen(['sleep', '60'], env={}).pid, flush=True); time.sleep(60)"
+)
+
+
+def test_whoever_has_lost_the_mark_is_found_by_the_session_that_was_noted() -> None:
+    """As a server's workers are: stopped, their leader dead, their environment written over."""
+    guardian = Guardian([])
+    environment = {**os.environ, **guardian.marked(mark := guardian.new_mark())}
+    leader = subprocess.Popen(
+        [sys.executable, "-c", LEADER], env=environment, start_new_session=True, stdout=subprocess.PIPE, text=True
+    )
+    note_session(leader.pid, environment)
+    assert leader.stdout is not None
+    worker = psutil.Process(int(leader.stdout.readline()))
+    worker.suspend()
+    leader.kill()
+    leader.communicate()
+    guardian.sweep(mark)
+    psutil.wait_procs([worker], timeout=20)
+    gone = not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
+    guardian.dismiss()
+    assert gone
+
+
+def test_a_session_whose_number_is_another_process_by_now_is_left_alone(
+    bystander: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    (tmp_path / f"mark.{bystander.pid}.1").touch()
+    assert guardian_child.noted(str(tmp_path), "mark.") == set()
+    (tmp_path / f"mark.{bystander.pid}.{guardian_child.start_of(bystander.pid)}").touch()
+    assert guardian_child.noted(str(tmp_path), "mark.") == {bystander.pid}
+    assert guardian_child.noted(str(tmp_path), "another.") == set()
 
 
 async def test_a_run_goes_on_without_its_guardian(tmp_path: Path) -> None:

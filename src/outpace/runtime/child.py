@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from outpace import crash
+from outpace import crash, errors
 from outpace.runtime import garbage, stacks
 from outpace.runtime import spec as parts
 from outpace.runtime.lifeline import die_with_parent
@@ -80,7 +80,8 @@ async def _leave_if_broken(part: object) -> None:
     successor can be asked again, and not a failure."""
     if isinstance(part, parts.Breakable):
         failure = await part.broken()
-        print(failure.remote_traceback or failure, file=sys.stderr, flush=True)
+        print(failure.remote_traceback, file=sys.stderr)
+        print(f"{parts.BROKEN}{errors.one_line(failure.message, 1000)}", file=sys.stderr, flush=True)
         os._exit(1)
 
 

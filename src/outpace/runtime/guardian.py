@@ -4,8 +4,9 @@ Children die with their parent where the kernel promises it (`outpace.runtime.li
 are programs that children of children have started, and, where the controller was killed, directories in memory and on
 disk and systems whose kernel promises nothing. Its inside is `outpace.runtime.guardian_child`.
 
-A mark in the environment of every part leads to all who descend from it. Whoever was not started by a part, such as
-what a user's own process has started beside a run, carries none and is never touched.
+A mark in the environment of every part leads to all who descend from it, and a note of the sessions that they begin to
+those who have lost that mark. Whoever was not started by a part, such as what a user's own process has started beside a
+run, carries none and is never touched.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ import itertools
 import logging
 import os
 import secrets
+import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from outpace.runtime import guardian_child
-from outpace.runtime.guardian_child import PASSES, PAUSE_S, VARIABLE, start_of
+from outpace.runtime.guardian_child import PASSES, PAUSE_S, SESSIONS, VARIABLE, start_of
 
 log = logging.getLogger(__name__)
 
@@ -33,8 +36,10 @@ class Guardian:
         """Removes `directories` if this process ends without `dismiss`."""
         self._mark = f"{secrets.token_hex(8)}."
         self._marks = itertools.count()
+        self._sessions = tempfile.mkdtemp(prefix="outpace-sessions-")
         reading, self._pipe = os.pipe()
-        command = [sys.executable, "-I", "-S", guardian_child.__file__, self._mark, *map(str, directories)]
+        inside = [guardian_child.__file__, self._mark, self._sessions, *map(str, directories)]
+        command = [sys.executable, "-I", "-S", *inside]
         try:
             self._process = subprocess.Popen(
                 command, stdin=reading, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
@@ -54,7 +59,7 @@ class Guardian:
 
     def marked(self, mark: str) -> dict[str, str]:
         """What the environment of that process has to hold, so that all who descend from it can be found."""
-        return {VARIABLE: mark}
+        return {VARIABLE: mark, SESSIONS: self._sessions}
 
     def watch(self, mark: str, pid: int) -> None:
         """It was started. When that was is looked up here and at once: later the number may be somebody else's."""
@@ -74,9 +79,22 @@ class Guardian:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        shutil.rmtree(self._sessions, ignore_errors=True)
 
     def _tell(self, order: str) -> None:
         try:
             os.write(self._pipe, f"{order}\n".encode())
         except OSError as error:  # it was killed or stopped: the run does not depend on it
             log.warning("the guardian cannot be told %r: %s", order, error)
+
+
+def note_session(leader: int, environment: Mapping[str, str]) -> None:
+    """A process with this environment has just become the leader of a session: all who are in it end with the part that
+    they descend from, also those who write over their environment."""
+    if SESSIONS not in environment or VARIABLE not in environment:
+        return
+    note = Path(environment[SESSIONS]) / f"{environment[VARIABLE]}{leader}.{start_of(leader)}"
+    try:
+        note.touch()
+    except OSError as error:
+        log.warning("the guardian will not know of session %d: %s", leader, error)

@@ -1,4 +1,5 @@
-"""The inside of a guardian, `python -I -S guardian_child.py MARK DIRECTORY …`. It outlives a killed controller briefly.
+"""The inside of a guardian, `python -I -S guardian_child.py MARK SESSIONS DIRECTORY …`. It outlives a killed controller
+briefly.
 
     controller ── child MARK PID START, sweep MARK, bye ──▶ standard input
 
@@ -7,8 +8,9 @@ the controller was killed, it kills what is left of the run and leaves; the dire
 only. It is a session of its own and deaf to what is sent to a process group.
 
 Invariants
-- A process is killed that was told and has not been replaced by another of the same number, or that carries the mark of
-  this run in its environment. Nobody else is.
+- A process is killed that was told and has not been replaced by another of the same number, that carries the mark of
+  this run in its environment, or that is in a session which somebody with that mark has begun and noted. Nobody else
+  is. The last way leads to those who write over their environment, as programs do that change how `ps` shows them.
 - Standard library only, and little of it: it costs a few megabytes and no time while the run lives.
 """
 
@@ -23,13 +25,16 @@ from collections.abc import Iterator
 VARIABLE = "OUTPACE_RUN_MARK"
 """The environment variable that carries the mark, from a part to all who descend from it."""
 
+SESSIONS = "OUTPACE_RUN_SESSIONS"
+"""The environment variable that names the directory where sessions are noted: files `MARK` + `LEADER.START`."""
+
 PASSES = 200
 PAUSE_S = 0.05
 ENDED = "ZX"
 """States of a process that has ended and that nobody has asked for yet."""
 
 
-def main(mark: str, directories: list[str]) -> None:
+def main(mark: str, sessions: str, directories: list[str]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     told: dict[str, tuple[int, str]] = {}  # by the mark of the part
@@ -41,17 +46,19 @@ def main(mark: str, directories: list[str]) -> None:
             told[part] = int(pid), start
         elif order == "sweep":
             told.pop(about, None)  # it has ended, and its number may be given to somebody else
-            end({}, about)
-    end(dict(told.values()), mark)
+            end({}, about, sessions)
+    end(dict(told.values()), mark, sessions)
+    remove(sessions)
     if order != "bye":
         for directory in directories:
             remove(directory)
 
 
-def end(told: dict[int, str], mark: str) -> None:
+def end(told: dict[int, str], mark: str, sessions: str) -> None:
     """Kill until nobody is found any more."""
     for _ in range(PASSES):
-        found = {number for number, start in told.items() if start and start_of(number) == start} | marked(mark)
+        found = {number for number, start in told.items() if start and start_of(number) == start}
+        found |= marked(mark) | in_sessions(noted(sessions, mark))
         if not found:
             return
         for number in found:
@@ -66,12 +73,38 @@ def start_of(number: int) -> str:
     """When a process was started, in the system's own words; empty where there is none, or none that lives."""
     if not os.path.isdir("/proc/self"):
         return _ps("-o", "lstart=", "-p", str(number)).strip()
+    fields = _stat(number)
+    return "" if not fields or fields[0] in ENDED else fields[19]
+
+
+def noted(sessions: str, mark: str) -> set[int]:
+    """The leaders of the sessions that were begun under `mark`. While a session lasts, its number is nobody else's; if
+    another process has it, the session is over."""
+    leaders = set()
+    for name in os.listdir(sessions) if os.path.isdir(sessions) else ():
+        if name.startswith(mark):
+            _, number, start = name.rsplit(".", 2)
+            if start_of(int(number)) in ("", start):
+                leaders.add(int(number))
+    return leaders
+
+
+def in_sessions(leaders: set[int]) -> set[int]:
+    """Whoever lives in these sessions."""
+    if not leaders or not os.path.isdir("/proc/self"):
+        return set()
+    numbers = map(int, filter(str.isdigit, os.listdir("/proc")))
+    stats = ((number, _stat(number)) for number in numbers)
+    return {number for number, stat in stats if stat and stat[0] not in ENDED and int(stat[3]) in leaders}
+
+
+def _stat(number: int) -> list[str]:
+    """State, parent, group, session and so on; nothing where there is no such process."""
     try:
         with open(f"/proc/{number}/stat", errors="replace") as file:
-            fields = file.read().rpartition(")")[2].split()
+            return file.read().rpartition(")")[2].split()
     except OSError:
-        return ""
-    return "" if fields[0] in ENDED else fields[19]
+        return []
 
 
 def marked(mark: str) -> set[int]:
@@ -145,4 +178,4 @@ def _allow(name: str, within: int | None) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    main(sys.argv[1], sys.argv[2], sys.argv[3:])

@@ -20,7 +20,7 @@ from outpace import errors
 from outpace.runtime.child import Broken, Hello
 from outpace.runtime.family import how_it_ended
 from outpace.runtime.rpc import Channel
-from outpace.runtime.spec import PartSpec
+from outpace.runtime.spec import BROKEN, PartSpec
 
 STOP_DEADLINE_S = 5.0
 LOG_TAIL_LINES = 30
@@ -87,8 +87,9 @@ class PartProcess:
 
     async def ended(self) -> errors.PartLost:
         """Waits for its end; says how it was."""
-        how = how_it_ended(await self._process.wait())
-        return errors.PartLost(self._spec.name, how, self.tail())
+        how, said = how_it_ended(await self._process.wait()), self.tail()
+        _, broken_down, why = said.rpartition("\n")[2].partition(BROKEN)
+        return errors.PartLost(self._spec.name, why if broken_down else how, said)
 
     def kill(self) -> None:
         if self.lives:

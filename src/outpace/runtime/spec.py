@@ -72,6 +72,10 @@ class Runtime(Protocol):
     async def stop(self) -> None: ...
 
 
+BROKEN = "broken down: "
+"""How the last line begins that a part logs which has broken down; the cause follows."""
+
+
 @runtime_checkable
 class Breakable(Protocol):
     """A part that may break down in a way that only a new process can mend."""

@@ -4,8 +4,8 @@
 
 Invariants
 - Nothing of it outlives `stop`, whatever state it is in: SIGTERM for its leader, then SIGKILL for the whole family.
-- It does not outlive us. The kernel kills the leader with the process that started it; what the leader has started
-  carries the run's mark and is the guardian's to end (`outpace.runtime.guardian`).
+- It does not outlive us. The kernel kills the leader with the process that started it; what the leader has started is
+  in its session, of which the guardian knows (`outpace.runtime.guardian`), and is that one's to end.
 - What it prints is in its log and nowhere else. A log that was there before is gone on with; `said` is of this start.
 """
 
@@ -25,6 +25,7 @@ import psutil
 
 from outpace.errors import BadInput
 from outpace.runtime.family import MARK, family_ended, how_it_ended
+from outpace.runtime.guardian import note_session
 from outpace.runtime.lifeline import launched
 
 log = logging.getLogger(__name__)
@@ -87,6 +88,7 @@ class ServerProcess:
                     stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
                 )  # fmt: skip
                 server = cls(process, mark, log_path, began)
+                note_session(process.pid, env)
             os.close(telling)
             telling = -1
             await server._became(argv[0], reading)
