@@ -113,8 +113,8 @@ async def test_a_part_that_breaks_down_is_a_lost_one_and_its_log_says_why(runtim
     with pytest.raises(PartLost):
         await toy.break_down()
     death = await runtime.deaths.get()
-    assert death.message == "exited with code 1"
-    assert death.remote_traceback.endswith("Traceback: deep inside")
+    assert death.message == "cannot go on"
+    assert death.remote_traceback.endswith("Traceback: deep inside\nbroken down: cannot go on")
 
 
 @pytest.mark.parametrize("label", ["child.started", "child.ready"])
