@@ -29,6 +29,7 @@ from outpace.pipeline.events import (
     Finish,
     GroupClosed,
     LoadFailed,
+    LoadLate,
     LoadWeights,
     Settle,
     TrainChunk,
@@ -228,8 +229,14 @@ class TimedParts:
             self.served[engine] = version
             self._tell(EngineLoaded(engine, version))
 
+        def late() -> None:
+            if self._lives[engine] == life:
+                self._tell(LoadLate(engine, version))
+
         endless = self.faults is not None and self._rng.random() < 0.2  # it dies before the load is done
         fails = self.faults is not None and self._rng.random() < 0.3
+        if endless and self._rng.random() < 0.5:
+            self._clock.after(self._pace("load", LoadWeights(engine, version)), late)
         self._clock.after(self._pace("load", LoadWeights(engine, version)) * (1e6 if endless else 1), loaded)
 
     def learner_seconds(self, work: LearnerWork) -> float:

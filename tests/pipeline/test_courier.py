@@ -141,16 +141,30 @@ def test_in_lockstep_a_torn_load_is_made_again_with_the_very_version_that_was_in
     assert subject.deliver(busy=False) == [("e0", 0)]
 
 
-def test_a_version_that_is_too_old_is_left_aside_while_another_serves() -> None:
+def test_an_engine_that_is_behind_and_too_old_is_left_aside_while_another_serves() -> None:
     subject = courier("inflight", "e0", "e1")
     for version in (1, 2):
         subject.published(version)
         for engine, loaded in subject.deliver(busy=False):
             if engine == "e1":
                 subject.loaded(engine, loaded)
+    assert subject.oldest_from(1) == 0, "its load is under way: it is waited for"
+    subject.late("e0", 1)
     assert subject.oldest_from(0) == 0
     assert subject.oldest_from(1) == 2
-    assert subject.oldest_from(9) == 0, "all are too old: then they are waited for"
+    assert subject.oldest_from(9) == 2, "all are too old: then the one is waited for that is not behind"
+    subject.loaded("e0", 1)
+    assert subject.oldest_from(1) == 1
+
+
+def test_a_load_that_was_called_late_after_its_end_changes_nothing() -> None:
+    subject = courier("inflight", "e0", "e1")
+    subject.published(1)
+    subject.deliver(busy=False)
+    subject.loaded("e0", 1)
+    subject.late("e0", 1)
+    subject.late("e1", 0)
+    assert subject.oldest_from(1) == 0
 
 
 def test_an_engine_that_has_left_is_not_waited_for() -> None:

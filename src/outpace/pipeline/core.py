@@ -54,6 +54,7 @@ from outpace.pipeline.events import (
     GroupClosed,
     LagChanged,
     LoadFailed,
+    LoadLate,
     LoadWeights,
     Publish,
     Published,
@@ -228,8 +229,8 @@ class Core:
 
     @property
     def _serving(self) -> Version:
-        """The oldest version that groups are admitted for. One that is too old to be trained in time is not counted on:
-        its engine must not hold up the others."""
+        """The oldest version that groups are admitted for. One that is too old to be trained in time, and whose engine
+        is behind, is not counted on: it must not hold up the others."""
         if self.settings.deterministic:
             return self._courier.oldest
         return self._courier.oldest_from(self.version - self._pacing.lag_at(self.version, self._governor.lag))
@@ -275,6 +276,8 @@ class Core:
                 self._evaluations.published(version)
             case EngineLoaded(engine, version):
                 self._courier.loaded(engine, version)
+            case LoadLate(engine, version):
+                self._courier.late(engine, version)
             case LoadFailed(engine, _, torn):
                 self._courier.failed(engine, torn)
             case EngineLost(engine):

@@ -5,8 +5,9 @@ Invariants
 - An engine whose weights are not the learner's (a resumed run, a restart, an engine that has just joined, a load that
   was torn) is stale: it serves nothing until its next load is done. The others serve meanwhile; where none does,
   admission waits.
-- An engine that cannot be brought up to date holds nobody up for long: once what it serves is too old to be trained in
-  time, groups are admitted for the others alone.
+- An engine whose load has failed or takes too long is behind: once what it serves is too old to be trained in time,
+  groups are admitted for the others alone. Others that are about to load are waited for, lest the first to have the
+  newest weights get all the work.
 - A snapshot that somebody may still read is leased: its buffer must not be reused.
 - In flight, what an event costs does not depend on how many engines there are, except when a version is published.
 
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from outpace.types import Version
@@ -35,6 +36,7 @@ class EngineState:
     version: Version | None  # the newest it was given in this start of the run; None: none yet
     up: bool = True
     stale: bool = False  # what it holds is not `version`
+    behind: bool = False  # a newer version has not reached it when it should have
 
     @property
     def serves(self) -> bool:
@@ -48,6 +50,7 @@ class Courier:
         self.loading: dict[str, Version] = {}
         self._published: list[Version] = []  # ascending; in lockstep from the version in force, else one
         self._versions: Counter[Version] = Counter()  # of the engines that serve; in lockstep of all that were loaded
+        self._behind: Counter[Version] = Counter()  # those of them that are behind
         self._waiting: dict[str, None] = {}  # engines that may want a load
         self._stale = 0  # engines that do not serve, whether up or not
 
@@ -69,8 +72,9 @@ class Courier:
         return self.newest or 0
 
     def oldest_from(self, floor: Version) -> Version:
-        """The oldest version that serves and is not older than `floor`; where all are, the oldest of all."""
-        return min((version for version in self._versions if version >= floor), default=self.oldest)
+        """The oldest version that serves, without those older than `floor` that are behind, if there is any other."""
+        counted = [v for v, count in self._versions.items() if v >= floor or count > self._behind[v]]
+        return min(counted, default=self.oldest)
 
     @property
     def stale(self) -> bool:
@@ -102,7 +106,12 @@ class Courier:
             return  # it was lost over it, and that is known already
         known = self.engines[engine]
         kept = known.version if self.update == "lockstep" or not torn else None
-        self._enter(engine, EngineState(kept, stale=known.stale or torn))
+        self._enter(engine, EngineState(kept, stale=known.stale or torn, behind=True))
+
+    def late(self, engine: str, version: Version) -> None:
+        """A load takes long; it is not waited for any more, but may still come to its end."""
+        if self.loading.get(engine) == version:
+            self._enter(engine, replace(self.engines[engine], behind=True))
 
     def joined(self, engine: str) -> None:
         """It is up, and stale."""
@@ -127,25 +136,24 @@ class Courier:
         before = self.engines.get(name)
         if before is not None:
             self._stale -= not before.serves
-            if self._counts(before):
-                self._uncount(before.version)
+            self._count(before, -1)
         self.engines[name] = state
         self._stale += not state.serves
-        if self._counts(state) and state.version is not None:
-            self._versions[state.version] += 1
+        self._count(state, 1)
         if state.up:
             self._waiting[name] = None
         else:
             self._waiting.pop(name, None)
 
-    def _counts(self, state: EngineState) -> bool:
-        return state.version is not None if self.update == "lockstep" else state.serves
-
-    def _uncount(self, version: Version | None) -> None:
-        assert version is not None
-        self._versions[version] -= 1
-        if not self._versions[version]:
-            del self._versions[version]
+    def _count(self, state: EngineState, by: int) -> None:
+        serves = state.version is not None if self.update == "lockstep" else state.serves
+        if not serves or state.version is None:
+            return
+        for counter, counts in ((self._versions, True), (self._behind, state.behind)):
+            if counts:
+                counter[state.version] += by
+                if not counter[state.version]:
+                    del counter[state.version]
 
     def _prune(self) -> None:
         keep_from = self.oldest if self.update == "lockstep" else self._published[-1]

@@ -59,6 +59,14 @@ class EngineLoaded:
 
 
 @dataclass(frozen=True)
+class LoadLate:
+    """A load takes much longer than loads do. It may still succeed."""
+
+    engine: str
+    version: Version
+
+
+@dataclass(frozen=True)
 class LoadFailed:
     """A load has failed: the engine serves the version that it had or, when `torn`, nothing before the next one."""
 
@@ -105,6 +113,7 @@ Event = (
     | BatchTrained
     | Published
     | EngineLoaded
+    | LoadLate
     | LoadFailed
     | EngineLost
     | EngineJoined
@@ -178,7 +187,7 @@ class Publish:
 
 @dataclass(frozen=True)
 class LoadWeights:
-    """Bring a published version to an engine. Answer: EngineLoaded or LoadFailed."""
+    """Bring a published version to an engine. Answer: EngineLoaded or LoadFailed; before that perhaps LoadLate."""
 
     engine: str
     version: Version

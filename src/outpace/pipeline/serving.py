@@ -27,6 +27,10 @@ from outpace.types import GroupOrder, GroupReport, LoadReport, Manifest, Version
 
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 15.0
+LATE_S = 5.0
+LATE_TIMES = 4
+"""A load is late after this many times as long as the longest that has succeeded, and not before LATE_S."""
+
 MOST_FAILURES = 6
 """After so many failed loads in a row an engine is taken for broken, and replaced."""
 
@@ -57,6 +61,7 @@ class Serving:
         self._pins = pins
         self._manifests: dict[Version, Manifest] = {}
         self._failures: Counter[str] = Counter()  # loads in a row, by engine
+        self._longest_s = 0.0  # of the loads that have succeeded
 
     async def publish(self, action: ev.Publish) -> None:
         with self._recorder.span("learner", f"publish {action.version}"):
@@ -75,17 +80,24 @@ class Serving:
     async def load(self, action: ev.LoadWeights) -> None:
         engine, version, life = action.engine, action.version, self._care.life(action.engine)
         with self._recorder.span(engine, f"load {version}"):
+            late = asyncio.get_running_loop().call_later(
+                max(LATE_S, LATE_TIMES * self._longest_s), self._tell, ev.LoadLate(engine, version)
+            )
             try:
                 report = await self._loaded(engine, self._manifests[version], pinned=False)
             except PartLost:
                 return  # the core hears of it as EngineLost, and orders the next one when it is back
             except (UpdateFailed, CorruptData, PartFailed) as error:
-                await self._failed(action, error)
-                return
+                if self._care.lives_on(engine, life):
+                    await self._failed(action, error)
+                return  # else it has left, or died over it
+            finally:
+                late.cancel()
         crash.reached("controller.loaded")
         if not self._care.lives_on(engine, life):
             return  # it died with its answer under way
         self._failures.pop(engine, None)
+        self._longest_s = max(self._longest_s, report.seconds)
         self._recorder.loaded(engine, report)
         self._tell(ev.EngineLoaded(engine, version))
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outpace import crash
-from outpace.errors import NotSaved, PartLost
+from outpace.errors import NotSaved, PartFailed
 from outpace.pipeline import events as ev
 from outpace.pipeline.caretaker import Caretaker
 from outpace.pipeline.core import Core
@@ -24,6 +24,7 @@ from outpace.pipeline.journal_use import Mark
 from outpace.pipeline.making import Making
 from outpace.pipeline.recorder import Recorder, Settled
 from outpace.pipeline.staff import Parts, Tell
+from outpace.protocols import Engine
 from outpace.types import ChunkReport, EngineStats, Kept, StepReport, Version
 
 Memory = dict[str, object]
@@ -32,6 +33,10 @@ Memory = dict[str, object]
 Saver = Callable[[Version, Callable[[], Awaitable[Memory | None]]], Coroutine[Any, Any, bool]]
 """Makes a checkpoint: the learner writes its part, then the controller's is asked for, then it is committed. False: one
 of them has none to give."""
+
+
+STATS_S = 2.0
+"""How long an engine may take to say what it has done; one that hangs must not keep a step from its record."""
 
 
 @dataclass(frozen=True)
@@ -128,14 +133,10 @@ class Training:
         crash.reached("controller.step_recorded")
 
     async def _engine_stats(self) -> dict[str, EngineStats]:
-        """Of those that are there to be asked."""
-        stats: dict[str, EngineStats] = {}
-        for name, engine in self._parts.engines.items():
-            try:
-                stats[name] = await engine.stats()
-            except PartLost:
-                continue
-        return stats
+        """Of those that are there to be asked: others may come, leave or die meanwhile."""
+        engines = dict(self._parts.engines)
+        told = await asyncio.gather(*(_stats(engine) for engine in engines.values()))
+        return {name: stats for name, stats in zip(engines, told, strict=True) if stats is not None}
 
     # ------------------------------------------------------------------------------------------------ checkpoints
 
@@ -174,3 +175,11 @@ class Training:
         async with self._recording:  # which comes after all steps before this
             pass
         return {"core": action.state, "rng": await rng}
+
+
+async def _stats(engine: Engine) -> EngineStats | None:
+    try:
+        async with asyncio.timeout(STATS_S):
+            return await engine.stats()
+    except (TimeoutError, PartFailed):
+        return None

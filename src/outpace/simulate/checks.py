@@ -31,6 +31,7 @@ from outpace.pipeline.events import (
     GroupClosed,
     LagChanged,
     LoadFailed,
+    LoadLate,
     LoadWeights,
     Publish,
     Published,
@@ -60,6 +61,7 @@ class Checker(Observer):
         self._served: dict[str, Version] = {}  # by engines that were loaded, in lockstep also before they died
         self._stale: set[str] = set()  # engines that do not serve
         self._loading: dict[str, Version] = {}
+        self._behind: set[str] = set()  # engines whose load has failed, or takes too long
         self._evaluating: Version | None = None
         self._over = False
         self._inherited = len(self._finished)
@@ -95,8 +97,13 @@ class Checker(Observer):
                 assert self._loading.pop(engine) == version
                 self._served[engine] = version
                 self._stale.discard(engine)
+                self._behind.discard(engine)
+            case LoadLate(engine, version):
+                if self._loading.get(engine) == version:
+                    self._behind.add(engine)
             case LoadFailed(engine, version, torn):
                 assert self._loading.pop(engine) == version
+                self._behind.add(engine)
                 if torn:
                     self._does_not_serve(engine)
             case EngineLost(engine):
@@ -107,6 +114,7 @@ class Checker(Observer):
                 self._stale.add(engine)
 
     def _does_not_serve(self, engine: str) -> None:
+        self._behind.discard(engine)
         self._stale.add(engine)
         if not self.settings.deterministic:
             self._served.pop(engine, None)
@@ -151,11 +159,12 @@ class Checker(Observer):
         self._running.add(admit.group)
 
     def _oldest_counted_on(self) -> Version:
-        """Of the versions that serve; one too old for a group to be trained in time only where there is no other."""
+        """Of the versions that serve, without those that are too old and behind, if there is any other."""
         if self.settings.deterministic:
             return min(self._served.values())
-        lag = 0 if self._version < self.settings.warmup_steps else self.core.max_lag
-        return min([version for version in self._served.values() if version >= self._version - lag], default=-1)
+        floor = self._version - (0 if self._version < self.settings.warmup_steps else self.core.max_lag)
+        counted = [v for engine, v in self._served.items() if v >= floor or engine not in self._behind]
+        return min(counted, default=min(self._served.values()))
 
     def _check_learner(self, action: TrainChunk | CloseBatch | Publish) -> None:
         assert action.version == self._version

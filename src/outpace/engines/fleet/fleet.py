@@ -147,6 +147,8 @@ class Fleet:
             names = {member.name for member in self._router.members}
             barred = flight.unfit | {name for name in names if not self._links.reaches(name)}
             self._refuse_in_vain(flight)
+            if names and flight.unfit >= names:
+                raise RequestFailed(f"request {flight.wish.request_id}: no engine is left for it: {'; '.join(flight.causes)}")
             now = time.monotonic()
             engine = self._router.choose(flight.wish, now, barred)
             if engine is not None and (now >= flight.rests_until or self._router.trusts(engine, now)):

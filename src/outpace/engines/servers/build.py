@@ -139,7 +139,7 @@ def _door(
         name=place.name,
         incarnation=place.incarnation,
         version=STALE if stale or process is None else 0,
-        context=facts.context,
+        context=min((c for c in (engine.context, facts.context) if c is not None), default=None),
         retries=engine.retries,
         idle_s=engine.idle_s,
         control_s=engine.control_s,

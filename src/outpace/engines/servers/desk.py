@@ -91,6 +91,14 @@ class Desk:
         self._end_all()
         self.react()
 
+    def disown(self, why: str) -> None:
+        """It has other weights than ours, and nobody knows since when: what is under way there is not ours either. Who
+        takes its place is loaded; this door is not, for the controller believes that it has what it was given."""
+        for part in self.under_way.parts:
+            part.void()
+        self.health.ended(why)
+        self.react()
+
     def react(self) -> None:
         if self.health.state in ("dead", "draining"):
             self.gate.end("lost")

@@ -46,7 +46,7 @@ class Gate:
         except asyncio.CancelledError:
             if waiting in self._waiting:
                 self._waiting.remove(waiting)
-            elif not waiting.decided.cancelled() and waiting.decided.result() == "admitted":
+            elif not waiting.decided.cancelled() and not waiting.decided.exception() and waiting.decided.result() == "admitted":
                 self.leave()
             raise
 

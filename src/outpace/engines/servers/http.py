@@ -27,6 +27,7 @@ T = TypeVar("T")
 _CONNECT_S = 10.0
 _PAUSE_S = 0.25  # before the first retry, and twice as long before each further one, give or take a half
 _KEEP_OPEN_S = 2.0  # below the 5 s of uvicorn: a connection that the server is about to close would lose a request
+_COMPLAINT_S = 10.0  # for the words of an error answer, whose head has come
 _BUSY = frozenset({408, 429})
 _TLS_ALERT = b"\x15\x03"  # how a TLS server's word of refusal begins, as seen by a client that speaks plain HTTP
 
@@ -118,7 +119,9 @@ class Http:
                 )
             try:
                 if response.status >= 300:
-                    raise _refusal(where, response, await response.content.read(4096))
+                    async with _deadline(where, _COMPLAINT_S if head_s is None else head_s):
+                        complaint = await response.content.read(4096)
+                    raise _refusal(where, response, complaint)
                 yield response
             finally:
                 # A server in trouble ends the connection after its answer; the next call must not try to use it.

@@ -60,6 +60,11 @@ class Part:
             if self._reading is not None:
                 self._reading.cancel()
 
+    def void(self) -> None:
+        """Read no further, and keep nothing."""
+        self.end("lost")
+        self.tokens, self._logprobs, self._spans = [], [], None
+
     def foreign(self, newest: Version) -> bool:
         """Whether the server says that other weights have sampled than it was told to hold."""
         return any(not self.version <= version <= newest for version, _, _ in self._spans or [])

@@ -141,7 +141,7 @@ class Sender:
             part.ended.set()
         if part.foreign(self._desk.shelf.newest):
             running.part = None
-            self._desk.torn(_FOREIGN)
+            self._desk.disown(_FOREIGN)
             return "lost"
         running.join(part)
         self._count(part, training)
@@ -154,7 +154,7 @@ class Sender:
     def _failed(self, running: Running, part: Part, failure: ServerFailed) -> StopReason | None:
         if isinstance(failure, ServerRefused):
             if part.ask.adapter is not None and failure.status == _UNKNOWN:
-                self._desk.torn(_FOREIGN)
+                self._desk.disown(_FOREIGN)
                 return "lost"
             raise RequestFailed(f"the server refuses the request: {failure}") from failure
         log.info("%s: request %s was failed: %s", self._desk.settings.name, running.id, failure)

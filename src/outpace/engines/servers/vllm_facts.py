@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any
 
 from outpace.engines.servers.http import Http
@@ -117,6 +118,9 @@ def _section(content: Any, name: str) -> dict[str, Any]:
 
 def _number(url: str, text: str) -> float:
     try:
-        return float(text)
+        number = float(text)
+        if math.isfinite(number):
+            return number
+        raise ValueError(text)
     except ValueError as error:
         raise ServerFaulty(f"{url}/metrics: {text!r} is not a number") from error

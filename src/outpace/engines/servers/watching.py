@@ -17,7 +17,7 @@ from typing import Protocol
 
 from outpace.engines.servers.desk import Desk
 from outpace.engines.servers.spec import Pressure
-from outpace.errors import ServerFailed, one_line
+from outpace.errors import ServerFailed, ServerSilent, one_line
 
 log = logging.getLogger(__name__)
 
@@ -75,12 +75,18 @@ class Watch:
             return
 
     async def probe(self) -> None:
-        desk, holds = self._desk, self._desk.holds
+        """A probe that waits in the server's own queue, behind requests of ours that get tokens meanwhile, has shown
+        as much as one that is answered."""
+        desk, holds, pieces = self._desk, self._desk.holds, self._desk.tally.pieces
         desk.doubted.clear()
         try:
             await desk.server.probe(desk.settings.probe_deadline_s)
+            if not desk.health.serves:  # whoever answers after a doubt may be another server
+                await self._look()
         except ServerFailed as error:
-            if desk.holds == holds:
+            if isinstance(error, ServerSilent) and desk.tally.pieces != pieces:
+                desk.health.probe_passed()
+            elif desk.holds == holds:
                 log.warning("%s: a probe has failed: %s", desk.settings.name, error)
                 desk.health.probe_failed(one_line(error))
         else:
@@ -90,22 +96,24 @@ class Watch:
 
     async def _looking(self) -> None:
         while not self._desk.died.is_set():
-            holds, held = self._desk.holds, self._desk.held
             try:
-                pressure = await self._desk.server.pressure()
-                if not held and self._desk.holds == holds:  # one that an update overtakes belongs to neither side of it
-                    self.seen(pressure)
+                await self._look()
             except ServerFailed as error:  # whether it works is for probes to say
                 log.debug("%s: %s", self._desk.settings.name, error)
             await asyncio.sleep(min(_LOOK_S, self._desk.settings.probe_s))
+
+    async def _look(self) -> None:
+        holds, held = self._desk.holds, self._desk.held
+        pressure = await self._desk.server.pressure()
+        if not held and self._desk.holds == holds:  # one that an update overtakes belongs to neither side of it
+            self.seen(pressure)
 
     def seen(self, pressure: Pressure) -> None:
         """A look at it. Another beginning is another server: nobody knows what that one holds."""
         desk = self._desk
         if pressure.began is not None:
             if self._began is not None and self._began != pressure.began:
-                desk.health.ended("it was restarted by somebody, and has other weights than ours")
-                desk.react()
+                desk.disown("it was restarted by somebody, and has other weights than ours")
                 return
             self._began = pressure.began
         desk.limit.observe(self._unforced(pressure), desk.gate.inside)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,9 +32,10 @@ class FilesTransport:
         self._control_s = control_s
         self._folders = Folders(directory)
         self._copy = copy
+        self._preparing = ThreadPoolExecutor(1)  # the next waits for one that was given up: both write to the same place
 
     async def prepare(self, manifest: Manifest) -> FilesReady:
-        return await asyncio.to_thread(self._write, manifest)
+        return await asyncio.get_running_loop().run_in_executor(self._preparing, self._write, manifest)
 
     async def swap(self, ready: Ready) -> None:
         assert isinstance(ready, FilesReady), "what another transport has prepared"

@@ -10,6 +10,7 @@ that was killed for instance, is closed first.
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 import base64
 from dataclasses import dataclass
 from typing import Any
@@ -41,13 +42,14 @@ class MemoryTransport:
         self._http = http
         self._control_s = control_s
         self._copy = copy
+        self._preparing = ThreadPoolExecutor(1)  # the next waits for one that was given up: both write to the same place
         self._initialised = False
 
     async def prepare(self, manifest: Manifest) -> MemoryReady:
         await self.initialised()
         if manifest.device is not None:
             return MemoryReady(manifest.version, manifest.nbytes, device_update(manifest))
-        return await asyncio.to_thread(self._verified, manifest)
+        return await asyncio.get_running_loop().run_in_executor(self._preparing, self._verified, manifest)
 
     async def swap(self, ready: Ready) -> None:
         assert isinstance(ready, MemoryReady), "what another transport has prepared"
