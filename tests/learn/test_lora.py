@@ -307,11 +307,10 @@ async def test_a_vllm_server_is_given_the_adapters_by_the_names_of_a_peft_file(
     assert all(torch.equal(found[name], theirs[name].to(getattr(torch, dtype))) for name in theirs)
 
 
-@pytest.mark.parametrize("kind", ["embedded", "sglang"])
-async def test_other_engines_are_given_the_whole_model(
-    make_learner: Callable[..., TorchLearner], make_llama: MakeLlama, make_rows: MakeRows, kind: str
+async def test_the_embedded_engine_is_given_the_whole_model(
+    make_learner: Callable[..., TorchLearner], make_llama: MakeLlama, make_rows: MakeRows
 ) -> None:
-    learner = make_learner(engine__kind=kind)
+    learner = make_learner(engine__kind="embedded")
     before = copy.deepcopy(make_llama().state_dict())
     trained(learner._core, make_rows)
     manifest = await learner.publish([])

@@ -47,7 +47,7 @@ class CoreSettings:
             total_steps=config.run.steps,
             dtype=config.model.dtype,
             adapter=_adapter_of(config.lora),
-            bare=config.engine.kind == "vllm",
+            bare=config.engine.kind != "embedded",
         )
 
     @property

@@ -65,6 +65,7 @@ class Caretaker:
         self._turns: dict[str, int] = {}  # of engines, when they were last asked
         self._replaced: dict[str, asyncio.Event] = {}  # the next life begins
         self._gone: dict[str, PartGone] = {}  # engines that will not come back
+        self._replacing: dict[str, asyncio.Task[None]] = {}
         for name, role in roles.items():
             self.enter(name, role)
 
@@ -80,9 +81,20 @@ class Caretaker:
         """It is not cared for any more; whoever waits for it hears why."""
         del self._roles[name]
         self._gone[name] = PartGone(name, why)
+        replacing = self._replacing.get(name)
+        if replacing is not None and replacing is not asyncio.current_task():
+            replacing.cancel()
         self._lives[name] += 1
         self._up[name].set()
         self._replaced[name].set()
+
+    async def called_off(self, name: str) -> None:
+        """Nobody is starting it again any more."""
+        if (replacing := self._replacing.pop(name, None)) is not None:
+            await asyncio.wait({replacing})
+
+    def cares_for(self, part: str) -> bool:
+        return part in self._roles
 
     def life(self, part: str) -> int:
         """How often this part was replaced."""
@@ -90,7 +102,7 @@ class Caretaker:
 
     def lives_on(self, part: str, life: int) -> bool:
         """Whether it is still the one that it was in that life, as far as is known."""
-        return self._lives[part] == life and self._up[part].is_set()
+        return part not in self._gone and self._lives[part] == life and self._up[part].is_set()
 
     async def ask(self, part: str, call: Callable[[], Awaitable[T]]) -> T:
         """What a part answers. If it dies over the call, its successor is asked the same; `PartGone`: there is none."""
@@ -101,7 +113,12 @@ class Caretaker:
             life = self._lives[part]
             try:
                 return await call()
-            except PartLost:  # and if its process lives all the same, it will be found silent
+            except PartFailed as error:
+                if part in self._gone:
+                    raise self._gone[part] from error
+                if not isinstance(error, PartLost):
+                    raise
+                # If its process lives all the same, it will be found silent.
                 while self._lives[part] == life and part not in self._gone:
                     await self._replaced[part].wait()
 
@@ -111,7 +128,8 @@ class Caretaker:
         """For as long as the run lasts: replace whoever dies."""
         async with asyncio.TaskGroup() as replacing:
             while True:
-                replacing.create_task(self._replace(await self._runtime.deaths.get()))
+                lost = await self._runtime.deaths.get()
+                self._replacing[lost.part] = replacing.create_task(self._replace(lost))
 
     async def _replace(self, lost: PartFailed) -> None:
         name = lost.part

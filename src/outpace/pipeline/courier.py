@@ -85,7 +85,9 @@ class Courier:
     def holds_admission(self) -> bool:
         if not self._versions or (self.update == "lockstep" and self._stale):
             return True
-        return self.update == "drain" and self.newest is not None and self.oldest < self.newest
+        # One that is behind holds up nobody, as long as there is another.
+        fit = [version for version, count in self._versions.items() if count > self._behind[version]]
+        return self.update == "drain" and self.newest is not None and (min(fit, default=self.oldest) < self.newest)
 
     # --------------------------------------------------------------------------------------------------------- news
 

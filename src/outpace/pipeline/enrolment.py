@@ -52,6 +52,7 @@ class Enrolment:
         self._orders = fleet.OrdersRead(run)
         self._seats = fleet.Seats(run)
         self._shown: list[fleet.Seat] = []
+        self._joining: set[str] = set()  # URLs
 
     async def watch(self) -> None:
         """For as long as the run lasts."""
@@ -79,6 +80,16 @@ class Enrolment:
             self._say(f"the fleet stays as it is: {error}")
 
     async def _add(self, url: str) -> None:
+        url = url.rstrip("/")
+        if url and (url in self._joining or url in self._parts.urls.values()):
+            raise OutpaceError(f"{url} is one of the engines already")
+        self._joining.add(url)
+        try:
+            await self._let_in(url)
+        finally:
+            self._joining.discard(url)
+
+    async def _let_in(self, url: str) -> None:
         self._say(f"an engine joins{f' at {url}' if url else ''}")
         name, socket, engine = await self._recruit(url)
         self._parts.engines[name] = engine
@@ -89,14 +100,16 @@ class Enrolment:
         self._tell(ev.EngineJoined(name))
 
     async def _remove(self, name: str) -> None:
-        if name not in self._parts.engines:
-            raise OutpaceError(f"there is no engine {name}; there are {', '.join(self._parts.engines)}")
+        if not self._care.cares_for(name) or name not in self._parts.engines:
+            names = [member.name for member in self._roster.members if not member.leaving]
+            raise OutpaceError(f"there is no engine {name}, or it leaves already; there are {', '.join(names)}")
         if not set(self._roster.serving) - {name}:
             raise OutpaceError(f"{name} cannot leave: nobody else serves")
         self._say(f"{name} leaves, when it has finished what it has")
         self._roster.leave(name)
         self._care.leave(name, "has left the run")
         self._tell(ev.EngineLost(name))
+        await self._care.called_off(name)
         await self._idle(name)
         await self._parts.runtime.retire(name)
         for known in (self._parts.engines, self._parts.sockets, self._parts.urls):

@@ -70,6 +70,10 @@ class Roster:
             if name in self._members:
                 self._change(name, pinned=version)
 
+    def all_pinned(self, names: Iterable[str], version: Version) -> bool:
+        """Whether all of these still have it."""
+        return {member.name for member in self._members.values() if member.pinned == version} >= set(names)
+
     def tell_again(self, part: str) -> None:
         """This part is another one than before."""
         self._changed()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 
 from outpace import crash
@@ -60,7 +60,7 @@ class Serving:
         self._tell = tell
         self._pins = pins
         self._manifests: dict[Version, Manifest] = {}
-        self._failures: Counter[str] = Counter()  # loads in a row, by engine
+        self._failures: Counter[tuple[str, int]] = Counter()  # loads in a row, by engine and its life
         self._longest_s = 0.0  # of the loads that have succeeded
 
     async def publish(self, action: ev.Publish) -> None:
@@ -81,22 +81,21 @@ class Serving:
         engine, version, life = action.engine, action.version, self._care.life(action.engine)
         with self._recorder.span(engine, f"load {version}"):
             late = asyncio.get_running_loop().call_later(
-                max(LATE_S, LATE_TIMES * self._longest_s), self._tell, ev.LoadLate(engine, version)
+                max(LATE_S, LATE_TIMES * self._longest_s), self._late, action, life
             )
             try:
                 report = await self._loaded(engine, self._manifests[version], pinned=False)
             except PartLost:
                 return  # the core hears of it as EngineLost, and orders the next one when it is back
             except (UpdateFailed, CorruptData, PartFailed) as error:
-                if self._care.lives_on(engine, life):
-                    await self._failed(action, error)
-                return  # else it has left, or died over it
+                await self._failed(action, life, error)
+                return
             finally:
                 late.cancel()
         crash.reached("controller.loaded")
         if not self._care.lives_on(engine, life):
             return  # it died with its answer under way
-        self._failures.pop(engine, None)
+        self._failures.pop((engine, life), None)
         self._longest_s = max(self._longest_s, report.seconds)
         self._recorder.loaded(engine, report)
         self._tell(ev.EngineLoaded(engine, version))
@@ -109,19 +108,26 @@ class Serving:
             self._recorder.fault("corrupt_weights")
             return await self._parts.engines[engine].load(manifest, pinned)
 
-    async def _failed(self, action: ev.LoadWeights, error: Exception) -> None:
+    def _late(self, action: ev.LoadWeights, life: int) -> None:
+        if self._care.lives_on(action.engine, life):
+            self._tell(ev.LoadLate(action.engine, action.version))
+
+    async def _failed(self, action: ev.LoadWeights, life: int, error: Exception) -> None:
+        """Nothing is told of an engine that is gone: its successor may be loading already."""
         engine, torn = action.engine, isinstance(error, UpdateTorn)
-        self._failures[engine] += 1
+        if not self._care.lives_on(engine, life):
+            return
+        self._failures[engine, life] += 1
         self._recorder.fault("torn_loads" if torn else "failed_loads")
         self._recorder.console.status(f"{engine} did not take version {action.version}: {error}")
-        if self._failures[engine] >= MOST_FAILURES:
-            del self._failures[engine]
+        if self._failures[engine, life] >= MOST_FAILURES:
             await self._parts.runtime.kill(engine)
             return
         if torn:
             self._roster.stands_still(engine)
-        await asyncio.sleep(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (self._failures[engine] - 1)))
-        self._tell(ev.LoadFailed(engine, action.version, torn))
+        await asyncio.sleep(_pause_s(self._failures[engine, life]))
+        if self._care.lives_on(engine, life):
+            self._tell(ev.LoadFailed(engine, action.version, torn))
 
     # -------------------------------------------------------------------------------------------------- evaluations
 
@@ -140,20 +146,47 @@ class Serving:
         """By engines that hold this very version beside the one they serve. If one of them is replaced meanwhile, it
         has lost that: then all of it is done again."""
         while True:
-            engines = self._roster.serving or [member.name for member in self._roster.members][:1]
-            await self._of_all(engines, lambda engine: self._loaded(engine, manifest, pinned=True))
-            lives = [self._care.life(engine) for engine in engines]
-            self._roster.pin(engines, manifest.version)
+            engines = await self._pinned(manifest)
+            alive = [engine for engine, life in engines.items() if self._care.lives_on(engine, life)]
+            self._roster.pin(alive, manifest.version)
             result = await self._evaluator.run(manifest.version, self._make, progress=self._moved)
+            whole = self._roster.all_pinned(engines, manifest.version)
             self._roster.pin(engines, None)
             await self._of_all(engines, lambda engine: self._parts.engines[engine].release_pinned())
-            if lives == [self._care.life(engine) for engine in engines]:
+            if whole and all(self._care.lives_on(engine, life) for engine, life in engines.items()):
                 return result
 
-    async def _of_all(self, engines: list[str], call: Callable[[str], Awaitable[object]]) -> None:
+    async def _pinned(self, manifest: Manifest) -> dict[str, int]:
+        """Those that have taken it, by their lives before that. One that does not take it is left out; where none does,
+        it is tried again, and the last failure goes up."""
+        failures: dict[str, Exception] = {}
+
+        async def pin(name: str) -> None:
+            try:
+                await self._loaded(name, manifest, pinned=True)
+            except (UpdateFailed, CorruptData) as error:
+                failures[name] = error
+
+        for attempt in range(1, MOST_FAILURES + 1):
+            names = self._roster.serving or [member.name for member in self._roster.members][:1]
+            lives = {name: self._care.life(name) for name in names}
+            failures.clear()
+            await self._of_all(names, pin)
+            if taken := {name: life for name, life in lives.items() if name not in failures}:
+                return taken
+            self._recorder.fault("failed_pins")
+            if attempt < MOST_FAILURES:
+                await asyncio.sleep(_pause_s(attempt))
+        raise next(iter(failures.values()))
+
+    async def _of_all(self, engines: Iterable[str], call: Callable[[str], Awaitable[object]]) -> None:
         """Each of them, or whoever takes its place, has done it, unless it has left."""
         await together(*(self._of_one(engine, partial(call, engine)) for engine in engines))
 
     async def _of_one(self, engine: str, call: Callable[[], Awaitable[object]]) -> None:
         with contextlib.suppress(PartGone):
             await self._care.ask(engine, call)
+
+
+def _pause_s(failures: int) -> float:
+    return float(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (failures - 1)))

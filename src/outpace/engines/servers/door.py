@@ -25,6 +25,7 @@ import logging
 from outpace.engines.servers.desk import Desk, DoorSettings
 from outpace.engines.servers.health import HealthMachine
 from outpace.engines.servers.limits import Limit
+from outpace.engines.servers.readiness import gone_on
 from outpace.engines.servers.sending import Sender
 from outpace.engines.servers.spec import STALE, Server, Transport
 from outpace.engines.servers.updating import Updater
@@ -62,10 +63,9 @@ class Door:
     async def start(self) -> None:
         """The server has answered: from here on it is watched, and where its weights are known it serves.
 
-        One that is paused was left so by whoever updated it before. Raises a `ServerFailed`."""
+        Raises a `ServerFailed`."""
         desk = self._desk
-        if await desk.server.paused():
-            await desk.server.resume(recompute=True)
+        await gone_on(desk.server)
         desk.health.started()
         if desk.settings.version != STALE:
             if self._labels:
@@ -107,6 +107,7 @@ class Door:
 
     async def stats(self) -> EngineStats:
         desk = self._desk
+        desk.tally.turns += desk.held  # an update has deadlines of its own, and is no silence
         return EngineStats(
             version=desk.shelf.version,
             running=desk.gate.inside,
@@ -136,12 +137,12 @@ class Door:
         return PartFailed(self._desk.settings.name, why, f"{why}\n{said}".strip())
 
     async def close(self) -> None:
-        """Answer what is under way, let a server that is not ours go on, end one that is."""
+        """Answer what is under way, let a server that is not ours go on without what we gave it, end one that is."""
         self._desk.closed = True
         self._desk.health.ended("the engine was closed")
         self._desk.react()
         await self._watch.close()
-        await self._updater.close()
+        await self._updater.close(server_stays=self._process is None)
         try:
             await self._desk.server.close()
         except ServerFailed as error:

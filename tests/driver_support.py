@@ -1,0 +1,240 @@
+"""A driver with fakes all around it, for tests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from outpace.errors import CorruptData, NotSaved, PartFailed, PartLost, UpdateFailed, UpdateTorn
+from outpace.observe.callbacks import CallbackRunner
+from outpace.observe.console import ProgressConsole
+from outpace.observe.runlog import RunLog
+from outpace.pipeline.budget import Limits
+from outpace.pipeline.caretaker import CareSettings
+from outpace.pipeline.core import Core, CoreSettings
+from outpace.pipeline.driver import Driver, DriverSettings
+from outpace.pipeline.evaluation import Evaluator
+from outpace.pipeline.making import MakingSettings
+from outpace.pipeline.recorder import Recorder
+from outpace.pipeline.staff import Parts
+from outpace.pipeline.supervisor import SuperviseSettings
+from outpace.pipeline.training import Memory
+from outpace.tasks.order import Order
+from outpace.types import (
+    ChunkReport,
+    EngineStats,
+    Generation,
+    GroupOrder,
+    GroupReport,
+    Ints,
+    LearnerStats,
+    LoadReport,
+    Manifest,
+    Member,
+    Place,
+    StepReport,
+)
+
+
+class FakeLearner:
+    def __init__(self) -> None:
+        self.version = 0
+        self.calls: list[str] = []
+        self.replayed: dict[int, list[Place]] = {}
+        self.metrics: dict[str, float] = {}
+        self.gone: list[str] = []  # segments that were released
+
+    async def chunk(self, version: int, places: list[Place], replayed: bool = False) -> ChunkReport:
+        assert version == self.version
+        assert not {place.segment for place in places} & set(self.gone)
+        self.calls.append(f"chunk {version}")
+        count = len(places)
+        if replayed:
+            self.replayed[version] = places
+            return ChunkReport(tokens=count, rows=count, loss_sum=0.0, replay_lag_counts={7: count})
+        return ChunkReport(tokens=count, rows=count, loss_sum=0.0, lag_counts={0: count})
+
+    async def step(self, version: int) -> StepReport:
+        self.calls.append(f"step {version}")
+        self.version += 1
+        return StepReport(self.version, 0.0, 1, 0.0, 1e-3, metrics=self.metrics)
+
+    async def publish(self, leased: list[int]) -> Manifest:
+        self.calls.append(f"publish {self.version}")
+        return Manifest("run", self.version, "/nowhere", [])
+
+    async def save(self, directory: str, version: int) -> bool:
+        return True
+
+    async def load(self, directory: str) -> int:
+        return 0
+
+    async def stats(self) -> LearnerStats:
+        return LearnerStats(self.version, 0.0, 0.0, 0, 1, 1)
+
+
+class FakeEngine:
+    def __init__(self) -> None:
+        self.version = 0
+        self.corrupt = 0  # so many loads fail their checksums
+        self.torn = self.failing = 0  # so many loads fail, half-way or before they began
+        self.pinned: list[int] = []
+        self.running = self.turns = 0
+
+    async def load(self, manifest: Manifest, pinned: bool) -> LoadReport:
+        if self.corrupt:
+            self.corrupt -= 1
+            raise CorruptData("a flipped bit")
+        if self.torn and not pinned:
+            self.torn -= 1
+            raise UpdateTorn("half-way")
+        if self.failing and not pinned:
+            self.failing -= 1
+            raise UpdateFailed("no answer")
+        if pinned:
+            self.pinned.append(manifest.version)
+        else:
+            self.version = manifest.version
+        return LoadReport(manifest.version, 0.0, 0.0, 0)
+
+    async def release_pinned(self) -> None:
+        self.pinned.append(-1)
+
+    async def stats(self) -> EngineStats:
+        self.turns += not self.pinned or self.pinned[-1] == -1  # while it evaluates, the test says whether it gets on
+        return EngineStats(self.version, self.running, 0, 0, 0, 0, 0.0, 0.0, 0.0, 8, 1, self.turns)
+
+    async def abort(self, request_ids: list[str]) -> None: ...
+
+    async def generate(self, *_: Any) -> Generation:
+        raise NotImplementedError
+
+
+class FakeWorker:
+    def __init__(self, engine: FakeEngine) -> None:
+        self.engine = engine
+        self.behave: Callable[[GroupOrder], Any] | None = None
+        self.rewards = [1.0]
+        self.released: list[str] = []
+        self.told: list[list[Member]] = []
+
+    async def run(self, order: GroupOrder) -> GroupReport:
+        if self.behave is not None and (result := await self.behave(order)) is not None:
+            return result  # type: ignore[no-any-return]
+        place = None if order.heldout else Place(f"w-{order.group // 10:05d}.journal", order.group, 1)
+        version = max(self.engine.version, order.min_version)
+        return GroupReport(
+            order.group, f"t{order.task}", "finished", place=place, rewards=self.rewards, episodes=1, oldest=version
+        )
+
+    async def cancel(self, group: int) -> None: ...
+
+    async def release(self, segments: list[str]) -> None:
+        self.released += segments
+
+    async def rng(self) -> bytes:
+        return b"{}"
+
+    async def set_rng(self, state: bytes) -> None: ...
+
+    async def fleet(self, members: list[Member]) -> None:
+        self.told.append(members)
+
+    async def openings(self, count: int) -> list[Ints]:
+        return []
+
+
+class FakeRuntime:
+    """Nobody dies, unless a test says so; whoever is started again gives a sign of life at once."""
+
+    def __init__(self) -> None:
+        self.deaths: asyncio.Queue[PartFailed] = asyncio.Queue()
+        self.restarted: list[str] = []
+        self.killed: list[str] = []
+        self.retired: list[str] = []
+        self.silent: set[str] = set()
+        self.revived = asyncio.Event()
+        self.refusals = 0
+
+    async def restart(self, name: str) -> None:
+        if self.refusals:
+            self.refusals -= 1
+            raise BlockingIOError("no more processes")
+        self.restarted.append(name)
+        self.revived.set()
+
+    async def retire(self, name: str) -> None:
+        self.retired.append(name)
+
+    async def kill(self, name: str) -> None:
+        self.killed.append(name)
+        self.silent.discard(name)
+        self.deaths.put_nowait(PartLost(name, "was killed by SIGKILL"))
+
+    async def ping(self, name: str, deadline_s: float) -> bool:
+        return name not in self.silent
+
+    async def dump(self) -> str:
+        return "everybody sleeps"
+
+    async def start(self, *_: Any) -> Any:
+        raise NotImplementedError
+
+    async def stop(self) -> None: ...
+
+
+SETTINGS = CoreSettings(
+    groups_per_step=4, group_size=1, max_lag=2, depth=1.0, chunk_groups=2, max_running=64, on_stale="wait",
+    warmup_steps=0, publish_every=1, update="inflight", deterministic=False, steps=6, epochs=None, tasks=10,
+    eval_every=0, eval_enabled=True, checkpoint_every=0,
+)  # fmt: skip
+
+
+class Rig:
+    """A driver with fakes all around; the run directory is real."""
+
+    def __init__(self, directory: Path, settings: CoreSettings = SETTINGS, stall_s: float = 20.0) -> None:
+        self.log = RunLog.claim(directory)
+        self.log.start("")
+        self.recorder = Recorder(self.log, ProgressConsole(None, quiet=True), CallbackRunner([]), 2, 0)
+        self.learner, self.engine = FakeLearner(), FakeEngine()
+        self.engines = {"e0": self.engine}
+        self.worker = FakeWorker(self.engine)
+        self.learner.gone = self.worker.released
+        self.saved: list[int] = []
+        self.refused: list[int] = []  # versions that there is no room for
+        self.settings, self.stall_s = settings, stall_s
+        self.restarts = 3
+        self.recruit: Callable[[str], tuple[str, str, FakeEngine]] | None = None
+
+    async def run(self) -> str:
+        self.runtime = FakeRuntime()
+        sockets = {name: f"/{name}" for name in self.engines}
+        parts = Parts(self.learner, self.engines, {"worker-0": self.worker}, self.runtime, sockets)
+        limits = Limits(failed=3, filtered=None, notice_every=1000)
+        care = CareSettings(SuperviseSettings(self.restarts, window_s=60), probe_s=0.02, silent_s=0.05)
+        core = Core(self.settings, Order(10, 0, True))
+        settings = DriverSettings(self.stall_s, MakingSettings(1, 4, 1, limits), care)
+        driver = Driver(
+            core, parts, self.recorder, Evaluator(5, 2), self._save, settings, recruit=self.recruit and self._recruit
+        )
+        return await driver.run(dict.fromkeys(self.engines, 0))
+
+    async def _recruit(self, url: str) -> tuple[str, str, FakeEngine]:
+        assert self.recruit is not None
+        return self.recruit(url)
+
+    async def _save(self, version: int, memory: Callable[[], Awaitable[Memory | None]]) -> bool:
+        if version in self.refused:
+            raise NotSaved("no room")
+        if await memory() is None:
+            return False
+        self.saved.append(version)
+        return True
+
+
+async def until(true: Callable[[], object]) -> None:
+    while not true():  # noqa: ASYNC110 (what is waited for is a file, or somebody else's list)
+        await asyncio.sleep(0.002)
