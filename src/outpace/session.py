@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -45,12 +46,12 @@ from outpace.pipeline.replay import ReplaySettings
 from outpace.pipeline.staff import Parts
 from outpace.pipeline.supervisor import SuperviseSettings
 from outpace.protocols import Engine, Learner, Worker
-from outpace.resources import countable_cores
+from outpace.resources import countable_cores, shares_gpu
 from outpace.resuming import Past, check_tasks, note_tasks, past_of, same_making
 from outpace.runtime.inline import InlineRuntime
 from outpace.runtime.local import LocalRuntime
 from outpace.runtime.scratch import Scratch
-from outpace.runtime.spec import Runtime
+from outpace.runtime.spec import PartSpec, Runtime
 from outpace.runtime.together import together
 from outpace.saving import Checkpoints
 from outpace.tasks.fingerprint import Fingerprint
@@ -88,11 +89,15 @@ class Session:
         self._driver: Driver | None = None
         self._console: ProgressConsole | None = None
         self._stop_wanted = False
+        self._starting: asyncio.Task[Parts] | None = None
         self._loop = asyncio.get_running_loop()
 
     def stop(self) -> None:
-        """Checkpoint and leave, as soon as the step under way is done."""
+        """Checkpoint and leave, as soon as the step under way is done; where none was begun, leave now."""
         self._stop_wanted = True
+        if self._starting is not None:
+            self._starting.cancel()
+            return
         if self._console is not None:
             self._console.status("stopping, with a checkpoint, when the call that the learner is in has ended")
         if self._driver is not None:
@@ -156,7 +161,7 @@ class Session:
         try:
             recorder.console.status(self._opening(past))
             specs = PartSpecs(self._config, self._log.dir, scratch.path, self._plan.code)
-            parts = await self._start_parts(runtime, specs, recorder.console.status)
+            parts = await self._started(runtime, specs, recorder.console.status)
             await self._restore(parts, past)
             await self._agree(parts, past.version, recorder.console.status)
             core = Core(settings, order, past.state, past.survivors, past.evaluated)
@@ -198,18 +203,29 @@ class Session:
             return InlineRuntime()
         return LocalRuntime(self._log.dir / "logs", append=self._plan.resumes, guardian=scratch.guardian)
 
+    async def _started(self, runtime: Runtime, specs: PartSpecs, say: Callable[[str], None]) -> Parts:
+        """Servers may take minutes: whoever does not want to wait for them is not kept."""
+        self._starting = asyncio.create_task(self._start_parts(runtime, specs, say))
+        try:
+            return await self._starting
+        except asyncio.CancelledError:
+            if self._stop_wanted:
+                raise Interrupted("stopped while the parts were starting; nothing was trained") from None
+            raise
+        finally:
+            self._starting = None
+
     async def _start_parts(self, runtime: Runtime, specs: PartSpecs, say: Callable[[str], None]) -> Parts:
         engines = specs.engines()
         telling = asyncio.create_task(startup.follow(self._log.dir / "logs", specs.sockets, say))
         try:
-            learner, *others = await together(
+            learner, others, workers = await together(
                 runtime.start(Learner, *specs.learner()),
-                *(runtime.start(Engine, *engine) for engine in engines),
-                *(runtime.start(Worker, *worker) for worker in specs.workers()),
+                self._start_engines(runtime, engines),
+                together(*(runtime.start(Worker, *worker) for worker in specs.workers())),
             )
         finally:
             telling.cancel()
-        workers = others[len(engines) :]
         return Parts(
             learner=learner,
             engines=dict(zip(specs.sockets, others, strict=False)),
@@ -219,12 +235,21 @@ class Session:
             urls=dict(zip(specs.sockets, self._config.engine.urls, strict=False)),
         )
 
+    async def _start_engines(self, runtime: Runtime, engines: list[tuple[PartSpec, dict[str, str]]]) -> list[Engine]:
+        """Side by side, but on a GPU one after the other: each server measures what memory is free when it starts."""
+        starts = [partial(runtime.start, Engine, *engine) for engine in engines]
+        if shares_gpu(self._config):
+            return [await start() for start in starts]
+        return await together(*(start() for start in starts))
+
     def _recruit(self, runtime: Runtime, specs: PartSpecs) -> Recruit | None:
         """Engines may join what is not in lockstep and has processes of its own."""
         if self._config.run.deterministic or self._config.run.runtime == "inline":
             return None
 
         async def recruit(url: str) -> tuple[str, str, Engine]:
+            if url and self._config.engine.kind == "embedded":
+                raise BadInput("the engines of this run are embedded; a server can join one of vllm or sglang")
             spec, environment = specs.engine(len(specs.sockets), url)
             return spec.name, specs.sockets[spec.name], await runtime.start(Engine, spec, environment)
 

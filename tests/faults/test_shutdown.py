@@ -15,7 +15,7 @@ import pytest
 
 from faults.watching import Runs, Settings, steps_of, summary_of, words
 from outpace.checkpoint import commit
-from support import run_command
+from support import run_command, start_command
 
 pytestmark = pytest.mark.timeout(170)
 
@@ -85,3 +85,13 @@ def test_a_run_killed_outright_leaves_its_directory_free_for_the_next(
     result = run_command("train", "--quiet", "--resume", str(directory), f"--run.steps={more}")
     assert result.returncode == 0, result.stderr
     assert steps_of(directory) == list(range(1, more + 1))
+
+
+def test_a_signal_while_the_parts_are_starting_ends_the_run_with_nothing_left_behind(tmp_path: Path) -> None:
+    process = start_command("train", f"--run.dir={tmp_path / 'run'}", "--engine.count=2")
+    assert process.stdout is not None
+    assert "starting engine" in process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (3, "outpace: stopped while the parts were starting; nothing was trained\n")
+    assert not (tmp_path / "run").exists()
