@@ -24,11 +24,11 @@ from typing import Any
 
 from outpace.config import Config
 from outpace.config.loading import load_config, make_config
-from outpace.errors import BadInput
+from outpace.errors import BadInput, Interrupted
 from outpace.observe.callbacks import Callback
 from outpace.observe.runlog import RunLog
 from outpace.observe.summary import Summary
-from outpace.planning import Objects, Tasks, make_plan, with_checkpoint
+from outpace.planning import Objects, Tasks, already_done, make_plan, nothing_left, with_checkpoint
 from outpace.protocols import Reward, Rollout
 from outpace.references import is_reference
 from outpace.rollouts.environments.kinds import Given
@@ -101,15 +101,26 @@ def run_plan(plan: Plan, resume: bool = False) -> Summary:
     try:
         if resume:
             plan = with_checkpoint(plan, log.dir)
-        summary = _Background(plan, log).run()
-    except BadInput:
-        log.abandon()
+        summary = _nothing_left(plan, log) or _Background(plan, log).run()
+    except (BadInput, Interrupted) as error:
+        if isinstance(error, BadInput) or not log.began:
+            log.abandon()
+        else:
+            log.close()
         raise
     except BaseException:
         log.close()
         raise
     log.close()
     return summary
+
+
+def _nothing_left(plan: Plan, log: RunLog) -> Summary | None:
+    """What the run has come to, said at once, where all that it was to do is done."""
+    done = already_done(plan, log.dir) if plan.resumes else None
+    if done is not None:
+        print(f"{log.dir}: {nothing_left(plan)}")
+    return done
 
 
 class _Background:
