@@ -82,3 +82,10 @@ def test_what_is_no_run_or_has_no_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text("")
     with pytest.raises(BadInput, match="has no complete checkpoint"):
         measure(tmp_path, [])
+
+
+def test_a_server_that_is_to_be_started_is_taken_for_vllm(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"launch\.python .*: cannot be started"):
+        measure(None, [f"--launch.python={tmp_path / 'python'}"])
+    with pytest.raises(BadInput, match=r"launch\.python .*: has no sglang"):
+        measure(None, ["--engine.kind=sglang", "--launch.start_s=5"])

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from outpace.checkpoint.commit import newest_complete
 from outpace.checkpoint.retention import CHECKPOINTS
-from outpace.config.loading import load_config
+from outpace.config.loading import load_config, parse_arguments
 from outpace.errors import BadInput
 from outpace.parts import PartSpecs
 from outpace.pipeline.agreement import agreements
@@ -41,9 +41,17 @@ def measure(run: Path | None, settings: Sequence[str]) -> dict[str, Agreement]:
     """What came of every engine, by name."""
     with tempfile.TemporaryDirectory(prefix="outpace-agree-") as directory:
         words = [*settings, f"--run.dir={directory}", "--rollout.workers=1"]
-        config = load_config(None, words) if run is None else config_of_run(run, words)
+        config = (
+            load_config(None, [*_taken_for_granted(settings), *words]) if run is None else config_of_run(run, words)
+        )
         checkpoint = None if run is None else _checkpoint(run)
         return asyncio.run(_measure(make_plan(config, Objects()), Path(directory), checkpoint))
+
+
+def _taken_for_granted(settings: Sequence[str]) -> list[str]:
+    """As with `outpace serve`, a server that is to be started is vLLM unless something else is said."""
+    launches = any(key.startswith("launch.") for key in parse_arguments(settings))
+    return ["--engine.kind=vllm"] if launches else []
 
 
 def _checkpoint(run: Path) -> Path:

@@ -1,7 +1,8 @@
-"""One verb per job: `outpace train | eval | play | export | ledger | simulate | doctor | bench`.
+"""One verb per job: `outpace train | eval | play | export | ledger | serve | agree | fleet | simulate | doctor | …`.
 
 Every error that the user can mend is one line on standard error and exit code 2. Exit codes: 0 done, 2 bad input,
-3 stopped by a signal with a checkpoint, 4 a part failed, 5 stalled, 130 left at once without one.
+3 stopped by a signal with a checkpoint, 4 a part failed or something unforeseen happened, 5 stalled, 130 left at once
+without one, 141 whoever read the output has gone.
 """
 
 from __future__ import annotations
@@ -9,12 +10,18 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import re
+import select
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from outpace.errors import EXIT_LEFT_AT_ONCE, BadInput, OutpaceError, PartFailed
+
+EXIT_NOBODY_READS = 141
+"""As a shell calls the end by SIGPIPE: `outpace fleet RUN | grep -q …` has seen enough."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,7 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(words)
     verb: Callable[[argparse.Namespace, list[str]], int] = arguments.verb
     try:
-        return verb(arguments, settings)
+        code = verb(arguments, settings)
+        sys.stdout.flush()
+        return code
     except PartFailed as error:
         if error.remote_traceback:
             print(error.remote_traceback.rstrip(), file=sys.stderr)
@@ -32,6 +41,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("outpace: left at once, without a checkpoint", file=sys.stderr)
         return EXIT_LEFT_AT_ONCE
+    except Exception as error:
+        if isinstance(error, BrokenPipeError) and _nobody_reads():
+            return EXIT_NOBODY_READS
+        traceback.print_exc()
+        return OutpaceError.exit_code
+
+
+def _nobody_reads() -> bool:
+    """Whether standard output is the pipe that broke; then nothing more is written to it, also not at exit."""
+    try:
+        out = sys.stdout.fileno()
+    except OSError:  # it is no file
+        return False
+    look = select.poll()
+    look.register(out, 0)
+    is_broken = any(events & (select.POLLERR | select.POLLHUP) for _, events in look.poll(0))
+    if is_broken:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), out)
+    return is_broken
 
 
 def split_settings(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -128,14 +156,14 @@ def bench(arguments: argparse.Namespace, settings: list[str]) -> int:
 
 
 def fleet(arguments: argparse.Namespace, settings: list[str]) -> int:
-    from outpace.observe import fleet as engines
+    from outpace.observe.fleet import Order
+    from outpace.observe.fleet_orders import current, order_all, shown
 
     _no_settings(settings)
-    for url in arguments.add:
-        engines.give(arguments.run, engines.Order(add=url))
-    for name in arguments.remove:
-        engines.give(arguments.run, engines.Order(remove=name))
-    print(json.dumps(engines.read(arguments.run), indent=2))
+    orders = [Order(add=url) for url in arguments.add] + [Order(remove=name) for name in arguments.remove]
+    if orders:
+        order_all(arguments.run, orders, lambda line: print(f"outpace: {line}", file=sys.stderr))
+    print(shown(current(arguments.run)))
     return 0
 
 
@@ -168,7 +196,10 @@ class _Parser(argparse.ArgumentParser):
         raise SystemExit(2)
 
 
-COMMANDS = ("train", "eval", "play", "export", "ledger", "simulate", "doctor", "bench")
+COMMANDS = (
+    "train", "eval", "play", "export", "ledger", "serve", "agree", "fleet", "simulate", "doctor", "bench",
+)  # fmt: skip
+SETTINGS_TOO = "Settings are taken as --section.key value; `outpace train --help` lists them all."
 UNKNOWN_COMMAND = re.compile(r"argument : invalid choice: '(.*?)'")
 UNKNOWN_OPTION = re.compile(r"unrecognized arguments: --([\w-]+)")
 
@@ -239,11 +270,13 @@ def _parser() -> argparse.ArgumentParser:
     this.add_argument("-h", "--help", action=_DescribeSettings)
     this.set_defaults(verb=train)
 
-    this = verbs.add_parser("eval", help="measure held-out reward of a model or a run", allow_abbrev=False)
+    this = verbs.add_parser(
+        "eval", help="measure held-out reward of a model or a run", epilog=SETTINGS_TOO, allow_abbrev=False
+    )
     this.add_argument("run", nargs="?", type=Path, help="a run directory; without one, --model.path")
     this.set_defaults(verb=evaluate)
 
-    this = verbs.add_parser("play", help="take the model's seat in a task", allow_abbrev=False)
+    this = verbs.add_parser("play", help="take the model's seat in a task", epilog=SETTINGS_TOO, allow_abbrev=False)
     this.add_argument("config", nargs="?", type=Path, help="a TOML or YAML file; without one, the built-in task")
     this.add_argument("--task", metavar="INDEX|ID", help="which one first; without this, drawn by run.seed")
     this.add_argument("--raw", action="store_true", help="show the prompt as the text that the model gets")
@@ -262,12 +295,14 @@ def _parser() -> argparse.ArgumentParser:
     this.add_argument("run", type=Path, help="a run directory")
     this.set_defaults(verb=ledger)
 
-    this = verbs.add_parser("serve", help="start inference servers by hand", allow_abbrev=False)
+    this = verbs.add_parser("serve", help="start inference servers by hand", epilog=SETTINGS_TOO, allow_abbrev=False)
     this.add_argument("config", nargs="?", type=Path, help="a run's TOML or YAML file; without one, the built-in model")
     this.add_argument("--dry-run", action="store_true", help="print the commands that would be run, and stop")
     this.set_defaults(verb=serve)
 
-    this = verbs.add_parser("agree", help="hold engines and learner against each other", allow_abbrev=False)
+    this = verbs.add_parser(
+        "agree", help="hold engines and learner against each other", epilog=SETTINGS_TOO, allow_abbrev=False
+    )
     this.add_argument("run", nargs="?", type=Path, help="a run directory; without one, --model.path")
     this.set_defaults(verb=agree)
 

@@ -30,7 +30,7 @@ def evaluate_model(run: Path | None, settings: Sequence[str]) -> dict[str, Any]:
         if plan.eval_count == 0:
             raise BadInput("eval.count: there are no held-out tasks; give tasks.eval_path or a larger eval.holdout")
         evaluation = asyncio.run(_evaluate(plan, Path(scratch)))
-    measured = {name: value for name, value in evaluation.metrics().items() if name != "eval/version"}
+    measured = {name: value for name, value in evaluation.metrics().items() if not name.startswith("eval/version")}
     return {"model": str(run or plan.config.model.path), **measured}
 
 

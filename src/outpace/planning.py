@@ -3,22 +3,33 @@ before a process is started or a file of the run written; a model that has to be
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import tempfile
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
+
+import msgspec
 
 from outpace.checkpoint import commit
 from outpace.config import Config
 from outpace.config.loading import load_config, objects_beside
 from outpace.config.rules import resolve
+from outpace.engines.servers.choices import kind_of, python_of
+from outpace.engines.servers.commands import base_environment
+from outpace.engines.servers.versions import installed
 from outpace.errors import BadInput, one_line
 from outpace.models.adapter_files import check_peft
 from outpace.models.loading import resolve_model
 from outpace.models.tokenizer_files import tokenizer_digest
 from outpace.observe.callbacks import Callback
+from outpace.observe.summary import Summary
 from outpace.protocols import Reward, Rollout, TaskSource
-from outpace.resources import learner_gpu_share
+from outpace.resources import learner_gpu_share, uses_gpu
 from outpace.rewards.registry import check_rewards
 from outpace.rollouts.assembly import check_assembly
 from outpace.rollouts.environments.kinds import Given
@@ -56,7 +67,7 @@ def make_plan(config: Config, objects: Objects, quiet: bool = False) -> Plan:
     model = resolve_model(config.model.path)
     if config.lora.rank:
         check_peft()
-    learner_gpu_share(config)  # refuses budgets that one GPU cannot hold
+    _check_serving(config)
     own_sources = _own_sources(config, objects)
     train, heldout = own_sources or open_tasks(config)
     config = resolve(config, own_tasks=own_tasks, own_rewards=judged_elsewhere, own_rollout=own_rollout)
@@ -95,6 +106,69 @@ def with_checkpoint(plan: Plan, run_dir: Path) -> Plan:
     if checkpoint is None and commit.steps(root):
         raise BadInput(f"--resume: no checkpoint of {run_dir} is complete; start it anew with run.overwrite = true")
     return replace(plan, resumes=True, checkpoint=checkpoint)
+
+
+def already_done(plan: Plan, run_dir: Path) -> Summary | None:
+    """What a run has come to that has nothing left to do: it ended well, with its last step in its newest checkpoint,
+    and is given no other end than it had. None: there is something to do."""
+    try:
+        ended = msgspec.json.decode((run_dir / "summary.json").read_bytes(), type=Summary)
+        before = tomllib.loads((run_dir / "config.toml").read_text()).get("run", {})
+    except (OSError, ValueError):
+        return None
+    if ended.exit or plan.checkpoint is None or commit.step_of(plan.checkpoint) != ended.steps:
+        return None
+    run = plan.config.run
+    same_end = (run.steps, run.epochs) == (before.get("steps"), before.get("epochs"))
+    return ended if same_end or run.steps == ended.steps else None
+
+
+def nothing_left(plan: Plan) -> str:
+    """What to tell whoever resumes a run that is done."""
+    run = plan.config.run
+    if run.epochs is not None:
+        return f"all is done, after {run.epochs} epochs; go on with --run.epochs {run.epochs + 1}"
+    return f"all {run.steps} steps are done; go on with --run.steps {2 * (run.steps or 0)}"
+
+
+# ---------------------------------------------------------------------------------------------------------- serving
+
+
+def _check_serving(config: Config) -> None:
+    """What can be seen, within a second or so, of a run's servers and of the way of its weights."""
+    learner_gpu_share(config)  # refuses budgets that one GPU cannot hold
+    if config.weights.transport == "ipc" and not uses_gpu(config):
+        raise BadInput('weights.transport: "ipc" shares the memory of a GPU, and there is none here; use "memory"')
+    if config.weights.dir is not None:
+        _check_writable(Path(config.weights.dir))
+    if config.engine.kind != "embedded" and not config.engine.urls:
+        _check_installed(config)
+
+
+def _check_installed(config: Config) -> None:
+    """On a thread of its own: a caller, such as a notebook, may have a loop that runs."""
+    question = installed(python_of(config), kind_of(config), {**base_environment(), **config.launch.env})
+    with ThreadPoolExecutor(1) as aside:
+        aside.submit(asyncio.run, question).result()
+
+
+def _check_writable(folder: Path) -> None:
+    """By trying: permissions do not tell all, and root may do what a file system cannot. Leaves nothing behind."""
+    missing: list[Path] = []
+    try:
+        missing += [path for path in (folder, *folder.parents) if not path.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise BadInput(f"weights.dir: cannot write to {folder}: {error.strerror}; name another folder") from None
+    finally:
+        for made in missing:
+            with contextlib.suppress(OSError):  # somebody uses it by now, or it was never made
+                made.rmdir()
+
+
+# ------------------------------------------------------------------------------------------------------------- tasks
 
 
 def _holding_nothing_out(config: Config) -> Config:

@@ -24,6 +24,7 @@ from outpace.engines.servers.launching import free_port
 from outpace.engines.servers.readiness import why_ended
 from outpace.engines.servers.starting import Recipe, Started, start_server
 from outpace.errors import BadInput, ServerGone
+from outpace.observe.startup import Telling
 from outpace.resources import transport
 from outpace.runtime.guardian import Guardian
 
@@ -39,7 +40,8 @@ def serving_config(file: Path | None, settings: Sequence[str]) -> Config:
     values: dict[str, Any] = {"engine.kind": "vllm"}
     values |= flatten(read_file(file)) if file is not None else {}
     values |= parse_arguments(settings)
-    values.pop("engine.urls", None)
+    if urls := values.pop("engine.urls", None):
+        _say(f"engine.urls is left out here: serve starts servers, and {', '.join(urls)} is said to run already")
     config = make_config(values)
     if config.engine.kind == "embedded":
         raise BadInput("engine.kind: the embedded engine is part of a run and no server; set vllm or sglang")
@@ -84,7 +86,7 @@ async def _start_and_stay(config: Config, mark: Mapping[str, str]) -> None:
         for index in range(server_count(config)):
             log = logs / f"server-{index}.log"
             _say(f"{kind_of(config)} {recipe.found.version} starts; its log is {log}")
-            started.append(await start_server(recipe, index, log, _say, mark))
+            started.append(await start_server(recipe, index, log, Telling(_say), mark))
         print(_announced(config, [each.server.url for each in started]), flush=True)
         _say("Ctrl-C ends it")
         await _until_one_ends(started)

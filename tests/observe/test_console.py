@@ -85,6 +85,18 @@ def test_the_time_left_goes_by_the_pace_of_this_start_without_its_start_up() -> 
     assert view.remaining_s == pytest.approx(2.0 * 47)
 
 
+def test_neither_the_time_left_nor_the_time_of_the_steps_counts_how_long_servers_took_to_start() -> None:
+    clock = Clock()
+    view = RunView(10, clock)
+    clock.now = 121.0 + 2.0
+    view.update(1, {"time/wall_s": 2.0})
+    assert view.remaining_s == pytest.approx(2.0 * 9)
+    summary = SummaryBuilder()
+    summary.step(4, {})
+    report = render(final_report(summary.build(wall_s=130, train_s=4, seed=0, exit=0), view))
+    assert "4 in 0:04, after 2:01 of starting" in report
+
+
 def test_metrics_that_are_missing_show_as_a_dash() -> None:
     view = RunView(None, Clock())
     view.update(1, {})
@@ -180,3 +192,15 @@ def test_numbers_for_people() -> None:
     assert sparkline([0, 1, 2, 7]) == "▁▂▃█"
     assert sparkline([]) == ""
     assert sparkline([1, 1]) == "▁▁"
+
+
+def test_a_run_goes_on_when_whoever_read_its_progress_has_gone() -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    console = ProgressConsole(10, file=Gone(), clock=Clock())
+    for step in range(1, 11):
+        console.step(step, METRICS)
+    console.finish(build_summary(), "runs/a")
+    assert console.view.step == 10

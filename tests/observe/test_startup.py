@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from outpace.observe.startup import follow, newest_word
+import pytest
+
+from outpace.observe.startup import Telling, follow, newest_word, stage_in
 
 
 def test_the_newest_word_on_a_server_is_told_without_date_and_place(tmp_path: Path) -> None:
@@ -33,3 +35,42 @@ async def test_every_word_is_told_once(tmp_path: Path) -> None:
     await heard.wait()
     following.cancel()
     assert said == ["engine-0: the server is starting, 5 s so far", "engine-0: the server is starting, 10 s so far"]
+
+
+@pytest.mark.parametrize(
+    ("line", "stage"),
+    [
+        ("Loading weights took 0.17 seconds", "Loading weights took 0.17 seconds"),
+        ("Starting to load model /models/starter...", "Starting to load model /models/starter"),
+        (
+            "Initializing a V1 LLM engine (v0.32.0) with config: model='/m', x=None",
+            "Initializing a V1 LLM engine (v0.32.0)",
+        ),
+        ("Loading safetensors checkpoint shards: 50% Completed | 1/2", "Loading safetensors checkpoint shards"),
+        ("", ""),
+        ("warnings.warn(", ""),
+        ("auto thread binding: reserved_cpus=[], local_world_size=1", ""),
+        ("Using max model len 1024", ""),
+        ("Traceback (most recent call last):", ""),
+        ("Warning", ""),
+    ],
+)
+def test_only_what_reads_like_a_stage_of_the_start_is_shown(line: str, stage: str) -> None:
+    assert stage_in(line) == stage
+
+
+def test_seconds_are_told_alone_where_there_is_no_stage_or_it_was_told_before() -> None:
+    said: list[str] = []
+    tell = Telling(said.append)
+    so_far = "the server is starting, {} s so far"
+    for seconds, doing in ((5, ": "), (10, ": warnings.warn("), (15, ": Loading weights"), (20, ": Loading weights")):
+        tell(so_far.format(seconds) + doing)
+        tell(so_far.format(seconds) + doing)
+    tell("the server is up")
+    assert said == [
+        so_far.format(5),
+        so_far.format(10),
+        so_far.format(15) + ": Loading weights",
+        so_far.format(20),
+        "the server is up",
+    ]

@@ -45,10 +45,12 @@ class FakeServer:
 
     routes: list[str] = field(default_factory=lambda: list(ROUTES))
     fault: Callable[[], Fault | None] = lambda: None
+    probes_wait: bool = False  # behind all else, for good
     delay_s: float = 0.0
     resume_s: float = 0.0  # until it says that it goes on
     version: str = "default"
     began: float = 1.0
+    metrics: str | None = None  # what it says instead of the truth
     preemptions: int = 0
     url: str = ""
     asked: list[dict[str, Any]] = field(default_factory=list)
@@ -93,7 +95,7 @@ class FakeServer:
             case "/openapi.json":
                 return web.json_response({"paths": {route: {} for route in self.routes}})
             case "/metrics":
-                return web.Response(text=self._metrics())
+                return web.Response(text=self._metrics() if self.metrics is None else self.metrics)
             case "/pause":
                 self.goes_on.clear()
             case "/resume":
@@ -127,7 +129,10 @@ class FakeServer:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        fault = None if body["request_id"].startswith("probe") else self.fault()
+        probe = body["request_id"].startswith("probe")
+        if probe and self.probes_wait:
+            await asyncio.Event().wait()
+        fault = None if probe else self.fault()
         if fault is not None and fault.trouble in ("500", "429", "400"):
             return web.json_response({"error": {"message": "no"}}, status=int(fault.trouble))
         if body["model"] in self.unknown:
@@ -222,7 +227,7 @@ class _Stream:
         if logprobs == "given":
             logprobs = {"content": [{"token_id": token, "logprob": -0.5} for token in tokens]}
         choice = {"index": 0, "token_ids": tokens, "logprobs": logprobs, "finish_reason": finish}
-        if finish is not None:
+        if finish is not None and "/update_weight_version" in self.server.routes:
             choice["weight_versions"] = self.spans
         await self._write({"request_id": "x", "choices": [choice]})
 

@@ -248,3 +248,44 @@ async def test_a_certificate_that_nobody_has_signed(serve: Serve, certificate: s
 @pytest.mark.parametrize(("answer", "status"), [("<html>", 200), ("{}", 200), ("no", 404), ("[]", 200), ("", 200)])
 async def test_some_other_web_server(serve: Serve, answer: str, status: int) -> None:
     await refused_at(f"http://127.0.0.1:{await serve(answer, status)}")
+
+
+@pytest.mark.parametrize("answer", ["[]", "", "null", "3"])
+async def test_whichever_of_its_answers_comes_first(answer: str) -> None:
+    async def page(request: web.Request) -> web.Response:
+        if request.path == "/version":
+            await asyncio.sleep(0.2)
+        return web.Response(text=answer, content_type="application/json")
+
+    app = web.Application()
+    app.router.add_route("*", "/{any:.*}", page)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        assert "no such server" in await refused_at(f"http://127.0.0.1:{runner.addresses[0][1]}")
+    finally:
+        await runner.cleanup()
+
+
+ON_A_CPU = replace(FINE, plugin=False, details={"root": STARTER, "device": "cpu"})
+BY_FILES = replace(WANTED, transport="files")
+
+
+async def test_a_tied_head_that_a_cpu_server_would_leave_as_it_was_is_refused() -> None:
+    line = await refusal(Scripted(ON_A_CPU), BY_FILES)
+    assert "ties to its embeddings" in line
+    assert line.endswith("start it with `outpace serve`")
+
+
+async def test_a_head_of_its_own_a_gpu_the_plugin_or_adapters_make_it_fit(tmp_path: Path) -> None:
+    content = json.loads((Path(STARTER) / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    untied = replace(ON_A_CPU, details={"root": str(tmp_path), "device": "cpu"})
+    for facts, wanted in (
+        (untied, replace(BY_FILES, model=str(tmp_path))),
+        (replace(ON_A_CPU, details={"root": STARTER, "device": "cuda"}), BY_FILES),
+        (replace(ON_A_CPU, plugin=True), BY_FILES),
+        (ON_A_CPU, replace(BY_FILES, adapters=True)),
+    ):
+        await check(Scripted(facts), wanted)  # type: ignore[arg-type]

@@ -263,3 +263,12 @@ async def test_the_servers_python_is_asked_what_it_has(tmp_path: Path) -> None:
     assert await installed(sys.executable, "vllm", env) == Installed("0.99.1", scale_out=False)
     flags.write_text("enable_scale_out: bool = False")
     assert await installed(sys.executable, "vllm", env) == Installed("0.99.1", scale_out=True)
+
+
+@pytest.mark.parametrize("name", ["HF_TOKEN", "AWS_SECRET_ACCESS", "DB_PASSWORD", "APIKEY", "GOOGLE_CREDENTIALS"])
+def test_no_secret_is_shown(name: str) -> None:
+    assert "hidden" not in Command(["python"], {name: "hidden"}).shown({})
+
+
+def test_what_only_sounds_like_a_secret_is_shown() -> None:
+    assert "TOKENIZERS_PARALLELISM=false" in command().shown({})

@@ -19,7 +19,8 @@ from outpace.engines.servers.door import Door, DoorSettings
 from outpace.engines.servers.health import HealthMachine
 from outpace.engines.servers.http import Http
 from outpace.engines.servers.limits import Limit
-from outpace.engines.servers.spec import STALE
+from outpace.engines.servers.running import Part
+from outpace.engines.servers.spec import STALE, Ask, Piece
 from outpace.engines.servers.vllm import VllmServer
 from outpace.errors import ContextFull, CorruptData, RequestFailed, ServerFaulty, UpdateFailed, UpdateTorn
 from outpace.types import Generation, Manifest, Sampling
@@ -55,6 +56,7 @@ class FakeTransport:
     swapping: asyncio.Event | None = None  # set while it goes on, which then is for ever
     swapped: list[int] = field(default_factory=list)
     forgotten: list[int] = field(default_factory=list)
+    closed: list[bool] = field(default_factory=list)  # with whether the server stays
 
     async def prepare(self, manifest: Manifest) -> Weights:
         if self.prepare_fails is not None:
@@ -72,6 +74,9 @@ class FakeTransport:
 
     async def forget(self, version: int) -> None:
         self.forgotten.append(version)
+
+    async def close(self, server_stays: bool) -> None:
+        self.closed.append(server_stays)
 
 
 @dataclass
@@ -104,7 +109,7 @@ async def a_scene(
     health, limit = HealthMachine(), Limit(slots)
     chosen = {"probe_s": 600.0, "idle_s": 30.0, "control_s": 5.0, "probe_deadline_s": 0.2, "context": 64, **given}
     async with fake.serving():
-        server = VllmServer(Http(fake.url, retries=0), control_s=5)
+        server = VllmServer(Http(fake.url, retries=0), control_s=5, incarnation="run")
         door = Door(server, transport, health, limit, DoorSettings("engine-0", "run", **chosen))
         await door.start()
         try:
@@ -432,7 +437,6 @@ async def test_an_answer_may_end_before_the_server_says_that_it_goes_on() -> Non
 
 async def test_without_the_servers_account_a_token_is_as_old_as_its_request() -> None:
     fake = FakeServer(delay_s=0.01, routes=["/inference/v1/generate", "/pause"])
-    fake.version = "0"  # it tells of no version, whatever we do
     async with a_scene(fake) as scene:
         request = asyncio.create_task(scene.ask(max_tokens=30))
         await scene.until(lambda: bool(scene.fake.running))
@@ -586,14 +590,49 @@ async def test_a_second_weight_set_is_refused_where_there_is_room_for_one() -> N
             await scene.ask(pinned=1)
 
 
-async def test_weights_that_somebody_else_has_brought_are_noticed() -> None:
+async def test_a_door_that_finds_other_weights_in_its_server_ends_so_that_another_is_loaded() -> None:
     async with a_scene() as scene:
         await scene.load(1)
         scene.fake.version = "default"  # as after a restart
         answer = await scene.ask()
         assert answer.stop == "lost"
         assert len(answer.tokens) == 0
-        assert scene.health.state == "stale"
+        async with asyncio.timeout(10):
+            assert "weights that are not ours" in str(await scene.door.broken())
+
+
+async def test_what_other_weights_have_sampled_for_others_is_thrown_away_too() -> None:
+    async with a_scene(FakeServer(delay_s=0.02)) as scene:
+        await scene.load(1)
+        scene.fake.version = "default"
+        longer = asyncio.create_task(scene.ask("longer", max_tokens=50, min_version=1))
+        await _begun(scene)
+        await scene.door.peek("longer", 2)
+        assert (await scene.ask("shorter", max_tokens=3, min_version=1)).stop == "lost"
+        lost = await longer
+        assert lost.stop == "lost"
+        assert len(lost.tokens) == 0
+
+
+async def test_a_whole_answer_of_other_weights_that_nobody_has_taken_yet_is_thrown_away() -> None:
+    part = Part(Ask("a", PROMPT, Sampling(2, 1), "salt"), 1, spans=True)
+    part.take(Piece([4, 5], [-0.5, -0.5], stop="length"))
+    part.void()
+    assert part.generation().stop == "lost"
+    assert len(part.generation().tokens) == 0
+    assert part.cut == "lost"
+
+
+async def test_two_runs_at_one_server_are_told_apart() -> None:
+    async with a_scene() as scene:
+        await scene.load(1)
+        theirs = VllmServer(Http(scene.fake.url, retries=0), incarnation="another")
+        await theirs.label(1)
+        await theirs.close()
+        answer = await scene.ask(min_version=1)
+        assert answer.stop == "lost"
+        assert len(answer.tokens) == 0
+        assert scene.health.state == "dead"
 
 
 # ------------------------------------------------------------------------------------------------------- adapters
@@ -643,18 +682,27 @@ async def test_an_adapter_that_is_not_taken_leaves_the_old_one() -> None:
         assert (await scene.ask()).versions.tolist() == [1] * 8
 
 
-async def test_a_server_that_has_lost_its_adapters_is_loaded_anew() -> None:
-    transport = FakeTransport(holds_still=False)
-    async with a_scene(transport=transport) as scene:
+async def test_a_server_that_has_lost_its_adapters_is_not_ours_any_more() -> None:
+    async with a_scene(transport=FakeTransport(holds_still=False)) as scene:
         await scene.load(1)
         scene.fake.unknown.add("v1")
         assert (await scene.ask()).stop == "lost"
-        assert scene.health.state == "stale"
-        scene.fake.unknown.clear()
+        async with asyncio.timeout(10):
+            assert "weights that are not ours" in str(await scene.door.broken())
+
+
+async def test_what_was_prepared_for_an_adapter_that_is_not_taken_is_forgotten() -> None:
+    transport = FakeTransport(holds_still=False, swap_fails=ServerFaulty("no room"))
+    async with a_scene(transport=transport) as scene:
+        with pytest.raises(UpdateFailed):
+            await scene.load(1)
         await scene.until(lambda: transport.forgotten == [1])
-        await scene.load(1)
-        assert transport.swapped == [1, 1]
-        assert (await scene.ask()).versions.tolist() == [1] * 8
+
+
+async def test_a_door_that_is_closed_closes_its_transport_and_says_that_the_server_stays() -> None:
+    async with a_scene() as scene:
+        await scene.door.close()
+        assert scene.transport.closed == [True]
 
 
 # ---------------------------------------------------------------------------------------------------------- death
@@ -677,6 +725,37 @@ async def test_a_server_that_answers_no_probe_is_dead_and_its_requests_are_lost(
         assert (await scene.ask("new")).stop == "lost"
         with pytest.raises(UpdateFailed, match="dead"):
             await scene.load(1)
+
+
+async def test_a_probe_that_waits_behind_requests_that_get_tokens_has_passed() -> None:
+    fake = FakeServer(delay_s=0.02, probes_wait=True)
+    async with a_scene(fake, probe_s=0.02, probe_deadline_s=0.1) as scene:
+        assert is_whole(await scene.ask(max_tokens=50), 50)  # long enough for three probes that fail
+        async with asyncio.timeout(10):
+            assert "3 probes in a row" in str(await scene.door.broken())  # idle, it has no excuse
+
+
+async def test_a_doubted_server_is_looked_at_before_it_is_trusted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outpace.engines.servers.watching._DOUBT_S", 0.01)
+    monkeypatch.setattr("outpace.engines.servers.watching._LOOK_S", 600.0)
+    routes = ["/inference/v1/generate", "/pause", "/abort_requests"]  # it accounts for no versions
+    async with a_scene(FakeServer(routes=routes), retries=0) as scene:
+        await scene.until(lambda: "/metrics" in scene.fake.calls)
+        await scene.load(1)
+        scene.fake.fault = lambda: Fault("500")
+        scene.fake.began = 2.0  # it was restarted, with the weights of its first start
+        for name in "abc":
+            assert (await scene.ask(name)).stop == "lost"
+        scene.fake.fault = lambda: None
+        answer = await scene.ask("later", min_version=1)
+        assert answer.stop == "lost"
+        assert len(answer.tokens) == 0
+        assert "restarted" in scene.health.why
+
+
+async def test_a_look_that_makes_no_sense_is_not_the_last() -> None:
+    async with a_scene(FakeServer(metrics='vllm:num_requests_running{e="0"} NaN\n'), probe_s=0.02) as scene:
+        await scene.until(lambda: scene.fake.calls.count("/metrics") >= 3)
 
 
 async def test_requests_that_fail_are_for_a_probe_to_judge(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -729,11 +808,11 @@ async def test_the_end_of_its_process_is_the_end_of_the_server() -> None:
         def cpu_s(self) -> float:
             return 1.0
 
-    fake, process = FakeServer(delay_s=0.01), Ended()
+    fake, process, transport = FakeServer(delay_s=0.01), Ended(), FakeTransport()
     async with fake.serving():
         chosen = DoorSettings("engine-0", "run", probe_s=600.0)
         server = VllmServer(Http(fake.url, retries=0))
-        door = Door(server, FakeTransport(), HealthMachine(), Limit(4), chosen, process)
+        door = Door(server, transport, HealthMachine(), Limit(4), chosen, process)
         await door.start()
         request = asyncio.create_task(door.generate("r", PROMPT, Sampling(50, 1), 0, None))
         await asyncio.sleep(0.1)
@@ -744,9 +823,11 @@ async def test_the_end_of_its_process_is_the_end_of_the_server() -> None:
         assert "the last line" in failure.remote_traceback
         assert process.stopped
         await door.close()
+        assert transport.closed == [False]
 
 
-async def test_a_server_that_is_found_paused_is_let_go_on() -> None:
+async def test_a_server_that_is_found_paused_is_let_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outpace.engines.servers.readiness.LEFT_S", 0.0)
     fake = FakeServer()
     async with fake.serving():
         fake.goes_on.clear()

@@ -73,6 +73,24 @@ async def test_the_place_of_somebody_cancelled_in_the_moment_of_entering_is_free
     assert gate.inside == 0
 
 
+async def test_somebody_cancelled_in_the_moment_of_being_refused_is_cancelled() -> None:
+    refused = False
+
+    def perhaps() -> bool:
+        if refused:
+            raise RequestFailed("not here")
+        return False
+
+    gate = Gate(lambda: 1)
+    waiting = await waiting_at(gate, "a", perhaps)
+    refused = True
+    gate.turn()
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert (gate.inside, gate.waiting) == (0, 0)
+
+
 async def test_a_raised_limit_is_felt_at_the_next_turn() -> None:
     limit = 1
     gate = Gate(lambda: limit)

@@ -272,3 +272,25 @@ def certificate(tmp_path: Path) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(made.certificate, made.key)
     return context
+
+
+async def test_an_error_whose_words_never_come_is_told_in_time() -> None:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(status=500)
+        response.content_length = 100
+        await response.prepare(request)
+        await asyncio.Event().wait()
+        return response
+
+    async with serving(answer) as http:
+        with pytest.raises(ServerFaulty, match="500 Internal Server Error"):
+            async with asyncio.timeout(10):
+                await anext(http.events("/x", {}, first_s=0.2))
+
+
+async def test_who_calls_after_the_end_is_told_so() -> None:
+    async with serving(answering(web.json_response([1]))) as http:
+        assert await http.get("/x", deadline_s=5) == [1]
+        await http.close()
+        with pytest.raises(ServerGone, match="nobody here calls it any more"):
+            await http.get("/x", deadline_s=5)

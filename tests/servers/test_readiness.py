@@ -130,12 +130,30 @@ class Found:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readiness, "TRY_S", 0.01)
+    monkeypatch.setattr(readiness, "LEFT_S", 0.05)
 
 
 async def test_a_server_that_was_left_paused_goes_on(impatient: None) -> None:
     server = Found(paused=True)
     await until_reached(server, 0.0)  # type: ignore[arg-type]
     assert not server.is_paused
+
+
+async def test_a_pause_in_somebodys_update_is_not_ended_by_others(
+    impatient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readiness, "LEFT_S", 60.0)
+    server, resumed = Found(paused=True), False
+
+    async def resume(recompute: bool) -> None:
+        nonlocal resumed
+        resumed = True
+
+    server.resume = resume  # type: ignore[method-assign]
+    asyncio.get_running_loop().call_later(0.05, setattr, server, "is_paused", False)
+    async with asyncio.timeout(10):
+        await until_reached(server, 0.0)  # type: ignore[arg-type]
+    assert not resumed
 
 
 async def test_one_that_is_not_there_is_told_at_once(impatient: None) -> None:
@@ -188,6 +206,11 @@ async def test_one_that_answers_and_does_not_sample_is_of_no_use() -> None:
         ("OSError: [Errno 98] Address already in use",
          "OSError: [Errno 98] Address already in use; give another launch.port, or 0 for a free one"),
         ("Traceback\nKeyError: 'first'\nDuring handling\nRuntimeError: second", "RuntimeError: second"),
+        ("(EngineCore pid=9) ERROR 11-15 16:40:11 [multiproc_executor.py:315] Worker proc VllmWorker-0 died "
+         "unexpectedly (exit code: -11), shutting down executor.\n"
+         "(EngineCore pid=9) RuntimeError: cancelled\n(APIServer pid=7) AttributeError: it is shutting down",
+         "Worker proc VllmWorker-0 died unexpectedly (exit code: -11), shutting down executor.; its log may say more; "
+         "another model.dtype or launch.env may help"),
         ("it just stopped\n", "it just stopped"),
         ("", ""),
     ],
@@ -214,3 +237,9 @@ async def test_texts_become_the_ids_that_the_runs_tokenizer_gives() -> None:
 async def test_a_model_without_a_tokenizer_is_a_line(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"^model\.path .*: no usable tokenizer: "):
         await tokens_of(str(tmp_path), False)
+
+
+async def test_a_tokenizer_that_is_not_loaded_in_time_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outpace.engines.servers.tokens.LIMIT_S", 0.01)
+    with pytest.raises(BadInput, match=r"^model\.path starter: its tokenizer was not loaded within 0\.01 s$"):
+        await tokens_of("starter", False)

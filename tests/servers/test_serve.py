@@ -142,11 +142,14 @@ def test_an_embedded_engine_cannot_be_served() -> None:
         serving_config(None, ["--engine.kind=embedded"])
 
 
-def test_the_config_of_a_run_that_names_its_servers_starts_them(tmp_path: Path) -> None:
+def test_the_config_of_a_run_that_names_its_servers_starts_them_and_says_that_it_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "run.toml"
     file.write_text('[engine]\nkind = "vllm"\nurls = ["http://127.0.0.1:8000"]\nslots = 7\n')
     config = serving_config(file, ["--launch.port=8000"])
     assert (config.engine.urls, config.engine.slots, config.launch.port) == ([], 7, 8000)
+    assert capsys.readouterr().err.startswith("outpace: engine.urls is left out here: serve starts servers")
 
 
 # ---------------------------------------------------------------------------------------------------------- starting
@@ -218,3 +221,21 @@ async def test_a_start_that_is_called_off_leaves_nothing(env: dict[str, str], tm
         async with asyncio.timeout(2):
             await start_server(recipe, 0, tmp_path / "log", print)
     assert not [each for each in psutil.Process(os.getpid()).children() if each.status() != psutil.STATUS_ZOMBIE]
+
+
+async def test_the_log_of_a_server_that_did_not_start_outlives_the_runs_directory(
+    env: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "elsewhere"))
+    config = make_config(settings(env, launch__args=["--max-num-seqs", "many"]))
+    logs = tmp_path / "logs"
+    with pytest.raises(BadInput, match="its log is ") as refusal:
+        await build_door(config, "engine-0", 0, url="", incarnation="i", scratch=tmp_path, logs=logs, stale=False)
+    copy = Path(str(refusal.value).rpartition(" ")[2])
+    assert copy.parent == tmp_path / "elsewhere"
+    assert copy.name.startswith("outpace-engine-0-server")
+    assert "many" in await asyncio.to_thread(copy.read_text)
+    with pytest.raises(BadInput, match=str(logs)):  # a run that was under way stays
+        await build_door(config, "engine-0", 0, url="", incarnation="i", scratch=tmp_path, logs=logs, stale=True)
+    assert list((tmp_path / "elsewhere").iterdir()) == [copy]

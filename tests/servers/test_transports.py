@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +26,7 @@ from outpace.engines.servers.transports.memory import MemoryTransport
 from outpace.errors import CorruptData, ServerFaulty, UpdateFailed
 from outpace.types import Adapter, DeviceMemory, Manifest
 from outpace.weights.local import LocalSnapshot
+from outpace.weights.snapshot import SnapshotFile
 from outpace.weights.store import SnapshotWriter
 from weights_support import flip
 
@@ -142,7 +145,7 @@ async def test_memory_is_updated_in_four_phases_the_first_of_them_once(
     assert (update["kind"], update["path"]) == ("memory", manifest.path)
     assert update["label"] == {"incarnation": "run", "version": 2}
     assert [spec["name"] for spec in update["tensors"]] == ["a", "b"]
-    assert recorder.calls[-1][1] == {"weight_version": "2"}
+    assert recorder.calls[-1][1] == {"weight_version": "run.2"}
 
 
 async def test_an_update_that_somebody_left_open_is_closed_first(
@@ -271,6 +274,90 @@ async def test_an_adapter_whose_answer_was_lost_is_registered_anew(
     ready = await transport.prepare(adapter(writer, 1))
     await transport.swap(ready)
     assert recorder.adapters == {"outpace-run-1": str(ready.folder)}
+
+
+async def test_who_leaves_a_server_that_stays_takes_its_adapters_along(
+    server: tuple[Recorder, Http], writer: SnapshotWriter, tmp_path: Path
+) -> None:
+    recorder, http = server
+    transport = AdapterTransport(http, 10, tmp_path / "adapters")
+    for version in (1, 2):
+        await transport.swap(await transport.prepare(adapter(writer, version)))
+    recorder.adapters["somebody else's"] = "elsewhere"
+    await transport.close(server_stays=True)
+    assert recorder.adapters.keys() == {"somebody else's"}
+    assert not (tmp_path / "adapters").exists()
+
+
+async def test_a_server_that_goes_with_us_is_not_asked_to_tidy_up(
+    server: tuple[Recorder, Http], writer: SnapshotWriter, tmp_path: Path
+) -> None:
+    recorder, http = server
+    transport = AdapterTransport(http, 10, tmp_path / "adapters")
+    await transport.swap(await transport.prepare(adapter(writer, 1)))
+    await transport.close(server_stays=False)
+    assert recorder.paths == ["/v1/load_lora_adapter"]
+    assert not (tmp_path / "adapters").exists()
+
+
+async def test_an_adapter_of_which_no_answer_came_is_taken_off_again(
+    server: tuple[Recorder, Http], writer: SnapshotWriter, tmp_path: Path
+) -> None:
+    recorder, http = server
+    transport = AdapterTransport(http, 10, tmp_path / "adapters")
+    ready = await transport.prepare(adapter(writer, 1))
+    recorder.failing = {"/v1/load_lora_adapter"}
+    with pytest.raises(ServerFaulty):
+        await transport.swap(ready)
+    recorder.adapters[ready.adapter] = str(ready.folder)  # it was registered all the same
+    await transport.forget(1)
+    assert recorder.adapters == {}
+    assert list((tmp_path / "adapters").iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["files", "memory"])
+async def test_a_closed_transport_leaves_no_files(
+    server: tuple[Recorder, Http], writer: SnapshotWriter, tmp_path: Path, kind: str
+) -> None:
+    _, http = server
+    (tmp_path / "copy").mkdir()
+    copy, folders = LocalSnapshot(tmp_path / "copy"), tmp_path / "folders"
+    transport = FilesTransport(http, 10, folders, copy) if kind == "files" else MemoryTransport(http, 10, copy)
+    await transport.prepare(writer.publish(1, tensors(1.0), []))
+    await transport.close(server_stays=True)
+    assert not folders.exists()
+    assert list((tmp_path / "copy").iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["files", "memory", "adapters"])
+async def test_a_preparation_that_was_given_up_does_not_overlap_the_next(
+    server: tuple[Recorder, Http], writer: SnapshotWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    _, http = server
+    transport = {
+        "files": lambda: FilesTransport(http, 10, tmp_path / "f", LocalSnapshot(tmp_path)),
+        "memory": lambda: MemoryTransport(http, 10, LocalSnapshot(tmp_path)),
+        "adapters": lambda: AdapterTransport(http, 10, tmp_path / "f"),
+    }[kind]()
+    reading, overlaps, go_on = threading.Event(), threading.Event(), threading.Event()
+    read_into = SnapshotFile.read_into
+
+    def slow(self: SnapshotFile, *arguments: Any) -> Any:
+        if self._manifest.version == 1 and not reading.is_set():
+            reading.set()
+            assert go_on.wait(20)
+        elif not go_on.is_set():
+            overlaps.set()
+        return read_into(self, *arguments)
+
+    monkeypatch.setattr(SnapshotFile, "read_into", slow)
+    given_up = asyncio.create_task(transport.prepare(adapter(writer, 1)))
+    await asyncio.to_thread(reading.wait, 20)
+    given_up.cancel()
+    following = asyncio.create_task(transport.prepare(adapter(writer, 2)))
+    assert not await asyncio.to_thread(overlaps.wait, 0.5)
+    go_on.set()
+    assert (await following).version == 2
 
 
 async def test_an_adapter_that_the_server_fails_or_refuses_to_load_is_an_error(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -62,7 +63,7 @@ async def test_without_a_list_of_routes_each_is_tried(fake: FakeServer, server: 
 
 
 async def test_tokens_logprobs_and_spans_arrive(fake: FakeServer, server: VllmServer) -> None:
-    fake.version = "4"
+    fake.version = "outpace.4"
     pieces = await pieces_of(server, an_ask())
     assert [token for piece in pieces for token in piece.tokens] == [3, 4, 5, 6, 7]
     assert [logprob for piece in pieces for logprob in piece.logprobs] == [-0.5] * 5
@@ -174,13 +175,34 @@ def test_stop_strings_need_text_and_nothing_else_does() -> None:
 def test_both_shapes_of_logprobs_are_read() -> None:
     completed = b'{"choices": [{"token_ids": [7, 8], "logprobs": {"token_logprobs": [-1.5, -2.5]}}]}'
     older = b'{"choices": [{"token_ids": [7], "logprobs": {"content": [{"token": "token_id:7", "logprob": -1.5}]}}]}'
-    assert piece_of("here", completed) == Piece([7, 8], [-1.5, -2.5])
-    assert piece_of("here", older) == Piece([7], [-1.5])
-    assert piece_of("here", b'{"choices": [], "usage": {}}') is None
+    assert piece_of("here", completed, "run") == Piece([7, 8], [-1.5, -2.5])
+    assert piece_of("here", older, "run") == Piece([7], [-1.5])
+    assert piece_of("here", b'{"choices": [], "usage": {}}', "run") is None
 
 
 @pytest.mark.parametrize("logprob", ["-9999.0", "NaN", "null", "1e999", "3.5"])
 def test_a_logprob_that_is_none_is_a_fault(logprob: str) -> None:
     text = f'{{"choices": [{{"token_ids": [7], "logprobs": {{"content": [{{"logprob": {logprob}}}]}}}}]}}'
     with pytest.raises(ServerFaulty):
-        piece_of("here", text.encode())
+        piece_of("here", text.encode(), "run")
+
+
+@pytest.mark.parametrize(("label", "version"), [("run.7", 7), ("other.7", STALE), ("7", STALE), ("default", STALE)])
+def test_only_labels_of_this_run_name_its_versions(label: str, version: int) -> None:
+    spans = [{"version": label, "start": 0, "end": 1}]
+    choice = {"token_ids": [1], "logprobs": {"content": [{"logprob": -1}]}, "weight_versions": spans}
+    piece = piece_of("here", msgspec.json.encode({"choices": [choice]}), "run")
+    assert piece is not None
+    assert piece.spans == [(version, 0, 1)]
+
+
+async def test_what_a_probe_asks_first_is_no_short_prompt_but_fits(fake: FakeServer, server: VllmServer) -> None:
+    await server.probe(5)
+    assert len(fake.asked[-1]["token_ids"]) == 62  # of a context of 64
+
+
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "much"])
+async def test_pressure_that_is_no_number_is_a_failure(fake: FakeServer, server: VllmServer, value: str) -> None:
+    fake.metrics = f"vllm:num_requests_running {value}\n"
+    with pytest.raises(ServerFaulty, match="is not a number"):
+        await server.pressure()

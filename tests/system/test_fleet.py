@@ -15,6 +15,7 @@ from drills.checks import accounting
 from support import read_lines, run_command, start_command
 
 PATIENCE_S = 120.0
+UNDER_WAY = "asked to add an engine; it is under way, `outpace fleet` says when it serves"
 
 
 def until(true: Callable[[], object], alive: Callable[[], bool]) -> None:
@@ -43,7 +44,14 @@ def test_an_engine_joins_serves_after_its_first_load_and_leaves_and_no_group_is_
     try:
         until(lambda: steps(run) >= 2, lambda: process.poll() is None)
         assert list(seats(run)) == ["engine-0"]
-        assert run_command("fleet", str(run), "--add", "").returncode == 0
+        refusal = run_command("fleet", str(run), "--add", "http://127.0.0.1:8000")
+        assert (refusal.returncode, refusal.stdout) == (2, "")
+        assert refusal.stderr.startswith("outpace: --add: this run's engines are embedded; a server can join")
+        refusal = run_command("fleet", str(run), "--remove", "engine-0")
+        assert refusal.stderr == "outpace: --remove: engine-0 cannot leave: nobody else serves; add an engine first\n"
+        added = run_command("fleet", str(run), "--add", "")
+        assert added.returncode == 0, added.stderr
+        assert added.stderr in ("outpace: engine-1 has joined, and serves\n", f"outpace: {UNDER_WAY}\n")
         until(lambda: seats(run).get("engine-1", {}).get("serves"), lambda: process.poll() is None)
         assert seats(run)["engine-1"]["version"] > 0, "it has the run's weights, not those of the model it began with"
         assert run_command("fleet", str(run), "--remove", "engine-0").returncode == 0

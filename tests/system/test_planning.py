@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from outpace.checkpoint import commit
 from outpace.config.loading import dump_toml, make_config
 from outpace.config.rules import resolve
 from outpace.errors import BadInput
 from outpace.models import loading
-from outpace.planning import Objects, config_of_run, make_plan
+from outpace.observe.summary import SummaryBuilder
+from outpace.planning import Objects, already_done, config_of_run, make_plan, nothing_left, with_checkpoint
 from outpace.protocols import TaskSource
 from outpace.runtime import code
 from outpace.session import Plan
@@ -195,3 +199,85 @@ def test_a_model_is_fetched_once_and_before_anything_starts(monkeypatch: pytest.
     assert plan.config.model.path == "owner/model"
     assert loading.resolve_model("owner/model") == toy_model, "as a part would"
     assert fetched == ["owner/model"]
+
+
+# ------------------------------------------------------------------------------------ servers and weights, beforehand
+
+
+@pytest.fixture
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+@pytest.mark.usefixtures("without_gpu")
+def test_sharing_the_memory_of_a_gpu_that_is_not_there_is_refused() -> None:
+    config = {"engine.kind": "vllm", "engine.urls": ["http://h:1"], "weights.transport": "ipc"}
+    with pytest.raises(BadInput, match=r'^weights\.transport: "ipc" .* there is none here; use "memory"$'):
+        plan_of(config, tasks=ROWS)
+
+
+def test_a_folder_for_weights_that_cannot_be_made_is_refused_and_one_that_can_is_left_to_the_run(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "file").write_text("")
+    servers = {"engine.kind": "vllm", "engine.urls": ["http://h:1"]}
+    for place in (tmp_path / "file" / "below", Path("/proc/no/such")):
+        with pytest.raises(BadInput, match=rf"^weights\.dir: cannot write to {place}: .*; name another folder$"):
+            plan_of(servers | {"weights.dir": str(place)}, tasks=ROWS)
+    plan_of(servers | {"weights.dir": str(tmp_path / "deep" / "down")}, tasks=ROWS)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_python_without_the_server_in_it_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    bare = {"PYTHONPATH": str(tmp_path), "PYTHONNOUSERSITE": "1"}
+    for python, why in (
+        (str(tmp_path / "python"), "cannot be started"),
+        (str(write(tmp_path / "not_executable", [])), "cannot be started"),
+        (sys.executable, "has no sglang"),
+    ):
+        config = {"engine.kind": "sglang", "launch.python": python, "launch.env": bare, "run.device": "cpu"}
+        with pytest.raises(BadInput, match=rf"^launch\.python .*{why}"):
+            plan_of(config, tasks=ROWS)
+
+
+async def test_servers_are_looked_for_also_where_a_loop_is_running(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"^launch\.python .*cannot be started"):
+        plan_of({"engine.kind": "vllm", "launch.python": str(tmp_path / "python")}, tasks=ROWS)
+
+
+# ------------------------------------------------------------------------------------------------- nothing left to do
+
+
+def a_run_that_is_done(directory: Path, steps: int, **ended: Any) -> Path:
+    (directory / "config.toml").write_text(dump_toml(resolve(make_config({"run.steps": steps}))))
+    summary = SummaryBuilder()
+    summary.step(steps, {})
+    built = summary.build(**{"wall_s": 1.0, "train_s": 1.0, "seed": 0, "exit": 0} | ended)
+    (directory / "summary.json").write_bytes(msgspec.json.encode(built))
+    commit.commit(commit.begin(directory / "checkpoints", steps))
+    return directory
+
+
+def resumed(run: Path, **settings: Any) -> Plan:
+    plan = plan_of({key.replace("__", "."): value for key, value in settings.items()}, tasks=ROWS)
+    return with_checkpoint(plan, run)
+
+
+def test_a_run_whose_steps_are_done_is_known_as_such(tmp_path: Path) -> None:
+    plan = resumed(a_run_that_is_done(tmp_path, 4), run__steps=4)
+    done = already_done(plan, tmp_path)
+    assert done is not None
+    assert done.steps == 4
+    assert nothing_left(plan) == "all 4 steps are done; go on with --run.steps 8"
+
+
+@pytest.mark.parametrize(("ended", "steps"), [({}, 5), ({"exit": 3}, 4)])
+def test_a_run_that_is_to_go_on_or_did_not_end_well_is_not(tmp_path: Path, ended: dict[str, Any], steps: int) -> None:
+    plan = resumed(a_run_that_is_done(tmp_path, 4, **ended), run__steps=steps)
+    assert already_done(plan, tmp_path) is None
+
+
+def test_a_run_that_was_killed_after_its_last_checkpoint_has_still_to_say_what_it_came_to(tmp_path: Path) -> None:
+    run = a_run_that_is_done(tmp_path, 4)
+    (run / "summary.json").unlink()
+    assert already_done(resumed(run, run__steps=4), run) is None

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from outpace.bench import publish as bench
 from outpace.bench.publish import Case, Round, main, missed_bars, print_table
+from outpace.errors import BadInput
 
 TINY: dict[str, Any] = {
     "vocab_size": 64,
@@ -57,3 +58,16 @@ def test_a_real_learner_is_measured_with_and_without_deltas(
         assert case["parameters"] == pytest.approx(1e6, rel=0.1)
         assert case["nbytes"] == 4 * case["parameters"]
         assert all(case[name] > 0 for name in ("copy_s", "held_s", "sealed_s", "first_held_s"))
+
+
+def test_a_model_that_the_shape_cannot_make_so_small_is_refused_and_so_is_an_option_that_does_not_exist() -> None:
+    with pytest.raises(BadInput, match="--parameters: 1 million are too few for this shape; use 32 or more"):
+        main(["--parameters", "1"])
+    with pytest.raises(BadInput, match=r"--round: no such option; did you mean --rounds\?"):
+        main(["--round", "3"])
+
+
+def test_help_says_what_the_numbers_are_of(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "in millions" in capsys.readouterr().out

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from outpace.errors import BadInput
+from outpace.references import nearest
 
 
 def take_options(words: Sequence[str], defaults: Mapping[str, int]) -> tuple[dict[str, int], list[str]]:
@@ -20,6 +21,8 @@ def take_options(words: Sequence[str], defaults: Mapping[str, int]) -> tuple[dic
         word = rest.pop(0)
         name, equals, value = word.removeprefix("--").partition("=")
         name = name.replace("-", "_")
+        if word.startswith("--") and name not in options and "." not in name:
+            raise BadInput(_no_such_option(word.partition("=")[0], defaults))
         if not word.startswith("--") or name not in options:
             others.append(word)
             continue
@@ -29,3 +32,10 @@ def take_options(words: Sequence[str], defaults: Mapping[str, int]) -> tuple[dic
             raise BadInput(f"--{name}: needs a whole number of at least 1, not {value!r}")
         options[name] = int(value)
     return options, others
+
+
+def _no_such_option(word: str, defaults: Mapping[str, int]) -> str:
+    names = [f"--{name.replace('_', '-')}" for name in defaults]
+    meant = nearest(word, names)
+    hint = f"did you mean {meant[0]}?" if meant else f"there are {', '.join(names)}"
+    return f"{word}: no such option; {hint} (settings are written --section.key value)"

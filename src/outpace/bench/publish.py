@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 import statistics
 import tempfile
@@ -26,6 +27,7 @@ from outpace.bench.options import take_options
 from outpace.config import Config
 from outpace.config.loading import make_config, parse_arguments
 from outpace.config.rules import resolve
+from outpace.errors import BadInput
 from outpace.resources import learner_threads
 from outpace.runtime.scratch import Scratch
 
@@ -104,9 +106,18 @@ def _median(rounds: Sequence[Round], name: str) -> float:
     return float(statistics.median(getattr(each, name) for each in rounds))
 
 
+HELP = """how long publishing holds the learner up, against one copy of the same weights in memory
+  --parameters N   size of the model in millions (32 or more; 135M means the same as 135)
+  --rounds N       publishes that are measured, with whole weights and again with deltas; each takes a second or so
+"""
+
+
 def main(words: Sequence[str]) -> int:
+    if {"--help", "-h"} & set(words):
+        print(HELP)
     numbers = [re.sub(r"(?<=\d)M$", "", word) for word in words]
     options, settings = take_options(numbers, {"parameters": 135, "rounds": 15})
+    _layers(options["parameters"])  # refused before anything is loaded
     cases = run(parse_arguments(settings), **options)
     print_table(cases)
     print(json.dumps({name: case.summary() for name, case in cases.items()}))
@@ -163,11 +174,19 @@ def _policy(parameters: int) -> PreTrainedModel:
     """With as many layers as come nearest to so many millions of parameters."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    return LlamaForCausalLM(LlamaConfig(**SHAPE, num_hidden_layers=_layers(parameters)))  # type: ignore[no-untyped-call]
+
+
+def _layers(parameters: int) -> int:
     width, inner = SHAPE["hidden_size"], SHAPE["intermediate_size"]
     kept = SHAPE["num_key_value_heads"] / SHAPE["num_attention_heads"]
     layer = width * width * (2 + 2 * kept) + 3 * width * inner
-    layers = round((parameters * 1e6 - SHAPE["vocab_size"] * width) / layer)
-    return LlamaForCausalLM(LlamaConfig(**SHAPE, num_hidden_layers=max(1, layers)))  # type: ignore[no-untyped-call]
+    embeddings = SHAPE["vocab_size"] * width
+    layers: int = round((parameters * 1e6 - embeddings) / layer)
+    if layers < 1:
+        smallest = math.ceil((embeddings + layer) / 1e6)
+        raise BadInput(f"--parameters: {parameters} million are too few for this shape; use {smallest} or more")
+    return layers
 
 
 async def _rounds(learner: TorchLearner, config: Config, rounds: int) -> Case:

@@ -6,7 +6,7 @@ settings are one flat mapping from dotted keys (`pacing.max_lag`) to values, so 
 Invariants:
 - An unknown key is an error with a suggestion, never ignored.
 - A choice on top of a file brings its own defaults, also where the file spells out those of another, as the config of
-  a run does.
+  a run does; settings that only the other choice takes give way to it.
 - Every error is a `BadInput` of exactly one line that starts with the dotted key, or the file if no key is to blame.
 - Text given for a setting that is not text is read as on the command line, wherever it comes from: YAML takes
   `1e-5` for text. Nothing else is converted.
@@ -27,6 +27,7 @@ from outpace.config import Config
 from outpace.config.aliases import ALIASES, RENAMED
 from outpace.config.dependent import redundant
 from outpace.config.files import read_file
+from outpace.config.giving_way import given_way
 from outpace.config.rules import brought_by_task, check
 from outpace.config.section import Section
 from outpace.config.text_values import parse_text, takes_text, type_name
@@ -54,7 +55,9 @@ def load_config(file: Path | None = None, overrides: Sequence[str] | Mapping[str
     from_file = flatten(read_file(file)) if file is not None else {}
     on_top = flatten(overrides) if isinstance(overrides, Mapping) else parse_arguments(overrides)
     another_task = on_top.get("tasks.name") is not None
-    return make_config({**(_without_defaults(from_file, another_task) if on_top else from_file), **on_top})
+    stays = _without_defaults(from_file, another_task) if on_top else from_file
+    chosen_against = given_way(from_file, on_top)
+    return make_config({key: value for key, value in stays.items() if key not in chosen_against} | on_top)
 
 
 def make_config(values: Mapping[str, Any]) -> Config:
@@ -246,6 +249,8 @@ def _explain(error: pydantic.ValidationError) -> str:
         return f"{key}: name it as path/to/file.py:function; functions of algorithm are not sent by value{more}"
     item = "".join(f"item {part + 1} " for part in first["loc"][2:] if isinstance(part, int))
     complaint = first["msg"].replace("Input should", "should", 1)
+    if first["type"] in ("bool_type", "bool_parsing"):
+        complaint = "should be true or false"
     if first["type"] == "dict_type":
         complaint = "should be a table: name=value between commas, or a JSON object"
     return f"{key}: {item}{one_line(complaint)}, not {_shown(first['input'])}{more}"

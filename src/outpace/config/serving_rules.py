@@ -15,12 +15,15 @@ from outpace.config.algorithm_rules import Rule
 from outpace.config.section import Section
 
 LAST_PORT = 65535
+KEY_REMEDY = "leave that out, and put a key into the environment variable that engine.api_key_env names"
 
 
 def _urls_are_urls(config: Config) -> Iterator[str]:
     urls = [url.rstrip("/") for url in config.engine.urls]
     for url in urls:
-        if not _is_server(url):
+        if "@" in url:  # and not a word of what is in it: this line may end up in a log
+            yield f"engine.urls: an address holds a user name or password; {KEY_REMEDY}"
+        elif not _is_server(url):
             yield f"engine.urls: {url!r} is no server's address; write http://host:port"
         elif urls.count(url) > 1:
             yield f"engine.urls: {url} is there twice; name every server once"

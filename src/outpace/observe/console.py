@@ -7,6 +7,8 @@ the run calls here only notes numbers.
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +31,9 @@ LINE_EVERY_S = 2.0
 SMOOTHED_OVER = 10
 """The reward shown is the plain mean of the first so many steps, then a running one that forgets at this pace."""
 
+STARTING_SHOWN_S = 10.0
+"""A start that took less is not worth a word."""
+
 HISTORY = 60
 EXAMPLES = 3
 
@@ -44,7 +49,7 @@ class RunView:
         self.clock = clock
         self.began = clock()
         self.first_step: int | None = None
-        self.first_step_at = self.last_step_at = self.began
+        self.training_began = self.first_step_at = self.last_step_at = self.began
         self.step = 0
         self.metrics: dict[str, float] = {}
         self.reward: float | None = None
@@ -58,6 +63,7 @@ class RunView:
         self.last_step_at = self.clock()
         if self.first_step is None:
             self.first_step, self.first_step_at = step, self.last_step_at
+            self.training_began = self.last_step_at - metrics.get("time/wall_s", self.last_step_at - self.began)
         self.step, self.status = step, "training"
         self.metrics = dict(metrics)
         reward = metrics.get("reward/mean")
@@ -72,12 +78,17 @@ class RunView:
         return self.clock() - self.began
 
     @property
+    def starting_s(self) -> float:
+        """From the beginning until the parts were up: servers take minutes."""
+        return self.training_began - self.began
+
+    @property
     def remaining_s(self) -> float | None:
         """By the pace since the first step seen, start-up left out; None before it, and without a known end."""
         if self.total is None or self.first_step is None:
             return None
         if self.step == self.first_step:
-            pace_s = self.first_step_at - self.began
+            pace_s = self.first_step_at - self.training_began
         else:
             pace_s = (self.last_step_at - self.first_step_at) / (self.step - self.first_step)
         return pace_s * max(self.total - self.step, 0)
@@ -97,6 +108,14 @@ class RunView:
         return wait_s / step_s if step_s and wait_s is not None else None
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Whoever listened has gone, as in `outpace train | head`. The run goes on; its files have everything."""
+        self.quiet = True
+        if self.file is sys.stdout:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 class ProgressConsole:
     """Shows a run. Use `start`, `step`, `evaluation`, `status`, `finish`; `close` always."""
 
@@ -109,7 +128,7 @@ class ProgressConsole:
         clock: Callable[[], float] = time.monotonic,
         title: str = "outpace",
     ) -> None:
-        self.console = Console(file=file, highlight=False)
+        self.console = _Console(file=file, highlight=False)
         self.view = RunView(total_steps, clock)
         self.title = title
         self._quiet = quiet
@@ -219,7 +238,7 @@ def final_report(summary: Summary, view: RunView, views: Sequence[EpisodeView] =
     facts.add_column()
     facts.add_row(view.score_name, Text(_before_after(summary, view), style="bold"))
     facts.add_row("reward", f"{number(summary.reward_first)} → {number(summary.reward_last)}")
-    facts.add_row("steps", f"{summary.steps} in {clock_text(summary.wall_s)}")
+    facts.add_row("steps", _steps_and_times(summary, view))
     sampled, trained = si(summary.tokens_sampled), si(summary.tokens_trained)
     wasted = percent(summary.waste_fraction)
     filtered = si(summary.tokens_filtered)
@@ -231,6 +250,13 @@ def final_report(summary: Summary, view: RunView, views: Sequence[EpisodeView] =
         facts.add_row("ended", Text(summary.reason))
     parts: list[RenderableType] = [*_examples(views), facts]
     return Group(*parts)
+
+
+def _steps_and_times(summary: Summary, view: RunView) -> str:
+    """How long training took, and before it the start, where there is something to wait for."""
+    if view.starting_s < STARTING_SHOWN_S:
+        return f"{summary.steps} in {clock_text(summary.wall_s)}"
+    return f"{summary.steps} in {clock_text(summary.train_s)}, after {clock_text(view.starting_s)} of starting"
 
 
 def _before_after(summary: Summary, view: RunView) -> str:

@@ -33,6 +33,7 @@ TRANSFORMERS = ("5.16", None)
 EXTRAS = {
     "datasets": "datasets",
     "gymnasium": "gymnasium",
+    "lora": "peft",
     "math": "math_verify",
     "mcp": "mcp",
     "reasoning-gym": "reasoning_gym",

@@ -34,6 +34,26 @@ class RunLock:
         self._fd = -1
 
 
+def is_held(path: Path) -> bool:
+    """Whether a run that lives has the lock. Looks, and takes nothing for longer than a moment."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        holder = _holder(fd)
+        if holder is None or not psutil.pid_exists(holder):
+            return False
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    except OSError as error:
+        return error.errno in _NO_LOCKS  # then the pid has to do
+    finally:
+        os.close(fd)
+
+
 def _acquire(path: Path) -> int:
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

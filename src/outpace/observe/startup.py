@@ -1,26 +1,75 @@
-"""What engines say while their servers start, which may take minutes: passed on from their logs to people."""
+"""What engines say while their servers start, which may take minutes: passed on from their logs to people.
+
+    the server is starting, 35 s so far: Loading weights took 1.2 seconds
+
+Behind the seconds stands the last line of the server's own log, whatever that is. It is shown where it reads like
+something that is being done, and once; otherwise the seconds have to do.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
+
+from outpace.errors import one_line
 
 LOOK_S = 10.0
 TAIL_BYTES = 4096
 
+_HOW_FAR = re.compile(r"(?P<seconds>the server is starting, \d+ s so far)(?::\s*(?P<doing>.*))?")
+_STAGE = re.compile(r"(?P<words>(?!Using\b)[A-Z][a-z]+ing\b[^{}=\[\]<>|]*)")
+"""What servers call the stages of their start begins so: "Loading weights", "Capturing CUDA graphs"."""
+
+STAGE_CHARS = 80
+
+
+class Telling:
+    """Says what one engine says of its server, without noise and without saying a stage twice."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._word = ""
+        self._stage = ""
+
+    def __call__(self, word: str) -> None:
+        if not word or word == self._word:
+            return
+        self._word = word
+        how_far = _HOW_FAR.fullmatch(word)
+        if how_far is None:
+            self._say(word)
+            return
+        stage = stage_in(how_far["doing"] or "")
+        is_told = stage in ("", self._stage)
+        self._stage = stage or self._stage
+        self._say(how_far["seconds"] + ("" if is_told else f": {stage}"))
+
+
+def stage_in(line: str) -> str:
+    """What the line of a log says is being done; empty where it says something else. Settings that follow are cut."""
+    match = _STAGE.match(line.strip())
+    if match is None:
+        return ""
+    words = match["words"]
+    if words != line.strip():  # the last word belongs to what was cut: `… with config: model=`
+        words = words.rpartition(" ")[0]
+    words = re.split(r" with (?:config|args)\b|: ?\d+%", words)[0].rstrip(" .,:;(…")
+    return one_line(words, STAGE_CHARS) if " " in words else ""
+
 
 async def follow(logs: Path, engines: Iterable[str], say: Callable[[str], None], every_s: float = LOOK_S) -> None:
     """Until it is cancelled: the newest word of each engine on its server, if there is one."""
-    names = list(engines)
-    said: dict[str, str] = {}
+    telling = {name: Telling(_in_the_name_of(name, say)) for name in engines}
     while True:
         await asyncio.sleep(every_s)
-        for name in names:
-            word = await asyncio.to_thread(newest_word, logs / f"{name}.log")
-            if word and word != said.get(name):
-                said[name] = word
-                say(f"{name}: {word}")
+        for name, tell in telling.items():
+            tell(await asyncio.to_thread(newest_word, logs / f"{name}.log"))
+
+
+def _in_the_name_of(name: str, say: Callable[[str], None]) -> Callable[[str], None]:
+    return lambda word: say(f"{name}: {word}")
 
 
 def newest_word(log: Path) -> str:

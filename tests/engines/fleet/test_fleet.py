@@ -423,3 +423,18 @@ async def test_weights_are_no_business_of_a_worker() -> None:
     for call in (fleet.stats(), fleet.release_pinned(), fleet.load(None, False)):  # type: ignore[arg-type]
         with pytest.raises(NotImplementedError, match="by the controller"):
             await call
+
+
+async def test_a_request_fails_when_the_last_engine_that_could_have_served_it_leaves() -> None:
+    bad, resting = FakeEngine(), FakeEngine()
+    bad.troubles = [PartFailed("a", "ValueError: a bug")]
+    there, away = Member("a", "", True, version=5), Member("b", "", False, version=5)
+    fleet = Fleet({"a": bad, "b": resting}, [there, away])
+    answer = asked(fleet)
+    await asyncio.sleep(0.01)
+    assert not bad.troubles
+    assert not answer.done()
+    await fleet.update([there])
+    with pytest.raises(RequestFailed, match=r"no engine is left that could serve it: .*a bug"):
+        async with asyncio.timeout(10):
+            await answer

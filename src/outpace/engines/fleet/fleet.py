@@ -146,9 +146,7 @@ class Fleet:
             news = self._news
             names = {member.name for member in self._router.members}
             barred = flight.unfit | {name for name in names if not self._links.reaches(name)}
-            self._refuse_in_vain(flight)
-            if names and flight.unfit >= names:
-                raise RequestFailed(f"request {flight.wish.request_id}: no engine is left for it: {'; '.join(flight.causes)}")
+            self._refuse_in_vain(flight, names)
             now = time.monotonic()
             engine = self._router.choose(flight.wish, now, barred)
             if engine is not None and (now >= flight.rests_until or self._router.trusts(engine, now)):
@@ -157,10 +155,14 @@ class Fleet:
                 await _heard(news, None if engine is None else flight.rests_until - now)
         return None
 
-    def _refuse_in_vain(self, flight: Flight) -> None:
-        """But not before there was word of the members since it came: it may have overtaken that of the weights."""
-        if self._updates > flight.came_at and self._router.waits_in_vain(flight.wish):
-            wish = flight.wish
+    def _refuse_in_vain(self, flight: Flight, names: set[str]) -> None:
+        """Where all that are left have failed it for good; and where its weights are not there, but not before there
+        was word of the members since it came: it may have overtaken that of the weights."""
+        wish = flight.wish
+        if names and flight.unfit >= names:
+            causes = "; ".join(dict.fromkeys(flight.causes))
+            raise RequestFailed(f"request {wish.request_id}: no engine is left that could serve it: {causes}")
+        if self._updates > flight.came_at and self._router.waits_in_vain(wish):
             raise RequestFailed(f"request {wish.request_id}: no engine has the weights of version {wish.pinned} pinned")
 
     async def _asked(self, flight: Flight, engine: str) -> Generation | None:

@@ -13,7 +13,7 @@ from outpace.engines.servers.checks import check, trouble
 from outpace.engines.servers.choices import kind_of
 from outpace.engines.servers.door import Door, DoorSettings
 from outpace.engines.servers.health import HealthMachine
-from outpace.engines.servers.launching import ServerProcess
+from outpace.engines.servers.launching import ServerProcess, copy_of_log
 from outpace.engines.servers.limits import Limit
 from outpace.engines.servers.readiness import sampled_once, until_reached
 from outpace.engines.servers.spec import STALE, Facts, Transport, Wanted
@@ -64,7 +64,7 @@ async def build_door(
     place = Place(name, index, url, incarnation, scratch, logs)
     tokens = asyncio.create_task(tokens_of(config.model.path, config.model.trust_remote_code))
     try:
-        server, process = await _found(config, place, stale) if url else await _started(config, place)
+        server, process = await (_found if url else _started)(config, place, stale)
         try:
             facts = await check(server, wanted(config, await tokens))
             door = _door(config, place, server, facts, process, stale, send)
@@ -78,15 +78,22 @@ async def build_door(
         tokens.cancel()
 
 
-async def _started(config: Config, place: Place) -> tuple[AnyServer, ServerProcess]:
-    recipe = await Recipe.of(config, place.scratch)
-    started = await start_server(recipe, place.index, place.logs / f"{place.name}-server.log", log.info)
+async def _started(config: Config, place: Place, stale: bool) -> tuple[AnyServer, ServerProcess | None]:
+    """A run that does not get under way leaves no directory behind: whoever is told of the log finds a copy."""
+    recipe = await Recipe.of(config, place.scratch, place.incarnation)
+    its_log = place.logs / f"{place.name}-server.log"
+    try:
+        started = await start_server(recipe, place.index, its_log, log.info)
+    except BadInput as error:
+        if stale or str(its_log) not in str(error):
+            raise
+        raise BadInput(str(error).replace(str(its_log), str(copy_of_log(its_log)))) from error
     return started.server, started.process
 
 
-async def _found(config: Config, place: Place, stale: bool) -> tuple[AnyServer, None]:
+async def _found(config: Config, place: Place, stale: bool) -> tuple[AnyServer, ServerProcess | None]:
     """One that was there before may be about to come back; one that never was is a mistake, and told at once."""
-    server = server_at(config, place.url)
+    server = server_at(config, place.url, place.incarnation)
     try:
         await until_reached(server, config.launch.start_s if stale else 0.0)
         await check(server, wanted(config, {}))  # before anything is sampled: that may take a while
@@ -139,7 +146,7 @@ def _door(
         name=place.name,
         incarnation=place.incarnation,
         version=STALE if stale or process is None else 0,
-        context=min((c for c in (engine.context, facts.context) if c is not None), default=None),
+        context=min((most for most in (engine.context, facts.context) if most is not None), default=None),
         retries=engine.retries,
         idle_s=engine.idle_s,
         control_s=engine.control_s,

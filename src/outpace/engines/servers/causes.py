@@ -13,6 +13,9 @@ _RAISED = re.compile(r"^[\w.]*(Error|Exception): \S")
 _COMPLAINT = re.compile(r"(^|: )error: (?P<said>.+)|^Value error, (?P<value>.+)")
 """Of a command line that cannot be read, and of a setting that is refused; these name the culprit best."""
 
+_DIED = re.compile(r"worker ?proc\b.* died unexpectedly", re.IGNORECASE)
+"""Of a process that has ended without a word, as natively. What is raised afterwards only tells of its absence."""
+
 _ECHOES = ("see root cause above", "failed core proc", "validation error for", "enginedeaderror", "cancellederror")
 """What others say of it, who only know that something has happened."""
 
@@ -24,6 +27,7 @@ _REMEDIES: tuple[tuple[str, str], ...] = (
     (r"kv ?cache.* (needed|larger than|is not enough)|no available memory for the cache blocks",
      "lower engine.context, or raise launch.gpu_memory (without a GPU: launch.env VLLM_CPU_KVCACHE_SPACE)"),
     (r"max_model_len .*greater than", "lower engine.context"),
+    (_DIED.pattern, "its log may say more; another model.dtype or launch.env may help"),
     (r"address already in use", "give another launch.port, or 0 for a free one"),
     (r"no module named", "launch.python is not the Python of an environment with the server in it"),
     (r"not a local folder|does not appear to have a file|is not a valid model identifier", "look at model.path"),
@@ -37,7 +41,8 @@ def cause_of(said: str) -> str:
     lines = [_PREFIX.sub("", line).strip() for line in said.splitlines()]
     lines = [line for line in lines if line and not any(echo in line.lower() for echo in _ECHOES)]
     raised = [line for line in lines if _RAISED.match(line)]
-    return _with_remedy(one_line(_complaint(lines) or (raised or lines or [""])[-1]))
+    died = [line for line in lines if _DIED.search(line)]
+    return _with_remedy(one_line(_complaint(lines) or (died[:1] or raised or lines or [""])[-1]))
 
 
 def last_line(said: str) -> str:

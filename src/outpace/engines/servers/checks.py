@@ -54,7 +54,7 @@ def trouble(url: str, failed: ServerFailed) -> str:
 
 def _refuse_by_rules(url: str, facts: Facts, wanted: Wanted) -> None:
     refuse_old(facts.kind, facts.version, url)
-    for rule in (_controls, _logprobs, _model, _dtype, _context, _plugin, _adapters):
+    for rule in (_controls, _logprobs, _model, _dtype, _context, _plugin, _tied, _adapters):
         for complaint in rule(facts, wanted):
             raise BadInput(f"{url}: {complaint}")
 
@@ -104,6 +104,22 @@ def _plugin(facts: Facts, wanted: Wanted) -> Iterator[str]:
         )
 
 
+def _tied(facts: Facts, wanted: Wanted) -> Iterator[str]:
+    """Without a GPU vLLM computes its output head from a packed copy, which a reload leaves as it was where the head is
+    tied to the embeddings: it would sample by old weights without a word. The plugin mends that."""
+    if facts.kind != "vllm" or facts.details.get("device") != "cpu" or facts.plugin or wanted.adapters:
+        return
+    if _ties(wanted.model) or _ties(str(facts.details.get("root"))):
+        yield (
+            "it has no GPU and not outpace's plugin, and would leave the output head as it is, which this model ties "
+            "to its embeddings; start it with `outpace serve`"
+        )
+
+
+def _ties(model: str) -> bool:
+    return _config_of(model).get("tie_word_embeddings") is True
+
+
 def _adapters(facts: Facts, wanted: Wanted) -> Iterator[str]:
     if wanted.adapters and not facts.adapters:
         also = "" if facts.kind == "sglang" else " and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment"
@@ -122,11 +138,17 @@ def _is_another_model(theirs: str, ours: str) -> bool:
 
 def _shape(model: str) -> dict[str, Any]:
     """Of a model in a directory of this machine; nothing otherwise."""
+    content = _config_of(model)
+    return {key: content.get(key) for key in SHAPE} if content else {}
+
+
+def _config_of(model: str) -> dict[str, Any]:
+    """The `config.json` of a model in a directory of this machine; nothing otherwise."""
     try:
         content = json.loads((Path(model) / "config.json").read_text())
     except (OSError, ValueError):
         return {}
-    return {key: content.get(key) for key in SHAPE}
+    return content if isinstance(content, dict) else {}
 
 
 def _is_path(model: str) -> bool:

@@ -41,6 +41,9 @@ is lost with the server and sampled again."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Those that vLLM knows: a rank between two of them takes the next."""
 
+SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
+"""How words end in the names of variables whose values are nobody else's business."""
+
 GIB = 1 << 30
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -51,15 +54,19 @@ class Command:
     env: dict[str, str]
 
     def shown(self, inherited: Mapping[str, str]) -> str:
-        """As somebody would type it: the variables that are not `inherited` anyway, then the command. A key stands
-        there by the variable that holds it."""
+        """As somebody would type it: the variables that are not `inherited` anyway, then the command. A key, or
+        another secret, stands there by the variable that holds it."""
         holders = {value: name for name, value in inherited.items()}
         words = [f"-u {name}" for name in inherited if name not in self.env]
         for name, value in self.env.items():
             if inherited.get(name) != value:
-                shown = f'"${holders.get(value, name)}"' if "KEY" in name else shlex.quote(value)
+                shown = f'"${holders.get(value, name)}"' if _is_secret(name) else shlex.quote(value)
                 words.append(f"{name}={shown}")
         return " ".join(["env", *words, shlex.join(self.argv)])
+
+
+def _is_secret(name: str) -> bool:
+    return any(word.rstrip("S").endswith(SECRETS) for word in name.upper().split("_"))
 
 
 def server_command(config: Config, model: Path, port: int, found: Installed, plugin: Path | None) -> Command:
@@ -197,7 +204,7 @@ def _vllm_environment(config: Config, model: Path) -> dict[str, str]:
     if not uses_gpu(config):
         env["VLLM_CPU_KVCACHE_SPACE"] = str(cache_gib(config, _read_json(model / "config.json")))
         env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # bound threads of two servers would share the same cores
-        env["TORCH_COMPILE_DISABLE"] = "1"  # twenty seconds at the first request, for next to nothing
+        env["TORCH_COMPILE_DISABLE"] = "1"  # compiling takes seconds at the first request
         env["OMP_WAIT_POLICY"] = "PASSIVE"  # a thread that spins at a barrier takes the core from the learner
     return env
 

@@ -92,8 +92,10 @@ class Desk:
         self.react()
 
     def disown(self, why: str) -> None:
-        """It has other weights than ours, and nobody knows since when: what is under way there is not ours either. Who
-        takes its place is loaded; this door is not, for the controller believes that it has what it was given."""
+        """It has other weights than ours, and nobody knows since when: what is under way there is not ours either.
+
+        The controller believes that this engine has what it was given, and would bring it nothing before the next
+        version: so the engine ends here, and whoever takes its place is loaded."""
         for part in self.under_way.parts:
             part.void()
         self.health.ended(why)

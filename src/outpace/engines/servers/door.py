@@ -8,7 +8,7 @@
     a request      weights, a healthy server, a place (Gate)        load, a probe, a request that ends, abort, death
     a request      the next token                                   the server; abort; idle_s without one; death
     an update      its turn; each call of the server                the update before; control_s
-    broken         death                                            a probe, the end of the process
+    broken         death                                            a probe, the end of the process, foreign weights
 
 Invariants
 - Nothing waits without end on a server that does not answer: tokens by `idle_s`, calls by `control_s`, probes by

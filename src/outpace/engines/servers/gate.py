@@ -46,7 +46,7 @@ class Gate:
         except asyncio.CancelledError:
             if waiting in self._waiting:
                 self._waiting.remove(waiting)
-            elif not waiting.decided.cancelled() and not waiting.decided.exception() and waiting.decided.result() == "admitted":
+            elif _admitted(waiting.decided):
                 self.leave()
             raise
 
@@ -86,6 +86,10 @@ class Gate:
             waiting.decided.set_exception(what)
         else:
             waiting.decided.set_result(what)
+
+
+def _admitted(decided: asyncio.Future[Admitted | Ending]) -> bool:
+    return not decided.cancelled() and decided.exception() is None and decided.result() == "admitted"
 
 
 class BusyClock:

@@ -3,7 +3,8 @@
 What is seen is kept as facts, and the state is read off them, the first row that holds:
 
     state      holds when                                          gets work   finishes what it has
-    dead       it has ended, or `patience` probes in a row failed      no          no
+    dead       it has ended, or `patience` probes in a row failed,     no          no
+               or it holds what is not ours
     draining   it was told to leave                                    no          yes
     starting   it has not answered yet                                 no          no
     stale      nobody knows which weights it has                       no          no

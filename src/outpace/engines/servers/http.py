@@ -40,6 +40,7 @@ class Http:
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._retries = retries
         self._session: aiohttp.ClientSession | None = None
+        self._closed = False
 
     async def get(self, path: str, *, deadline_s: float, query: Mapping[str, str] | None = None) -> Any:
         """What it answers, as JSON. The deadline is that of one attempt."""
@@ -83,6 +84,7 @@ class Http:
                 wait_s = idle_s
 
     async def close(self) -> None:
+        self._closed = True
         if self._session is not None:
             await self._session.close()
 
@@ -119,9 +121,7 @@ class Http:
                 )
             try:
                 if response.status >= 300:
-                    async with _deadline(where, _COMPLAINT_S if head_s is None else head_s):
-                        complaint = await response.content.read(4096)
-                    raise _refusal(where, response, complaint)
+                    raise await _refused(where, response, head_s)
                 yield response
             finally:
                 # A server in trouble ends the connection after its answer; the next call must not try to use it.
@@ -132,6 +132,8 @@ class Http:
 
     def _open(self) -> aiohttp.ClientSession:
         """Made at the first call: it belongs to the event loop that runs then."""
+        if self._closed:
+            raise ServerGone(f"{self.url}: nobody here calls it any more")
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, limit_per_host=0, keepalive_timeout=_KEEP_OPEN_S),
@@ -181,6 +183,16 @@ def _decoded(where: str, body: bytes) -> Any:
         return msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ServerFaulty(f"{where}: its answer is not JSON ({error}): {one_line(body[:200])}") from error
+
+
+async def _refused(where: str, response: aiohttp.ClientResponse, within_s: float | None) -> ServerFailed:
+    """What an error answer says. Its status counts even if its words never come."""
+    try:
+        async with asyncio.timeout(min(within_s or _COMPLAINT_S, _COMPLAINT_S)):
+            complaint = await response.content.read(4096)
+    except TimeoutError:
+        complaint = b"and no more of its answer"
+    return _refusal(where, response, complaint)
 
 
 def _refusal(where: str, response: aiohttp.ClientResponse, body: bytes) -> ServerFailed:

@@ -15,8 +15,10 @@ import asyncio
 import logging
 import os
 import secrets
+import shutil
 import signal
 import socket
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -63,6 +65,18 @@ def port_was_taken(said: str) -> bool:
     """Whether a server that has ended says that it could not have its port."""
     said = said.lower()
     return "address already in use" in said or "errno 98" in said
+
+
+def copy_of_log(log_path: Path) -> Path:
+    """Where it stays when the log itself goes; the log's own path where there is no room for a copy."""
+    try:
+        descriptor, copy = tempfile.mkstemp(prefix=f"outpace-{log_path.stem}-", suffix=".log")
+        os.close(descriptor)
+        shutil.copyfile(log_path, copy)
+    except OSError as error:
+        log.warning("%s is not kept: %s", log_path, error)
+        return log_path
+    return Path(copy)
 
 
 class ServerProcess:

@@ -22,6 +22,8 @@ TRY_S = 0.5
 """Between two looks at a server that is starting."""
 SAY_S = 5.0
 """Between two words on how far it is."""
+LEFT_S = 10.0
+"""A server that is paused for so long was left so: an update takes less."""
 PROBE_S = 120.0
 """A first token may take long: kernels are compiled for it."""
 
@@ -46,19 +48,30 @@ async def until_ready(server: Server, process: ServerProcess, start_s: float, sa
 
 
 async def until_reached(server: Server, within_s: float) -> None:
-    """Wait until a server that somebody else has started answers, for so long if it does not at once. One that was
-    paused, by a run that has ended in the middle of an update, goes on."""
+    """Wait until a server that somebody else has started answers, for so long if it does not at once; and goes on,
+    where it is paused."""
     loop = asyncio.get_running_loop()
     until = loop.time() + within_s
     while True:
         try:
-            if await server.paused():
-                log.info("%s was left paused: it goes on", server.url)
-                await server.resume(recompute=True)
+            await gone_on(server)
             return
         except ServerFailed as failed:
             if loop.time() >= until:
                 raise BadInput(trouble(server.url, failed)) from failed
+        await asyncio.sleep(TRY_S)
+
+
+async def gone_on(server: Server) -> None:
+    """See to it that a server is not paused. It may be in the middle of somebody's update, which is not to be disturbed
+    and soon over; one that stays paused was left so, by a run that has ended. Raises a `ServerFailed`."""
+    loop = asyncio.get_running_loop()
+    until = loop.time() + LEFT_S
+    while await server.paused():
+        if loop.time() >= until:
+            log.info("%s was left paused: it goes on", server.url)
+            await server.resume(recompute=True)
+            return
         await asyncio.sleep(TRY_S)
 
 

@@ -4,7 +4,7 @@
     Part      one sending of it to the server: what came back, and under which weights
 
 Invariant: what was sampled is kept from the moment it arrives. An abort, a silence or a death ends a part; its tokens
-stay.
+stay. Only what other weights than ours have sampled is thrown away.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class Part:
                 self._reading.cancel()
 
     def void(self) -> None:
-        """Read no further, and keep nothing."""
+        """Read no further, and keep nothing, not even of an answer that is whole: other weights than ours made it."""
+        self.stop = None
         self.end("lost")
         self.tokens, self._logprobs, self._spans = [], [], None
 

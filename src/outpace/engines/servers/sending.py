@@ -39,7 +39,7 @@ from outpace.types import Generation, Ints, Sampling, StopReason, Version
 
 log = logging.getLogger(__name__)
 
-_FOREIGN = "it samples by weights that are not ours; was it restarted?"
+_FOREIGN = "it samples by weights that are not ours; was it restarted, or does another run use it too?"
 _UNKNOWN = 404  # the model, or adapter, that was asked for
 _LAST_WORD_S = 5.0  # how long a server may take to end a request by name
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from outpace.engines.servers.http import Http
@@ -29,7 +28,7 @@ _INTERNAL = "auto"  # a setting that the server has resolved and does not tell
 async def read_facts(http: Http) -> Facts:
     """`details`: the model's own name or path as `root`, the number of sequences that it decodes together as `slots`,
     whether it streams only what is fresh, and whether it has a tokenizer."""
-    said, models = await asyncio.gather(_settings(http), _models(http))
+    said, models = await _settings(http), await _models(http)
     controls = await _controls(http)
     dtype = said.get("dtype")
     return Facts(
@@ -56,7 +55,9 @@ async def read_loads(http: Http) -> list[dict[str, Any]]:
     """One for each data-parallel rank."""
     said = await http.get("/v1/loads", deadline_s=_ASKED_S, query={"include": "core,queues"})
     loads = said.get("loads") if isinstance(said, dict) else None
-    if not isinstance(loads, list) or not all(isinstance(load, dict) and "num_running_reqs" in load for load in loads):
+    if not isinstance(loads, list) or not all(
+        isinstance(load, dict) and isinstance(load.get("num_running_reqs"), int) for load in loads
+    ):
         raise ServerFaulty(f"{http.url}/v1/loads: it does not say how many requests are running")
     return loads
 
@@ -108,7 +109,7 @@ async def _logprobs_mode(http: Http) -> str | None:
     """`processed`: after temperature; `original`: before. The server is told by its environment
     (SGLANG_RETURN_ORIGINAL_LOGPROB) and does not tell, but halving the temperature doubles the distance between two
     logprobs of one position, or leaves it as it is. None: all tokens are equally likely."""
-    at_one, at_half = await asyncio.gather(_distance(http, 1.0), _distance(http, 0.5))
+    at_one, at_half = await _distance(http, 1.0), await _distance(http, 0.5)
     if at_one < _NOISE:
         return None
     return "processed" if at_half > 1.5 * at_one else "original"

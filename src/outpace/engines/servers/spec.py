@@ -125,7 +125,7 @@ class Server(Protocol):
         ...
 
     async def label(self, version: Version) -> None:
-        """From here on tokens are of this version: for servers that account for it."""
+        """From here on tokens are of this version, of this run's: for servers that account for it."""
         ...
 
     async def close(self) -> None: ...
@@ -160,5 +160,9 @@ class Transport(Protocol):
         ...
 
     async def forget(self, version: Version) -> None:
-        """Nobody samples by this version any more: what was kept for it may go."""
+        """Nobody samples by this version any more, or it was not taken: what was kept for it may go."""
+        ...
+
+    async def close(self, server_stays: bool) -> None:
+        """Leave nothing behind, here or in a server that stays when we go. Nothing else is called any more."""
         ...

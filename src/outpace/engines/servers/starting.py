@@ -46,14 +46,15 @@ class Recipe:
     model: Path
     found: Installed
     plugin: Path | None
+    incarnation: str = "outpace"  # of the run that its weights will be labelled for
 
     @classmethod
-    async def of(cls, config: Config, scratch: Path) -> Recipe:
+    async def of(cls, config: Config, scratch: Path, incarnation: str = "outpace") -> Recipe:
         """`scratch`: where the plugin is laid out. Raises `BadInput`."""
         model = await asyncio.to_thread(resolve_model, config.model.path)
         found = await installed(python_of(config), kind_of(config), {**base_environment(), **config.launch.env})
         plugin = await asyncio.to_thread(plugin_path, scratch) if needs_plugin(config) else None
-        return cls(config, model, found, plugin)
+        return cls(config, model, found, plugin, incarnation)
 
     def command(self, port: int) -> Command:
         return server_command(self.config, self.model, port, self.found, self.plugin)
@@ -84,7 +85,7 @@ class _PortTaken(Exception):
 async def _start(recipe: Recipe, port: int, log: Path, say: Say, mark: Mapping[str, str]) -> Started:
     command = recipe.command(port)
     process = await ServerProcess.launch(command.argv, {**command.env, **mark}, log)
-    started = Started(server_at(recipe.config, f"http://{HOST}:{port}"), process)
+    started = Started(server_at(recipe.config, f"http://{HOST}:{port}", recipe.incarnation), process)
     try:
         await until_ready(started.server, process, recipe.config.launch.start_s, say)
     except BaseException as error:

@@ -17,6 +17,9 @@ from outpace.models.loading import load_tokenizer
 TEXTS = ("What is 13 + 28?", " The answer\n\n\tis: 3.14 <end>", "naïve 東京 🙂", "def f(x_1):\n    return x_1**2")
 """Numbers, spaces, other scripts, code: where tokenizers differ first."""
 
+LIMIT_S = 180.0
+"""How long loading a tokenizer may take: one of a hub that does not answer would take for ever."""
+
 TRUSTING = "--trust-remote-code"
 
 
@@ -28,7 +31,10 @@ async def tokens_of(model: str, trust_remote_code: bool) -> dict[str, list[int]]
         stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     try:
-        answer, complaint = await process.communicate()
+        async with asyncio.timeout(LIMIT_S):
+            answer, complaint = await process.communicate()
+    except TimeoutError:
+        raise BadInput(f"model.path {model}: its tokenizer was not loaded within {LIMIT_S:g} s") from None
     finally:
         if process.returncode is None:
             process.kill()

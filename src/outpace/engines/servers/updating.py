@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _LEAVING_S = 2.0
+_CLEARING_S = 3.0
 
 
 class Updater:
@@ -48,10 +49,18 @@ class Updater:
         for version in self._desk.shelf.take_unused():
             self._keep(asyncio.create_task(self._forget(version)))
 
-    async def close(self) -> None:
+    async def close(self, server_stays: bool) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._leave_nothing(server_stays)
+
+    async def _leave_nothing(self, server_stays: bool) -> None:
+        try:
+            async with asyncio.timeout(_CLEARING_S):
+                await self._transport.close(server_stays)
+        except (OutpaceError, OSError) as error:
+            log.warning("%s: something of ours is left: %s", self._desk.server.url, one_line(error) or "no answer")
 
     def _keep(self, task: asyncio.Task[T]) -> None:
         self._tasks.add(task)
@@ -138,6 +147,7 @@ class Updater:
             try:
                 await self._within("registering", self._transport.swap(ready))
             except (OutpaceError, OSError) as error:
+                self._keep(asyncio.create_task(self._forget(ready.version)))
                 raise UpdateFailed(f"version {ready.version}: {one_line(error)}") from error
         adapter = ready.adapter if isinstance(ready, ReadyAdapter) else None
         shelf.put(ready.version, adapter, pinned=pinned)

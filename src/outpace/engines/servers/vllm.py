@@ -16,6 +16,7 @@ import numpy as np
 
 from outpace.engines.servers import vllm_sampling
 from outpace.engines.servers.http import Http
+from outpace.engines.servers.labels import label_of
 from outpace.engines.servers.spec import Ask, Facts, Piece, Pressure
 from outpace.engines.servers.vllm_chunks import piece_of
 from outpace.engines.servers.vllm_facts import ABORT, LABEL, PAUSE, read_facts, read_pressure
@@ -24,16 +25,21 @@ from outpace.errors import ServerFaulty, ServerRefused
 from outpace.types import Sampling, Version
 
 _ASKED_S = 20.0
+_PROBED = 64
 
 
 class VllmServer:
-    """`seeded`: send each request's seed. `control_s`: how long a call that pauses or resumes may take."""
+    """`seeded`: send each request's seed. `control_s`: how long a call that pauses or resumes may take. `incarnation`:
+    of the run that its weights are labelled for."""
 
-    def __init__(self, http: Http, *, control_s: float = 120.0, seeded: bool = False) -> None:
+    def __init__(
+        self, http: Http, *, control_s: float = 120.0, seeded: bool = False, incarnation: str = "outpace"
+    ) -> None:
         self.url = http.url
         self.http = http
         self._control_s = control_s
         self._seeded = seeded
+        self._incarnation = incarnation
         self._facts: Facts | None = None
         self._probes = 0
 
@@ -58,7 +64,7 @@ class VllmServer:
         where = f"{self.url}{route}"
         async with aclosing(self.http.events(route, body)) as payloads:
             async for payload in payloads:
-                piece = piece_of(where, payload)
+                piece = piece_of(where, payload, self._incarnation)
                 if piece is None:
                     continue
                 yield piece
@@ -78,12 +84,12 @@ class VllmServer:
     async def probe(self, deadline_s: float) -> None:
         facts = await self._known()
         self._probes += 1
-        prompt = np.zeros(1, dtype=np.int32)
+        prompt = np.zeros(_probe_length(facts.context), dtype=np.int32)
         ask = Ask(f"probe-{self._probes}", prompt, Sampling(max_tokens=1, seed=0), salt="probe")
         body = vllm_sampling.body(_route(facts), ask, facts.model, seeded=False)
         async with aclosing(self.http.events(_route(facts), body, first_s=deadline_s, idle_s=deadline_s)) as payloads:
             async for payload in payloads:
-                piece = piece_of(self.url, payload)
+                piece = piece_of(self.url, payload, self._incarnation)
                 if piece is not None and piece.tokens:
                     return
         raise ServerFaulty(f"{self.url}: a probe got no token")
@@ -109,14 +115,22 @@ class VllmServer:
         return bool(said["is_paused"]) if isinstance(said, dict) and "is_paused" in said else None
 
     async def label(self, version: Version) -> None:
+        label = label_of(self._incarnation, version)
         if LABEL in (await self._known()).details["routes"]:
-            await self.http.post(LABEL, {"new_version": str(version)}, deadline_s=self._control_s, repeatable=True)
+            await self.http.post(LABEL, {"new_version": label}, deadline_s=self._control_s, repeatable=True)
 
     async def close(self) -> None:
         await self.http.close()
 
     async def _known(self) -> Facts:
         return self._facts or await self.facts()
+
+
+def _probe_length(context: int | None) -> int:
+    """Tokens in the prompt of a probe, which is often the first that a server computes. On CPUs with AMX, vLLM 0.32 in
+    bfloat16 dies natively when that is a prompt of three tokens, and not when it is one of forty; once something longer
+    was computed, short ones do no harm."""
+    return _PROBED if context is None else max(1, min(_PROBED, context - 2))
 
 
 def _route(facts: Facts) -> str:

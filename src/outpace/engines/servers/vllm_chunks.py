@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from outpace.engines.servers.labels import version_of
 from outpace.engines.servers.pieces import checked_logprobs, complaint
 from outpace.engines.servers.spec import STALE, Piece, Span
 from outpace.errors import ServerFailed, ServerFaulty, one_line
@@ -48,8 +49,8 @@ class _Chunk(msgspec.Struct):
 _DECODER = msgspec.json.Decoder(_Chunk)
 
 
-def piece_of(where: str, payload: bytes) -> Piece | None:
-    """None: the chunk says nothing of the answer."""
+def piece_of(where: str, payload: bytes, incarnation: str) -> Piece | None:
+    """None: the chunk says nothing of the answer. `incarnation`: of the run whose labels mean something."""
     try:
         chunk = _DECODER.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -60,7 +61,7 @@ def piece_of(where: str, payload: bytes) -> Piece | None:
         return None
     choice = chunk.choices[0]
     tokens = choice.token_ids or []
-    return Piece(tokens, _logprobs(where, choice, len(tokens)), _stop(where, choice), _spans(choice))
+    return Piece(tokens, _logprobs(where, choice, len(tokens)), _stop(where, choice), _spans(choice, incarnation))
 
 
 def _logprobs(where: str, choice: _Choice, count: int) -> list[float]:
@@ -82,12 +83,14 @@ def _stop(where: str, choice: _Choice) -> StopReason | None:
     return _STOPS[choice.finish_reason]
 
 
-def _spans(choice: _Choice) -> list[Span] | None:
-    """A server that nobody has told a version yet, as after a restart, has a word for that: such tokens are stale."""
-    return [
-        (int(span.version) if str(span.version).isdecimal() else STALE, span.start, span.end)
-        for span in choice.weight_versions or []
-    ] or None
+def _spans(choice: _Choice, incarnation: str) -> list[Span] | None:
+    """Tokens under another label are stale: of another run's weights, or of those that the server was restarted
+    with."""
+    spans: list[Span] = []
+    for span in choice.weight_versions or []:
+        version = version_of(incarnation, str(span.version))
+        spans.append((STALE if version is None else version, span.start, span.end))
+    return spans or None
 
 
 def _complaint(where: str, error: Any) -> ServerFailed:

@@ -24,8 +24,8 @@ _ROUTES = (GENERATE, COMPLETIONS, ABORT, LABEL, PAUSE, LOAD_ADAPTER)
 
 async def read_facts(http: Http) -> Facts:
     """`details`: the routes that it has, the model's own name or path as `root`, whether it is in dev mode, and of its
-    configuration the number of sequences that it decodes together as `slots`."""
-    version, models, routes, config = await asyncio.gather(_version(http), _models(http), _routes(http), _config(http))
+    configuration the number of sequences that it decodes together as `slots`, and its `device`."""
+    version, models, routes, config = await _asked(http)
     own = models[0]
     model_config = _section(config, "model_config")
     dtype = model_config.get("dtype")
@@ -45,8 +45,20 @@ async def read_facts(http: Http) -> Facts:
             "root": model_config.get("model") or own.get("root"),
             "dev_mode": config is not None,
             "slots": _section(config, "scheduler_config").get("max_num_seqs"),
+            "device": _section(config, "device_config").get("device"),
         },
     )
+
+
+async def _asked(http: Http) -> tuple[str, list[dict[str, Any]], set[str], dict[str, Any] | None]:
+    """All at once, for each may take long. Where one fails, nobody goes on asking."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            version, models = group.create_task(_version(http)), group.create_task(_models(http))
+            routes, config = group.create_task(_routes(http)), group.create_task(_config(http))
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return version.result(), models.result(), routes.result(), config.result()
 
 
 async def read_pressure(http: Http) -> Pressure:
@@ -88,10 +100,9 @@ async def _routes(http: Http) -> set[str]:
     which an existing route says (405)."""
     try:
         said = await http.get("/openapi.json", deadline_s=_INFO_S)
-        return {route for route in _ROUTES if route in said.get("paths", {})}
+        return {route for route in _ROUTES if route in _section(said, "paths")}
     except ServerRefused:
-        present = await asyncio.gather(*(_exists(http, route) for route in _ROUTES))
-        return {route for route, there in zip(_ROUTES, present, strict=True) if there}
+        return {route for route in _ROUTES if await _exists(http, route)}
 
 
 async def _exists(http: Http, route: str) -> bool:
@@ -117,10 +128,11 @@ def _section(content: Any, name: str) -> dict[str, Any]:
 
 
 def _number(url: str, text: str) -> float:
+    """A gauge that has never been set may be NaN, which would spoil whatever is computed from it."""
     try:
         number = float(text)
-        if math.isfinite(number):
-            return number
-        raise ValueError(text)
-    except ValueError as error:
-        raise ServerFaulty(f"{url}/metrics: {text!r} is not a number") from error
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise ServerFaulty(f"{url}/metrics: {text!r} is not a number")
+    return number

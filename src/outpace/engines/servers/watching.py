@@ -1,6 +1,7 @@
 """Watching one server: does it work, how busy is it, is it still there?
 
-    probing    every `probe_s`, one token really sampled     ─▶ health; sooner where requests have failed
+    probing    every `probe_s`, one token really sampled,    ─▶ health; sooner where requests have failed
+               or others meanwhile, where it is busy
     looking    every second, what it says of its pressure    ─▶ the limit; whether it is still the same server
     its end    of the process, where we have started it      ─▶ health
 
@@ -75,24 +76,30 @@ class Watch:
             return
 
     async def probe(self) -> None:
-        """A probe that waits in the server's own queue, behind requests of ours that get tokens meanwhile, has shown
-        as much as one that is answered."""
-        desk, holds, pieces = self._desk, self._desk.holds, self._desk.tally.pieces
+        desk, holds = self._desk, self._desk.holds
         desk.doubted.clear()
         try:
-            await desk.server.probe(desk.settings.probe_deadline_s)
-            if not desk.health.serves:  # whoever answers after a doubt may be another server
+            await self._sampled()
+            if not desk.health.serves and self._began is not None:  # who answers after a doubt may be another server
                 await self._look()
         except ServerFailed as error:
-            if isinstance(error, ServerSilent) and desk.tally.pieces != pieces:
-                desk.health.probe_passed()
-            elif desk.holds == holds:
+            if desk.holds == holds:
                 log.warning("%s: a probe has failed: %s", desk.settings.name, error)
                 desk.health.probe_failed(one_line(error))
         else:
             desk.health.probe_passed()
             desk.tally.turns += 1
         desk.react()
+
+    async def _sampled(self) -> None:
+        """A probe that waits in the queue of a busy server, while requests of ours get tokens, has shown as much as one
+        that is answered."""
+        desk, pieces = self._desk, self._desk.tally.pieces
+        try:
+            await desk.server.probe(desk.settings.probe_deadline_s)
+        except ServerSilent:
+            if desk.tally.pieces == pieces:
+                raise
 
     async def _looking(self) -> None:
         while not self._desk.died.is_set():

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Literal
 
 from outpace.engines.servers.spec import Ready
-from outpace.engines.servers.transports.memory import MemoryReady, MemoryTransport
+from outpace.engines.servers.transports.memory import MemoryReady, MemoryTransport, ready_of
 from outpace.types import Manifest, Version
 from outpace.weights.meeting import meeting_for
 
@@ -37,10 +37,13 @@ class CollectiveTransport:
         await self._updates.initialised()
         await self._updates.update({"kind": "fetch", "meeting": meeting})
         await self._send(manifest, meeting)
-        return MemoryReady(manifest.version, manifest.nbytes, {"kind": "fetched", "key": meeting["key"]})
+        return ready_of(manifest, manifest.nbytes, {"kind": "fetched", "key": meeting["key"]})
 
     async def swap(self, ready: Ready) -> None:
         await self._updates.swap(ready)
 
     async def forget(self, version: Version) -> None:
         """Nothing is kept for it."""
+
+    async def close(self, server_stays: bool) -> None:
+        await self._updates.close(server_stays)

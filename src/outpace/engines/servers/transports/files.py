@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from outpace.engines.servers.http import Http
 from outpace.engines.servers.spec import Ready
+from outpace.engines.servers.transports.thread import OneThread
 from outpace.types import Manifest, Version
 from outpace.weights.files import Folders
 from outpace.weights.local import LocalSnapshot
@@ -32,19 +31,30 @@ class FilesTransport:
         self._control_s = control_s
         self._folders = Folders(directory)
         self._copy = copy
-        self._preparing = ThreadPoolExecutor(1)  # the next waits for one that was given up: both write to the same place
+        self._thread = OneThread()
 
     async def prepare(self, manifest: Manifest) -> FilesReady:
-        return await asyncio.get_running_loop().run_in_executor(self._preparing, self._write, manifest)
+        return await self._thread.run(self._write, manifest)
 
     async def swap(self, ready: Ready) -> None:
         assert isinstance(ready, FilesReady), "what another transport has prepared"
         order = {"method": "reload_weights", "kwargs": {"weights_path": str(ready.folder)}}
         await self._http.post("/collective_rpc", order, deadline_s=self._control_s)
-        await asyncio.to_thread(self._folders.remove, ready.version)
+        await self._thread.run(self._folders.remove, ready.version)
 
     async def forget(self, version: Version) -> None:
-        await asyncio.to_thread(self._folders.remove, version)
+        await self._thread.run(self._folders.remove, version)
+
+    async def close(self, server_stays: bool) -> None:
+        try:
+            await self._thread.run(self._clear)
+        finally:
+            self._thread.close()
+
+    def _clear(self) -> None:
+        self._folders.clear()
+        if self._copy is not None:
+            self._copy.close()
 
     def _write(self, manifest: Manifest) -> FilesReady:
         """What an update that did not come off has left goes first: it may be as large as this one."""

@@ -9,14 +9,14 @@ that was killed for instance, is closed first.
 
 from __future__ import annotations
 
-import asyncio
-from concurrent.futures import ThreadPoolExecutor
 import base64
 from dataclasses import dataclass
 from typing import Any
 
 from outpace.engines.servers.http import Http
+from outpace.engines.servers.labels import label_of
 from outpace.engines.servers.spec import Ready
+from outpace.engines.servers.transports.thread import OneThread
 from outpace.errors import ServerFaulty, ServerRefused, UpdateFailed
 from outpace.types import Manifest, Version
 from outpace.weights import snapshot
@@ -30,6 +30,11 @@ class MemoryReady:
     version: Version
     nbytes: int
     update: dict[str, Any]
+    label: str  # of the weights, for servers that account for them
+
+
+def ready_of(manifest: Manifest, nbytes: int, update: dict[str, Any]) -> MemoryReady:
+    return MemoryReady(manifest.version, nbytes, update, label_of(manifest.incarnation, manifest.version))
 
 
 class MemoryTransport:
@@ -42,21 +47,28 @@ class MemoryTransport:
         self._http = http
         self._control_s = control_s
         self._copy = copy
-        self._preparing = ThreadPoolExecutor(1)  # the next waits for one that was given up: both write to the same place
+        self._thread = OneThread()
         self._initialised = False
 
     async def prepare(self, manifest: Manifest) -> MemoryReady:
         await self.initialised()
         if manifest.device is not None:
-            return MemoryReady(manifest.version, manifest.nbytes, device_update(manifest))
-        return await asyncio.get_running_loop().run_in_executor(self._preparing, self._verified, manifest)
+            return ready_of(manifest, manifest.nbytes, device_update(manifest))
+        return await self._thread.run(self._verified, manifest)
 
     async def swap(self, ready: Ready) -> None:
         assert isinstance(ready, MemoryReady), "what another transport has prepared"
-        await self.update(ready.update, ready.version)
+        await self.update(ready.update, ready.label)
 
     async def forget(self, version: Version) -> None:
         """Nothing is kept for it."""
+
+    async def close(self, server_stays: bool) -> None:
+        try:
+            if self._copy is not None:
+                await self._thread.run(self._copy.close)
+        finally:
+            self._thread.close()
 
     async def initialised(self) -> None:
         if self._initialised:
@@ -67,15 +79,15 @@ class MemoryTransport:
             raise UpdateFailed(f"{error}; {_REMEDY}") from error
         self._initialised = True
 
-    async def update(self, update: dict[str, Any], version: Version | None = None) -> None:
-        """One update from beginning to end. With a `version`, the server's weights are of that one afterwards."""
+    async def update(self, update: dict[str, Any], label: str | None = None) -> None:
+        """One update from beginning to end. With a `label`, the server's weights have that one afterwards."""
         try:
             await self._order("/start_weight_update")
         except ServerFaulty:
             await self._close_open_update()
             await self._order("/start_weight_update")
         await self._order("/update_weights", {"update_info": update})
-        await self._order("/finish_weight_update", {"weight_version": str(version)} if version is not None else {})
+        await self._order("/finish_weight_update", {"weight_version": label} if label is not None else {})
 
     async def _close_open_update(self) -> None:
         """Repeatable: a server that has just failed a call may drop the connection, and with it the next call."""
@@ -87,7 +99,7 @@ class MemoryTransport:
             manifest, travelled = self._copy.bring(manifest)
         else:
             snapshot.verify(manifest)
-        return MemoryReady(manifest.version, travelled, memory_update(manifest))
+        return ready_of(manifest, travelled, memory_update(manifest))
 
     async def _order(self, path: str, body: dict[str, Any] | None = None) -> None:
         await self._http.post(path, body if body is not None else {}, deadline_s=self._control_s)

@@ -8,7 +8,6 @@ that goes away in the middle leaves a server that waits for it.
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 from outpace.engines.servers.spec import Ready
@@ -30,7 +29,7 @@ class SglangFiles(FilesTransport):
     async def swap(self, ready: Ready) -> None:
         assert isinstance(ready, FilesReady), "what another transport has prepared"
         await self._http.post(UPDATE, update_of(ready.folder), deadline_s=self._control_s)
-        await asyncio.to_thread(self._folders.remove, ready.version)
+        await self._thread.run(self._folders.remove, ready.version)
 
 
 class SglangAdapters(AdapterTransport):

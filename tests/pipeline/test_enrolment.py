@@ -1,0 +1,92 @@
+"""What the run says of the orders for its engines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from driver_support import FakeEngine, Rig, until
+from outpace.errors import BadInput
+from outpace.observe import fleet
+from outpace.pipeline import enrolment
+from outpace.protocols import Engine
+from outpace.types import GroupOrder
+
+pytestmark = pytest.mark.timeout(30)
+HERE = "http://127.0.0.1:8000"
+
+
+@pytest.fixture
+def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    for pause in ("LOOK_S", "LOOK_AT_LEAVING_S", "LOOK_AT_JOINING_S"):
+        monkeypatch.setattr(enrolment, pause, 0.001)
+    rig = Rig(tmp_path / "run")
+    yield rig
+    rig.log.close()
+
+
+def standing_still(rig: Rig) -> tuple[asyncio.Task[str], asyncio.Event]:
+    """A run that waits, after some groups, until it is let go."""
+    go = asyncio.Event()
+
+    async def take_part(order: GroupOrder) -> None:
+        if order.group >= 8 and not order.heldout:
+            await go.wait()
+
+    rig.worker.behave = take_part
+    return asyncio.create_task(rig.run()), go
+
+
+async def outcome(rig: Rig, order: fleet.Order) -> fleet.Outcome:
+    """What has become of the order in the end."""
+    file = rig.log.dir / fleet.STATE
+    await until(file.exists)
+    given = fleet.give(rig.log.dir, order)
+    found: list[fleet.Outcome] = []
+
+    def is_there() -> bool:
+        known = msgspec.json.decode(file.read_bytes(), type=fleet.Fleet).orders
+        found[:] = [each for each in known if each.order == given and each.is_final]
+        return bool(found)
+
+    await until(is_there)
+    return found[0]
+
+
+async def test_an_order_ends_as_joined_when_the_engine_serves_and_as_left_when_it_is_gone(rig: Rig) -> None:
+    rig.recruit = lambda url: ("e1", "/e1", FakeEngine())
+    run, go = standing_still(rig)
+    joined = await outcome(rig, fleet.Order(add=HERE))
+    assert (joined.state, joined.engine) == ("joined", "e1")
+    assert rig.worker.told[-1][1].serves
+    left = await outcome(rig, fleet.Order(remove="e1"))
+    assert (left.state, left.engine) == ("left", "e1")
+    go.set()
+    assert await run == "done"
+
+
+async def test_what_takes_part_already_or_cannot_be_started_or_must_stay_is_refused_and_the_run_goes_on(
+    rig: Rig,
+) -> None:
+    def recruit(url: str) -> tuple[str, str, Engine]:
+        if url != HERE:
+            raise BadInput(f"nobody answers at {url}")
+        return "e1", "/e1", FakeEngine()
+
+    rig.recruit = recruit
+    run, go = standing_still(rig)
+    await outcome(rig, fleet.Order(add=HERE))
+    for order, why in (
+        (fleet.Order(add="http://localhost:8000/"), "http://localhost:8000 is one of the engines already"),
+        (fleet.Order(add="http://nowhere:1"), "nobody answers at http://nowhere:1"),
+        (fleet.Order(add="http://h:noport"), "nobody answers at http://h:noport"),
+        (fleet.Order(remove="e7"), "there is no engine e7, or it leaves already; there are e0, e1"),
+    ):
+        refused = await outcome(rig, order)
+        assert (refused.state, refused.why) == ("refused", why)
+    go.set()
+    assert await run == "done"
