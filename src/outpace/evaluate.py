@@ -27,6 +27,11 @@ def evaluate_model(run: Path | None, settings: Sequence[str]) -> dict[str, Any]:
     """Measure `model.path`, or the newest complete checkpoint of a run on the run's own held-out tasks."""
     with tempfile.TemporaryDirectory(prefix="outpace-eval-") as scratch:
         plan = make_plan(_config(run, settings, Path(scratch)), Objects())
+        if plan.config.engine.urls:
+            raise BadInput(
+                "engine.urls: who knows which weights a running server holds? Evaluation has none to send; "
+                "give --engine.urls=[], and a server is started"
+            )
         if plan.eval_count == 0:
             raise BadInput("eval.count: there are no held-out tasks; give tasks.eval_path or a larger eval.holdout")
         evaluation = asyncio.run(_evaluate(plan, Path(scratch)))

@@ -20,8 +20,8 @@ from outpace.config import Config
 from outpace.config.loading import load_config, objects_beside
 from outpace.config.rules import resolve
 from outpace.engines.servers.choices import kind_of, python_of
-from outpace.engines.servers.commands import base_environment
-from outpace.engines.servers.versions import installed
+from outpace.engines.servers.starting.commands import base_environment
+from outpace.engines.servers.starting.versions import installed
 from outpace.errors import BadInput, one_line
 from outpace.models.adapter_files import check_peft
 from outpace.models.loading import resolve_model

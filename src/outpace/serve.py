@@ -20,9 +20,9 @@ from outpace.config import Config
 from outpace.config.files import read_file
 from outpace.config.loading import flatten, make_config, parse_arguments
 from outpace.engines.servers.choices import kind_of, needs_plugin, server_count
-from outpace.engines.servers.launching import free_port
-from outpace.engines.servers.readiness import why_ended
-from outpace.engines.servers.starting import Recipe, Started, start_server
+from outpace.engines.servers.starting.launching import free_port
+from outpace.engines.servers.starting.readiness import why_ended
+from outpace.engines.servers.starting.start import Recipe, Started, start_server
 from outpace.errors import BadInput, ServerGone
 from outpace.observe.startup import Telling
 from outpace.resources import transport

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import pytest
 
 from outpace.config.loading import make_config
-from outpace.engines.servers.starting import Recipe, start_server
+from outpace.engines.servers.starting.start import Recipe, start_server
 from servers_support import SMALL, START_S, RunningVllm, vllm_python
 
 T = TypeVar("T")

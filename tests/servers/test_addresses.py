@@ -8,9 +8,9 @@ import pytest
 
 from outpace.config import Config
 from outpace.config.loading import make_config
-from outpace.engines.servers.addresses import server_at
 from outpace.engines.servers.build import Place, _door
 from outpace.engines.servers.spec import Facts
+from outpace.engines.servers.starting.addresses import server_at
 from outpace.errors import BadInput
 
 URL = "http://127.0.0.1:1"

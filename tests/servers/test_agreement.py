@@ -15,7 +15,7 @@ from outpace.checkpoint.journal import JournalWriter
 from outpace.config import Config
 from outpace.config.rules import resolve
 from outpace.engines.servers.build import build_door
-from outpace.engines.servers.door import Door
+from outpace.engines.servers.door.door import Door
 from outpace.learn.learner import LearnerSettings, TorchLearner
 from outpace.models.loading import load_tokenizer
 from outpace.pipeline.agreement import OPENINGS, agreement

@@ -16,9 +16,9 @@ from aiohttp import web
 
 from outpace.engines.servers.checks import check
 from outpace.engines.servers.http import Http
-from outpace.engines.servers.launching import free_port
 from outpace.engines.servers.spec import Facts, Wanted
-from outpace.engines.servers.vllm import VllmServer
+from outpace.engines.servers.starting.launching import free_port
+from outpace.engines.servers.vllm.server import VllmServer
 from outpace.errors import BadInput, ServerFaulty, ServerGone, ServerRefused, ServerSilent
 from outpace.models.loading import resolve_model
 from servers_support import Certificate

@@ -15,8 +15,8 @@ from outpace import resources
 from outpace.config import Config
 from outpace.config.loading import make_config
 from outpace.engines.servers.choices import needs_plugin
-from outpace.engines.servers.commands import Command, cache_gib, merged, server_command
-from outpace.engines.servers.versions import Installed, installed, numbers, refuse_old
+from outpace.engines.servers.starting.commands import Command, cache_gib, merged, server_command
+from outpace.engines.servers.starting.versions import Installed, installed, numbers, refuse_old
 from outpace.errors import BadInput
 from outpace.models.loading import resolve_model
 
@@ -170,7 +170,7 @@ def test_the_cache_is_as_large_as_all_slots_need_and_leaves_memory_to_others(mon
     class Memory:
         available = 400 << 30
 
-    monkeypatch.setattr("outpace.engines.servers.commands.psutil.virtual_memory", Memory)
+    monkeypatch.setattr("outpace.engines.servers.starting.commands.psutil.virtual_memory", Memory)
     assert cache_gib(wanted, model) == 2 * 32 * 4 * 128 * 4 * 1024 * 64 // (1 << 30)
     Memory.available = 12 << 30
     assert cache_gib(wanted, model) == 3, "a quarter of what is free"

@@ -15,13 +15,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from outpace.engines.servers import http as http_module
-from outpace.engines.servers.door import Door, DoorSettings
-from outpace.engines.servers.health import HealthMachine
+from outpace.engines.servers.door.door import Door, DoorSettings
+from outpace.engines.servers.door.health import HealthMachine
+from outpace.engines.servers.door.limits import Limit
+from outpace.engines.servers.door.running import Part
 from outpace.engines.servers.http import Http
-from outpace.engines.servers.limits import Limit
-from outpace.engines.servers.running import Part
 from outpace.engines.servers.spec import STALE, Ask, Piece
-from outpace.engines.servers.vllm import VllmServer
+from outpace.engines.servers.vllm.server import VllmServer
 from outpace.errors import ContextFull, CorruptData, RequestFailed, ServerFaulty, UpdateFailed, UpdateTorn
 from outpace.types import Generation, Manifest, Sampling
 from servers.fake_server import FakeServer, Fault, Trouble
@@ -293,7 +293,7 @@ async def _begun(scene: Scene) -> bool:
 
 
 async def test_a_server_that_ignores_an_abort_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outpace.engines.servers.sending._LAST_WORD_S", 0.05)
+    monkeypatch.setattr("outpace.engines.servers.door.sending._LAST_WORD_S", 0.05)
     async with a_scene(FakeServer(delay_s=0.01)) as scene:
         scene.fake.silent.add("/abort_requests")
         request = asyncio.create_task(scene.ask(max_tokens=50))
@@ -736,8 +736,8 @@ async def test_a_probe_that_waits_behind_requests_that_get_tokens_has_passed() -
 
 
 async def test_a_doubted_server_is_looked_at_before_it_is_trusted_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outpace.engines.servers.watching._DOUBT_S", 0.01)
-    monkeypatch.setattr("outpace.engines.servers.watching._LOOK_S", 600.0)
+    monkeypatch.setattr("outpace.engines.servers.door.watching._DOUBT_S", 0.01)
+    monkeypatch.setattr("outpace.engines.servers.door.watching._LOOK_S", 600.0)
     routes = ["/inference/v1/generate", "/pause", "/abort_requests"]  # it accounts for no versions
     async with a_scene(FakeServer(routes=routes), retries=0) as scene:
         await scene.until(lambda: "/metrics" in scene.fake.calls)
@@ -759,7 +759,7 @@ async def test_a_look_that_makes_no_sense_is_not_the_last() -> None:
 
 
 async def test_requests_that_fail_are_for_a_probe_to_judge(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outpace.engines.servers.watching._DOUBT_S", 0.01)
+    monkeypatch.setattr("outpace.engines.servers.door.watching._DOUBT_S", 0.01)
     async with a_scene(retries=0) as scene:
         scene.fake.fault = lambda: Fault("500")
         for name in "abc":
@@ -827,7 +827,7 @@ async def test_the_end_of_its_process_is_the_end_of_the_server() -> None:
 
 
 async def test_a_server_that_is_found_paused_is_let_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outpace.engines.servers.readiness.LEFT_S", 0.0)
+    monkeypatch.setattr("outpace.engines.servers.starting.readiness.LEFT_S", 0.0)
     fake = FakeServer()
     async with fake.serving():
         fake.goes_on.clear()

@@ -14,14 +14,14 @@ import psutil
 import pytest
 import torch
 
-from outpace.engines.servers.door import Door, DoorSettings
-from outpace.engines.servers.health import HealthMachine
+from outpace.engines.servers.door.door import Door, DoorSettings
+from outpace.engines.servers.door.health import HealthMachine
+from outpace.engines.servers.door.limits import Limit
 from outpace.engines.servers.http import Http
-from outpace.engines.servers.limits import Limit
 from outpace.engines.servers.spec import STALE
 from outpace.engines.servers.transports.files import FilesTransport
-from outpace.engines.servers.vllm import VllmServer
-from outpace.engines.servers.vllm_sampling import COMPLETIONS, GENERATE
+from outpace.engines.servers.vllm.sampling import COMPLETIONS, GENERATE
+from outpace.engines.servers.vllm.server import VllmServer
 from outpace.errors import ContextFull, RequestFailed
 from outpace.models.loading import load_model, load_tokenizer
 from outpace.types import Generation, Manifest, Sampling

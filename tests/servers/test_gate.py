@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from outpace.engines.servers.gate import BusyClock, Gate
+from outpace.engines.servers.door.gate import BusyClock, Gate
 from outpace.errors import RequestFailed
 
 

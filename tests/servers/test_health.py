@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outpace.engines.servers.health import HealthMachine
+from outpace.engines.servers.door.health import HealthMachine
 
 Event = Callable[[HealthMachine], None]
 

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from outpace.engines.servers import http as http_module
 from outpace.engines.servers.http import Http
-from outpace.engines.servers.launching import free_port
+from outpace.engines.servers.starting.launching import free_port
 from outpace.errors import ServerFailed, ServerFaulty, ServerGone, ServerRefused, ServerSilent
 from servers_support import Certificate
 

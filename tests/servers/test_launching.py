@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from outpace.engines.servers import launching
-from outpace.engines.servers.launching import ServerProcess, free_port, port_was_taken
+from outpace.engines.servers.starting import launching
+from outpace.engines.servers.starting.launching import ServerProcess, free_port, port_was_taken
 from outpace.errors import BadInput
 
 WITH_A_CHILD = """
@@ -190,7 +190,7 @@ def test_it_dies_with_whoever_started_it(tmp_path: Path) -> None:
         [
             sys.executable, "-c",
             "import asyncio, os, sys, pathlib\n"
-            "from outpace.engines.servers.launching import ServerProcess\n"
+            "from outpace.engines.servers.starting.launching import ServerProcess\n"
             "from outpace.runtime.guardian import Guardian\n"
             "async def main():\n"
             "    guardian = Guardian([])\n"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outpace.engines.servers.limits import HEADROOM, Limit
+from outpace.engines.servers.door.limits import HEADROOM, Limit
 from outpace.engines.servers.spec import Pressure
 
 

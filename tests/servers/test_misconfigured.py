@@ -19,13 +19,13 @@ from outpace.config import Config
 from outpace.config.loading import make_config
 from outpace.engines.servers.build import build_door, wanted
 from outpace.engines.servers.checks import check
-from outpace.engines.servers.door import Door
+from outpace.engines.servers.door.door import Door
 from outpace.engines.servers.http import Http
-from outpace.engines.servers.launching import ServerProcess, free_port
 from outpace.engines.servers.spec import Facts
-from outpace.engines.servers.starting import Recipe
-from outpace.engines.servers.tokens import tokens_of
-from outpace.engines.servers.vllm import VllmServer
+from outpace.engines.servers.starting.launching import ServerProcess, free_port
+from outpace.engines.servers.starting.start import Recipe
+from outpace.engines.servers.starting.tokens import tokens_of
+from outpace.engines.servers.vllm.server import VllmServer
 from outpace.errors import BadInput, ServerFailed
 from servers_support import SMALL, Certificate, RunningVllm, vllm_python
 

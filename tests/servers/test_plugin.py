@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from outpace.config.loading import make_config
 from outpace.engines.servers.http import Http
 from outpace.engines.servers.spec import Transport
-from outpace.engines.servers.starting import Recipe, start_server
+from outpace.engines.servers.starting.start import Recipe, start_server
 from outpace.engines.servers.transports.adapters import AdapterTransport
 from outpace.engines.servers.transports.collective import CollectiveTransport
 from outpace.engines.servers.transports.files import FilesTransport

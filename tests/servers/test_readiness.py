@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from outpace.engines.servers import readiness
-from outpace.engines.servers.causes import cause_of, last_line
-from outpace.engines.servers.launching import ServerProcess
-from outpace.engines.servers.readiness import sampled_once, until_reached, until_ready
-from outpace.engines.servers.tokens import TEXTS, tokens_of
+from outpace.engines.servers.starting import readiness
+from outpace.engines.servers.starting.causes import cause_of, last_line
+from outpace.engines.servers.starting.launching import ServerProcess
+from outpace.engines.servers.starting.readiness import sampled_once, until_reached, until_ready
+from outpace.engines.servers.starting.tokens import TEXTS, tokens_of
 from outpace.errors import BadInput, ServerFailed, ServerGone
 
 URL = "http://127.0.0.1:8000"
@@ -240,6 +240,6 @@ async def test_a_model_without_a_tokenizer_is_a_line(tmp_path: Path) -> None:
 
 
 async def test_a_tokenizer_that_is_not_loaded_in_time_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outpace.engines.servers.tokens.LIMIT_S", 0.01)
+    monkeypatch.setattr("outpace.engines.servers.starting.tokens.LIMIT_S", 0.01)
     with pytest.raises(BadInput, match=r"^model\.path starter: its tokenizer was not loaded within 0\.01 s$"):
         await tokens_of("starter", False)

@@ -20,8 +20,8 @@ import pytest
 
 from outpace.config.loading import make_config
 from outpace.engines.servers.build import build_door
-from outpace.engines.servers.launching import free_port
-from outpace.engines.servers.starting import PORTS_TRIED, Recipe, start_server
+from outpace.engines.servers.starting.launching import free_port
+from outpace.engines.servers.starting.start import PORTS_TRIED, Recipe, start_server
 from outpace.errors import BadInput
 from outpace.serve import serving_config
 from servers.stand_in_vllm import laid_out

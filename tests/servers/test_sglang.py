@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from outpace.engines.servers.checks import check
 from outpace.engines.servers.http import Http
-from outpace.engines.servers.sglang import SglangServer
+from outpace.engines.servers.sglang.server import SglangServer
 from outpace.engines.servers.spec import Ask, Piece, Wanted
 from outpace.errors import BadInput, ServerFaulty, ServerGone, ServerRefused, ServerSilent
 from outpace.types import Sampling

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outpace.engines.servers.sglang_chunks import Reader
+from outpace.engines.servers.sglang.chunks import Reader
 from outpace.errors import ServerFailed, ServerFaulty, ServerRefused
 
 Way = Literal["all", "fresh", "both"]

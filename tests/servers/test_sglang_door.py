@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import save_file
 
 from outpace.engines.fleet.fleet import Fleet
-from outpace.engines.servers.door import Door, DoorSettings
-from outpace.engines.servers.health import HealthMachine
+from outpace.engines.servers.door.door import Door, DoorSettings
+from outpace.engines.servers.door.health import HealthMachine
+from outpace.engines.servers.door.limits import Limit
 from outpace.engines.servers.http import Http
-from outpace.engines.servers.limits import Limit
-from outpace.engines.servers.sglang import SglangServer
+from outpace.engines.servers.sglang.server import SglangServer
 from outpace.engines.servers.spec import Transport
 from outpace.engines.servers.transports.sglang import SglangAdapters, SglangFiles
 from outpace.errors import CorruptData, UpdateTorn

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outpace.engines.servers.shelf import Shelf
+from outpace.engines.servers.door.shelf import Shelf
 from outpace.engines.servers.spec import STALE
 from outpace.errors import RequestFailed
 

@@ -11,9 +11,9 @@ import pytest
 
 from outpace.engines.servers.http import Http
 from outpace.engines.servers.spec import STALE, Ask, Piece, Pressure
-from outpace.engines.servers.vllm import VllmServer
-from outpace.engines.servers.vllm_chunks import piece_of
-from outpace.engines.servers.vllm_sampling import COMPLETIONS, GENERATE, body
+from outpace.engines.servers.vllm.chunks import piece_of
+from outpace.engines.servers.vllm.sampling import COMPLETIONS, GENERATE, body
+from outpace.engines.servers.vllm.server import VllmServer
 from outpace.errors import ServerFaulty, ServerRefused, ServerSilent
 from outpace.types import Sampling
 from servers.fake_server import ROUTES, FakeServer, Fault, Trouble

@@ -31,7 +31,10 @@ from outpace.types import EpisodeView
 logger = logging.getLogger(__name__)
 
 LOCK = "run.lock"
-FILES = ("config.toml", "tasks.json", "metrics.jsonl", "batches.jsonl", "evals.jsonl", "summary.json", "timeline.json")
+FILES = (
+    *("config.toml", "tasks.json", "metrics.jsonl", "batches.jsonl", "evals.jsonl", "summary.json", "timeline.json"),
+    *("fleet.json", "fleet.jsonl"),
+)
 LINES = ("metrics.jsonl", "batches.jsonl", "evals.jsonl")
 FOLDERS = ("rollouts", "checkpoints", "journal", "logs")
 ON_DEMAND = ("bad_steps",)

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outpace.config import Config
-from outpace.engines.servers.addresses import AnyServer, server_at
 from outpace.engines.servers.checks import check, trouble
 from outpace.engines.servers.choices import kind_of
-from outpace.engines.servers.door import Door, DoorSettings
-from outpace.engines.servers.health import HealthMachine
-from outpace.engines.servers.launching import ServerProcess, copy_of_log
-from outpace.engines.servers.limits import Limit
-from outpace.engines.servers.readiness import sampled_once, until_reached
+from outpace.engines.servers.door.door import Door, DoorSettings
+from outpace.engines.servers.door.health import HealthMachine
+from outpace.engines.servers.door.limits import Limit
 from outpace.engines.servers.spec import STALE, Facts, Transport, Wanted
-from outpace.engines.servers.starting import Recipe, start_server
-from outpace.engines.servers.tokens import tokens_of
+from outpace.engines.servers.starting.addresses import AnyServer, server_at
+from outpace.engines.servers.starting.launching import ServerProcess, copy_of_log
+from outpace.engines.servers.starting.readiness import sampled_once, until_reached
+from outpace.engines.servers.starting.start import Recipe, start_server
+from outpace.engines.servers.starting.tokens import tokens_of
 from outpace.engines.servers.transports.adapters import AdapterTransport
 from outpace.engines.servers.transports.collective import CollectiveTransport, Send
 from outpace.engines.servers.transports.files import FilesTransport

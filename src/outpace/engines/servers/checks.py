@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from outpace.engines.servers.spec import Facts, Server, Wanted
-from outpace.engines.servers.versions import refuse_old
+from outpace.engines.servers.starting.versions import refuse_old
 from outpace.errors import BadInput, ServerFailed, ServerFaulty, ServerGone, ServerRefused, ServerSilent, one_line
 
 SHAPE = ("architectures", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from outpace.engines.servers.http import Http
-from outpace.engines.servers.labels import label_of
 from outpace.engines.servers.spec import Ready
 from outpace.engines.servers.transports.thread import OneThread
+from outpace.engines.servers.vllm.labels import label_of
 from outpace.errors import ServerFaulty, ServerRefused, UpdateFailed
 from outpace.types import Manifest, Version
 from outpace.weights import snapshot

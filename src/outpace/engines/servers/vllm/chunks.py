@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 
-from outpace.engines.servers.labels import version_of
 from outpace.engines.servers.pieces import checked_logprobs, complaint
 from outpace.engines.servers.spec import STALE, Piece, Span
+from outpace.engines.servers.vllm.labels import version_of
 from outpace.errors import ServerFailed, ServerFaulty, one_line
 from outpace.types import StopReason
 

@@ -23,8 +23,8 @@ import psutil
 
 from outpace.config import Config
 from outpace.engines.servers.choices import adapters_at_once, kind_of, needs_plugin, python_of, server_count
-from outpace.engines.servers.launching import HOST
-from outpace.engines.servers.versions import Installed
+from outpace.engines.servers.starting.launching import HOST
+from outpace.engines.servers.starting.versions import Installed
 from outpace.errors import BadInput
 from outpace.resources import engine_threads, uses_gpu
 

@@ -26,8 +26,8 @@ import msgspec
 import numpy as np
 
 from outpace.engines.servers.http import Http
-from outpace.engines.servers.sglang_chunks import Reader
-from outpace.engines.servers.sglang_facts import (
+from outpace.engines.servers.sglang.chunks import Reader
+from outpace.engines.servers.sglang.facts import (
     ABORT,
     CONTINUE,
     FLUSH,
@@ -39,7 +39,7 @@ from outpace.engines.servers.sglang_facts import (
     read_label,
     read_loads,
 )
-from outpace.engines.servers.sglang_sampling import GENERATE, body
+from outpace.engines.servers.sglang.sampling import GENERATE, body
 from outpace.engines.servers.spec import Ask, Facts, Piece, Pressure, Span
 from outpace.errors import ServerFailed, ServerFaulty, ServerRefused, one_line
 from outpace.types import Sampling, Version

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outpace.config import Config
-from outpace.engines.servers.addresses import AnyServer, server_at
 from outpace.engines.servers.choices import kind_of, needs_plugin, python_of
-from outpace.engines.servers.commands import Command, base_environment, server_command
-from outpace.engines.servers.launching import HOST, ServerProcess, free_port, port_was_taken, refuse_taken
-from outpace.engines.servers.readiness import Say, until_ready
-from outpace.engines.servers.versions import Installed, installed
+from outpace.engines.servers.starting.addresses import AnyServer, server_at
+from outpace.engines.servers.starting.commands import Command, base_environment, server_command
+from outpace.engines.servers.starting.launching import HOST, ServerProcess, free_port, port_was_taken, refuse_taken
+from outpace.engines.servers.starting.readiness import Say, until_ready
+from outpace.engines.servers.starting.versions import Installed, installed
 from outpace.errors import BadInput
 from outpace.models.loading import resolve_model
 from outpace.weights.plugin import plugin_path

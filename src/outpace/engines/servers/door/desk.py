@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-from outpace.engines.servers.gate import BusyClock, Gate
-from outpace.engines.servers.health import HealthMachine
-from outpace.engines.servers.limits import Limit
-from outpace.engines.servers.running import UnderWay
-from outpace.engines.servers.shelf import Shelf
+from outpace.engines.servers.door.gate import BusyClock, Gate
+from outpace.engines.servers.door.health import HealthMachine
+from outpace.engines.servers.door.limits import Limit
+from outpace.engines.servers.door.running import UnderWay
+from outpace.engines.servers.door.shelf import Shelf
 from outpace.engines.servers.spec import Server
 from outpace.types import Version
 

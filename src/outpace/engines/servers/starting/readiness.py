@@ -10,10 +10,10 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from outpace.engines.servers.causes import cause_of, last_line
 from outpace.engines.servers.checks import trouble
-from outpace.engines.servers.launching import ServerProcess
 from outpace.engines.servers.spec import Server
+from outpace.engines.servers.starting.causes import cause_of, last_line
+from outpace.engines.servers.starting.launching import ServerProcess
 from outpace.errors import BadInput, ServerFailed
 
 log = logging.getLogger(__name__)

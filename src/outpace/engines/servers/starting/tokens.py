@@ -1,7 +1,7 @@
 """What the run's tokenizer makes of some texts, to hold against a server's own.
 
 A tokenizer may bring torch along, which a door has no room for: it is loaded in a process of its own, `python -m
-outpace.engines.servers.tokens MODEL`, while the server starts.
+outpace.engines.servers.starting.tokens MODEL`, while the server starts.
 """
 
 from __future__ import annotations

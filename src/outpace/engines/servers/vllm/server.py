@@ -14,13 +14,13 @@ from contextlib import aclosing
 
 import numpy as np
 
-from outpace.engines.servers import vllm_sampling
 from outpace.engines.servers.http import Http
-from outpace.engines.servers.labels import label_of
 from outpace.engines.servers.spec import Ask, Facts, Piece, Pressure
-from outpace.engines.servers.vllm_chunks import piece_of
-from outpace.engines.servers.vllm_facts import ABORT, LABEL, PAUSE, read_facts, read_pressure
-from outpace.engines.servers.vllm_sampling import COMPLETIONS, GENERATE
+from outpace.engines.servers.vllm import sampling as vllm_sampling
+from outpace.engines.servers.vllm.chunks import piece_of
+from outpace.engines.servers.vllm.facts import ABORT, LABEL, PAUSE, read_facts, read_pressure
+from outpace.engines.servers.vllm.labels import label_of
+from outpace.engines.servers.vllm.sampling import COMPLETIONS, GENERATE
 from outpace.errors import ServerFaulty, ServerRefused
 from outpace.types import Sampling, Version
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from outpace.engines.servers.http import Http
-from outpace.engines.servers.sglang_sampling import GENERATE
+from outpace.engines.servers.sglang.sampling import GENERATE
 from outpace.engines.servers.spec import Facts, Pressure
 from outpace.errors import ServerFaulty, ServerRefused
 

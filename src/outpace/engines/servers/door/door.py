@@ -22,14 +22,14 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from outpace.engines.servers.desk import Desk, DoorSettings
-from outpace.engines.servers.health import HealthMachine
-from outpace.engines.servers.limits import Limit
-from outpace.engines.servers.readiness import gone_on
-from outpace.engines.servers.sending import Sender
+from outpace.engines.servers.door.desk import Desk, DoorSettings
+from outpace.engines.servers.door.health import HealthMachine
+from outpace.engines.servers.door.limits import Limit
+from outpace.engines.servers.door.sending import Sender
+from outpace.engines.servers.door.updating import Updater
+from outpace.engines.servers.door.watching import Process, Watch
 from outpace.engines.servers.spec import STALE, Server, Transport
-from outpace.engines.servers.updating import Updater
-from outpace.engines.servers.watching import Process, Watch
+from outpace.engines.servers.starting.readiness import gone_on
 from outpace.errors import PartFailed, RequestFailed, ServerFailed
 from outpace.types import EngineStats, Generation, Ints, LoadReport, Manifest, Sampling, Version
 

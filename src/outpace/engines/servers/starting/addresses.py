@@ -8,8 +8,8 @@ from outpace.config import Config
 from outpace.config.serving_rules import KEY_REMEDY
 from outpace.engines.servers.choices import kind_of
 from outpace.engines.servers.http import Http
-from outpace.engines.servers.sglang import SglangServer
-from outpace.engines.servers.vllm import VllmServer
+from outpace.engines.servers.sglang.server import SglangServer
+from outpace.engines.servers.vllm.server import VllmServer
 from outpace.errors import BadInput
 
 AnyServer = VllmServer | SglangServer

@@ -16,7 +16,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from outpace.engines.servers.desk import Desk
+from outpace.engines.servers.door.desk import Desk
 from outpace.engines.servers.spec import Pressure
 from outpace.errors import ServerFailed, ServerSilent, one_line
 

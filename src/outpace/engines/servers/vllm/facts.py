@@ -8,7 +8,7 @@ from typing import Any
 
 from outpace.engines.servers.http import Http
 from outpace.engines.servers.spec import Facts, Pressure
-from outpace.engines.servers.vllm_sampling import COMPLETIONS, GENERATE
+from outpace.engines.servers.vllm.sampling import COMPLETIONS, GENERATE
 from outpace.errors import ServerFaulty, ServerRefused
 
 ABORT = "/abort_requests"

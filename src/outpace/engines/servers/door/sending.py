@@ -21,10 +21,10 @@ from contextlib import aclosing
 
 import msgspec
 
-from outpace.engines.servers.desk import Desk
-from outpace.engines.servers.gate import Ending
+from outpace.engines.servers.door.desk import Desk
+from outpace.engines.servers.door.gate import Ending
+from outpace.engines.servers.door.running import Part, Running
 from outpace.engines.servers.http import jittered
-from outpace.engines.servers.running import Part, Running
 from outpace.engines.servers.spec import Ask
 from outpace.errors import (
     ContextFull,

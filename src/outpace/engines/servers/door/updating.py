@@ -20,7 +20,7 @@ import time
 from collections.abc import Awaitable
 from typing import TypeVar
 
-from outpace.engines.servers.desk import Desk
+from outpace.engines.servers.door.desk import Desk
 from outpace.engines.servers.spec import Ready, ReadyAdapter, Transport
 from outpace.errors import CorruptData, OutpaceError, UpdateFailed, UpdateTorn, one_line
 from outpace.types import LoadReport, Manifest, Version
