@@ -240,7 +240,11 @@ def test_a_number_that_belongs_to_another_process_by_now_is_left_alone(bystander
     assert bystander.wait() == -signal.SIGKILL
 
 
-LEADER = (
+LEADER = """
+import subprocess, time
+print(subprocess.Popen(["sleep", "60"], env={}, stdout=subprocess.DEVNULL).pid, flush=True)
+time.sleep(60)
+"""
     "import subprocess, sys, time; print(subprocess.Popen(['sleep', '60'], env={}).pid, flush=True); time.sleep(60)"
 )
 
@@ -257,7 +261,7 @@ def test_whoever_has_lost_the_mark_is_found_by_the_session_that_was_noted() -> N
     worker = psutil.Process(int(leader.stdout.readline()))
     worker.suspend()
     leader.kill()
-    leader.communicate()
+    leader.communicate(timeout=20)
     guardian.sweep(mark)
     psutil.wait_procs([worker], timeout=20)
     gone = not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
