@@ -245,8 +245,6 @@ import subprocess, time
 print(subprocess.Popen(["sleep", "60"], env={}, stdout=subprocess.DEVNULL).pid, flush=True)
 time.sleep(60)
 """
-    "import subprocess, sys, time; print(subprocess.Popen(['sleep', '60'], env={}).pid, flush=True); time.sleep(60)"
-)
 
 
 def test_whoever_has_lost_the_mark_is_found_by_the_session_that_was_noted() -> None:
