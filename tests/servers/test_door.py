@@ -423,7 +423,7 @@ async def test_a_swap_in_mid_sequence_shows_in_the_versions() -> None:
 
 
 async def test_an_answer_may_end_before_the_server_says_that_it_goes_on() -> None:
-    async with a_scene(FakeServer(delay_s=0.01, resume_s=0.5)) as scene:
+    async with a_scene(FakeServer(delay_s=0.01, resume_s=3.0)) as scene:
         request = asyncio.create_task(scene.ask(max_tokens=30))
         await _begun(scene)
         await scene.door.peek("r", 3)
