@@ -13,7 +13,7 @@ from outpace.engines.servers.sglang.chunks import Reader
 from outpace.errors import ServerFailed, ServerFaulty, ServerRefused
 
 Way = Literal["all", "fresh", "both"]
-ENTRIES = [(-0.5 * number, 100 + number, None) for number in range(1, 40)]
+ENTRIES = [(-0.5 * number, 100 + number, None) for number in range(1, 400)]
 
 
 def reader(sent: int | None = None) -> Reader:
