@@ -93,7 +93,7 @@ def test_a_buffer_overwritten_during_the_copy_is_noticed(
 
     def overwrite_meanwhile(*arguments: Any) -> Tensor:
         tensor = read_tensor(*arguments)
-        if writer._latest == 1:
+        if writer._buffers.latest == 1:
             writer.publish(2, weights_of(2), [])
         return tensor
 

@@ -222,7 +222,7 @@ class _Copy:
     def __init__(self, core: LearnerCore, dtype: str) -> None:
         import torch
 
-        from outpace.weights.store import distinct_tensors
+        from outpace.weights.layout import distinct_tensors
 
         self._sources = list(distinct_tensors(core.model.state_dict()).values())
         self._targets = [torch.zeros_like(tensor, dtype=getattr(torch, dtype)) for tensor in self._sources]

@@ -153,7 +153,7 @@ def _merge(model: dict[str, Any], adapters: Path, target: Path) -> None:
 
     from outpace.models.adapters import Adapters
     from outpace.models.loading import load_model
-    from outpace.weights.store import distinct_tensors
+    from outpace.weights.layout import distinct_tensors
 
     trusted = bool(model.get("trust_remote_code", False))
     loaded = load_model(model["path"], dtype="float32", device="cpu", trust_remote_code=trusted)

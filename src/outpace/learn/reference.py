@@ -13,7 +13,7 @@ from outpace.errors import CorruptData
 from outpace.learn.forward import Forward, Wanted, same_way
 from outpace.learn.packing import Packed
 from outpace.models.adapters import Adapters
-from outpace.weights.store import distinct_tensors
+from outpace.weights.layout import distinct_tensors
 
 Tensors = dict[str, Tensor]
 

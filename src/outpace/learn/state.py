@@ -28,7 +28,7 @@ from outpace.models.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, descri
 from outpace.models.adapters import Adapters
 from outpace.runtime import rng
 from outpace.types import Adapter, Version
-from outpace.weights.store import distinct_tensors
+from outpace.weights.layout import distinct_tensors
 
 MODEL_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"

@@ -3,8 +3,7 @@
     compute thread   copy: the weights into a free buffer, queued behind the step that made them
     sealing thread   seal: wait for that copy, add every tensor up ──▶ Manifest with a handle of plain bytes
 
-The face is that of `SnapshotWriter`, and so are the rules: neither the latest complete snapshot, nor one that is being
-sealed, nor a leased one is ever overwritten, and buffers are added only when all are in use. They are freed when the
+The face is that of `SnapshotWriter`, and so are the rules (`outpace.weights.buffers`). Buffers are freed when the
 learner ends and not before, because a reader may have them mapped.
 
 A reader opens the handle with `outpace_vllm.ipc` and compares the sums: before it copies, so that it starts with what
@@ -14,7 +13,6 @@ was published, and afterwards, so that nothing has changed under its hands.
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,22 +21,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outpace.types import DeviceMemory, Manifest, TensorSpec, Version
-from outpace.weights.snapshot import VOID, padded
-from outpace.weights.store import distinct_tensors
+from outpace.types import DeviceMemory, Manifest, Version
+from outpace.weights.buffers import Buffer, Buffers
+from outpace.weights.layout import Layout
 from outpace_vllm.ipc import share_device_memory, word_sums
 
 Share = Callable[[Tensor, bytes], bytes]
 """From memory and its owner to a handle that another process can open."""
 
 
-@dataclass
-class _Buffer:
-    content: Tensor  # all of it, as uint8
-    views: list[Tensor]
+@dataclass(kw_only=True)
+class _Buffer(Buffer):
     handle: bytes
-    version: Version = VOID
-    sealed: bool = True
 
 
 @dataclass
@@ -63,42 +57,30 @@ class DeviceSnapshotWriter:
         """Floating-point tensors are stored as `dtype` (None: as they are)."""
         self._device = torch.device(device)
         self._incarnation = incarnation
-        self._dtype = dtype
         self._share = share
         self._owner = os.urandom(16)
-        self._specs: list[TensorSpec] = []
-        self._buffers: list[_Buffer] = []
-        self._latest: Version = VOID
-        self._lock = threading.Lock()
-        self._making = threading.Lock()  # held by whoever makes a buffer
+        self._layout = Layout(dtype)
+        self._buffers = Buffers(self._new_buffer)
 
     @property
     def buffers(self) -> int:
-        return len(self._buffers)
+        return len(self._buffers.all)
 
     def publish(self, version: Version, tensors: Mapping[str, Tensor], leased: Collection[Version]) -> Manifest:
         return self.seal(self.copy(version, tensors, leased))
 
     def lay_out(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Decide where everything lies; returns what is stored."""
-        distinct = distinct_tensors(tensors)
-        specs = _specs(distinct, self._dtype)
-        if not self._specs:
-            self._specs = specs
-        assert specs == self._specs, "the tensors of a policy keep their names, shapes and dtypes"
-        return distinct
+        return self._layout.lay_out(tensors)
 
     def make_ready(self, leased: Collection[Version]) -> None:
-        """See to it that the next `copy` finds a buffer: to get memory, the driver may wait for all that is queued."""
-        with self._making:
-            if not self._free(leased):
-                self._add_buffer()
+        """To get memory, the driver may wait for all that is queued: see `Buffers.make_ready`."""
+        self._buffers.make_ready(leased)
 
     def copy(self, version: Version, tensors: Mapping[str, Tensor], leased: Collection[Version]) -> DeviceDraft:
         """Queue the copy of the tensors into a free buffer: steps that are queued later do not reach it."""
         held = _Held(self._device)
         distinct = self.lay_out(tensors)
-        buffer = self._take(version, leased)
+        buffer = self._buffers.take(version, leased)
         with torch.no_grad():
             torch._foreach_copy_(buffer.views, [tensor.detach() for tensor in distinct.values()])
         held.end()
@@ -109,45 +91,24 @@ class DeviceSnapshotWriter:
         seconds = draft.held.seconds()
         content = draft.buffer.content
         sums = self._sums(content)
-        with self._lock:
-            draft.buffer.sealed = True
-            self._latest = max(self._latest, draft.version)
+        self._buffers.seal(draft.buffer)
         memory = DeviceMemory(device_id(self._device), draft.buffer.handle, content.nbytes, sums)
-        return Manifest(self._incarnation, draft.version, "", self._specs, seconds, device=memory)
+        return Manifest(self._incarnation, draft.version, "", self._layout.specs, seconds, device=memory)
 
     def close(self) -> None:
         """Free the buffers."""
-        self._buffers = []
+        self._buffers.all.clear()
 
     def _sums(self, content: Tensor) -> list[int]:
         with _beside_training(self._device):
-            return word_sums(content, [(spec.offset, spec.nbytes) for spec in self._specs])
+            return word_sums(content, [(spec.offset, spec.nbytes) for spec in self._layout.specs])
 
-    def _take(self, version: Version, leased: Collection[Version]) -> _Buffer:
-        if not self._free(leased):
-            self.make_ready(leased)
-        with self._lock:
-            buffer = min(self._unused(leased), key=lambda b: b.version)
-            buffer.version, buffer.sealed = version, False
-        return buffer
-
-    def _free(self, leased: Collection[Version]) -> bool:
-        with self._lock:
-            return bool(self._unused(leased))
-
-    def _unused(self, leased: Collection[Version]) -> list[_Buffer]:
-        used = {self._latest, *leased} - {VOID}
-        return [b for b in self._buffers if b.sealed and b.version not in used]
-
-    def _add_buffer(self) -> None:
+    def _new_buffer(self, number: int) -> _Buffer:
         """The bytes between tensors are zero and stay so: sums run over whole words."""
-        end = max((spec.offset + padded(spec.nbytes) for spec in self._specs), default=0)
         with _beside_training(self._device):
-            content = torch.zeros(max(end, 1), dtype=torch.uint8, device=self._device)
-        views = [_view(content, spec) for spec in self._specs]
-        buffer = _Buffer(content, views, self._share(content, self._owner))
-        with self._lock:
-            self._buffers.append(buffer)
+            content = torch.zeros(max(self._layout.end, 1), dtype=torch.uint8, device=self._device)
+        handle = self._share(content, self._owner)
+        return _Buffer(content=content, views=self._layout.views(content), handle=handle)
 
 
 @contextmanager
@@ -192,19 +153,3 @@ class _Held:
 def device_id(device: torch.device) -> str:
     """The same in every process, whatever number the device has there."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else device.type
-
-
-def _specs(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> list[TensorSpec]:
-    specs: list[TensorSpec] = []
-    offset = 0
-    for name, tensor in tensors.items():
-        stored = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-        nbytes = tensor.numel() * stored.itemsize
-        specs.append(TensorSpec(name, str(stored).removeprefix("torch."), list(tensor.shape), offset, nbytes, crc32=0))
-        offset += padded(nbytes)
-    return specs
-
-
-def _view(content: Tensor, spec: TensorSpec) -> Tensor:
-    flat = content[spec.offset : spec.offset + spec.nbytes].view(getattr(torch, spec.dtype))
-    return flat.view(spec.shape)
