@@ -15,20 +15,25 @@ import re
 import select
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import outpace
 from outpace.errors import EXIT_LEFT_AT_ONCE, BadInput, OutpaceError, PartFailed
+
+if TYPE_CHECKING:
+    from outpace.config.section import Section
 
 EXIT_NOBODY_READS = 141
 """As a shell calls the end by SIGPIPE: `outpace fleet RUN | grep -q …` has seen enough."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    words, settings = split_settings(sys.argv[1:] if argv is None else argv)
-    arguments = _parser().parse_args(words)
-    verb: Callable[[argparse.Namespace, list[str]], int] = arguments.verb
     try:
+        words, settings = split_settings(sys.argv[1:] if argv is None else argv)
+        arguments = _parser().parse_args(words)
+        verb: Callable[[argparse.Namespace, list[str]], int] = arguments.verb
         code = verb(arguments, settings)
         sys.stdout.flush()
         return code
@@ -74,8 +79,29 @@ def split_settings(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             if "=" not in word and rest and not rest[0].startswith("--"):
                 settings.append(rest.pop(0))
         else:
+            _refuse_bare_setting(word)
             words.append(word)
     return words, settings
+
+
+BARE_SETTING = re.compile(r"\+*([A-Za-z][\w.-]*?)(=.*)?", re.DOTALL)
+
+
+def _refuse_bare_setting(word: str) -> None:
+    """`section.key=value` without dashes, as Hydra writes settings, would be taken for the name of a config file."""
+    from outpace.config.equivalents import equivalent
+    from outpace.config.loading import FIELDS
+
+    match = BARE_SETTING.fullmatch(word)
+    if match is None or Path(word).exists():
+        return
+    name, value = match[1], match[2] or ""
+    if name in FIELDS:
+        raise BadInput(f"{word}: a setting needs two dashes before it: --{name}{value or ' value'}")
+    if value and (remedy := equivalent(name, "--")):
+        raise BadInput(f"{name}: no such setting; {remedy}")
+    if value and "." in name:
+        raise BadInput(f"{name}: no such setting; settings are written --section.key value")
 
 
 def _complain(error: OutpaceError) -> int:
@@ -206,6 +232,7 @@ UNKNOWN_OPTION = re.compile(r"unrecognized arguments: --([\w-]+)")
 
 def _improved(message: str) -> str:
     """argparse's complaint, or a better one where we know what may have been meant."""
+    from outpace.config.equivalents import equivalent
     from outpace.config.loading import settings_like
     from outpace.references import nearest
 
@@ -214,6 +241,8 @@ def _improved(message: str) -> str:
         hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(COMMANDS)}"
         return f"no command {command[1]}; {hint}"
     if option := UNKNOWN_OPTION.match(message):
+        if remedy := equivalent(option[1], "--"):
+            return f"--{option[1]}: no such option; {remedy}"
         meant = " or ".join(f"--{key}" for key in settings_like(option[1].replace("-", "_")))
         hint = f"; did you mean {meant}?" if meant else " value"
         return f"--{option[1]}: no such option; settings are written --section.key{hint}"
@@ -221,31 +250,44 @@ def _improved(message: str) -> str:
 
 
 class _DescribeSettings(argparse.Action):
-    """`outpace train --help`: the command, then every setting."""
+    """`--help` of a command with settings: the command, an index of the sections, every setting. `--help SECTION`
+    prints the settings of one section."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **_: object) -> None:
-        super().__init__(option_strings, dest, nargs=0, help="show every option and setting")
+        super().__init__(
+            option_strings, dest, nargs="?", metavar="SECTION", help="show every option and setting, or one section's"
+        )
 
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        parser.print_help()
-        print("\nsettings, in a TOML or YAML file or as --section.key value:\n")
-        print(self.settings())
+    def __call__(self, parser: argparse.ArgumentParser, namespace: object, section: object, *_: object) -> None:
+        from outpace.config.loading import describe, index
+
+        sections = self.sections()
+        if section is None:
+            parser.print_help()
+            print("\nsections of settings:\n")
+            print(index(sections), end="\n\n")
+            print(describe(sections))
+            print("\nA setting is `--section.key value` on the command line, or `key = value` under `[section]` in a")
+            print(f"TOML or YAML file. `{parser.prog} --help SECTION` shows one section: {', '.join(sections)}.")
+        elif section in sections:
+            print(describe({str(section): sections[str(section)]}))
+        else:
+            parser.error(f"--help {section}: no such section; the sections are {', '.join(sections)}")
         parser.exit()
 
-    def settings(self) -> str:
-        from outpace.config.loading import describe
+    def sections(self) -> Mapping[str, type[Section]]:
+        from outpace.config.loading import SECTIONS
 
-        return describe()
+        return SECTIONS
 
 
 class _DescribeSimulation(_DescribeSettings):
     """`outpace simulate --help`: the settings are another set."""
 
-    def settings(self) -> str:
-        from outpace.config.loading import describe
+    def sections(self) -> Mapping[str, type[Section]]:
         from outpace.simulate.loading import SECTIONS
 
-        return describe(SECTIONS)
+        return SECTIONS
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -254,6 +296,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Asynchronous reinforcement learning for language models and agents.",
         allow_abbrev=False,
     )
+
+    parser.add_argument("--version", action="version", version=f"outpace {outpace.__version__}")
 
     def overview(*_: object) -> int:
         parser.print_help()

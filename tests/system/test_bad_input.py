@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import outpace
 from outpace.cli import main
 from support import as_arguments, run_command
 
@@ -49,7 +50,14 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["missing.toml"], "missing.toml"),
         (["--stepps", "3"], "--stepps"),
         (["--preset", "grpo"], "settings are written --section.key; did you mean --algorithm.preset?"),
-        (["--beta", "0.1"], "did you mean --kl.coefficient?"),
+        (["--beta", "0.1"], "use --kl.coefficient"),
+        (["--num-generations=8"], "use --rollout.group_size"),
+        (["--actor_rollout_ref.rollout.n=8"], "use rollout.group_size"),
+        (["algorithm.adv_estimator=grpo", "trainer.total_epochs=2"], "use --algorithm.advantage"),
+        (["learning_rate=1e-5"], "use --learner.lr"),
+        (["pacing.max_lag=2"], "--pacing.max_lag=2"),
+        (["pacing.max_lag", "2"], "--pacing.max_lag"),
+        (["--help", "pacing_"], "the sections are model, tasks"),
         (["--zzzzzz"], "--zzzzzz: no such option; settings are written --section.key value"),
         (["--run.steps"], "run.steps"),
     ],
@@ -177,6 +185,23 @@ def test_a_checkpoint_without_what_the_new_config_needs_is_refused(
     line = refused(["train", "--resume", str(tmp_path / "run"), *as_arguments({"run.steps": 2, **change})], capsys)
     assert "does not fit this config" in line
     assert said in line
+
+
+@pytest.mark.parametrize("verb", ["train", "simulate"])
+def test_help_for_a_section_shows_that_section_only(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([verb, "--help", "pacing"])
+    assert stop.value.code == 0
+    out = capsys.readouterr().out
+    assert "--pacing.max_lag" in out
+    assert "--run.seed" not in out
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"outpace {outpace.__version__}\n"
 
 
 def test_help_describes_every_setting(capsys: pytest.CaptureFixture[str]) -> None:

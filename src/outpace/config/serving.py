@@ -10,6 +10,8 @@ from outpace.config.section import Section
 
 
 class EngineConfig(Section):
+    """The inference engines: built in, vLLM or SGLang."""
+
     kind: Literal["embedded", "vllm", "sglang"] = "embedded"
     """Who samples: the engine built into outpace, or servers that are reached over HTTP."""
     count: int | None = Field(default=None, ge=1)
@@ -43,6 +45,8 @@ class EngineConfig(Section):
 
 
 class LaunchConfig(Section):
+    """The inference servers that outpace starts."""
+
     python: str | None = None
     """The Python of the environment that vLLM or SGLang is installed in. Default: the one that outpace runs in."""
     args: list[str] = []
@@ -68,6 +72,8 @@ class LaunchConfig(Section):
 
 
 class WeightsConfig(Section):
+    """How new weights reach the engines."""
+
     every: int = Field(default=1, ge=1)
     """Publish after every so many steps."""
     update: Literal["inflight", "drain"] = "inflight"
@@ -83,6 +89,8 @@ class WeightsConfig(Section):
 
 
 class LoraConfig(Section):
+    """Low-rank adapters."""
+
     rank: int = Field(default=0, ge=0)
     """Train adapters of this rank and leave the model as it is; 0: train the model. Needs the package `peft`."""
     alpha: float | None = Field(default=None, gt=0)
