@@ -39,6 +39,7 @@ from outpace.tasks.dataset import Dataset, Rows
 from outpace.tasks.fingerprint import fingerprint
 from outpace.tasks.registry import Reopened, Sources, open_heldout, open_tasks, open_train
 from outpace.types import Task
+from outpace.wording import plural, with_article
 
 Tasks = TaskSource | Sequence[Mapping[str, Any]]
 
@@ -127,8 +128,8 @@ def nothing_left(plan: Plan) -> str:
     """What to tell whoever resumes a run that is done."""
     run = plan.config.run
     if run.epochs is not None:
-        return f"all is done, after {run.epochs} epochs; go on with --run.epochs {run.epochs + 1}"
-    return f"all {run.steps} steps are done; go on with --run.steps {2 * (run.steps or 0)}"
+        return f"done, after {plural(run.epochs, 'epoch')}; go on with --run.epochs {run.epochs + 1}"
+    return f"done, after {plural(run.steps or 0, 'step')}; go on with --run.steps {2 * (run.steps or 0)}"
 
 
 # ---------------------------------------------------------------------------------------------------------- serving
@@ -210,15 +211,19 @@ def _check_rows(given: Any, name: str) -> None:
     if isinstance(given, Mapping):
         keys = one_line(", ".join(map(str, given)), 120)
         first = next(iter(given), "train")
-        raise BadInput(f"{name}: a {kind} of {keys} is not rows; give one split of it, such as data[{first!r}]")
+        raise BadInput(
+            f"{name}: {with_article(kind)} of {keys} is not rows; give one split of it, such as data[{first!r}]"
+        )
     try:
         count = len(given)
     except TypeError:
         raise BadInput(
-            f"{name}: a {kind} has no length; give rows that can be counted and indexed, such as list(rows)"
+            f"{name}: {with_article(kind)} has no length; give rows that can be counted and indexed, such as list(rows)"
         ) from None
     try:
         if count:
             given[0]
     except (KeyError, TypeError, IndexError):
-        raise BadInput(f"{name}: a {kind} has no row 0; give a sequence of rows, each a dict with a prompt") from None
+        raise BadInput(
+            f"{name}: {with_article(kind)} has no row 0; give a sequence of rows, each a dict with a prompt"
+        ) from None

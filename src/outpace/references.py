@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from outpace.errors import BadInput, one_line
+from outpace.wording import with_article
 
 FILE_MODULE = "outpace_file_"
 """How the name of a module begins that was loaded from a file; no other process can import it by that name."""
@@ -53,7 +54,7 @@ def load_function(reference: str, setting: str) -> Callable[..., Any]:
         hint = f"; did you mean {close[0]}?" if close else ""
         raise BadInput(f"{setting}: {reference}: {place} has no {name}{hint}")
     if not callable(value):
-        raise BadInput(f"{setting}: {reference}: {name} is a {type(value).__name__}, not a function")
+        raise BadInput(f"{setting}: {reference}: {name} is {with_article(type(value).__name__)}, not a function")
     return value  # type: ignore[no-any-return]
 
 

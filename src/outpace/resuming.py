@@ -30,6 +30,7 @@ from outpace.pipeline.survivors import NOTHING, Rules, Survivors
 from outpace.tasks.fingerprint import Fingerprint, difference
 from outpace.tasks.order import Order
 from outpace.types import Kept, Version
+from outpace.wording import plural
 
 CONFIG_FILE = "config.toml"
 TASKS_FILE = "tasks.json"
@@ -77,7 +78,7 @@ def past_of(
         state.check(order)
         if settings.steps is not None and settings.steps < state.version:
             raise BadInput(
-                f"--resume: run.steps: the run has {state.version} steps already, {settings.steps} are fewer"
+                f"--resume: run.steps: the run has {plural(state.version, 'step')} already; give at least that many"
             )
     known = Past(checkpoint, state, memory.get("rng", {}), usable)
     return replace(

@@ -57,6 +57,7 @@ from outpace.saving import Checkpoints
 from outpace.tasks.fingerprint import Fingerprint
 from outpace.tasks.order import Order
 from outpace.types import Version
+from outpace.wording import plural
 
 T = TypeVar("T")
 
@@ -194,7 +195,7 @@ class Session:
         opening = f"resuming from step {past.version}"
         if not past.usable:
             return f"{opening}; groups are made in another way than before, so those of the journal are not used"
-        return f"{opening}; the journal has {kept} finished groups, and answers of {under_way} unfinished ones"
+        return f"{opening}; the journal has {plural(kept, 'finished group')} and answers of {under_way} unfinished ones"
 
     # ------------------------------------------------------------------------------------------------ the parts
 

@@ -26,6 +26,7 @@ from outpace.algorithms.gae import gae
 from outpace.algorithms.registry import AdvantageFacts, Credit
 from outpace.errors import BadInput, one_line
 from outpace.types import Row
+from outpace.wording import plural
 
 
 class Estimator(Protocol):
@@ -216,9 +217,13 @@ def _estimated(peers: Peers, estimator: Estimator) -> Doubles:
     try:
         advantages_G = np.asarray(estimator(peers), dtype=np.float64)
     except (TypeError, ValueError) as error:
-        raise BadInput(f"algorithm.advantage: {name} failed on {count} attempts: {one_line(error)}") from error
+        raise BadInput(
+            f"algorithm.advantage: {name} failed on {plural(count, 'attempt')}: {one_line(error)}"
+        ) from error
     if advantages_G.shape != (count,):
-        raise BadInput(f"algorithm.advantage: {name} gave an array of shape {advantages_G.shape} for {count} attempts")
+        raise BadInput(
+            f"algorithm.advantage: {name} gave an array of shape {advantages_G.shape} for {plural(count, 'attempt')}"
+        )
     if not (np.abs(advantages_G) <= np.finfo(np.float32).max).all():  # NaN is not, either
         raise BadInput(
             f"algorithm.advantage: {name} gave an advantage that is not finite for {peers.returns_G.tolist()}"

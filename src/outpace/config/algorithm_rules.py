@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 from outpace.config import Config
 from outpace.config.methods import chosen_advantage, chosen_surrogate, closed_batch_reasons
+from outpace.wording import plural
 
 Rule = Callable[[Config], Iterator[str]]
 
@@ -59,7 +60,7 @@ def _oldest(config: Config) -> tuple[int, str, str]:
     group was first trained up to `max_age` versions ago, and its tokens sampled up to `max_lag` before that."""
     max_lag, max_age = config.pacing.max_lag, config.replay.max_age
     if config.replay.fraction == 0 or max_age is None:
-        return max_lag, f"pacing.max_lag allows tokens {max_lag} versions old", "set pacing.max_lag to 1"
+        return max_lag, f"pacing.max_lag allows tokens {plural(max_lag, 'version')} old", "set pacing.max_lag to 1"
     age = max_lag + max_age
     why = f"pacing.max_lag and replay.max_age allow tokens {max_lag} + {max_age} versions old"
     return age, why, "lower the two to 1 in all"
@@ -130,11 +131,12 @@ def _groups_can_teach(config: Config) -> Iterator[str]:
     elif size == 1 and filters.uniform:
         yield "filter.uniform: a group of one is always uniform, so all would be filtered; set it to false"
     if filters.min_group is not None and filters.min_group > size:
-        yield f"filter.min_group: no group has {filters.min_group} attempts; use at most rollout.group_size, {size}"
+        attempts = plural(filters.min_group, "attempt")
+        yield f"filter.min_group: no group has {attempts}; use at most rollout.group_size, {size}"
     elif filters.min_group == 1 and facts.needs_peers:
         yield f"filter.min_group: {facts.name} has nothing to compare a lone attempt with; use 2 or more"
     if (k := config.algorithm.pass_k) is not None and k > size:
-        yield f"algorithm.pass_k: no group has {k} attempts; use at most rollout.group_size, {size}"
+        yield f"algorithm.pass_k: no group has {plural(k, 'attempt')}; use at most rollout.group_size, {size}"
 
 
 def _streaming_changes_nothing(config: Config) -> Iterator[str]:
@@ -146,7 +148,7 @@ def _streaming_changes_nothing(config: Config) -> Iterator[str]:
 def _updates_have_groups(config: Config) -> Iterator[str]:
     updates, groups = config.algorithm.updates, config.pacing.groups_per_step
     if updates > groups:
-        yield f"algorithm.updates: a batch has {groups} groups to share out; use at most {groups}"
+        yield f"algorithm.updates: a batch has {plural(groups, 'group')} to share out; use at most {groups}"
 
 
 def _shaping_fits(config: Config) -> Iterator[str]:
@@ -182,7 +184,7 @@ def _the_governor_can_act(config: Config) -> Iterator[str]:
 def _replay_has_groups(config: Config) -> Iterator[str]:
     fraction, size = config.replay.fraction, config.pacing.groups_per_step
     if fraction > 0 and round(fraction * size, 6) < 1:
-        yield f"replay.fraction: {fraction:g} of {size} groups is less than one; use at least {1 / size:.3g}"
+        yield f"replay.fraction: {fraction:g} of {plural(size, 'group')} is less than one; use at least {1 / size:.3g}"
     elif fraction > 0 and config.rollout.group_size == 1:
         yield "replay.fraction: a group of one attempt has no spread of rewards to be chosen by; leave this out"
 

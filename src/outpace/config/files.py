@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from outpace.errors import BadInput, one_line
+from outpace.wording import with_article
 
 
 def read_file(file: Path) -> Mapping[str, Any]:
@@ -24,7 +25,7 @@ def read_file(file: Path) -> Mapping[str, Any]:
     except ValueError as error:
         raise BadInput(f"{file}: {one_line(error)}") from None
     if not isinstance(content, Mapping):
-        raise BadInput(f"{file}: should hold sections with keys, not a {type(content).__name__}")
+        raise BadInput(f"{file}: should hold sections with keys, not {with_article(type(content).__name__)}")
     return content
 
 

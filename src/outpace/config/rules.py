@@ -19,6 +19,7 @@ from outpace.config.dependent import settled, value_of, with_values
 from outpace.config.serving_rules import SERVING_RULES
 from outpace.errors import BadInput, one_line
 from outpace.references import absolute
+from outpace.wording import plural, with_article
 
 REWARDS_OF_TASKS: dict[str, list[str]] = {
     "countdown": ["countdown"],
@@ -186,7 +187,8 @@ def _options_can_be_written(config: Config) -> Iterator[str]:
         if value is None:
             yield f"{place}: there is no null in a config; leave it out, or use a value that the task takes for none"
         elif not isinstance(value, str | int | float):
-            yield f"{place}: is a {type(value).__name__}; options are text, numbers, true, false, lists and tables"
+            kind = with_article(type(value).__name__)
+            yield f"{place}: is {kind}; options are text, numbers, true, false, lists and tables"
         elif isinstance(value, str) and _has_half_characters(value):
             yield f"{place}: holds half a character, such as \\ud800 alone"
 
@@ -263,8 +265,8 @@ def _publishing_keeps_the_lag(config: Config) -> Iterator[str]:
     every, max_lag = config.weights.every, config.pacing.max_lag
     if every > max_lag + 1:
         yield (
-            f"weights.every: engines would fall {every - 1} versions behind, pacing.max_lag allows {max_lag}; "
-            f"use at most {max_lag + 1}"
+            f"weights.every: engines would fall {plural(every - 1, 'version')} behind, "
+            f"pacing.max_lag allows {max_lag}; use at most {max_lag + 1}"
         )
 
 

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from outpace.config import Config
 from outpace.config.algorithm_rules import Rule
 from outpace.config.section import Section
+from outpace.wording import plural
 
 LAST_PORT = 65535
 KEY_REMEDY = "leave that out, and put a key into the environment variable that engine.api_key_env names"
@@ -61,7 +62,8 @@ def _servers_are_theirs_or_ours(config: Config) -> Iterator[str]:
     if engine.path != "auto":
         yield f"engine.path: is of the embedded engine, and engine.kind is {engine.kind}; leave this out"
     if engine.urls and engine.count != len(engine.urls):
-        yield f"engine.count: engine.urls names {len(engine.urls)} servers, not {engine.count}; leave this out"
+        servers = plural(len(engine.urls), "server")
+        yield f"engine.count: engine.urls names {servers}, not {engine.count}; leave this out"
     if engine.urls:
         for key in _changed("launch", config.launch):
             yield f"{key}: the servers of engine.urls are running already; leave out one of the two"

@@ -18,6 +18,7 @@ import numpy as np
 from outpace.engines.embedded.stopping import Decode, StopStrings
 from outpace.engines.noise import request_seed
 from outpace.types import Floats, Generation, Ints, Sampling, StopReason
+from outpace.wording import plural
 
 
 class Continued:
@@ -42,7 +43,9 @@ class Continued:
         if len(generation.tokens) and self.ended == "stop":
             raise ValueError("a part behind the end of the answer")
         if len(generation.tokens) > self.left:
-            raise ValueError(f"a part of {len(generation.tokens)} tokens, but {self.left} were left to sample")
+            raise ValueError(
+                f"a part of {plural(len(generation.tokens), 'token')}, but {self.left} were left to sample"
+            )
         kept = self._until_stop_string(generation.tokens)
         self._tokens = np.concatenate([self._tokens, generation.tokens[:kept]], dtype=np.int32)
         self._logprobs = np.concatenate([self._logprobs, generation.logprobs[:kept]], dtype=np.float32)

@@ -34,6 +34,7 @@ from outpace.errors import BadInput, one_line
 from outpace.learn.core import REFERENCE_LOGP, LearnerCore
 from outpace.learn.objective import KEEP, OLD_LOGP, OLD_VALUES, RETURNS
 from outpace.types import ChunkReport, Floats, GroupRecord, Row, StepReport, Version
+from outpace.wording import plural
 
 Doubles = NDArray[np.float64]
 
@@ -189,7 +190,7 @@ class ClosedBatch:
         try:
             after = [np.asarray(values, dtype=np.float64) for values in self._normalise(BatchSignal(before, returns))]
         except (TypeError, ValueError) as error:
-            raise BadInput(f"{name} failed on {len(before)} rows: {one_line(error)}") from error
+            raise BadInput(f"{name} failed on {plural(len(before), 'row')}: {one_line(error)}") from error
         if [values.shape for values in after] != [values.shape for values in before]:
             raise BadInput(f"{name} must give one array per row, with one value per trained token")
         if not all(np.isfinite(values).all() for values in after):

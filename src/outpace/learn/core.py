@@ -35,6 +35,7 @@ from outpace.learn.settings import CoreSettings
 from outpace.learn.totals import Totals, step_metrics
 from outpace.models.adapters import Adapters
 from outpace.types import ChunkReport, Floats, Row, StepReport, Version
+from outpace.wording import plural
 
 REFERENCE_LOGP = "reference_logp"
 
@@ -231,7 +232,7 @@ class LearnerCore:
         self.bad_steps = self.bad_steps + 1 if bad else 0
         if self.bad_steps >= self.settings.learner.max_bad_steps:
             raise NotFinite(
-                f"{self.bad_steps} steps in a row had a loss or gradient that is not finite "
+                f"{plural(self.bad_steps, 'step')} in a row had a loss or gradient that is not finite "
                 f"(version {self.version}: loss {bad[-1][0]}, gradient norm {bad[-1][1]})"
             )
         return bool(bad)

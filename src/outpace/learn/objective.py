@@ -32,6 +32,7 @@ from outpace.learn.forward import Outputs
 from outpace.learn.packing import Packed
 from outpace.learn.settings import CoreSettings
 from outpace.types import Floats, Ints, Version
+from outpace.wording import plural
 
 OLD_LOGP = "old_logp"
 OLD_VALUES = "old_values"
@@ -101,7 +102,8 @@ class Objective:
         if not isinstance(loss_N, Tensor) or loss_N.shape != tokens.logp_N.shape:
             found = f"a tensor of shape {tuple(loss_N.shape)}" if isinstance(loss_N, Tensor) else type(loss_N).__name__
             raise BadInput(
-                f"algorithm.surrogate: {name} gave {found} for {len(tokens.logp_N)} tokens; return one loss per token"
+                f"algorithm.surrogate: {name} gave {found} for {plural(len(tokens.logp_N), 'token')}; "
+                "return one loss per token"
             )
         if not loss_N.requires_grad:
             raise BadInput(f"algorithm.surrogate: the loss of {name} has no gradient; make it of tokens.logp_N")

@@ -23,6 +23,7 @@ from rich.table import Table
 import outpace.models
 from outpace.config import Config
 from outpace.resources import cores, engine_threads, learner_threads
+from outpace.wording import plural
 
 GIB = 2**30
 MIN_MEMORY = 2 * GIB
@@ -116,7 +117,7 @@ def check_shared_memory(free: int | None) -> Check:
 
 def check_threads(available: int, engine: int, learner: int) -> Check:
     """Threads that fight over cores are slower than fewer that share them."""
-    found = f"engine {engine}, learner {learner}, {available} cores"
+    found = f"engine {engine}, learner {learner}, {plural(available, 'core')}"
     crowded = max(engine, learner) > available
     advice = f"more threads than cores; set run.threads to {available} or less, or leave it out"
     return Check("Threads", found, advice if crowded else "")
@@ -127,7 +128,7 @@ def check_thread_settings(available: int, environment: Mapping[str, str]) -> Che
     threads, policy = environment.get("OMP_NUM_THREADS"), environment.get("OMP_WAIT_POLICY")
     found = f"OMP_NUM_THREADS {threads or 'unset'}, OMP_WAIT_POLICY {policy or 'unset'}"
     if threads is not None and threads.isdecimal() and int(threads) > available:
-        return Check("OpenMP", found, f"OMP_NUM_THREADS is more than the {available} cores; unset it")
+        return Check("OpenMP", found, f"OMP_NUM_THREADS is more than the {plural(available, 'core')}; unset it")
     if policy is not None and policy.upper() == "ACTIVE":
         return Check(
             "OpenMP", found, "waiting threads spin and take cores from the others; set OMP_WAIT_POLICY=PASSIVE"

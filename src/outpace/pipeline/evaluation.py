@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
+import math
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean, stdev
 
-from outpace.errors import PartFailed
+from outpace.runtime.together import together
 from outpace.types import EpisodeView, GroupOrder, GroupReport, Version
+
+MAX_VIEWS = 512
+"""Rollouts of an evaluation that are kept to be read: those of the first so many tasks."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What came of one evaluation. `reward` is the mean over the tasks that could be judged, None if none could."""
+    """The result of one evaluation. `reward` is the mean over the `count` tasks that could be judged, None if none
+    could; `stderr` is its standard error over these tasks, None for fewer than two."""
 
     version: Version
     reward: float | None
@@ -22,15 +27,20 @@ class Evaluation:
     views: list[EpisodeView] = field(default_factory=list)
     reason: str = ""  # why one failed, if any did
     newest: Version = 0  # of all that was sampled; `version` where that was pinned
+    stderr: float | None = None
+    binary: bool = False  # every reward is 0 or 1, so the mean is an accuracy
 
     def metrics(self) -> dict[str, float]:
         judged = {} if self.reward is None else {"eval/reward": self.reward}
+        if self.stderr is not None:
+            judged["eval/stderr"] = self.stderr
         return judged | {
             "eval/version": float(self.version),
             "eval/version_newest": float(max(self.version, self.newest)),
             "eval/count": float(self.count),
             "eval/failed": float(self.failed),
             "eval/mean_tokens": self.tokens / max(self.count, 1),
+            "eval/binary": float(self.binary),
         }
 
 
@@ -50,37 +60,40 @@ class Evaluator:
     ) -> Evaluation:
         """Measure `version`: by the engine's pinned weight set, or by whatever serves where nothing is training.
 
-        `make` has a worker carry out an order."""
-        room = asyncio.Semaphore(self._max_running)
+        `make` has a worker carry out an order. At most `max_running` orders exist at a time."""
+        waiting = iter(range(self._count))
+        reports: dict[int, GroupReport] = {}
 
-        async def one(index: int) -> GroupReport:
-            async with room:
+        async def take_turns() -> None:
+            for index in waiting:  # shared: each index is taken once
                 order = GroupOrder(
-                    index, index, 0, version, 1, heldout=True, pinned=version if pinned else None, show=True
+                    index,
+                    index,
+                    0,
+                    version,
+                    1,
+                    heldout=True,
+                    pinned=version if pinned else None,
+                    show=index < MAX_VIEWS,
                 )
-                report = await make(order)
+                reports[index] = await make(order)
                 progress()
-                return report
 
-        tasks = [asyncio.create_task(one(index)) for index in range(self._count)]
-        try:
-            reports = await asyncio.gather(*tasks)
-        except PartFailed:
-            for task in tasks:
-                task.cancel()
-            raise
-        return summarise(version, reports)
+        await together(*(take_turns() for _ in range(min(self._max_running, self._count))))
+        return summarise(version, [reports[index] for index in range(self._count)])
 
 
-def summarise(version: Version, reports: list[GroupReport]) -> Evaluation:
+def summarise(version: Version, reports: Sequence[GroupReport]) -> Evaluation:
     rewards = [reward for report in reports for reward in report.rewards]
     return Evaluation(
         version=version,
-        reward=sum(rewards) / len(rewards) if rewards else None,
+        reward=fmean(rewards) if rewards else None,
         count=len(rewards),
         failed=sum(report.failed_episodes for report in reports),
         tokens=sum(report.tokens_sampled for report in reports),
         views=[view for report in reports for view in report.views],
         reason=next((report.reason for report in reports if report.failed_episodes), ""),
         newest=max((report.newest for report in reports), default=version),
+        stderr=stdev(rewards) / math.sqrt(len(rewards)) if len(rewards) > 1 else None,
+        binary=bool(rewards) and set(rewards) <= {0.0, 1.0},
     )

@@ -29,6 +29,7 @@ from outpace.pipeline.difficulty import DifficultySettings
 from outpace.pipeline.governor import GovernorSettings
 from outpace.pipeline.replay import ReplaySettings
 from outpace.types import Version
+from outpace.wording import plural
 
 OnStale = Literal["wait", "requeue", "drop", "train"]
 
@@ -66,7 +67,7 @@ class CoreSettings:
                 raise BadInput(f"{name} must not be negative, but is {getattr(self, name)}")
         if self.max_lag < self.publish_every - 1:
             raise BadInput(
-                f"publishing every {self.publish_every} versions needs max_lag >= {self.publish_every - 1}, "
+                f"publishing every {plural(self.publish_every, 'version')} needs max_lag >= {self.publish_every - 1}, "
                 f"not {self.max_lag}: else the engines never become fresh enough to serve"
             )
         if self.governor is not None and self.deterministic:

@@ -11,6 +11,7 @@ from outpace.pipeline.ledger import LedgerState
 from outpace.pipeline.replay import Pooled
 from outpace.tasks.order import Order
 from outpace.types import Version
+from outpace.wording import plural
 
 
 class CoreState(msgspec.Struct, frozen=True):
@@ -29,7 +30,7 @@ class CoreState(msgspec.Struct, frozen=True):
     def check(self, order: Order) -> None:
         """Refuse to go on with tasks in another order."""
         if self.tasks != order.count:
-            raise BadInput(f"--resume: there are {order.count} tasks, the run began with {self.tasks}")
+            raise BadInput(f"--resume: the run began with {plural(self.tasks, 'task')}, now there are {order.count}")
         if self.seed != order.seed:
             raise BadInput(f"--resume: run.seed is {order.seed}, the run began with {self.seed}")
         if self.shuffle != order.shuffle:

@@ -13,6 +13,8 @@ from collections import defaultdict, deque
 from dataclasses import dataclass
 from typing import Literal
 
+from outpace.wording import plural
+
 Role = Literal["learner", "engine", "worker"]
 
 FIRST_PAUSE_S = 0.5
@@ -64,4 +66,5 @@ class Supervisor:
     def _spent(self) -> str:
         if self._settings.restarts == 0:
             return "supervise.restarts = 0"
-        return f"it was started again {self._settings.restarts} times within {self._settings.window_s:g} s already"
+        times = plural(self._settings.restarts, "time")
+        return f"it was started again {times} within {self._settings.window_s:g} s already"

@@ -25,6 +25,7 @@ from typing import Literal
 import numpy as np
 
 from outpace.types import Floats, Generation, Version
+from outpace.wording import plural
 
 Verdict = Literal["agrees", "answers", "vocabulary", "raw", "cut", "dtype", "weights"]
 
@@ -131,7 +132,9 @@ def _fault(sample: Sample) -> str:
     if len(set(counts)) > 1:
         return "it gives {} tokens with {} logprobs and {} versions".format(*counts)
     if not 0 < counts[0] <= sample.most:
-        return f"it gives {counts[0]} tokens where 1 to {sample.most} were asked for (stop reason: {given.stop})"
+        return (
+            f"it gives {plural(counts[0], 'token')} where 1 to {sample.most} were asked for (stop reason: {given.stop})"
+        )
     if not (np.isfinite(given.logprobs) & (given.logprobs <= _LARGEST_LOGPROB)).all():
         return "it gives logprobs that are positive or not finite"
     return ""
@@ -158,7 +161,10 @@ def _verdict(samples: Sequence[Sample], difference_N: Floats, version: Version, 
             f"it samples from fewer tokens than there are: its logprobs are higher by {difference_N.mean():.2g}",
         )
     if all(_within(np.abs(part_N), noise.mean, noise.high) for part_N in parts):
-        return "agrees", f"within the rounding of {terms.dtype} ({numbers}, {len(apart_N)} tokens of version {version})"
+        return (
+            "agrees",
+            f"within the rounding of {terms.dtype} ({numbers}, {plural(len(apart_N), 'token')} of version {version})",
+        )
     if all(np.abs(part_N).mean() <= noise.coarse for part_N in parts):
         return "dtype", f"it computes in another dtype, or its weights are slightly other ones ({numbers})"
     return "weights", f"it has other weights, though it says version {said} as the learner does ({numbers})"

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from outpace.errors import RewardFailed, one_line
+from outpace.wording import plural, with_article
 
 Scores = list[float | None]
 
@@ -19,15 +20,17 @@ def checked(name: str, returned: Any, count: int, first: int = 0) -> Scores:
 
     `first` is the number of the first sample, for messages."""
     if isinstance(returned, str | bytes | Mapping):
-        raise RewardFailed(f"reward {name} returned a {type(returned).__name__}, not a list of {count} numbers")
+        raise RewardFailed(
+            f"reward {name} returned {with_article(type(returned).__name__)}, not a list of {plural(count, 'number')}"
+        )
     try:
         values = list(returned)
     except TypeError:
         raise RewardFailed(
-            f"reward {name} returned {one_line(repr(returned), 60)}, not a list of {count} numbers"
+            f"reward {name} returned {one_line(repr(returned), 60)}, not a list of {plural(count, 'number')}"
         ) from None
     if len(values) != count:
-        raise RewardFailed(f"reward {name} returned {len(values)} values for {count} samples")
+        raise RewardFailed(f"reward {name} returned {plural(len(values), 'value')} for {plural(count, 'sample')}")
     return [_number(name, value, sample) for sample, value in enumerate(values, first)]
 
 

@@ -19,6 +19,7 @@ from outpace.references import is_reference, load_function
 from outpace.rewards.evaluator import is_evaluator
 from outpace.runtime.code import Source, by_value
 from outpace.runtime.signature import BY_KEYWORD, named, parameters_of
+from outpace.wording import with_article
 
 SETTING = "rewards.functions"
 ALWAYS_GIVEN = ("prompts", "completions")
@@ -149,7 +150,9 @@ def _load(given: str | Reward, config: Config) -> Callable[..., Any]:
     if not isinstance(given, str):
         if callable(given):
             return given
-        raise BadInput(f"{SETTING}: {given!r} is a {type(given).__name__}, not a function or the name of one")
+        raise BadInput(
+            f"{SETTING}: {given!r} is {with_article(type(given).__name__)}, not a function or the name of one"
+        )
     if is_reference(given):
         return load_function(given, SETTING)
     _check_built_in(given)

@@ -16,6 +16,7 @@ import numpy as np
 from outpace.algorithms.advantages import Doubles, is_uniform
 from outpace.algorithms.credit import CreditSettings, compared_returns, group_advantages, with_advantages
 from outpace.types import OBSERVED, Episode, Outcome, Row, Trajectory
+from outpace.wording import plural
 
 CUT_OFF = ("length", "tokens", "context")
 """Ends of an episode that had more to say: the limit of an answer, of the episode, or of the model."""
@@ -84,7 +85,7 @@ def _too_few(episodes: list[Episode], survivors: int, least: int) -> str:
     if survivors == 0:
         return error
     if survivors < least:
-        return f"{survivors} of {len(episodes)} attempts left, filter.min_group is {least}: {error}"
+        return f"{survivors} of {plural(len(episodes), 'attempt')} left, filter.min_group is {least}: {error}"
     return ""
 
 

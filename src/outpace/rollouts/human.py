@@ -20,6 +20,7 @@ from outpace.errors import RequestFailed
 from outpace.models.chat import Schema, as_messages
 from outpace.rollouts.policy.trajectory import TrajectoryBuilder
 from outpace.types import Answer, Endpoint, Message, StopReason, ToolCall, Trajectory
+from outpace.wording import plural
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ class HumanClient:
         self._person.hear(text)
 
     async def complete(self, prompt: str | Sequence[int], *, role: str = "policy", **overrides: Any) -> Answer:
-        text = prompt if isinstance(prompt, str) else f"[{len(prompt)} tokens]"
+        text = prompt if isinstance(prompt, str) else f"[{plural(len(prompt), 'token')}]"
         return await self.chat([{"role": "text", "content": text}], role=role, **overrides)
 
     async def endpoint(self, role: str = "policy") -> Endpoint:

@@ -22,6 +22,7 @@ from outpace.errors import BadInput, one_line
 from outpace.protocols import TaskSource
 from outpace.tasks.fingerprint import Indices, content, digest_of_values
 from outpace.types import Task
+from outpace.wording import plural, with_article
 
 DuplicateIds = Literal["error", "number"]
 
@@ -75,7 +76,7 @@ class Dataset:
 
     def __getitem__(self, index: int) -> Task:
         if not 0 <= index < self._length:
-            raise IndexError(f"{self._name} has {self._length} rows; there is no row {index}")
+            raise IndexError(f"{self._name} has {plural(self._length, 'row')}; there is no row {index}")
         row = self._row(index)
         columns = {name: value for name, value in row.items() if name not in ("prompt", "id")}
         return Task(self._numbered.get(index) or self._id(row.get("id"), index), row["prompt"], columns)
@@ -102,7 +103,7 @@ class Dataset:
     def _row(self, index: int) -> Mapping[str, Any]:
         row = self._rows[index]
         if not isinstance(row, Mapping):
-            raise self._bad_row(index, f"is a {type(row).__name__}, not an object with a prompt")
+            raise self._bad_row(index, f"is {with_article(type(row).__name__)}, not an object with a prompt")
         if row.get("prompt") is None:
             raise self._bad_row(index, f"has no prompt; {_columns(row)}")
         problem = _prompt_problem(row["prompt"])
@@ -171,7 +172,7 @@ class Selection:
 
     def __getitem__(self, index: int) -> Task:
         if not 0 <= index < len(self._indices):
-            raise IndexError(f"there are {len(self._indices)} tasks; there is no task {index}")
+            raise IndexError(f"no task {index} among {plural(len(self._indices), 'task')}")
         return self._source[int(self._indices[index])]
 
     def digest(self, indices: Indices) -> bytes:

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from outpace.errors import BadInput, one_line
 from outpace.protocols import TaskSource
+from outpace.wording import plural
 
 SURE, SAMPLES = 16, 256
 PATIENCE_S = 0.5
@@ -77,7 +78,7 @@ def fingerprint(source: TaskSource) -> Fingerprint:
 def difference(old: Fingerprint, new: Fingerprint) -> str | None:
     """What has changed, in one line; None: nothing."""
     if old.count != new.count:
-        return f"there are {new.count} tasks, there were {old.count}"
+        return f"{plural(new.count, 'task')} now, {old.count} before"
     before = {sample.index: sample for sample in old.samples}
     for sample in new.samples:
         was = before.get(sample.index, sample)

@@ -8,6 +8,7 @@ from hashlib import blake2b
 from typing import Generic, Literal, TypeVar
 
 from outpace.types import Task
+from outpace.wording import plural
 
 Split = Literal["train", "heldout"]
 Problem = TypeVar("Problem")
@@ -39,5 +40,5 @@ class Shuffled(Generic[Problem]):
 
     def problem(self, index: int) -> Problem:
         if not 0 <= index < len(self):
-            raise IndexError(f"{self._name} has {len(self)} tasks; there is no task {index}")
+            raise IndexError(f"{self._name} has {plural(len(self), 'task')}; there is no task {index}")
         return self._problems[index]

@@ -27,6 +27,7 @@ from outpace.protocols import TaskSource
 from outpace.references import nearest
 from outpace.tasks.problems import Split, split_by_hash
 from outpace.types import Task
+from outpace.wording import plural
 
 FAMILY = "reasoning_gym"
 SIZE, HELDOUT_SIZE = 5000, 500
@@ -70,7 +71,7 @@ class Generated:
 
     def __getitem__(self, index: int) -> Task:
         if not 0 <= index < self._size:
-            raise IndexError(f"{self._name} has {self._size} tasks; there is no task {index}")
+            raise IndexError(f"{self._name} has {plural(self._size, 'task')}; there is no task {index}")
         with self._lock:
             entry = next((one for one in self._tried(index) if self._is_mine(one["question"])), None)
         if entry is None:

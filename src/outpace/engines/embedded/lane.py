@@ -29,6 +29,7 @@ from outpace.engines.embedded.stopping import Decode, StopStrings
 from outpace.engines.noise import SEED_MASK, noise
 from outpace.errors import ContextFull, RequestFailed
 from outpace.types import Generation, Ints, Sampling, Version
+from outpace.wording import plural
 
 KvPolicy = Literal["keep", "recompute"]
 
@@ -106,7 +107,7 @@ class Lane:
         """Queue a request, or raise and leave the lane as it was: `RequestFailed` when it can never be served."""
         room = self.decoder.context - len(prompt)
         if room <= 0:
-            raise ContextFull(f"the prompt has {len(prompt)} tokens, the context {self.decoder.context}")
+            raise ContextFull(f"the prompt has {plural(len(prompt), 'token')}, the context {self.decoder.context}")
         check_request(prompt, sampling, self.decoder.vocabulary)
         request = Request(
             id=request_id,

@@ -39,6 +39,7 @@ from outpace.errors import ContextFull, OutpaceError, PartFailed, PartLost, Requ
 from outpace.protocols import Engine
 from outpace.runtime.waits import waiting
 from outpace.types import EngineStats, Generation, Ints, LoadReport, Manifest, Member, Sampling, Version
+from outpace.wording import plural
 
 log = logging.getLogger(__name__)
 
@@ -208,7 +209,9 @@ class Fleet:
         request_id = flight.wish.request_id
         if len(flight.causes) > MAX_MOVES:
             causes = "; ".join(dict.fromkeys(flight.causes))
-            raise RequestFailed(f"request {request_id} was lost {len(flight.causes)} times: {causes}") from error
+            raise RequestFailed(
+                f"request {request_id} was lost {plural(len(flight.causes), 'time')}: {causes}"
+            ) from error
         self.moves += 1
         flight.rests_until = time.monotonic() + pause_s(len(flight.causes))
         log.info("request %s goes on from token %d: %s", request_id, len(flight.answer), error)

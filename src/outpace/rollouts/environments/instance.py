@@ -15,6 +15,7 @@ from typing import Any
 from outpace.errors import BadInput, one_line
 from outpace.rollouts.tools.functions import Tool, tools_of
 from outpace.runtime.signature import accepted
+from outpace.wording import with_article
 
 
 class Unusable(Exception):
@@ -68,7 +69,7 @@ def _tools(environment: type, setting: str) -> dict[str, Tool]:
 
 def _text(returned: Any) -> str | None:
     if returned is not None and not isinstance(returned, str):
-        raise Unusable(f"reset returned a {type(returned).__name__}, not text or None")
+        raise Unusable(f"reset returned {with_article(type(returned).__name__)}, not text or None")
     return returned
 
 

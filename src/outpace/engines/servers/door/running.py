@@ -18,6 +18,7 @@ from outpace.engines.continuing import Continued
 from outpace.engines.servers.spec import Ask, Piece, Span
 from outpace.errors import RequestFailed, ServerFailed, ServerFaulty
 from outpace.types import Generation, Ints, Sampling, StopReason, Version
+from outpace.wording import plural
 
 _NONE = np.zeros(0, dtype=np.int32)
 
@@ -41,7 +42,7 @@ class Part:
 
     def take(self, piece: Piece) -> None:
         if len(piece.tokens) != len(piece.logprobs):
-            raise ServerFaulty(f"{len(piece.tokens)} tokens came with {len(piece.logprobs)} logprobs")
+            raise ServerFaulty(f"{plural(len(piece.tokens), 'token')} came with {len(piece.logprobs)} logprobs")
         if len(self.tokens) + len(piece.tokens) > self.ask.sampling.max_tokens:
             raise ServerFaulty(f"more than the {self.ask.sampling.max_tokens} tokens came that were asked for")
         self.tokens += piece.tokens

@@ -36,6 +36,7 @@ from outpace.errors import (
     one_line,
 )
 from outpace.types import Generation, Ints, Sampling, StopReason, Version
+from outpace.wording import plural
 
 log = logging.getLogger(__name__)
 
@@ -237,5 +238,5 @@ class Sender:
         if context is None:
             return sampling
         if len(token_ids) >= context:
-            raise ContextFull(f"the prompt has {len(token_ids)} tokens, the context {context}")
+            raise ContextFull(f"the prompt has {plural(len(token_ids), 'token')}, the context {context}")
         return msgspec.structs.replace(sampling, max_tokens=min(sampling.max_tokens, context - len(token_ids)))

@@ -21,6 +21,7 @@ from outpace.engines.servers.pieces import checked_logprobs, complaint
 from outpace.engines.servers.spec import Piece, Span
 from outpace.errors import ServerFaulty, one_line
 from outpace.types import StopReason, Version
+from outpace.wording import plural
 
 Entry = tuple[float | None, int, str | None]
 """One token: its logprob, its id, its text."""
@@ -87,10 +88,10 @@ class Reader:
         entries, fresh = meta.output_token_logprobs, meta.completion_tokens - self._had
         if fresh < 0:
             raise ServerFaulty(
-                f"{self._where}: {self._had} tokens have come, and then it counts {meta.completion_tokens}"
+                f"{self._where}: it sent {plural(self._had, 'token')}, and then it counts {meta.completion_tokens}"
             )
         if len(entries) < fresh:
-            raise ServerFaulty(f"{self._where}: {fresh} tokens came with {len(entries)} logprobs")
+            raise ServerFaulty(f"{self._where}: {plural(fresh, 'token')} came with {len(entries)} logprobs")
         return entries[len(entries) - fresh :]
 
     def _stop(self, ending: _Ending) -> StopReason:

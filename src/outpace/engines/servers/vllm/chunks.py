@@ -15,6 +15,7 @@ from outpace.engines.servers.spec import STALE, Piece, Span
 from outpace.engines.servers.vllm.labels import version_of
 from outpace.errors import ServerFailed, ServerFaulty, one_line
 from outpace.types import StopReason
+from outpace.wording import plural
 
 _STOPS: dict[str, StopReason] = {"stop": "stop", "length": "length", "abort": "aborted", "repetition": "stop"}
 
@@ -71,7 +72,7 @@ def _logprobs(where: str, choice: _Choice, count: int) -> list[float]:
     elif choice.logprobs is not None and choice.logprobs.token_logprobs is not None:
         found = choice.logprobs.token_logprobs
     if len(found) != count:
-        raise ServerFaulty(f"{where}: {count} tokens came with {len(found)} logprobs")
+        raise ServerFaulty(f"{where}: {plural(count, 'token')} came with {len(found)} logprobs")
     return checked_logprobs(where, found)
 
 
