@@ -76,7 +76,7 @@ def test_a_run_that_is_done_says_so_when_it_is_resumed_and_starts_nothing(tmp_pa
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
     again = run_command("train", "--resume", str(run))
     assert (again.returncode, again.stderr) == (0, "")
-    assert again.stdout == f"{run}: all 1 steps are done; go on with --run.steps 2\n"
+    assert again.stdout == f"{run}: done, after 1 step; go on with --run.steps 2\n"
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()} == before
 
 

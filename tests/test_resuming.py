@@ -96,7 +96,7 @@ def checkpoint_of(run: Path, version: int) -> Path:
 def test_a_run_is_not_resumed_to_fewer_steps_or_with_another_tokenizer_and_keeps_its_journal(run: Path) -> None:
     before = sorted((run / "journal").iterdir())
     checkpoint = checkpoint_of(run, 5)
-    with pytest.raises(BadInput, match=r"run\.steps: the run has 5 steps already, 3 are fewer"):
+    with pytest.raises(BadInput, match=r"run\.steps: the run has 5 steps already"):
         past_of(run, checkpoint, replace(SETTINGS, steps=3), ORDER, "digest", usable=True)
     with pytest.raises(BadInput, match="another tokenizer"):
         past_of(run, checkpoint, SETTINGS, ORDER, "another", usable=True)
@@ -119,5 +119,5 @@ def test_changed_tasks_are_refused_or_accepted_but_never_more_or_fewer(tmp_path:
     with pytest.raises(BadInput, match=r"task 1, '1', is not what it was; --tasks\.changed accept"):
         check_tasks(tmp_path, fingerprint(tasks("a", "c")), accept=False)
     assert not check_tasks(tmp_path, fingerprint(tasks("a", "c")), accept=True)
-    with pytest.raises(BadInput, match="there are 3 tasks, there were 2"):
+    with pytest.raises(BadInput, match="3 tasks now, 2 before"):
         check_tasks(tmp_path, fingerprint(tasks("a", "b", "c")), accept=True)

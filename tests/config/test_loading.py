@@ -66,7 +66,7 @@ def test_what_is_no_number_survives_too() -> None:
         ({"a": [1, {"b": [None]}]}, "tasks.options.a.b", "there is no null"),
         ({"a": date(2020, 1, 1)}, "tasks.options.a", "is a date"),
         ({"a": (1, 2)}, "tasks.options.a", "is a tuple"),
-        ({"a": {3: 1}}, "tasks.options.a: the name 3", "is a "),
+        ({"a": {3: 1}}, "tasks.options.a: the name 3", "is an object"),
         ({"a": "\ud800"}, "tasks.options.a", "half a character"),
         ({"b": {"\ud800": 1}}, "tasks.options.b", "half a character"),
     ],

@@ -137,7 +137,7 @@ def test_a_finished_run_that_is_given_more_steps_goes_on() -> None:
 
 def test_a_checkpoint_made_with_other_tasks_is_refused() -> None:
     checkpoint = stopped_at(1, SMALL)
-    with pytest.raises(BadInput, match="there are 11 tasks, the run began with 10"):
+    with pytest.raises(BadInput, match="the run began with 10 tasks, now there are 11"):
         resume(replace(SMALL, tasks=11), checkpoint)
     with pytest.raises(BadInput, match=r"run\.seed is 1, the run began with 0"):
         resume(SMALL, checkpoint, seed=1)

@@ -155,7 +155,7 @@ async def test_all_kinds_of_numbers_are_taken(values: Any) -> None:
         ([1.0, [1.0]], "returned [1.0] for sample 1"),
         ([1.0, 10**400], "for sample 1"),
         ([1.0, np.array([1.0, 2.0])], "for sample 1"),
-        ([1.0], "returned 1 values for 2 samples"),
+        ([1.0], "returned 1 value for 2 samples"),
         ([1.0] * 3, "returned 3 values for 2 samples"),
         (1.0, "returned 1.0, not a list of 2 numbers"),
         (None, "returned None, not a list"),

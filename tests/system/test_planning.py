@@ -268,7 +268,7 @@ def test_a_run_whose_steps_are_done_is_known_as_such(tmp_path: Path) -> None:
     done = already_done(plan, tmp_path)
     assert done is not None
     assert done.steps == 4
-    assert nothing_left(plan) == "all 4 steps are done; go on with --run.steps 8"
+    assert nothing_left(plan) == "done, after 4 steps; go on with --run.steps 8"
 
 
 @pytest.mark.parametrize(("ended", "steps"), [({}, 5), ({"exit": 3}, 4)])

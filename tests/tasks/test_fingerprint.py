@@ -114,7 +114,7 @@ def test_the_difference_says_what_is_different() -> None:
         return difference(old, fingerprint(Dataset(changed)))
 
     assert said(rows) is None
-    assert said([*rows, {"prompt": "c"}]) == "there are 3 tasks, there were 2"
+    assert said([*rows, {"prompt": "c"}]) == "3 tasks now, 2 before"
     assert said([rows[0], {"prompt": "b", "id": "z"}]) == "task 1 is 'z', it was 'y'"
     assert said([rows[0], {"prompt": "c", "id": "y"}]) == "task 1, 'y', is not what it was"
     hidden = plain()
@@ -170,7 +170,7 @@ def test_generated_tasks_differ_by_their_seed_and_their_number() -> None:
     old = fingerprint(Countdown("train", 0, 500))
     assert difference(old, fingerprint(Countdown("train", 0, 500))) is None
     assert "countdown/train/1/0" in str(difference(old, fingerprint(Countdown("train", 1, 500))))
-    assert difference(old, fingerprint(Countdown("train", 0, 501))) == "there are 501 tasks, there were 500"
+    assert difference(old, fingerprint(Countdown("train", 0, 501))) == "501 tasks now, 500 before"
 
 
 def test_a_list_of_tasks_counts_as_a_whole() -> None:

@@ -79,6 +79,8 @@ class Serving:
 
     async def load(self, action: ev.LoadWeights) -> None:
         engine, version, life = action.engine, action.version, self._care.life(action.engine)
+        if engine not in self._parts.engines:
+            return  # it has left the run since the order; EngineLeft is in the queue
         with self._recorder.span(engine, f"load {version}"):
             late = asyncio.get_running_loop().call_later(
                 max(LATE_S, LATE_TIMES * self._longest_s), self._late, action, life
