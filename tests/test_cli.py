@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,17 @@ def test_whoever_has_read_enough_sees_no_traceback() -> None:
     assert (process.wait(60), said) == (cli.EXIT_NOBODY_READS, "")
 
 
-@pytest.mark.parametrize("verb", ["eval", "play", "serve", "agree"])
+def test_a_dry_run_shows_the_gpu_of_every_process_and_is_a_config(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    assert cli.main(["train", "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "# learner: GPU 4\n# engine-0: GPU 6\n" in said
+    assert tomllib.loads(said)["engine"]["kind"] == "embedded"
+
+
+@pytest.mark.parametrize("verb", ["eval", "play", "serve", "agree", "doctor"])
 def test_the_help_of_commands_that_take_settings_says_so(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main([verb, "--help"])

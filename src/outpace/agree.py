@@ -19,11 +19,11 @@ from outpace.checkpoint.commit import newest_complete
 from outpace.checkpoint.retention import CHECKPOINTS
 from outpace.config.loading import load_config, parse_arguments
 from outpace.errors import BadInput
-from outpace.parts import PartSpecs
+from outpace.parts import PartSpecs, start_engines
 from outpace.pipeline.agreement import agreements
 from outpace.pipeline.verdicts import HIGH, Agreement
 from outpace.planning import Objects, config_of_run, make_plan
-from outpace.protocols import Engine, Learner, Worker
+from outpace.protocols import Learner, Worker
 from outpace.runtime.local import LocalRuntime
 from outpace.runtime.scratch import Scratch
 from outpace.runtime.together import together
@@ -67,10 +67,10 @@ async def _measure(plan: Plan, directory: Path, checkpoint: Path | None) -> dict
     specs = PartSpecs(plan.config, directory, scratch.path, plan.code)
     try:
         sampling = specs.engines()
-        learner, worker, *started = await together(
+        learner, started, worker = await together(
             runtime.start(Learner, *specs.learner()),
+            start_engines(runtime, sampling),
             *(runtime.start(Worker, *spec) for spec in specs.workers()),
-            *(runtime.start(Engine, *spec) for spec in sampling),
         )
         engines = {spec.name: engine for (spec, _), engine in zip(sampling, started, strict=True)}
         version = 0 if checkpoint is None else await learner.load(str(checkpoint))

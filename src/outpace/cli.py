@@ -115,6 +115,7 @@ def _complain(error: OutpaceError) -> int:
 def train(arguments: argparse.Namespace, settings: list[str]) -> int:
     from outpace.config.loading import dump_toml, load_config
     from outpace.config.rules import resolve
+    from outpace.placement import placement_of
     from outpace.planning import Objects, config_of_run, make_plan
     from outpace.trainer import run_plan
 
@@ -126,7 +127,9 @@ def train(arguments: argparse.Namespace, settings: list[str]) -> int:
     else:
         config = load_config(arguments.config, settings)
     if arguments.dry_run:
-        print(dump_toml(resolve(config)), end="")
+        resolved = resolve(config)
+        print(dump_toml(resolved), end="")
+        print("\n" + "\n".join(f"# {line}" for line in placement_of(resolved).lines()))
         return 0
     run_plan(make_plan(config, Objects(), arguments.quiet), resume=resumes)
     return 0
@@ -169,10 +172,11 @@ def simulate(arguments: argparse.Namespace, settings: list[str]) -> int:
 
 
 def doctor(arguments: argparse.Namespace, settings: list[str]) -> int:
+    from outpace.config.loading import load_config
+    from outpace.config.rules import resolve
     from outpace.observe.doctor import doctor as examine
 
-    _no_settings(settings)
-    return examine()
+    return examine(resolve(load_config(arguments.config, settings)))
 
 
 def bench(arguments: argparse.Namespace, settings: list[str]) -> int:
@@ -365,7 +369,8 @@ def _parser() -> argparse.ArgumentParser:
     this.add_argument("--quiet", action="store_true", help="print the result only")
     this.set_defaults(verb=simulate)
 
-    this = verbs.add_parser("doctor", help="check this machine", allow_abbrev=False)
+    this = verbs.add_parser("doctor", help="check this machine", epilog=SETTINGS_TOO, allow_abbrev=False)
+    this.add_argument("config", nargs="?", type=Path, help="a run's TOML or YAML file; without one, the defaults")
     this.set_defaults(verb=doctor)
 
     this = verbs.add_parser("bench", help="measure against the limit", allow_abbrev=False)

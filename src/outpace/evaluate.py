@@ -12,10 +12,10 @@ from outpace.checkpoint.export import export
 from outpace.config import Config
 from outpace.config.loading import load_config
 from outpace.errors import BadInput
-from outpace.parts import PartSpecs
+from outpace.parts import PartSpecs, start_engines
 from outpace.pipeline.evaluation import Evaluation, Evaluator
 from outpace.planning import Objects, config_of_run, make_plan
-from outpace.protocols import Engine, Worker
+from outpace.protocols import Worker
 from outpace.runtime.local import LocalRuntime
 from outpace.runtime.scratch import Scratch
 from outpace.runtime.together import together
@@ -54,11 +54,10 @@ async def _evaluate(plan: Plan, directory: Path) -> Evaluation:
     specs = PartSpecs(plan.config, directory, scratch.path, plan.code)
     try:
         engines = specs.engines()
-        started = await together(
-            *(runtime.start(Engine, *engine) for engine in engines),
+        _, *workers = await together(
+            start_engines(runtime, engines),
             *(runtime.start(Worker, *worker) for worker in specs.workers()),
         )
-        workers = started[len(engines) :]
         members = [Member(name, socket, serves=True) for name, socket in specs.sockets.items()]
         await together(*(worker.fleet(members) for worker in workers))
         evaluator = Evaluator(plan.eval_count, plan.config.eval.max_running)

@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Sequence
+from collections import defaultdict
+from collections.abc import Awaitable, Collection, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from outpace.config import Config
+from outpace.placement import ON_CPU, VARIABLE, GpuAssignment, placement_of
 from outpace.protocols import Engine
 from outpace.resources import child_environment, engine_threads, learner_threads
 from outpace.runtime import code
 from outpace.runtime.peers import peer
 from outpace.runtime.scratch import files_of
-from outpace.runtime.spec import START_DEADLINE_S, PartSpec
+from outpace.runtime.spec import START_DEADLINE_S, PartSpec, Runtime
+from outpace.runtime.together import together
 from outpace.types import Member
 
 if TYPE_CHECKING:
@@ -45,6 +49,7 @@ class PartSettings(msgspec.Struct, frozen=True):
     scratch: str
     index: int = 0  # of an engine
     url: str = ""  # of the server behind it, if that is running already
+    gpus: GpuAssignment = ON_CPU  # of this part
 
     @property
     def parsed(self) -> Config:
@@ -59,13 +64,17 @@ class PartSpecs:
     """The parent's side: what each part of one start is told, and the environment its process gets."""
 
     def __init__(self, config: Config, run_dir: Path, scratch: Path, code: bytes = b"") -> None:
-        self._config = config
+        self.placement = placement_of(config)
+        # Children see their own GPUs only, so what follows from all of them is decided here.
+        weights = config.weights.model_copy(update={"transport": self.placement.transport})
+        config = self._config = config.model_copy(update={"weights": weights})
         settings = PartSettings(config.model_dump(), secrets.token_hex(8), str(run_dir.absolute()), str(scratch))
         self._facts: dict[str, Any] = msgspec.to_builtins(settings)
         self._token = secrets.token_hex(16)
         self._scratch = scratch
         self._code = code
         self.sockets: dict[str, str] = {}  # of the engines, by name
+        self.assigned: dict[str, GpuAssignment] = {}  # of the engines, by name
         self._learner_socket = str(scratch / f"{LEARNER}.sock")
         self._sends = config.weights.transport == "collective"  # then engines ask the learner for weights
         files = files_of(scratch)
@@ -75,17 +84,26 @@ class PartSpecs:
     def engines(self) -> list[tuple[PartSpec, dict[str, str]]]:
         engine = self._config.engine
         assert engine.count is not None, "the config was resolved"
-        return [self.engine(index, engine.urls[index] if engine.urls else "") for index in range(engine.count)]
+        gpus = self.placement.engines
+        return [
+            self._engine(index, engine.urls[index] if engine.urls else "", gpus[index]) for index in range(engine.count)
+        ]
 
-    def engine(self, index: int, url: str) -> tuple[PartSpec, dict[str, str]]:
+    def joining_engine(self, url: str, others: Collection[str]) -> tuple[PartSpec, dict[str, str]]:
+        """For an engine that is started while `others` run."""
+        running = [self.assigned[name] for name in others]
+        return self._engine(len(self.sockets), url, ON_CPU if url else self.placement.joining(running))
+
+    def _engine(self, index: int, url: str, gpus: GpuAssignment) -> tuple[PartSpec, dict[str, str]]:
         """`url`: of a server that is running already; empty: there is none, or it is to be started."""
         name = engine_name(index)
+        self.assigned[name] = gpus
         self.sockets[name] = str(self._scratch / f"{name}.sock")
         spec = PartSpec(
             name,
             "outpace.parts:build_engine",
             "outpace.protocols:Engine",
-            self._facts | {"index": index, "url": url},
+            self._facts | {"index": index, "url": url, "gpus": msgspec.to_builtins(gpus)},
             listen=self.sockets[name],
             token=self._token,
             peers={LEARNER: self._learner_socket} if self._sends else {},
@@ -93,18 +111,18 @@ class PartSpecs:
             start_s=max(START_DEADLINE_S, self._config.launch.start_s + GRACE_S),
         )
         embedded = self._config.engine.kind == "embedded"
-        return spec, child_environment(engine_threads(self._config) if embedded else 1)
+        return spec, child_environment(engine_threads(self._config) if embedded else 1) | gpus.environment
 
     def learner(self) -> tuple[PartSpec, dict[str, str]]:
         spec = PartSpec(
             LEARNER,
             "outpace.parts:build_learner",
             "outpace.protocols:Learner",
-            self._facts,
+            self._facts | {"gpus": msgspec.to_builtins(self.placement.learner)},
             listen=self._learner_socket if self._sends else None,
             token=self._token,
         )
-        return spec, child_environment(learner_threads(self._config))
+        return spec, child_environment(learner_threads(self._config)) | self.placement.learner.environment
 
     def workers(self) -> list[tuple[PartSpec, dict[str, str]]]:
         return [
@@ -119,10 +137,22 @@ class PartSpecs:
                     # Children are told by the controller who samples: one that starts again must not wait for the dead.
                     peers=dict(self.sockets) if self._config.run.runtime == "inline" else {},
                 ),
-                child_environment(1, gpu=False) | self._temporary_files,
+                child_environment(1) | {VARIABLE: ",".join(self.placement.workers)} | self._temporary_files,
             )
             for index in range(self._config.rollout.workers)
         ]
+
+
+async def start_engines(runtime: Runtime, engines: Sequence[tuple[PartSpec, dict[str, str]]]) -> list[Engine]:
+    """All at once, but servers that share a GPU one after the other: each measures what is free when it starts."""
+    turns: defaultdict[tuple[str, ...], asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    async def start(spec: PartSpec, environment: dict[str, str]) -> Engine:
+        gpus = settings_of(spec).gpus
+        async with turns[tuple(gpus.gpus)] if gpus.memory < 1 else nullcontext():
+            return await runtime.start(Engine, spec, environment)
+
+    return await together(*(start(*engine) for engine in engines))
 
 
 def settings_of(spec: PartSpec) -> PartSettings:
@@ -140,6 +170,7 @@ async def build_engine(spec: PartSpec, peers: dict[str, Any]) -> object:
         spec.name,
         settings.index,
         url=settings.url,
+        gpus=settings.gpus,
         incarnation=settings.incarnation,
         scratch=Path(settings.scratch),
         logs=Path(settings.run_dir) / "logs",
@@ -180,6 +211,7 @@ def _learner(settings: PartSettings) -> object:
         LearnerSettings(
             config=config,
             device=_device(config.run.device),
+            gpu_memory=settings.gpus.memory,
             threads=learner_threads(config),
             incarnation=settings.incarnation,
             journal=settings.journal,

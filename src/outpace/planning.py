@@ -28,8 +28,8 @@ from outpace.models.loading import resolve_model
 from outpace.models.tokenizer_files import tokenizer_digest
 from outpace.observe.callbacks import Callback
 from outpace.observe.summary import Summary
+from outpace.placement import placement_of, uses_gpu
 from outpace.protocols import Reward, Rollout, TaskSource
-from outpace.resources import learner_gpu_share, uses_gpu
 from outpace.rewards.registry import check_rewards
 from outpace.rollouts.assembly import check_assembly
 from outpace.rollouts.environments.kinds import Given
@@ -137,9 +137,9 @@ def nothing_left(plan: Plan) -> str:
 
 def _check_serving(config: Config) -> None:
     """What can be seen, within a second or so, of a run's servers and of the way of its weights."""
-    learner_gpu_share(config)  # refuses budgets that one GPU cannot hold
     if config.weights.transport == "ipc" and not uses_gpu(config):
         raise BadInput('weights.transport: "ipc" shares the memory of a GPU, and there is none here; use "memory"')
+    placement_of(config)  # refuses what the GPUs cannot hold
     if config.weights.dir is not None:
         _check_writable(Path(config.weights.dir))
     if config.engine.kind != "embedded" and not config.engine.urls:

@@ -19,13 +19,13 @@ from typing import Any
 from outpace.config import Config
 from outpace.config.files import read_file
 from outpace.config.loading import flatten, make_config, parse_arguments
-from outpace.engines.servers.choices import kind_of, needs_plugin, server_count
+from outpace.engines.servers.choices import kind_of, needs_plugin
 from outpace.engines.servers.starting.launching import free_port
 from outpace.engines.servers.starting.readiness import why_ended
 from outpace.engines.servers.starting.start import Recipe, Started, start_server
 from outpace.errors import BadInput, ServerGone
 from outpace.observe.startup import Telling
-from outpace.resources import transport
+from outpace.placement import placement_of
 from outpace.runtime.guardian import Guardian
 
 
@@ -55,9 +55,9 @@ def plugin_home() -> Path:
 
 async def _show(config: Config) -> None:
     recipe = await Recipe.of(config, plugin_home())
-    for index in range(server_count(config)):
+    for index, gpus in enumerate(placement_of(config).engines):
         port = config.launch.port + index if config.launch.port else free_port()
-        print(recipe.command(port).shown(os.environ))
+        print(recipe.command(port, gpus).shown(os.environ))
 
 
 async def _serve(config: Config) -> None:
@@ -83,10 +83,10 @@ async def _start_and_stay(config: Config, mark: Mapping[str, str]) -> None:
     recipe = await Recipe.of(config, plugin_home())
     started: list[Started] = []
     try:
-        for index in range(server_count(config)):
+        for index, gpus in enumerate(placement_of(config).engines):
             log = logs / f"server-{index}.log"
             _say(f"{kind_of(config)} {recipe.found.version} starts; its log is {log}")
-            started.append(await start_server(recipe, index, log, Telling(_say), mark))
+            started.append(await start_server(recipe, index, log, Telling(_say), mark, gpus))
         print(_announced(config, [each.server.url for each in started]), flush=True)
         _say("Ctrl-C ends it")
         await _until_one_ends(started)
@@ -110,7 +110,7 @@ def _announced(config: Config, urls: Sequence[str]) -> str:
     addresses = ", ".join(f'"{url}"' for url in urls)
     lines = ["[engine]", f'kind = "{kind_of(config)}"', f"urls = [{addresses}]"]
     if needs_plugin(config):
-        lines += ["", "[weights]", f'transport = "{transport(config)}"']
+        lines += ["", "[weights]", f'transport = "{placement_of(config).transport}"']
     return "\n".join(lines)
 
 

@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,7 +28,7 @@ from outpace.observe.callbacks import Callback, CallbackRunner
 from outpace.observe.console import ProgressConsole
 from outpace.observe.runlog import RunLog
 from outpace.observe.summary import Summary
-from outpace.parts import PartSpecs
+from outpace.parts import PartSpecs, start_engines
 from outpace.pipeline.agreement import check_engines
 from outpace.pipeline.budget import Limits
 from outpace.pipeline.caretaker import CareSettings
@@ -46,12 +45,12 @@ from outpace.pipeline.replay import ReplaySettings
 from outpace.pipeline.staff import Parts
 from outpace.pipeline.supervisor import SuperviseSettings
 from outpace.protocols import Engine, Learner, Worker
-from outpace.resources import countable_cores, shares_gpu
+from outpace.resources import countable_cores
 from outpace.resuming import Past, check_tasks, note_tasks, past_of, same_making
 from outpace.runtime.inline import InlineRuntime
 from outpace.runtime.local import LocalRuntime
 from outpace.runtime.scratch import Scratch
-from outpace.runtime.spec import PartSpec, Runtime
+from outpace.runtime.spec import Runtime
 from outpace.runtime.together import together
 from outpace.saving import Checkpoints
 from outpace.tasks.fingerprint import Fingerprint
@@ -167,7 +166,7 @@ class Session:
             await self._agree(parts, past.version, recorder.console.status)
             core = Core(settings, order, past.state, past.survivors, past.evaluated)
             await asyncio.to_thread(self._open_log, recorder, past)
-            self._driver = self._make_driver(core, parts, recorder, past, self._recruit(runtime, specs))
+            self._driver = self._make_driver(core, parts, recorder, past, self._recruit(parts, specs))
             if self._stop_wanted:
                 self._driver.stop()
             await recorder.training_begins(parts.engines, parts.learner)
@@ -222,7 +221,7 @@ class Session:
         try:
             learner, others, workers = await together(
                 runtime.start(Learner, *specs.learner()),
-                self._start_engines(runtime, engines),
+                start_engines(runtime, engines),
                 together(*(runtime.start(Worker, *worker) for worker in specs.workers())),
             )
         finally:
@@ -236,23 +235,21 @@ class Session:
             urls=dict(zip(specs.sockets, self._config.engine.urls, strict=False)),
         )
 
-    async def _start_engines(self, runtime: Runtime, engines: list[tuple[PartSpec, dict[str, str]]]) -> list[Engine]:
-        """Side by side, but on a GPU one after the other: each server measures what memory is free when it starts."""
-        starts = [partial(runtime.start, Engine, *engine) for engine in engines]
-        if shares_gpu(self._config):
-            return [await start() for start in starts]
-        return await together(*(start() for start in starts))
-
-    def _recruit(self, runtime: Runtime, specs: PartSpecs) -> Recruit | None:
+    def _recruit(self, parts: Parts, specs: PartSpecs) -> Recruit | None:
         """Engines may join what is not in lockstep and has processes of its own."""
         if self._config.run.deterministic or self._config.run.runtime == "inline":
             return None
+        runtime, starting = parts.runtime, set[str]()
 
         async def recruit(url: str) -> tuple[str, str, Engine]:
             if url and self._config.engine.kind == "embedded":
                 raise BadInput("the engines of this run are embedded; a server can join one of vllm or sglang")
-            spec, environment = specs.engine(len(specs.sockets), url)
-            return spec.name, specs.sockets[spec.name], await runtime.start(Engine, spec, environment)
+            spec, environment = specs.joining_engine(url, starting | parts.engines.keys())
+            starting.add(spec.name)
+            try:
+                return spec.name, specs.sockets[spec.name], await runtime.start(Engine, spec, environment)
+            finally:
+                starting.discard(spec.name)
 
         return recruit
 

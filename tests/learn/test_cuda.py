@@ -12,8 +12,9 @@ from transformers import LlamaForCausalLM
 from outpace.learn import state
 from outpace.learn.core import LearnerCore
 from outpace.learn.forward import PackedForward, PaddedForward, Wanted
+from outpace.learn.learner import TorchLearner
 from outpace.learn.packing import pack
-from outpace.learn.settings import CoreSettings
+from outpace.learn.settings import CoreSettings, LearnerSettings
 from outpace.learn.state_copy import Copies
 from outpace.types import Row
 from outpace.weights.store import SnapshotWriter, read_snapshot
@@ -107,3 +108,12 @@ def test_a_copy_of_a_state_on_the_gpu_is_taken_before_training_goes_on(
     state.restore(core, tmp_path)
     for name, parameter in core.parameters.items():
         assert torch.equal(parameter, before[name])
+
+
+def test_cudnn_plans_no_attention_of_the_learner(make_llama: MakeLlama, tmp_path: Path) -> None:
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    settings = LearnerSettings(
+        config=resolved({}), device="cuda", journal=tmp_path, snapshots=tmp_path / "weights", incarnation="i"
+    )
+    TorchLearner(settings, make_llama().cuda())
+    assert not torch.backends.cuda.cudnn_sdp_enabled()

@@ -18,6 +18,7 @@ from outpace.observe.doctor import (
     check_cache,
     check_extras,
     check_memory,
+    check_placement,
     check_shared_memory,
     check_starter,
     check_thread_settings,
@@ -98,6 +99,14 @@ def test_this_machine_can_be_examined() -> None:
     assert not checks["torch"].advice
     crowded = examine(make_config({"run.threads": 4096}))
     assert next(check for check in crowded if check.name == "Threads").advice
+
+
+def test_the_placement_is_shown_and_one_that_is_impossible_reported() -> None:
+    shown = check_placement(Config(), ["0", "1"])
+    assert "learner: GPU 0" in shown.found
+    assert "engine-0: GPU 1" in shown.found
+    assert not shown.advice
+    assert check_placement(make_config({"rollout.gpus": 3}), ["0", "1"]).advice.startswith("rollout.gpus: ")
 
 
 def printed(checks: list[Check], monkeypatch: pytest.MonkeyPatch) -> tuple[int, str]:

@@ -209,6 +209,10 @@ def returns_twice(completions: list[str]) -> list[float]:
     return [100.0 if copy else 1.0] * len(completions)
 
 
+def sees_a_gpu(completions: list[str]) -> list[float]:
+    return [float(os.environ["CUDA_VISIBLE_DEVICES"] != "")] * len(completions)
+
+
 def _tell(note: str, what: int) -> None:
     with open(note, "a") as file:
         file.write(f"{what}\n")

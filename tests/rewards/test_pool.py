@@ -442,3 +442,11 @@ async def test_a_call_whose_process_is_killed_by_somebody_else_is_made_once_more
     error = await failure(pool, "is_killed", note=str(tmp_path / "always"), times=9)
     assert "the process of reward is_killed was killed by SIGKILL" in str(error)
     assert len((tmp_path / "always").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize(("visible", "score"), [("GPU-ab", 1.0), ("", 0.0)])
+async def test_a_function_in_a_process_sees_the_gpus_of_its_worker(
+    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch, visible: str, score: float
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert await totals(make_pool("sees_a_gpu"), "sees_a_gpu") == [score, score]

@@ -19,6 +19,7 @@ from outpace.engines.servers.starting.commands import Command, cache_gib, merged
 from outpace.engines.servers.starting.versions import Installed, installed, numbers, refuse_old
 from outpace.errors import BadInput
 from outpace.models.loading import resolve_model
+from outpace.placement import ON_CPU, GpuAssignment
 
 MODEL = resolve_model("starter")
 PYTHON = "/env/bin/python"
@@ -29,9 +30,11 @@ def config(**values: Any) -> Config:
     return make_config(settings | {key.replace("__", "."): value for key, value in values.items()})
 
 
-def command(version: str = "0.32.0", plugin: Path | None = None, **values: Any) -> Command:
+def command(
+    version: str = "0.32.0", plugin: Path | None = None, gpus: GpuAssignment = ON_CPU, **values: Any
+) -> Command:
     return server_command(
-        config(launch__python=PYTHON, **values), MODEL, 8123, Installed(version, version > "0.26"), plugin
+        config(launch__python=PYTHON, **values), MODEL, 8123, Installed(version, version > "0.26"), plugin, gpus
     )
 
 
@@ -72,8 +75,9 @@ def test_a_seed_is_one_that_a_server_can_take() -> None:
 
 def test_a_gpu_gets_a_share_of_memory_and_a_cpu_no_compilation() -> None:
     assert "--enforce-eager" in command().argv
-    gpu = command(run__device="cuda", launch__gpu_memory=0.25)
+    gpu = command(gpus=GpuAssignment(["2", "3"], 0.25))
     assert value(gpu, "--gpu-memory-utilization") == "0.25"
+    assert gpu.env["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert "--enforce-eager" not in gpu.argv
     assert not any(name.startswith("VLLM_CPU") for name in gpu.env)
 

@@ -38,6 +38,7 @@ from outpace.config.loading import load_config
 from outpace.config.rules import resolve
 from outpace.observe.metrics import percentile
 from outpace.parts import PartSpecs, build_worker, engine_name
+from outpace.placement import VARIABLE
 from outpace.resources import child_environment, cores
 from outpace.rollouts.worker import RolloutWorker
 from outpace.runtime import garbage
@@ -61,7 +62,7 @@ SETTINGS = {
 
 def main(words: Sequence[str]) -> int:
     options, settings = take_options(words, {"episodes": 2000, "turns": 4, "tokens": 64, "tool_ms": 1000})
-    os.environ.update(child_environment(1, gpu=False))  # a worker's own; its tokenizer has no threads, for one
+    os.environ.update(child_environment(1) | {VARIABLE: ""})  # a worker's own; its tokenizer has no threads, for one
     load = Load(options["episodes"], options["turns"], options["tokens"], options["tool_ms"])
     result = run(load, settings)
     print_table(result)

@@ -129,6 +129,9 @@ class RolloutConfig(Section):
     """How long one episode may take before it fails."""
     workers: int = Field(default=1, ge=1)
     """How many rollout worker processes."""
+    gpus: int = Field(default=0, ge=0)
+    """GPUs that the workers share, with the reward functions and environments in them: of their own where there are
+    enough, otherwise engines' or the learner's. 0: they see none."""
 
     @property
     def environment_class(self) -> str | None:

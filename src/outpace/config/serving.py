@@ -57,8 +57,9 @@ class LaunchConfig(Section):
     """The port of the first server, the next ones follow; 0 takes free ones."""
     start_s: float = Field(default=600.0, gt=0)
     """How long a server may take until it has answered a first request."""
-    gpu_memory: float = Field(default=0.4, gt=0, lt=1)
-    """The share of an accelerator's memory that a server may take; the learner needs the rest."""
+    gpu_memory: float | None = Field(default=None, gt=0, lt=1)
+    """The share of its GPU's memory that each server takes. Default: servers take 0.9 of a GPU together, 0.4 beside the
+    learner."""
 
     @field_validator("env", mode="before")
     @classmethod

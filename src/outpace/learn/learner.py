@@ -33,7 +33,7 @@ from outpace.learn.policy_weights import published, published_adapter
 from outpace.learn.scoring import sequence_logprobs
 from outpace.learn.settings import CoreSettings, LearnerSettings
 from outpace.learn.state_copy import Copies, StateCopy
-from outpace.resources import limit_gpu_memory
+from outpace.models.device import set_up_device
 from outpace.stopwatch import Stopwatch
 from outpace.types import ChunkReport, Floats, Ints, LearnerStats, Manifest, Place, StepReport, Version
 from outpace.weights.collective import Sender
@@ -130,7 +130,7 @@ class TorchLearner:
         if settings.threads:  # torch's thread count belongs to the thread that sets it
             torch.set_num_threads(settings.threads)
         config = settings.config
-        limit_gpu_memory(config, settings.device)
+        set_up_device(settings.device, settings.gpu_memory)
         torch.manual_seed(config.run.seed)
         if model is None:
             from outpace.models.loading import load_model

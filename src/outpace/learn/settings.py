@@ -86,4 +86,5 @@ class LearnerSettings:
     snapshots: Path
     incarnation: str
     device: str = "cpu"
+    gpu_memory: float = 1.0  # of the GPU's memory, what the learner may take
     threads: int | None = None  # None: torch's own choice

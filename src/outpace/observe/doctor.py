@@ -12,7 +12,7 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,8 @@ from rich.table import Table
 
 import outpace.models
 from outpace.config import Config
+from outpace.errors import BadInput
+from outpace.placement import place, visible_gpus
 from outpace.resources import cores, engine_threads, learner_threads
 from outpace.wording import plural
 
@@ -84,6 +86,7 @@ def examine(config: Config) -> list[Check]:
         check_threads(cores(), engine_threads(config), learner_threads(config)),
         check_thread_settings(cores(), os.environ),
         check_gpu(),
+        check_placement(config, visible_gpus(config)),
         check_extras({extra: importlib.util.find_spec(module) is not None for extra, module in EXTRAS.items()}),
         check_cache(cache_folder(os.environ)),
         check_starter(Path(outpace.models.__file__ or "").parent / "starter"),
@@ -145,6 +148,14 @@ def check_gpu() -> Check:
         return Check("GPU", "none, runs on the CPU")
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return Check("GPU", ", ".join(names))
+
+
+def check_placement(config: Config, gpus: Sequence[str]) -> Check:
+    """Where a run with this config would compute."""
+    try:
+        return Check("Placement", "; ".join(place(config, gpus).lines()))
+    except BadInput as error:
+        return Check("Placement", "not possible", str(error))
 
 
 def check_extras(installed: Mapping[str, bool]) -> Check:

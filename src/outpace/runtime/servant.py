@@ -150,7 +150,7 @@ class Servant:
     async def _start(self) -> None:
         ours, theirs = socket.socketpair()
         reading, writing = os.pipe()
-        environment = {**os.environ, **child_environment(1, gpu=False), MARK: self._mark}
+        environment = {**os.environ, **child_environment(1), MARK: self._mark}
         try:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", self._kind.module, str(theirs.fileno()), str(self._memory_mb), str(os.getpid()),

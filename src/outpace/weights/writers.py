@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from outpace.config import Config
-from outpace.resources import transport
+from outpace.placement import transport_of
 from outpace.types import Manifest, Version
 from outpace.weights.device import DeviceSnapshotWriter
 from outpace.weights.store import SnapshotWriter
@@ -40,7 +40,7 @@ def snapshot_writer(config: Config, device: str, directory: Path, incarnation: s
     """`device` is where the learner's weights are. Adapters and deltas are read from files, wherever that is."""
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     in_files = config.lora.rank > 0 or config.weights.delta
-    if torch.device(device).type == "cuda" and transport(config) == "ipc" and not in_files:
+    if torch.device(device).type == "cuda" and transport_of(config) == "ipc" and not in_files:
         return DeviceSnapshotWriter(device, incarnation, dtype)
     deltas = Path(config.weights.dir or directory) if config.weights.delta else None
     return SnapshotWriter(directory, incarnation, dtype, deltas)

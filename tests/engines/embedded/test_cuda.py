@@ -63,3 +63,10 @@ def test_in_deterministic_mode_no_bit_depends_on_company_on_a_gpu(
         for name, generation in serve(order).items():
             assert generation.tokens.tolist() == alone[name].tokens.tolist()
             assert generation.logprobs.tobytes() == alone[name].logprobs.tobytes()
+
+
+async def test_cudnn_plans_no_attention_of_the_engine(model_of: Callable[..., PreTrainedModel]) -> None:
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    engine = EmbeddedEngine(model_of("llama").cuda(), slots=2)
+    await engine.close()
+    assert not torch.backends.cuda.cudnn_sdp_enabled()

@@ -41,6 +41,7 @@ from outpace.engines.embedded.stopping import Decode
 from outpace.engines.embedded.submissions import Submissions
 from outpace.engines.embedded.tuning import fitting_threads
 from outpace.errors import OutpaceError, PartFailed, RequestFailed
+from outpace.models.device import set_up_device
 from outpace.models.loading import load_model, load_tokenizer
 from outpace.stopwatch import Stopwatch
 from outpace.types import EngineStats, Generation, Ints, LoadReport, Manifest, Sampling, Version
@@ -74,6 +75,7 @@ class EmbeddedEngine:
         if isinstance(model, str):
             tokenizer = tokenizer or load_tokenizer(model, trust_remote_code=trust_remote_code)
             model = load_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+        set_up_device(model.device)
         decoder = build_decoder(model, slots, context, deterministic=deterministic, path=path)
         decode = None if tokenizer is None else _text_decoder(tokenizer)
         self._lanes = Lanes(decoder, STALE if stale else 0, kv, decode)

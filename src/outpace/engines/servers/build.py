@@ -26,7 +26,8 @@ from outpace.engines.servers.transports.memory import MemoryTransport
 from outpace.engines.servers.transports.sglang import SglangAdapters, SglangFiles
 from outpace.errors import BadInput, ServerFailed
 from outpace.models.loading import BUILT_IN, SMOLLM2, resolve_model
-from outpace.resources import engine_threads, transport, uses_gpu
+from outpace.placement import ON_CPU, GpuAssignment, transport_of, uses_gpu
+from outpace.resources import engine_threads
 from outpace.weights.local import LocalSnapshot
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class Place:
     incarnation: str
     scratch: Path
     logs: Path
+    gpus: GpuAssignment
 
 
 async def build_door(
@@ -54,6 +56,7 @@ async def build_door(
     scratch: Path,
     logs: Path,
     stale: bool,
+    gpus: GpuAssignment = ON_CPU,
     send: Send | None = None,
 ) -> Door:
     """Raises `BadInput` where there can be no such server.
@@ -61,7 +64,7 @@ async def build_door(
     `stale`: this engine was there before, and the run has gone on. A server that we start holds the model that the run
     has begun with, which then is the wrong one; one that we find may hold anything. `send` makes the learner send
     weights by a collective."""
-    place = Place(name, index, url, incarnation, scratch, logs)
+    place = Place(name, index, url, incarnation, scratch, logs, gpus)
     tokens = asyncio.create_task(tokens_of(config.model.path, config.model.trust_remote_code))
     try:
         server, process = await (_found if url else _started)(config, place, stale)
@@ -83,7 +86,7 @@ async def _started(config: Config, place: Place, stale: bool) -> tuple[AnyServer
     recipe = await Recipe.of(config, place.scratch, place.incarnation)
     its_log = place.logs / f"{place.name}-server.log"
     try:
-        started = await start_server(recipe, place.index, its_log, log.info)
+        started = await start_server(recipe, place.index, its_log, log.info, gpus=place.gpus)
     except BadInput as error:
         if stale or str(its_log) not in str(error):
             raise
@@ -118,7 +121,7 @@ def wanted(config: Config, tokens: dict[str, list[int]]) -> Wanted:
         dtype=config.model.dtype,
         context=config.engine.context,
         tokenizer=tokens,
-        transport=transport(config),
+        transport=transport_of(config),
         adapters=config.lora.rank > 0,
         temperature=config.rollout.temperature,
     )
@@ -163,7 +166,7 @@ def _door(
 
 def transport_for(config: Config, place: Place, server: AnyServer, send: Send | None) -> Transport:
     """How weights get there. What lies in files lies in a directory of this engine's own."""
-    http, control_s, name = server.http, config.engine.control_s, transport(config)
+    http, control_s, name = server.http, config.engine.control_s, transport_of(config)
     directory = _files_of(config, place)
     copy = LocalSnapshot(_made(place.scratch / f"{place.name}-copy")) if config.weights.delta else None
     if kind_of(config) == "sglang":

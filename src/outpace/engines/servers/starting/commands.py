@@ -26,7 +26,8 @@ from outpace.engines.servers.choices import adapters_at_once, kind_of, needs_plu
 from outpace.engines.servers.starting.launching import HOST
 from outpace.engines.servers.starting.versions import Installed
 from outpace.errors import BadInput
-from outpace.resources import engine_threads, uses_gpu
+from outpace.placement import ON_CPU, GpuAssignment
+from outpace.resources import engine_threads
 
 Flags = list[list[str]]
 """Options in their order, each with its values."""
@@ -69,13 +70,16 @@ def _is_secret(name: str) -> bool:
     return any(word.rstrip("S").endswith(SECRETS) for word in name.upper().split("_"))
 
 
-def server_command(config: Config, model: Path, port: int, found: Installed, plugin: Path | None) -> Command:
-    """`model` is a local directory; `plugin` what is to be on the server's path, if anything is."""
+def server_command(
+    config: Config, model: Path, port: int, found: Installed, plugin: Path | None, gpus: GpuAssignment = ON_CPU
+) -> Command:
+    """`model` is a local directory; `plugin` what is to be on the server's path, if anything is; `gpus` the server's
+    own, none for a server on the CPU."""
     modules = {"vllm": "vllm.entrypoints.openai.api_server", "sglang": "sglang.launch_server"}
     kind = kind_of(config)
-    ours = _vllm_flags(config, model, port, found) if kind == "vllm" else _sglang_flags(config, model, port)
+    ours = _vllm_flags(config, model, port, found, gpus) if kind == "vllm" else _sglang_flags(config, model, port, gpus)
     arguments = [*merged(ours, config.launch.args), *config.launch.args]
-    env = {**base_environment(), **_environment(config, model, plugin), **config.launch.env}
+    env = {**base_environment(), **_environment(config, model, plugin, gpus), **config.launch.env}
     return Command([python_of(config), "-m", modules[kind], *arguments], env)
 
 
@@ -105,7 +109,7 @@ def _spelt(word: str) -> str:
 # ------------------------------------------------------------------------------------------------------------- flags
 
 
-def _vllm_flags(config: Config, model: Path, port: int, found: Installed) -> Flags:
+def _vllm_flags(config: Config, model: Path, port: int, found: Installed, gpus: GpuAssignment) -> Flags:
     flags: Flags = [
         ["--model", str(model)],
         ["--served-model-name", config.model.path],
@@ -127,8 +131,8 @@ def _vllm_flags(config: Config, model: Path, port: int, found: Installed) -> Fla
         flags.append(["--trust-remote-code"])
     if needs_plugin(config):
         flags.append(["--weight-transfer-config", '{"backend":"outpace"}'])
-    if uses_gpu(config):
-        flags.append(["--gpu-memory-utilization", f"{config.launch.gpu_memory:g}"])
+    if gpus.gpus:
+        flags.append(["--gpu-memory-utilization", f"{gpus.memory:g}"])
     else:
         flags.append(["--enforce-eager"])  # compiling for a CPU takes minutes and gains little
     return flags + _vllm_lora_flags(config)
@@ -149,7 +153,7 @@ def _vllm_lora_flags(config: Config) -> Flags:
     ]
 
 
-def _sglang_flags(config: Config, model: Path, port: int) -> Flags:
+def _sglang_flags(config: Config, model: Path, port: int, gpus: GpuAssignment) -> Flags:
     flags: Flags = [
         ["--model-path", str(model)],
         ["--served-model-name", config.model.path],
@@ -157,12 +161,13 @@ def _sglang_flags(config: Config, model: Path, port: int) -> Flags:
         ["--port", str(port)],
         ["--dtype", config.model.dtype],
         ["--max-running-requests", str(config.engine.slots)],
-        ["--mem-fraction-static", f"{config.launch.gpu_memory:g}"],
         ["--sampling-defaults", "openai"],  # none of the model's own: sampling is what a request says
         ["--stream-interval", str(STREAMED_TOGETHER)],
         ["--random-seed", str(config.run.seed % 2**31)],
         ["--enable-metrics"],
     ]
+    if gpus.gpus:
+        flags.append(["--mem-fraction-static", f"{gpus.memory:g}"])
     if config.engine.context is not None:
         flags.append(["--context-length", str(config.engine.context)])
     if config.model.trust_remote_code:
@@ -180,7 +185,7 @@ def _sglang_flags(config: Config, model: Path, port: int) -> Flags:
 # ------------------------------------------------------------------------------------------------------- environment
 
 
-def _environment(config: Config, model: Path, plugin: Path | None) -> dict[str, str]:
+def _environment(config: Config, model: Path, plugin: Path | None, gpus: GpuAssignment) -> dict[str, str]:
     threads = str(engine_threads(config))
     env = {
         "HF_HUB_OFFLINE": "1",  # the model is a directory: there is nothing to ask the hub for
@@ -188,12 +193,13 @@ def _environment(config: Config, model: Path, plugin: Path | None) -> dict[str, 
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": threads,
     }
+    env |= gpus.environment
     if plugin is not None:
         env["PYTHONPATH"] = str(plugin)
-    return env | (_vllm_environment(config, model) if kind_of(config) == "vllm" else {})
+    return env | (_vllm_environment(config, model, bool(gpus.gpus)) if kind_of(config) == "vllm" else {})
 
 
-def _vllm_environment(config: Config, model: Path) -> dict[str, str]:
+def _vllm_environment(config: Config, model: Path, on_gpu: bool) -> dict[str, str]:
     env = {
         "VLLM_SERVER_DEV_MODE": "1",  # pause, update, resume
         "VLLM_NO_USAGE_STATS": "1",
@@ -201,7 +207,7 @@ def _vllm_environment(config: Config, model: Path) -> dict[str, str]:
     }
     if key := os.environ.get(config.engine.api_key_env):
         env["VLLM_API_KEY"] = key
-    if not uses_gpu(config):
+    if not on_gpu:
         env["VLLM_CPU_KVCACHE_SPACE"] = str(cache_gib(config, _read_json(model / "config.json")))
         env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # bound threads of two servers would share the same cores
         env["TORCH_COMPILE_DISABLE"] = "1"  # compiling takes seconds at the first request

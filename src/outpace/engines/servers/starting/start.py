@@ -21,6 +21,7 @@ from outpace.engines.servers.starting.readiness import Say, until_ready
 from outpace.engines.servers.starting.versions import Installed, installed
 from outpace.errors import BadInput
 from outpace.models.loading import resolve_model
+from outpace.placement import ON_CPU, GpuAssignment
 from outpace.weights.plugin import plugin_path
 
 PORTS_TRIED = 5
@@ -56,12 +57,17 @@ class Recipe:
         plugin = await asyncio.to_thread(plugin_path, scratch) if needs_plugin(config) else None
         return cls(config, model, found, plugin, incarnation)
 
-    def command(self, port: int) -> Command:
-        return server_command(self.config, self.model, port, self.found, self.plugin)
+    def command(self, port: int, gpus: GpuAssignment = ON_CPU) -> Command:
+        return server_command(self.config, self.model, port, self.found, self.plugin, gpus)
 
 
 async def start_server(
-    recipe: Recipe, index: int, log: Path, say: Say, mark: Mapping[str, str] | None = None
+    recipe: Recipe,
+    index: int,
+    log: Path,
+    say: Say,
+    mark: Mapping[str, str] | None = None,
+    gpus: GpuAssignment = ON_CPU,
 ) -> Started:
     """The server number `index`, once it has sampled a token. `mark`: by which a guardian finds it, if we are not a
     part that has one already."""
@@ -71,7 +77,7 @@ async def start_server(
     failure = ""
     for _ in range(1 if first else PORTS_TRIED):
         try:
-            return await _start(recipe, first + index if first else free_port(), log, say, mark or {})
+            return await _start(recipe, first + index if first else free_port(), gpus, log, say, mark or {})
         except _PortTaken as taken:
             failure = str(taken)
             say("somebody else has taken the server's port")
@@ -82,8 +88,10 @@ class _PortTaken(Exception):
     """Between our finding it free and the server's asking for it."""
 
 
-async def _start(recipe: Recipe, port: int, log: Path, say: Say, mark: Mapping[str, str]) -> Started:
-    command = recipe.command(port)
+async def _start(
+    recipe: Recipe, port: int, gpus: GpuAssignment, log: Path, say: Say, mark: Mapping[str, str]
+) -> Started:
+    command = recipe.command(port, gpus)
     process = await ServerProcess.launch(command.argv, {**command.env, **mark}, log)
     started = Started(server_at(recipe.config, f"http://{HOST}:{port}", recipe.incarnation), process)
     try:

@@ -1,0 +1,272 @@
+"""Which process computes on which GPU, and how weights then reach the engines.
+
+`place` is a pure function of the config and the visible GPUs. The learner gets the first GPU, engines the others in
+turn; they share the learner's GPU only where there is no other. Launched servers and the learner share a GPU by fixed
+budgets. Each child process sees its own GPUs only, by CUDA_VISIBLE_DEVICES.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from outpace.config import Config
+from outpace.errors import BadInput
+
+Transport = Literal["files", "memory", "ipc", "collective"]
+
+VARIABLE = "CUDA_VISIBLE_DEVICES"
+
+MARGIN = 0.05
+"""Of a shared GPU's memory, for what no budget counts: each process's context, and libraries' own workspaces."""
+
+SMALLEST_LEARNER = 0.1
+"""A learner cannot do useful work with less of a GPU's memory than this."""
+
+SERVERS_ALONE = 0.9
+"""Of a GPU without the learner: what its servers take together unless launch.gpu_memory says otherwise."""
+
+SERVERS_BESIDE_LEARNER = 0.4
+
+PARALLELISM = {
+    "tensor": ("--tensor-parallel-size", "-tp", "--tp-size", "--tp"),
+    "pipeline": ("--pipeline-parallel-size", "-pp", "--pp-size"),
+    "data": ("--data-parallel-size", "-dp", "--dp-size", "--dp"),
+}
+"""Options of vLLM and SGLang that multiply the GPUs of one server."""
+
+
+class GpuAssignment(msgspec.Struct, frozen=True):
+    """The GPUs of one process (none: it computes on the CPU) and its share of each one's memory."""
+
+    gpus: list[str] = []
+    memory: float = 1.0
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {VARIABLE: ",".join(self.gpus)} if self.gpus else {}
+
+
+ON_CPU = GpuAssignment()
+
+
+class Placement(msgspec.Struct, frozen=True):
+    """Where everything of one run computes. GPUs are named as in CUDA_VISIBLE_DEVICES."""
+
+    learner: GpuAssignment
+    engines: list[GpuAssignment]
+    workers: list[str]  # the GPUs that rollout workers may use
+    transport: Transport
+    groups: list[list[str]] = []  # the GPUs that one engine takes; engines go round these
+    joins_with: list[float] = []  # of each group's memory, what one more server takes; empty: engines have no budgets
+
+    def joining(self, others: Collection[GpuAssignment]) -> GpuAssignment:
+        """For an engine that is started while `others` run: where most memory is free."""
+        if not self.groups:
+            return ON_CPU
+        taken = [sum(engine.memory for engine in others if engine.gpus == group) for group in self.groups]
+        if not self.joins_with:
+            return GpuAssignment(self.groups[taken.index(min(taken))])
+        for index, group in enumerate(self.groups):
+            taken[index] += self.learner.memory if set(self.learner.gpus) & set(group) else 0.0
+        best = min(range(len(self.groups)), key=lambda index: taken[index] + self.joins_with[index])
+        group, memory = self.groups[best], self.joins_with[best]
+        if taken[best] + memory > 1.0:
+            raise BadInput(
+                f"launch.gpu_memory: one more server would take {memory:g} of {_named(group)}, of which "
+                f"{taken[best]:.2f} is taken; start the run with more engines, or with a smaller launch.gpu_memory"
+            )
+        return GpuAssignment(group, memory)
+
+    def lines(self) -> Iterator[str]:
+        """For people: every process and its GPUs."""
+        yield f"learner: {_shown(self.learner)}"
+        for index, engine in enumerate(self.engines):
+            yield f"engine-{index}: {_shown(engine)}"
+        yield f"rollout workers: {_named(self.workers)}"
+        yield f"weights: {self.transport}"
+
+
+def _shown(assignment: GpuAssignment) -> str:
+    share = f", {assignment.memory:.0%} of its memory" if assignment.memory < 1 else ""
+    return _named(assignment.gpus) + share
+
+
+def _named(gpus: Sequence[str]) -> str:
+    if not gpus:
+        return "CPU"
+    return f"GPU {gpus[0]}" if len(gpus) == 1 else f"GPUs {', '.join(gpus)}"
+
+
+# -------------------------------------------------------------------------------------------------------- this machine
+
+
+def listed_gpus(variable: str) -> list[str]:
+    """The GPUs that a value of CUDA_VISIBLE_DEVICES shows, indices or UUIDs. As for CUDA, -1 ends the list."""
+    gpus: list[str] = []
+    for gpu in (word.strip() for word in variable.split(",")):
+        if gpu in ("", "-1", "NoDevFiles"):
+            break
+        if gpu not in gpus:
+            gpus.append(gpu)
+    return gpus
+
+
+def visible_gpus(config: Config) -> list[str]:
+    """The GPUs of this process, found without loading torch. Where the driver keeps its devices elsewhere, as under
+    WSL, there is one if the config says so."""
+    variable = os.environ.get(VARIABLE)
+    if variable is not None:
+        return listed_gpus(variable)
+    count = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    return [str(index) for index in range(count or int(config.run.device == "cuda"))]
+
+
+def uses_gpu(config: Config) -> bool:
+    return config.run.device == "cuda" or (config.run.device == "auto" and bool(visible_gpus(config)))
+
+
+def placement_of(config: Config) -> Placement:
+    """On this machine. Raises `BadInput` where the GPUs do not suffice."""
+    return place(config, visible_gpus(config))
+
+
+# ----------------------------------------------------------------------------------------------------------- the rules
+
+
+def place(config: Config, gpus: Sequence[str]) -> Placement:
+    """`gpus`: the visible ones, as CUDA_VISIBLE_DEVICES names them. `config` is resolved."""
+    engines = config.engine.count or max(len(config.engine.urls), 1)
+    wanted = config.rollout.gpus
+    if wanted > len(gpus):
+        raise BadInput(f"rollout.gpus: {wanted} wanted, and {_count(len(gpus))} visible; lower it, or show more GPUs")
+    if config.run.device == "cuda" and not gpus:
+        raise BadInput(f'run.device: "cuda", but no GPU is visible; set "cpu", or show a GPU by {VARIABLE}')
+    if config.run.device == "cpu" or not gpus:
+        on_cpu = [ON_CPU] * engines
+        return Placement(ON_CPU, on_cpu, list(gpus[:wanted]), _transport(config, shares=False))
+
+    size = _gpus_per_engine(config)
+    enough_for_all = len(gpus) - wanted >= 1 + size
+    workers = list(gpus[len(gpus) - wanted :])
+    learner, groups = _groups(config, gpus[: len(gpus) - wanted] if enough_for_all else gpus, size)
+    if not _launches(config) or not groups:
+        assigned = [GpuAssignment(groups[index % len(groups)] if groups else []) for index in range(engines)]
+        transport = _transport(config, shares=False)
+        return Placement(GpuAssignment([learner]), assigned, workers, transport, groups)
+    shares = learner in groups[0]
+    on_group = [len(range(index, engines, len(groups))) for index in range(len(groups))]
+    memory = [_server_memory(config, servers, shares) for servers in on_group]
+    return Placement(
+        GpuAssignment([learner], 1.0 - on_group[0] * memory[0] - MARGIN if shares else 1.0),
+        [GpuAssignment(groups[index % len(groups)], memory[index % len(groups)]) for index in range(engines)],
+        workers,
+        _transport(config, shares=groups == [[learner]]),
+        groups,
+        joins_with=[_server_memory(config, 1, shares)] * len(groups),
+    )
+
+
+def _launches(config: Config) -> bool:
+    return config.engine.kind != "embedded" and not config.engine.urls
+
+
+def _groups(config: Config, gpus: Sequence[str], size: int) -> tuple[str, list[list[str]]]:
+    """The learner's GPU, and the sets of GPUs that engines go round."""
+    learner, others = gpus[0], list(gpus[1:])
+    if config.engine.urls:
+        return learner, []
+    if config.run.runtime == "inline":  # one process, whose device is the first GPU
+        return learner, [[learner]]
+    if _launches(config) and VARIABLE in config.launch.env:
+        return _given_groups(config, gpus, size)
+    if config.weights.transport == "ipc":  # which works on one GPU only
+        if size > 1:
+            raise BadInput(f'weights.transport: "ipc" is for one GPU, and a server takes {size}; use "memory"')
+        return learner, [[learner]]
+    if size > len(gpus):
+        raise BadInput(
+            f"launch.args: one server takes {size} GPUs by its parallelism, and {_count(len(gpus))} visible; "
+            f"lower --tensor-parallel-size, or show more GPUs"
+        )
+    if size > len(others):
+        return learner, [list(gpus[:size])]
+    return learner, [others[start : start + size] for start in range(0, len(others) - size + 1, size)]
+
+
+def _given_groups(config: Config, gpus: Sequence[str], size: int) -> tuple[str, list[list[str]]]:
+    """What launch.env says holds for every server; the learner takes another GPU if there is one."""
+    given = listed_gpus(config.launch.env[VARIABLE])
+    if not given:  # servers on the CPU
+        return gpus[0], []
+    if size > len(given):
+        raise BadInput(
+            f"launch.env: {VARIABLE} shows a server {len(given)} GPUs, and its parallelism takes {size}; "
+            f"name more there, or lower --tensor-parallel-size"
+        )
+    return next((gpu for gpu in gpus if gpu not in given), gpus[0]), [given]
+
+
+def _gpus_per_engine(config: Config) -> int:
+    if not _launches(config):
+        return 1
+    sizes = dict(_parallelism(config.launch.args))
+    if "--enable-dp-attention" in config.launch.args:  # SGLang: data parallelism inside the tensor-parallel GPUs
+        sizes.pop("data", None)
+    product = 1
+    for size in sizes.values():
+        product *= size
+    return product
+
+
+def _parallelism(args: Sequence[str]) -> Iterator[tuple[str, int]]:
+    names = {option: kind for kind, options in PARALLELISM.items() for option in options}
+    for index, word in enumerate(args):
+        option, is_joined, value = word.partition("=")
+        kind = names.get(option.replace("_", "-"))
+        if kind is None:
+            continue
+        text = value if is_joined else args[index + 1] if index + 1 < len(args) else ""
+        if not text.isdecimal() or int(text) < 1:
+            raise BadInput(f"launch.args: {option} needs a whole number from 1 on, not {text!r}")
+        yield kind, int(text)
+
+
+def _server_memory(config: Config, servers: int, shares: bool) -> float:
+    """The part of each of its GPUs' memory that one of `servers` on the same GPUs takes."""
+    given = config.launch.gpu_memory
+    if given is None:
+        return (SERVERS_BESIDE_LEARNER if shares else SERVERS_ALONE) / max(servers, 1)
+    most = 1.0 - MARGIN - SMALLEST_LEARNER if shares else 1.0
+    if servers * given > most + 1e-9:
+        whose = "a server" if servers == 1 else f"each of {servers} servers"
+        problem = "leaves too little of its GPU for the learner" if shares else "is more than their GPU has"
+        raise BadInput(
+            f"launch.gpu_memory: {given:g} for {whose} {problem}; set {int(100 * most / servers) / 100:g} or less, "
+            f"or start fewer servers"
+        )
+    return given
+
+
+def transport_of(config: Config) -> Transport:
+    """Decided by the controller in the config of a child process, which does not see all GPUs."""
+    return placement_of(config).transport if config.weights.transport == "auto" else config.weights.transport
+
+
+def _transport(config: Config, shares: bool) -> Transport:
+    """How weights reach the engines, where the settings leave it open: by the shortest way that surely exists.
+    `shares`: every engine is a server on the learner's own GPU."""
+    if config.weights.transport != "auto":
+        return config.weights.transport
+    if config.engine.kind == "sglang" or config.engine.urls:
+        return "files"
+    in_files = config.lora.rank > 0 or config.weights.delta
+    return "ipc" if shares and config.engine.kind == "vllm" and not in_files else "memory"
+
+
+def _count(gpus: int) -> str:
+    return "none is" if gpus == 0 else "one is" if gpus == 1 else f"{gpus} are"
