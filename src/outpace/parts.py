@@ -195,7 +195,13 @@ def _engine(settings: PartSettings, stale: bool) -> object:
         deterministic=config.run.deterministic,
         threads=engine_threads(config),
         stale=stale,
+        pinned_slots=pinned_slots(config),
     )
+
+
+def pinned_slots(config: Config) -> int:
+    """Evaluation runs so many episodes at most; bits of a deterministic run depend on the number of slots."""
+    return config.engine.slots if config.run.deterministic else min(config.engine.slots, config.eval.max_running)
 
 
 async def build_learner(spec: PartSpec, peers: dict[str, Any]) -> object:

@@ -15,3 +15,9 @@ def set_up_device(device: str | torch.device, memory: float = 1.0) -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)
     if memory < 1.0:
         torch.cuda.set_per_process_memory_fraction(memory, device)
+
+
+def release_unused(device: torch.device) -> None:
+    """Give memory that torch keeps for later, and this process will not use soon, back to the driver."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from outpace.engines.embedded.build import build_decoder
+from outpace.engines.embedded.cache import SlotCache
 from outpace.engines.embedded.engine import EmbeddedEngine
 from outpace.engines.embedded.lane import Lane
 from outpace.types import Generation, Sampling
@@ -70,3 +71,13 @@ async def test_cudnn_plans_no_attention_of_the_engine(model_of: Callable[..., Pr
     engine = EmbeddedEngine(model_of("llama").cuda(), slots=2)
     await engine.close()
     assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_a_cache_that_grows_keeps_no_memory_of_its_smaller_self() -> None:
+    torch.cuda.empty_cache()
+    shapes, device = [(4, 64, 64)] * 8, torch.device("cuda")
+    cache = SlotCache(shapes, 128, 1024, torch.bfloat16, device, whole=False)
+    for length in (200, 400, 1000):
+        cache.reserve(length)
+    needed = 2 * len(shapes) * 128 * 4 * 1024 * 64 * 2
+    assert torch.cuda.memory_reserved() < 1.2 * needed + torch.cuda.memory_allocated() - needed

@@ -121,6 +121,20 @@ async def test_a_pinned_version_is_served_beside_the_newest_one(
     assert stats.eval_busy_s > 0
 
 
+async def test_a_pinned_version_with_fewer_slots_serves_requests_in_turn(
+    model_of: Models, prompts: Prompts, publish: Callable[..., Manifest], forced_logprobs: Logprobs
+) -> None:
+    model = model_of("llama", seed=1)
+    given = prompts(5, 6, 7)
+    async with engine_of(model_of("llama"), pinned_slots=1) as engine:
+        await engine.load(publish(model, 3), pinned=True)
+        answers = await asyncio.gather(
+            *(generate(engine, str(index), prompt, 9, pinned=3) for index, prompt in enumerate(given))
+        )
+    for prompt, answer in zip(given, answers, strict=True):
+        np.testing.assert_allclose(answer.logprobs, forced_logprobs(model, prompt, answer.tokens), atol=1e-4)
+
+
 async def test_a_pinned_version_that_is_not_resident_fails_at_once(
     model_of: Models, prompts: Prompts, publish: Callable[..., Manifest]
 ) -> None:

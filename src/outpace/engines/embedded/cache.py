@@ -1,6 +1,7 @@
 """Keys and values of a fixed number of slots.
 
 The time axis grows by doubling up to the context, so that a long context costs memory only once a sequence needs it.
+On a GPU what a smaller cache took goes back to the driver: it never fits the larger one, and the learner may need it.
 Memory starts as zeros, never as whatever was there: a masked key weighs zero, but zero times NaN is NaN.
 
 Shapes: S slots, H key-value heads, T capacity, D head size.
@@ -12,6 +13,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from outpace.models.device import release_unused
 
 FIRST_CAPACITY = 128
 
@@ -47,9 +50,13 @@ class SlotCache:
             return
         self.capacity = min(self.context, max(length, 2 * self.capacity))
         for tensors in (self.keys, self.values):
-            for layer, old in enumerate(tensors):
+            for layer in range(len(tensors)):
+                old = tensors[layer]
                 tensors[layer] = self._zeros(old.shape[1], old.shape[3], old.dtype, old.device)
                 tensors[layer][:, :, : old.shape[2]] = old
+                device = old.device
+                del old
+                release_unused(device)
 
     @torch.inference_mode()
     def copy(self, source: int, target: int, length: int) -> None:

@@ -45,6 +45,9 @@ class Decoder(Protocol):
     @property
     def deterministic(self) -> bool: ...
 
+    @property
+    def device(self) -> torch.device: ...
+
     def prefill(self, slots: Sequence[int], prefixes: Sequence[Ints]) -> None:
         """Compute the keys and values of each prefix into its slot."""
         ...
@@ -71,8 +74,8 @@ class Decoder(Protocol):
         """Use these weights from the next call on."""
         ...
 
-    def sibling(self, prepared: Prepared) -> Decoder:
-        """A second decoder of the same shape with its own weights and an empty cache."""
+    def sibling(self, prepared: Prepared, slots: int | None = None) -> Decoder:
+        """A second decoder of the same shape, with its own weights and an empty cache of as many slots, or `slots`."""
         ...
 
 

@@ -68,17 +68,18 @@ class EmbeddedEngine:
         threads: int | None = None,
         trust_remote_code: bool = False,
         stale: bool = False,
+        pinned_slots: int | None = None,
     ) -> None:
         """`model` is what `model.path` may be, or a loaded model, whose weights are copied. `threads` is a limit: a
         small model is stepped with fewer. `stale`: the model's own weights are not the policy's any more, and nothing
-        is served before the first load."""
+        is served before the first load. `pinned_slots`: of a pinned weight set, where it needs fewer than `slots`."""
         if isinstance(model, str):
             tokenizer = tokenizer or load_tokenizer(model, trust_remote_code=trust_remote_code)
             model = load_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
         set_up_device(model.device)
         decoder = build_decoder(model, slots, context, deterministic=deterministic, path=path)
         decode = None if tokenizer is None else _text_decoder(tokenizer)
-        self._lanes = Lanes(decoder, STALE if stale else 0, kv, decode)
+        self._lanes = Lanes(decoder, STALE if stale else 0, kv, decode, pinned_slots)
         self._main = self._lanes.main
         self._threads = threads or torch.get_num_threads()
         self._on_cpu = model.device.type == "cpu"

@@ -92,6 +92,10 @@ class GeneralDecoder:
         """With a copy of the model."""
         return cls(copy.deepcopy(model).train(False), slots, context, deterministic=deterministic)
 
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
     # ------------------------------------------------------------------------------------------------- weights
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> Prepared:
@@ -106,8 +110,10 @@ class GeneralDecoder:
         for name, parameter in self._model.named_parameters():
             parameter.data = prepared[name]
 
-    def sibling(self, prepared: Prepared) -> GeneralDecoder:
-        twin = GeneralDecoder(copy.deepcopy(self._model), self.slots, self.context, deterministic=self.deterministic)
+    def sibling(self, prepared: Prepared, slots: int | None = None) -> GeneralDecoder:
+        twin = GeneralDecoder(
+            copy.deepcopy(self._model), slots or self.slots, self.context, deterministic=self.deterministic
+        )
         twin.install(prepared)
         return twin
 

@@ -20,6 +20,7 @@ from outpace.engines.embedded.lane import KvPolicy, Lane
 from outpace.engines.embedded.request import Done, Request
 from outpace.engines.embedded.stopping import Decode
 from outpace.errors import RequestFailed
+from outpace.models.device import release_unused
 from outpace.types import Generation, Ints, Sampling, Version
 
 STALE: Final[Version] = -1
@@ -27,7 +28,11 @@ STALE: Final[Version] = -1
 
 
 class Lanes:
-    def __init__(self, decoder: Decoder, version: Version, kv: KvPolicy, decode: Decode | None) -> None:
+    def __init__(
+        self, decoder: Decoder, version: Version, kv: KvPolicy, decode: Decode | None, pinned_slots: int | None = None
+    ) -> None:
+        """`pinned_slots`: of a pinned set; as many as the newest one's unless given."""
+        self._pinned_slots = pinned_slots
         self.main = Lane(decoder, version, kv, decode)
         self.pinned: Lane | None = None
         self.ended: list[Done] = []  # not told to anybody yet
@@ -77,7 +82,7 @@ class Lanes:
     def swap_pinned(self, prepared: Prepared, version: Version) -> None:
         """Requests of another pinned version could only go on under weights they did not ask for: they fail."""
         if self.pinned is None:
-            self.pinned = Lane(self.main.decoder.sibling(prepared), version, self._kv, self._decode)
+            self.pinned = Lane(self.main.decoder.sibling(prepared, self._pinned_slots), version, self._kv, self._decode)
         else:
             self.ended += self.pinned.fail_all(f"version {self.pinned.version} is no longer pinned")
             self.pinned.swap(prepared, version)
@@ -88,6 +93,7 @@ class Lanes:
         if self.pinned is not None:
             self.ended += self.pinned.fail_all(f"version {self.pinned.version} is no longer pinned")
             self.pinned = None
+            release_unused(self.main.decoder.device)
         crash.reached("engine.release_pinned")
 
     def _submit_held(self) -> None:

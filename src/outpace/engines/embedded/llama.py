@@ -51,6 +51,10 @@ class LlamaDecoder:
         decoder.install(decoder.prepare(model.state_dict()))
         return decoder
 
+    @property
+    def device(self) -> torch.device:
+        return self._shape.device
+
     # ------------------------------------------------------------------------------------------------- weights
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> Prepared:
@@ -63,8 +67,10 @@ class LlamaDecoder:
         self._head_E_V = prepared["embedding"].t() if self._shape.tied else prepared["head"]
         self._layers = [layer_of(prepared, layer) for layer in range(self._shape.layers)]
 
-    def sibling(self, prepared: Prepared) -> LlamaDecoder:
-        twin = LlamaDecoder(self._shape, self._angles, self.slots, self.context, deterministic=self.deterministic)
+    def sibling(self, prepared: Prepared, slots: int | None = None) -> LlamaDecoder:
+        twin = LlamaDecoder(
+            self._shape, self._angles, slots or self.slots, self.context, deterministic=self.deterministic
+        )
         twin.install(prepared)
         return twin
 
