@@ -101,7 +101,14 @@ class ServerRefused(ServerFailed):
 
 
 class RewardFailed(OutpaceError):
-    """A reward function raised, or returned something that is not one number per completion."""
+    """A reward function raised, or returned something that is not one number per completion.
+
+    `function` is its name, empty if several are involved; `reason` is the message without the name and the sample."""
+
+    def __init__(self, message: str, function: str = "", reason: str = "") -> None:
+        super().__init__(message)
+        self.function = function
+        self.reason = reason or message
 
 
 class NotSaved(OutpaceError):

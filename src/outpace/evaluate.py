@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import tempfile
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
@@ -34,6 +35,8 @@ def evaluate_model(run: Path | None, settings: Sequence[str]) -> dict[str, Any]:
             )
         if plan.eval_count == 0:
             raise BadInput("eval.count: there are no held-out tasks; give tasks.eval_path or a larger eval.holdout")
+        if plan.eval_warning:
+            print(f"outpace: {plan.eval_warning}", file=sys.stderr)
         evaluation = asyncio.run(_evaluate(plan, Path(scratch)))
     measured = {name: value for name, value in evaluation.metrics().items() if not name.startswith("eval/version")}
     return {"model": str(run or plan.config.model.path), **measured}

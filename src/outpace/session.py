@@ -80,6 +80,16 @@ class Plan:
     def eval_count(self) -> int:
         return min(self.config.eval.count, self.heldout)
 
+    @property
+    def eval_warning(self) -> str:
+        """Said at the start where fewer tasks are held out than an evaluation is to take; empty otherwise."""
+        if not 0 < self.heldout < self.config.eval.count:
+            return ""
+        return (
+            f"eval.count is {self.config.eval.count:,}, but only {plural(self.heldout, 'task')} "
+            f"{'is' if self.heldout == 1 else 'are'} held out: every evaluation takes {self.heldout:,}"
+        )
+
 
 class Session:
     def __init__(self, plan: Plan, log: RunLog) -> None:
@@ -160,6 +170,8 @@ class Session:
         runtime = self._runtime(scratch)
         try:
             recorder.console.status(self._opening(past))
+            if warning := self._plan.eval_warning:
+                recorder.console.status(warning)
             specs = PartSpecs(self._config, self._log.dir, scratch.path, self._plan.code)
             parts = await self._started(runtime, specs, recorder.console.status)
             await self._restore(parts, past)
@@ -291,11 +303,8 @@ class Session:
         if not self._plan.resumes:
             return
         commit.go_back(self._log.dir / CHECKPOINTS, past.version)
-        for line in self._log.roll_back(past.version, past.accounted):
-            recorder.summary.step(line["step"], {name: value for name, value in line.items() if name != "step"})
-        for line in self._log.evaluations():
-            if "eval/reward" in line:
-                recorder.summary.evaluation(line["step"], line["eval/reward"])
+        kept = self._log.roll_back(past.version, past.accounted)
+        recorder.resume(kept, [each.report for each in past.survivors.finished])
 
     def _make_driver(self, core: Core, parts: Parts, recorder: Recorder, past: Past, recruit: Recruit | None) -> Driver:
         supervise = self._config.supervise
@@ -307,6 +316,7 @@ class Session:
                 failed=self._config.pacing.max_failed,
                 filtered=self._config.pacing.max_filtered,
                 notice_every=4 * self._config.pacing.groups_per_step,
+                resumed=past.version > 0,
             ),
         )
         settings = DriverSettings(

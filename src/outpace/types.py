@@ -144,8 +144,17 @@ class Trajectory(msgspec.Struct, frozen=True):
     turn_rewards: Floats = msgspec.field(default_factory=_no_floats)
 
 
+class Failure(msgspec.Struct, frozen=True):
+    """Something that failed `count` times for one reason. `source` names it: "rollout", "reward NAME", "tool NAME"."""
+
+    source: str
+    reason: str
+    count: int = 1
+
+
 class Episode(msgspec.Struct, frozen=True):
-    """One attempt at a task. `error` is None unless the attempt failed; then it trains nothing."""
+    """One attempt at a task. `error` is None unless the attempt failed; then it trains nothing. `failures` has what
+    failed in it, also what it survived, such as a tool; an error without one is the rollout's."""
 
     trajectories: list[Trajectory]
     completion: str | list[Message] = ""
@@ -156,6 +165,7 @@ class Episode(msgspec.Struct, frozen=True):
     requests: list[str] = []
     error: str | None = None
     traceback: str = ""  # of the user's own code, where that is what failed
+    failures: list[Failure] = []
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -236,6 +246,7 @@ class GroupReport(msgspec.Struct, frozen=True):
     views: list[EpisodeView] = []
     cancelled: bool = False  # given up on request: nothing that a rollout or a reward did wrong
     traceback: str = ""  # where user code failed, for people
+    failures: list[Failure] = []  # of all its episodes, by source and reason
 
 
 class Kept(msgspec.Struct, frozen=True):

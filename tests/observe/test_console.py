@@ -5,8 +5,8 @@ from rich.console import Console
 
 from outpace.observe.console import ProgressConsole, RunView, final_report, live_panel, plain_line
 from outpace.observe.format import clock_text, number, percent, si, sparkline
-from outpace.observe.summary import Summary, SummaryBuilder
-from outpace.types import EpisodeView
+from outpace.observe.summary import EvalResult, Summary, SummaryBuilder
+from outpace.types import EpisodeView, Failure
 
 METRICS = {
     "reward/mean": 0.5,
@@ -36,8 +36,8 @@ def make(total: int | None, quiet: bool = False) -> tuple[ProgressConsole, io.St
 
 def build_summary() -> Summary:
     builder = SummaryBuilder()
-    builder.evaluation(0, 0.21)
-    builder.evaluation(100, 0.84)
+    builder.evaluation(EvalResult(0, 0.21, 0.018, 512, binary=True))
+    builder.evaluation(EvalResult(100, 0.84, 0.016, 512, binary=True))
     builder.step(100, METRICS | {"efficiency": 0.93, "throughput/trained_tokens": 5.0})
     return builder.build(wall_s=83, train_s=70, seed=0, exit=0, reason="all steps are done")
 
@@ -62,14 +62,21 @@ def test_without_a_terminal_there_is_one_line_now_and_then_and_at_both_ends() ->
 
 def test_a_line_says_what_people_ask_first() -> None:
     console, file, clock = make(100)
-    console.evaluation(0, 0.25)
+    console.evaluation(EvalResult(0, 0.25, 0.019, 512, binary=True))
     clock.now = 10.0
     console.step(1, METRICS)
     line = file.getvalue().splitlines()[-1]
-    for fact in ("step 1/100", "reward 0.5", "held-out 25.0 %", "lag 0.75 (max 2)", "12.3k sampled", "9k trained"):
+    for fact in (
+        "step 1/100",
+        "reward 0.5",
+        "held-out 25.0 % ± 1.9 % (512 tasks)",
+        "lag 0.75 (max 2)",
+        "12.3k sampled",
+        "9k trained",
+    ):
         assert fact in line
     assert "trainer 10.0 % engine 5.0 %" in line
-    assert "16:30 left" in line
+    assert "3:18 left" in line
 
 
 def test_the_time_left_goes_by_the_pace_of_this_start_without_its_start_up() -> None:
@@ -89,7 +96,7 @@ def test_neither_the_time_left_nor_the_time_of_the_steps_counts_how_long_servers
     clock = Clock()
     view = RunView(10, clock)
     clock.now = 121.0 + 2.0
-    view.update(1, {"time/wall_s": 2.0})
+    view.update(1, {"time/step_s": 2.0, "time/wall_s": 90.0})
     assert view.remaining_s == pytest.approx(2.0 * 9)
     summary = SummaryBuilder()
     summary.step(4, {})
@@ -106,11 +113,20 @@ def test_metrics_that_are_missing_show_as_a_dash() -> None:
 
 def test_the_panel_shows_reward_history_waits_and_groups() -> None:
     view = RunView(100, Clock())
-    view.evals = [(0, 0.2), (10, 0.4)]
+    view.evals = [EvalResult(version, reward, 0.01, 64, binary=True) for version, reward in ((0, 0.2), (10, 0.4))]
     for step in range(1, 11):
         view.update(step, METRICS | {"reward/mean": step / 10})
     panel = render(live_panel(view, "outpace"))
-    for fact in ("step 10/100", "▁", "█", "20.0 %", "40.0 %", "40 running", "7 finished", "version 10"):
+    for fact in (
+        "step 10/100",
+        "▁",
+        "█",
+        "20.0 %",
+        "40.0 % ± 1.0 % (64 tasks)",
+        "40 running",
+        "7 finished",
+        "version 10",
+    ):
         assert fact in panel
 
 
@@ -127,18 +143,18 @@ def test_the_reward_shown_is_the_plain_mean_of_the_first_steps_and_then_forgets_
 
 def test_a_score_that_is_no_accuracy_is_not_called_one() -> None:
     console, file, _ = make(1)
-    console.evaluation(0, 0.25, all_or_nothing=False)
-    assert file.getvalue() == "held-out reward at version 0: 0.25\n"
+    console.evaluation(EvalResult(0, 0.25, 0.125, 4))
+    assert file.getvalue() == "held-out reward at version 0: 0.25 ± 0.125 (4 tasks)\n"
 
 
 def test_quiet_prints_one_line_at_the_end() -> None:
     console, file, _ = make(1, quiet=True)
     console.start()
     console.status("starting")
-    console.evaluation(0, 0.2)
+    console.evaluation(EvalResult(0, 0.2, binary=True))
     console.step(1, METRICS)
     console.finish(build_summary(), "runs/a")
-    assert file.getvalue() == "runs/a: 100 steps, held-out accuracy 21.0 % → 84.0 %\n"
+    assert file.getvalue() == "runs/a: 100 steps, held-out accuracy 21.0 % ± 1.8 % → 84.0 % ± 1.6 % (512 tasks)\n"
 
 
 def test_the_final_report_shows_progress_and_examples() -> None:
@@ -147,7 +163,15 @@ def test_the_final_report_shows_progress_and_examples() -> None:
         EpisodeView("b", "reach 7", "1+1", 0.0, "stop", 9),
     ]
     report = render(final_report(build_summary(), RunView(1, Clock()), views))
-    for fact in ("21.0 % → 84.0 %", "✓", "4*6", "✗", "1+1", "93.0 % of the fastest", "1:23"):
+    for fact in (
+        "21.0 % ± 1.8 % → 84.0 % ± 1.6 % (512 tasks)",
+        "✓",
+        "4*6",
+        "✗",
+        "1+1",
+        "93.0 % of the fastest",
+        "1:23",
+    ):
         assert fact in report
 
 
@@ -170,6 +194,43 @@ def test_examples_where_nothing_was_solved_are_all_unsolved() -> None:
     report = render(final_report(build_summary(), RunView(1, Clock()), [EpisodeView("a", "p", "c", 0.0, "stop", 0)]))
     assert "✗" in report
     assert "✓" not in report
+
+
+def test_a_tick_is_only_for_rewards_of_zero_and_one() -> None:
+    views = [EpisodeView(name, "p", "c", reward, "stop", 0) for name, reward in (("a", 0.75), ("b", 1.0), ("c", -2.5))]
+    report = render(final_report(build_summary(), RunView(1, Clock()), views))
+    assert not {"✓", "✗"} & set(report)
+    for number_shown in ("1", "0.75", "-2.5"):
+        assert any(line.split()[:1] == [number_shown] for line in report.splitlines())
+
+
+def test_one_step_is_not_called_steps() -> None:
+    console, file, _ = make(1, quiet=True)
+    builder = SummaryBuilder()
+    builder.step(1, METRICS)
+    console.finish(builder.build(wall_s=1, train_s=1, seed=0, exit=0), "runs/a")
+    assert file.getvalue() == "runs/a: 1 step, held-out reward not measured\n"
+
+
+def test_the_final_report_says_what_failed_how_often_and_why() -> None:
+    builder = SummaryBuilder()
+    builder.failures(
+        [Failure("reward flaky", "raised ValueError: no\x1b number", 3), Failure("tool search", "timed out", 8)]
+    )
+    builder.failures([Failure("reward flaky", "raised ValueError: no\x1b number", 9)])
+    report = render(final_report(builder.build(wall_s=1, train_s=1, seed=0, exit=0), RunView(1, Clock())))
+    assert "12 × reward flaky: raised ValueError: no� number" in report
+    assert report.index("reward flaky") < report.index("8 × tool search: timed out"), "the most frequent first"
+
+
+def test_the_panel_and_the_report_of_a_few_failures_stay_short() -> None:
+    builder = SummaryBuilder()
+    for number_of_reason in range(1000):
+        builder.failures([Failure("rollout", f"reason {number_of_reason}")])
+    summary = builder.build(wall_s=1, train_s=1, seed=0, exit=0)
+    assert len(summary.failures) <= 101
+    assert sum(failure.count for failure in summary.failures) == 1000
+    assert render(final_report(summary, RunView(1, Clock()))).count("×") <= 6
 
 
 def test_a_live_panel_on_a_terminal_is_drawn_and_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,7 +124,6 @@ def group(outcome: str, rewards: list[float], tokens: int) -> GroupReport:
 def test_groups_become_rewards_counts_and_waste() -> None:
     meter = Meter()
     for closed in (group("finished", [0.0, 1.0], 20), group("filtered", [1.0, 1.0], 30), group("failed", [], 50)):
-        reports.record_closed(meter, closed)
         reports.record_group(meter, closed)
     metrics = meter.flush()
     assert metrics["reward/mean"] == metrics["reward/correct"] == 0.75
@@ -138,10 +137,12 @@ def test_groups_become_rewards_counts_and_waste() -> None:
     assert metrics["episode/turns"] == 3.0
 
 
-def test_a_group_dropped_later_never_makes_more_than_all_of_a_step_waste() -> None:
+def test_a_group_that_was_given_up_was_sampled_and_is_waste() -> None:
     meter = Meter()
-    reports.record_waste(meter, 70)
-    assert meter.flush()["waste/fraction"] == 1.0
+    reports.record_given_up(meter, group("finished", [1.0], 70))
+    metrics = meter.flush()
+    assert metrics["waste/fraction"] == 1.0
+    assert metrics["throughput/sampled_tokens"] == metrics["waste/tokens"] == 70
 
 
 def test_chunks_of_a_batch_add_up_to_what_one_chunk_would_say() -> None:

@@ -10,8 +10,8 @@ import pytest
 from outpace.errors import BadInput
 from outpace.observe import linefile
 from outpace.observe.runlog import BatchGroup, RunLog
-from outpace.observe.summary import SummaryBuilder
-from outpace.types import EpisodeView
+from outpace.observe.summary import EvalResult, SummaryBuilder, eval_result
+from outpace.types import EpisodeView, Failure
 
 HOLD = """
 import sys
@@ -73,7 +73,7 @@ def test_rolling_back_forgets_later_steps_and_a_torn_line(tmp_path: Path) -> Non
         file.write('{"step":4,"rew')
 
     log = RunLog.claim(tmp_path, resume=True)
-    kept = list(log.roll_back(2))
+    kept = list(log.roll_back(2).steps)
     log.start("resumed = true\n")
     log.step(3, {"reward/mean": 0.9})
     log.close()
@@ -249,35 +249,43 @@ def test_resuming_where_there_is_no_run_is_refused(tmp_path: Path) -> None:
 
 def test_the_summary_holds_every_field_of_the_contract(tmp_path: Path) -> None:
     builder = SummaryBuilder()
-    builder.evaluation(0, 0.2)
+    builder.evaluation(EvalResult(0, 0.2, 0.01, 64))
     for step in range(1, 9):
         tokens = {"throughput/sampled_tokens": 10.0, "throughput/trained_tokens": 8.0, "waste/tokens": 1.0}
         builder.step(step, {"reward/mean": float(step), "lag/max": float(step % 3), "efficiency": 0.9, **tokens})
-    builder.evaluation(8, 0.7)
+    builder.evaluation(EvalResult(8, 0.7, 0.02, 60))
     log = started(tmp_path)
     log.summary(builder.build(wall_s=12.5, train_s=10.0, seed=3, exit=0, reason="all steps done"))
     log.close()
     summary = json.loads((tmp_path / "summary.json").read_text())
+    held_out = {"eval_first_stderr": 0.01, "eval_last_stderr": 0.02, "eval_tasks": 60}
     expected = {"steps": 8, "wall_s": 12.5, "train_s": 10.0, "seed": 3, "eval_first": 0.2, "eval_last": 0.7, "exit": 0}
     counted = {"tokens_trained": 64, "tokens_sampled": 80, "waste_fraction": 0.1, "lag_max": 2, "efficiency": 0.9}
     rewards = {"reward_first": 1.5, "reward_last": 7.5}
     assert (
-        expected.items() | counted.items() | rewards.items()
+        expected.items() | held_out.items() | counted.items() | rewards.items()
         <= {name: value for name, value in summary.items() if not isinstance(value, list | dict)}.items()
     )
 
 
 def test_a_resumed_summary_counts_the_kept_lines(tmp_path: Path) -> None:
     log = started(tmp_path)
-    log.step(1, {"reward/mean": 0.1, "throughput/trained_tokens": 5.0, "eval/version": 0.0, "eval/reward": 0.25})
-    log.step(2, {"reward/mean": 0.2, "throughput/trained_tokens": 5.0})
-    log.step(3, {"reward/mean": 0.9, "throughput/trained_tokens": 5.0})
+    failed = [Failure("reward flaky", "raised", 2)]
+    log.evaluation(0, {"eval/reward": 0.25, "eval/stderr": 0.125, "eval/count": 4.0}, failed)
+    for step in (1, 2, 3):
+        log.batch(step, step - 1, [], [], accounted=step, failures=failed)
+        log.step(step, {"reward/mean": step / 10, "throughput/trained_tokens": 5.0, "time/total_s": 10.0 * step})
+    past = log.roll_back(2, accounted=2)
     builder = SummaryBuilder()
-    for line in log.roll_back(2):
+    for line in past.steps:
         builder.step(line["step"], line)
+    builder.failures(past.failures)
+    assert [eval_result(line["step"], line) for line in past.evaluations] == [EvalResult(0, 0.25, 0.125, 4)]
+    assert past.seconds == 30.0, "what is forgotten has taken its time"
     log.close()
     built = builder.build(wall_s=0, train_s=0, seed=0, exit=0)
-    assert (built.steps, built.tokens_trained, built.reward_last, built.eval_first) == (2, 10, 0.2, 0.25)
+    assert (built.steps, built.tokens_trained, built.reward_last) == (2, 10, 0.2)
+    assert built.failures == [Failure("reward flaky", "raised", 6)]
 
 
 def test_a_run_without_steps_or_evaluations_says_so() -> None:

@@ -14,17 +14,21 @@ from outpace.errors import CorruptData, NotSaved, PartFailed, PartLost, Stalled
 from outpace.observe import fleet
 from outpace.observe.linefile import read_lines
 from outpace.pipeline import enrolment, serving
+from outpace.pipeline.budget import LimitReached
 from outpace.pipeline.difficulty import DifficultySettings
 from outpace.pipeline.events import GroupClosed
 from outpace.pipeline.governor import GovernorSettings
 from outpace.pipeline.replay import ReplaySettings
 from outpace.pipeline.survivors import group_closed
 from outpace.types import (
+    Failure,
     GroupOrder,
     GroupReport,
     Outcome,
     StepReport,
 )
+
+BROKEN = Failure("reward broken", "raised", 8)
 
 
 @pytest.fixture
@@ -289,11 +293,27 @@ def test_the_core_hears_mean_and_spread_of_a_group_unless_it_failed(
 
 async def test_failing_groups_end_the_run_when_the_budget_is_spent(rig: Rig) -> None:
     async def fail(order: GroupOrder) -> GroupReport | None:
-        return None if order.heldout else GroupReport(order.group, "t", "failed", "broken reward")
+        return None if order.heldout else GroupReport(order.group, "t", "failed", "broken", failures=[BROKEN])
 
     rig.worker.behave = fail
-    with pytest.raises(PartFailed, match="3 groups in a row failed, the last one: broken reward"):
+    with pytest.raises(LimitReached, match=r"3 groups in a row failed .*reward broken: raised"):
         await rig.run()
+    summary = rig.recorder.build_summary(4, "failed")
+    assert [(each.source, each.reason) for each in summary.failures] == [("reward broken", "raised")]
+    assert summary.failures[0].count >= 3 * 8, "though no step was ever taken"
+    assert rig.saved == [], "there is nothing to save before the first step"
+
+
+async def test_a_run_that_ends_because_groups_fail_keeps_what_it_has_trained(rig: Rig) -> None:
+    async def fail_later(order: GroupOrder) -> GroupReport | None:
+        is_late = rig.learner.version >= 2 and not order.heldout
+        return GroupReport(order.group, "t", "failed", "broken", failures=[BROKEN]) if is_late else None
+
+    rig.worker.behave = fail_later
+    with pytest.raises(LimitReached):
+        await rig.run()
+    assert rig.saved
+    assert rig.saved[-1] == rig.learner.version >= 2
 
 
 # --------------------------------------------------------------------------------------------------- parts that die

@@ -20,7 +20,7 @@ from outpace.rollouts.loop import ToolLoop
 from outpace.rollouts.policy.client import PolicyClient
 from outpace.rollouts.tools.functions import load_tools
 from outpace.rollouts.tools.toolbox import FunctionTools, Offer, ToolLimits
-from outpace.types import Answer, Episode, Message, StopReason, Task, ToolCall
+from outpace.types import Answer, Episode, Failure, Message, StopReason, Task, ToolCall
 
 TASK = Task("t1", "Go.", {"size": 3})
 
@@ -214,6 +214,23 @@ async def test_the_calls_are_limited_and_it_ends_when_more_are_asked_for() -> No
     assert contents(episode) == ["1", "2", "3", "error: no calls left", "error: no calls left"]
     assert (episode.stop, len(client.heard)) == ("calls", 3)
     assert episode.metrics["tool_errors"] == 2
+
+
+async def test_a_tool_that_fails_is_counted_with_its_reason_and_a_wrong_call_is_not() -> None:
+    def divide(a: int, b: int) -> float:
+        """Divide.
+
+        Args:
+            a: Dividend.
+            b: Divisor.
+        """
+        return a / b
+
+    rollout = ToolLoop(offers=[Offer("tools.functions", FunctionTools(load_tools([divide])))])
+    answers = [call("divide", a=1, b=0), call("divide", a=2, b=0) + call("divide", a="x", b=1) + call("nothing"), "?"]
+    episode, _ = await play(rollout, answers)
+    assert episode.error is None
+    assert episode.failures == [Failure("tool divide", "raised ZeroDivisionError: division by zero", 2)]
 
 
 async def test_exactly_as_many_calls_as_allowed_leave_the_policy_its_last_word() -> None:

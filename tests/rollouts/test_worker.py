@@ -30,7 +30,7 @@ from outpace.rollouts.policy.client import ClientSettings
 from outpace.rollouts.reports import SWAPPED
 from outpace.rollouts.single_turn import single_turn
 from outpace.rollouts.worker import Judges, RolloutWorker
-from outpace.types import Episode, GroupOrder, GroupRecord, Kept, Member, Place, Task, Trajectory
+from outpace.types import Episode, Failure, GroupOrder, GroupRecord, Kept, Member, Place, Task, Trajectory
 from rollouts_support import RecordingJournal, worker_settings
 
 CHAT = [{"role": "user", "content": "hi"}]
@@ -137,7 +137,9 @@ async def test_a_failed_reward_fails_its_group_as_data(
 ) -> None:
     report = await make_worker(make_engine(by_episode), rewards=[("broken", broken)]).run(order())
     assert report.outcome == "failed"
-    assert report.reason.startswith("reward: reward broken r")
+    assert report.reason.startswith("reward broken r")
+    assert [(failure.source, failure.count) for failure in report.failures] == [("reward broken", 2)]
+    assert "sample" not in report.failures[0].reason.replace("2 samples", ""), "the same for every group"
     assert (report.place, kept.records) == (None, [])
     assert report.tokens_sampled == len("yes") + len("no") + 2
 
@@ -447,7 +449,8 @@ async def test_a_group_judged_in_a_process_keeps_its_traceback_and_closing_ends_
     report = await worker.run(order())
     assert report.outcome == "finished"
     broken = await worker.run(order(1, task=1))
-    assert broken.reason == "reward: reward by_letter raised ValueError on samples 0 to 1: boom"
+    assert broken.reason == "reward by_letter raised ValueError on samples 0 to 1: boom"
+    assert broken.failures == [Failure("reward by_letter", "raised ValueError: boom", 2)]
     assert "in by_letter" in broken.traceback
     grader = int(report.rewards[0])
     assert psutil.pid_exists(grader)

@@ -27,6 +27,9 @@ ROWS = [{"id": f"row{number}", "prompt": f"say {number}"} for number in range(40
 HELDOUT = [{"id": f"held{number}", "prompt": f"tell {number}"} for number in range(5)]
 
 
+OWN = {"tasks": ROWS, "eval_tasks": HELDOUT}
+
+
 def reward(completions: list[str]) -> list[float]:
     return [0.0] * len(completions)
 
@@ -281,3 +284,10 @@ def test_a_run_that_was_killed_after_its_last_checkpoint_has_still_to_say_what_i
     run = a_run_that_is_done(tmp_path, 4)
     (run / "summary.json").unlink()
     assert already_done(resumed(run, run__steps=4), run) is None
+
+
+def test_an_evaluation_of_more_tasks_than_are_held_out_is_warned_of() -> None:
+    assert "eval.count is 6, but only 5 tasks are held out" in plan_of({"eval.count": 6}, **OWN).eval_warning
+    assert plan_of({"eval.count": 5}, **OWN).eval_warning == ""
+    assert plan_of({"eval.count": 0}, **OWN).eval_warning == ""
+    assert plan_of({"eval.holdout": 0.0}, tasks=ROWS).eval_warning == "", "nothing is held out on purpose"

@@ -66,7 +66,7 @@ def test_a_run_in_children_trains_the_steps_asked_for_and_leaves_only_its_direct
     assert max(line["lag/max"] for line in metrics) <= 2
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["steps"], summary["exit"]) == (5, 0)
-    assert [version for version, _ in summary["evals"]] == [0, 5]
+    assert [result["version"] for result in summary["evals"]] == [0, 5]
     assert {"config.toml", "rollouts", "checkpoints", "journal", "logs", "timeline.json"} <= {
         path.name for path in run.iterdir()
     }
@@ -235,7 +235,7 @@ def test_a_run_in_which_every_group_is_filtered_ends_when_told_to(settings: Sett
         "pacing.max_filtered": 20,
         "run.runtime": "inline",
     }
-    with pytest.raises(PartFailed, match="20 groups in a row were filtered: all rewards are 1"):
+    with pytest.raises(PartFailed, match=r"20 groups in a row were filtered .*all rewards are 1"):
         api.Trainer(config=config, quiet=True).train()
 
 

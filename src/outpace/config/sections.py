@@ -163,8 +163,8 @@ class PacingConfig(Section):
     """What happens to a group that is still running when its batch is due."""
     max_failed: int = Field(default=64, ge=1)
     """The run ends when so many groups in a row have failed: a reward or rollout is broken."""
-    max_filtered: int = Field(default=4096, ge=1)
-    """The run ends when so many groups in a row were filtered: there is nothing to learn from these tasks."""
+    max_filtered: int | None = Field(default=None, ge=1)
+    """The run ends when so many groups in a row were filtered. Default: 1024, and 512 before the first usable group."""
     warmup_steps: int = Field(default=0, ge=0)
     """So many first steps are on policy (lag 0) before `max_lag` applies."""
 

@@ -24,8 +24,9 @@ from rich.table import Table
 from rich.text import Text
 
 from outpace.observe.format import clock_text, number, percent, si, sparkline
-from outpace.observe.summary import Summary
-from outpace.types import EpisodeView
+from outpace.observe.summary import EvalResult, Summary
+from outpace.types import EpisodeView, Failure
+from outpace.wording import plural
 
 LINE_EVERY_S = 2.0
 SMOOTHED_OVER = 10
@@ -36,6 +37,7 @@ STARTING_SHOWN_S = 10.0
 
 HISTORY = 60
 EXAMPLES = 3
+SHOWN_FAILURES = 5
 
 
 class RunView:
@@ -55,15 +57,14 @@ class RunView:
         self.reward: float | None = None
         self.rewarded = 0  # steps with a reward
         self.rewards: deque[float] = deque(maxlen=HISTORY)
-        self.evals: list[tuple[int, float]] = []
-        self.all_or_nothing = True  # rewards are 0 or 1, so that their mean is an accuracy
+        self.evals: list[EvalResult] = []
         self.status = "starting"
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         self.last_step_at = self.clock()
         if self.first_step is None:
             self.first_step, self.first_step_at = step, self.last_step_at
-            self.training_began = self.last_step_at - metrics.get("time/wall_s", self.last_step_at - self.began)
+            self.training_began = self.last_step_at - metrics.get("time/step_s", self.last_step_at - self.began)
         self.step, self.status = step, "training"
         self.metrics = dict(metrics)
         reward = metrics.get("reward/mean")
@@ -92,13 +93,6 @@ class RunView:
         else:
             pace_s = (self.last_step_at - self.first_step_at) / (self.step - self.first_step)
         return pace_s * max(self.total - self.step, 0)
-
-    @property
-    def score_name(self) -> str:
-        return "held-out accuracy" if self.all_or_nothing else "held-out reward"
-
-    def score(self, value: float | None) -> str:
-        return percent(value) if self.all_or_nothing else number(value)
 
     def rate(self, name: str) -> str:
         return number(self.metrics.get(name))
@@ -155,18 +149,17 @@ class ProgressConsole:
             self._last_line_s = self.view.clock()
             self._say(plain_line(self.view))
 
-    def evaluation(self, version: int, score: float, all_or_nothing: bool = True) -> None:
-        self.view.evals.append((version, score))
-        self.view.all_or_nothing = all_or_nothing
+    def evaluation(self, result: EvalResult) -> None:
+        self.view.evals.append(result)
         if self._plain:
-            self._say(f"{self.view.score_name} at version {version}: {self.view.score(score)}")
+            self._say(f"{_score_name([result])} at version {result.version}: {_score(result)}{_over_tasks(result)}")
 
     def finish(self, summary: Summary, run_dir: str | Path, views: Sequence[EpisodeView] = ()) -> None:
         """Close the live view and print the report."""
         self.close()
         if self._quiet:
-            before_after = _before_after(summary, self.view)
-            self._say(f"{run_dir}: {summary.steps} steps, {self.view.score_name} {before_after}")
+            held_out = f"{_score_name(summary.evals)} {_before_after(summary)}"
+            self._say(f"{run_dir}: {plural(summary.steps, 'step')}, {held_out}")
         else:
             self.console.print(final_report(summary, self.view, views))
             self._say(f"everything is in   {run_dir}")  # a path is never cut, whatever the width
@@ -191,7 +184,7 @@ def plain_line(view: RunView) -> str:
     """One line for logs."""
     parts = [f"step {view.step}{f'/{view.total}' if view.total else ''}", f"reward {number(view.reward)}"]
     if view.evals:
-        parts.append(f"held-out {view.score(view.evals[-1][1])}")
+        parts.append(f"held-out {_score(view.evals[-1])}{_over_tasks(view.evals[-1])}")
     parts.append(f"lag {view.rate('lag/mean')} (max {view.rate('lag/max')})")
     sampled, trained = view.metrics.get("throughput/sampled_tok_s"), view.metrics.get("throughput/trained_tok_s")
     parts.append(f"tok/s {si(sampled)} sampled, {si(trained)} trained")
@@ -218,8 +211,9 @@ def live_panel(view: RunView, title: str) -> Panel:
     facts.add_column()
     facts.add_row("reward", Text.assemble(number(view.reward), "  ", (sparkline(list(view.rewards)), "green")))
     if view.evals:
-        history = "  ".join(view.score(score) for _, score in view.evals[-8:])
-        facts.add_row("held-out", Text(history, style="bold"))
+        *earlier, last = view.evals[-6:]
+        history = "  ".join([*(_score(result, stderr=False) for result in earlier), _score(last)])
+        facts.add_row("held-out", Text.assemble((history, "bold"), _over_tasks(last)))
     facts.add_row("lag", f"mean {view.rate('lag/mean')}   max {view.rate('lag/max')}")
     sampled, trained = view.metrics.get("throughput/sampled_tok_s"), view.metrics.get("throughput/trained_tok_s")
     facts.add_row("tok/s", f"{si(sampled)} sampled   {si(trained)} trained")
@@ -236,7 +230,7 @@ def final_report(summary: Summary, view: RunView, views: Sequence[EpisodeView] =
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim")
     facts.add_column()
-    facts.add_row(view.score_name, Text(_before_after(summary, view), style="bold"))
+    facts.add_row(_score_name(summary.evals), Text(_before_after(summary), style="bold"))
     facts.add_row("reward", f"{number(summary.reward_first)} → {number(summary.reward_last)}")
     facts.add_row("steps", _steps_and_times(summary, view))
     sampled, trained = si(summary.tokens_sampled), si(summary.tokens_trained)
@@ -246,6 +240,8 @@ def final_report(summary: Summary, view: RunView, views: Sequence[EpisodeView] =
     facts.add_row("lag", f"at most {summary.lag_max}")
     if summary.efficiency is not None:
         facts.add_row("T*/T", f"{percent(summary.efficiency)} of the fastest possible schedule")
+    for label, line in zip(("failures", *[""] * SHOWN_FAILURES), _failures(summary.failures), strict=False):
+        facts.add_row(label, Text(line))
     if summary.reason:
         facts.add_row("ended", Text(summary.reason))
     parts: list[RenderableType] = [*_examples(views), facts]
@@ -259,28 +255,57 @@ def _steps_and_times(summary: Summary, view: RunView) -> str:
     return f"{summary.steps} in {clock_text(summary.train_s)}, after {clock_text(view.starting_s)} of starting"
 
 
-def _before_after(summary: Summary, view: RunView) -> str:
-    if summary.eval_first is None:
+def _score_name(evals: Sequence[EvalResult]) -> str:
+    return "held-out accuracy" if evals and all(result.binary for result in evals) else "held-out reward"
+
+
+def _score(result: EvalResult, stderr: bool = True) -> str:
+    shown = percent if result.binary else number
+    error = f" ± {shown(result.stderr)}" if stderr and result.stderr is not None else ""
+    return f"{shown(result.reward)}{error}"
+
+
+def _over_tasks(result: EvalResult) -> str:
+    return f" ({plural(result.tasks, 'task')})"
+
+
+def _before_after(summary: Summary) -> str:
+    """First and last held-out score, each with its standard error, and the number of tasks."""
+    if not summary.evals:
         return "not measured"
+    first, last = summary.evals[0], summary.evals[-1]
     if len(summary.evals) == 1:
-        return f"{view.score(summary.eval_first)} at version {summary.evals[0][0]}, not measured since"
-    return f"{view.score(summary.eval_first)} → {view.score(summary.eval_last)}"
+        return f"{_score(first)}{_over_tasks(first)} at version {first.version}, not measured since"
+    tasks = "" if first.tasks == last.tasks else _over_tasks(first)
+    return f"{_score(first)}{tasks} → {_score(last)}{_over_tasks(last)}"
+
+
+def _failures(failures: Sequence[Failure]) -> list[str]:
+    """The most frequent ones, a line each."""
+    lines = [
+        f"{failure.count:,} × {failure.source}: {_one_line(failure.reason).plain}"
+        for failure in failures[:SHOWN_FAILURES]
+    ]
+    if rest := sum(failure.count for failure in failures[SHOWN_FAILURES:]):
+        lines.append(f"{rest:,} × others, all in summary.json")
+    return lines
 
 
 def _examples(views: Sequence[EpisodeView]) -> list[RenderableType]:
-    """A few solved and a few unsolved ones: solved is what got the best reward seen, if rewards differ at all."""
+    """A few of the best and a few of the rest. Rewards of 0 and 1 are shown as ✗ and ✓, others as numbers."""
     if not views:
         return []
-    best = max(view.reward for view in views)
-    solved = [view for view in views if view.reward == best and best > 0][:EXAMPLES]
-    unsolved = [view for view in views if view.reward < best or best <= 0][:EXAMPLES]
+    binary = all(view.reward in (0.0, 1.0) for view in views)
+    top = max(view.reward for view in views)
+    best = [view for view in views if view.reward == top and not (binary and top == 0)][:EXAMPLES]
+    rest = [view for view in views if view.reward < top or (binary and top == 0)][:EXAMPLES]
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False, show_edge=False)
     table.add_column()
     table.add_column(overflow="ellipsis", no_wrap=True, max_width=50, style="dim")
     table.add_column(overflow="ellipsis", no_wrap=True, max_width=50)
-    for mark, style, chosen in (("✓", "green", solved), ("✗", "red", unsolved)):
-        for view in chosen:
-            table.add_row(Text(mark, style=style), _one_line(view.prompt), _one_line(view.completion))
+    for view in (*best, *rest):
+        mark = (("✗", "red"), ("✓", "green"))[view.reward == 1.0] if binary else (number(view.reward), "")
+        table.add_row(Text(*mark), _one_line(view.prompt), _one_line(view.completion))
     return [table, Text()]
 
 

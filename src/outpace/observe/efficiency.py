@@ -19,7 +19,7 @@ What is counted, plainly
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from outpace.types import EngineStats, LearnerStats
 
@@ -71,6 +71,20 @@ class Efficiency:
         }
 
 
+@dataclass(frozen=True)
+class Earlier:
+    """Training time of earlier starts of a run, and T* of that time; None: not known."""
+
+    seconds: float = 0.0
+    ideal_s: float | None = None
+
+    @classmethod
+    def of(cls, metrics: Mapping[str, float]) -> Earlier:
+        """As of the last step that was recorded."""
+        seconds, efficiency = metrics.get("time/wall_s", 0.0), metrics.get("efficiency")
+        return cls(seconds, None if efficiency is None else efficiency * seconds)
+
+
 class WorkAccount:
     """Adds up what engines and learner say of themselves, across restarts of a part.
 
@@ -88,6 +102,7 @@ class WorkAccount:
         self._learner = Work()
         self._learner_past = Work()
         self._wasted = 0.0
+        self._earlier = Earlier()
         self._origin = self._lap_start = (Work(), Work(), 0.0)
 
     def engines(self, stats: Mapping[str, EngineStats]) -> None:
@@ -105,8 +120,10 @@ class WorkAccount:
             self._learner_past += self._learner
         self._learner = work
 
-    def start(self) -> None:
-        """Count from here on: neither time nor work before this belongs to the account."""
+    def start(self, earlier: Earlier = Earlier()) -> None:  # noqa: B008 (it is immutable)
+        """Count from here on: neither time nor work before this belongs to the account, but for what earlier starts of
+        the run have counted."""
+        self._earlier = earlier
         self._began = self._lap_began = self._clock()
         self._origin = self._lap_start = self._totals()
 
@@ -121,7 +138,14 @@ class WorkAccount:
         return self._account(now - began, start)
 
     def whole(self) -> Efficiency:
-        return self._account(self._clock() - self._began, self._origin)
+        """Of the run, with its earlier starts: seconds and T*/T. The rest is of this start."""
+        own, earlier = self._account(self._clock() - self._began, self._origin), self._earlier
+        if not earlier.seconds:
+            return own
+        seconds = own.seconds + earlier.seconds
+        known = own.ideal_s is not None and earlier.ideal_s is not None
+        ideal_s = (own.ideal_s or 0.0) + (earlier.ideal_s or 0.0) if known else None
+        return replace(own, seconds=seconds, ideal_s=ideal_s, efficiency=None if ideal_s is None else ideal_s / seconds)
 
     def _totals(self) -> tuple[Work, Work, float]:
         generation = sum(self._engines.values(), self._engine_past)

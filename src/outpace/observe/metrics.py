@@ -80,6 +80,7 @@ RULES: dict[str, Rule] = {
     "throughput/trained_tok_s": "last",
     "time/step_s": "last",
     "time/wall_s": "last",
+    "time/total_s": "last",
     "time/train_s": "sum",
     "faults/failed_episodes": "sum",
     "faults/skipped_steps": "sum",

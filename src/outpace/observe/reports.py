@@ -12,18 +12,21 @@ from outpace.observe.metrics import Meter
 from outpace.types import ChunkReport, EngineStats, GroupReport, LoadReport, Manifest, StepReport
 
 
-def record_closed(meter: Meter, report: GroupReport) -> None:
-    """A group was closed in this step. Tokens of a failed one are waste; those of a filtered one are named apart."""
-    meter.add("groups/seconds", report.seconds)
+def record_tokens(meter: Meter, report: GroupReport) -> None:
+    """The sampled tokens of a group, counted once: with the step that it is on record with, or at the end of the run.
+
+    Those of a failed group are waste; those of a filtered one are named apart."""
     meter.add("throughput/sampled_tokens", report.tokens_sampled)
     if report.outcome == "filtered":
         meter.add("waste/filtered_tokens", report.tokens_sampled)
     if report.outcome == "failed":
-        record_waste(meter, report.tokens_sampled)
+        meter.add("waste/tokens", report.tokens_sampled)
 
 
 def record_group(meter: Meter, report: GroupReport) -> None:
     """A group is on record with this step: trained in it, or settled before it."""
+    record_tokens(meter, report)
+    meter.add("groups/seconds", report.seconds)
     meter.add(f"groups/{report.outcome}", 1)
     meter.add("faults/failed_episodes", report.failed_episodes)
     for reward in report.rewards:
@@ -38,9 +41,10 @@ def record_group(meter: Meter, report: GroupReport) -> None:
         meter.add(name if "/" in name else f"episode/{name}", value, max(report.episodes, 1))
 
 
-def record_waste(meter: Meter, tokens: float) -> None:
-    """So many sampled tokens were thrown away: a group failed, or was finished and then dropped."""
-    meter.add("waste/tokens", tokens)
+def record_given_up(meter: Meter, report: GroupReport) -> None:
+    """The tokens of a group that was dropped or requeued are waste, also where the group had finished."""
+    meter.add("throughput/sampled_tokens", report.tokens_sampled)
+    meter.add("waste/tokens", report.tokens_sampled)
 
 
 def record_chunk(meter: Meter, report: ChunkReport) -> None:

@@ -16,7 +16,9 @@ import logging
 import math
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from outpace.errors import BadInput
 from outpace.observe.linefile import LineFile, keep_lines, read_lines, write_atomically
 from outpace.observe.runlock import RunLock
 from outpace.observe.summary import Summary
-from outpace.types import EpisodeView
+from outpace.types import EpisodeView, Failure
 
 logger = logging.getLogger(__name__)
 
@@ -148,21 +150,19 @@ class RunLog:
         groups: Iterable[BatchGroup],
         settled: Iterable[BatchSettled] = (),
         accounted: int | None = None,
+        failures: Iterable[Failure] = (),
     ) -> None:
         """One line of batches.jsonl: what this step was trained on, and what else came to an end since the line before.
-        `version` is the one it was trained from, `accounted` the number of visits that are settled with this line."""
+        `version` is the one it was trained from, `accounted` the number of visits that are settled with this line,
+        `failures` what failed in these groups."""
         record: dict[str, Any] = {"step": step, "version": version, "groups": msgspec.to_builtins(list(groups))}
         if accounted is not None:
             record |= {"settled": msgspec.to_builtins(list(settled)), "accounted": accounted}
-        self._lines["batches.jsonl"].append(record)
+        self._lines["batches.jsonl"].append(record | _counted(failures))
 
-    def evaluation(self, version: int, metrics: Mapping[str, float]) -> None:
+    def evaluation(self, version: int, metrics: Mapping[str, float], failures: Iterable[Failure] = ()) -> None:
         """One line of evals.jsonl: what an evaluation of this version came to. Its step is the version."""
-        self._lines["evals.jsonl"].append({"step": version} | finite(metrics))
-
-    def evaluations(self) -> list[dict[str, Any]]:
-        """What earlier starts of the run have measured."""
-        return list(read_lines(self.dir / "evals.jsonl"))
+        self._lines["evals.jsonl"].append({"step": version} | finite(metrics) | _counted(failures))
 
     def rollouts(self, step: int, views: Iterable[EpisodeView]) -> None:
         """The text of some rollouts, in a file of their own."""
@@ -190,9 +190,10 @@ class RunLog:
         for lines in list(self._lines.values()):
             lines.sync()
 
-    def roll_back(self, step: int, accounted: int | None = None) -> Iterator[dict[str, Any]]:
-        """Forget what was logged after `step`, and batches that book more than `accounted` visits; returns the lines of
-        metrics.jsonl that stay."""
+    def roll_back(self, step: int, accounted: int | None = None) -> PastRun:
+        """Forget what was logged after `step`, and batches that book more than `accounted` visits; returns what
+        stays."""
+        seconds = self._seconds()
         self._close_lines()
         most = math.inf if accounted is None else accounted
         for name in LINES:
@@ -204,7 +205,51 @@ class RunLog:
             if number.isdecimal() and int(number) > step:
                 path.unlink()
         (self.dir / "summary.json").unlink(missing_ok=True)
-        return read_lines(self.dir / "metrics.jsonl")  # one by one: a long run has many
+        return PastRun(self.dir, seconds)
+
+    def _seconds(self) -> float:
+        """How long the run has taken in all its starts: by its summary, or by its last step if it was killed."""
+        try:
+            ended = msgspec.json.decode((self.dir / "summary.json").read_bytes(), type=_Seconds).wall_s
+        except (OSError, ValueError):
+            ended = 0.0
+        logged = (float(line.get("time/total_s", 0.0)) for line in read_lines(self.dir / "metrics.jsonl"))
+        return max(ended, max(logged, default=0.0))
+
+
+class _Seconds(msgspec.Struct):
+    wall_s: float
+
+
+@dataclass(frozen=True)
+class PastRun:
+    """What the logs keep of earlier starts of a run. `seconds` is how long these took."""
+
+    dir: Path
+    seconds: float
+
+    @property
+    def steps(self) -> Iterator[dict[str, Any]]:
+        """The lines of metrics.jsonl, one by one: a long run has many."""
+        return read_lines(self.dir / "metrics.jsonl")
+
+    @property
+    def evaluations(self) -> Iterator[dict[str, Any]]:
+        return read_lines(self.dir / "evals.jsonl")
+
+    @property
+    def failures(self) -> Iterator[Failure]:
+        for name in ("batches.jsonl", "evals.jsonl"):
+            for line in read_lines(self.dir / name):
+                yield from msgspec.convert(line.get("failures", []), list[Failure])
+
+
+def _counted(failures: Iterable[Failure]) -> dict[str, Any]:
+    """For a line of a log: each source and reason once, nothing where nothing failed."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for failure in failures:
+        counts[failure.source, failure.reason] += failure.count
+    return {"failures": [msgspec.to_builtins(Failure(*key, count)) for key, count in counts.items()]} if counts else {}
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
 
 import msgspec
+
+from outpace.types import Failure
 
 WINDOW = 10
 """`reward_first` and `reward_last` are means over so many steps at either end (over a quarter of a short run)."""
 
+MOST_FAILURES = 100
+"""Different failures that are told apart; further reasons are counted together, by source."""
+
+
+class EvalResult(msgspec.Struct, frozen=True):
+    """Mean held-out reward of a version over `tasks` tasks, with its standard error (None for fewer than two)."""
+
+    version: int
+    reward: float
+    stderr: float | None = None
+    tasks: int = 0
+    binary: bool = False  # every reward was 0 or 1: the mean is an accuracy
+
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """None: there was nothing to measure."""
+    """Tokens, seconds and failures are of the whole run, over all its starts. None: there was nothing to measure."""
 
     steps: int
     wall_s: float
@@ -22,6 +37,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     reward_last: float | None
     eval_first: float | None
     eval_last: float | None
+    eval_first_stderr: float | None = None
+    eval_last_stderr: float | None = None
+    eval_tasks: int = 0  # how many tasks the last evaluation judged
     tokens_trained: int
     tokens_sampled: int
     tokens_filtered: int = 0  # of the sampled ones, in groups that were filtered
@@ -31,12 +49,13 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     efficiency: float | None
     exit: int  # the exit code of the process
     reason: str = ""  # why the run ended, for people
-    evals: list[tuple[int, float]] = []  # (version, held-out score)
+    evals: list[EvalResult] = []
+    failures: list[Failure] = []  # the most frequent first
     extra: dict[str, float] = {}
 
 
 class SummaryBuilder:
-    """Folds the metrics of the steps. After a resume, feed it the kept lines of metrics.jsonl first."""
+    """Folds the metrics of the steps. After a resume, feed it the kept lines of the logs first."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -45,7 +64,8 @@ class SummaryBuilder:
         self._trained = self._sampled = self._wasted = self._filtered = self._skipped = 0.0
         self._lag_max = 0.0
         self._efficiency: float | None = None
-        self._evals: dict[int, float] = {}
+        self._evals: dict[int, EvalResult] = {}
+        self._failures: Counter[tuple[str, str]] = Counter()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self.steps = max(self.steps, step)
@@ -57,9 +77,6 @@ class SummaryBuilder:
         self.remainder(metrics)
         self._lag_max = max(self._lag_max, metrics.get("lag/max", 0.0))
         self._efficiency = metrics.get("efficiency", self._efficiency)
-        version, score = metrics.get("eval/version"), metrics.get("eval/reward")
-        if version is not None and score is not None:
-            self.evaluation(int(version), score)
 
     def remainder(self, metrics: Mapping[str, float]) -> None:
         """What is added up over a run, of a step or of what came after the last one."""
@@ -69,8 +86,15 @@ class SummaryBuilder:
         self._filtered += metrics.get("waste/filtered_tokens", 0.0)
         self._skipped += metrics.get("groups/skipped", 0.0)
 
-    def evaluation(self, version: int, score: float) -> None:
-        self._evals[version] = score
+    def evaluation(self, result: EvalResult) -> None:
+        self._evals[result.version] = result
+
+    def failures(self, failures: Iterable[Failure]) -> None:
+        for failure in failures:
+            key = failure.source, failure.reason
+            if key not in self._failures and len(self._failures) >= MOST_FAILURES:
+                key = failure.source, "other reasons"
+            self._failures[key] += failure.count
 
     def build(
         self,
@@ -82,7 +106,7 @@ class SummaryBuilder:
         reason: str = "",
         extra: Mapping[str, float] | None = None,
     ) -> Summary:
-        evals = sorted(self._evals.items())
+        evals = [self._evals[version] for version in sorted(self._evals)]
         window = max(1, min(WINDOW, self.steps // 4))
         return Summary(
             steps=self.steps,
@@ -91,8 +115,11 @@ class SummaryBuilder:
             seed=seed,
             reward_first=_mean(self._first[:window]),
             reward_last=_mean(list(self._last)[-window:]),
-            eval_first=evals[0][1] if evals else None,
-            eval_last=evals[-1][1] if evals else None,
+            eval_first=evals[0].reward if evals else None,
+            eval_last=evals[-1].reward if evals else None,
+            eval_first_stderr=evals[0].stderr if evals else None,
+            eval_last_stderr=evals[-1].stderr if evals else None,
+            eval_tasks=evals[-1].tasks if evals else 0,
             tokens_trained=round(self._trained),
             tokens_sampled=round(self._sampled),
             tokens_filtered=round(self._filtered),
@@ -103,8 +130,22 @@ class SummaryBuilder:
             exit=exit,
             reason=reason,
             evals=evals,
+            failures=[Failure(*key, count) for key, count in self._failures.most_common()],
             extra=dict(extra or {}),
         )
+
+
+def eval_result(version: int, metrics: Mapping[str, float]) -> EvalResult | None:
+    """The result in a line of evals.jsonl; None if no task could be judged."""
+    if "eval/reward" not in metrics:
+        return None
+    return EvalResult(
+        version,
+        metrics["eval/reward"],
+        metrics.get("eval/stderr"),
+        round(metrics.get("eval/count", 0)),
+        bool(metrics.get("eval/binary", 0)),
+    )
 
 
 def _mean(values: list[float]) -> float | None:

@@ -30,6 +30,7 @@ from typing import Any
 from outpace import crash
 from outpace.errors import PartFailed, PartLost, Stalled
 from outpace.pipeline import events as ev
+from outpace.pipeline.budget import LimitReached
 from outpace.pipeline.caretaker import CareSettings, Caretaker
 from outpace.pipeline.core import Core
 from outpace.pipeline.enrolment import Enrolment, Recruit
@@ -113,6 +114,7 @@ class Driver:
             else None
         )
         self._finish: str | None = None
+        self._limit_reached: LimitReached | None = None
 
     async def run(self, served: dict[str, Version]) -> str:
         """Drive the core from start to finish; returns why it finished."""
@@ -128,6 +130,8 @@ class Driver:
             await self._settle()
         finally:
             await self._cancel_everything()
+        if self._limit_reached is not None:
+            raise self._limit_reached
         return self._finish
 
     def stop(self) -> None:
@@ -150,6 +154,9 @@ class Driver:
     async def _next(self) -> ev.Event:
         item = await self._queue.get()
         self._watchdog.moved()
+        if isinstance(item, LimitReached) and self._core.version > 0:
+            self._limit_reached = item
+            return ev.StopRequested()  # so that a checkpoint is made; the error is raised after it
         if isinstance(item, BaseException):
             raise await self._best_account(item)
         return item
@@ -247,7 +254,7 @@ class Driver:
     async def _raise_failures(self) -> None:
         while not self._queue.empty():
             item = self._queue.get_nowait()
-            if isinstance(item, BaseException):
+            if isinstance(item, BaseException) and not (self._limit_reached and isinstance(item, LimitReached)):
                 raise await self._best_account(item)
 
     async def _cancel_everything(self) -> None:

@@ -7,8 +7,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, stdev
 
+from outpace.observe.summary import EvalResult, eval_result
 from outpace.runtime.together import together
-from outpace.types import EpisodeView, GroupOrder, GroupReport, Version
+from outpace.types import EpisodeView, Failure, GroupOrder, GroupReport, Version
 
 MAX_VIEWS = 512
 """Rollouts of an evaluation that are kept to be read: those of the first so many tasks."""
@@ -29,6 +30,12 @@ class Evaluation:
     newest: Version = 0  # of all that was sampled; `version` where that was pinned
     stderr: float | None = None
     binary: bool = False  # every reward is 0 or 1, so the mean is an accuracy
+
+    failures: list[Failure] = field(default_factory=list)
+
+    @property
+    def result(self) -> EvalResult | None:
+        return eval_result(self.version, self.metrics())
 
     def metrics(self) -> dict[str, float]:
         judged = {} if self.reward is None else {"eval/reward": self.reward}
@@ -96,4 +103,5 @@ def summarise(version: Version, reports: Sequence[GroupReport]) -> Evaluation:
         newest=max((report.newest for report in reports), default=version),
         stderr=stdev(rewards) / math.sqrt(len(rewards)) if len(rewards) > 1 else None,
         binary=bool(rewards) and set(rewards) <= {0.0, 1.0},
+        failures=[failure for report in reports for failure in report.failures],
     )

@@ -8,17 +8,20 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import fmean
+
+import msgspec
 
 from outpace import crash
 from outpace.observe import reports as to_metrics
 from outpace.observe.callbacks import CallbackRunner
 from outpace.observe.console import ProgressConsole
-from outpace.observe.efficiency import WorkAccount
+from outpace.observe.efficiency import Earlier, WorkAccount
 from outpace.observe.metrics import Meter
-from outpace.observe.runlog import BatchGroup, BatchSettled, RunLog
-from outpace.observe.summary import Summary, SummaryBuilder
+from outpace.observe.runlog import BatchGroup, BatchSettled, PastRun, RunLog
+from outpace.observe.summary import Summary, SummaryBuilder, eval_result
 from outpace.observe.timeline import Timeline
 from outpace.pipeline.core import Core
 from outpace.pipeline.evaluation import Evaluation
@@ -27,6 +30,7 @@ from outpace.types import (
     ChunkReport,
     EngineStats,
     EpisodeView,
+    Failure,
     GroupOrder,
     GroupReport,
     LearnerStats,
@@ -64,12 +68,27 @@ class Recorder:
         self._began = time.monotonic()
         self._training_began = self._trained_at = self._began
         self._account = WorkAccount(self.cores, time.monotonic)
+        self._closed: dict[int, GroupReport] = {}  # groups that are not on record yet
+        self._earlier = Earlier()
+        self._earlier_wall_s = 0.0
+
+    def resume(self, past: PastRun, finished: Iterable[GroupReport]) -> None:
+        """Go on with the totals of the run's earlier starts, and with the groups that these have finished."""
+        for line in past.steps:
+            self.summary.step(line["step"], line)
+            self._earlier = Earlier.of(line)
+        for line in past.evaluations:
+            if result := eval_result(line["step"], line):
+                self.summary.evaluation(result)
+        self.summary.failures(past.failures)
+        self._earlier_wall_s = past.seconds
+        self._closed |= {report.group: report for report in finished}
 
     async def training_begins(self, engines: dict[str, Engine], learner: Learner) -> None:
         """The parts are up: the clock of training starts, and what they did before does not count."""
         self._account.engines({name: await engine.stats() for name, engine in engines.items()})
         self._account.learner(await learner.stats())
-        self._account.start()
+        self._account.start(self._earlier)
         self._trained_at = self._training_began = time.monotonic()
 
     # ------------------------------------------------------------------------------------------------ as it happens
@@ -90,7 +109,7 @@ class Recorder:
         self.callbacks.post("on_rollout_start", order)
 
     def group_closed(self, report: GroupReport) -> None:
-        to_metrics.record_closed(self._meter, report)
+        self._closed[report.group] = msgspec.structs.replace(report, views=[])
         self._views += report.views
         if report.outcome == "failed":
             self._account.wasted(report.tokens_sampled)
@@ -98,7 +117,8 @@ class Recorder:
 
     def group_given_up(self, report: GroupReport) -> None:
         """A group that nobody will train, though nothing was wrong with it: its tokens are waste."""
-        to_metrics.record_waste(self._meter, report.tokens_sampled)
+        self._closed.pop(report.group, None)
+        to_metrics.record_given_up(self._meter, report)
         self._account.wasted(report.tokens_sampled)
         self.fault("given_up_groups")
 
@@ -121,16 +141,17 @@ class Recorder:
     def evaluated(self, evaluation: Evaluation) -> None:
         self.last_evaluation = evaluation
         metrics = evaluation.metrics()
-        self.log.evaluation(evaluation.version, metrics)
+        self.log.evaluation(evaluation.version, metrics, evaluation.failures)
         for name, value in metrics.items():
             self._meter.add(name, value)
         self.callbacks.post("on_evaluation", evaluation.version, metrics)
-        if evaluation.reward is None:
+        self.summary.failures(evaluation.failures)
+        result = evaluation.result
+        if result is None:
             self.console.status(f"version {evaluation.version} could not be evaluated: {evaluation.reason}")
             return
-        self.summary.evaluation(evaluation.version, evaluation.reward)
-        all_or_nothing = all(view.reward in (0.0, 1.0) for view in evaluation.views)
-        self.console.evaluation(evaluation.version, evaluation.reward, all_or_nothing)
+        self.summary.evaluation(result)
+        self.console.evaluation(result)
 
     # --------------------------------------------------------------------------------------------------- each step
 
@@ -147,9 +168,7 @@ class Recorder:
         accounted: int,
     ) -> None:
         self._trained_at = time.monotonic()
-        for _, report in (*groups, *settled):
-            if report is not None:
-                to_metrics.record_group(self._meter, report)
+        failures = self._record_groups(report for _, report in (*groups, *settled))
         for chunk in chunks:
             to_metrics.record_chunk(self._meter, chunk)
         to_metrics.record_step(self._meter, step)
@@ -159,11 +178,12 @@ class Recorder:
         self._account.engines(engines)
         self._account.learner(learner)
         to_metrics.record_efficiency(self._meter, self._account.lap(), self._account.whole())
+        self._meter.add("time/total_s", self._wall_s)
         metrics = self._meter.flush()
         version = step.version - 1
         lines = [_batch_group(version, *group) for group in groups]
         lines += [_batch_group(version, *group, replay=True) for group in replayed]
-        self.log.batch(step.version, version, lines, [visit for visit, _ in settled], accounted)
+        self.log.batch(step.version, version, lines, [visit for visit, _ in settled], accounted, failures)
         crash.reached("controller.line_written")
         self.log.step(step.version, metrics)
         if self._views:
@@ -175,19 +195,34 @@ class Recorder:
 
     def settled(self, version: Version, settled: list[Settled], accounted: int) -> None:
         """What came to its end between two steps, where a checkpoint relies on it."""
-        for _, report in settled:
-            if report is not None:
-                to_metrics.record_group(self._meter, report)
-        self.log.batch(version, version, [], [visit for visit, _ in settled], accounted)
+        failures = self._record_groups(report for _, report in settled)
+        self.log.batch(version, version, [], [visit for visit, _ in settled], accounted, failures)
+
+    def _record_groups(self, reports: Iterable[GroupReport | None]) -> list[Failure]:
+        """Count these groups, and return what failed in them."""
+        failures: list[Failure] = []
+        for report in filter(None, reports):
+            self._closed.pop(report.group, None)
+            to_metrics.record_group(self._meter, report)
+            failures += report.failures
+        self.summary.failures(failures)
+        return failures
+
+    @property
+    def _wall_s(self) -> float:
+        return self._earlier_wall_s + time.monotonic() - self._began
 
     # --------------------------------------------------------------------------------------------------- at the end
 
     def build_summary(self, exit_code: int, reason: str) -> Summary:
-        now = time.monotonic()
+        for report in self._closed.values():
+            to_metrics.record_tokens(self._meter, report)
+            self.summary.failures(report.failures)
+        self._closed.clear()
         self.summary.remainder(self._meter.flush())
         return self.summary.build(
-            wall_s=now - self._began,
-            train_s=self._trained_at - self._training_began,
+            wall_s=self._wall_s,
+            train_s=self._earlier.seconds + self._trained_at - self._training_began,
             seed=self.seed,
             exit=exit_code,
             reason=reason,

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import re
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -121,6 +122,18 @@ class _Call:
         return self.pool if self.pool is not None and self.name in self.pool else None
 
 
+SAMPLES = re.compile(r" (?:on|for) samples? \d+(?: to \d+)?")
+
+
+def _attributed(call: _Call, error: RewardFailed) -> RewardFailed:
+    """The failure with the name of its function, and with a reason that does not depend on the sample."""
+    message = str(error)
+    if call.name not in message:
+        message = f"reward {call.name}: {message}"
+    reason = SAMPLES.sub("", message).removeprefix(f"reward {call.name}").removeprefix(":").strip()
+    return RewardFailed(message, call.name, reason)
+
+
 async def _score(
     call: _Call, arguments: Mapping[str, Sequence[Any]], on_request: Mapping[str, Sequence[Any]]
 ) -> Scores:
@@ -129,7 +142,7 @@ async def _score(
     given = {key: list(values) for key, values in taken.items()}
     if call.process is not None:
         return await _in_process(call, call.process, lambda: given)
-    return checked(call.name, await _in_worker(call, partial(_with_own, call.function, given)), call.count)
+    return _checked(call, await _in_worker(call, partial(_with_own, call.function, given)))
 
 
 def _with_own(function: Reward, given: dict[str, list[Any]]) -> Any:
@@ -156,8 +169,7 @@ async def _score_one(call: _Call, task: Task, episode: Episode) -> Scores:
     if call.process is not None:
         return await _in_process(call, call.process, lambda: wired(task, episode))
     seen = msgspec.structs.replace(episode, completion=_own(episode.completion))
-    returned = await _in_worker(call, partial(call.function, task, seen))
-    return checked(call.name, [returned], 1, call.first)
+    return _checked(call, [await _in_worker(call, partial(call.function, task, seen))])
 
 
 # ----------------------------------------------------------------------------------------------------------- calling
@@ -169,11 +181,13 @@ async def _in_process(call: _Call, pool: GraderPool, given: Callable[[], dict[st
     except TimeLimitError:
         raise _too_long(call) from None
     except CallRaised as error:
-        raise RewardFailed(f"reward {call.name} raised {error.kind} on {call.samples}: {error.message}") from error
+        raise _failed(call, f"raised {error.kind} on {call.samples}: {error.message}") from error
     except ServantDied as error:
-        raise RewardFailed(f"the process of reward {call.name} {error} on {call.samples}") from None
+        raise _attributed(call, RewardFailed(f"the process of reward {call.name} {error} on {call.samples}")) from None
     except BadInput as error:  # a column that cannot be copied into another process
-        raise RewardFailed(f"reward {call.name} needs rewards.isolation = thread: {error}") from error
+        raise _failed(call, f"needs rewards.isolation = thread: {error}") from error
+    except RewardFailed as error:
+        raise _attributed(call, error) from error.__cause__
 
 
 async def _in_worker(call: _Call, work: Callable[[], Any]) -> Any:
@@ -182,19 +196,28 @@ async def _in_worker(call: _Call, work: Callable[[], Any]) -> Any:
         return await (within(limit, work()) if is_async(call.function) else _off_loop(work, limit))
     except TimeLimitError:
         raise _too_long(call) from None
-    except RewardFailed:  # of a built-in function, which says it all
-        raise
+    except RewardFailed as error:  # of a built-in function
+        raise _attributed(call, error) from error.__cause__
     # The boundary to the user's code, which may raise anything and may even try to exit.
     except BaseException as error:
         if is_ours(error):
             raise
-        raise RewardFailed(
-            f"reward {call.name} raised {type(error).__name__} on {call.samples}: {one_line(error)}"
-        ) from error
+        raise _failed(call, f"raised {type(error).__name__} on {call.samples}: {one_line(error)}") from error
 
 
 def _too_long(call: _Call) -> RewardFailed:
-    return RewardFailed(f"reward {call.name} took longer than {call.timeout_s:g} s on {call.samples}")
+    return _failed(call, f"took longer than {call.timeout_s:g} s on {call.samples}")
+
+
+def _failed(call: _Call, what: str) -> RewardFailed:
+    return _attributed(call, RewardFailed(f"reward {call.name} {what}"))
+
+
+def _checked(call: _Call, returned: Any) -> Scores:
+    try:
+        return checked(call.name, returned, call.count, call.first)
+    except RewardFailed as error:
+        raise _attributed(call, error) from error.__cause__
 
 
 async def _off_loop(call: Callable[[], Any], timeout_s: float) -> Any:

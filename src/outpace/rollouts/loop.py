@@ -36,7 +36,7 @@ from outpace.protocols import ModelClient
 from outpace.rollouts.environments.stage import Stage, Stages, columns_of
 from outpace.rollouts.limits import Limits, Spent
 from outpace.rollouts.tools.toolbox import Offer, Toolbox, ToolLimits
-from outpace.types import Answer, Episode, Message, Task, ToolCall
+from outpace.types import Answer, Episode, Failure, Message, Task, ToolCall
 
 REWARD = "environment"
 """The name of the environment's own reward among those of the reward functions."""
@@ -82,6 +82,7 @@ class ToolLoop:
             stop=stop,
             metrics=talk.metrics(),
             error=None if talk.spent.turns else talk.nothing_said,
+            failures=[Failure(tool, reason, count) for (tool, reason), count in talk.failures.items()],
         )
 
 
@@ -95,6 +96,7 @@ class _Talk:
     prompt: list[Message]
     said: list[Message] = field(default_factory=list)  # everything after the prompt
     fates: Counter[str] = field(default_factory=Counter)
+    failures: Counter[tuple[str, str]] = field(default_factory=Counter)  # of tools, by name and reason
     nothing_said: str = ""  # why there is not a single answer
 
     async def run(self) -> str:
@@ -130,6 +132,7 @@ class _Talk:
     async def _run(self, calls: Sequence[ToolCall]) -> None:
         results = await self.toolbox.run(calls, self.spent.admit(len(calls)), self.spent.seconds_left)
         self.fates.update(result.fate for result in results)
+        self.failures.update((f"tool {result.call.name}", result.failure) for result in results if result.failure)
         self.said += [result.message for result in results]
 
     def _reason(self, answer: Answer) -> str:

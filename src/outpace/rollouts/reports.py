@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from outpace.models.chat import as_text
 from outpace.rollouts.closing import CUT_OFF, Verdict, version_range
 from outpace.rollouts.episodes import whole_return
 from outpace.rollouts.policy.client import PolicyClient
-from outpace.types import Episode, EpisodeView, GroupOrder, GroupReport, Message, Task, Trajectory
+from outpace.types import Episode, EpisodeView, Failure, GroupOrder, GroupReport, Message, Task, Trajectory
 
 SWAPPED = "episode/swapped"
 """The metric: the share of trajectories in which weights changed between two sampled tokens."""
@@ -44,7 +45,19 @@ def report_of(
         metrics=_means([{**episode.metrics, SWAPPED: _swapped(episode)} for episode in survivors]),
         views=[_view(task, episode, newest, decode) for episode in survivors] if order.show else [],
         traceback=next((episode.traceback for episode in episodes if episode.traceback), ""),
+        failures=_failures(episodes),
     )
+
+
+def _failures(episodes: list[Episode]) -> list[Failure]:
+    """Of all episodes, each source and reason once."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for episode in episodes:
+        for failure in episode.failures:
+            counts[failure.source, failure.reason] += failure.count
+        if episode.error and not any(failure.source.startswith("reward") for failure in episode.failures):
+            counts["rollout", episode.error] += 1
+    return [Failure(source, reason, count) for (source, reason), count in counts.items()]
 
 
 def sampled_by(clients: list[PolicyClient]) -> int:

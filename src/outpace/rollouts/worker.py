@@ -49,7 +49,7 @@ from outpace.runtime import rng
 from outpace.runtime.limits import is_ours
 from outpace.runtime.signature import named
 from outpace.runtime.together import together
-from outpace.types import Episode, GroupOrder, GroupRecord, GroupReport, Ints, Kept, Member, Task
+from outpace.types import Episode, Failure, GroupOrder, GroupRecord, GroupReport, Ints, Kept, Member, Task
 
 log = logging.getLogger(__name__)
 
@@ -243,7 +243,11 @@ class RolloutWorker:
         except RewardFailed as error:
             log.warning("grading %s failed", task.id, exc_info=True)
             trace = "".join(traceback.format_exception(error.__cause__ or error))
-            return [episode if episode.error else _unjudged(episode, f"reward: {error}", trace) for episode in episodes]
+            source = f"reward {error.function}" if error.function else "rewards"
+            failure = Failure(source, error.reason)
+            return [
+                episode if episode.error else _unjudged(episode, str(error), trace, failure) for episode in episodes
+            ]
         judged = iter(verdicts)
         return [episode if episode.error else self._judged(episode, next(judged)) for episode in episodes]
 
@@ -262,7 +266,8 @@ class RolloutWorker:
         if not own and (episode.reward or not self._judges.functions):
             own = {"rollout": episode.reward}
         if graded.total is None and not own and not _brings_rewards(episode):
-            return _unjudged(episode, "no reward function applies")
+            reason = "no reward function applies"
+            return _unjudged(episode, reason, "", Failure("rewards", reason))
         total = sum(own.values()) + (graded.total or 0.0)
         return msgspec.structs.replace(episode, reward=total, rewards={**own, **graded.parts})
 
@@ -283,5 +288,6 @@ def _brings_rewards(episode: Episode) -> bool:
     return any(trajectory.reward is not None or len(trajectory.turn_rewards) for trajectory in episode.trajectories)
 
 
-def _unjudged(episode: Episode, reason: str, trace: str = "") -> Episode:
-    return msgspec.structs.replace(episode, error=reason, traceback=trace, stop="error")
+def _unjudged(episode: Episode, reason: str, trace: str, failure: Failure) -> Episode:
+    failures = [*episode.failures, failure]
+    return msgspec.structs.replace(episode, error=reason, traceback=trace, stop="error", failures=failures)

@@ -78,6 +78,7 @@ class Result:
     call: ToolCall
     text: str
     fate: Fate
+    failure: str = ""  # how the tool itself failed, if it did
 
     @property
     def message(self) -> Message:
@@ -122,7 +123,10 @@ class Toolbox:
             return Result(call, bounded(text, self._limits.max_result_chars), "done")
         except ToolError as error:
             text = bounded(f"error: {error}", self._limits.max_result_chars)
-            return Result(call, text, "timeout" if isinstance(error, ToolTimeout) else "error")
+            is_late = isinstance(error, ToolTimeout)
+            # A call that the model got wrong has no cause: nothing of the tool failed.
+            failure = str(error).removeprefix(f"{call.name} ") if is_late or error.__cause__ else ""
+            return Result(call, text, "timeout" if is_late else "error", failure)
 
     def _understood(self, call: ToolCall) -> tuple[Offer, dict[str, Any]]:
         if call.problem:

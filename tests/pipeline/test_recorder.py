@@ -1,0 +1,58 @@
+"""Totals of a run over all its starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from driver_support import Rig
+from outpace.observe.callbacks import CallbackRunner
+from outpace.observe.console import ProgressConsole
+from outpace.observe.linefile import read_lines
+from outpace.observe.runlog import RunLog
+from outpace.pipeline.recorder import Recorder
+from outpace.types import Failure, GroupOrder, GroupReport, Place
+
+SLOW = Failure("tool search", "took longer than 1 s")
+
+
+async def test_a_resumed_run_counts_tokens_seconds_and_failures_of_all_its_starts(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "run")
+
+    async def of_ten_tokens(order: GroupOrder) -> GroupReport | None:
+        if order.heldout:
+            return None
+        return GroupReport(
+            order.group, f"t{order.task}", "finished", place=Place("w-0.journal", order.group, 1), rewards=[1.0],
+            episodes=1, tokens_sampled=10, oldest=max(rig.engine.version, order.min_version), failures=[SLOW],
+        )  # fmt: skip
+
+    rig.worker.behave = of_ten_tokens
+    assert await rig.run() == "done"
+    first = rig.recorder.build_summary(0, "done")
+    assert first.tokens_sampled == 10 * first.failures[0].count >= 10 * first.tokens_trained
+    rig.log.summary(first)
+    rig.log.close()
+
+    log = RunLog.claim(tmp_path / "run", resume=True)
+    log.start("")
+    recorder = Recorder(log, ProgressConsole(None, quiet=True), CallbackRunner([]), 2, 0)
+    left_in_journal = [GroupReport(group, "t", "finished", tokens_sampled=10, failures=[SLOW]) for group in (90, 91)]
+    recorder.resume(log.roll_back(3), left_in_journal)
+    second = recorder.build_summary(0, "done")
+    trained = sum(len(line["groups"]) for line in read_lines(tmp_path / "run" / "batches.jsonl"))
+    log.close()
+    assert trained == second.tokens_trained == 12, "three steps of four groups, a token each"
+    assert second.tokens_sampled == 10 * (12 + 2), "what was trained, and what the journal still holds"
+    assert second.failures == [Failure(SLOW.source, SLOW.reason, 14)]
+    assert second.wall_s >= first.wall_s, "also the time of the steps that were rolled back"
+    assert 0 < second.train_s <= first.train_s
+
+
+async def test_the_time_of_a_killed_start_is_known_from_its_last_step(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "run")
+    await rig.run()
+    last = list(read_lines(tmp_path / "run" / "metrics.jsonl"))[-1]
+    rig.log.close()
+    log = RunLog.claim(tmp_path / "run", resume=True)
+    assert log.roll_back(1).seconds == last["time/total_s"] > 0
+    log.close()
