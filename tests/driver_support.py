@@ -118,6 +118,7 @@ class FakeWorker:
         self.behave: Callable[[GroupOrder], Any] | None = None
         self.rewards = [1.0]
         self.released: list[str] = []
+        self.recorded: dict[int, list[Place]] = {}
         self.told: list[list[Member]] = []
 
     async def run(self, order: GroupOrder) -> GroupReport:
@@ -133,6 +134,9 @@ class FakeWorker:
 
     async def release(self, segments: list[str]) -> None:
         self.released += segments
+
+    async def record_rollouts(self, step: int, places: list[Place]) -> None:
+        self.recorded[step] = places
 
     async def rng(self) -> bytes:
         return b"{}"
@@ -216,7 +220,7 @@ class Rig:
         limits = Limits(failed=3, filtered=None, notice_every=1000)
         care = CareSettings(SuperviseSettings(self.restarts, window_s=60), probe_s=0.02, silent_s=0.05)
         core = Core(self.settings, Order(10, 0, True))
-        settings = DriverSettings(self.stall_s, MakingSettings(1, 4, 1, limits), care)
+        settings = DriverSettings(self.stall_s, MakingSettings(1, 1, limits), care)
         driver = Driver(
             core, parts, self.recorder, Evaluator(5, 2), self._save, settings, recruit=self.recruit and self._recruit
         )

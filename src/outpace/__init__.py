@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from outpace.algorithms.tokens import Tokens
     from outpace.config import Config
     from outpace.observe.callbacks import Callback
+    from outpace.observe.read_rollouts import read_rollouts
     from outpace.rewards.evaluator import evaluator
     from outpace.rollouts.custom import rollout
     from outpace.trainer import Trainer
@@ -33,6 +34,7 @@ __all__ = [
     "advantage",
     "evaluator",
     "normaliser",
+    "read_rollouts",
     "rollout",
     "surrogate",
 ]
@@ -52,6 +54,7 @@ _HOMES = {
     "advantage": "outpace.algorithms.registry",
     "evaluator": "outpace.rewards.evaluator",
     "normaliser": "outpace.algorithms.registry",
+    "read_rollouts": "outpace.observe.read_rollouts",
     "rollout": "outpace.rollouts.custom",
     "surrogate": "outpace.algorithms.registry",
 }

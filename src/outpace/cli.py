@@ -149,6 +149,20 @@ def play(arguments: argparse.Namespace, settings: list[str]) -> int:
     return 0
 
 
+def show(arguments: argparse.Namespace, settings: list[str]) -> int:
+    from outpace.observe.show import show as print_rollouts
+
+    _no_settings(settings)
+    print_rollouts(
+        arguments.run,
+        step=arguments.step,
+        task=arguments.task,
+        outcome="failed" if arguments.failed else arguments.outcome,
+        max_chars=arguments.max_chars,
+    )
+    return 0
+
+
 def export(arguments: argparse.Namespace, settings: list[str]) -> int:
     from outpace.checkpoint.export import export as write
 
@@ -227,7 +241,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 COMMANDS = (
-    "train", "eval", "play", "export", "ledger", "serve", "agree", "fleet", "simulate", "doctor", "bench",
+    "train", "eval", "play", "show", "export", "ledger", "serve", "agree", "fleet", "simulate", "doctor", "bench",
 )  # fmt: skip
 SETTINGS_TOO = "Settings are taken as --section.key value; `outpace train --help` lists them all."
 UNKNOWN_COMMAND = re.compile(r"argument : invalid choice: '(.*?)'")
@@ -329,6 +343,16 @@ def _parser() -> argparse.ArgumentParser:
     this.add_argument("--task", metavar="INDEX|ID", help="which one first; without this, drawn by run.seed")
     this.add_argument("--raw", action="store_true", help="show the prompt as the text that the model gets")
     this.set_defaults(verb=play)
+
+    this = verbs.add_parser("show", help="print a run's rollouts: prompts, answers, rewards", allow_abbrev=False)
+    this.add_argument("run", type=Path, help="a run directory; the run may be under way")
+    this.add_argument("--step", type=int, metavar="N", help="of this step; without one, the newest")
+    this.add_argument("--task", metavar="INDEX|ID", help="of this task, in all steps")
+    chosen = this.add_mutually_exclusive_group()
+    chosen.add_argument("--outcome", choices=("trained", "filtered", "failed", "dropped"), help="these only")
+    chosen.add_argument("--failed", action="store_true", help="the same as --outcome failed")
+    this.add_argument("--max-chars", type=int, default=2000, metavar="N", help="of each turn; 0: the whole text")
+    this.set_defaults(verb=show)
 
     this = verbs.add_parser("export", help="write a run's model as a Hugging Face directory", allow_abbrev=False)
     this.add_argument("run", type=Path, help="a run directory or one of its checkpoints")

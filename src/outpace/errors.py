@@ -121,5 +121,8 @@ class CorruptData(OutpaceError):
 
 def one_line(text: object, limit: int = 300) -> str:
     """Foreign text made fit for a one-line message: white space collapsed, the end cut off if it is long."""
-    line = " ".join(str(text).split())
-    return line if len(line) <= limit else line[: limit - 1] + "…"
+    return clip(" ".join(str(text).split()), limit)
+
+
+def clip(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[: limit - 1] + "…"

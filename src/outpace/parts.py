@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import defaultdict
-from collections.abc import Awaitable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -281,6 +281,7 @@ def _worker(
         doors=Gateway(config.gateway.host, _gateway_port(config, name), config.model.path),
         closers=assembled.closers,
         turns=_turns(config, settings.journal, name),
+        recorder=_recorder(config, settings, decode),
     )
 
 
@@ -289,6 +290,17 @@ def _turns(config: Config, journal: Path, name: str) -> Any:
     from outpace.checkpoint.turn_log import TurnLog
 
     return TurnLog(journal, name) if config.checkpoint.turns and not config.run.deterministic else None
+
+
+def _recorder(config: Config, settings: PartSettings, decode: Callable[[Sequence[int]], str]) -> Any:
+    from outpace.config.methods import chosen_advantage
+    from outpace.observe.rollout_files import RolloutWriter
+    from outpace.rollouts.recording import RolloutRecorder
+
+    if not config.run.show_rollouts:
+        return None
+    writer = RolloutWriter(Path(settings.run_dir), config.run.rollouts_mb * 10**6, config.rollout.workers)
+    return RolloutRecorder(writer, settings.journal, decode, chosen_advantage(config.algorithm).facts.critic)
 
 
 def _gateway_port(config: Config, worker: str) -> int:

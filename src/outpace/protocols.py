@@ -126,6 +126,10 @@ class Worker(Protocol):
         """These journal segments hold nothing that is still needed."""
         ...
 
+    async def record_rollouts(self, step: Version, places: list[Place]) -> None:
+        """Write these journalled groups to `rollouts/`, as some of those that the step was trained on."""
+        ...
+
     async def fleet(self, members: list[Member]) -> None:
         """Who samples, as of now: engines that came, went, were loaded, or do not serve."""
         ...

@@ -310,7 +310,6 @@ class Session:
         supervise = self._config.supervise
         making = MakingSettings(
             group_size=self._config.rollout.group_size,
-            groups_per_step=self._config.pacing.groups_per_step,
             show_rollouts=self._config.run.show_rollouts,
             limits=Limits(
                 failed=self._config.pacing.max_failed,

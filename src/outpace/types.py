@@ -142,6 +142,7 @@ class Trajectory(msgspec.Struct, frozen=True):
     role: str = "policy"
     reward: float | None = None
     turn_rewards: Floats = msgspec.field(default_factory=_no_floats)
+    sources: list[str] = []  # who wrote each unbroken run of tokens that were not sampled, or nothing: for people
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -183,6 +184,7 @@ class Row(msgspec.Struct, frozen=True):
     role: str = "policy"
     reward: float | None = None
     turn_rewards: Floats = msgspec.field(default_factory=_no_floats)
+    sources: list[str] = []
 
 
 class Place(msgspec.Struct, frozen=True, order=True):
@@ -208,14 +210,14 @@ class GroupOrder(msgspec.Struct, frozen=True):
     size: int
     heldout: bool = False
     pinned: Version | None = None
-    show: bool = False  # also send back the episodes in a form for people to read
+    show: bool = False  # held out: also send back the episodes in a form for people to read
     position: int = 0
     recorded: bool = False  # answers that the journal keeps of an earlier attempt at this visit may be used again
     draw: int | None = None  # what its noise is drawn by; None: its group number
 
 
 class EpisodeView(msgspec.Struct, frozen=True):
-    """A rollout for people to read."""
+    """A rollout for people to read. `rollouts/` has more of it: see `outpace.observe.rollout_files`."""
 
     task_id: str
     prompt: str
@@ -243,7 +245,7 @@ class GroupReport(msgspec.Struct, frozen=True):
     truncated: int = 0  # episodes that ran into the token limit
     seconds: float = 0.0
     metrics: dict[str, float] = {}
-    views: list[EpisodeView] = []
+    views: list[EpisodeView] = []  # held out, if ordered: every episode; not trainable: one of them, clipped
     cancelled: bool = False  # given up on request: nothing that a rollout or a reward did wrong
     traceback: str = ""  # where user code failed, for people
     failures: list[Failure] = []  # of all its episodes, by source and reason
@@ -256,9 +258,20 @@ class Kept(msgspec.Struct, frozen=True):
     report: GroupReport
 
 
+class AttemptRecord(msgspec.Struct, frozen=True):
+    """What `rollouts/` says of one attempt, apart from the rows of its group that are trained on."""
+
+    stop: str
+    reward: float | None = None  # the whole return; None: it failed
+    rewards: dict[str, float] = {}
+    error: str | None = None
+    untrained: list[Row] = []  # its trajectories that are not trained on
+    prompt: str = ""  # that of the task, where the policy was asked nothing
+
+
 class GroupRecord(msgspec.Struct, frozen=True):
     """What the learner reads of a finished group. `rewards` and `parts` (single rewards by function, unweighted) have
-    one entry per attempt that did not fail."""
+    one entry per attempt that did not fail. `attempts` has one entry per attempt, or none where `rollouts/` is off."""
 
     group: int
     task_id: str
@@ -267,6 +280,7 @@ class GroupRecord(msgspec.Struct, frozen=True):
     rows: list[Row]
     rewards: list[float]
     parts: list[dict[str, float]] = []
+    attempts: list[AttemptRecord] = []
 
 
 class ChunkReport(msgspec.Struct, frozen=True):

@@ -137,7 +137,7 @@ async def measure(directory: Path, settings: CoreSettings) -> Cost:
     core = Core(settings, Order(settings.tasks, 0, shuffle=True))
     care = CareSettings(SuperviseSettings(0, window_s=60.0), probe_s=10.0, silent_s=120.0)
     limits = Limits(failed=64, filtered=None, notice_every=1000)
-    making = MakingSettings(settings.group_size, settings.groups_per_step, 0, limits)
+    making = MakingSettings(settings.group_size, 0, limits)
     async with idle_parts() as parts:
         await recorder.training_begins(parts.engines, parts.learner)
         driver = Driver(core, parts, recorder, Evaluator(0, 1), _saved, DriverSettings(60.0, making, care))

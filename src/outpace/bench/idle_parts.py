@@ -60,6 +60,8 @@ class IdleWorker:
 
     async def release(self, segments: list[str]) -> None: ...
 
+    async def record_rollouts(self, step: Version, places: list[Place]) -> None: ...
+
     async def rng(self) -> bytes:
         return b"{}"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from outpace import crash, wire
 from outpace.checkpoint.entries import EntryFile, packed, read_entry
-from outpace.types import GroupRecord, Kept, Place
+from outpace.types import GroupOrder, GroupRecord, Kept, Place
 
 KIND = "journal"
 
@@ -74,3 +74,9 @@ class JournalWriter:
 def read(directory: Path, place: Place) -> GroupRecord:
     """The record at `place`; raises `CorruptData` unless it is whole."""
     return wire.decode(read_entry(directory / place.segment, place).body, GroupRecord)
+
+
+def read_with_order(directory: Path, place: Place) -> tuple[GroupOrder, GroupRecord]:
+    """The same, with the order that the group was made by."""
+    entry = read_entry(directory / place.segment, place)
+    return wire.decode(entry.head, Kept).order, wire.decode(entry.body, GroupRecord)

@@ -265,7 +265,9 @@ class RunConfig(Section):
     stall_s: float = Field(default=600.0, gt=0)
     """The run ends when nothing has moved for so long."""
     show_rollouts: int = Field(default=4, ge=0)
-    """Groups per step whose text is kept in `rollouts/`."""
+    """Groups of each step that are kept in `rollouts/`; 0: none, nor any that was filtered or failed."""
+    rollouts_mb: int = Field(default=1024, ge=1)
+    """The most megabytes that `rollouts/` takes; beyond, the oldest files are deleted."""
 
 
 class Config(Section):

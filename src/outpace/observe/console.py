@@ -23,7 +23,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from outpace.observe.format import clock_text, number, percent, si, sparkline
+from outpace.observe.format import clock_text, number, percent, printable, si, sparkline
 from outpace.observe.summary import EvalResult, Summary
 from outpace.types import EpisodeView, Failure
 from outpace.wording import plural
@@ -138,6 +138,12 @@ class ProgressConsole:
         """What goes on outside the steps: starting, evaluating, saving."""
         self.view.status = text
         if self._plain:
+            self._say(text)
+
+    def warning(self, text: str) -> None:
+        """What must not scroll past or be overwritten: on a terminal it stays above the panel."""
+        self.view.status = text
+        if not self._quiet:
             self._say(text)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -311,5 +317,4 @@ def _examples(views: Sequence[EpisodeView]) -> list[RenderableType]:
 
 def _one_line(text: str) -> Text:
     """Model and user text is shown, never interpreted: no markup, no control characters."""
-    flat = " ".join(text.split())
-    return Text("".join(character if character.isprintable() else "�" for character in flat))
+    return Text(printable(text))

@@ -1,4 +1,4 @@
-"""Numbers for people. None is a dash."""
+"""Numbers and foreign text for people. None is a dash."""
 
 from __future__ import annotations
 
@@ -47,3 +47,15 @@ def sparkline(values: Iterable[float]) -> str:
     if span <= 0:
         return _BARS[0] * len(series)
     return "".join(_BARS[min(int((value - low) / span * len(_BARS)), len(_BARS) - 1)] for value in series)
+
+
+def printable(text: str, lines: bool = False) -> str:
+    """Foreign text for a terminal: control characters, which could move the cursor or hide text, become `�`. On one
+    line, or with its `lines` (and tabs as spaces)."""
+    if not lines:
+        return _visible(" ".join(text.split()))
+    return "\n".join(_visible(line.expandtabs(4)) for line in text.replace("\r\n", "\n").split("\n"))
+
+
+def _visible(line: str) -> str:
+    return "".join(" " if each.isspace() else each if each.isprintable() else "�" for each in line)

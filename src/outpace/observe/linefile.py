@@ -119,15 +119,16 @@ def keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
     write_atomically(path, lines)
 
 
-def write_atomically(path: Path, parts: Iterator[str] | str) -> None:
-    """Replace `path` by this text, or leave it as it was."""
+def write_atomically(path: Path, parts: Iterator[str] | str, durable: bool = True) -> None:
+    """Replace `path` by this text, or leave it as it was. Not `durable`: a loss of power may still lose the text."""
     fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with open(fd, "w", encoding="utf-8") as file:
             file.writelines([parts] if isinstance(parts, str) else parts)
             file.flush()
             os.fchmod(file.fileno(), 0o644)
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):

@@ -25,10 +25,11 @@ from typing import Any
 import msgspec
 
 from outpace.errors import BadInput
+from outpace.observe import rollout_files
 from outpace.observe.linefile import LineFile, keep_lines, read_lines, write_atomically
 from outpace.observe.runlock import RunLock
 from outpace.observe.summary import Summary
-from outpace.types import EpisodeView, Failure
+from outpace.types import Failure
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ class BatchGroup(msgspec.Struct, frozen=True, omit_defaults=True):
     replay: bool = False  # trained before, in an earlier batch: no visit, and its lag may exceed max_lag
     task: int = -1  # its index among the tasks; -1: not noted
     reward: float | None = None  # mean over its attempts
+    group: int = -1  # its number, as in rollouts/; -1: not noted
 
 
 class BatchSettled(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -64,6 +66,7 @@ class BatchSettled(msgspec.Struct, frozen=True, omit_defaults=True):
     outcome: str  # filtered, failed, dropped or skipped
     reason: str = ""
     task_id: str = ""  # empty: the task was never fetched
+    group: int = -1  # its number, as in rollouts/; -1: there was none, or it is not noted
 
 
 class RunLog:
@@ -164,13 +167,6 @@ class RunLog:
         """One line of evals.jsonl: what an evaluation of this version came to. Its step is the version."""
         self._lines["evals.jsonl"].append({"step": version} | finite(metrics) | _counted(failures))
 
-    def rollouts(self, step: int, views: Iterable[EpisodeView]) -> None:
-        """The text of some rollouts, in a file of their own."""
-        lines = LineFile(self.dir / "rollouts" / f"step-{step:06d}.jsonl")
-        for view in views:
-            lines.append(msgspec.to_builtins(view))
-        lines.close()
-
     def summary(self, summary: Summary) -> None:
         text = msgspec.json.format(msgspec.json.encode(summary), indent=2).decode()
         write_atomically(self.dir / "summary.json", text + "\n")
@@ -200,10 +196,7 @@ class RunLog:
             keep_lines(self.dir / name, lambda record: _step_of(record) <= step and _accounted_by(record) <= most)
             if self.began:
                 self._lines[name] = LineFile(self.dir / name)
-        for path in (self.dir / "rollouts").glob("step-*.jsonl"):
-            number = path.stem.removeprefix("step-")
-            if number.isdecimal() and int(number) > step:
-                path.unlink()
+        rollout_files.roll_back(self.dir, step, steps_of_settled(self.dir))
         (self.dir / "summary.json").unlink(missing_ok=True)
         return PastRun(self.dir, seconds)
 
@@ -250,6 +243,16 @@ def _counted(failures: Iterable[Failure]) -> dict[str, Any]:
     for failure in failures:
         counts[failure.source, failure.reason] += failure.count
     return {"failures": [msgspec.to_builtins(Failure(*key, count)) for key, count in counts.items()]} if counts else {}
+
+
+def steps_of_settled(run: Path) -> dict[int, int]:
+    """By the number of a group that was not trained on, the step by the end of which it was settled."""
+    return {
+        settled["group"]: line["step"]
+        for line in read_lines(run / "batches.jsonl")
+        for settled in line.get("settled", [])
+        if "group" in settled
+    }
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:

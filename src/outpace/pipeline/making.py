@@ -6,7 +6,7 @@ Settle ─▶ booked, until the record of a step or a checkpoint takes it
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -17,21 +17,24 @@ from outpace.observe.runlog import BatchSettled
 from outpace.pipeline import events as ev
 from outpace.pipeline.budget import Budget, Limits
 from outpace.pipeline.caretaker import Caretaker
+from outpace.pipeline.first_groups import FirstGroups
 from outpace.pipeline.journal_use import JournalUse
 from outpace.pipeline.recorder import Recorder, Settled
 from outpace.pipeline.staff import Parts, Tell
 from outpace.pipeline.survivors import Survivors, group_closed
 from outpace.runtime.waits import waiting
-from outpace.types import GroupOrder, GroupReport, Kept
+from outpace.types import GroupOrder, GroupReport, Kept, Version
 
 ANOTHER = 1 << 40
 """Noise from here on is that of visits which were given up and are made again: no position is as high."""
+
+FIRST_GROUPS = 6
+"""So many groups without one that can be trained on, and people are told."""
 
 
 @dataclass(frozen=True)
 class MakingSettings:
     group_size: int
-    groups_per_step: int
     show_rollouts: int  # groups per step
     limits: Limits
 
@@ -54,6 +57,7 @@ class Making:
         self._tell = tell
         self._names = list(parts.workers)
         self._budget = Budget(settings.limits)
+        self._first_groups = FirstGroups(FIRST_GROUPS, str(recorder.log.dir))
         self._orders = {kept.order.group: kept.order for kept in survivors.finished}
         self._reports = {kept.order.group: kept.report for kept in survivors.finished}
         self._pooled = {kept.order.group: kept for kept in survivors.pooled}  # trained, and kept until they are retired
@@ -66,14 +70,12 @@ class Making:
 
     async def run(self, admit: ev.Admit) -> None:
         crash.reached("controller.admit")
-        shown = admit.group % self._settings.groups_per_step < self._settings.show_rollouts
         order = GroupOrder(
             admit.group,
             admit.task,
             admit.epoch,
             admit.min_version,
             self._settings.group_size,
-            show=shown,
             position=admit.position,
             recorded=admit.recorded,
             # By its visit: whoever makes it once more after a kill gets the same, so that no answer is drawn until it
@@ -111,6 +113,8 @@ class Making:
             self._orders.pop(report.group)
             self._untrained[report.group] = msgspec.structs.replace(report, views=[])
         self._recorder.group_closed(report)
+        if warning := self._first_groups.note(report):
+            self._recorder.console.warning(warning)
         if notice := self._budget.note(report):
             self._recorder.console.status(notice)
 
@@ -161,6 +165,15 @@ class Making:
             name = self._names[0]
             await self._care.ask(name, lambda: self._parts.workers[name].release(segments))
 
+    async def record_rollouts(self, step: Version, groups: Sequence[Kept]) -> None:
+        """Have a worker write some groups of a step, spread over all of them, to `rollouts/`."""
+        count = min(self._settings.show_rollouts, len(groups))
+        chosen = [groups[index * len(groups) // count] for index in range(count)]
+        places = [kept.report.place for kept in chosen if kept.report.place]
+        if places:
+            name = self._names[0]
+            await self._care.ask(name, lambda: self._parts.workers[name].record_rollouts(step, places))
+
     # ------------------------------------------------------------------------------------------------ booked
 
     def book(self, settle: ev.Settle) -> None:
@@ -168,7 +181,8 @@ class Making:
             self._recorder.visit_skipped()
         report = self._untrained.pop(settle.group, None) if settle.group is not None else None
         task_id, reason = (report.task_id, report.reason) if report else ("", "")
-        self._booked.append((BatchSettled(settle.task, settle.epoch, settle.outcome, reason, task_id), report))
+        group = -1 if settle.group is None else settle.group
+        self._booked.append((BatchSettled(settle.task, settle.epoch, settle.outcome, reason, task_id, group), report))
 
     def booked(self) -> list[Settled]:
         """What was settled since this was last asked."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import fmean
@@ -29,7 +28,6 @@ from outpace.protocols import Engine, Learner
 from outpace.types import (
     ChunkReport,
     EngineStats,
-    EpisodeView,
     Failure,
     GroupOrder,
     GroupReport,
@@ -42,10 +40,6 @@ from outpace.types import (
 
 TIMELINE_SPANS = 4096
 """The newest so many spans are kept: enough to look at, and memory stays flat over a long run."""
-
-MAX_VIEWS = 256
-"""Rollouts kept for reading until a step writes them out; where no step comes, the oldest give way."""
-
 
 Settled = tuple[BatchSettled, GroupReport | None]
 """A visit that was not trained, and the report on its group if there is one."""
@@ -64,7 +58,6 @@ class Recorder:
         self.summary = SummaryBuilder()
         self.last_evaluation: Evaluation | None = None
         self._meter = Meter()
-        self._views: deque[EpisodeView] = deque(maxlen=MAX_VIEWS)
         self._began = time.monotonic()
         self._training_began = self._trained_at = self._began
         self._account = WorkAccount(self.cores, time.monotonic)
@@ -110,7 +103,6 @@ class Recorder:
 
     def group_closed(self, report: GroupReport) -> None:
         self._closed[report.group] = msgspec.structs.replace(report, views=[])
-        self._views += report.views
         if report.outcome == "failed":
             self._account.wasted(report.tokens_sampled)
         self.callbacks.post("on_rollout_end", report)
@@ -186,9 +178,6 @@ class Recorder:
         self.log.batch(step.version, version, lines, [visit for visit, _ in settled], accounted, failures)
         crash.reached("controller.line_written")
         self.log.step(step.version, metrics)
-        if self._views:
-            self.log.rollouts(step.version, self._views)
-            self._views.clear()
         self.summary.step(step.version, metrics)
         self.console.step(step.version, metrics)
         self.callbacks.post("on_batch_end", metrics)
@@ -239,4 +228,5 @@ def _batch_group(version: Version, order: GroupOrder, report: GroupReport, repla
         replay=replay,
         task=order.task,
         reward=fmean(report.rewards) if report.rewards else None,
+        group=order.group,
     )

@@ -130,6 +130,8 @@ class Training:
                 settled,
                 account.settled,
             )
+            # Within the lock, so that no checkpoint of this step lets the journal go before it was read.
+            await self._making.record_rollouts(account.version, trained.groups)
         crash.reached("controller.step_recorded")
 
     async def _engine_stats(self) -> dict[str, EngineStats]:

@@ -21,6 +21,9 @@ from outpace.wording import plural
 CUT_OFF = ("length", "tokens", "context")
 """Ends of an episode that had more to say: the limit of an answer, of the episode, or of the model."""
 
+LEFT_OUT = "it was cut off (filter.truncated) or is too long (filter.longer_than) to train on"
+"""Why an attempt of a trained group may not be trained on itself."""
+
 
 @dataclass(frozen=True)
 class Filter:
@@ -50,7 +53,7 @@ def close_group(episodes: list[Episode], rules: ClosingRules) -> Verdict:
     survivors = [episode for episode in episodes if episode.error is None]
     if reason := _too_few(episodes, len(survivors), rules.filter.min_group):
         return Verdict("failed", reason, [])
-    rows = [_row(kept, index) for index, episode in enumerate(survivors) for kept in episode.trajectories]
+    rows = [row_of(kept, index) for index, episode in enumerate(survivors) for kept in episode.trajectories]
     if not any(row.mask.any() for row in rows):
         return Verdict("failed", "no token was sampled", [])
     if reason := _uniform(rows, survivors, rules):
@@ -119,7 +122,8 @@ def sampled_tokens(episode: Episode) -> int:
     return sum(int(trajectory.mask.sum()) for trajectory in episode.trajectories)
 
 
-def _row(trajectory: Trajectory, episode: int) -> Row:
+def row_of(trajectory: Trajectory, episode: int = 0) -> Row:
+    """Without advantages yet."""
     return Row(
         tokens=trajectory.tokens,
         mask=trajectory.mask,
@@ -130,4 +134,5 @@ def _row(trajectory: Trajectory, episode: int) -> Row:
         role=trajectory.role,
         reward=None if trajectory.reward is None else float(trajectory.reward),
         turn_rewards=trajectory.turn_rewards.astype(np.float32, copy=False),
+        sources=[str(source) for source in trajectory.sources],
     )

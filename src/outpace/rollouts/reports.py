@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+import msgspec
+
+from outpace.errors import clip
 from outpace.models.chat import as_text
-from outpace.rollouts.closing import CUT_OFF, Verdict, version_range
+from outpace.rollouts.closing import CUT_OFF, Verdict, sampled_tokens, version_range
 from outpace.rollouts.episodes import whole_return
 from outpace.rollouts.policy.client import PolicyClient
 from outpace.types import Episode, EpisodeView, Failure, GroupOrder, GroupReport, Message, Task, Trajectory
+
+EXAMPLE_CHARACTERS = 500
+"""Of prompt and completion each, in the example of a group that cannot be trained on."""
 
 SWAPPED = "episode/swapped"
 """The metric: the share of trajectories in which weights changed between two sampled tokens."""
@@ -43,7 +49,7 @@ def report_of(
         truncated=sum(episode.stop in CUT_OFF for episode in survivors),
         seconds=seconds,
         metrics=_means([{**episode.metrics, SWAPPED: _swapped(episode)} for episode in survivors]),
-        views=[_view(task, episode, newest, decode) for episode in survivors] if order.show else [],
+        views=_views(order, task, episodes, verdict, newest, decode),
         traceback=next((episode.traceback for episode in episodes if episode.traceback), ""),
         failures=_failures(episodes),
     )
@@ -86,11 +92,25 @@ def _means(measured: Sequence[dict[str, float]]) -> dict[str, float]:
     return {name: sum(values) / len(values) for name, values in by_name.items()}
 
 
+def _views(
+    order: GroupOrder, task: Task, episodes: list[Episode], verdict: Verdict, version: int, decode: Decode
+) -> list[EpisodeView]:
+    """Every episode of a held-out group, where that was ordered; of a group that cannot be trained on, one example."""
+    if order.show:
+        return [_view(task, episode, version, decode) for episode in episodes if episode.error is None]
+    if order.heldout or verdict.outcome == "finished":
+        return []
+    example = next((episode for episode in episodes if sampled_tokens(episode)), episodes[0])
+    view = _view(task, example, version, decode)
+    clipped = {"prompt": clip(view.prompt, EXAMPLE_CHARACTERS), "completion": clip(view.completion, EXAMPLE_CHARACTERS)}
+    return [msgspec.structs.replace(view, **clipped)]
+
+
 def _view(task: Task, episode: Episode, version: int, decode: Decode) -> EpisodeView:
     return EpisodeView(
         task_id=task.id,
         prompt=as_text(task.prompt),
-        completion=_everything(episode, decode) or _readable(episode.completion),
+        completion=_everything(episode, decode) or _readable(episode.completion) or _sampled(episode, decode),
         reward=whole_return(episode),
         stop=episode.stop,
         version=version,
@@ -100,8 +120,13 @@ def _view(task: Task, episode: Episode, version: int, decode: Decode) -> Episode
 def _everything(episode: Episode, decode: Decode) -> str:
     """All that was said, by role, where the completion is only the last answer of several."""
     whole_talk = isinstance(episode.completion, list) and len(episode.completion) > 1
-    if whole_talk or len(episode.requests) < 2:
-        return ""
+    return "" if whole_talk or len(episode.requests) < 2 else _sampled(episode, decode, by_role=True)
+
+
+def _sampled(episode: Episode, decode: Decode, by_role: bool = False) -> str:
+    """What follows the prompt in every trajectory."""
+    if not by_role:
+        return "\n".join(decode(_after_prompt(kept)) for kept in episode.trajectories if kept.mask.any())
     return "\n".join(f"[{kept.role}] {decode(_after_prompt(kept))}" for kept in episode.trajectories if kept.mask.any())
 
 

@@ -40,18 +40,33 @@ from outpace.rewards.registry import ON_REQUEST
 from outpace.rewards.shaping import Overlong, shaped
 from outpace.rollouts import agent_process
 from outpace.rollouts.closing import ClosingRules, Verdict, close_group
-from outpace.rollouts.episodes import run_episode
+from outpace.rollouts.episodes import failed, run_episode
 from outpace.rollouts.policy.client import Doors, Openings, PolicyClient
 from outpace.rollouts.policy.requests import ClientSettings
+from outpace.rollouts.recording import RolloutRecorder, attempt_records
 from outpace.rollouts.reports import report_of, sampled_by
 from outpace.rollouts.turns import GroupTurns
 from outpace.runtime import rng
 from outpace.runtime.limits import is_ours
 from outpace.runtime.signature import named
 from outpace.runtime.together import together
-from outpace.types import Episode, Failure, GroupOrder, GroupRecord, GroupReport, Ints, Kept, Member, Task
+from outpace.types import (
+    Episode,
+    Failure,
+    GroupOrder,
+    GroupRecord,
+    GroupReport,
+    Ints,
+    Kept,
+    Member,
+    Place,
+    Task,
+    Version,
+)
 
 log = logging.getLogger(__name__)
+
+DROPPED = "it would have been too stale to train on, and pacing.on_stale gave it up"
 
 REUSED = "turns/reused"
 """The metric: answers of an earlier attempt at a group that were used again."""
@@ -94,9 +109,10 @@ class RolloutWorker:
         doors: Doors | None = None,
         closers: Sequence[Callable[[], Awaitable[None]]] = (),
         turns: TurnLog | None = None,
+        recorder: RolloutRecorder | None = None,
     ) -> None:
         """`engines`, `doors`, the pool of the judges and what `closers` close are the worker's to end. Without `turns`
-        the answers of unfinished groups are not recorded."""
+        the answers of unfinished groups are not recorded, without a `recorder` nothing is written to rollouts/."""
         weights = dict(zip((name for name, _ in judges.functions), judges.weights, strict=True))
         self._closing = replace(settings.closing, credit=replace(settings.closing.credit, weights=weights))
         self._settings = settings
@@ -111,7 +127,9 @@ class RolloutWorker:
         self._doors = doors
         self._closers = closers
         self._turns = turns
+        self._recorder = recorder
         self._running: dict[asyncio.Task[GroupReport], tuple[GroupOrder, GroupTurns]] = {}
+        self._dropped: set[int] = set()  # running groups that the controller has cancelled
 
     async def run(self, order: GroupOrder) -> GroupReport:
         crash.reached("worker.evaluate" if order.heldout else "worker.run")
@@ -126,9 +144,13 @@ class RolloutWorker:
             if is_ours(error):  # the caller of `run` is gone, not just this group
                 raise
             tokens = sampled_by(clients)
+            if order.group in self._dropped and not order.heldout:
+                await self._record_dropped(order, clients)
             return GroupReport(order.group, "", "failed", "cancelled", tokens_sampled=tokens, cancelled=True)
         finally:
             del self._running[work]
+            if not order.heldout:
+                self._dropped.discard(order.group)
             for client in clients:  # which may live until the next search for garbage
                 client.environment = None
 
@@ -136,11 +158,16 @@ class RolloutWorker:
         for work, (order, turns) in self._running.items():
             if order.group == group and not order.heldout:
                 turns.close()  # it is given up for good, unlike what ends with the worker
+                self._dropped.add(group)
                 work.cancel()
 
     async def release(self, segments: list[str]) -> None:
         crash.reached("worker.release")
         await asyncio.to_thread(self._journal.release, segments)
+
+    async def record_rollouts(self, step: Version, places: list[Place]) -> None:
+        if self._recorder is not None:
+            await asyncio.to_thread(self._recorder.record_step, step, places)
 
     async def fleet(self, members: list[Member]) -> None:
         await self._fleet.update(members)
@@ -192,12 +219,37 @@ class RolloutWorker:
         report = report_of(order, task, episodes, clients, verdict, time.monotonic() - started)
         if turns.reused:
             report = msgspec.structs.replace(report, metrics={**report.metrics, REUSED: float(turns.reused)})
+        record = self._record(order, task, episodes, verdict)
         if verdict.outcome == "finished":
             kept = Kept(order, msgspec.structs.replace(report, views=[]))
-            place = await asyncio.to_thread(self._journal.append, kept, _record(order, task, episodes, verdict))
+            place = await asyncio.to_thread(self._journal.append, kept, record)
             report = msgspec.structs.replace(report, place=place)
+        elif self._recorder is not None:
+            recording = self._recorder.record_untrained
+            await asyncio.to_thread(recording, order, record, verdict.outcome, verdict.reason)
         turns.close()
         return report
+
+    def _record(self, order: GroupOrder, task: Task, episodes: list[Episode], verdict: Verdict) -> GroupRecord:
+        survivors = [episode for episode in episodes if episode.error is None]
+        return GroupRecord(
+            group=order.group,
+            task_id=task.id,
+            epoch=order.epoch,
+            admitted=order.min_version,
+            rows=verdict.rows,
+            rewards=[episode.reward for episode in survivors],
+            parts=[episode.rewards for episode in survivors],
+            attempts=[] if self._recorder is None else attempt_records(task, episodes, verdict.rows),
+        )
+
+    async def _record_dropped(self, order: GroupOrder, clients: list[PolicyClient]) -> None:
+        """What a group had sampled when the controller gave it up."""
+        if self._recorder is None:
+            return
+        task = await asyncio.to_thread(self._train.__getitem__, order.task)
+        record = self._record(order, task, [failed(client, DROPPED) for client in clients], Verdict("failed", "", []))
+        await asyncio.to_thread(self._recorder.record_untrained, order, record, "dropped", DROPPED)
 
     async def _evaluate(self, order: GroupOrder, clients: list[PolicyClient]) -> GroupReport:
         assert self._heldout is not None, "an evaluation was ordered, but there are no held-out tasks"
@@ -270,12 +322,6 @@ class RolloutWorker:
             return _unjudged(episode, reason, "", Failure("rewards", reason))
         total = sum(own.values()) + (graded.total or 0.0)
         return msgspec.structs.replace(episode, reward=total, rewards={**own, **graded.parts})
-
-
-def _record(order: GroupOrder, task: Task, episodes: list[Episode], verdict: Verdict) -> GroupRecord:
-    survivors = [episode for episode in episodes if episode.error is None]
-    rewards, parts = [episode.reward for episode in survivors], [episode.rewards for episode in survivors]
-    return GroupRecord(order.group, task.id, order.epoch, order.min_version, verdict.rows, rewards, parts)
 
 
 def _completion_ids(episode: Episode) -> list[int]:

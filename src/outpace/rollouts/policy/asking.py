@@ -19,7 +19,7 @@ from outpace.models.chat import Schema
 from outpace.models.dialect import Dialect
 from outpace.rollouts.policy.conversations import Conversations
 from outpace.rollouts.policy.requests import Request, Requests
-from outpace.rollouts.policy.trajectory import TrajectoryBuilder
+from outpace.rollouts.policy.trajectory import OBSERVATION, TrajectoryBuilder
 from outpace.rollouts.policy.transcript import Transcript, Turn
 from outpace.runtime.per_loop import PerLoop
 from outpace.runtime.turnstile import Turnstile
@@ -58,9 +58,11 @@ class Asking:
         role: str,
         tools: Sequence[Schema] = (),
         listener: Listener | None = None,
+        source: str = OBSERVATION,
     ) -> tuple[Turn, Answer]:
-        """One request: `observed` behind `parent`'s answer, or at the beginning of a trajectory."""
-        turn, prompt = self.transcript.begin(request.id, role, parent, observed)
+        """One request: `observed` behind `parent`'s answer, or at the beginning of a trajectory. `source`: who wrote
+        what was observed."""
+        turn, prompt = self.transcript.begin(request.id, role, parent, observed, source)
         if listener is not None:
             listener(request.id, prompt)
         turn.generation = await self.requests.send(request, prompt)

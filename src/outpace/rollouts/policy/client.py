@@ -108,7 +108,9 @@ class PolicyClient:
             raise RequestFailed("a history has at least one message")
         request = self._asking.reserve(overrides)
         position = await self._place(role, tools, as_messages(list(messages), self._asking.system))
-        turn, answer = await self._asking.ask(request, position.parent, position.observed, role, tools, listener)
+        turn, answer = await self._asking.ask(
+            request, position.parent, position.observed, role, tools, listener, position.source
+        )
         self._asking.conversations.remember(position, turn, answer)
         return answer
 

@@ -19,6 +19,13 @@ from outpace.rollouts.policy.history import Digest, digests, exact_digest, follo
 from outpace.rollouts.policy.transcript import Turn
 from outpace.types import Answer, Message
 
+PROMPT = "prompt"
+"""The source of what a trajectory begins with."""
+
+
+def roles_of(messages: Sequence[Message]) -> str:
+    return ", ".join(dict.fromkeys(str(message.get("role")) for message in messages))
+
 
 @dataclass(frozen=True)
 class Position:
@@ -33,6 +40,7 @@ class Position:
     digest: Digest
     marks: tuple[Digest, ...]
     shown: str = ""
+    source: str = PROMPT  # who wrote what was observed
 
 
 @dataclass
@@ -97,9 +105,8 @@ class Conversations:
         if found is None:
             return None
         known.continued, known.shown = True, ""
-        return Position(
-            known.turn, found.ids, (*known.heard, stand_in_for(answered), *new), chain[-1], marks, found.shown
-        )
+        heard = (*known.heard, stand_in_for(answered), *new)
+        return Position(known.turn, found.ids, heard, chain[-1], marks, found.shown, roles_of(new))
 
     def _has_another_answer(self, history: Sequence[Message], chain: Sequence[Digest]) -> bool:
         """Whether something else stands where an answer was asked for. Examples in a prompt are no answers."""

@@ -10,7 +10,8 @@ from outpace.errors import RequestFailed
 from outpace.models.chat import Schema, as_messages
 from outpace.models.dialect import stand_in_for
 from outpace.rollouts.policy.asking import Asking, in_turn
-from outpace.rollouts.policy.conversations import extension
+from outpace.rollouts.policy.conversations import PROMPT, extension, roles_of
+from outpace.rollouts.policy.trajectory import OBSERVATION
 from outpace.rollouts.policy.transcript import Turn
 from outpace.types import Answer, Message, StopReason, Trajectory
 
@@ -24,6 +25,7 @@ class _Stand:
     messages: tuple[Message, ...] = ()
     tools: Sequence[Schema] = ()
     plain: bool = False
+    source: str = OBSERVATION  # who wrote what is pending
 
 
 class Thread:
@@ -57,10 +59,13 @@ class Thread:
         try:
             await in_turn()
             stand = self._stand if prompt is None else self._heard(prompt, tools)
-            turn, answer = await self._asking.ask(request, stand.turn, stand.pending, self.role, stand.tools)
+            turn, answer = await self._asking.ask(
+                request, stand.turn, stand.pending, self.role, stand.tools, source=stand.source
+            )
         finally:
             self._sampling = False
-        self._stand = replace(stand, turn=turn, pending=(), messages=(*stand.messages, answer.message))
+        messages = (*stand.messages, answer.message)
+        self._stand = replace(stand, turn=turn, pending=(), messages=messages, source=OBSERVATION)
         self.newest = answer
         return answer.text
 
@@ -79,7 +84,7 @@ class Thread:
         if stand.turn is None and not stand.pending:
             messages = as_messages(prompt, self._asking.system)
             opening = self._asking.conversations.opening(messages, tools)
-            return _Stand(None, tuple(opening), tuple(messages), tools)
+            return _Stand(None, tuple(opening), tuple(messages), tools, source=PROMPT)
         if stand.turn is not None and stand.messages and not tools:
             return self._gone_on(stand, stand.turn, as_messages(prompt))
         raise RequestFailed("a prompt opens a sequence or follows an answer, and only the first one brings tools")
@@ -90,11 +95,12 @@ class Thread:
         found = extension(self._asking.dialect, turn, stand.pending, heard, answered, new, stand.tools)
         messages = (*stand.messages, *new)
         if found is not None:
-            return replace(stand, pending=(*stand.pending, *found.ids), messages=messages)
+            pending = (*stand.pending, *found.ids)
+            return replace(stand, pending=pending, messages=messages, source=roles_of(new))
         if stand.plain:
             raise RequestFailed("this chat cannot be continued exactly, nor be rendered anew: plain text is in it")
         opening = self._asking.conversations.reopening(messages, stand.tools)
-        return replace(stand, turn=None, pending=tuple(opening), messages=messages)
+        return replace(stand, turn=None, pending=tuple(opening), messages=messages, source=PROMPT)
 
     def _refuse_while_sampling(self) -> None:
         if self._sampling:

@@ -12,6 +12,9 @@ from outpace.algorithms.attempts import turn_numbers
 from outpace.errors import one_line
 from outpace.types import OBSERVED, Generation, Ints, Trajectory, Version
 
+OBSERVATION = "observation"
+"""The source of text that is no chat message."""
+
 
 class TrajectoryBuilder:
     def __init__(self) -> None:
@@ -19,6 +22,7 @@ class TrajectoryBuilder:
         self._mask: list[bool] = []
         self._logprobs: list[float] = []
         self._versions: list[int] = []
+        self._sources: list[list[str]] = []  # of each run of observed tokens
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -28,8 +32,12 @@ class TrajectoryBuilder:
         """The newest token, if there is one."""
         return self._tokens[-1] if self._tokens else None
 
-    def observe(self, tokens: Sequence[int]) -> None:
-        """Append tokens that the policy did not sample."""
+    def observe(self, tokens: Sequence[int], source: str = OBSERVATION) -> None:
+        """Append tokens that the policy did not sample; `source` says for people where they are from."""
+        if tokens and (not self._mask or self._mask[-1]):
+            self._sources.append([])
+        if tokens and source not in self._sources[-1]:
+            self._sources[-1].append(source)
         self._tokens += tokens
         self._mask += [False] * len(tokens)
         self._logprobs += [0.0] * len(tokens)
@@ -56,6 +64,7 @@ class TrajectoryBuilder:
             role=role,
             reward=reward,
             turn_rewards=np.array(turn_rewards, dtype=np.float32),
+            sources=[", ".join(sources) for sources in self._sources],
         )
 
 

@@ -18,7 +18,7 @@ from zlib import crc32
 import numpy as np
 
 from outpace.errors import PartFailed
-from outpace.rollouts.policy.trajectory import TrajectoryBuilder
+from outpace.rollouts.policy.trajectory import OBSERVATION, TrajectoryBuilder
 from outpace.types import Generation, Ints, Trajectory
 
 
@@ -30,6 +30,7 @@ class Turn:
     role: str
     parent: Turn | None
     observed: Ints
+    source: str = OBSERVATION  # who wrote what was observed
     prompt_length: int = 0
     prompt_check: int = 0
     generation: Generation | None = None
@@ -73,9 +74,11 @@ class Transcript:
     role_rewards: dict[str, float] = field(default_factory=dict)
     turn_rewards: dict[str, float] = field(default_factory=dict)
 
-    def begin(self, request_id: str, role: str, parent: Turn | None, observed: Sequence[int]) -> tuple[Turn, Ints]:
+    def begin(
+        self, request_id: str, role: str, parent: Turn | None, observed: Sequence[int], source: str = OBSERVATION
+    ) -> tuple[Turn, Ints]:
         """A new turn, and the ids to send for it."""
-        turn = Turn(request_id, role, parent, np.array(observed, dtype=np.int32))
+        turn = Turn(request_id, role, parent, np.array(observed, dtype=np.int32), source)
         prompt = turn.prompt()
         turn.prompt_length, turn.prompt_check = len(prompt), crc32(prompt.tobytes())
         return turn, prompt
@@ -112,9 +115,9 @@ class Transcript:
         own: list[Turn] = []
         for turn in leaf.lineage():
             assert turn.generation is not None, "a turn follows an answer"
-            built.observe(turn.observed.tolist())
+            built.observe(turn.observed.tolist(), turn.source)
             if id(turn) in claimed:
-                built.observe(turn.generation.tokens.tolist())
+                built.observe(turn.generation.tokens.tolist(), "assistant")
             else:
                 claimed.add(id(turn))
                 own.append(turn)

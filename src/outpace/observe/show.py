@@ -1,0 +1,139 @@
+"""`outpace show`: recorded rollouts for people to read, on a terminal or in a pipe.
+
+Whatever a model or a task has written is shown and never interpreted: no markup, no control characters.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.rule import Rule
+from rich.text import Text
+
+from outpace.errors import BadInput, clip
+from outpace.observe.format import number, printable
+from outpace.observe.read_rollouts import described_steps, read_rollouts
+from outpace.observe.rollout_files import (
+    RecordedAttempt,
+    RecordedTurn,
+    read_group,
+    read_step,
+    recorded_steps,
+    untrained_groups,
+)
+from outpace.observe.runlog import steps_of_settled
+
+STYLES = {"trained": "green", "filtered": "yellow", "failed": "red", "dropped": "magenta"}
+NEWEST_GROUPS = 4
+"""So many groups that were not trained on are shown where no step is recorded and none is asked for."""
+
+
+def show(
+    run: Path,
+    *,
+    step: int | None = None,
+    task: str | None = None,
+    outcome: str | None = None,
+    max_chars: int = 2000,
+    file: TextIO | None = None,
+) -> None:
+    """Print what was asked for. Without an outcome or a task: the groups that a step was trained on, by default the
+    newest; where no step is recorded, the newest groups. `max_chars` limits the text of each turn; 0: all of it."""
+    console = Console(file=file, highlight=False, soft_wrap=True)
+    attempts = read_rollouts(run, step=step, task=task, outcome=outcome)
+    others = ""
+    if task is None and outcome is None:
+        steps = recorded_steps(run)
+        newest = steps[-1] if step is None and steps else step
+        if newest in steps:
+            attempts, others = read_step(run, newest), _others(run, newest)
+        elif step is None:
+            attempts = _newest_groups(run)
+    shown = False
+    for _, group in itertools.groupby(attempts, key=lambda attempt: (attempt.step, attempt.group)):
+        console.print(_group(list(group), max_chars))
+        shown = True
+    if others:
+        console.print(others)
+    if not shown:
+        wanted = {"--step": step, "--task": task, "--outcome": outcome}
+        asked = " ".join(f"{option} {value}" for option, value in wanted.items() if value is not None)
+        what = f"nothing that is recorded matches {asked}" if asked else "no rollouts are recorded"
+        raise BadInput(f"{run}: {what}; {described_steps(run)}")
+
+
+def _others(run: Path, step: int) -> str:
+    """Groups of a step that were not trained on are counted, and shown only on request: there may be many."""
+    settled = steps_of_settled(run)
+    counts = Counter(outcome for group, outcome in untrained_groups(run).items() if settled.get(group) == step)
+    listed = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
+    return f"not trained on by the end of step {step}: {listed} (--outcome shows them)" if listed else ""
+
+
+def _newest_groups(run: Path) -> Iterator[RecordedAttempt]:
+    """Where there is no step to show."""
+    for group, outcome in list(untrained_groups(run).items())[-NEWEST_GROUPS:]:
+        yield from read_group(run, group, outcome)
+
+
+def _group(attempts: list[RecordedAttempt], max_chars: int) -> RenderableType:
+    first = attempts[0]
+    step = "" if first.step is None else f"step {first.step} · "
+    title = f"{step}group {first.group} · task {printable(first.task_id)} · epoch {first.epoch}"
+    parts: list[RenderableType] = [Rule(Text(title, style="bold"), align="left", characters="─")]
+    shared = first.prompt if all(attempt.prompt == first.prompt for attempt in attempts) else None
+    if shared:
+        parts.append(_turn("prompt", shared, max_chars))
+    for attempt in attempts:
+        parts += [Text(), *_attempt(attempt, shared, max_chars)]
+    return Group(*parts, Text())
+
+
+def _attempt(attempt: RecordedAttempt, shared_prompt: str | None, max_chars: int) -> Iterator[RenderableType]:
+    yield Text.assemble(
+        f"attempt {attempt.attempt}  ",
+        (attempt.outcome, STYLES[attempt.outcome]),
+        *([f": {printable(attempt.reason)}"] if attempt.reason else []),
+        f"  {_numbers(attempt)}",
+    )
+    if not attempt.trajectories and attempt.prompt != shared_prompt:
+        yield _turn("prompt", attempt.prompt, max_chars)
+    for index, trajectory in enumerate(attempt.trajectories):
+        if len(attempt.trajectories) > 1:
+            own = "" if trajectory.reward is None else f", reward {number(trajectory.reward)}"
+            yield Text(f"trajectory {index}, role {printable(trajectory.role)}{own}", style="italic")
+        for turn in _without_prompt(trajectory.turns, shared_prompt):
+            yield _turn(turn.source, turn.text, max_chars)
+
+
+def _without_prompt(turns: Iterable[RecordedTurn], prompt: str | None) -> Iterator[RecordedTurn]:
+    """What all attempts of the group have been shown is printed once for all of them."""
+    for index, turn in enumerate(turns):
+        if index or turn.text != prompt:
+            yield turn
+
+
+def _numbers(attempt: RecordedAttempt) -> str:
+    """Rewards by function where there are several, or where the one is not the total."""
+    facts = [f"reward {number(attempt.reward)}"]
+    if attempt.rewards and list(attempt.rewards.values()) != [attempt.reward]:
+        facts.append("(" + ", ".join(f"{printable(name)} {number(of)}" for name, of in attempt.rewards.items()) + ")")
+    if attempt.advantage is not None:
+        facts.append(f"advantage {number(attempt.advantage)}")
+    if attempt.newest >= 0:
+        only = attempt.oldest == attempt.newest
+        facts.append(f"version {attempt.newest}" if only else f"versions {attempt.oldest} to {attempt.newest}")
+    return "  ".join([*facts, f"stop {attempt.stop}"])
+
+
+def _turn(source: str, text: str, max_chars: int) -> Text:
+    limited = clip(text, max_chars) if max_chars else text
+    lines = printable(limited, lines=True).split("\n")
+    style = "" if source == "assistant" else "dim"
+    label = f"  [{printable(source)}] "
+    return Text.assemble((label, "bold cyan"), (("\n" + " " * len(label)).join(lines), style))

@@ -1,0 +1,191 @@
+"""From a closed group to the lines of `rollouts/`.
+
+    finished group ─▶ journal ─▶ (trained in step N) ─▶ `record_step` reads it again ─▶ rollouts/step-N.jsonl
+    any other group ─▶ `record_untrained` ─▶ rollouts/filtered/, failed/ or dropped/
+
+Which step a finished group is trained in is not known when it closes, so its record travels with the journal entry
+(`AttemptRecord`). Everything here blocks on the disk: call it on a thread. A disk that takes nothing more costs these
+files, not the run.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from outpace.checkpoint import journal
+from outpace.errors import CorruptData
+from outpace.models.chat import as_text
+from outpace.observe.rollout_files import (
+    AttemptOutcome,
+    RecordedAttempt,
+    RecordedTrajectory,
+    RecordedTurn,
+    RolloutWriter,
+)
+from outpace.rollouts.closing import LEFT_OUT, row_of
+from outpace.rollouts.episodes import whole_return
+from outpace.rollouts.policy.trajectory import problem
+from outpace.types import AttemptRecord, Episode, Floats, GroupOrder, GroupRecord, Ints, Place, Row, Task
+
+log = logging.getLogger(__name__)
+
+Decode = Callable[[Sequence[int]], str]
+
+
+def attempt_records(task: Task, episodes: Sequence[Episode], trained: Sequence[Row]) -> list[AttemptRecord]:
+    """One per episode. `trained` are the rows of the group: their `episode` counts those that did not fail."""
+    in_training = {row.episode for row in trained}
+    records, survivors = [], 0
+    for episode in episodes:
+        is_trained = episode.error is None and survivors in in_training
+        survivors += episode.error is None
+        records.append(
+            AttemptRecord(
+                stop=episode.stop,
+                reward=whole_return(episode) if episode.error is None else None,
+                rewards=episode.rewards,
+                error=episode.error,
+                untrained=[] if is_trained else _rows(episode),
+                prompt="" if episode.trajectories else as_text(task.prompt),
+            )
+        )
+    return records
+
+
+def _rows(episode: Episode) -> list[Row]:
+    """A rollout that reports its own failure may bring trajectories that no other process could read."""
+    return [row_of(trajectory) for trajectory in episode.trajectories if problem(trajectory) is None]
+
+
+@dataclass(frozen=True)
+class RolloutRecorder:
+    """`decode` keeps special tokens: they show where messages begin and end. `critic`: the learner makes the
+    advantages, so a group has none yet."""
+
+    writer: RolloutWriter
+    journal: Path
+    decode: Decode
+    critic: bool = False
+
+    def record_step(self, step: int, places: Sequence[Place]) -> None:
+        """Write journalled groups as those of a step."""
+        try:
+            attempts = [
+                attempt
+                for place in places
+                for attempt in self._attempts(*journal.read_with_order(self.journal, place), "trained", "", step)
+            ]
+            self.writer.step(step, attempts)
+        except (OSError, CorruptData) as error:
+            log.warning("the rollouts of step %d are not recorded: %s", step, error)
+
+    def record_untrained(self, order: GroupOrder, record: GroupRecord, outcome: AttemptOutcome, reason: str) -> None:
+        try:
+            attempts = list(self._attempts(order, record, outcome, reason))
+            self.writer.untrained(outcome, order.group, attempts)
+        except OSError as error:
+            log.warning("group %d is not recorded: %s", order.group, error)
+
+    def _attempts(
+        self, order: GroupOrder, record: GroupRecord, outcome: AttemptOutcome, reason: str, step: int | None = None
+    ) -> Iterator[RecordedAttempt]:
+        survivors = 0
+        for number, attempt in enumerate(record.attempts):
+            trained: list[Row] = []
+            if attempt.error is None:
+                trained = [row for row in record.rows if row.episode == survivors]
+                survivors += 1
+            rows = trained or attempt.untrained
+            oldest, newest = _version_range(rows)
+            became, why = _fate(attempt, outcome, reason, bool(trained))
+            yield RecordedAttempt(
+                outcome=became,
+                reason=why,
+                group=order.group,
+                attempt=number,
+                task=order.task,
+                task_id=record.task_id,
+                epoch=order.epoch,
+                step=step,
+                reward=attempt.reward,
+                rewards=attempt.rewards,
+                advantage=_mean_advantage(trained) if trained and not self.critic else None,
+                oldest=oldest,
+                newest=newest,
+                stop=attempt.stop,
+                trajectories=[self._trajectory(row) for row in rows],
+                task_prompt=attempt.prompt,
+            )
+
+    def _trajectory(self, row: Row) -> RecordedTrajectory:
+        return RecordedTrajectory(
+            turns=list(self._turns(row)),
+            role=row.role,
+            reward=row.reward,
+            turn_rewards=[float(reward) for reward in row.turn_rewards],
+        )
+
+    def _turns(self, row: Row) -> Iterator[RecordedTurn]:
+        borders = [0, *(np.flatnonzero(np.diff(row.mask)) + 1).tolist(), len(row.tokens)]
+        heard = 0
+        for start, end in pairwise(borders):
+            if start == end:  # an empty trajectory
+                continue
+            tokens = row.tokens[start:end].tolist()
+            if not row.mask[start]:
+                yield RecordedTurn(_source(row.sources, heard, start), self.decode(tokens), tokens)
+                heard += 1
+                continue
+            yield RecordedTurn(
+                source="assistant",
+                text=self.decode(tokens),
+                tokens=tokens,
+                sampled=True,
+                logprobs=[*map(_short, row.logprobs[start:end])],
+                versions=_versions(row.versions[start:end]),
+                advantages=_advantages(row.advantages[start:end]),
+            )
+
+
+def _fate(attempt: AttemptRecord, outcome: AttemptOutcome, reason: str, trained: bool) -> tuple[AttemptOutcome, str]:
+    """What became of one attempt of a group, and why."""
+    if attempt.error is not None and outcome != "dropped":
+        return "failed", attempt.error
+    if outcome == "trained" and not trained:
+        return "filtered", LEFT_OUT
+    return outcome, reason
+
+
+def _source(sources: Sequence[str], heard: int, start: int) -> str:
+    if start == 0:
+        return "prompt"
+    return sources[heard] if heard < len(sources) else "observation"
+
+
+def _version_range(rows: Sequence[Row]) -> tuple[int, int]:
+    versions = [int(version) for row in rows for version in row.versions[row.mask]]
+    return (min(versions), max(versions)) if versions else (-1, -1)
+
+
+def _mean_advantage(rows: Sequence[Row]) -> float:
+    return _short(np.concatenate([row.advantages[row.mask] for row in rows]).mean())
+
+
+def _versions(versions_T: Ints) -> int | list[int]:
+    return int(versions_T[0]) if (versions_T == versions_T[0]).all() else versions_T.tolist()
+
+
+def _advantages(advantages_T: Floats) -> float | list[float]:
+    equal = bool((advantages_T == advantages_T[0]).all())
+    return _short(advantages_T[0]) if equal else [*map(_short, advantages_T)]
+
+
+def _short(value: np.float32) -> float:
+    """A float32 in as few digits as give the same float32 again."""
+    return float(f"{value:.9g}")
