@@ -25,6 +25,7 @@ from outpace.types import (
     GroupOrder,
     GroupReport,
     Outcome,
+    Place,
     StepReport,
 )
 
@@ -47,6 +48,29 @@ async def test_a_run_takes_its_steps_records_them_in_order_and_evaluates_first_a
     assert rig.saved == [6]
     steps = [call for call in rig.learner.calls if call.startswith("step")]
     assert steps == [f"step {version}" for version in range(6)]
+
+
+async def test_under_each_step_groups_of_that_step_are_recorded_before_a_checkpoint_lets_the_journal_go(
+    tmp_path: Path,
+) -> None:
+    rig = Rig(tmp_path / "run", replace(SETTINGS, checkpoint_every=1))
+    gone: list[str] = []
+
+    async def record(step: int, places: list[Place]) -> None:
+        await asyncio.sleep(0)
+        gone.extend(place.segment for place in places if place.segment in rig.worker.released)
+        rig.worker.recorded[step] = places
+
+    rig.worker.record_rollouts = record  # type: ignore[method-assign]
+    await rig.run()
+    rig.log.close()
+    lines = await asyncio.to_thread(lambda: list(read_lines(rig.log.dir / "batches.jsonl")))
+    groups = {line["step"]: {group["group"] for group in line["groups"]} for line in lines if line["groups"]}
+    assert sorted(rig.worker.recorded) == sorted(groups) == [1, 2, 3, 4, 5, 6]
+    for step, places in rig.worker.recorded.items():
+        assert {place.offset for place in places} <= groups[step]  # a fake place has its group's number
+        assert len(places) == 1
+    assert gone == []
 
 
 async def test_the_pinned_weights_are_freed_after_every_evaluation(rig: Rig) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import outpace
 from outpace.algorithms.attempts import turn_numbers
 from support import as_arguments, journalled, read_lines, run_command
 
@@ -47,3 +48,6 @@ def test_a_loop_of_tool_calls_streaming_and_not_is_trained_while_weights_change(
     several_turns = [row for row in rows if len(np.unique(turn_numbers(row.mask))) >= 2]
     assert several_turns, "no trajectory of several turns was journalled"
     assert max(int(row.versions.max()) for row in rows) >= 1, "no episode was sampled by trained weights"
+    recorded = [kept for attempt in outpace.read_rollouts(tmp_path / "run") for kept in attempt.trajectories]
+    sources = {tuple(turn.source for turn in kept.turns) for kept in recorded}
+    assert ("prompt", "assistant", "tool", "assistant") in sources, "no turns of an agent are told apart"

@@ -1,0 +1,109 @@
+"""What a real run leaves in rollouts/, whatever becomes of it: trained, killed and resumed, filtered, failed."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import outpace
+from outpace.cli import main
+from outpace.observe.rollout_files import recorded_steps, untrained_groups
+from support import as_arguments, read_lines, run_command, start_command
+
+Settings = dict[str, Any]
+
+SOME_DULL = '''
+def some_dull(prompts, completions, **columns):
+    """Every other task is judged the same whatever is said."""
+    dull = int(prompts[0].split()[-1]) % 2
+    return [0.0 if dull else len(set(text)) / 10 + index / 100 for index, text in enumerate(completions)]
+'''
+
+
+def wait_for(condition: Any, process: subprocess.Popen[str], seconds: float = 120.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_a_run_that_was_killed_and_resumed_has_under_each_step_groups_of_that_step_once(
+    settings: Settings, tmp_path: Path
+) -> None:
+    (tmp_path / "some_dull.py").write_text(SOME_DULL)
+    settings |= {
+        "rewards.functions": [f"{tmp_path / 'some_dull.py'}:some_dull"],
+        "filter.uniform": True,
+        "run.steps": 8,
+        "run.show_rollouts": 2,
+        "checkpoint.every": 3,
+        "model.system": "Be brief.",
+    }
+    run = Path(settings["run.dir"])
+    process = start_command("train", *as_arguments(settings))
+    wait_for(lambda: max(recorded_steps(run), default=0) >= 4, process)
+    process.kill()
+    process.communicate()
+    resumed = run_command("train", "--resume", str(run))
+    assert resumed.returncode == 0, resumed.stderr
+
+    batches = {line["step"]: line for line in read_lines(run / "batches.jsonl") if line["groups"]}
+    assert recorded_steps(run) == list(range(1, 9)) == sorted(batches)
+    for step, line in batches.items():
+        attempts = list(outpace.read_rollouts(run, step=step, outcome="trained"))
+        trained = {group["group"]: group for group in line["groups"]}
+        assert len({attempt.group for attempt in attempts}) == 2
+        assert {attempt.group for attempt in attempts} <= trained.keys()
+        for group in {attempt.group for attempt in attempts}:
+            oldest = min(attempt.oldest for attempt in attempts if attempt.group == group)
+            assert oldest == line["version"] - trained[group]["lag"]
+        for attempt in attempts:
+            assert attempt.task_id == trained[attempt.group]["task_id"]
+            assert attempt.newest <= line["version"]
+            assert attempt.prompt.startswith("<|system|>Be brief.<|end|><|user|>say ")
+            assert attempt.trajectories[0].mask.sum() > 0
+    assert max(Counter((each.step, each.group, each.attempt) for each in outpace.read_rollouts(run)).values()) == 1
+    settled = {each["group"] for line in read_lines(run / "batches.jsonl") for each in line.get("settled", [])}
+    assert settled & untrained_groups(run).keys(), "no filtered group was recorded"
+    ever_trained = {group["group"] for line in batches.values() for group in line["groups"]}
+    assert not ever_trained & untrained_groups(run).keys(), "what the resume has made again is there twice"
+    assert all(each.reason == "all rewards are 0" for each in outpace.read_rollouts(run, outcome="filtered"))
+
+
+@pytest.mark.parametrize(
+    ("reward", "changes", "outcome", "reason"),
+    [
+        ("always", {"filter.uniform": True, "pacing.max_filtered": 40}, "filtered", "all rewards are 1"),
+        ("broken", {"pacing.max_failed": 40}, "failed", "no reward today"),
+    ],
+)
+def test_a_run_that_never_trains_says_why_early_and_leaves_readable_completions(
+    settings: Settings, rewards: Path, reward: str, changes: Settings, outcome: str, reason: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    run = Path(settings["run.dir"])
+    settings |= {"rewards.functions": [f"{rewards}:{reward}"], "run.steps": 50, **changes}
+    process = start_command("train", *as_arguments(settings))
+    wait_for(lambda: run.is_dir() and len(untrained_groups(run)) >= 2, process)
+    assert main(["show", str(run)]) == 0, "also while the run is under way"
+    out, _ = process.communicate(timeout=170)
+    assert process.returncode == 4
+    (warning,) = [line for line in out.splitlines() if "none of the first" in line]
+    for part in (outcome, reason, "say ", f"outpace show {run}"):
+        assert part in warning
+    attempts = list(outpace.read_rollouts(run, outcome=outcome))
+    assert len({attempt.group for attempt in attempts}) >= 40
+    assert all(reason in attempt.reason for attempt in attempts)
+    assert all(attempt.trajectories[0].turns[-1].sampled for attempt in attempts)
+    capsys.readouterr()
+    assert main(["show", str(run)]) == 0
+    shown = capsys.readouterr().out
+    assert f"{outcome}: " in shown
+    assert reason in shown
+    assert "[assistant]" in shown
