@@ -32,6 +32,7 @@ from outpace.rollouts.closing import LEFT_OUT, row_of
 from outpace.rollouts.episodes import whole_return
 from outpace.rollouts.policy.trajectory import problem
 from outpace.types import AttemptRecord, Episode, Floats, GroupOrder, GroupRecord, Ints, Place, Row, Task
+from outpace.wire import WireError
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +83,7 @@ class RolloutRecorder:
                 for attempt in self._attempts(*journal.read_with_order(self.journal, place), "trained", "", step)
             ]
             self.writer.step(step, attempts)
-        except (OSError, CorruptData) as error:
+        except (OSError, CorruptData, WireError) as error:
             log.warning("the rollouts of step %d are not recorded: %s", step, error)
 
     def record_untrained(self, order: GroupOrder, record: GroupRecord, outcome: AttemptOutcome, reason: str) -> None:
