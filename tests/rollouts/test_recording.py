@@ -296,8 +296,8 @@ async def test_a_trajectory_that_cannot_be_stored_costs_its_record_only(
     make_engine: Any, make_worker: MakeWorker, tmp_path: Path
 ) -> None:
     async def odd(task: Task, client: ModelClient) -> Episode:
-        flat = np.zeros((2, 2), np.int32)
-        return Episode([Trajectory(flat, flat, flat, flat)], error="gave up")  # type: ignore[arg-type]
+        square = np.ones((2, 2), np.int32)
+        return Episode([Trajectory(square, square > 0, square, square)], error="gave up")  # type: ignore[arg-type]
 
     report = await make_worker(make_engine(yes_or_no), odd).run(order())
     assert (report.outcome, report.reason) == ("failed", "gave up")

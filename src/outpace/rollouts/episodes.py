@@ -76,7 +76,7 @@ def _as_episode(returned: object, task: Task, client: PolicyClient) -> Episode:
     if isinstance(returned, Episode):
         returned = msgspec.structs.replace(
             returned,
-            trajectories=returned.trajectories or client.trajectories(),
+            trajectories=_given(returned) or client.trajectories(),
             completion=returned.completion or last,
             requests=returned.requests or list(client.requests),
             metrics={**_measured(client), **returned.metrics},
@@ -96,6 +96,12 @@ def _as_episode(returned: object, task: Task, client: PolicyClient) -> Episode:
         trajectories, last, rewards, stop=_stop(client), metrics=_measured(client), requests=list(client.requests)
     )
     return _checked(episode, client)
+
+
+def _given(episode: Episode) -> list[Trajectory]:
+    """Its own trajectories. Those of a failed episode are for people to read: what cannot be read is left out."""
+    given = episode.trajectories
+    return [each for each in given if problem(each) is None] if episode.error else given
 
 
 def _stop(client: PolicyClient) -> str:

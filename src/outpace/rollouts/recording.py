@@ -30,7 +30,6 @@ from outpace.observe.rollout_files import (
 )
 from outpace.rollouts.closing import LEFT_OUT, row_of
 from outpace.rollouts.episodes import whole_return
-from outpace.rollouts.policy.trajectory import problem
 from outpace.types import AttemptRecord, Episode, Floats, GroupOrder, GroupRecord, Ints, Place, Row, Task
 from outpace.wire import WireError
 
@@ -52,16 +51,11 @@ def attempt_records(task: Task, episodes: Sequence[Episode], trained: Sequence[R
                 reward=whole_return(episode) if episode.error is None else None,
                 rewards=episode.rewards,
                 error=episode.error,
-                untrained=[] if is_trained else _rows(episode),
+                untrained=[] if is_trained else [row_of(trajectory) for trajectory in episode.trajectories],
                 prompt="" if episode.trajectories else as_text(task.prompt),
             )
         )
     return records
-
-
-def _rows(episode: Episode) -> list[Row]:
-    """A rollout that reports its own failure may bring trajectories that no other process could read."""
-    return [row_of(trajectory) for trajectory in episode.trajectories if problem(trajectory) is None]
 
 
 @dataclass(frozen=True)
