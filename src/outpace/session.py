@@ -229,7 +229,8 @@ class Session:
 
     async def _start_parts(self, runtime: Runtime, specs: PartSpecs, say: Callable[[str], None]) -> Parts:
         engines = specs.engines()
-        telling = asyncio.create_task(startup.follow(self._log.dir / "logs", specs.sockets, say))
+        logs = startup.EngineLogs(self._log.dir / "logs", specs.sockets, say)
+        telling = asyncio.create_task(logs.follow())
         try:
             learner, others, workers = await together(
                 runtime.start(Learner, *specs.learner()),
@@ -238,6 +239,7 @@ class Session:
             )
         finally:
             telling.cancel()
+        await logs.finish()
         return Parts(
             learner=learner,
             engines=dict(zip(specs.sockets, others, strict=False)),

@@ -29,7 +29,19 @@ URLS = {"engine.kind": "vllm", "engine.urls": [HERE, THERE]}
         ({"engine.kind": "vllm", "engine.urls": ["there:8000"]}, "engine.urls", "write http://host:port"),
         ({"engine.kind": "vllm", "engine.urls": ["http://there:x"]}, "engine.urls", "write http://host:port"),
         ({"engine.kind": "vllm", "engine.urls": ["http://"]}, "engine.urls", "write http://host:port"),
-        ({"engine.kind": "vllm", "engine.urls": [HERE, f"{HERE}/"]}, "engine.urls", "is there twice"),
+        ({"engine.kind": "vllm", "engine.urls": [HERE, f"{HERE}/"]}, "engine.urls", "the same server"),
+        ({"engine.kind": "vllm", "engine.urls": [HERE, HERE]}, "engine.urls", "the same server"),
+        *(
+            ({"engine.kind": "vllm", "engine.urls": [one, other]}, "engine.urls", "the same server")
+            for one, other in [
+                ("http://localhost:8000", "http://127.0.0.1:8000"),
+                ("http://localhost:8000", "http://[::1]:8000/"),
+                ("http://h", "http://h:80"),
+                ("https://h:443", "https://h/"),
+                ("http://Host:8000", "HTTP://host:8000"),
+            ]
+        ),
+        ({"engine.kind": "vllm", "lora.rank": 1000}, "lora.rank", "512"),
         ({"engine.kind": "vllm", "launch.port": 65535, "engine.count": 2}, "launch.port", "beyond 65535"),
         ({"engine.kind": "vllm", "engine.path": "fast"}, "engine.path", "leave this out"),
         ({"engine.kind": "vllm", "run.deterministic": True}, "run.deterministic", "not repeatable"),
@@ -66,6 +78,8 @@ def test_settings_of_engines_that_cannot_work_together_are_refused(values: dict[
         {"engine.kind": "vllm", "launch.port": 65535},
         {"engine.kind": "vllm", "weights.transport": "ipc"},
         {"engine.kind": "sglang", "lora.rank": 4, "weights.transport": "files"},
+        {"engine.kind": "vllm", "lora.rank": 512},
+        {"engine.kind": "vllm", "engine.urls": ["http://localhost:8000", "http://localhost:8001", "http://h:8000"]},
         {"weights.delta": True, "weights.dir": "/tmp"},
         {"lora.rank": 4, "run.deterministic": True, "run.runtime": "inline"},
     ],

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from outpace.observe.startup import Telling, follow, newest_word, stage_in
+from outpace.observe.startup import EngineLogs, Telling, newest_word, stage_in
 
 
 def test_the_newest_word_on_a_server_is_told_without_date_and_place(tmp_path: Path) -> None:
@@ -19,7 +19,6 @@ def test_the_newest_word_on_a_server_is_told_without_date_and_place(tmp_path: Pa
 
 async def test_every_word_is_told_once(tmp_path: Path) -> None:
     log = tmp_path / "engine-0.log"
-    log.write_text("INFO: the server is starting, 5 s so far\n")
     said: list[str] = []
     heard = asyncio.Event()
 
@@ -27,7 +26,9 @@ async def test_every_word_is_told_once(tmp_path: Path) -> None:
         said.append(text)
         heard.set()
 
-    following = asyncio.create_task(follow(tmp_path, ["engine-0", "engine-1"], say, every_s=0.001))
+    logs = EngineLogs(tmp_path, ["engine-0", "engine-1"], say)
+    log.write_text("INFO: the server is starting, 5 s so far\n")
+    following = asyncio.create_task(logs.follow(every_s=0.001))
     await heard.wait()
     heard.clear()
     await asyncio.sleep(0.02)
@@ -35,6 +36,16 @@ async def test_every_word_is_told_once(tmp_path: Path) -> None:
     await heard.wait()
     following.cancel()
     assert said == ["engine-0: the server is starting, 5 s so far", "engine-0: the server is starting, 10 s so far"]
+
+
+async def test_a_warning_of_a_quick_start_is_told_at_its_end_but_neither_progress_nor_old_lines(tmp_path: Path) -> None:
+    (tmp_path / "engine-0.log").write_text("INFO: the server is busy, said the run before\n")
+    said: list[str] = []
+    logs = EngineLogs(tmp_path, ["engine-0", "engine-1", "engine-2"], said.append)
+    (tmp_path / "engine-1.log").write_text("WARNING: the server is busy\n")
+    (tmp_path / "engine-2.log").write_text("INFO: the server is starting, 5 s so far\n")
+    await logs.finish()
+    assert said == ["engine-1: the server is busy"]
 
 
 @pytest.mark.parametrize(

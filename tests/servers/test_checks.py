@@ -114,6 +114,12 @@ async def test_a_server_that_fits_is_taken() -> None:
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment",
             id="no adapters",
         ),
+        pytest.param(
+            {"details": {"root": STARTER, "max_lora_rank": 16}}, {"adapters": True, "lora_rank": 20},
+            "it takes adapters of rank 16 at most, lora.rank is 20; start it with --max-lora-rank 32, "
+            "or lower lora.rank",
+            id="small adapters",
+        ),
         pytest.param({"version": "0.24.0"}, {}, "vllm 0.24.0 is too old; outpace needs 0.25 or later", id="too old"),
     ],
 )  # fmt: skip
@@ -138,6 +144,8 @@ async def test_another_tokenizer_is_told_by_what_it_makes_of_a_text() -> None:
         ({"plugin": False}, {"transport": "files"}),
         ({"plugin": False}, {"adapters": True}),
         ({"adapters": False}, {}),
+        ({"details": {"root": STARTER, "max_lora_rank": 16}}, {"adapters": True, "lora_rank": 16}),
+        ({"details": {"root": STARTER, "max_lora_rank": None}}, {"adapters": True, "lora_rank": 16}),
         ({"version": "dev"}, {}),
         ({"details": {"root": "/models/on/another/machine"}}, {}),
         ({"details": {"root": "a/name"}}, {}),

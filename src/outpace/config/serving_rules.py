@@ -8,35 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
-from urllib.parse import urlsplit
 
 from outpace.config import Config
 from outpace.config.algorithm_rules import Rule
 from outpace.config.section import Section
+from outpace.config.urls import ServerAddress, is_server_url, server_address
 from outpace.wording import plural
 
 LAST_PORT = 65535
+VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM takes as `--max-lora-rank`."""
 KEY_REMEDY = "leave that out, and put a key into the environment variable that engine.api_key_env names"
 
 
 def _urls_are_urls(config: Config) -> Iterator[str]:
-    urls = [url.rstrip("/") for url in config.engine.urls]
-    for url in urls:
+    urls = config.engine.urls
+    first_at: dict[ServerAddress, int] = {}
+    for position, url in enumerate(urls):
+        first = first_at.setdefault(server_address(url), position)
         if "@" in url:  # and not a word of what is in it: this line may end up in a log
             yield f"engine.urls: an address holds a user name or password; {KEY_REMEDY}"
-        elif not _is_server(url):
+        elif not is_server_url(url):
             yield f"engine.urls: {url!r} is no server's address; write http://host:port"
-        elif urls.count(url) > 1:
-            yield f"engine.urls: {url} is there twice; name every server once"
-
-
-def _is_server(url: str) -> bool:
-    """Of the form `http://host:8000`, whose port may be left out and which may have a path."""
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number, or too large
-        return False
+        elif first != position:
+            yield f"engine.urls: {urls[first]} and {url} are the same server; name every server once"
 
 
 def _the_embedded_engine_is_no_server(config: Config) -> Iterator[str]:
@@ -103,6 +98,8 @@ def _adapters_are_wanted(config: Config) -> Iterator[str]:
         yield "lora.targets: lora.rank is 0, so the model itself is trained; set a rank, or leave this out"
     if lora.rank > 0 and not lora.targets:
         yield "lora.targets: names no module, so nothing would be trained; name some, or leave this out"
+    if config.engine.kind == "vllm" and lora.rank > VLLM_LORA_RANKS[-1]:
+        yield f"lora.rank: vLLM serves adapters of rank {VLLM_LORA_RANKS[-1]} at most, not {lora.rank}; lower it"
     for target in lora.targets:
         if lora.targets.count(target) > 1:
             yield f"lora.targets: {target} is there twice; once is enough"

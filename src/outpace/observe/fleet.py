@@ -15,7 +15,6 @@ import secrets
 import threading
 from pathlib import Path
 from typing import Literal
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -28,9 +27,6 @@ STATE = "fleet.json"
 
 KEPT_OUTCOMES = 32
 """Of the newest so many orders people can still read what has become of them."""
-
-_PORTS = {"http": 80, "https": 443}
-_THIS_MACHINE = ("127.0.0.1", "::1", "0.0.0.0")
 
 
 class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -75,17 +71,6 @@ class Fleet(msgspec.Struct, frozen=True):
 
     engines: list[Seat] = []
     orders: list[Outcome] = []  # the oldest first
-
-
-def address(url: str) -> tuple[str, str, int | None, str]:
-    """Where a server is: equal for two spellings of one place."""
-    try:
-        parts = urlsplit(url)
-        port = parts.port or _PORTS.get(parts.scheme)
-    except ValueError:  # it is nobody's: whoever connects to it will say so
-        return "", url, None, ""
-    host = "localhost" if parts.hostname in _THIS_MACHINE else parts.hostname or ""
-    return parts.scheme, host, port, parts.path.rstrip("/")
 
 
 # ------------------------------------------------------------------------------------------------ whoever gives orders

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import msgspec
 
-from outpace.config.serving_rules import KEY_REMEDY, _is_server
+from outpace.config.serving_rules import KEY_REMEDY
+from outpace.config.urls import is_server_url, server_address
 from outpace.errors import BadInput
 from outpace.observe import fleet
 from outpace.observe.fleet import Order, Outcome, Seat
@@ -96,7 +97,7 @@ def check(order: Order, terms: Terms, seats: Sequence[Seat]) -> None:
 def _check_server(url: str, terms: Terms, seats: Sequence[Seat]) -> None:
     if "@" in url:  # and not a word of what is in it
         raise BadInput(f"--add: the address holds a user name or password; {KEY_REMEDY}")
-    if not _is_server(url):
+    if not is_server_url(url):
         raise BadInput(f"--add: {url!r} is no server's address; write http://host:port")
     if terms.kind == "embedded":
         raise BadInput(
@@ -104,7 +105,7 @@ def _check_server(url: str, terms: Terms, seats: Sequence[Seat]) -> None:
             '(--add "" starts another embedded one)'
         )
     for seat in seats:
-        if seat.url and fleet.address(seat.url) == fleet.address(url):
+        if seat.url and server_address(seat.url) == server_address(url):
             where = f"is {seat.name} already" if seat.name else "is there twice"
             raise BadInput(f"--add: {url} {where}; a server takes part once")
 

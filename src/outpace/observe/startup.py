@@ -59,24 +59,39 @@ def stage_in(line: str) -> str:
     return one_line(words, STAGE_CHARS) if " " in words else ""
 
 
-async def follow(logs: Path, engines: Iterable[str], say: Callable[[str], None], every_s: float = LOOK_S) -> None:
-    """Until it is cancelled: the newest word of each engine on its server, if there is one."""
-    telling = {name: Telling(_in_the_name_of(name, say)) for name in engines}
-    while True:
-        await asyncio.sleep(every_s)
-        for name, tell in telling.items():
-            tell(await asyncio.to_thread(newest_word, logs / f"{name}.log"))
+class EngineLogs:
+    """The newest word of each engine on its server, if there is one. What a log holds already is not news."""
+
+    def __init__(self, logs: Path, engines: Iterable[str], say: Callable[[str], None]) -> None:
+        self._telling = {logs / f"{name}.log": Telling(_in_the_name_of(name, say)) for name in engines}
+        self._old = {log: log.stat().st_size for log in self._telling if log.exists()}
+
+    async def follow(self, every_s: float = LOOK_S) -> None:
+        """Until it is cancelled."""
+        while True:
+            await asyncio.sleep(every_s)
+            await self._look()
+
+    async def finish(self) -> None:
+        """Once all engines have started: what was said since the last look, but for progress."""
+        await self._look(progress=False)
+
+    async def _look(self, progress: bool = True) -> None:
+        for log, tell in self._telling.items():
+            word = await asyncio.to_thread(newest_word, log, self._old.get(log, 0))
+            if progress or not _HOW_FAR.fullmatch(word):
+                tell(word)
 
 
 def _in_the_name_of(name: str, say: Callable[[str], None]) -> Callable[[str], None]:
     return lambda word: say(f"{name}: {word}")
 
 
-def newest_word(log: Path) -> str:
-    """The last line that speaks of a server, without its date and place; empty if there is none."""
+def newest_word(log: Path, begin: int = 0) -> str:
+    """The last line from `begin` on that speaks of a server, without its date and place; empty if there is none."""
     try:
         with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - TAIL_BYTES))
+            file.seek(max(begin, log.stat().st_size - TAIL_BYTES))
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return ""

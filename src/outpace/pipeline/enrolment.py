@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from outpace.config.urls import server_address
 from outpace.errors import OutpaceError, PartFailed, one_line
 from outpace.observe import fleet
 from outpace.pipeline import events as ev
@@ -109,7 +110,7 @@ class Enrolment:
             self._note(fleet.Outcome(order, "refused", f"{name} has left before it served", engine=name))
 
     def _has(self, url: str) -> bool:
-        return fleet.address(url) in map(fleet.address, filter(None, (*self._joining, *self._parts.urls.values())))
+        return server_address(url) in map(server_address, filter(None, (*self._joining, *self._parts.urls.values())))
 
     async def _let_in(self, url: str) -> str:
         self._say(f"asked to add {url or 'an engine'}")

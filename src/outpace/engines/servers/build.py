@@ -15,6 +15,7 @@ from outpace.engines.servers.door.health import HealthMachine
 from outpace.engines.servers.door.limits import Limit
 from outpace.engines.servers.spec import STALE, Facts, Transport, Wanted
 from outpace.engines.servers.starting.addresses import AnyServer, server_at
+from outpace.engines.servers.starting.claims import ServerClaim
 from outpace.engines.servers.starting.launching import ServerProcess, copy_of_log
 from outpace.engines.servers.starting.readiness import sampled_once, until_reached
 from outpace.engines.servers.starting.start import Recipe, start_server
@@ -67,18 +68,35 @@ async def build_door(
     place = Place(name, index, url, incarnation, scratch, logs, gpus)
     tokens = asyncio.create_task(tokens_of(config.model.path, config.model.trust_remote_code))
     try:
-        server, process = await (_found if url else _started)(config, place, stale)
+        claim = await _claimed(url, place) if url else None
         try:
+            server, process = await (_found if url else _started)(config, place, stale)
+        except BaseException:
+            _release(claim)
+            raise
+        try:
+            claim = claim or await _claimed(server.url, place)
             facts = await check(server, wanted(config, await tokens))
-            door = _door(config, place, server, facts, process, stale, send)
+            door = _door(config, place, server, facts, process, stale, send, claim)
             return await _open(door, server)
         except BaseException:
+            _release(claim)
             await server.close()
             if process is not None:
                 await process.stop()
             raise
     finally:
         tokens.cancel()
+
+
+async def _claimed(url: str, place: Place) -> ServerClaim:
+    """On a thread: whoever tests the lock holds it for a moment."""
+    return await asyncio.to_thread(ServerClaim, url, place.scratch, place.logs.parent)
+
+
+def _release(claim: ServerClaim | None) -> None:
+    if claim is not None:
+        claim.release()
 
 
 async def _started(config: Config, place: Place, stale: bool) -> tuple[AnyServer, ServerProcess | None]:
@@ -100,11 +118,30 @@ async def _found(config: Config, place: Place, stale: bool) -> tuple[AnyServer, 
     try:
         await until_reached(server, config.launch.start_s if stale else 0.0)
         await check(server, wanted(config, {}))  # before anything is sampled: that may take a while
+        if not stale:
+            await _warn_of_others(server)
         await sampled_once(server)
     except BaseException:
         await server.close()
         raise
     return server, None
+
+
+async def _warn_of_others(server: AnyServer) -> None:
+    """Requests that run before we have sent any are somebody else's: perhaps a run on another machine, which a
+    `ServerClaim` does not see, and whose updates would replace our weights."""
+    try:
+        pressure = await server.pressure()
+    except ServerFailed as error:
+        log.info("%s does not say how busy it is: %s", server.url, error)
+        return
+    if count := pressure.running + pressure.waiting:
+        log.warning(
+            "the server is busy with requests of others, %d of them: if another run updates %s, neither can train on "
+            "what it samples; stop that run, or take another server",
+            count,
+            server.url,
+        )
 
 
 async def _open(door: Door, server: AnyServer) -> Door:
@@ -124,6 +161,7 @@ def wanted(config: Config, tokens: dict[str, list[int]]) -> Wanted:
         transport=transport_of(config),
         adapters=config.lora.rank > 0,
         temperature=config.rollout.temperature,
+        lora_rank=config.lora.rank,
     )
 
 
@@ -141,6 +179,7 @@ def _door(
     process: ServerProcess | None,
     stale: bool,
     send: Send | None,
+    claim: ServerClaim | None = None,
 ) -> Door:
     engine = config.engine
     slots = min(engine.slots, int(facts.details.get("slots") or engine.slots))
@@ -161,7 +200,7 @@ def _door(
         threads=engine_threads(config) if counts_cores else 0,
     )
     weights = transport_for(config, place, server, send)
-    return Door(server, weights, HealthMachine(), Limit(slots), settings, process)
+    return Door(server, weights, HealthMachine(), Limit(slots), settings, process, claim)
 
 
 def transport_for(config: Config, place: Place, server: AnyServer, send: Send | None) -> Transport:

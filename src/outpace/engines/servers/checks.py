@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from outpace.engines.servers.choices import vllm_lora_rank
 from outpace.engines.servers.spec import Facts, Server, Wanted
 from outpace.engines.servers.starting.versions import refuse_old
 from outpace.errors import BadInput, ServerFailed, ServerFaulty, ServerGone, ServerRefused, ServerSilent, one_line
@@ -54,7 +55,7 @@ def trouble(url: str, failed: ServerFailed) -> str:
 
 def _refuse_by_rules(url: str, facts: Facts, wanted: Wanted) -> None:
     refuse_old(facts.kind, facts.version, url)
-    for rule in (_controls, _logprobs, _model, _dtype, _context, _plugin, _tied, _adapters):
+    for rule in (_controls, _logprobs, _model, _dtype, _context, _plugin, _tied, _adapters, _lora_rank):
         for complaint in rule(facts, wanted):
             raise BadInput(f"{url}: {complaint}")
 
@@ -124,6 +125,16 @@ def _adapters(facts: Facts, wanted: Wanted) -> Iterator[str]:
     if wanted.adapters and not facts.adapters:
         also = "" if facts.kind == "sglang" else " and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment"
         yield f"it takes no adapters, lora.rank needs them; start it with --enable-lora{also}"
+
+
+def _lora_rank(facts: Facts, wanted: Wanted) -> Iterator[str]:
+    most = facts.details.get("max_lora_rank")
+    if wanted.adapters and isinstance(most, int) and most < wanted.lora_rank:
+        rank = wanted.lora_rank if facts.kind == "sglang" else vllm_lora_rank(wanted.lora_rank)
+        yield (
+            f"it takes adapters of rank {most} at most, lora.rank is {wanted.lora_rank}; "
+            f"start it with --max-lora-rank {rank}, or lower lora.rank"
+        )
 
 
 def _is_another_model(theirs: str, ours: str) -> bool:

@@ -7,6 +7,7 @@ import sys
 from typing import Literal
 
 from outpace.config import Config
+from outpace.config.serving_rules import VLLM_LORA_RANKS
 
 Kind = Literal["vllm", "sglang"]
 
@@ -33,3 +34,8 @@ def server_count(config: Config) -> int:
 def adapters_at_once(config: Config) -> int:
     """Versions of an adapter that requests may be under way with: those within the lag, the newest, and one to come."""
     return config.pacing.max_lag + 2
+
+
+def vllm_lora_rank(rank: int) -> int:
+    """The smallest `--max-lora-rank` of vLLM that takes adapters of this rank; a config has none above the largest."""
+    return next(known for known in VLLM_LORA_RANKS if known >= rank)

@@ -74,6 +74,7 @@ class Wanted:
     transport: Literal["files", "memory", "ipc", "collective"]
     adapters: bool
     temperature: float
+    lora_rank: int = 0
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from outpace.engines.servers.door.sending import Sender
 from outpace.engines.servers.door.updating import Updater
 from outpace.engines.servers.door.watching import Process, Watch
 from outpace.engines.servers.spec import STALE, Server, Transport
+from outpace.engines.servers.starting.claims import ServerClaim
 from outpace.engines.servers.starting.readiness import gone_on
 from outpace.errors import PartFailed, RequestFailed, ServerFailed
 from outpace.types import EngineStats, Generation, Ints, LoadReport, Manifest, Sampling, Version
@@ -41,7 +42,8 @@ _ANSWERS_OUT_S = 0.5  # until lost answers have left this process
 
 
 class Door:
-    """Implements `Engine`. `process` is the server's, where it was started for this door, which then ends it."""
+    """Implements `Engine`. `process` is the server's, where it was started for this door, which then ends it. `claim`
+    keeps other runs from the server, and is released with it."""
 
     def __init__(
         self,
@@ -51,7 +53,9 @@ class Door:
         limit: Limit,
         settings: DoorSettings,
         process: Process | None = None,
+        claim: ServerClaim | None = None,
     ) -> None:
+        self._claim = claim
         self._desk = Desk(server, health, limit, settings)
         self._process = process
         self._labels = transport.holds_still  # an adapter's version is in its name
@@ -149,6 +153,8 @@ class Door:
             log.warning("%s: %s", self._desk.settings.name, error)
         if self._process is not None:
             await self._process.stop()
+        if self._claim is not None:
+            self._claim.release()
 
     def _refuse_closed(self) -> None:
         if self._desk.closed:

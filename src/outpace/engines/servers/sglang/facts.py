@@ -46,6 +46,7 @@ async def read_facts(http: Http) -> Facts:
             "slots": said.get("max_running_requests"),
             "incremental": bool(said.get("incremental_streaming_output")),
             "tokenizer": not said.get("skip_tokenizer_init"),
+            "max_lora_rank": said.get("max_lora_rank"),
             "deterministic": bool(said.get("enable_deterministic_inference")),
         },
     )

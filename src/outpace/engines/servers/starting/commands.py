@@ -22,7 +22,14 @@ from typing import Any
 import psutil
 
 from outpace.config import Config
-from outpace.engines.servers.choices import adapters_at_once, kind_of, needs_plugin, python_of, server_count
+from outpace.engines.servers.choices import (
+    adapters_at_once,
+    kind_of,
+    needs_plugin,
+    python_of,
+    server_count,
+    vllm_lora_rank,
+)
 from outpace.engines.servers.starting.launching import HOST
 from outpace.engines.servers.starting.versions import Installed
 from outpace.errors import BadInput
@@ -38,9 +45,6 @@ PARTS_OWN = ("PYTHONPATH", "PYTHONHOME", "PYTHONHASHSEED", "OMP_NUM_THREADS", "M
 STREAMED_TOGETHER = 4
 """Tokens that a server sends at a time. Each sending costs it a good part of a token's own time; what is not sent yet
 is lost with the server and sampled again."""
-
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Those that vLLM knows: a rank between two of them takes the next."""
 
 SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
 """How words end in the names of variables whose values are nobody else's business."""
@@ -141,13 +145,10 @@ def _vllm_flags(config: Config, model: Path, port: int, found: Installed, gpus: 
 def _vllm_lora_flags(config: Config) -> Flags:
     if not config.lora.rank:
         return []
-    rank = next((known for known in LORA_RANKS if known >= config.lora.rank), None)
-    if rank is None:
-        raise BadInput(f"lora.rank: vLLM serves adapters of rank {LORA_RANKS[-1]} at most, not {config.lora.rank}")
     at_once = adapters_at_once(config)
     return [
         ["--enable-lora"],
-        ["--max-lora-rank", str(rank)],
+        ["--max-lora-rank", str(vllm_lora_rank(config.lora.rank))],
         ["--max-loras", str(at_once)],
         ["--max-cpu-loras", str(2 * at_once)],
     ]

@@ -24,7 +24,7 @@ _ROUTES = (GENERATE, COMPLETIONS, ABORT, LABEL, PAUSE, LOAD_ADAPTER)
 
 async def read_facts(http: Http) -> Facts:
     """`details`: the routes that it has, the model's own name or path as `root`, whether it is in dev mode, and of its
-    configuration the number of sequences that it decodes together as `slots`, and its `device`."""
+    configuration the number of sequences that it decodes together as `slots`, its `device` and `max_lora_rank`."""
     version, models, routes, config = await _asked(http)
     own = models[0]
     model_config = _section(config, "model_config")
@@ -46,6 +46,7 @@ async def read_facts(http: Http) -> Facts:
             "dev_mode": config is not None,
             "slots": _section(config, "scheduler_config").get("max_num_seqs"),
             "device": _section(config, "device_config").get("device"),
+            "max_lora_rank": _section(config, "lora_config").get("max_lora_rank"),
         },
     )
 

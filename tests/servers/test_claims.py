@@ -1,0 +1,99 @@
+"""Two runs at one server: the second is refused at its start, or warned where it cannot be known."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from outpace.config.loading import make_config
+from outpace.engines.servers.build import build_door
+from outpace.engines.servers.door.door import Door
+from outpace.engines.servers.starting.claims import ServerClaim
+from outpace.errors import BadInput
+from servers.fake_server import FakeServer
+
+URL = "http://localhost:8000"
+HOLD = """
+import sys, pathlib
+from outpace.engines.servers.starting.claims import ServerClaim
+claim = ServerClaim(sys.argv[1], pathlib.Path(sys.argv[2]), pathlib.Path("runs/first"))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def scratch(root: Path, name: str) -> Path:
+    folder = root / f"outpace-0-{name}"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+async def a_door(server: FakeServer, root: Path, run: str) -> Door:
+    config = make_config({"engine.kind": "vllm", "engine.urls": [server.url], "weights.transport": "files"})
+    return await build_door(
+        config, "engine-0", 0, url=server.url, incarnation=run, scratch=scratch(root, run), logs=root / run / "logs",
+        stale=False,
+    )  # fmt: skip
+
+
+async def test_a_second_run_at_a_server_is_refused_until_the_first_has_left(tmp_path: Path) -> None:
+    async with FakeServer().serving() as server:
+        first = await a_door(server, tmp_path, "first")
+        try:
+            with pytest.raises(BadInput, match=f"{tmp_path}/first uses this server"):
+                await a_door(server, tmp_path, "second")
+        finally:
+            await first.close()
+        second = await a_door(server, tmp_path, "second")
+        await second.close()
+
+
+async def test_requests_of_others_at_the_start_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    metrics = "vllm:num_requests_running 3\nvllm:num_requests_waiting {waiting}\n"
+    async with FakeServer(metrics=metrics.format(waiting=1)).serving() as server:
+        with caplog.at_level(logging.WARNING):
+            door = await a_door(server, tmp_path, "first")
+        await door.close()
+    assert "the server is busy with requests of others, 4 of them" in caplog.text
+
+
+async def test_an_idle_server_is_not_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with FakeServer().serving() as server:
+        with caplog.at_level(logging.WARNING):
+            door = await a_door(server, tmp_path, "first")
+        await door.close()
+    assert "busy" not in caplog.text
+
+
+def test_another_spelling_of_the_address_is_the_same_server(tmp_path: Path) -> None:
+    claim = ServerClaim(URL, scratch(tmp_path, "first"), Path("runs/first"))
+    with pytest.raises(BadInput, match="runs/first"):
+        ServerClaim("http://127.0.0.1:8000/", scratch(tmp_path, "second"), Path("runs/second"))
+    ServerClaim("http://127.0.0.1:8001", scratch(tmp_path, "second"), Path("runs/second")).release()
+    claim.release()
+
+
+def test_engines_of_one_run_may_follow_one_another_at_a_server(tmp_path: Path) -> None:
+    first = ServerClaim(URL, scratch(tmp_path, "first"), Path("runs/first"))
+    second = ServerClaim(URL, scratch(tmp_path, "first"), Path("runs/first"))
+    first.release()
+    with pytest.raises(BadInput):
+        ServerClaim(URL, scratch(tmp_path, "other"), Path("runs/other"))
+    second.release()
+    ServerClaim(URL, scratch(tmp_path, "other"), Path("runs/other")).release()
+
+
+def test_a_run_that_was_killed_keeps_no_server(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOLD, URL, str(scratch(tmp_path, "first"))]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(BadInput, match="runs/first"):
+            ServerClaim(URL, scratch(tmp_path, "second"), Path("runs/second"))
+        holder.kill()
+        holder.wait()
+    ServerClaim(URL, scratch(tmp_path, "second"), Path("runs/second")).release()
