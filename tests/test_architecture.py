@@ -14,7 +14,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "outpace"
 FLOORS: list[set[str]] = [
     {"types", "protocols", "wire", "errors", "references", "stopwatch", "wording", "crash"},
     {"algorithms"},
-    {"config", "resources", "placement"},
+    {"config", "resources", "placement", "memory"},
     {"models", "tasks"},
     {"rollouts", "rewards", "engines", "learn", "weights", "checkpoint", "runtime", "observe"},
     {"pipeline"},

@@ -23,6 +23,8 @@ from outpace.config import Config
 from outpace.config.algorithm import DifficultyConfig, GovernorConfig, ReplayConfig
 from outpace.config.loading import dump_toml
 from outpace.errors import EXIT_LEFT_AT_ONCE, BadInput, CorruptData, Interrupted, OutpaceError, PartFailed
+from outpace.memory import memory_warnings
+from outpace.models.loading import resolve_model
 from outpace.observe import startup
 from outpace.observe.callbacks import Callback, CallbackRunner
 from outpace.observe.console import ProgressConsole
@@ -44,6 +46,7 @@ from outpace.pipeline.recorder import Recorder
 from outpace.pipeline.replay import ReplaySettings
 from outpace.pipeline.staff import Parts
 from outpace.pipeline.supervisor import SuperviseSettings
+from outpace.placement import placement_of
 from outpace.protocols import Engine, Learner, Worker
 from outpace.resources import countable_cores
 from outpace.resuming import Past, check_tasks, note_tasks, past_of, same_making
@@ -166,9 +169,12 @@ class Session:
         settings = core_settings(self._config, self._plan.tasks.count, self._plan.eval_count > 0)
         order = Order(self._plan.tasks.count, self._config.run.seed, self._config.tasks.shuffle)
         past = await asyncio.to_thread(self._past, settings, order)
+        warnings = await asyncio.to_thread(self._memory_warnings)
         scratch = await asyncio.to_thread(Scratch)
         runtime = self._runtime(scratch)
         try:
+            for line in warnings:
+                recorder.console.status(line)
             recorder.console.status(self._opening(past))
             if warning := self._plan.eval_warning:
                 recorder.console.status(warning)
@@ -187,6 +193,9 @@ class Session:
         finally:
             await runtime.stop()
             await asyncio.to_thread(scratch.remove)
+
+    def _memory_warnings(self) -> list[str]:
+        return memory_warnings(self._config, placement_of(self._config), resolve_model(self._config.model.path))
 
     def _info(self, version: Version) -> dict[str, Any]:
         return {

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from outpace.learn import state
 from outpace.learn.core import LearnerCore
@@ -16,6 +17,7 @@ from outpace.learn.learner import TorchLearner
 from outpace.learn.packing import pack
 from outpace.learn.settings import CoreSettings, LearnerSettings
 from outpace.learn.state_copy import Copies
+from outpace.memory import ModelShape, learner_memory
 from outpace.types import Row
 from outpace.weights.store import SnapshotWriter, read_snapshot
 from support import resolved
@@ -117,3 +119,36 @@ def test_cudnn_plans_no_attention_of_the_learner(make_llama: MakeLlama, tmp_path
     )
     TorchLearner(settings, make_llama().cuda())
     assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+SMOLLM2 = ModelShape(134_515_008, 30, 576, 9, 3, 64, 1536, 49_152, 8192)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("tokens", [4096, 16_384])
+def test_the_estimate_for_the_learner_is_near_the_measured_peak_on_a_gpu(checkpointing: bool, tokens: int) -> None:
+    config = resolved(
+        {
+            "model.dtype": "bfloat16",
+            "learner.tokens_per_pass": tokens,
+            "learner.gradient_checkpointing": checkpointing,
+            "engine.context": 1024,
+        }
+    )
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    shape = LlamaConfig(
+        vocab_size=49_152, hidden_size=576, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
+        intermediate_size=1536, tie_word_embeddings=True,
+    )  # fmt: skip
+    core = LearnerCore(LlamaForCausalLM(shape).cuda(), CoreSettings.of(config))
+    mask, ones = np.arange(513) > 100, np.full(513, -1.0, dtype=np.float32)
+    row = Row(np.ones(513, dtype=np.int32), mask, ones, np.zeros(513, dtype=np.int32), ones)
+    for _ in range(2):
+        core.accumulate([row] * (tokens // 512))
+        core.step()
+    measured = torch.cuda.max_memory_allocated() - before
+    estimate = learner_memory(config, SMOLLM2).most
+    print(f"checkpointing {checkpointing}, {tokens} tokens: estimated {estimate:,}, measured {measured:,}")
+    assert 0.6 * estimate < measured < 1.25 * estimate

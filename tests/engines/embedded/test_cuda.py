@@ -8,13 +8,15 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from outpace.engines.embedded.build import build_decoder
 from outpace.engines.embedded.cache import SlotCache
 from outpace.engines.embedded.engine import EmbeddedEngine
 from outpace.engines.embedded.lane import Lane
+from outpace.memory import ModelShape, engine_memory
 from outpace.types import Generation, Sampling
+from support import resolved
 
 pytestmark = [
     pytest.mark.gpu,
@@ -81,3 +83,31 @@ def test_a_cache_that_grows_keeps_no_memory_of_its_smaller_self() -> None:
         cache.reserve(length)
     needed = 2 * len(shapes) * 128 * 4 * 1024 * 64 * 2
     assert torch.cuda.memory_reserved() < 1.2 * needed + torch.cuda.memory_allocated() - needed
+
+
+SMOLLM2 = ModelShape(134_515_008, 30, 576, 9, 3, 64, 1536, 49_152, 8192)
+
+
+@pytest.mark.parametrize(("slots", "context"), [(64, 1024), (512, 1024)])
+def test_the_estimate_for_the_engine_is_near_the_measured_peak_on_a_gpu(slots: int, context: int) -> None:
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    shape = LlamaConfig(
+        vocab_size=49_152, hidden_size=576, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
+        intermediate_size=1536, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = LlamaForCausalLM(shape).to("cuda", torch.bfloat16)
+    decoder = build_decoder(model, slots, context, deterministic=False, path="fast")
+    lane = Lane(decoder, 0, "keep", None)
+    for index in range(slots):
+        prompt = np.full(context - 8, index, dtype=np.int32)
+        lane.submit(str(index), prompt, Sampling(max_tokens=7, seed=index), 0)
+    while lane.has_work:
+        lane.advance()
+    measured = torch.cuda.max_memory_allocated() - before
+    settings = {"model.dtype": "bfloat16", "engine.slots": slots, "engine.context": context, "eval.count": 0}
+    estimate = engine_memory(resolved(settings), SMOLLM2).most
+    reserved = torch.cuda.memory_reserved() - before
+    print(f"{slots} slots: estimated {estimate:,}, measured {measured:,}, reserved {reserved:,}")
+    assert 0.6 * estimate < measured < 1.25 * estimate
