@@ -18,7 +18,8 @@ FLOORS: list[set[str]] = [
     {"models", "tasks"},
     {"rollouts", "rewards", "engines", "learn", "weights", "checkpoint", "runtime", "observe"},
     {"pipeline"},
-    {"parts", "resuming", "saving", "session", "planning", "trainer", "evaluate", "play", "agree", "serve"},
+    {"parts", "resuming", "saving", "session", "planning", "background"}
+    | {"trainer", "evaluate", "play", "agree", "serve"},
     {"bench", "simulate"},
     {"cli"},
 ]

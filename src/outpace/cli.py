@@ -113,11 +113,11 @@ def _complain(error: OutpaceError) -> int:
 
 
 def train(arguments: argparse.Namespace, settings: list[str]) -> int:
+    from outpace.background import run_plan
     from outpace.config.loading import dump_toml, load_config
     from outpace.config.rules import resolve
     from outpace.placement import placement_of
     from outpace.planning import Objects, config_of_run, make_plan
-    from outpace.trainer import run_plan
 
     resumes = arguments.resume is not None
     if resumes and arguments.config is not None:

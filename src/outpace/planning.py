@@ -27,7 +27,7 @@ from outpace.models.adapter_files import check_peft
 from outpace.models.loading import resolve_model
 from outpace.models.tokenizer_files import tokenizer_digest
 from outpace.observe.callbacks import Callback
-from outpace.observe.summary import Summary
+from outpace.observe.summary import STOPPED, Summary
 from outpace.placement import placement_of, uses_gpu
 from outpace.protocols import Reward, Rollout, TaskSource
 from outpace.rewards.registry import check_rewards
@@ -117,7 +117,9 @@ def already_done(plan: Plan, run_dir: Path) -> Summary | None:
         before = tomllib.loads((run_dir / "config.toml").read_text()).get("run", {})
     except (OSError, ValueError):
         return None
-    if ended.exit or plan.checkpoint is None or commit.step_of(plan.checkpoint) != ended.steps:
+    if ended.exit or ended.reason == STOPPED:
+        return None
+    if plan.checkpoint is None or commit.step_of(plan.checkpoint) != ended.steps:
         return None
     run = plan.config.run
     same_end = (run.steps, run.epochs) == (before.get("steps"), before.get("epochs"))

@@ -29,7 +29,7 @@ from outpace.observe import startup
 from outpace.observe.callbacks import Callback, CallbackRunner
 from outpace.observe.console import ProgressConsole
 from outpace.observe.runlog import RunLog
-from outpace.observe.summary import Summary
+from outpace.observe.summary import STOPPED, Summary
 from outpace.parts import PartSpecs, start_engines
 from outpace.pipeline.agreement import check_engines
 from outpace.pipeline.budget import Limits
@@ -101,13 +101,17 @@ class Session:
         self._log = log
         self._driver: Driver | None = None
         self._console: ProgressConsole | None = None
-        self._stop_wanted = False
+        self._stop_wanted = self._interrupted = False
         self._starting: asyncio.Task[Parts] | None = None
         self._loop = asyncio.get_running_loop()
+        self.summary: Summary | None = None
+        """Set when the run has ended, in whatever way."""
 
-    def stop(self) -> None:
-        """Checkpoint and leave, as soon as the step under way is done; where none was begun, leave now."""
+    def stop(self, interrupted: bool = False) -> None:
+        """Checkpoint and leave, as soon as the step under way is done; where none was begun, leave now. `run` returns
+        the summary, or raises `Interrupted` if any of the calls said so."""
         self._stop_wanted = True
+        self._interrupted |= interrupted
         if self._starting is not None:
             self._starting.cancel()
             return
@@ -117,23 +121,35 @@ class Session:
             self._driver.stop()
 
     async def run(self) -> Summary:
-        callbacks = CallbackRunner(self._plan.callbacks, self._callback_failed)
+        callbacks = CallbackRunner(
+            self._plan.callbacks,
+            on_failure=lambda _: self._loop.call_soon_threadsafe(self.stop),
+            on_stop=lambda: self._loop.call_soon_threadsafe(self.stop),
+            errors=self._config.run.callback_errors,
+        )
         console = ProgressConsole(self._config.run.steps, quiet=self._plan.quiet, title=self._title())
         recorder = Recorder(self._log, console, callbacks, countable_cores(self._config), self._config.run.seed)
         console.start()
         self._console = console
         try:
             reason = await self._drive(recorder)
+            callbacks.check()
         except BaseException as error:
+            stopped = isinstance(error, Interrupted) and not self._interrupted
+            code, reason = (0, STOPPED) if stopped else (_exit_code(error), _reason(error))
+            self.summary = recorder.build_summary(code, reason)
             console.close()
-            await self._leave(recorder, recorder.build_summary(_exit_code(error), _reason(error)))
+            await self._leave(recorder, self.summary)
+            if stopped:
+                return self.summary
             raise
-        ended = recorder.build_summary(Interrupted.exit_code if reason == "stopped" else 0, reason)
+        code = Interrupted.exit_code if reason == STOPPED and self._interrupted else 0
+        self.summary = ended = recorder.build_summary(code, reason)
         await self._leave(recorder, ended)
         callbacks.check()
         views = recorder.last_evaluation.views if recorder.last_evaluation else []
         console.finish(ended, self._log.dir, views)
-        if reason == "stopped":
+        if code:
             raise Interrupted(await asyncio.to_thread(self._farewell, ended.steps))
         return ended
 
@@ -156,11 +172,6 @@ class Session:
         recorder.callbacks.post("on_run_end", ended)
         with contextlib.suppress(PartFailed):  # a callback's failure has ended the run already, or is checked next
             await asyncio.to_thread(recorder.callbacks.close)
-
-    def _callback_failed(self, failure: PartFailed) -> None:
-        """Called on the callbacks' thread."""
-        if self._driver is not None:
-            self._loop.call_soon_threadsafe(self._driver.fail, failure)
 
     def _title(self) -> str:
         return f"outpace · {self._config.model.path} · {self._config.tasks.name or self._config.tasks.path or 'tasks'}"
@@ -226,12 +237,15 @@ class Session:
 
     async def _started(self, runtime: Runtime, specs: PartSpecs, say: Callable[[str], None]) -> Parts:
         """Servers may take minutes: whoever does not want to wait for them is not kept."""
+        stopped = Interrupted("stopped while the parts were starting; nothing was trained")
+        if self._stop_wanted:
+            raise stopped
         self._starting = asyncio.create_task(self._start_parts(runtime, specs, say))
         try:
             return await self._starting
         except asyncio.CancelledError:
             if self._stop_wanted:
-                raise Interrupted("stopped while the parts were starting; nothing was trained") from None
+                raise stopped from None
             raise
         finally:
             self._starting = None

@@ -13,30 +13,20 @@ running, as in a notebook. Functions that cannot be imported by name reach the w
 
 from __future__ import annotations
 
-import asyncio
-import signal
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from outpace.background import BackgroundRun, Prepared, claim
 from outpace.config import Config
 from outpace.config.loading import load_config, make_config
-from outpace.errors import BadInput, Interrupted
 from outpace.observe.callbacks import Callback
-from outpace.observe.runlog import RunLog
 from outpace.observe.summary import Summary
-from outpace.planning import Objects, Tasks, already_done, make_plan, nothing_left, with_checkpoint
+from outpace.planning import Objects, Tasks, make_plan
 from outpace.protocols import Reward, Rollout
 from outpace.references import is_reference
 from outpace.rollouts.environments.kinds import Given
-from outpace.runtime.threads import steady_executor
-from outpace.session import Plan, Session
 from outpace.tasks.registry import is_of_family
-
-SAME_MOMENT_S = 0.3
 
 
 class Trainer:
@@ -82,118 +72,45 @@ class Trainer:
         )
         self.config = _merge(_as_config(config), changes)
         self._quiet = quiet
+        self._run: BackgroundRun | None = None
+        self._directory: str | None = None  # of the latest run
 
     def train(self, resume: bool = False) -> Summary:
-        """Run to the end. Ctrl-C once: checkpoint and leave (raises `Interrupted`); twice: leave at once.
+        """Run to the end. With `resume`, continue from the newest complete checkpoint of `run.dir`, or of the directory
+        that this trainer used last.
 
-        With `resume`, go on from the newest complete checkpoint of `run.dir`."""
-        return run_plan(make_plan(self.config, self._objects, self._quiet), resume)
+        Ctrl-C, or the interrupt of a notebook, once: checkpoint and raise `Interrupted`; twice: leave at once."""
+        run = self._run = BackgroundRun(lambda: self._prepare(resume))
+        run.prepare()
+        return run.run()
 
     async def train_async(self, resume: bool = False) -> Summary:
-        """The same inside a running event loop, which stays free."""
-        return await asyncio.to_thread(self.train, resume)
+        """The same inside a running event loop, which stays free. If the task is cancelled, the run writes a checkpoint
+        before CancelledError is raised; a second cancellation ends it at once."""
+        run = self._run = BackgroundRun(lambda: self._prepare(resume))
+        return await run.run_async()
 
+    def stop(self) -> None:
+        """End the run under way after its current step, with a checkpoint: `train()` returns its summary. May be called
+        from any thread, coroutine or callback; does nothing if no run is under way."""
+        if self._run is not None:
+            self._run.stop()
 
-def run_plan(plan: Plan, resume: bool = False) -> Summary:
-    """Carry a plan out, on a thread of its own, with signals turned into a clean stop."""
-    assert plan.config.run.dir is not None, "the config was resolved"
-    log = RunLog.claim(plan.config.run.dir, overwrite=plan.config.run.overwrite, resume=resume)
-    try:
-        if resume:
-            plan = with_checkpoint(plan, log.dir)
-        summary = _nothing_left(plan, log) or _Background(plan, log).run()
-    except (BadInput, Interrupted) as error:
-        if isinstance(error, BadInput) or not log.began:
-            log.abandon()
-        else:
-            log.close()
-        raise
-    except BaseException:
-        log.close()
-        raise
-    log.close()
-    return summary
+    @property
+    def summary(self) -> Summary | None:
+        """Of the latest run, in whatever way it ended; None before that."""
+        return None if self._run is None else self._run.summary
 
+    def _prepare(self, resume: bool) -> Prepared:
+        plan = make_plan(self._with_directory(resume), self._objects, self._quiet)
+        prepared = claim(plan, resume)
+        self._directory = plan.config.run.dir
+        return prepared
 
-def _nothing_left(plan: Plan, log: RunLog) -> Summary | None:
-    """What the run has come to, said at once, where all that it was to do is done."""
-    done = already_done(plan, log.dir) if plan.resumes else None
-    if done is not None:
-        print(f"{log.dir}: {nothing_left(plan)}")
-    return done
-
-
-class _Background:
-    """The controller's thread, and what a signal means to it."""
-
-    def __init__(self, plan: Plan, log: RunLog) -> None:
-        self._plan = plan
-        self._log = log
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._session: Session | None = None
-        self._work: asyncio.Task[Summary] | None = None
-        self._result: Summary | BaseException | None = None
-        self._signals = 0
-        self._last: tuple[int, float] | None = None  # signal, and when
-
-    def run(self) -> Summary:
-        # A daemon: if this thread is told to leave at once, the interpreter must not wait for the controller.
-        thread = threading.Thread(target=self._main, name="outpace-controller", daemon=True)
-        with _signals(self._signalled):
-            thread.start()
-            while thread.is_alive():  # in turns: a signal that reaches another thread does not end one long wait
-                thread.join(0.5)
-        if isinstance(self._result, BaseException):
-            raise self._result
-        assert self._result is not None
-        return self._result
-
-    def _main(self) -> None:
-        try:
-            self._result = asyncio.run(self._session_main())
-        except BaseException as error:  # a boundary between threads: raised again by `run`
-            self._result = error
-
-    async def _session_main(self) -> Summary:
-        self._loop = asyncio.get_running_loop()
-        self._loop.set_default_executor(steady_executor())
-        self._session = Session(self._plan, self._log)
-        self._work = asyncio.ensure_future(self._session.run())
-        if self._signals:  # one that came before there was a loop to tell
-            self._session.stop()
-        try:
-            return await self._work
-        except asyncio.CancelledError:
-            if self._signals < 2:
-                raise
-            raise KeyboardInterrupt from None
-
-    def _signalled(self, number: int) -> None:
-        """First signal: checkpoint and leave. Second: leave now. One that comes twice in the same moment, from a
-        terminal and again from a wrapper that passes it on, is one."""
-        last, self._last = self._last, (number, time.monotonic())
-        if last is not None and last[0] == number and self._last[1] - last[1] < SAME_MOMENT_S:
-            return
-        self._signals += 1
-        if self._loop is None or self._session is None or self._work is None:
-            return
-        self._loop.call_soon_threadsafe(self._session.stop if self._signals == 1 else self._work.cancel)
-
-
-@contextmanager
-def _signals(handle: Callable[[int], None]) -> Iterator[None]:
-    """Signals can be caught on the main thread only; elsewhere they are somebody else's business."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    for number in before:
-        signal.signal(number, lambda number, _: handle(number))
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    def _with_directory(self, resume: bool) -> Config:
+        if not resume or self.config.run.dir is not None or self._directory is None:
+            return self.config
+        return _merge(self.config, {"run": {"dir": self._directory}})
 
 
 def _as_config(config: Config | Mapping[str, Any] | str | Path | None) -> Config:

@@ -153,3 +153,38 @@ def test_without_callbacks_there_is_no_thread() -> None:
 def test_every_event_is_a_method_of_the_base_class() -> None:
     methods = {name for name in vars(Callback) if name.startswith("on_")}
     assert methods == set(callbacks.Event.__args__)  # type: ignore[attr-defined]
+
+
+def test_an_error_that_is_only_reported_leaves_the_run_and_the_other_callbacks_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Failing(Callback):
+        def on_batch_start(self, version: int) -> None:
+            raise ZeroDivisionError(f"version {version}")
+
+    diary = Diary()
+    told: list[PartFailed] = []
+    runner = CallbackRunner([Failing(), diary], on_failure=told.append, errors="report")
+    for version in range(3):
+        runner.post("on_batch_start", version)
+    runner.close()
+    assert diary.entries == [("start", version) for version in range(3)]
+    assert told == []
+    tracebacks = [record.getMessage() for record in caplog.records if "Traceback" in record.getMessage()]
+    assert len(tracebacks) == 1, "the first one in full, the others counted"
+    assert "raise ZeroDivisionError" in tracebacks[0]
+    assert any("raised 3 times" in record.getMessage() for record in caplog.records)
+
+
+def test_a_callback_may_ask_for_the_end_of_the_run() -> None:
+    class Enough(Callback):
+        def on_batch_end(self, metrics: Mapping[str, float]) -> None:
+            if metrics["step"] >= 2:
+                self.stop()
+
+    asked: list[str] = []
+    runner = CallbackRunner([Enough()], on_stop=lambda: asked.append("stop"))
+    runner.post("on_batch_end", {"step": 1})
+    runner.post("on_batch_end", {"step": 2})
+    runner.close()
+    assert asked == ["stop"]

@@ -268,6 +268,8 @@ class RunConfig(Section):
     """Groups of each step that are kept in `rollouts/`; 0: none, nor any that was filtered or failed."""
     rollouts_mb: int = Field(default=1024, ge=1)
     """The most megabytes that `rollouts/` takes; beyond, the oldest files are deleted."""
+    callback_errors: Literal["raise", "report"] = "raise"
+    """An exception in a callback ends the run with a checkpoint, or is only reported."""
 
 
 class Config(Section):

@@ -1,23 +1,30 @@
 """User code that follows a run.
 
 Callbacks run one after another, in the order of their events, on one thread of their own with an event loop of its
-own: they may block or await without holding up the run. An exception in one ends the run: it is kept, told to
-`on_failure` at once, and raised by `check` and `close` as PartFailed with the callback's own traceback; no callback
-is called after it.
+own: they may block or await without holding up the run.
+
+An exception in one ends the run: it is kept, passed to `on_failure` at once, and raised by `check` and `close` as
+PartFailed with the callback's own traceback; no callback is called after it. With `errors="report"` it is logged
+instead, and the run goes on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import threading
 import traceback
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from outpace.errors import PartFailed
 from outpace.observe.summary import Summary
 from outpace.types import GroupOrder, GroupReport, Version
+
+logger = logging.getLogger(__name__)
 
 Event = Literal[
     "on_run_start",
@@ -30,6 +37,7 @@ Event = Literal[
     "on_batch_end",
     "on_policy_updated",
     "on_evaluation",
+    "on_checkpoint",
 ]
 
 MAX_BEHIND = 100_000
@@ -38,6 +46,13 @@ MAX_BEHIND = 100_000
 
 class Callback:
     """Override what you need; a method may be a plain function or a coroutine."""
+
+    _request_stop: Callable[[], object] | None = None
+
+    def stop(self) -> None:
+        """End the run after the step under way, with a checkpoint: `train()` returns its summary."""
+        if self._request_stop is not None:
+            self._request_stop()
 
     def on_run_start(self, info: Mapping[str, Any]) -> Any:
         """The parts are up. `info` says at least `dir`, `steps`, `version` and `config`."""
@@ -56,20 +71,36 @@ class Callback:
     def on_batch_start(self, version: Version) -> Any:
         """The first chunk of the batch that is trained from `version`."""
 
-    def on_batch_end(self, metrics: Mapping[str, float]) -> Any: ...
+    def on_batch_end(self, metrics: Mapping[str, float]) -> Any:
+        """A step is done. `metrics` is its line of metrics.jsonl."""
 
     def on_policy_updated(self, version: Version) -> Any:
-        """Every engine samples with `version` or newer."""
+        """Every serving engine has `version` or a newer one. Versions that were skipped are not reported."""
 
-    def on_evaluation(self, version: Version, metrics: Mapping[str, float]) -> Any: ...
+    def on_evaluation(self, version: Version, metrics: Mapping[str, float]) -> Any:
+        """`metrics` is the evaluation's line of evals.jsonl."""
+
+    def on_checkpoint(self, step: int, path: Path) -> Any:
+        """The checkpoint of `step` is complete, in the directory `path`."""
 
 
 class CallbackRunner:
     """Owns the thread. Without callbacks there is none, and posting costs nothing."""
 
-    def __init__(self, callbacks: Sequence[Callback], on_failure: Callable[[PartFailed], None] | None = None) -> None:
+    def __init__(
+        self,
+        callbacks: Sequence[Callback],
+        on_failure: Callable[[PartFailed], object] | None = None,
+        on_stop: Callable[[], object] | None = None,
+        errors: Literal["raise", "report"] = "raise",
+    ) -> None:
+        """`on_failure` and `on_stop` (a callback called `stop`) are called on the callbacks' thread."""
         self._callbacks = list(callbacks)
-        self._on_failure = on_failure  # called on the callbacks' thread
+        for callback in self._callbacks:
+            callback._request_stop = on_stop
+        self._on_failure = on_failure
+        self._errors = errors
+        self._reported: Counter[str] = Counter()
         self._failure: PartFailed | None = None
         self._behind = 0
         self._lock = threading.Lock()
@@ -110,6 +141,9 @@ class CallbackRunner:
             thread.join(timeout_s)
             if thread.is_alive():
                 self._fail(PartFailed("callback", f"{self._current} was still running after {timeout_s:g} s"))
+            for name, count in self._reported.items():
+                if count > 1:
+                    logger.error("callback %s raised %d times in all", name, count)
         self.check()
 
     # ------------------------------------------------------------------------------------------ the callbacks' thread
@@ -135,8 +169,17 @@ class CallbackRunner:
                     await result
             except BaseException as error:  # the boundary to user code: sys.exit in a callback is a failure too
                 text = "".join(traceback.format_exception(error))
+                if self._errors == "report":
+                    self._report(text)
+                    continue
                 self._fail(PartFailed(f"callback {self._current}", f"{type(error).__name__}: {error}", text))
                 return
+
+    def _report(self, text: str) -> None:
+        """The first traceback of each method; further ones are counted."""
+        self._reported[self._current] += 1
+        if self._reported[self._current] == 1:
+            logger.error("callback %s raised, and the run goes on:\n%s", self._current, text.rstrip())
 
     def _fail(self, failure: PartFailed) -> None:
         if self._failure is None:

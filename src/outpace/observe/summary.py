@@ -9,6 +9,9 @@ import msgspec
 
 from outpace.types import Failure
 
+STOPPED = "stopped"
+"""The reason of a run that was asked to end early, and left a checkpoint to continue from."""
+
 WINDOW = 10
 """`reward_first` and `reward_last` are means over so many steps at either end (over a quarter of a short run)."""
 
@@ -48,7 +51,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     lag_max: int  # replayed groups apart
     efficiency: float | None
     exit: int  # the exit code of the process
-    reason: str = ""  # why the run ended, for people
+    reason: str = ""  # why the run ended: "done", "stopped", or the error
     evals: list[EvalResult] = []
     failures: list[Failure] = []  # the most frequent first
     extra: dict[str, float] = {}

@@ -56,6 +56,7 @@ from outpace.pipeline.events import (
     LoadFailed,
     LoadLate,
     LoadWeights,
+    PolicyUpdated,
     Publish,
     Published,
     Retire,
@@ -134,6 +135,7 @@ class Core:
         self._courier = Courier("lockstep" if settings.deterministic else settings.update)
         self._evaluations = Evaluations(settings.deterministic, evaluated)
         self._evaluated = evaluated
+        self._policy = state.version  # the newest version that every serving engine has had
         self._learner: Literal["idle", "chunk", "step"] = "idle"
         self._publishing: set[Version] = set()
         self._started = self._stopping = self._finished = False
@@ -252,6 +254,7 @@ class Core:
         if self._finished:
             return []
         self._hear(event)
+        self._announce_policy()
         if self._stopping:
             self._leave()
         elif self._started:
@@ -290,6 +293,12 @@ class Core:
                 self._evaluations.done(version)
             case StopRequested():
                 self._stopping = True
+
+    def _announce_policy(self) -> None:
+        served = self._courier.served_by_all
+        if served is not None and served > self._policy:
+            self._policy = served
+            self._actions.append(PolicyUpdated(served))
 
     def _start(self, engines: dict[str, Version]) -> None:
         assert not self._started

@@ -71,6 +71,11 @@ class Courier:
             return min(self._versions)
         return self.newest or 0
 
+    @property
+    def served_by_all(self) -> Version | None:
+        """The newest version that every serving engine has reached; None if no engine serves."""
+        return min(self._versions, default=None)
+
     def oldest_from(self, floor: Version) -> Version:
         """The oldest version that serves, without those older than `floor` that are behind, if there is any other."""
         counted = [v for v, count in self._versions.items() if v >= floor or count > self._behind[v]]

@@ -138,10 +138,6 @@ class Driver:
         """Ask the run to stop after the step under way."""
         self._queue.put_nowait(ev.StopRequested())
 
-    def fail(self, error: PartFailed) -> None:
-        """End the run for a reason that no task of the driver's own knows."""
-        self._queue.put_nowait(error)
-
     # ------------------------------------------------------------------------------------------------ the loop
 
     def _handle(self, event: ev.Event) -> None:
@@ -222,6 +218,8 @@ class Driver:
                 self._recorder.epoch_started(action.epoch)
             case ev.EpochEnded():
                 self._recorder.epoch_ended(action.epoch)
+            case ev.PolicyUpdated():
+                self._recorder.policy_updated(action.version)
             case ev.Finish():
                 self._finish = action.reason
                 self._training.leave()

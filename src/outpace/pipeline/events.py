@@ -252,6 +252,13 @@ class EpochEnded:
 
 
 @dataclass(frozen=True)
+class PolicyUpdated:
+    """Every serving engine has this version or a newer one, for the first time."""
+
+    version: Version
+
+
+@dataclass(frozen=True)
 class Finish:
     """Nothing is left to do."""
 
@@ -273,5 +280,6 @@ Action = (
     | LagChanged
     | EpochStarted
     | EpochEnded
+    | PolicyUpdated
     | Finish
 )

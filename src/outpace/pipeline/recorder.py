@@ -14,6 +14,8 @@ from statistics import fmean
 import msgspec
 
 from outpace import crash
+from outpace.checkpoint import commit
+from outpace.checkpoint.retention import CHECKPOINTS
 from outpace.observe import reports as to_metrics
 from outpace.observe.callbacks import CallbackRunner
 from outpace.observe.console import ProgressConsole
@@ -128,7 +130,12 @@ class Recorder:
 
     def loaded(self, engine: str, report: LoadReport) -> None:
         to_metrics.record_load(self._meter, report)
-        self.callbacks.post("on_policy_updated", report.version)
+
+    def policy_updated(self, version: Version) -> None:
+        self.callbacks.post("on_policy_updated", version)
+
+    def checkpointed(self, version: Version) -> None:
+        self.callbacks.post("on_checkpoint", version, commit.of_step(self.log.dir / CHECKPOINTS, version))
 
     def evaluated(self, evaluation: Evaluation) -> None:
         self.last_evaluation = evaluation
@@ -136,7 +143,7 @@ class Recorder:
         self.log.evaluation(evaluation.version, metrics, evaluation.failures)
         for name, value in metrics.items():
             self._meter.add(name, value)
-        self.callbacks.post("on_evaluation", evaluation.version, metrics)
+        self.callbacks.post("on_evaluation", evaluation.version, {"step": evaluation.version} | metrics)
         self.summary.failures(evaluation.failures)
         result = evaluation.result
         if result is None:
@@ -180,7 +187,7 @@ class Recorder:
         self.log.step(step.version, metrics)
         self.summary.step(step.version, metrics)
         self.console.step(step.version, metrics)
-        self.callbacks.post("on_batch_end", metrics)
+        self.callbacks.post("on_batch_end", {"step": step.version} | metrics)
 
     def settled(self, version: Version, settled: list[Settled], accounted: int) -> None:
         """What came to its end between two steps, where a checkpoint relies on it."""

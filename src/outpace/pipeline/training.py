@@ -158,6 +158,7 @@ class Training:
             return
         self.unsaved = None
         crash.reached("controller.committed")
+        self._recorder.checkpointed(action.version)
         self._making.journal.committed(mark)
         await self._making.release()
 
