@@ -104,14 +104,11 @@ class Serving:
 
     async def _loaded(self, engine: str, manifest: Manifest, pinned: bool) -> LoadReport:
         """A snapshot that does not match its checksums is read once more; the engine keeps its version meanwhile."""
-        remote = self._parts.engines.get(engine)
-        if remote is None:
-            raise PartLost(engine, "has left the run")
         try:
-            return await remote.load(manifest, pinned)
+            return await self._parts.engines[engine].load(manifest, pinned)
         except CorruptData:
             self._recorder.fault("corrupt_weights")
-            return await remote.load(manifest, pinned)
+            return await self._parts.engines[engine].load(manifest, pinned)
 
     def _late(self, action: ev.LoadWeights, life: int) -> None:
         if self._care.lives_on(action.engine, life):
