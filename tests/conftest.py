@@ -1,7 +1,33 @@
 """What holds for all tests."""
 
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
 from hypothesis import settings
+
+from cpus import NEOVERSE_N1, NEOVERSE_V1
+from outpace import cpu
 
 # Machines are shared and slow at times: how long an example takes says nothing about the code.
 settings.register_profile("outpace", deadline=None)
 settings.load_profile("outpace")
+
+
+@pytest.fixture
+def cpu_without_bfloat16(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """This process believes that it runs on an aarch64 CPU without bfloat16."""
+    _set_cpu(NEOVERSE_N1, monkeypatch, tmp_path)
+
+
+@pytest.fixture
+def cpu_with_bfloat16(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """This process believes that it runs on an aarch64 CPU with bfloat16."""
+    _set_cpu(NEOVERSE_V1, monkeypatch, tmp_path)
+
+
+def _set_cpu(cpuinfo: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    file = folder / "cpuinfo"
+    file.write_text(cpuinfo)
+    monkeypatch.setattr(cpu, "CPUINFO", file)

@@ -12,7 +12,7 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "outpace"
 
 FLOORS: list[set[str]] = [
-    {"types", "protocols", "wire", "errors", "references", "stopwatch", "wording", "crash"},
+    {"types", "protocols", "wire", "errors", "references", "stopwatch", "wording", "crash", "cpu"},
     {"algorithms"},
     {"config", "resources", "placement", "memory"},
     {"models", "tasks"},

@@ -30,6 +30,7 @@ from outpace.observe.callbacks import Callback
 from outpace.observe.summary import STOPPED, Summary
 from outpace.placement import placement_of, uses_gpu
 from outpace.protocols import Reward, Rollout, TaskSource
+from outpace.resources import check_dtype
 from outpace.rewards.registry import check_rewards
 from outpace.rollouts.assembly import check_assembly
 from outpace.rollouts.environments.kinds import Given
@@ -65,6 +66,7 @@ def make_plan(config: Config, objects: Objects, quiet: bool = False) -> Plan:
         config = _holding_nothing_out(config)
     own_tasks = objects.tasks is not None
     config = resolve(config, own_tasks=own_tasks, own_rewards=True, own_rollout=own_rollout)
+    check_dtype(config.model.dtype, "model.dtype", on_cpu=not uses_gpu(config))
     model = resolve_model(config.model.path)
     if config.lora.rank:
         check_peft()

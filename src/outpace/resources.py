@@ -6,6 +6,8 @@ import os
 import sys
 
 from outpace.config import Config
+from outpace.cpu import supports_bfloat16
+from outpace.errors import BadInput
 from outpace.placement import uses_gpu
 
 
@@ -29,6 +31,12 @@ def engine_threads(config: Config) -> int:
 def learner_threads(config: Config) -> int:
     """All cores: its products are the larger ones, and it may use what the engine leaves idle."""
     return config.learner.threads or config.run.threads or cores()
+
+
+def check_dtype(dtype: str, setting: str, on_cpu: bool) -> None:
+    """Refuse bfloat16 on a CPU that has none: torch computes it slowly there, and a vLLM server dies at start."""
+    if dtype == "bfloat16" and on_cpu and not supports_bfloat16():
+        raise BadInput(f"{setting}: this CPU does not support bfloat16; use float32, or run on a GPU")
 
 
 def child_environment(threads: int) -> dict[str, str]:

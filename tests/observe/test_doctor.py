@@ -16,6 +16,7 @@ from outpace.observe.doctor import (
     Check,
     cache_folder,
     check_cache,
+    check_cpu,
     check_extras,
     check_memory,
     check_placement,
@@ -66,6 +67,11 @@ def test_openmp_settings_that_hurt_are_reported() -> None:
     assert not check_thread_settings(2, {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"}).advice
     assert "unset it" in check_thread_settings(2, {"OMP_NUM_THREADS": "16"}).advice
     assert "PASSIVE" in check_thread_settings(2, {"OMP_WAIT_POLICY": "active"}).advice
+
+
+def test_the_cpus_bfloat16_support_is_reported_and_its_lack_is_no_problem() -> None:
+    assert check_cpu("x86_64", bfloat16=True) == Check("CPU", "x86_64, supports bfloat16")
+    assert check_cpu("aarch64", bfloat16=False) == Check("CPU", "aarch64, no bfloat16, use model.dtype float32 on it")
 
 
 def test_missing_extras_are_no_problem() -> None:

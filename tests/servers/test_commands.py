@@ -48,6 +48,7 @@ def test_a_vllm_server_is_started_by_its_own_python_on_the_loopback_address() ->
     assert (value(made, "--host"), value(made, "--port")) == ("127.0.0.1", "8123")
 
 
+@pytest.mark.usefixtures("cpu_with_bfloat16")
 def test_it_samples_as_the_run_wants_it_to() -> None:
     made = command(engine__slots=7, engine__context=300, model__dtype="bfloat16", run__seed=5)
     assert value(made, "--model") == str(MODEL)
@@ -276,3 +277,23 @@ def test_no_secret_is_shown(name: str) -> None:
 
 def test_what_only_sounds_like_a_secret_is_shown() -> None:
     assert "TOKENIZERS_PARALLELISM=false" in command().shown({})
+
+
+@pytest.mark.usefixtures("cpu_without_bfloat16")
+@pytest.mark.parametrize(
+    ("settings", "setting"),
+    [
+        ({"model__dtype": "bfloat16"}, r"model\.dtype"),
+        ({"launch__args": ["--dtype", "bfloat16"]}, r"launch\.args"),
+        ({"launch__args": ["--dtype=bfloat16"]}, r"launch\.args"),
+    ],
+)
+def test_a_bfloat16_server_on_a_cpu_without_it_is_refused(settings: dict[str, Any], setting: str) -> None:
+    with pytest.raises(BadInput, match=f"^{setting}: .*use float32, or run on a GPU$"):
+        command(**settings)
+
+
+@pytest.mark.usefixtures("cpu_without_bfloat16")
+def test_a_float32_server_on_a_cpu_without_bfloat16_starts_whatever_the_runs_dtype() -> None:
+    made = command(model__dtype="bfloat16", launch__args=["--dtype", "float32"])
+    assert value(made, "--dtype") == "float32"

@@ -22,6 +22,7 @@ from rich.table import Table
 
 import outpace.models
 from outpace.config import Config
+from outpace.cpu import supports_bfloat16
 from outpace.errors import BadInput
 from outpace.placement import place, visible_gpus
 from outpace.resources import cores, engine_threads, learner_threads
@@ -85,6 +86,7 @@ def examine(config: Config) -> list[Check]:
         check_shared_memory(shutil.disk_usage(shared).free if shared.exists() else None),
         check_threads(cores(), engine_threads(config), learner_threads(config)),
         check_thread_settings(cores(), os.environ),
+        check_cpu(platform.machine(), supports_bfloat16()),
         check_gpu(),
         check_placement(config, visible_gpus(config)),
         check_extras({extra: importlib.util.find_spec(module) is not None for extra, module in EXTRAS.items()}),
@@ -137,6 +139,12 @@ def check_thread_settings(available: int, environment: Mapping[str, str]) -> Che
             "OpenMP", found, "waiting threads spin and take cores from the others; set OMP_WAIT_POLICY=PASSIVE"
         )
     return Check("OpenMP", found)
+
+
+def check_cpu(architecture: str, bfloat16: bool) -> Check:
+    """A CPU without bfloat16 is no problem: the default is float32, and bfloat16 on it is refused when a run starts."""
+    support = "supports bfloat16" if bfloat16 else "no bfloat16, use model.dtype float32 on it"
+    return Check("CPU", f"{architecture}, {support}")
 
 
 def check_gpu() -> Check:

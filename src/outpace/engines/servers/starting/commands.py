@@ -34,7 +34,7 @@ from outpace.engines.servers.starting.launching import HOST
 from outpace.engines.servers.starting.versions import Installed
 from outpace.errors import BadInput
 from outpace.placement import ON_CPU, GpuAssignment
-from outpace.resources import engine_threads
+from outpace.resources import check_dtype, engine_threads
 
 Flags = list[list[str]]
 """Options in their order, each with its values."""
@@ -83,6 +83,9 @@ def server_command(
     kind = kind_of(config)
     ours = _vllm_flags(config, model, port, found, gpus) if kind == "vllm" else _sglang_flags(config, model, port, gpus)
     arguments = [*merged(ours, config.launch.args), *config.launch.args]
+    given = _value_of("--dtype", config.launch.args)
+    dtype, setting = (given, "launch.args: --dtype") if given else (config.model.dtype, "model.dtype")
+    check_dtype(dtype, setting, on_cpu=not gpus.gpus)
     env = {**base_environment(), **_environment(config, model, plugin, gpus), **config.launch.env}
     return Command([python_of(config), "-m", modules[kind], *arguments], env)
 
@@ -102,6 +105,14 @@ def merged(ours: Flags, given: Sequence[str]) -> list[str]:
         if _spelt(option[0]) not in theirs:
             words += option
     return words
+
+
+def _value_of(option: str, words: Sequence[str]) -> str | None:
+    """The value of an option among the words, written `--option value` or `--option=value`; None: not given."""
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        if word.startswith("--") and _spelt(word) == _spelt(option):
+            return word.partition("=")[2] or following
+    return None
 
 
 def _spelt(word: str) -> str:

@@ -1,0 +1,54 @@
+"""What this machine's CPU is, and whether it computes in bfloat16. Needs only the standard library, so that it can run
+before anything is installed: `python3 src/outpace/cpu.py` prints one line."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+CPUINFO = Path("/proc/cpuinfo")
+
+BFLOAT16_FEATURES: tuple[frozenset[str], ...] = (
+    frozenset({"bf16"}),  # aarch64
+    frozenset({"avx512_bf16"}),
+    frozenset({"amx_bf16"}),
+    frozenset({"avx512bw", "avx512vl", "avx512dq"}),  # no bfloat16 instructions, but oneDNN has kernels for it
+    frozenset({"avx_vnni", "avx_vnni_int8", "avx_ne_convert"}),
+)
+"""Sets of CPU features any one of which is enough. They are those with which oneDNN, and so torch and vLLM, has
+bfloat16 kernels. Without them torch warns and computes slowly, and vLLM's CPU build dies at start."""
+
+
+def cpu_features(cpuinfo: str) -> frozenset[str]:
+    """From the text of /proc/cpuinfo: the `flags` of x86-64, the `Features` of aarch64."""
+    for line in cpuinfo.splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return frozenset(value.split())
+    return frozenset()
+
+
+def supports_bfloat16(features: frozenset[str] | None = None) -> bool:
+    """Whether a CPU with these features, by default this one, has bfloat16 kernels."""
+    if features is None:
+        if not CPUINFO.exists():  # not Linux
+            return _torch_supports_bfloat16()
+        features = cpu_features(CPUINFO.read_text())
+    return any(enough <= features for enough in BFLOAT16_FEATURES)
+
+
+def describe_cpu() -> str:
+    """One line: architecture, number of cores, bfloat16."""
+    support = "bfloat16" if supports_bfloat16() else "no bfloat16"
+    return f"{platform.machine()}, {os.cpu_count()} cores, {support}"
+
+
+def _torch_supports_bfloat16() -> bool:
+    import torch
+
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+if __name__ == "__main__":
+    print(describe_cpu())
