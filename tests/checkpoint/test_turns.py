@@ -306,7 +306,7 @@ def test_a_file_that_took_the_name_of_another_is_read_from_its_beginning(open_lo
     assert shelf.positions() == [8]
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 def test_a_file_that_is_never_there_does_not_hold_up_anybody(open_log: OpenLog, tmp_path: Path) -> None:
     (tmp_path / f"w9-00000.{KIND}").symlink_to(tmp_path / "nowhere")
     assert keys(open_log(), 7) == []

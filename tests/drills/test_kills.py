@@ -13,6 +13,7 @@ SEED = 46
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.timeout(900)
 def test_wherever_a_process_is_killed_nothing_is_lost_doubled_or_different(tmp_path: Path) -> None:
     drills = sample_of(whole_set(seed=SEED, random_kills=6), SAMPLE, SEED)

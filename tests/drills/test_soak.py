@@ -10,6 +10,7 @@ from drills.soak import soak
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.timeout(400)
 def test_a_run_with_faults_and_kills_learns_and_loses_nothing(tmp_path: Path) -> None:
     record = soak(tmp_path, steps=200, apart=1.0, say=False)

@@ -24,7 +24,7 @@ from outpace.checkpoint import commit
 from outpace.errors import BadInput
 from support import read_lines
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(400)
 
 
 SHORT = {"run.runtime": "inline", "run.steps": 4, "eval.holdout": 0.0, "checkpoint.every": 2}

@@ -39,6 +39,7 @@ def test_a_look_at_the_time_of_day_would_be_noticed() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_machine_that_was_asleep_for_longer_than_any_patience_goes_on(
     start: Runs, settings: Settings, tmp_path: Path
 ) -> None:
@@ -50,6 +51,6 @@ def test_a_machine_that_was_asleep_for_longer_than_any_patience_goes_on(
     time.sleep(8.0)
     run.signal_all(signal.SIGCONT)
     time.sleep(6.0)  # long enough for whoever took the sleep for a silence
-    run.until(lambda: len(steps_of(tmp_path / "run")) > before + 3, 30)
+    run.until(lambda: len(steps_of(tmp_path / "run")) > before + 3, 120)
     run.signal(signal.SIGINT)
-    assert run.end(30) == 3, run.said
+    assert run.end(90) == 3, run.said

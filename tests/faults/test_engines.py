@@ -122,6 +122,6 @@ def test_an_engine_that_dies_while_it_loads_is_given_its_weights_again() -> None
     seed=st.integers(0, 10**6),
     outages=st.lists(st.tuples(st.sampled_from(["e0", "e1"]), st.floats(0, 400), st.floats(0, 50)), max_size=12),
 )
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 def test_whatever_dies_and_comes_back_no_group_is_lost_and_no_lag_exceeded(seed: int, outages: list[Outage]) -> None:
     went_well(Fleet(erratic(seed), outages, seed))

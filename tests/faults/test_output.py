@@ -19,7 +19,7 @@ from outpace.observe.metrics import Meter
 from outpace.observe.runlog import RunLog
 from support import as_arguments
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.mark.parametrize("place", ["below a file", "where nobody may write"])

@@ -61,7 +61,8 @@ def test_a_thousand_groups_that_teach_nothing_keep_every_bound() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(150)
+@pytest.mark.alone
+@pytest.mark.timeout(400)
 def test_a_controller_that_waits_for_slow_rewards_uses_hardly_any_processor(
     start: Runs, settings: Settings, tmp_path: Path
 ) -> None:

@@ -24,9 +24,9 @@ from faults.watching import (
 )
 from outpace.checkpoint import commit
 
-pytestmark = pytest.mark.timeout(170)
+pytestmark = pytest.mark.timeout(400)
 
-ENDS_S = 30.0
+ENDS_S = 90.0
 """A run that cannot go on has to be over by then."""
 EPOCHS = 12
 QUICK_PROBES = {"supervise__probe_s": 0.5, "supervise__silent_s": 3.0}
@@ -73,12 +73,13 @@ def test_an_engine_or_a_worker_that_is_killed_is_replaced_and_nothing_is_lost(
     first = run.part(victim)
     os.kill(first, signal.SIGKILL)
     run.until(lambda: run.part(victim) != first, ENDS_S)
-    assert run.end(120) == 0, run.said
+    assert run.end(240) == 0, run.said
     assert is_all_on_record(directory)
     assert run.orphans() == []
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_an_engine_that_is_alive_and_answers_nobody_is_taken_for_dead(
     start: Runs, epochs: Settings, tmp_path: Path
 ) -> None:
@@ -88,7 +89,7 @@ def test_an_engine_that_is_alive_and_answers_nobody_is_taken_for_dead(
     first = run.part("engine-0")
     os.kill(first, signal.SIGSTOP)
     run.until(lambda: run.part("engine-0") != first, ENDS_S)
-    assert run.end(120) == 0, run.said
+    assert run.end(240) == 0, run.said
     assert is_all_on_record(directory)
     assert run.orphans() == []
 
@@ -112,7 +113,7 @@ def test_a_dead_engine_that_may_not_be_replaced_ends_the_run_by_name_and_the_run
     assert newest is not None
     assert commit.step_of(newest) >= 5
     again = start("--resume", str(directory))
-    assert again.end(120) == 0, again.said
+    assert again.end(240) == 0, again.said
     assert is_all_on_record(directory)
 
 
@@ -131,7 +132,7 @@ def test_a_dead_learner_ends_the_run_commits_nothing_and_the_run_can_be_resumed(
     assert all(step % 5 == 0 for step in committed), "none was made of the death"
     assert run.orphans() == []
     again = start("--resume", str(directory))
-    assert again.end(120) == 0, again.said
+    assert again.end(240) == 0, again.said
     assert is_all_on_record(directory)
 
 
@@ -143,7 +144,7 @@ def test_a_worker_that_exits_again_and_again_ends_the_run_with_what_it_said(
     run = start(
         *words(settings, run__steps=100_000, rollout__function=f"{tmp_path}/own.py:exiting", supervise__restarts=1)
     )
-    assert run.end(120) == 4, run.said
+    assert run.end(240) == 4, run.said
     assert "worker-0: exited with code 9" in run.said
     assert "this worker has had enough" in run.said
     assert run.orphans() == []

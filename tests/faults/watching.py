@@ -20,7 +20,7 @@ Settings = dict[str, Any]
 Runs = Callable[..., "LiveRun"]
 
 LOOK_S = 0.05
-STARTING_S = 90.0
+STARTING_S = 180.0
 
 
 class LiveRun:
@@ -75,7 +75,7 @@ class LiveRun:
     def living(self) -> list[psutil.Process]:
         return [one for one in self.family if _lives(one)]
 
-    def orphans(self, within_s: float = 10.0) -> list[psutil.Process]:
+    def orphans(self, within_s: float = 30.0) -> list[psutil.Process]:
         """What is left of its processes after so long."""
         _, alive = psutil.wait_procs(self.living(), timeout=within_s)
         return [one for one in alive if _lives(one)]

@@ -110,7 +110,7 @@ def test_a_line_the_disk_had_no_room_for_fails_the_sync_until_it_is_written(
     log.close()
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 def test_a_file_is_not_closed_under_a_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = LineFile(tmp_path / "lines")
     inside, go_on = threading.Event(), threading.Event()

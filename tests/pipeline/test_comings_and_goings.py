@@ -14,7 +14,7 @@ from outpace.observe import fleet
 from outpace.pipeline import enrolment, serving
 from outpace.types import EngineStats, GroupOrder, LoadReport, Manifest
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from outpace.pipeline import enrolment
 from outpace.protocols import Engine
 from outpace.types import GroupOrder
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(120)
 HERE = "http://127.0.0.1:8000"
 
 

@@ -123,14 +123,13 @@ async def test_memory_is_limited() -> None:
 
 async def test_a_fork_bomb_stays_small() -> None:
     code = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
-    before = len(psutil.pids())
     running = asyncio.create_task(run(code, SandboxLimits(timeout_s=2.0, processes=8)))
     most = 0
     while not running.done():
-        most = max(most, len(psutil.pids()))
+        most = max(most, len(psutil.Process().children(recursive=True)))
         await asyncio.sleep(0.02)
     assert (await running).status in ("timeout", "killed")
-    assert most < before + 60  # other tests may start processes of their own meanwhile
+    assert 1 < most < 30
     assert (await run("print(1)")).status == "ok"
 
 

@@ -24,7 +24,7 @@ from outpace.runtime.local import LocalRuntime
 from outpace.runtime.scratch import Scratch
 from runtime_support import ENVIRONMENT, start_toy
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 CONTROLLER = """
 import asyncio, json, os, sys

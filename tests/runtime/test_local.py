@@ -15,7 +15,7 @@ from outpace.errors import BadInput, PartFailed, PartLost
 from outpace.runtime.local import LocalRuntime
 from runtime_support import start_toy
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 
 async def until(true: Callable[[], bool]) -> None:

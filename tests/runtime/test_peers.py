@@ -16,7 +16,7 @@ from outpace.runtime.rpc import Channel, close_proxy
 from outpace.runtime.sockets import connect
 from runtime_support import Toy, start_toy
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 
 async def lost(runtime: LocalRuntime, name: str, remote: Toy) -> None:

@@ -228,7 +228,7 @@ def certificate(tmp_path: Path) -> ssl.SSLContext:
 async def refused_at(url: str) -> str:
     server = VllmServer(Http(url, retries=0))
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             line = await refusal(server)
     finally:
         await server.close()

@@ -44,7 +44,7 @@ async def launch(tmp_path: Path) -> AsyncIterator[Launch]:
 
 
 async def said(server: ServerProcess, text: str) -> str:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while text not in server.said():
             assert server.lives, server.said()
             await asyncio.sleep(0.02)
@@ -170,7 +170,7 @@ async def test_stopping_goes_on_when_whoever_waits_is_cancelled(
     stopping = asyncio.create_task(server.stop())
     await asyncio.sleep(0)
     stopping.cancel()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await server.ended()
 
 

@@ -97,7 +97,7 @@ async def a_door(config: Config, url: str, directory: Path) -> Door:
 
 async def test_a_server_that_differs_in_everything_is_told_one_thing_after_the_other(tmp_path: Path) -> None:
     wrong = {
-        "model.path": "starter-agent", "model.dtype": "bfloat16", "weights.transport": "files",
+        "model.path": "starter-agent", "weights.transport": "files",
         "launch.args": ["--logprobs-mode", "raw_logprobs"],
     }  # fmt: skip
     async with started(tmp_path, **wrong) as address:
@@ -106,8 +106,8 @@ async def test_a_server_that_differs_in_everything_is_told_one_thing_after_the_o
         mended: dict[str, Any] = {"logprobs": "processed_logprobs"}
         assert re.search(r"it serves .*starter_agent, the run trains .*starter; ", await refused(run, url, **mended))
         agent = a_run(**{"model.path": "starter-agent"})
-        assert "--dtype float32" in await refused(agent, url, **mended)
-        mended["dtype"] = "float32"
+        in_bfloat16 = a_run(**{"model.path": "starter-agent", "model.dtype": "bfloat16"})
+        assert "--dtype bfloat16" in await refused(in_bfloat16, url, **mended)
         assert "--max-model-len 512" in await refused(agent, url, **mended)
         mended["context"] = 512
         assert "its tokenizer reads" in await refused(agent, url, await tokens_of("starter", False), **mended)

@@ -21,7 +21,7 @@ from outpace.errors import BadInput, ServerFaulty, ServerGone, ServerRefused, Se
 from outpace.types import Sampling
 from servers.sglang_protocol import EOS, Sglang
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 VOCABULARY = 8
 LONG = 50
@@ -74,7 +74,7 @@ async def answer(ours: SglangServer, ask: Ask) -> tuple[list[int], list[float], 
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not holds():  # noqa: ASYNC110  # the server under test is a stranger, with no event for it
             await asyncio.sleep(0.002)
 

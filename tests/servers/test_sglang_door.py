@@ -25,7 +25,7 @@ from outpace.types import Adapter, Generation, Manifest, Sampling
 from outpace.weights.store import SnapshotWriter
 from servers.sglang_protocol import EOS, Sglang
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 VOCABULARY = 8
 LONG = 50
@@ -124,7 +124,7 @@ def asked(door: Door | Fleet, name: str = "1.0.0", tokens: int = LONG) -> Awaita
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not holds():  # noqa: ASYNC110  # the server under test is a stranger, with no event for it
             await asyncio.sleep(0.002)
 

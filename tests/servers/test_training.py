@@ -24,7 +24,7 @@ import pytest
 from drills.checks import accounting, ledger_of
 from servers.stopping_proxy import StoppingProxy
 from servers_support import RunningVllm
-from support import journalled, read_lines
+from support import journalled, needs_bfloat16, read_lines
 
 PYTHON = os.environ.get("OUTPACE_VLLM_PYTHON", "")
 
@@ -141,7 +141,10 @@ def test_a_run_on_a_real_server_learns_and_its_weights_change_inside_sequences(s
 
 @pytest.mark.parametrize(
     "travelling",
-    [("--lora.rank=8", "--learner.lr=5e-3"), ("--weights.delta=true", "--model.dtype=bfloat16")],
+    [
+        ("--lora.rank=8", "--learner.lr=5e-3"),
+        pytest.param(("--weights.delta=true", "--model.dtype=bfloat16"), marks=needs_bfloat16),
+    ],
     ids=["adapters", "deltas"],
 )
 def test_a_run_learns_whatever_way_its_weights_travel(

@@ -18,7 +18,7 @@ from outpace.errors import ServerFaulty, ServerRefused, ServerSilent
 from outpace.types import Sampling
 from servers.fake_server import ROUTES, FakeServer, Fault, Trouble
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(120)
 
 PROMPT = np.arange(3, dtype=np.int32)
 

@@ -121,7 +121,7 @@ def test_every_visit_comes_to_one_end_within_the_lag_whatever_dies(settings: Sim
     check_visits(settings, tasks)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(3000)
 @given(any_cluster(), st.integers(1, 40))
 @examples(max_examples=5000, deadline=None)

@@ -20,7 +20,7 @@ GROUPS = 8
 def plain_run(directory: Path) -> list[dict[str, Any]]:
     out = directory / "plain.json"
     command = [sys.executable, str(SCRIPT), "--steps", str(STEPS), "--groups", str(GROUPS), "--context", "64"]
-    subprocess.run([*command, "--json", str(out)], check=True, timeout=170, capture_output=True)
+    subprocess.run([*command, "--json", str(out)], check=True, timeout=280, capture_output=True)
     steps: list[dict[str, Any]] = json.loads(out.read_text())["steps"]
     return steps
 

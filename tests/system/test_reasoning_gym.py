@@ -14,7 +14,7 @@ import pytest
 from support import journalled, read_lines
 
 pytest.importorskip("reasoning_gym")
-pytestmark = [pytest.mark.smollm2, pytest.mark.slow, pytest.mark.timeout(800)]
+pytestmark = [pytest.mark.smollm2, pytest.mark.nightly, pytest.mark.timeout(800)]
 
 STEPS = 10
 EASY = "min_terms=2,max_terms=2,max_digits=1,allow_parentheses=false,allow_negation=false,size=500,seed=1"

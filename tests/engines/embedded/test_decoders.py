@@ -16,6 +16,7 @@ from outpace.engines.embedded.lane import Lane
 from outpace.engines.embedded.llama import LlamaDecoder
 from outpace.errors import BadInput
 from outpace.types import Generation, Sampling
+from support import needs_bfloat16
 
 CONTEXT = 96
 CASES = [
@@ -209,6 +210,7 @@ def test_weights_with_a_missing_or_misshapen_tensor_are_refused(
         decoder.prepare({**tensors, name: torch.zeros(5)})
 
 
+@needs_bfloat16
 def test_bfloat16_decodes_as_the_bfloat16_model_does(
     model_of: Callable[..., PreTrainedModel], prompts: Callable[..., list[np.ndarray]]
 ) -> None:

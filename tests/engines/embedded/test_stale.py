@@ -18,7 +18,7 @@ from outpace.engines.embedded.llama import LlamaDecoder
 from outpace.errors import CorruptData, PartFailed, RequestFailed
 from outpace.types import Generation, Manifest, Sampling
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 Models = Callable[..., PreTrainedModel]
 Prompts = Callable[..., list[np.ndarray]]

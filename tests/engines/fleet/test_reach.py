@@ -17,7 +17,7 @@ from outpace.runtime.peers import peer
 from outpace.runtime.rpc import Channel, serve
 from outpace.types import Generation, Member, Sampling
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(120)
 
 PROMPT = np.array([5, 6, 7], dtype=np.int32)
 

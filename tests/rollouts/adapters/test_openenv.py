@@ -142,7 +142,7 @@ async def test_sessions_are_given_back_also_by_episodes_that_were_given_up(opene
 
 async def _with_patience(reset: Callable[[], Any]) -> None:
     """The server counts a session until it has noticed that the connection is closed."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while True:
             try:
                 await reset()

@@ -14,7 +14,7 @@ from outpace.types import Ints
 HI: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 LOST = PartLost("engine-0", "closed its connection")
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(120)
 
 
 async def lost(*_: Any) -> Ints:

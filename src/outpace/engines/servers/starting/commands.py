@@ -109,7 +109,7 @@ def merged(ours: Flags, given: Sequence[str]) -> list[str]:
 
 def _value_of(option: str, words: Sequence[str]) -> str | None:
     """The value of an option among the words, written `--option value` or `--option=value`; None: not given."""
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in zip(words, [*words[1:], ""], strict=False):
         if word.startswith("--") and _spelt(word) == _spelt(option):
             return word.partition("=")[2] or following
     return None

@@ -1,0 +1,67 @@
+"""The stages of continuous integration, with commands of seconds in place of the suites."""
+
+from __future__ import annotations
+
+import subprocess
+import uuid
+from pathlib import Path
+
+import psutil
+import pytest
+
+STAGES = Path(__file__).parents[1] / ".ci" / "stages.sh"
+PYTEST_LOG = "collected 3 items\\n== short test summary info ==\\nSKIPPED [1] test_a.py:3: no GPU\\n== 2 passed ==\\n"
+
+
+def run_stages(body: str, limit_s: int = 600) -> subprocess.CompletedProcess[str]:
+    script = f"set -euo pipefail\nCI_LIMIT_S={limit_s} CI_MACHINE=test\n. {STAGES}\n{body}"
+    return subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=100, check=False)
+
+
+def running(mark: str) -> list[psutil.Process]:
+    return [process for process in psutil.process_iter(["cmdline"]) if mark in " ".join(process.info["cmdline"] or [])]
+
+
+def test_of_a_stage_that_passes_the_summary_and_the_minutes_are_printed() -> None:
+    done = run_stages(f'stage "fast suite" 60 printf "{PYTEST_LOG}"')
+    assert done.returncode == 0
+    assert "collected" not in done.stdout
+    assert "SKIPPED [1] test_a.py:3: no GPU\n== 2 passed ==" in done.stdout
+    assert "minutes by stage (test)\n    0:00  fast suite\n    0:00  all together\n" in done.stdout
+
+
+def test_a_stage_that_fails_is_printed_whole_and_ends_everything_with_minutes_for_each() -> None:
+    mark = uuid.uuid4().hex
+    done = run_stages(
+        f'begin "beside" 60 bash -c "setsid sleep 99 & exec -a {mark} sleep 99"\n'
+        'stage "suite" 60 bash -c "echo first; seq 100; exit 3"\nstage "later" 60 true'
+    )
+    assert done.returncode == 1
+    assert "first\n1\n2\n" in done.stdout
+    assert "suite failed with exit code 3" in done.stdout
+    assert "beside  not finished\n" in done.stdout
+    assert "suite  failed\n" in done.stdout
+    assert "later" not in done.stdout
+    assert running(mark) == []
+
+
+@pytest.mark.parametrize(("stage_limit", "whole_limit"), [(1, 600), (600, 1)])
+def test_a_stage_that_hangs_ends_at_its_own_limit_or_at_that_of_the_whole(stage_limit: int, whole_limit: int) -> None:
+    done = run_stages(f'stage "hung" {stage_limit} sleep 99', whole_limit)
+    assert done.returncode == 1
+    assert "hung took longer than 1 s and was ended" in done.stdout
+
+
+def test_a_stage_in_the_background_fails_the_whole_when_it_is_finished() -> None:
+    done = run_stages(
+        'begin "installs" 60 bash -c "echo no such package; exit 1"\nstage "suite" 60 true\nfinish "installs"'
+    )
+    assert done.returncode == 1
+    assert "no such package" in done.stdout
+
+
+def test_a_process_that_a_stage_leaves_in_a_session_of_its_own_is_ended() -> None:
+    mark = uuid.uuid4().hex
+    done = run_stages(f'stage "suite" 60 bash -c "setsid -f bash -c \'exec -a {mark} sleep 99\'"')
+    assert done.returncode == 0
+    assert running(mark) == []
