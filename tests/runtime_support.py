@@ -68,6 +68,9 @@ class RealToy:
         self._breakdown.set()
         raise ValueError("this answer is never to be seen")
 
+    async def close(self) -> None:
+        await asyncio.sleep(self._spec.settings.get("closes_for_s", 0))
+
     async def broken(self) -> PartFailed:
         await self._breakdown.wait()
         return PartFailed("toy", "cannot go on", "Traceback: deep inside")

@@ -8,7 +8,6 @@ them.
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from outpace.pipeline.verdicts import HIGH, Agreement
 from outpace.planning import Objects, config_of_run, make_plan
 from outpace.protocols import Learner, Worker
 from outpace.runtime.local import LocalRuntime
-from outpace.runtime.scratch import Scratch
+from outpace.runtime.scratch import Scratch, temporary_directory
 from outpace.runtime.together import together
 from outpace.session import Plan
 
@@ -39,13 +38,13 @@ def agree(run: Path | None, settings: Sequence[str]) -> int:
 
 def measure(run: Path | None, settings: Sequence[str]) -> dict[str, Agreement]:
     """What came of every engine, by name."""
-    with tempfile.TemporaryDirectory(prefix="outpace-agree-") as directory:
+    with temporary_directory("agree") as directory:
         words = [*settings, f"--run.dir={directory}", "--rollout.workers=1"]
         config = (
             load_config(None, [*_taken_for_granted(settings), *words]) if run is None else config_of_run(run, words)
         )
         checkpoint = None if run is None else _checkpoint(run)
-        return asyncio.run(_measure(make_plan(config, Objects()), Path(directory), checkpoint))
+        return asyncio.run(_measure(make_plan(config, Objects()), directory, checkpoint))
 
 
 def _taken_for_granted(settings: Sequence[str]) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import tempfile
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from outpace.pipeline.evaluation import Evaluation, Evaluator
 from outpace.planning import Objects, config_of_run, make_plan
 from outpace.protocols import Worker
 from outpace.runtime.local import LocalRuntime
-from outpace.runtime.scratch import Scratch
+from outpace.runtime.scratch import Scratch, temporary_directory
 from outpace.runtime.together import together
 from outpace.session import Plan
 from outpace.types import Member
@@ -26,8 +25,8 @@ from outpace.types import Member
 
 def evaluate_model(run: Path | None, settings: Sequence[str]) -> dict[str, Any]:
     """Measure `model.path`, or the newest complete checkpoint of a run on the run's own held-out tasks."""
-    with tempfile.TemporaryDirectory(prefix="outpace-eval-") as scratch:
-        plan = make_plan(_config(run, settings, Path(scratch)), Objects())
+    with temporary_directory("eval") as scratch:
+        plan = make_plan(_config(run, settings, scratch), Objects())
         if plan.config.engine.urls:
             raise BadInput(
                 "engine.urls: who knows which weights a running server holds? Evaluation has none to send; "
@@ -37,7 +36,7 @@ def evaluate_model(run: Path | None, settings: Sequence[str]) -> dict[str, Any]:
             raise BadInput("eval.count: there are no held-out tasks; give tasks.eval_path or a larger eval.holdout")
         if plan.eval_warning:
             print(f"outpace: {plan.eval_warning}", file=sys.stderr)
-        evaluation = asyncio.run(_evaluate(plan, Path(scratch)))
+        evaluation = asyncio.run(_evaluate(plan, scratch))
     measured = {name: value for name, value in evaluation.metrics().items() if not name.startswith("eval/version")}
     return {"model": str(run or plan.config.model.path), **measured}
 

@@ -22,7 +22,7 @@ from outpace.protocols import Engine
 from outpace.resources import child_environment, engine_threads, learner_threads
 from outpace.runtime import code
 from outpace.runtime.peers import peer
-from outpace.runtime.scratch import files_of
+from outpace.runtime.scratch import temporary_files
 from outpace.runtime.spec import START_DEADLINE_S, PartSpec, Runtime
 from outpace.runtime.together import together
 from outpace.types import Member
@@ -77,9 +77,8 @@ class PartSpecs:
         self.assigned: dict[str, GpuAssignment] = {}  # of the engines, by name
         self._learner_socket = str(scratch / f"{LEARNER}.sock")
         self._sends = config.weights.transport == "collective"  # then engines ask the learner for weights
-        files = files_of(scratch)
         # What a killed worker, or a program that it runs for users, leaves behind is found and removed there.
-        self._temporary_files = {"TMPDIR": str(files)} if files.is_dir() else {}
+        self._temporary_files = temporary_files(scratch)
 
     def engines(self) -> list[tuple[PartSpec, dict[str, str]]]:
         engine = self._config.engine

@@ -11,8 +11,7 @@ import asyncio
 import os
 import signal
 import sys
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,13 @@ from outpace.config import Config
 from outpace.config.files import read_file
 from outpace.config.loading import flatten, make_config, parse_arguments
 from outpace.engines.servers.choices import kind_of, needs_plugin
-from outpace.engines.servers.starting.launching import free_port
+from outpace.engines.servers.starting.launching import free_port, keeping_log
 from outpace.engines.servers.starting.readiness import why_ended
 from outpace.engines.servers.starting.start import Recipe, Started, start_server
 from outpace.errors import BadInput, ServerGone
 from outpace.observe.startup import Telling
 from outpace.placement import placement_of
-from outpace.runtime.guardian import Guardian
+from outpace.runtime.scratch import Scratch, temporary_files
 
 
 def serve(file: Path | None, settings: Sequence[str], dry_run: bool = False) -> None:
@@ -65,28 +64,30 @@ async def _serve(config: Config) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, told.set)
-    guardian = Guardian([])
-    serving = asyncio.create_task(_start_and_stay(config, guardian.marked(guardian.new_mark())))
+    scratch = await asyncio.to_thread(Scratch)
+    serving = asyncio.create_task(_start_and_stay(config, scratch))
     try:
         await asyncio.wait({serving, asyncio.create_task(told.wait())}, return_when=asyncio.FIRST_COMPLETED)
     finally:
         serving.cancel()
         outcome = (await asyncio.gather(serving, return_exceptions=True))[0]
-        await asyncio.to_thread(guardian.dismiss)
+        await asyncio.to_thread(scratch.remove)
     if isinstance(outcome, BaseException) and not isinstance(outcome, asyncio.CancelledError):
         raise outcome
 
 
-async def _start_and_stay(config: Config, mark: Mapping[str, str]) -> None:
-    """One after the other: two that start at once take each other's processors, and on a GPU each other's memory."""
-    logs = Path(tempfile.mkdtemp(prefix="outpace-serve-"))
+async def _start_and_stay(config: Config, scratch: Scratch) -> None:
+    """One after the other: two that start at once take each other's processors, and on a GPU each other's memory. The
+    log of a server that fails is kept."""
     recipe = await Recipe.of(config, plugin_home())
+    environment = scratch.guardian.marked(scratch.guardian.new_mark()) | temporary_files(scratch.path)
     started: list[Started] = []
     try:
         for index, gpus in enumerate(placement_of(config).engines):
-            log = logs / f"server-{index}.log"
+            log = scratch.files / f"server-{index}.log"
             _say(f"{kind_of(config)} {recipe.found.version} starts; its log is {log}")
-            started.append(await start_server(recipe, index, log, Telling(_say), mark, gpus))
+            with keeping_log(log):
+                started.append(await start_server(recipe, index, log, Telling(_say), environment, gpus))
         print(_announced(config, [each.server.url for each in started]), flush=True)
         _say("Ctrl-C ends it")
         await _until_one_ends(started)
@@ -99,7 +100,8 @@ async def _until_one_ends(started: Sequence[Started]) -> None:
     try:
         done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         first = done.pop()
-        raise ServerGone(why_ended(first.result(), ends[first].process))
+        with keeping_log(ends[first].process.log_path):
+            raise ServerGone(why_ended(first.result(), ends[first].process))
     finally:
         for end in ends:
             end.cancel()

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from outpace.runtime import guardian_child
-from outpace.runtime.guardian import Guardian, note_session
+from outpace.runtime.guardian import Guardian, SessionNote
 from outpace.runtime.local import LocalRuntime
 from outpace.runtime.scratch import Scratch
 from runtime_support import ENVIRONMENT, start_toy
@@ -216,8 +216,10 @@ def test_a_directory_that_becomes_a_link_at_the_wrong_moment_is_not_followed(
 
 
 @pytest.mark.parametrize("has_ended", [True, False])
-def test_the_number_of_a_part_that_has_ended_is_forgotten(has_ended: bool, bystander: subprocess.Popen[bytes]) -> None:
-    guardian = Guardian([])
+def test_the_number_of_a_part_that_has_ended_is_forgotten(
+    has_ended: bool, bystander: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    guardian = Guardian(tmp_path / "index")
     mark = guardian.new_mark()
     guardian.watch(mark, bystander.pid)
     if has_ended:
@@ -226,8 +228,8 @@ def test_the_number_of_a_part_that_has_ended_is_forgotten(has_ended: bool, bysta
     assert (bystander.poll() is None) == has_ended
 
 
-def test_no_two_processes_share_a_mark() -> None:
-    guardian = Guardian([])
+def test_no_two_processes_share_a_mark(tmp_path: Path) -> None:
+    guardian = Guardian(tmp_path / "index")
     marks = [guardian.new_mark() for _ in range(12)]
     guardian.dismiss()
     assert not any(one in other for one in marks for other in marks if one is not other)
@@ -247,14 +249,14 @@ time.sleep(60)
 """
 
 
-def test_whoever_has_lost_the_mark_is_found_by_the_session_that_was_noted() -> None:
+def test_whoever_has_lost_the_mark_is_found_by_the_session_that_was_noted(tmp_path: Path) -> None:
     """As a server's workers are: stopped, their leader dead, their environment written over."""
-    guardian = Guardian([])
+    guardian = Guardian(tmp_path / "index")
     environment = {**os.environ, **guardian.marked(mark := guardian.new_mark())}
     leader = subprocess.Popen(
         [sys.executable, "-c", LEADER], env=environment, start_new_session=True, stdout=subprocess.PIPE, text=True
     )
-    note_session(leader.pid, environment)
+    SessionNote(leader.pid, environment)
     assert leader.stdout is not None
     worker = psutil.Process(int(leader.stdout.readline()))
     worker.suspend()

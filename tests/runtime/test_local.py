@@ -170,6 +170,17 @@ async def test_stop_leaves_no_process_whatever_state_it_is_in(
         await blocked
 
 
+async def test_a_part_that_calls_another_and_stops_with_it_logs_no_lost_connection(
+    runtime: LocalRuntime, tmp_path: Path
+) -> None:
+    path = f"{tmp_path}/s"
+    await start_toy(runtime, "called", listen=path, token="t")
+    caller = await start_toy(runtime, "caller", settings={"closes_for_s": 1.0}, token="t", peers={"called": path})
+    assert await caller.ask_peer()
+    await runtime.stop()
+    assert "called" not in (tmp_path / "logs" / "caller.log").read_text()
+
+
 @pytest.mark.parametrize("in_its_place", [None, "a directory"])
 async def test_a_death_is_told_even_where_the_log_has_gone(
     in_its_place: str | None, runtime: LocalRuntime, tmp_path: Path

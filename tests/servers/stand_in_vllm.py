@@ -4,17 +4,21 @@ Laid out as a package `vllm` by `laid_out`, and then started as the real one is.
 one it has a child of its own, in another session; it prints that child's number.
 
 STAND_IN_TAKEN names a file: while there is one, its last byte goes and so does the server, as if its port were taken.
+STAND_IN_SEGMENTS names a file: the server creates shared memory and a semaphore, as vLLM does, and writes their paths
+there.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +76,18 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(text.encode())
 
 
+def created_segments(listing: str | None) -> list[Any]:
+    """They last as long as what is returned, or longer where this process is killed."""
+    if listing is None:
+        return []
+    memory = shared_memory.SharedMemory(create=True, size=1 << 20)
+    semaphore = multiprocessing.get_context("spawn").Semaphore()
+    names = [memory.name, f"sem.{semaphore._semlock.name.removeprefix('/')}"]
+    with Path(listing).open("a") as file:
+        file.writelines(f"/dev/shm/{name}\n" for name in names)
+    return [memory, semaphore]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     for flag in ("model", "served-model-name", "host", "port", "dtype", "logprobs-mode", "max-num-seqs"):
@@ -83,8 +99,10 @@ def main() -> None:
         raise OSError(98, "Address already in use")
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
     print(f"child {child.pid}", flush=True)
+    kept = created_segments(os.environ.get("STAND_IN_SEGMENTS"))
     Handler.said = answers(flags)
     ThreadingHTTPServer((flags.host, int(flags.port)), Handler).serve_forever()
+    del kept
 
 
 if __name__ == "__main__":

@@ -193,7 +193,7 @@ def test_it_dies_with_whoever_started_it(tmp_path: Path) -> None:
             "from outpace.engines.servers.starting.launching import ServerProcess\n"
             "from outpace.runtime.guardian import Guardian\n"
             "async def main():\n"
-            "    guardian = Guardian([])\n"
+            f"    guardian = Guardian(pathlib.Path({str(tmp_path / 'index')!r}))\n"
             "    env = {**os.environ, **guardian.marked(guardian.new_mark())}\n"
             f"    argv = [sys.executable, '-c', {WITH_A_CHILD.format(detached=True)!r}]\n"
             f"    server = await ServerProcess.launch(argv, env, pathlib.Path({str(log)!r}))\n"

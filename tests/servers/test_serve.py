@@ -23,6 +23,7 @@ from outpace.engines.servers.build import build_door
 from outpace.engines.servers.starting.launching import free_port
 from outpace.engines.servers.starting.start import PORTS_TRIED, Recipe, start_server
 from outpace.errors import BadInput
+from outpace.runtime.scratch import Scratch
 from outpace.serve import serving_config
 from servers.stand_in_vllm import laid_out
 from support import run_command, start_command
@@ -98,13 +99,88 @@ def test_they_do_not_outlive_a_command_that_was_killed(env: dict[str, str]) -> N
     assert served.left() == []
 
 
-def test_a_server_that_ends_by_itself_ends_the_command_with_its_words(env: dict[str, str]) -> None:
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for temporary files of its own, for the commands that are started from here on."""
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    return folder
+
+
+def created(listing: Path) -> list[Path]:
+    segments = [Path(line) for line in listing.read_text().split()]
+    assert segments
+    return segments
+
+
+def left_of(segments: list[Path]) -> list[Path]:
+    return [segment for segment in segments if segment.exists()]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_neither_shared_memory_nor_temporary_files_are_left_of_a_command_that_has_ended(
+    env: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    folder = temporary(tmp_path, monkeypatch)
+    served = Served(*words({**env, "STAND_IN_SEGMENTS": str(tmp_path / "segments")}))
+    segments = created(tmp_path / "segments")
+    assert left_of(segments) == segments
+    served.end(number)
+    assert served.left() == []
+    assert left_of(segments) == []
+    assert list(folder.iterdir()) == []
+
+
+def test_what_a_command_leaves_that_was_killed_with_all_its_processes_is_removed_by_the_next_start(
+    env: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = temporary(tmp_path, monkeypatch)
+    served = Served(*words({**env, "STAND_IN_SEGMENTS": str(tmp_path / "segments")}))
+    segments = created(tmp_path / "segments")
+    kill_together([psutil.Process(served.process.pid), *served.family])
+    served.process.communicate(timeout=WITHIN_S)
+    assert served.left() == []
+    assert left_of(segments) == segments, "nobody was left to remove them"
+    Scratch().remove()
+    assert left_of(segments) == []
+    assert list(folder.iterdir()) == []
+
+
+def kill_together(processes: list[psutil.Process]) -> None:
+    """Stopped first, so that none of them can clean up after another."""
+    for process in processes:
+        process.suspend()
+    for process in processes:
+        process.kill()
+
+
+def test_a_server_that_was_killed_with_all_its_processes_leaves_no_shared_memory(
+    env: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary(tmp_path, monkeypatch)
+    served = Served(*words({**env, "STAND_IN_SEGMENTS": str(tmp_path / "segments")}))
+    segments = created(tmp_path / "segments")
+    leader = next(each for each in served.family if "--port" in each.cmdline())
+    kill_together([leader, *leader.children(recursive=True)])
+    served.process.communicate(timeout=WITHIN_S)
+    assert left_of(segments) == []
+
+
+def test_a_server_that_ends_by_itself_ends_the_command_with_its_words_and_its_log_is_kept(
+    env: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = temporary(tmp_path, monkeypatch)
     served = Served(*words(env))
     next(each for each in served.family if "--port" in each.cmdline()).kill()
     _, err = served.process.communicate(timeout=WITHIN_S)
     assert served.process.returncode not in (0, None)
-    assert err.splitlines()[-1].startswith("outpace: the server was killed by SIGKILL")
+    last_line = err.splitlines()[-1]
+    assert last_line.startswith("outpace: the server was killed by SIGKILL")
     assert served.left() == []
+    (log,) = folder.iterdir()
+    assert str(log) in last_line
+    assert "child" in log.read_text()
 
 
 def test_a_dry_run_prints_a_command_that_can_be_typed(env: dict[str, str], tmp_path: Path) -> None:
@@ -234,7 +310,7 @@ async def test_the_log_of_a_server_that_did_not_start_outlives_the_runs_director
         await build_door(config, "engine-0", 0, url="", incarnation="i", scratch=tmp_path, logs=logs, stale=False)
     copy = Path(str(refusal.value).rpartition(" ")[2])
     assert copy.parent == tmp_path / "elsewhere"
-    assert copy.name.startswith("outpace-engine-0-server")
+    assert "engine-0-server" in copy.name
     assert "many" in await asyncio.to_thread(copy.read_text)
     with pytest.raises(BadInput, match=str(logs)):  # a run that was under way stays
         await build_door(config, "engine-0", 0, url="", incarnation="i", scratch=tmp_path, logs=logs, stale=True)

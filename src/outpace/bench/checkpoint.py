@@ -15,7 +15,6 @@ import resource
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -37,6 +36,7 @@ from outpace.errors import BadInput, PartFailed
 from outpace.observe.linefile import read_lines
 from outpace.planning import config_of_run
 from outpace.rollouts.turns import GroupTurns
+from outpace.runtime.scratch import temporary_directory
 from outpace.types import Generation, GroupRecord, Kept, Row, Sampling
 
 STALL_LIMIT = 0.05
@@ -107,8 +107,8 @@ def missed_bars(result: Result) -> list[str]:
 
 
 def run(steps: int, settings: Sequence[str] = ()) -> Result:
-    with tempfile.TemporaryDirectory(prefix="outpace-checkpoint-") as directory:
-        run_dir = Path(directory) / "run"
+    with temporary_directory("checkpoint") as directory:
+        run_dir = directory / "run"
         cpu_s = _train(run_dir, steps, settings)
         return _analyse(run_dir, steps, cpu_s)
 

@@ -16,7 +16,6 @@ import asyncio
 import contextlib
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -44,6 +43,7 @@ from outpace.pipeline.training import Memory
 from outpace.protocols import Engine, Learner, Worker
 from outpace.runtime import garbage
 from outpace.runtime.rpc import close_proxy, ping, proxy
+from outpace.runtime.scratch import temporary_directory
 from outpace.simulate.account import Figures
 from outpace.simulate.run import Run
 from outpace.simulate.settings import SimulationSettings
@@ -91,9 +91,9 @@ def main(words: Sequence[str]) -> int:
     if rest:
         raise BadInput(f"{rest[0]}: this benchmark takes --{', --'.join(name.replace('_', '-') for name in options)}")
     console = Console(width=100, highlight=False)
-    with tempfile.TemporaryDirectory(prefix="outpace-bench-") as directory:
+    with temporary_directory("bench") as directory:
         settings = core_settings(options["groups"], options["group_size"], options["groups_per_step"])
-        cost = asyncio.run(measure(Path(directory) / "run", settings))
+        cost = asyncio.run(measure(directory / "run", settings))
     console.print(_controller_table(cost))
     figures = Run(LARGE.changed("run", steps=max(2, options["large_steps"]))).run()
     assert figures is not None, "nothing dies in it, so it ends with its steps"

@@ -18,7 +18,6 @@ import gc
 import json
 import logging
 import os
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -42,6 +41,7 @@ from outpace.placement import VARIABLE
 from outpace.resources import child_environment, cores
 from outpace.rollouts.worker import RolloutWorker
 from outpace.runtime import garbage
+from outpace.runtime.scratch import temporary_directory
 from outpace.runtime.threads import steady_executor
 from outpace.types import GroupOrder, GroupReport
 
@@ -76,8 +76,8 @@ def main(words: Sequence[str]) -> int:
 def run(load: Load, settings: Sequence[str] = ()) -> dict[str, Any]:
     """Measure and return everything; `settings` are those of the worker, as `--section.key value`."""
     logging.getLogger("outpace").setLevel(logging.ERROR)
-    with tempfile.TemporaryDirectory(prefix="outpace-episodes-") as folder:
-        return asyncio.run(_measure(load, settings_of(load, settings), Path(folder)))
+    with temporary_directory("episodes") as folder:
+        return asyncio.run(_measure(load, settings_of(load, settings), folder))
 
 
 def settings_of(load: Load, settings: Sequence[str] = ()) -> Config:

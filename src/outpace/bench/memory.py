@@ -17,7 +17,6 @@ import math
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,6 +29,7 @@ from rich.table import Table
 
 from outpace.errors import BadInput, PartFailed
 from outpace.observe.process import ProcessTree
+from outpace.runtime.scratch import temporary_directory
 
 Verdict = Literal["flat", "growing", "unclear"]
 
@@ -117,11 +117,11 @@ def main(settings: Sequence[str]) -> int:
 
 def run(steps: int = 2000, settings: Sequence[str] = ()) -> dict[str, Any]:
     """Train a toy for so many steps in a child process, watch its whole tree, print and return the account."""
-    with tempfile.TemporaryDirectory(prefix="outpace-memory-") as folder:
-        run_dir = Path(folder) / "run"
+    with temporary_directory("memory") as folder:
+        run_dir = folder / "run"
         toy = TOY | {"run.dir": str(run_dir), "run.steps": str(steps)}
         flags = [*(f"--{key}={value}" for key, value in toy.items()), *settings]
-        with (Path(folder) / "output.txt").open("w+") as output:
+        with (folder / "output.txt").open("w+") as output:
             child = subprocess.Popen(
                 [sys.executable, "-m", "outpace.cli", "train", *flags], stdout=output, stderr=subprocess.STDOUT
             )

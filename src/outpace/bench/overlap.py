@@ -11,10 +11,8 @@ from __future__ import annotations
 import statistics
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -25,6 +23,7 @@ from outpace.bench.options import take_options
 from outpace.errors import PartFailed
 from outpace.observe.summary import Summary
 from outpace.resources import cores
+from outpace.runtime.scratch import temporary_directory
 
 MODES = {"synchronous": 0, "asynchronous": 2}
 """The name of a mode and its `pacing.max_lag`."""
@@ -84,8 +83,8 @@ def _seconds(trial: Trial) -> float:
 
 
 def _train(mode: str, split: Split, seed: int, steps: int, settings: Sequence[str], console: Console) -> Trial:
-    with tempfile.TemporaryDirectory(prefix="outpace-bench-") as directory:
-        run_dir = Path(directory) / "run"
+    with temporary_directory("bench") as directory:
+        run_dir = directory / "run"
         words = [
             f"--pacing.max_lag={MODES[mode]}",
             f"--engine.threads={split[0]}",

@@ -13,7 +13,6 @@ import json
 import math
 import re
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -29,7 +28,7 @@ from outpace.config.loading import make_config, parse_arguments
 from outpace.config.rules import resolve
 from outpace.errors import BadInput
 from outpace.resources import learner_threads
-from outpace.runtime.scratch import Scratch
+from outpace.runtime.scratch import Scratch, temporary_directory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -146,8 +145,8 @@ def run(settings: dict[str, Any], parameters: int, rounds: int) -> dict[str, Cas
 async def _measure(config: Config, parameters: int, rounds: int) -> Case:
     scratch = await asyncio.to_thread(Scratch)
     try:
-        with tempfile.TemporaryDirectory(prefix="outpace-publish-") as journal:
-            learner = await asyncio.to_thread(_learner, config, parameters, scratch.path, Path(journal))
+        with temporary_directory("publish") as journal:
+            learner = await asyncio.to_thread(_learner, config, parameters, scratch.path, journal)
             try:
                 return await _rounds(learner, config, rounds)
             finally:

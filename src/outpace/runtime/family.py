@@ -35,6 +35,8 @@ from dataclasses import dataclass, field
 
 import psutil
 
+from outpace.runtime.guardian_child import in_sessions
+
 MARK = "OUTPACE_FAMILY"
 """The environment variable that carries the mark."""
 
@@ -53,6 +55,12 @@ def end_family(leader: int, mark: str) -> bool:
 async def family_ended(leader: int, mark: str) -> bool:
     """The same for an event loop. It goes on when whoever waits is cancelled."""
     return await asyncio.wrap_future(_undertaker.told(leader, mark))
+
+
+def members(leader: int, mark: str) -> set[int]:
+    """All living processes of a family, also where the leader has ended. Blocks for a look at every process."""
+    below = {process.pid for process in _below(leader, _by_parent()) if _lives(process)}
+    return below | in_sessions({leader}) | {process.pid for process in carriers(mark)}
 
 
 def how_it_ended(status: int) -> str:

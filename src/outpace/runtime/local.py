@@ -4,13 +4,15 @@ Invariants
 - A child that exits, for whatever reason, once it was ready and before `stop` is an item of `deaths` within moments,
   with the end of its log where that can be read. One that exits earlier is what `start` or `restart` raises.
 - From its end until it is started again every call to it raises, and so does every call that was under way.
-- `stop` asks a child to leave by closing its socket and then sends SIGKILL, waiting for each with a bound. What the
-  children have started is the guardian's to end: at once where one dies, with the run otherwise.
+- `stop` asks a child to leave by closing its socket and then sends SIGKILL, waiting for each with a bound. Parts that
+  call others stop before those: a connection that is lost while its caller lives is a fault, and logged as one. What
+  the children have started is the guardian's to end: at once where one dies, with the run otherwise.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +43,11 @@ class _Part:
     mark: str = ""  # by which the guardian finds what that process has started
     remote: object = None
     watcher: asyncio.Task[None] | None = None
+
+
+def _is_called(part: _Part) -> tuple[bool, bool]:
+    """False for parts that no other part calls, which sort first; of the others, those that call one themselves do."""
+    return part.spec.listen is not None, not part.spec.peers
 
 
 class LocalRuntime:
@@ -92,7 +99,9 @@ class LocalRuntime:
 
     async def stop(self) -> None:
         self._stopping = True
-        await asyncio.gather(*(self._stop(part) for part in self._parts.values()))
+        callers_first = sorted(self._parts.values(), key=_is_called)
+        for _, parts in itertools.groupby(callers_first, key=_is_called):
+            await asyncio.gather(*(self._stop(part) for part in parts))
         self._parts.clear()
 
     async def _launch(self, part: _Part, mode: LogMode) -> PartProcess:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from outpace.engines.servers.door.limits import Limit
 from outpace.engines.servers.spec import STALE, Facts, Transport, Wanted
 from outpace.engines.servers.starting.addresses import AnyServer, server_at
 from outpace.engines.servers.starting.claims import ServerClaim
-from outpace.engines.servers.starting.launching import ServerProcess, copy_of_log
+from outpace.engines.servers.starting.launching import ServerProcess, keeping_log
 from outpace.engines.servers.starting.readiness import sampled_once, until_reached
 from outpace.engines.servers.starting.start import Recipe, start_server
 from outpace.engines.servers.starting.tokens import tokens_of
@@ -29,6 +30,7 @@ from outpace.errors import BadInput, ServerFailed
 from outpace.models.loading import BUILT_IN, SMOLLM2, resolve_model
 from outpace.placement import ON_CPU, GpuAssignment, transport_of, uses_gpu
 from outpace.resources import engine_threads
+from outpace.runtime.scratch import temporary_files
 from outpace.weights.local import LocalSnapshot
 
 log = logging.getLogger(__name__)
@@ -103,12 +105,10 @@ async def _started(config: Config, place: Place, stale: bool) -> tuple[AnyServer
     """A run that does not get under way leaves no directory behind: whoever is told of the log finds a copy."""
     recipe = await Recipe.of(config, place.scratch, place.incarnation)
     its_log = place.logs / f"{place.name}-server.log"
-    try:
-        started = await start_server(recipe, place.index, its_log, log.info, gpus=place.gpus)
-    except BadInput as error:
-        if stale or str(its_log) not in str(error):
-            raise
-        raise BadInput(str(error).replace(str(its_log), str(copy_of_log(its_log)))) from error
+    with nullcontext() if stale else keeping_log(its_log):
+        started = await start_server(
+            recipe, place.index, its_log, log.info, temporary_files(place.scratch), gpus=place.gpus
+        )
     return started.server, started.process
 
 

@@ -7,6 +7,8 @@ Invariants
 - It does not outlive us. The kernel kills the leader with the process that started it; what the leader has started is
   in its session, of which the guardian knows (`outpace.runtime.guardian`), and is that one's to end.
 - What it prints is in its log and nowhere else. A log that was there before is gone on with; `said` is of this start.
+- The shared memory that its processes map is recorded while they live, every few seconds and before they are killed;
+  `stop` removes it. Where we are killed ourselves, the guardian or the next run does, by the same record.
 """
 
 from __future__ import annotations
@@ -18,17 +20,18 @@ import secrets
 import shutil
 import signal
 import socket
-import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 
-from outpace.errors import BadInput
-from outpace.runtime.family import MARK, family_ended, how_it_ended
-from outpace.runtime.guardian import note_session
+from outpace.errors import BadInput, ServerGone
+from outpace.runtime import guardian_child
+from outpace.runtime.family import MARK, family_ended, how_it_ended, members
+from outpace.runtime.guardian import SessionNote
 from outpace.runtime.lifeline import launched
+from outpace.runtime.scratch import temporary_file
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +39,8 @@ LEAVE_S = 3.0
 """How long a server has to leave by itself: its door has five seconds for all of its own ending."""
 GONE_S = 1.0
 """How long a killed process may take to be gone."""
+RECORD_S = 10.0
+"""Between two looks at the shared memory that it uses."""
 MOST_READ = 50_000
 """Bytes of the end of a log that are looked at."""
 HOST = "127.0.0.1"
@@ -67,26 +72,38 @@ def port_was_taken(said: str) -> bool:
     return "address already in use" in said or "errno 98" in said
 
 
-def copy_of_log(log_path: Path) -> Path:
-    """Where it stays when the log itself goes; the log's own path where there is no room for a copy."""
+@contextmanager
+def keeping_log(log_path: Path) -> Iterator[None]:
+    """The log goes with the directory that it lies in. An error that names it names a copy instead, which stays."""
     try:
-        descriptor, copy = tempfile.mkstemp(prefix=f"outpace-{log_path.stem}-", suffix=".log")
-        os.close(descriptor)
-        shutil.copyfile(log_path, copy)
+        yield
+    except (BadInput, ServerGone) as error:
+        if str(log_path) not in str(error):
+            raise
+        raise type(error)(str(error).replace(str(log_path), str(_copy_of(log_path)))) from error
+
+
+def _copy_of(log_path: Path) -> Path:
+    """The log's own path where there is no room for a copy."""
+    try:
+        return Path(shutil.copyfile(log_path, temporary_file(log_path.stem, ".log")))
     except OSError as error:
         log.warning("%s is not kept: %s", log_path, error)
         return log_path
-    return Path(copy)
 
 
 class ServerProcess:
-    def __init__(self, process: asyncio.subprocess.Process, mark: str, log_path: Path, began: int) -> None:
+    def __init__(
+        self, process: asyncio.subprocess.Process, mark: str, note: SessionNote, log_path: Path, began: int
+    ) -> None:
         self._process = process
         self._mark = mark
+        self._note = note
         self._log = log_path
         self._began = began  # bytes of the log that are of an earlier start
         self._cpu_s = 0.0
         self._stopping: asyncio.Task[None] | None = None
+        self._recording = asyncio.create_task(self._record_often())
 
     @classmethod
     async def launch(cls, argv: Sequence[str], env: Mapping[str, str], log_path: Path) -> ServerProcess:
@@ -101,8 +118,7 @@ class ServerProcess:
                     *launched(argv, telling), pass_fds=[telling], env={**env, MARK: mark}, start_new_session=True,
                     stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
                 )  # fmt: skip
-                server = cls(process, mark, log_path, began)
-                note_session(process.pid, env)
+                server = cls(process, mark, SessionNote(process.pid, env), log_path, began)
             os.close(telling)
             telling = -1
             await server._became(argv[0], reading)
@@ -145,8 +161,22 @@ class ServerProcess:
             self._stopping = asyncio.create_task(self._stop())
         await asyncio.shield(self._stopping)
 
+    async def record_shared_memory(self) -> None:
+        """Note what its processes map now: they may be killed, all at once, at any moment."""
+        self._note.record(await asyncio.to_thread(self._mapped))
+
+    def _mapped(self) -> set[guardian_child.Segment]:
+        return guardian_child.mapped(members(self.pid, self._mark))
+
+    async def _record_often(self) -> None:
+        while True:
+            await self.record_shared_memory()
+            await asyncio.sleep(RECORD_S)
+
     async def _stop(self) -> None:
         self.cpu_s()
+        self._recording.cancel()
+        await self.record_shared_memory()
         if self.lives:
             with suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGTERM)
@@ -154,6 +184,7 @@ class ServerProcess:
         gone = await family_ended(self.pid, self._mark)
         if not (await self._gone(GONE_S) and gone):
             log.warning("processes of the server %d cannot be ended", self.pid)
+        await asyncio.to_thread(guardian_child.unlink, self._note.segments)
 
     async def _gone(self, within_s: float) -> bool:
         with suppress(TimeoutError):

@@ -66,18 +66,18 @@ async def start_server(
     index: int,
     log: Path,
     say: Say,
-    mark: Mapping[str, str] | None = None,
+    environment: Mapping[str, str] | None = None,
     gpus: GpuAssignment = ON_CPU,
 ) -> Started:
-    """The server number `index`, once it has sampled a token. `mark`: by which a guardian finds it, if we are not a
-    part that has one already."""
+    """The server number `index`, once it has sampled a token. `environment`: where its temporary files go, and
+    the mark by which a guardian finds it if we are not a part that has one already."""
     first = recipe.config.launch.port
     if first:
         refuse_taken(first + index)
     failure = ""
     for _ in range(1 if first else PORTS_TRIED):
         try:
-            return await _start(recipe, first + index if first else free_port(), gpus, log, say, mark or {})
+            return await _start(recipe, first + index if first else free_port(), gpus, log, say, environment or {})
         except _PortTaken as taken:
             failure = str(taken)
             say("somebody else has taken the server's port")
@@ -89,13 +89,15 @@ class _PortTaken(Exception):
 
 
 async def _start(
-    recipe: Recipe, port: int, gpus: GpuAssignment, log: Path, say: Say, mark: Mapping[str, str]
+    recipe: Recipe, port: int, gpus: GpuAssignment, log: Path, say: Say, environment: Mapping[str, str]
 ) -> Started:
     command = recipe.command(port, gpus)
-    process = await ServerProcess.launch(command.argv, {**command.env, **mark}, log)
+    env = {**command.env, **environment, **recipe.config.launch.env}
+    process = await ServerProcess.launch(command.argv, env, log)
     started = Started(server_at(recipe.config, f"http://{HOST}:{port}", recipe.incarnation), process)
     try:
         await until_ready(started.server, process, recipe.config.launch.start_s, say)
+        await process.record_shared_memory()
     except BaseException as error:
         taken = isinstance(error, BadInput) and not process.lives and port_was_taken(process.said())
         await started.stop()

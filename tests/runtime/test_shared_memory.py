@@ -1,0 +1,99 @@
+"""Shared memory that killed processes of a run have left, and shared memory that is not the run's to remove."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from outpace.runtime import guardian_child
+from outpace.runtime.guardian import Guardian
+
+pytestmark = [
+    pytest.mark.timeout(60),
+    pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no shared memory in the file system"),
+]
+
+CREATOR = """
+import mmap, multiprocessing, sys, time
+from multiprocessing import shared_memory
+memory = shared_memory.SharedMemory(create=True, size=4096)
+semaphore = multiprocessing.get_context("spawn").Semaphore()
+if len(sys.argv) > 1:
+    file = open(sys.argv[1], "r+b")
+    mapping = mmap.mmap(file.fileno(), 4096)
+print(memory.name, f"sem.{semaphore._semlock.name[1:]}", flush=True)
+time.sleep(600)
+"""
+"""A program that creates a segment and a semaphore; it also maps the file that it is given."""
+
+
+class Creator:
+    """A process of a run, with the mark of one of its parts."""
+
+    def __init__(self, guardian: Guardian, *arguments: str) -> None:
+        self.mark = guardian.new_mark()
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", CREATOR, *arguments],
+            env={**os.environ, **guardian.marked(self.mark)}, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert self.process.stdout is not None
+        self.segments = [Path("/dev/shm") / name for name in self.process.stdout.readline().split()]
+        assert len(self.existing()) == 2
+
+    def existing(self) -> list[Path]:
+        return [segment for segment in self.segments if segment.exists()]
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def guardian(tmp_path: Path) -> Guardian:
+    return Guardian(tmp_path / "index")
+
+
+def kill_trackers(creator: Creator) -> None:
+    """They would remove the segments themselves."""
+    for number in guardian_child.marked(creator.mark) - {creator.process.pid}:
+        os.kill(number, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("tracked", [True, False])
+def test_shared_memory_of_the_processes_that_a_guardian_kills_is_removed(guardian: Guardian, tracked: bool) -> None:
+    creator = Creator(guardian)
+    if not tracked:
+        kill_trackers(creator)
+    guardian.dismiss()
+    creator.close()
+    assert creator.existing() == []
+
+
+def test_shared_memory_that_another_process_still_maps_is_left_alone(guardian: Guardian) -> None:
+    creator = Creator(guardian)
+    kill_trackers(creator)
+    with creator.segments[0].open("r+b") as file, mmap.mmap(file.fileno(), 4096):
+        guardian.dismiss()
+        creator.close()
+        assert creator.existing() == creator.segments[:1]
+    creator.segments[0].unlink()
+
+
+def test_a_file_in_shared_memory_that_a_user_has_named_is_left_alone(guardian: Guardian) -> None:
+    dataset = Path("/dev/shm") / f"dataset-{secrets.token_hex(8)}"
+    dataset.write_bytes(bytes(4096))
+    try:
+        creator = Creator(guardian, str(dataset))
+        guardian.dismiss()
+        creator.close()
+        assert creator.existing() == []
+        assert dataset.exists()
+    finally:
+        dataset.unlink()
