@@ -141,8 +141,7 @@ def test_what_a_command_leaves_that_was_killed_with_all_its_processes_is_removed
     kill_together([psutil.Process(served.process.pid), *served.family])
     served.process.communicate(timeout=WITHIN_S)
     assert served.left() == []
-    assert left_of(segments) == segments, "nobody was left to remove them"
-    Scratch().remove()
+    Scratch().remove()  # or that of another test that runs at this moment
     assert left_of(segments) == []
     assert list(folder.iterdir()) == []
 
