@@ -32,6 +32,9 @@ Prepared = tuple[Plan, RunLog]
 SAME_SIGNAL_S = 0.3
 """A signal that arrives twice within this time counts once: a wrapper in the same process group may pass it on."""
 
+WAKE_S = 0.5
+"""How often a caller that waits for the end looks for signals."""
+
 
 def claim(plan: Plan, resume: bool = False) -> Prepared:
     """Claim the plan's run directory; with `resume`, continue from its newest complete checkpoint."""
@@ -77,7 +80,7 @@ class BackgroundRun:
         with signals_to(self.signalled):
             self.start()
             while not self.finished.done():  # in turns: a signal delivered to another thread does not end a long wait
-                wait([self.finished], timeout=0.5)
+                wait([self.finished], timeout=WAKE_S)
         return self.finished.result()
 
     async def run_async(self) -> Summary:
@@ -89,7 +92,8 @@ class BackgroundRun:
             finished = asyncio.wrap_future(self.finished)
             while not finished.done():
                 try:
-                    await asyncio.wait([finished])
+                    # In turns: a signal handler that only schedules a callback, as a notebook's does, wakes no loop.
+                    await asyncio.wait([finished], timeout=WAKE_S)
                 except asyncio.CancelledError:
                     cancelled += 1
                     (self.interrupt if cancelled == 1 else self.leave)()

@@ -31,11 +31,19 @@ class BadInput(OutpaceError):
 
     exit_code = 2
 
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows instead of a traceback."""
+        return [f"outpace: {self}"]
+
 
 class Interrupted(OutpaceError):
     """Stopped by a signal, with a checkpoint to resume from."""
 
     exit_code = 3
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows instead of a traceback."""
+        return [f"outpace: {self}"]
 
 
 class PartFailed(OutpaceError):

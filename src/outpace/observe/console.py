@@ -1,8 +1,8 @@
 """Live progress for people.
 
-On a terminal a calm panel that redraws itself a few times a second; elsewhere a plain line now and then, first and
-last step always. `quiet` prints nothing but the final report's last line. Drawing happens on rich's own thread; what
-the run calls here only notes numbers.
+On a terminal a calm panel that redraws itself a few times a second, in a notebook the same panel in one output that is
+updated in place; elsewhere a plain line now and then, first and last step always. `quiet` prints nothing but the final
+report's last line. On a terminal, drawing happens on rich's own thread; what the run calls here only notes numbers.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from outpace.observe.format import clock_text, number, percent, printable, si, sparkline
+from outpace.observe.notebook import NotebookView
 from outpace.observe.summary import EvalResult, Summary
 from outpace.types import EpisodeView, Failure
 from outpace.wording import plural
@@ -127,16 +128,23 @@ class ProgressConsole:
         self.title = title
         self._quiet = quiet
         self._live: Live | None = None
+        self._notebook: NotebookView | None = None
         self._last_line_s = -1e9
 
     def start(self) -> None:
-        if self.console.is_terminal and not self._quiet:
+        if self._quiet:
+            return
+        if self.console.is_jupyter:
+            self._notebook = NotebookView(self.view.clock)
+            self._redraw()
+        elif self.console.is_terminal:
             self._live = Live(get_renderable=self._panel, console=self.console, refresh_per_second=4, transient=True)
             self._live.start()
 
     def status(self, text: str) -> None:
         """What goes on outside the steps: starting, evaluating, saving."""
         self.view.status = text
+        self._redraw()
         if self._plain:
             self._say(text)
 
@@ -150,6 +158,7 @@ class ProgressConsole:
         """Step n is done: it made version n."""
         is_first = self.view.first_step is None
         self.view.update(step, metrics)
+        self._redraw(now=is_first or step == self.view.total)
         is_due = self.view.clock() - self._last_line_s >= LINE_EVERY_S
         if self._plain and (is_first or is_due or step == self.view.total):
             self._last_line_s = self.view.clock()
@@ -157,13 +166,17 @@ class ProgressConsole:
 
     def evaluation(self, result: EvalResult) -> None:
         self.view.evals.append(result)
+        self._redraw()
         if self._plain:
             self._say(f"{_score_name([result])} at version {result.version}: {_score(result)}{_over_tasks(result)}")
 
     def finish(self, summary: Summary, run_dir: str | Path, views: Sequence[EpisodeView] = ()) -> None:
         """Close the live view and print the report."""
+        notebook = self._notebook
         self.close()
-        if self._quiet:
+        if notebook is not None:
+            notebook.show(Group(final_report(summary, self.view, views), Text(f"everything is in   {run_dir}")))
+        elif self._quiet:
             held_out = f"{_score_name(summary.evals)} {_before_after(summary)}"
             self._say(f"{run_dir}: {plural(summary.steps, 'step')}, {held_out}")
         else:
@@ -174,10 +187,17 @@ class ProgressConsole:
         live, self._live = self._live, None
         if live is not None:
             live.stop()
+        self._redraw()
+        self._notebook = None
 
     @property
     def _plain(self) -> bool:
-        return self._live is None and not self._quiet
+        return self._live is None and self._notebook is None and not self._quiet
+
+    def _redraw(self, now: bool = True) -> None:
+        """In a notebook; a terminal's panel redraws itself."""
+        if self._notebook is not None:
+            self._notebook.show(self._panel(), now)
 
     def _say(self, text: str) -> None:
         self.console.print(text, markup=False, soft_wrap=True)
