@@ -236,7 +236,7 @@ class _Parser(argparse.ArgumentParser):
     """One line for a usage error, as for every other one."""
 
     def error(self, message: str) -> None:  # type: ignore[override]
-        print(f"outpace: {_improved(message)}", file=sys.stderr)
+        print(f"outpace: {_improved(message, self.prog)}", file=sys.stderr)
         raise SystemExit(2)
 
 
@@ -245,10 +245,11 @@ COMMANDS = (
 )  # fmt: skip
 SETTINGS_TOO = "Settings are taken as --section.key value; `outpace train --help` lists them all."
 UNKNOWN_COMMAND = re.compile(r"argument : invalid choice: '(.*?)'")
+UNKNOWN_WORDS = re.compile(r"unrecognized arguments: (.+)")
 UNKNOWN_OPTION = re.compile(r"unrecognized arguments: --([\w-]+)")
 
 
-def _improved(message: str) -> str:
+def _improved(message: str, program: str) -> str:
     """argparse's complaint, or a better one where we know what may have been meant."""
     from outpace.config.equivalents import equivalent
     from outpace.config.loading import settings_like
@@ -257,6 +258,8 @@ def _improved(message: str) -> str:
     if command := UNKNOWN_COMMAND.match(message):
         close = nearest(command[1], COMMANDS)
         hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(COMMANDS)}"
+        if command[1] in ("help", "version"):
+            hint = f"write outpace --{command[1]}"
         return f"no command {command[1]}; {hint}"
     if option := UNKNOWN_OPTION.match(message):
         if remedy := equivalent(option[1], "--"):
@@ -264,7 +267,9 @@ def _improved(message: str) -> str:
         meant = " or ".join(f"--{key}" for key in settings_like(option[1].replace("-", "_")))
         hint = f"; did you mean {meant}?" if meant else " value"
         return f"--{option[1]}: no such option; settings are written --section.key{hint}"
-    return message
+    if extra := UNKNOWN_WORDS.match(message):
+        return f"{extra[1]}: one argument too many, or an unknown option; `{program} --help` shows what there is"
+    return f"{message}; `{program} --help` shows how it is written"
 
 
 class _DescribeSettings(argparse.Action):
@@ -290,7 +295,7 @@ class _DescribeSettings(argparse.Action):
         elif section in sections:
             print(describe({str(section): sections[str(section)]}))
         else:
-            parser.error(f"--help {section}: no such section; the sections are {', '.join(sections)}")
+            raise BadInput(f"--help {section}: no such section; the sections are {', '.join(sections)}")
         parser.exit()
 
     def sections(self) -> Mapping[str, type[Section]]:

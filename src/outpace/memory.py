@@ -76,7 +76,10 @@ class ModelShape:
 def _parameters(file: Path) -> int:
     """Of a safetensors file, by its header alone."""
     with file.open("rb") as opened:
-        header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+        size = int.from_bytes(opened.read(8), "little")
+        if size > file.stat().st_size:
+            raise ValueError(f"{file} is not a safetensors file")
+        header = json.loads(opened.read(size))
     return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
 
 

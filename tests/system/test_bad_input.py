@@ -58,6 +58,9 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["pacing.max_lag=2"], "--pacing.max_lag=2"),
         (["pacing.max_lag", "2"], "--pacing.max_lag"),
         (["--help", "pacing_"], "the sections are model, tasks"),
+        (["a.toml", "b.toml"], "b.toml: one argument too many"),
+        (["--resume"], "`outpace train --help`"),
+        (["--rollout.environment=json:loads"], "rollout.environment: loads needs s"),
         (["--zzzzzz"], "--zzzzzz: no such option; settings are written --section.key value"),
         (["--run.steps"], "run.steps"),
     ],
@@ -72,10 +75,24 @@ def test_a_bad_setting_gives_one_line_and_leaves_nothing(
 
 @pytest.mark.parametrize(
     ("word", "said"),
-    [("trian", "no command trian; did you mean train?"), ("zzz", "there are train, eval, play, export")],
+    [("trian", "no command trian; did you mean train?"), ("zzz", "there are train, eval, play, show")],
 )
 def test_a_command_that_does_not_exist_gives_one_line(word: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert said in refused([word, "--run.steps=2"], capsys)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["help"], "write outpace --help"),
+        (["version"], "write outpace --version"),
+        (["bench", "engine", "--foo"], "`outpace bench engine --help`"),
+    ],
+)
+def test_other_commands_answer_a_wrong_word_in_one_line(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said in refused(words, capsys)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ missed is named, and the command exits with 1.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import statistics
 import time
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from outpace.bench.options import BenchParser
 from outpace.engines.embedded.engine import EmbeddedEngine
 from outpace.engines.noise import request_seed
 from outpace.models.loading import load_model
@@ -52,7 +52,7 @@ class Load:
 
 def main(words: Sequence[str]) -> int:
     """`outpace bench engine [--threads N] [--repeats N] [--model PATH]`."""
-    parser = argparse.ArgumentParser(prog="outpace bench engine", allow_abbrev=False)
+    parser = BenchParser(prog="outpace bench engine", allow_abbrev=False)
     parser.add_argument("--model", default="starter", help="what model.path takes")
     parser.add_argument("--threads", type=int, default=cores())
     parser.add_argument("--repeats", type=int, default=3)

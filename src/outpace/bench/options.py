@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 from outpace.errors import BadInput
 from outpace.references import nearest
+
+
+class BenchParser(argparse.ArgumentParser):
+    """A usage error is one line, as everywhere else."""
+
+    def error(self, message: str) -> NoReturn:
+        raise BadInput(f"{message}; `{self.prog} --help` lists the options")
 
 
 def take_options(words: Sequence[str], defaults: Mapping[str, int]) -> tuple[dict[str, int], list[str]]:

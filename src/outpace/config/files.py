@@ -22,6 +22,8 @@ def read_file(file: Path) -> Mapping[str, Any]:
         raise BadInput(f"{file}: there is no such config file") from None
     except OSError as error:
         raise BadInput(f"{file}: cannot be read: {one_line(error.strerror)}") from None
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{file}: not a text file in utf-8 ({error.reason} at byte {error.start})") from None
     except ValueError as error:
         raise BadInput(f"{file}: {one_line(error)}") from None
     if not isinstance(content, Mapping):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from inspect import Parameter
 from typing import Any
 
 from outpace.config import Config
@@ -25,6 +26,8 @@ Factory = Callable[[], object]
 """An environment class, or a function that makes an instance."""
 Given = Factory | Mapping[str, Factory | str]
 """What a Python caller may give."""
+
+VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 ONLY = ""
 """The name of the kind of a run that has one for all tasks."""
@@ -123,8 +126,15 @@ def _check_columns(origin: Origin, task: Task) -> None:
 
 def _check(origin: Origin) -> None:
     factory = origin.load()
-    if not isinstance(factory, type):
-        return  # what a function makes is seen when it is called
+    if not isinstance(factory, type):  # what a function makes is seen when it is called, without arguments
+        if required := [
+            p.name for p in parameters_of(factory) or [] if p.default is p.empty and p.kind not in VARIADIC
+        ]:
+            raise BadInput(
+                f"{origin.setting}: {getattr(factory, '__name__', 'the function')} needs {', '.join(required)}; "
+                "name a class with reset, or a function that makes an environment without arguments"
+            )
+        return
     if not callable(getattr(factory, "reset", None)):
         raise BadInput(f"{origin.setting}: {factory.__name__} has no method reset(**columns)")
     tools_of(factory, origin.setting)
