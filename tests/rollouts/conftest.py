@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
@@ -54,6 +54,7 @@ class ScriptedEngine:
         self.aborted: list[str] = []
         self._hanging: dict[str, asyncio.Event] = {}
         self.started = asyncio.Event()
+        self.before_failing: Callable[[], Awaitable[None]] | None = None
 
     async def generate(
         self, request_id: str, token_ids: Ints, sampling: Sampling, min_version: Version, pinned: Version | None
@@ -69,6 +70,8 @@ class ScriptedEngine:
             await self._hanging.setdefault(request_id, asyncio.Event()).wait()
             return self._generation(self.partial, self.version, "aborted")
         if isinstance(answer, Exception):
+            if self.before_failing is not None:
+                await self.before_failing()
             raise answer
         version, self.version = self.version, self.version + 1
         return self._generation(str(answer), version, self.stop)

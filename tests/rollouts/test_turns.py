@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import json
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,8 @@ from outpace.types import Generation, GroupOrder, GroupReport, Sampling, Task
 from rollouts_support import RecordingJournal, worker_settings
 from support import resolved
 
+POSITION = 9
+"""Of the group under test."""
 TASKS = [Task("t0", "Find the number.", {"secret": 7})]
 
 
@@ -77,15 +81,36 @@ def guess(number: int) -> str:
 GUESSES = [guess(1), guess(3), guess(5), "It is 7.<|end|>"]
 
 
-def until(turn_of_death: int, episode_of_death: int = 0) -> Callable[[int, int], Any]:
+@dataclass
+class Until:
     """Episodes of different lengths; the engine dies at one of their turns, and the others hang from there on."""
 
-    def answers(episode: int, turn: int) -> Any:
-        if turn >= turn_of_death:
-            return PartFailed("engine-0", "connection closed") if episode == episode_of_death else None
+    turn_of_death: int
+    episode_of_death: int = 0
+
+    def __call__(self, episode: int, turn: int) -> Any:
+        if turn >= self.turn_of_death:
+            return PartFailed("engine-0", "connection closed") if episode == self.episode_of_death else None
         return said(episode, turn)
 
-    return answers
+    @property
+    def answered(self) -> set[tuple[int, int]]:
+        """Episode and turn of every answer before the death."""
+        return {(episode, turn) for episode in range(2) for turn in range(min(self.turn_of_death, episode + 2))}
+
+
+class ObservedLog(TurnLog):
+    """Which answers of the group under test are recorded, by any of the workers that share `recorded`."""
+
+    def __init__(self, directory: Path, name: str, recorded: set[tuple[int, int]], changed: asyncio.Event) -> None:
+        super().__init__(directory, name)
+        self._recorded, self._changed = recorded, changed
+
+    def record(self, order: GroupOrder, episode: int, number: int, *rest: Any) -> None:
+        super().record(order, episode, number, *rest)
+        if order.position == POSITION:
+            self._recorded.add((episode, number))
+            self._changed.set()
 
 
 def said(episode: int, turn: int) -> str:
@@ -93,7 +118,9 @@ def said(episode: int, turn: int) -> str:
 
 
 def order(**changes: Any) -> GroupOrder:
-    return GroupOrder(**({"group": 4, "task": 0, "epoch": 0, "min_version": 2, "size": 2, "position": 9} | changes))
+    return GroupOrder(
+        **({"group": 4, "task": 0, "epoch": 0, "min_version": 2, "size": 2, "position": POSITION} | changes)
+    )
 
 
 MakeWorker = Callable[..., RolloutWorker]
@@ -104,6 +131,13 @@ async def make_worker(
     tokenizer: Any, make_settings: Callable[..., ClientSettings], tmp_path: Path
 ) -> AsyncIterator[MakeWorker]:
     workers: list[RolloutWorker] = []
+    recorded: set[tuple[int, int]] = set()
+    changed = asyncio.Event()
+
+    async def until_recorded(answered: set[tuple[int, int]]) -> None:
+        while not answered <= recorded:
+            changed.clear()
+            await changed.wait()
 
     def make(
         engine: Any, rollout: Any = None, name: str = "w0", writer: Any = None, rewards: Any = ()
@@ -112,10 +146,12 @@ async def make_worker(
         dialect = TemplateDialect(tokenizer, (tokenizer.eos_token_id,))
         judges, journal = Judges(list(rewards), [1.0] * len(rewards)), writer or RecordingJournal()
         fleet = Fleet({"engine-0": engine})
+        if isinstance(engine._answers, Until):
+            engine.before_failing = functools.partial(until_recorded, engine._answers.answered)
         workers.append(
             RolloutWorker(
                 settings, fleet, dialect, TASKS, TASKS, rollout or in_environment(Counting), judges, journal,
-                turns=TurnLog(tmp_path, name),
+                turns=ObservedLog(tmp_path, name, recorded, changed),
             )
         )  # fmt: skip
         return workers[-1]
@@ -146,7 +182,7 @@ async def test_a_group_goes_on_inside_its_episodes_with_the_same_tokens(
     whole = RecordingJournal()
     await make_worker(make_engine(said), name="elsewhere", writer=whole).run(order(position=1))
 
-    engine = make_engine(until(turns, episode_of_death=1))
+    engine = make_engine(Until(turns, episode_of_death=1))
     await died(make_worker(engine), order())
     successor, again = make_engine(said), RecordingJournal()
     successor.version = 20
@@ -161,7 +197,7 @@ async def test_a_group_goes_on_inside_its_episodes_with_the_same_tokens(
 
 
 async def test_logprobs_and_versions_are_those_of_the_first_time(make_engine: Any, make_worker: MakeWorker) -> None:
-    await died(make_worker(make_engine(until(1))), order())
+    await died(make_worker(make_engine(Until(1))), order())
     journal, engine = RecordingJournal(), make_engine(said)
     engine.version = 20
     await make_worker(engine, writer=journal).run(order(recorded=True))
@@ -177,7 +213,7 @@ async def test_logprobs_and_versions_are_those_of_the_first_time(make_engine: An
 async def test_an_environment_that_says_something_else_gets_fresh_answers(
     make_engine: Any, make_worker: MakeWorker
 ) -> None:
-    await died(make_worker(make_engine(until(2, episode_of_death=1)), in_environment(Moody)), order())
+    await died(make_worker(make_engine(Until(2, episode_of_death=1)), in_environment(Moody)), order())
     engine = make_engine(said)
     report = await make_worker(engine, in_environment(Moody)).run(order(recorded=True))
     assert set(engine.prompts) == {"4.0.1", "4.1.1", "4.1.2"}, "the first question was the same, the second was not"
@@ -185,7 +221,7 @@ async def test_an_environment_that_says_something_else_gets_fresh_answers(
 
 
 async def test_a_group_that_is_ordered_anew_is_made_anew(make_engine: Any, make_worker: MakeWorker) -> None:
-    await died(make_worker(make_engine(until(2, episode_of_death=1))), order())
+    await died(make_worker(make_engine(Until(2, episode_of_death=1))), order())
     engine = make_engine(said)
     report = await make_worker(engine).run(order())
     assert len(engine.prompts) == 5
@@ -193,7 +229,7 @@ async def test_a_group_that_is_ordered_anew_is_made_anew(make_engine: Any, make_
 
 
 async def test_answers_older_than_the_stamp_are_asked_for_again(make_engine: Any, make_worker: MakeWorker) -> None:
-    await died(make_worker(make_engine(until(2, episode_of_death=1))), order())
+    await died(make_worker(make_engine(Until(2, episode_of_death=1))), order())
     engine = make_engine(said)
     engine.version = 20
     report = await make_worker(engine).run(order(recorded=True, min_version=5))
@@ -202,7 +238,7 @@ async def test_answers_older_than_the_stamp_are_asked_for_again(make_engine: Any
 
 
 async def test_the_same_worker_can_take_a_group_up_again(make_engine: Any, make_worker: MakeWorker) -> None:
-    engine = make_engine(until(2, episode_of_death=1))
+    engine = make_engine(Until(2, episode_of_death=1))
     worker = make_worker(engine)
     with pytest.raises(PartFailed):
         await worker.run(order())
@@ -216,8 +252,8 @@ async def test_the_same_worker_can_take_a_group_up_again(make_engine: Any, make_
 
 
 async def test_a_third_attempt_uses_what_both_before_it_had(make_engine: Any, make_worker: MakeWorker) -> None:
-    await died(make_worker(make_engine(until(1, episode_of_death=1)), name="w0"), order())
-    await died(make_worker(make_engine(until(2, episode_of_death=1)), name="w1"), order(recorded=True))
+    await died(make_worker(make_engine(Until(1, episode_of_death=1)), name="w0"), order())
+    await died(make_worker(make_engine(Until(2, episode_of_death=1)), name="w1"), order(recorded=True))
     engine = make_engine(said)
     report = await make_worker(engine, name="w2").run(order(recorded=True))
     assert set(engine.prompts) == {"4.1.2"}
