@@ -18,7 +18,7 @@ FLOORS: list[set[str]] = [
     {"models", "tasks"},
     {"rollouts", "rewards", "engines", "learn", "weights", "checkpoint", "runtime", "observe"},
     {"pipeline"},
-    {"parts", "resuming", "saving", "session", "planning", "background"}
+    {"parts", "resuming", "saved_objects", "saving", "session", "planning", "background"}
     | {"trainer", "evaluate", "play", "agree", "serve"},
     {"bench", "simulate"},
     {"cli"},

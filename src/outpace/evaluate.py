@@ -10,11 +10,12 @@ from typing import Any
 
 from outpace.checkpoint.export import export
 from outpace.config import Config
+from outpace.config.dependent import with_values
 from outpace.config.loading import load_config
 from outpace.errors import BadInput
 from outpace.parts import PartSpecs, start_engines
 from outpace.pipeline.evaluation import Evaluation, Evaluator
-from outpace.planning import Objects, config_of_run, make_plan
+from outpace.planning import Objects, make_plan, run_with_objects
 from outpace.protocols import Worker
 from outpace.runtime.local import LocalRuntime
 from outpace.runtime.scratch import Scratch, temporary_directory
@@ -25,8 +26,25 @@ from outpace.types import Member
 
 def evaluate_model(run: Path | None, settings: Sequence[str]) -> dict[str, Any]:
     """Measure `model.path`, or the newest complete checkpoint of a run on the run's own held-out tasks."""
+    if run is None:
+        config, objects = load_config(None, settings), Objects()
+    else:
+        config, objects = run_with_objects(run, settings)
+    evaluation = evaluate(config, objects, run)
+    measured = {name: value for name, value in evaluation.metrics().items() if not name.startswith("eval/version")}
+    return {"model": str(run or config.model.path), **measured}
+
+
+def evaluate(config: Config, objects: Objects, run: Path | None = None) -> Evaluation:
+    """Measure the model that the config names, or instead of it the newest complete checkpoint of `run`.
+
+    Blocks, and starts an event loop of its own."""
     with temporary_directory("eval") as scratch:
-        plan = make_plan(_config(run, settings, scratch), Objects())
+        places = {"run.dir": str(scratch)}
+        if run is not None:
+            export(run, scratch / "model")
+            places["model.path"] = str(scratch / "model")
+        plan = make_plan(with_values(config, places), objects)
         if plan.config.engine.urls:
             raise BadInput(
                 "engine.urls: who knows which weights a running server holds? Evaluation has none to send; "
@@ -36,18 +54,7 @@ def evaluate_model(run: Path | None, settings: Sequence[str]) -> dict[str, Any]:
             raise BadInput("eval.count: there are no held-out tasks; give tasks.eval_path or a larger eval.holdout")
         if plan.eval_warning:
             print(f"outpace: {plan.eval_warning}", file=sys.stderr)
-        evaluation = asyncio.run(_evaluate(plan, scratch))
-    measured = {name: value for name, value in evaluation.metrics().items() if not name.startswith("eval/version")}
-    return {"model": str(run or plan.config.model.path), **measured}
-
-
-def _config(run: Path | None, settings: Sequence[str], scratch: Path) -> Config:
-    if run is None:
-        return load_config(None, [*settings, f"--run.dir={scratch}"])
-    places = [f"--model.path={scratch / 'model'}", f"--run.dir={scratch}"]
-    config = config_of_run(run, [*settings, *places])
-    export(run, scratch / "model")
-    return config
+        return asyncio.run(_evaluate(plan, scratch))
 
 
 async def _evaluate(plan: Plan, directory: Path) -> Evaluation:

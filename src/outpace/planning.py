@@ -30,11 +30,13 @@ from outpace.observe.callbacks import Callback
 from outpace.observe.summary import STOPPED, Summary
 from outpace.placement import placement_of, uses_gpu
 from outpace.protocols import Reward, Rollout, TaskSource
+from outpace.references import refuse_while_importing
 from outpace.resources import check_dtype
 from outpace.rewards.registry import check_rewards
 from outpace.rollouts.assembly import check_assembly
 from outpace.rollouts.environments.kinds import Given
 from outpace.runtime import code
+from outpace.saved_objects import SavedObjects, restored, saved
 from outpace.session import Plan
 from outpace.tasks.dataset import Dataset, Rows
 from outpace.tasks.fingerprint import fingerprint
@@ -60,6 +62,7 @@ class Objects:
 
 def make_plan(config: Config, objects: Objects, quiet: bool = False) -> Plan:
     """Resolve, open and check everything once: model and tasks first, then what judges them."""
+    refuse_while_importing()
     own_rollout = objects.rollout is not None or objects.environment is not None
     judged_elsewhere = bool(objects.rewards) or own_rollout or config.rollout.function is not None
     if objects.eval_tasks is not None:
@@ -80,26 +83,56 @@ def make_plan(config: Config, objects: Objects, quiet: bool = False) -> Plan:
     if not check_assembly(config, own, train[0]) and not rewards:
         raise BadInput("rewards.functions: name at least one: nothing else gives an episode of this run a reward")
     carried = {"tasks": own_sources, "rewards": rewards if objects.rewards else None, **own}
+    given = {name: value for name, value in carried.items() if value is not None}
     return Plan(
         config=config,
         tasks=fingerprint(train),
         tokenizer=tokenizer_digest(model),
         heldout=0 if heldout is None else len(heldout),
         code=code.pack(carried),
-        objects=tuple(name for name, value in carried.items() if value is not None),
+        objects=tuple(given),
+        saved=_saved(config, objects, heldout if own_sources else None) if given else None,
         callbacks=list(objects.callbacks),
         quiet=quiet,
     )
 
 
+def run_with_objects(run: Path, settings: Sequence[str]) -> tuple[Config, Objects]:
+    """The config that a run left, with changes, and of a run that was started from Python the objects that an
+    evaluation needs, as far as they can be found again."""
+    file = _config_file(run)
+    config = load_config(file, settings)
+    if not objects_beside(file):
+        return config, Objects()
+    found = restored(run)
+    if config.tasks.name is None and config.tasks.path is None and "eval_tasks" in found:
+        found["tasks"] = found["eval_tasks"]  # training tasks are not needed, but a plan has some
+    return config, Objects(**found)
+
+
 def config_of_run(run: Path, settings: Sequence[str]) -> Config:
     """The config that a run left, with changes; for commands, which cannot have a Python caller's objects."""
-    file = run / "config.toml"
-    if not file.is_file():
-        raise BadInput(f"there is no run in {run}")
+    file = _config_file(run)
     if objects := objects_beside(file):
         raise BadInput(f"{run} was started from Python with objects of its own ({objects}); go on with it there")
     return load_config(file, settings)
+
+
+def _saved(config: Config, objects: Objects, heldout: TaskSource | None) -> SavedObjects:
+    given = {
+        "rewards": objects.rewards,
+        "rollout": objects.rollout,
+        "environment": objects.environment,
+        "tools": objects.tools,
+    }
+    return saved({name: value for name, value in given.items() if value}, heldout, config.eval.count)
+
+
+def _config_file(run: Path) -> Path:
+    file = run / "config.toml"
+    if not file.is_file():
+        raise BadInput(f"there is no run in {run}")
+    return file
 
 
 def with_checkpoint(plan: Plan, run_dir: Path) -> Plan:

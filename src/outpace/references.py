@@ -82,6 +82,17 @@ def _by_name(name: str, context: str) -> ModuleType:
         raise  # the module is there, something that it imports is not
 
 
+_importing: list[Path] = []  # files that are being imported
+
+
+def refuse_while_importing() -> None:
+    """Raise `BadInput` if a file that is being imported for one of its functions starts a run."""
+    if _importing:
+        raise BadInput(
+            f'{_importing[-1]}: starts a run when it is imported; put that under `if __name__ == "__main__":`'
+        )
+
+
 def _from_file(file: Path, context: str) -> ModuleType:
     """A file is imported once; its name in `sys.modules` comes from where it lies."""
     path = file.expanduser().resolve()
@@ -95,9 +106,12 @@ def _from_file(file: Path, context: str) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before it runs: dataclasses and pickle look their module up by name
+    _importing.append(file)
     try:
         spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
         raise
+    finally:
+        _importing.pop()
     return module

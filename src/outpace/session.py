@@ -55,6 +55,7 @@ from outpace.runtime.local import LocalRuntime
 from outpace.runtime.scratch import Scratch
 from outpace.runtime.spec import Runtime
 from outpace.runtime.together import together
+from outpace.saved_objects import SavedObjects
 from outpace.saving import Checkpoints
 from outpace.tasks.fingerprint import Fingerprint
 from outpace.tasks.order import Order
@@ -74,6 +75,7 @@ class Plan:
     heldout: int
     code: bytes = b""  # user objects for the workers
     objects: tuple[str, ...] = ()  # what they are
+    saved: SavedObjects | None = None  # how `outpace eval` finds them again
     callbacks: list[Callback] = field(default_factory=list)
     resumes: bool = False  # a run that was started before
     checkpoint: Path | None = None  # its newest; None: it has none yet
@@ -325,6 +327,8 @@ class Session:
         """Nothing can be refused any more: from here on the directory is this run's."""
         self._log.start(dump_toml(self._config, self._plan.objects))
         note_tasks(self._log.dir, self._plan.tasks)
+        if self._plan.saved is not None:
+            self._plan.saved.write(self._log.dir)
         if not self._plan.resumes:
             return
         commit.go_back(self._log.dir / CHECKPOINTS, past.version)

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 LOCK = "run.lock"
 FILES = (
     *("config.toml", "tasks.json", "metrics.jsonl", "batches.jsonl", "evals.jsonl", "summary.json", "timeline.json"),
-    *("fleet.json", "fleet.jsonl"),
+    *("fleet.json", "fleet.jsonl", "objects.json", "heldout.jsonl"),
 )
 LINES = ("metrics.jsonl", "batches.jsonl", "evals.jsonl")
 FOLDERS = ("rollouts", "checkpoints", "journal", "logs")

@@ -1,0 +1,112 @@
+"""`outpace eval` on runs that a Python program has started with objects of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import outpace as api
+from outpace.errors import BadInput
+from outpace.evaluate import evaluate_model
+from outpace.planning import run_with_objects
+from outpace.saved_objects import reference_of
+from support import run_command
+
+Settings = dict[str, Any]
+
+ROWS = [
+    {"id": f"row{number}", "prompt": f"say {number}", "answer": "3", "wanted": [number, None, "ä"]}
+    for number in range(12)
+]
+HELDOUT = [
+    {"id": f"held{number}", "prompt": f"tell {number}", "answer": "3", "wanted": [number]} for number in range(5)
+]
+
+SCRIPT = """
+import json, sys
+import outpace
+
+def wanted_length(completions, wanted, **columns):
+    assert all(isinstance(each, list) for each in wanted)
+    return [len(text) / 100 for text in completions]
+
+def train():
+    rows, heldout, settings = json.load(open(sys.argv[1]))
+    outpace.Trainer(tasks=rows, eval_tasks=heldout, rewards=wanted_length, config=settings, quiet=True).train()
+
+{guard}train()
+"""
+
+
+def top_level(completions: list[str], **columns: Any) -> list[float]:
+    return [float(len(text)) for text in completions]
+
+
+@pytest.fixture
+def small(settings: Settings) -> Settings:
+    own = {key: value for key, value in settings.items() if key not in ("tasks.path", "rewards.functions")}
+    return {**own, "run.steps": 1, "filter.uniform": False}
+
+
+def started_by_script(directory: Path, small: Settings, guard: str) -> Path:
+    script = directory / "mine" / "my_training.py"
+    script.parent.mkdir()
+    script.write_text(SCRIPT.format(guard=guard))
+    (directory / "given.json").write_text(json.dumps([ROWS, HELDOUT, small]))
+    command = [sys.executable, str(script), str(directory / "given.json")]
+    subprocess.run(command, check=True, timeout=300, capture_output=True, cwd=directory)
+    return Path(small["run.dir"])
+
+
+def test_a_run_of_a_script_with_rows_and_a_function_is_evaluated(small: Settings, tmp_path: Path) -> None:
+    run = started_by_script(tmp_path, {**small, "eval.count": 4}, 'if __name__ == "__main__": ')
+    result = run_command("eval", str(run))
+    assert result.returncode == 0, result.stderr
+    measured = json.loads(result.stdout)
+    assert (measured["eval/count"], measured["eval/failed"]) == (4, 0), "those that the run itself evaluates"
+    last = json.loads((run / "summary.json").read_text())["evals"][-1]
+    assert measured["eval/reward"] == pytest.approx(last["reward"], abs=0.02)
+    assert "eval/stderr" in measured
+
+
+def test_a_script_that_trains_when_it_is_imported_is_refused_and_starts_nothing(
+    small: Settings, tmp_path: Path
+) -> None:
+    run = started_by_script(tmp_path, {**small, "eval.count": 4}, "")
+    result = run_command("eval", str(run))
+    assert result.returncode == 2
+    assert "my_training.py" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_what_cannot_be_found_again_is_named(small: Settings) -> None:
+    short = lambda completions, **_: [1.0 / (1 + len(text)) for text in completions]  # noqa: E731
+    trainer = api.Trainer(
+        tasks=ROWS, eval_tasks=HELDOUT, rewards=short, config={**small, "run.runtime": "inline"}, quiet=True
+    )
+    trainer.train()
+    with pytest.raises(BadInput, match=r"its rewards .*lambda.*trainer\.evaluate"):
+        evaluate_model(Path(small["run.dir"]), [])
+
+
+def test_objects_come_back_as_they_were_given(small: Settings) -> None:
+    config = {**small, "run.runtime": "inline", "eval.count": 3}
+    api.Trainer(tasks=ROWS, eval_tasks=HELDOUT, rewards=[top_level, "number"], config=config, quiet=True).train()
+    _, objects = run_with_objects(Path(small["run.dir"]), [])
+    assert list(objects.eval_tasks or []) == HELDOUT[:3]
+    loaded, named = objects.rewards
+    assert callable(loaded)
+    assert (loaded.__name__, named) == ("top_level", "number")
+
+
+def test_only_what_another_process_can_import_has_a_reference() -> None:
+    assert reference_of(top_level) == f"{__name__}:top_level"
+    assert reference_of(json.dumps) == "json:dumps"
+    assert reference_of("countdown") == "countdown"
+    assert reference_of(lambda: None) is None
+    assert reference_of(test_what_cannot_be_found_again_is_named.__call__) is None
