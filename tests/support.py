@@ -45,9 +45,9 @@ def start_command(*words: str, **options: Any) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def run_command(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
+def run_command(*words: str, within_s: float = 280, **options: Any) -> subprocess.CompletedProcess[str]:
     process = start_command(*words, **options)
-    out, err = process.communicate(timeout=280)
+    out, err = process.communicate(timeout=within_s)
     return subprocess.CompletedProcess(words, process.returncode, out, err)
 
 

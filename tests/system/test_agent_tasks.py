@@ -19,6 +19,7 @@ COMMON: dict[str, Any] = {
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("task", "settings", "judge"),
     [
@@ -30,7 +31,8 @@ def test_a_short_run_raises_the_held_out_reward(
     tmp_path: Path, task: str, settings: dict[str, Any], judge: str
 ) -> None:
     run = tmp_path / "run"
-    result = run_command("train", *as_arguments({**COMMON, **settings, "tasks.name": task, "run.dir": str(run)}))
+    words = as_arguments({**COMMON, **settings, "tasks.name": task, "run.dir": str(run)})
+    result = run_command("train", *words, within_s=800)
     assert result.returncode == 0, result.stderr
     summary = json.loads((run / "summary.json").read_text())
     assert 0.2 <= summary["eval_first"] <= 0.5, "room to improve, and something to find"

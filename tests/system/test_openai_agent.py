@@ -37,7 +37,7 @@ def test_a_loop_of_tool_calls_streaming_and_not_is_trained_while_weights_change(
         "run.steps": 4,
         "run.dir": str(tmp_path / "run"),
     }
-    ended = run_command("train", *as_arguments(settings))
+    ended = run_command("train", *as_arguments(settings), within_s=500)
     assert ended.returncode == 0, ended.stderr
     seen = [json.loads(line) for line in (tmp_path / "agent.jsonl").read_text().splitlines()]
     assert not any("outpace" in name for line in seen for name in line["modules"])
