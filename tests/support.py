@@ -46,8 +46,11 @@ def start_command(*words: str, **options: Any) -> subprocess.Popen[str]:
 
 
 def run_command(*words: str, within_s: float = 280, **options: Any) -> subprocess.CompletedProcess[str]:
-    process = start_command(*words, **options)
-    out, err = process.communicate(timeout=within_s)
+    with start_command(*words, **options) as process:
+        try:
+            out, err = process.communicate(timeout=within_s)
+        finally:
+            process.kill()  # after a time-out; otherwise it has ended
     return subprocess.CompletedProcess(words, process.returncode, out, err)
 
 
