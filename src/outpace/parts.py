@@ -19,7 +19,7 @@ import msgspec
 from outpace.config import Config
 from outpace.placement import ON_CPU, VARIABLE, GpuAssignment, placement_of
 from outpace.protocols import Engine
-from outpace.resources import child_environment, engine_threads, learner_threads
+from outpace.resources import child_environment, cores, engine_threads, learner_threads, shares_cores
 from outpace.runtime import code
 from outpace.runtime.peers import peer
 from outpace.runtime.scratch import temporary_files
@@ -29,6 +29,7 @@ from outpace.types import Member
 
 if TYPE_CHECKING:
     from outpace.rollouts.assembly import Assembled
+    from outpace.runtime.core_sharing import CoreSharing
 
 
 LEARNER = "learner"
@@ -193,6 +194,7 @@ def _engine(settings: PartSettings, stale: bool) -> object:
         path=config.engine.path,
         deterministic=config.run.deterministic,
         threads=engine_threads(config),
+        sharing=_engine_sharing(settings) if shares_cores(config, config.engine.threads) else None,
         stale=stale,
         pinned_slots=pinned_slots(config),
     )
@@ -203,6 +205,15 @@ def pinned_slots(config: Config) -> int:
     return config.engine.slots if config.run.deterministic else min(config.engine.slots, config.eval.max_running)
 
 
+def _engine_sharing(settings: PartSettings) -> CoreSharing:
+    import torch
+
+    from outpace.runtime.core_sharing import BOARD, Board, CoreSharing
+
+    board = Board(Path(settings.scratch) / BOARD)
+    return CoreSharing(board, "engine", settings.index + 1, cores(), torch.set_num_threads)
+
+
 async def build_learner(spec: PartSpec, peers: dict[str, Any]) -> object:
     return await asyncio.to_thread(_learner, settings_of(spec))
 
@@ -210,6 +221,7 @@ async def build_learner(spec: PartSpec, peers: dict[str, Any]) -> object:
 def _learner(settings: PartSettings) -> object:
     from outpace.learn.learner import TorchLearner
     from outpace.learn.settings import LearnerSettings
+    from outpace.runtime.core_sharing import BOARD
 
     config = settings.parsed
     return TorchLearner(
@@ -221,6 +233,7 @@ def _learner(settings: PartSettings) -> object:
             incarnation=settings.incarnation,
             journal=settings.journal,
             snapshots=Path(settings.scratch) / "weights",
+            share_cores=Path(settings.scratch) / BOARD if shares_cores(config, config.learner.threads) else None,
         )
     )
 

@@ -21,15 +21,26 @@ def countable_cores(config: Config) -> int | None:
     return None if uses_gpu(config) else cores()
 
 
+def shares_cores(config: Config, own: int | None) -> bool:
+    """Whether a component's thread count follows the load. `own`: the count that its section sets. A deterministic run
+    keeps fixed counts, because they change the last bits; so does one that computes on a GPU."""
+    fixed = own or config.run.threads or config.run.deterministic or uses_gpu(config)
+    return not fixed
+
+
 def engine_threads(config: Config) -> int:
-    """Of one engine: they share half the cores, because the learner runs beside them; all of them when the two take
-    turns."""
+    """The most compute threads of one engine."""
+    if config.engine.threads or config.run.threads:
+        return config.engine.threads or config.run.threads or 1
+    if config.engine.kind == "embedded" and shares_cores(config, None):
+        return cores()
+    # Engines share half of the cores with fixed counts, because the learner runs beside them; all where they alternate.
     beside = cores() // 2 if config.pacing.max_lag else cores()
-    return config.engine.threads or config.run.threads or max(1, beside // (config.engine.count or 1))
+    return max(1, beside // (config.engine.count or 1))
 
 
 def learner_threads(config: Config) -> int:
-    """All cores: its products are the larger ones, and it may use what the engine leaves idle."""
+    """The most compute threads of the learner."""
     return config.learner.threads or config.run.threads or cores()
 
 

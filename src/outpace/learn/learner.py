@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -34,6 +35,8 @@ from outpace.learn.scoring import sequence_logprobs
 from outpace.learn.settings import CoreSettings, LearnerSettings
 from outpace.learn.state_copy import Copies, StateCopy
 from outpace.models.device import set_up_device
+from outpace.models.layers import call_at_every_layer
+from outpace.runtime.core_sharing import LEARNER_LINE, Board, CoreSharing
 from outpace.stopwatch import Stopwatch
 from outpace.types import ChunkReport, Floats, Ints, LearnerStats, Manifest, Place, StepReport, Version
 from outpace.weights.collective import Sender
@@ -55,6 +58,10 @@ class TorchLearner:
         settings.snapshots.mkdir(exist_ok=True)
         self._writer = snapshot_writer(settings.config, settings.device, settings.snapshots, settings.incarnation)
         threads = settings.threads or torch.get_num_threads()
+        self._sharing: CoreSharing | None = None
+        if settings.share_cores is not None:
+            board = Board(settings.share_cores)
+            self._sharing = CoreSharing(board, "learner", LEARNER_LINE, threads, torch.set_num_threads)
         self._work = Stopwatch(threads if settings.device == "cpu" else None)
         self._sealing = ThreadPoolExecutor(1, "seal")
         self._saving = ThreadPoolExecutor(1, "save")
@@ -105,7 +112,7 @@ class TorchLearner:
             busy_s=self._work.busy_s,
             core_s=self._work.core_s,
             tokens=self._core.tokens,
-            threads=self._settings.threads or torch.get_num_threads(),
+            threads=self._sharing.threads if self._sharing else self._settings.threads or torch.get_num_threads(),
             parameters=sum(p.numel() for p in self._core.parameters.values()),
         )
 
@@ -118,7 +125,7 @@ class TorchLearner:
     async def _on_compute_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         def timed() -> T:
             try:
-                with self._work.running():
+                with self._work.running(), self._sharing.working() if self._sharing else nullcontext():
                     return function(*args, **kwargs)
             except StopIteration as error:  # a future cannot hold one, and its caller would wait for ever
                 raise RuntimeError("StopIteration") from error
@@ -142,6 +149,8 @@ class TorchLearner:
                 trust_remote_code=config.model.trust_remote_code,
             )
         core = LearnerCore(model, CoreSettings.of(config))
+        if self._sharing is not None:
+            call_at_every_layer(model, self._sharing.adjust)
         crash.reached("learner.built")
         return core
 
@@ -153,7 +162,9 @@ class TorchLearner:
         if self._closed is not None:
             report = self._closed.add(groups, replayed)
         else:
-            report = core.accumulate([row for group in groups for row in group.rows], replayed=replayed)
+            rows = [row for group in groups for row in group.rows]
+            with self._sharing.comparing(sum(len(row.tokens) for row in rows)) if self._sharing else nullcontext():
+                report = core.accumulate(rows, replayed=replayed)
         crash.reached("chunk.after")
         return report
 

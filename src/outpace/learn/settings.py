@@ -88,3 +88,4 @@ class LearnerSettings:
     device: str = "cpu"
     gpu_memory: float = 1.0  # of the GPU's memory, what the learner may take
     threads: int | None = None  # None: torch's own choice
+    share_cores: Path | None = None  # the run's board of compute threads, where their number follows the load

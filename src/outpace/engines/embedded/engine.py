@@ -43,6 +43,7 @@ from outpace.engines.embedded.tuning import fitting_threads
 from outpace.errors import OutpaceError, PartFailed, RequestFailed
 from outpace.models.device import set_up_device
 from outpace.models.loading import load_model, load_tokenizer
+from outpace.runtime.core_sharing import CoreSharing
 from outpace.stopwatch import Stopwatch
 from outpace.types import EngineStats, Generation, Ints, LoadReport, Manifest, Sampling, Version
 from outpace.weights.store import read_snapshot
@@ -66,13 +67,15 @@ class EmbeddedEngine:
         deterministic: bool = False,
         path: DecoderPath = "auto",
         threads: int | None = None,
+        sharing: CoreSharing | None = None,
         trust_remote_code: bool = False,
         stale: bool = False,
         pinned_slots: int | None = None,
     ) -> None:
         """`model` is what `model.path` may be, or a loaded model, whose weights are copied. `threads` is a limit: a
-        small model is stepped with fewer. `stale`: the model's own weights are not the policy's any more, and nothing
-        is served before the first load. `pinned_slots`: of a pinned weight set, where it needs fewer than `slots`."""
+        small model is stepped with fewer. With `sharing` the number follows the load. `stale`: the model's own weights
+        are not the policy's any more, and nothing is served before the first load. `pinned_slots`: of a pinned weight
+        set, where it needs fewer than `slots`."""
         if isinstance(model, str):
             tokenizer = tokenizer or load_tokenizer(model, trust_remote_code=trust_remote_code)
             model = load_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
@@ -82,6 +85,7 @@ class EmbeddedEngine:
         self._lanes = Lanes(decoder, STALE if stale else 0, kv, decode, pinned_slots)
         self._main = self._lanes.main
         self._threads = threads or torch.get_num_threads()
+        self._sharing = sharing
         self._on_cpu = model.device.type == "cpu"
         counted = self._threads if self._on_cpu else None
         self._work, self._eval_work = Stopwatch(counted), Stopwatch(counted)
@@ -168,7 +172,7 @@ class EmbeddedEngine:
             core_s=self._work.core_s,
             eval_busy_s=self._eval_work.busy_s,
             slots=self._main.decoder.slots,
-            threads=self._threads,
+            threads=self._threads if self._sharing is None else self._sharing.threads,
             turns=self._turns,
         )
 
@@ -254,9 +258,10 @@ class EmbeddedEngine:
 
     def _compute(self) -> None:
         try:
-            if self._on_cpu:
-                self._threads = fitting_threads(self._main.decoder, self._threads)
-            torch.set_num_threads(self._threads)  # per thread: the intra-op pool belongs to whoever computes
+            if self._sharing is None:
+                if self._on_cpu:
+                    self._threads = fitting_threads(self._main.decoder, self._threads)
+                torch.set_num_threads(self._threads)  # per thread: the intra-op pool belongs to whoever computes
             while self._take_turn():
                 pass
         except BaseException as error:  # the boundary of the thread: whatever it was, callers must hear of it
@@ -265,6 +270,8 @@ class EmbeddedEngine:
     def _take_turn(self) -> bool:
         with self._condition:
             while not (self._inbox or self._closing or self._lanes.has_work):
+                if self._sharing is not None:
+                    self._sharing.idle()
                 self._condition.wait()
             if self._closing:
                 return False
@@ -272,6 +279,8 @@ class EmbeddedEngine:
             self._inbox.clear()
         for command in commands:
             command()
+        if self._sharing is not None and self._lanes.has_work:
+            self._share_cores(self._sharing)
         for lane in self._lanes.all:
             if lane.has_work:
                 with self._work.running() if lane is self._main else self._eval_work.running():
@@ -280,6 +289,11 @@ class EmbeddedEngine:
         self._turns += 1
         self._flush()
         return True
+
+    def _share_cores(self, sharing: CoreSharing) -> None:
+        if sharing.most is None:  # with the first request: the other processes have started and wait
+            sharing.most = fitting_threads(self._main.decoder, self._threads)
+        sharing.adjust()
 
     def _flush(self) -> None:
         seen = self._peeks.seen(self._lanes.under_way()) if self._peeks else []
