@@ -188,7 +188,7 @@ def _engine(settings: PartSettings, stale: bool) -> object:
         dtype=config.model.dtype,
         device=_device(config.run.device),
         trust_remote_code=config.model.trust_remote_code,
-        slots=config.engine.slots,
+        slots=config.engine.resolved_slots,
         context=config.engine.context,
         kv=config.engine.kv,
         path=config.engine.path,

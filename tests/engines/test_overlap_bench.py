@@ -27,14 +27,32 @@ def trials_of(
 ) -> list[Trial]:
     modes = {"synchronous": (sync_s, sync_scores), "asynchronous": (async_s, async_scores)}
     return [
-        Trial(mode, (1, 2), seed, msgspec.structs.replace(RUN, train_s=seconds, **{"eval_last": score, **changes}))
+        Trial(
+            mode,
+            None,
+            "idle",
+            seed,
+            1.0,
+            msgspec.structs.replace(RUN, train_s=seconds, **{"eval_last": score, **changes}),
+        )
         for mode, (seconds, scores) in modes.items()
         for seed, score in enumerate(scores)
     ]
 
 
-def command(trials: list[Trial], monkeypatch: pytest.MonkeyPatch) -> int:
-    result = {"steps": 60, "probe_steps": 8, "cores": 2, "probes": trials, "trials": trials}
+def probes_of(default_s: float = 1.0) -> list[Trial]:
+    """Three repetitions under every load; the default takes so long beside a busy core, and the best split 1 s."""
+    return [
+        Trial(mode, split, load, seed, default_s if split is None and load != "idle" else 1.0 + 0.1 * seed, RUN)
+        for seed in range(3)
+        for load in overlap.LOADS
+        for mode in overlap.MODES
+        for split in (None, (1, 1), (1, 2))
+    ]
+
+
+def command(trials: list[Trial], monkeypatch: pytest.MonkeyPatch, probes: list[Trial] | None = None) -> int:
+    result = {"steps": 60, "probe_steps": 8, "cores": 2, "probes": probes or probes_of(), "trials": trials}
     monkeypatch.setattr(overlap, "run", lambda *_: result)
     return overlap.main([])
 
@@ -71,12 +89,23 @@ def test_a_missed_bar_is_named_and_fails_the_command(
     assert out.count("missed: ") == 1
 
 
+def test_default_threads_that_are_slower_than_a_split_fail_the_command_under_every_load_and_mode_where_they_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(trials_of(), monkeypatch, probes_of(default_s=1.2)) == 1
+    missed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("missed: ")]
+    assert [line.split(":")[1].strip() for line in missed] == [
+        "one core busy, synchronous",
+        "one core busy, asynchronous",
+    ]
+
+
 def test_what_was_not_measured_is_a_dash(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     trials = trials_of(eval_first=None, eval_last=None, efficiency=None)
     assert command(trials, monkeypatch) == 0
     lines = capsys.readouterr().out.splitlines()
     run = next(line for line in lines if "asynchronous" in line and "100.0" in line)
-    assert [cell.strip() for cell in run.strip("│ ").split("│")][3:7] == ["100.0", "-", "-", "-"]
+    assert [cell.strip() for cell in run.strip("│ ").split("│")][2:6] == ["100.0", "-", "-", "-"]
     assert any("accuracy was not measured" in line for line in lines)
 
 

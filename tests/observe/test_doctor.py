@@ -57,9 +57,12 @@ def test_little_shared_memory_is_reported_and_none_is_not() -> None:
     assert not check_shared_memory(None).advice
 
 
-@pytest.mark.parametrize(("cores", "engine", "learner", "fits"), [(2, 1, 2, True), (2, 2, 2, True), (2, 1, 3, False)])
-def test_more_threads_than_cores_are_reported(cores: int, engine: int, learner: int, fits: bool) -> None:
-    assert (check_threads(cores, engine, learner).advice == "") == fits
+@pytest.mark.parametrize(
+    ("settings", "fits"),
+    [({}, True), ({"run.threads": 2}, True), ({"engine.threads": 3}, False), ({"learner.threads": 3}, False)],
+)
+def test_more_threads_than_cores_are_reported(settings: dict[str, int], fits: bool) -> None:
+    assert (check_threads(make_config(settings), 2).advice == "") == fits
 
 
 def test_openmp_settings_that_hurt_are_reported() -> None:

@@ -1,17 +1,25 @@
-"""`outpace bench overlap`: is asynchronous training faster than synchronous, and does it learn as well?
+"""`outpace bench overlap`: are default threads as fast as the best fixed ones, and is asynchronous training faster?
 
-Both modes train the same task from the same seeds on this machine, in one command: first every split of threads is
-tried briefly, then each mode runs at its best one, the modes interleaved so that neither gets the quieter hour.
-Compared are medians over the seeds: seconds of training, final held-out accuracy, T*/T. The command exits with 1 when
-asynchronous training is not the faster one, or its accuracy is another than the seeds explain.
+Two comparisons on this machine, in one command:
+
+    threads   default thread counts against every fixed split, in both modes, on the machine as it is and beside a
+              program that keeps one core busy; medians of `--repeats` short runs of `--probe-steps` steps
+    modes     synchronous against asynchronous training with default threads, over `--seeds` seeds and `--steps` steps:
+              seconds of training, final held-out accuracy, T*/T
+
+Runs are interleaved, so that no variant gets the quieter hour. The command exits with 1 when default threads are slower
+than `THREADS_BAR` of the best split, when asynchronous training is not the faster mode, or when its accuracy differs by
+more than the seeds explain.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,83 +36,138 @@ from outpace.runtime.scratch import temporary_directory
 MODES = {"synchronous": 0, "asynchronous": 2}
 """The name of a mode and its `pacing.max_lag`."""
 
+LOADS = ("idle", "one core busy")
+
+THREADS_BAR = 0.95
+"""The speed of default threads, as a part of the best fixed split's."""
+
 ACCURACY_TOLERANCE = 0.03
 """Final accuracies may differ by so much, or by as much as the synchronous seeds do among themselves."""
 
 WIDTH = 120  # columns: the comparison needs about 100, and a pipe has 80 unless told
 DASH = "-"  # nothing was measured
+DEFAULT = "default"
 
-Split = tuple[int, int]
-"""Threads of the engine and of the learner."""
+Split = tuple[int, int] | None
+"""Threads of the engine and of the learner; None: the default, by load."""
 
 
 @dataclass(frozen=True)
 class Trial:
     mode: str
     split: Split
+    load: str
     seed: int
+    step_s: float  # mean of the steps after the first third
     summary: Summary
 
 
 def main(settings: Sequence[str]) -> int:
-    options, settings = take_options(settings, {"steps": 60, "probe_steps": 8, "seeds": 3})
-    result = run(options["steps"], options["probe_steps"], options["seeds"], settings)
+    options, settings = take_options(settings, {"steps": 60, "probe_steps": 15, "repeats": 3, "seeds": 3})
+    result = run(options["steps"], options["probe_steps"], options["repeats"], options["seeds"], settings)
     print_tables(result)
-    missed = missed_bars(result["trials"])
+    missed = missed_bars(result["probes"], result["trials"])
     for bar in missed:
         print(f"missed: {bar}")
     return 1 if missed else 0
 
 
-def run(steps: int, probe_steps: int, seeds: int, settings: Sequence[str]) -> dict[str, Any]:
+def run(steps: int, probe_steps: int, repeats: int, seeds: int, settings: Sequence[str]) -> dict[str, Any]:
     console = Console(stderr=True)
+    # Every group is trained, so that each step is the same work in every variant.
+    same_work = [*settings, "--eval.count=0", "--filter.uniform=false"]
     probes = [
-        _train(mode, split, 0, probe_steps, [*settings, "--eval.count=0"], console)
-        for split in _splits()
+        _train(mode, split, load, repeat, probe_steps, same_work, console)
+        for repeat in range(repeats)
+        for load in LOADS
         for mode in MODES
+        for split in (None, *_splits())
     ]
-    best = {mode: min((probe for probe in probes if probe.mode == mode), key=_seconds).split for mode in MODES}
     trials = [
-        _train(mode, best[mode], seed, steps, settings, console)
+        _train(mode, None, LOADS[0], seed, steps, settings, console)
         for seed in range(seeds)
         for mode in (MODES if seed % 2 == 0 else reversed(MODES))
     ]
     return {"steps": steps, "probe_steps": probe_steps, "cores": cores(), "probes": probes, "trials": trials}
 
 
-def _splits() -> list[Split]:
-    """Half of the cores or all of them, for either part."""
+def _splits() -> list[tuple[int, int]]:
+    """Half of the cores or all of them, for engine and learner."""
     counts = sorted({max(1, cores() // 2), cores()})
     return [(engine, learner) for engine in counts for learner in counts]
 
 
-def _seconds(trial: Trial) -> float:
-    return trial.summary.train_s
-
-
-def _train(mode: str, split: Split, seed: int, steps: int, settings: Sequence[str], console: Console) -> Trial:
+def _train(
+    mode: str, split: Split, load: str, seed: int, steps: int, settings: Sequence[str], console: Console
+) -> Trial:
     with temporary_directory("bench") as directory:
         run_dir = directory / "run"
         words = [
             f"--pacing.max_lag={MODES[mode]}",
-            f"--engine.threads={split[0]}",
-            f"--learner.threads={split[1]}",
+            *([f"--engine.threads={split[0]}", f"--learner.threads={split[1]}"] if split else []),
             f"--run.seed={seed}",
             f"--run.steps={steps}",
             f"--run.dir={run_dir}",
         ]
         command = [sys.executable, "-m", "outpace.cli", "train", "--quiet", *settings, *words]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        with _loaded(load):
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise PartFailed("outpace train", f"exit code {done.returncode}", done.stderr)
         summary = msgspec.json.decode((run_dir / "summary.json").read_bytes(), type=Summary)
+        lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    times = [json.loads(line)["time/step_s"] for line in lines]
+    step_s = statistics.fmean(times[len(times) // 3 :])
     accuracy = "" if summary.eval_last is None else f", held-out {summary.eval_last:.3f}"
-    console.print(f"{mode}, threads {_text(split)}, seed {seed}: {steps} steps in {summary.train_s:.1f} s{accuracy}")
-    return Trial(mode, split, seed, summary)
+    console.print(f"{load}, {mode}, threads {_text(split)}, seed {seed}: {step_s:.2f} s per step{accuracy}")
+    return Trial(mode, split, load, seed, step_s, summary)
+
+
+@contextmanager
+def _loaded(load: str) -> Iterator[None]:
+    """Beside a program that keeps one core busy, if that is the load."""
+    if load == LOADS[0]:
+        yield
+        return
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
+        try:
+            yield
+        finally:
+            busy.kill()
 
 
 def _text(split: Split) -> str:
-    return f"{split[0]}+{split[1]}"
+    return f"{split[0]}+{split[1]}" if split else DEFAULT
+
+
+# ---------------------------------------------------------------------------------------------------------- threads
+
+
+@dataclass(frozen=True)
+class ThreadsResult:
+    """Median seconds per step of every split under one load and mode, by the split's name."""
+
+    load: str
+    mode: str
+    step_s: dict[str, float]
+
+    @property
+    def ratio(self) -> float:
+        """The speed of the default as a part of the best fixed split's."""
+        return min(seconds for split, seconds in self.step_s.items() if split != DEFAULT) / self.step_s[DEFAULT]
+
+
+def threads_results(probes: Sequence[Trial]) -> list[ThreadsResult]:
+    return [
+        ThreadsResult(load, mode, _median_steps([p for p in probes if (p.load, p.mode) == (load, mode)]))
+        for load in LOADS
+        for mode in MODES
+    ]
+
+
+def _median_steps(probes: Sequence[Trial]) -> dict[str, float]:
+    names = dict.fromkeys(_text(probe.split) for probe in probes)
+    return {name: statistics.median(p.step_s for p in probes if _text(p.split) == name) for name in names}
 
 
 # ----------------------------------------------------------------------------------------------------------- report
@@ -112,34 +175,33 @@ def _text(split: Split) -> str:
 
 def print_tables(result: dict[str, Any], console: Console | None = None) -> None:
     console = console or Console(width=WIDTH)
-    probes = Table(title=f"{result['probe_steps']} steps at every split of {result['cores']} cores")
-    for column in ("mode", "threads of engine + learner", "seconds per step", "T*/T"):
-        probes.add_column(column)
-    for probe in result["probes"]:
-        per_step = _seconds(probe) / result["probe_steps"]
-        probes.add_row(probe.mode, _text(probe.split), f"{per_step:.2f}", _number(probe.summary.efficiency, 2))
-    console.print(probes)
+    results = threads_results(result["probes"])
+    title = f"seconds per step by threads of engine + learner, {result['cores']} cores, {result['probe_steps']} steps"
+    threads = Table(title=title)
+    for column in ("load", "mode", *results[0].step_s, "default / best"):
+        threads.add_column(column)
+    for row in results:
+        threads.add_row(row.load, row.mode, *(f"{value:.2f}" for value in row.step_s.values()), f"{row.ratio:.2f}")
+    console.print(threads)
     console.print(_comparison(result["trials"], result["steps"]))
     console.print(verdict(result["trials"]))
 
 
 def _comparison(trials: Sequence[Trial], steps: int) -> Table:
-    table = Table(title=f"{steps} steps, each mode at its best split; the last rows are medians")
-    for column in ("mode", "threads", "seed", "seconds", "held-out", "after", "T*/T", "lag max", "sampled tok/s"):
+    table = Table(title=f"{steps} steps with default threads; the last rows are medians")
+    for column in ("mode", "seed", "seconds", "held-out", "after", "T*/T", "lag max", "sampled tok/s"):
         table.add_column(column)
     for trial in sorted(trials, key=lambda trial: (trial.mode, trial.seed)):
         summary = trial.summary
         table.add_row(
-            trial.mode, _text(trial.split), str(trial.seed), f"{summary.train_s:.1f}", _number(summary.eval_first, 3),
+            trial.mode, str(trial.seed), f"{summary.train_s:.1f}", _number(summary.eval_first, 3),
             _number(summary.eval_last, 3), _number(summary.efficiency, 2), str(summary.lag_max),
             f"{summary.tokens_sampled / summary.train_s:,.0f}",
         )  # fmt: skip
     table.add_section()
     for mode in MODES:
         row = medians(trials, mode)
-        table.add_row(
-            mode, "", "median", f"{row.seconds:.1f}", "", _number(row.accuracy, 3), _number(row.efficiency, 2)
-        )
+        table.add_row(mode, "median", f"{row.seconds:.1f}", "", _number(row.accuracy, 3), _number(row.efficiency, 2))
     return table
 
 
@@ -147,7 +209,7 @@ def _number(value: float | None, digits: int) -> str:
     return DASH if value is None else f"{value:.{digits}f}"
 
 
-# ---------------------------------------------------------------------------------------------------------- verdict
+# ------------------------------------------------------------------------------------------------------------ modes
 
 
 @dataclass(frozen=True)
@@ -174,7 +236,7 @@ def _median(values: Sequence[float | None]) -> float | None:
 
 
 def _accuracies(trials: Sequence[Trial]) -> tuple[float, float] | None:
-    """By how much the final accuracy of asynchronous training is higher, and how far the synchronous seeds spread."""
+    """By how much the final accuracy of asynchronous training is higher, and the range of the synchronous seeds."""
     sync, asyn = medians(trials, "synchronous").accuracy, medians(trials, "asynchronous").accuracy
     if sync is None or asyn is None:
         return None
@@ -192,9 +254,13 @@ def verdict(trials: Sequence[Trial]) -> str:
     return f"{speed}; final accuracy differs by {difference:+.3f}, synchronous seeds by up to {spread:.3f}"
 
 
-def missed_bars(trials: Sequence[Trial]) -> list[str]:
-    """What asynchronous training does not live up to, in words."""
-    missed = []
+def missed_bars(probes: Sequence[Trial], trials: Sequence[Trial]) -> list[str]:
+    """What does not hold, in words."""
+    missed = [
+        f"{row.load}, {row.mode}: default threads reach {row.ratio:.2f} of the best split's speed, not {THREADS_BAR}"
+        for row in threads_results(probes)
+        if not row.ratio >= THREADS_BAR
+    ]
     sync, asyn = medians(trials, "synchronous").seconds, medians(trials, "asynchronous").seconds
     if not asyn < sync:
         missed.append(f"asynchronous training is not faster: {asyn:.1f} s, synchronous {sync:.1f} s")

@@ -16,6 +16,7 @@ from typing import Any
 from outpace.config import STARTER, STARTER_AGENT, Config
 from outpace.config.algorithm_rules import ALGORITHM_RULES, Rule
 from outpace.config.dependent import settled, value_of, with_values
+from outpace.config.serving import SLOTS
 from outpace.config.serving_rules import SERVING_RULES
 from outpace.errors import BadInput, one_line
 from outpace.references import absolute
@@ -62,6 +63,8 @@ ADAPTER_LR = {STARTER: 3e-3, STARTER_AGENT: 3e-3}
 OTHER_ADAPTER_LR = 1e-5
 """Ten times that of all weights: what adapters learn best with, whatever their rank."""
 
+MOST_SLOTS = 256
+
 LOCKSTEP_CONTEXTS = {STARTER: 256, STARTER_AGENT: 512}
 """A deterministic engine attends over its whole context at every step; the built-in tasks need little of it."""
 
@@ -103,9 +106,11 @@ def check(config: Config) -> None:
 def _defaults(config: Config, own_tasks: bool, now: datetime) -> dict[str, Any]:
     """New values by dotted key, only for what is to change."""
     engines = config.engine.count or len(config.engine.urls) or 1
+    slots = config.engine.slots or _slots(config, engines)
     unset: dict[str, Any] = {
         **MODEL_DEFAULTS.get(config.model.path, OTHER_MODELS),
-        "pacing.max_running": 2 * config.engine.slots * engines,
+        "engine.slots": slots,
+        "pacing.max_running": 2 * slots * engines,
         "eval.temperature": config.rollout.temperature,
         "run.dir": f"runs/{now:%Y%m%d-%H%M%S}",
     }
@@ -122,6 +127,15 @@ def _defaults(config: Config, own_tasks: bool, now: datetime) -> dict[str, Any]:
     if config.run.deterministic and config.run.device == "auto":
         values["run.device"] = "cpu"
     return values
+
+
+def _slots(config: Config, engines: int) -> int:
+    """A small model's decode step costs little more with more sequences. With all attempts of a batch in flight at
+    once, though, they also end at once, and the learner waits for the first of them."""
+    if config.model.path not in MODEL_DEFAULTS or config.engine.kind != "embedded" or config.run.deterministic:
+        return SLOTS
+    half_a_batch = config.pacing.groups_per_step * config.rollout.group_size // 2
+    return max(SLOTS, min(half_a_batch // engines, MOST_SLOTS))
 
 
 def brought_by_task(config: Config, another_task: bool) -> set[str]:

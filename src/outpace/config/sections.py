@@ -191,7 +191,7 @@ class LearnerConfig(Section):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     threads: int | None = Field(default=None, ge=1)
-    """Compute threads of the learner. Default: run.threads."""
+    """Compute threads of the learner. Default: run.threads, or as many as the load of the machine allows."""
     stream: bool | None = None
     """Train on groups as they arrive, or once the batch is closed. Default: as they arrive, where the algorithm can."""
     max_bad_steps: int = Field(default=3, ge=1)
@@ -261,7 +261,8 @@ class RunConfig(Section):
     runtime: Literal["local", "inline"] = "local"
     """Parts as child processes, or all in this process (for debugging)."""
     threads: int | None = Field(default=None, ge=1)
-    """Compute threads of engine and learner each. Default: all cores, half of them for an asynchronous engine."""
+    """Compute threads of engine and learner each. Default: the number follows the load of the machine; in a
+    deterministic run it is fixed: all cores, half of them for an asynchronous engine."""
     stall_s: float = Field(default=600.0, gt=0)
     """The run ends when nothing has moved for so long."""
     show_rollouts: int = Field(default=4, ge=0)

@@ -9,6 +9,9 @@ from pydantic import Field, field_validator
 from outpace.config.section import Section
 
 
+SLOTS = 64
+
+
 class EngineConfig(Section):
     """The inference engines: built in, vLLM or SGLang."""
 
@@ -18,14 +21,16 @@ class EngineConfig(Section):
     """How many engines. Default: one, or as many as there are `urls`."""
     urls: list[str] = []
     """Servers that are running already, such as `http://host:8000`. Without them servers are started: see `launch`."""
-    slots: int = Field(default=64, ge=1)
-    """Sequences that one engine decodes together."""
+    slots: int | None = Field(default=None, ge=1)
+    """Sequences that one engine decodes together. Default: 64; for the built-in models half of a batch's attempts, at
+    least 64 and at most 256."""
     kv: Literal["keep", "recompute"] = "keep"
     """After a weight swap, running sequences keep their keys and values or recompute them."""
     context: int | None = Field(default=None, ge=2)
     """Longest sequence, prompt included; the model's own limit when absent."""
     threads: int | None = Field(default=None, ge=1)
-    """Most compute threads of one engine, which takes fewer where more do not help. Default: run.threads."""
+    """Most compute threads of one engine, which takes fewer where more do not help. Default: run.threads, or as many as
+    the load of the machine allows."""
     path: Literal["auto", "fast", "general"] = "auto"
     """Of the embedded engine: `fast` is for the Llama family, `general` for any causal LM; auto picks."""
     api_key_env: str = "OUTPACE_ENGINE_API_KEY"
@@ -42,6 +47,10 @@ class EngineConfig(Section):
     """How long that may take. Three in a row that do not come back, and the server is dead."""
     seeded: bool = False
     """Send a seed with every request. Servers sample more slowly with it, and are not exactly repeatable even so."""
+
+    @property
+    def resolved_slots(self) -> int:
+        return self.slots or SLOTS
 
 
 class LaunchConfig(Section):

@@ -25,7 +25,7 @@ from outpace.config import Config
 from outpace.cpu import supports_bfloat16
 from outpace.errors import BadInput
 from outpace.placement import place, visible_gpus
-from outpace.resources import cores, engine_threads, learner_threads
+from outpace.resources import cores, engine_threads, learner_threads, shares_cores
 from outpace.wording import plural
 
 GIB = 2**30
@@ -84,7 +84,7 @@ def examine(config: Config) -> list[Check]:
         check_version("transformers", _installed("transformers"), TRANSFORMERS),
         check_memory(memory.total, memory.available),
         check_shared_memory(shutil.disk_usage(shared).free if shared.exists() else None),
-        check_threads(cores(), engine_threads(config), learner_threads(config)),
+        check_threads(config, cores()),
         check_thread_settings(cores(), os.environ),
         check_cpu(platform.machine(), supports_bfloat16()),
         check_gpu(),
@@ -120,12 +120,16 @@ def check_shared_memory(free: int | None) -> Check:
     )
 
 
-def check_threads(available: int, engine: int, learner: int) -> Check:
+def check_threads(config: Config, available: int) -> Check:
     """Threads that fight over cores are slower than fewer that share them."""
-    found = f"engine {engine}, learner {learner}, {plural(available, 'core')}"
-    crowded = max(engine, learner) > available
+    counts = {
+        "engine": engine_threads(config) if not shares_cores(config, config.engine.threads) else None,
+        "learner": learner_threads(config) if not shares_cores(config, config.learner.threads) else None,
+    }
+    named = ", ".join(f"{name} {count or 'by load'}" for name, count in counts.items())
+    crowded = max(count or 0 for count in counts.values()) > available
     advice = f"more threads than cores; set run.threads to {available} or less, or leave it out"
-    return Check("Threads", found, advice if crowded else "")
+    return Check("Threads", f"{named}, {plural(available, 'core')}", advice if crowded else "")
 
 
 def check_thread_settings(available: int, environment: Mapping[str, str]) -> Check:

@@ -182,7 +182,7 @@ def _door(
     claim: ServerClaim | None = None,
 ) -> Door:
     engine = config.engine
-    slots = min(engine.slots, int(facts.details.get("slots") or engine.slots))
+    slots = min(engine.resolved_slots, int(facts.details.get("slots") or engine.resolved_slots))
     counts_cores = process is not None and not uses_gpu(config)
     settings = DoorSettings(
         name=place.name,

@@ -131,7 +131,7 @@ def _vllm_flags(config: Config, model: Path, port: int, found: Installed, gpus: 
         ["--host", HOST],
         ["--port", str(port)],
         ["--dtype", config.model.dtype],
-        ["--max-num-seqs", str(config.engine.slots)],
+        ["--max-num-seqs", str(config.engine.resolved_slots)],
         ["--logprobs-mode", "processed_logprobs"],
         ["--generation-config", "vllm"],  # none of the model's own: sampling is what a request says
         ["--stream-interval", str(STREAMED_TOGETHER)],
@@ -172,7 +172,7 @@ def _sglang_flags(config: Config, model: Path, port: int, gpus: GpuAssignment) -
         ["--host", HOST],
         ["--port", str(port)],
         ["--dtype", config.model.dtype],
-        ["--max-running-requests", str(config.engine.slots)],
+        ["--max-running-requests", str(config.engine.resolved_slots)],
         ["--sampling-defaults", "openai"],  # none of the model's own: sampling is what a request says
         ["--stream-interval", str(STREAMED_TOGETHER)],
         ["--random-seed", str(config.run.seed % 2**31)],
@@ -234,7 +234,7 @@ def cache_gib(config: Config, model: Mapping[str, Any]) -> int:
     head_size = int(model.get("head_dim") or int(model.get("hidden_size", 0)) // heads)
     per_token = 2 * int(model.get("num_hidden_layers", 0)) * int(model.get("num_key_value_heads") or heads) * head_size
     length = config.engine.context or int(model.get("max_position_embeddings", 0))
-    wanted = per_token * DTYPE_BYTES[config.model.dtype] * length * config.engine.slots
+    wanted = per_token * DTYPE_BYTES[config.model.dtype] * length * config.engine.resolved_slots
     most = psutil.virtual_memory().available // 4 // server_count(config)
     return max(1, min(math.ceil(wanted / GIB), most // GIB))
 
