@@ -109,7 +109,7 @@ class Estimate:
 
 def engine_memory(config: Config, shape: ModelShape) -> Estimate:
     """Of one embedded engine."""
-    slots, size = config.engine.slots, BYTES[config.model.dtype]
+    slots, size = config.engine.resolved_slots, BYTES[config.model.dtype]
     context = min(config.engine.context or shape.context, shape.context)
     kv = shape.kv_bytes(config.model.dtype)
     weights = shape.parameters * size

@@ -202,7 +202,8 @@ def _engine(settings: PartSettings, stale: bool) -> object:
 
 def pinned_slots(config: Config) -> int:
     """Evaluation runs so many episodes at most; bits of a deterministic run depend on the number of slots."""
-    return config.engine.slots if config.run.deterministic else min(config.engine.slots, config.eval.max_running)
+    slots = config.engine.resolved_slots
+    return slots if config.run.deterministic else min(slots, config.eval.max_running)
 
 
 def _engine_sharing(settings: PartSettings) -> CoreSharing:

@@ -8,7 +8,6 @@ from pydantic import Field, field_validator
 
 from outpace.config.section import Section
 
-
 SLOTS = 64
 
 
