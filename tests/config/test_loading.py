@@ -121,7 +121,7 @@ def test_overrides_win_over_the_file_which_wins_over_the_defaults(tmp_path: Path
 def test_a_choice_on_top_of_a_resolved_file_is_as_if_made_at_first(
     tmp_path: Path, first: dict[str, Any], on_top: dict[str, Any]
 ) -> None:
-    first = {**first, "run.dir": "here", "engine.context": 256}
+    first = {**first, "run.dir": "here", "engine.context": 256, "engine.slots": 64}
     file = write(tmp_path, "config.toml", dump_toml(resolve(make_config(first))))
     assert resolve(load_config(file, on_top)) == resolve(make_config({**first, **on_top}))
 
