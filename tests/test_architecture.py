@@ -18,7 +18,8 @@ FLOORS: list[set[str]] = [
     {"models", "tasks"},
     {"rollouts", "rewards", "engines", "learn", "weights", "checkpoint", "runtime", "observe"},
     {"pipeline"},
-    {"parts", "resuming", "saved_objects", "saving", "session", "planning", "background"}
+    {"parts", "resuming", "saved_objects", "saving", "session", "planning"}
+    | {"registered", "background"}
     | {"trainer", "evaluate", "play", "agree", "serve"},
     {"bench", "simulate"},
     {"cli"},

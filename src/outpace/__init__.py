@@ -12,8 +12,11 @@ if TYPE_CHECKING:
     from outpace.config import Config
     from outpace.observe.callbacks import Callback
     from outpace.observe.read_rollouts import read_rollouts
+    from outpace.pipeline.evaluation import Evaluation
     from outpace.rewards.evaluator import evaluator
+    from outpace.rewards.registry import register as register_reward
     from outpace.rollouts.custom import rollout
+    from outpace.tasks.registry import register as register_task
     from outpace.trainer import Trainer
     from outpace.types import Answer, Endpoint, Episode, Task, Trajectory
 
@@ -25,6 +28,7 @@ __all__ = [
     "Config",
     "Endpoint",
     "Episode",
+    "Evaluation",
     "Peers",
     "Task",
     "Tokens",
@@ -35,6 +39,8 @@ __all__ = [
     "evaluator",
     "normaliser",
     "read_rollouts",
+    "register_reward",
+    "register_task",
     "rollout",
     "surrogate",
 ]
@@ -46,6 +52,7 @@ _HOMES = {
     "Config": "outpace.config",
     "Endpoint": "outpace.types",
     "Episode": "outpace.types",
+    "Evaluation": "outpace.pipeline.evaluation",
     "Peers": "outpace.algorithms.advantages",
     "Task": "outpace.types",
     "Tokens": "outpace.algorithms.tokens",
@@ -55,6 +62,8 @@ _HOMES = {
     "evaluator": "outpace.rewards.evaluator",
     "normaliser": "outpace.algorithms.registry",
     "read_rollouts": "outpace.observe.read_rollouts",
+    "register_reward": "outpace.rewards.registry:register",
+    "register_task": "outpace.tasks.registry:register",
     "rollout": "outpace.rollouts.custom",
     "surrogate": "outpace.algorithms.registry",
 }
@@ -66,4 +75,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'outpace' has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    module, _, attribute = _HOMES[name].partition(":")
+    return getattr(importlib.import_module(module), attribute or name)

@@ -63,7 +63,7 @@ def _checkpoint(run: Path) -> Path:
 async def _measure(plan: Plan, directory: Path, checkpoint: Path | None) -> dict[str, Agreement]:
     scratch = await asyncio.to_thread(Scratch)
     runtime = LocalRuntime(directory / "logs", guardian=scratch.guardian)
-    specs = PartSpecs(plan.config, directory, scratch.path, plan.code)
+    specs = PartSpecs(plan.config, directory, scratch.path, plan.code, plan.learner_code)
     try:
         sampling = specs.engines()
         learner, started, worker = await together(

@@ -19,6 +19,7 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Any
 
+from outpace.config import Config
 from outpace.errors import BadInput, Interrupted
 from outpace.observe.runlog import RunLog
 from outpace.observe.summary import Summary
@@ -38,9 +39,15 @@ WAKE_S = 0.5
 
 def claim(plan: Plan, resume: bool = False) -> Prepared:
     """Claim the plan's run directory; with `resume`, continue from its newest complete checkpoint."""
-    assert plan.config.run.dir is not None, "the config was resolved"
-    log = RunLog.claim(plan.config.run.dir, overwrite=plan.config.run.overwrite, resume=resume)
+    return plan_in(plan.config, resume, lambda _: plan)
+
+
+def plan_in(config: Config, resume: bool, make: Callable[[RunLog], Plan]) -> Prepared:
+    """Claim the run directory of a config, and have `make` plan the run with it."""
+    assert config.run.dir is not None, "the caller sets it"
+    log = RunLog.claim(config.run.dir, overwrite=config.run.overwrite, resume=resume)
     try:
+        plan = make(log)
         return (with_checkpoint(plan, log.dir) if resume else plan), log
     except BaseException:
         log.abandon()

@@ -1,10 +1,13 @@
-"""`outpace eval`: held-out reward of a model, or of what a run has trained, with an engine and a worker only."""
+"""Held-out reward of a model, or of what a run has trained, with engines and workers only: `outpace eval` and
+`Trainer.evaluate`."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -45,16 +48,43 @@ def evaluate(config: Config, objects: Objects, run: Path | None = None) -> Evalu
             export(run, scratch / "model")
             places["model.path"] = str(scratch / "model")
         plan = make_plan(with_values(config, places), objects)
-        if plan.config.engine.urls:
-            raise BadInput(
-                "engine.urls: who knows which weights a running server holds? Evaluation has none to send; "
-                "give --engine.urls=[], and a server is started"
-            )
-        if plan.eval_count == 0:
-            raise BadInput("eval.count: there are no held-out tasks; give tasks.eval_path or a larger eval.holdout")
-        if plan.eval_warning:
-            print(f"outpace: {plan.eval_warning}", file=sys.stderr)
-        return asyncio.run(_evaluate(plan, scratch))
+        return evaluate_plan(plan, scratch)
+
+
+def evaluate_plan(plan: Plan, directory: Path) -> Evaluation:
+    """Measure the model of a plan on its held-out tasks; `directory` takes the logs. On a thread with an event loop of
+    its own, so the caller's may be running. Ctrl-C ends it."""
+    if plan.config.engine.urls:
+        raise BadInput(
+            "engine.urls: which weights a running server holds is unknown, and an evaluation sends none; "
+            "leave this empty, and a server is started"
+        )
+    if plan.eval_count == 0:
+        raise BadInput("eval.count: there are no held-out tasks; give tasks.eval_path or a larger eval.holdout")
+    if plan.eval_warning:
+        print(f"outpace: {plan.eval_warning}", file=sys.stderr)
+    loop = asyncio.new_event_loop()
+    work = loop.create_task(_evaluate(plan, directory))
+    outcome: Future[Evaluation] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(loop.run_until_complete(work))
+        except BaseException as error:  # the boundary between threads: raised again below
+            outcome.set_exception(error)
+        finally:
+            loop.run_until_complete(loop.shutdown_default_executor())
+            loop.close()
+
+    thread = threading.Thread(target=run, name="outpace-evaluation", daemon=True)
+    thread.start()
+    try:
+        return outcome.result()
+    except KeyboardInterrupt:
+        loop.call_soon_threadsafe(work.cancel)
+        raise
+    finally:
+        thread.join()
 
 
 async def _evaluate(plan: Plan, directory: Path) -> Evaluation:

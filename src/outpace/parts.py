@@ -64,7 +64,9 @@ class PartSettings(msgspec.Struct, frozen=True):
 class PartSpecs:
     """The parent's side: what each part of one start is told, and the environment its process gets."""
 
-    def __init__(self, config: Config, run_dir: Path, scratch: Path, code: bytes = b"") -> None:
+    def __init__(
+        self, config: Config, run_dir: Path, scratch: Path, code: bytes = b"", learner_code: bytes = b""
+    ) -> None:
         self.placement = placement_of(config)
         # Children see their own GPUs only, so what follows from all of them is decided here.
         weights = config.weights.model_copy(update={"transport": self.placement.transport})
@@ -74,6 +76,7 @@ class PartSpecs:
         self._token = secrets.token_hex(16)
         self._scratch = scratch
         self._code = code
+        self._learner_code = learner_code
         self.sockets: dict[str, str] = {}  # of the engines, by name
         self.assigned: dict[str, GpuAssignment] = {}  # of the engines, by name
         self._learner_socket = str(scratch / f"{LEARNER}.sock")
@@ -119,6 +122,7 @@ class PartSpecs:
             "outpace.parts:build_learner",
             "outpace.protocols:Learner",
             self._facts | {"gpus": msgspec.to_builtins(self.placement.learner)},
+            code=self._learner_code,
             listen=self._learner_socket if self._sends else None,
             token=self._token,
         )
@@ -215,7 +219,13 @@ def _engine_sharing(settings: PartSettings) -> CoreSharing:
     return CoreSharing(board, "engine", settings.index + 1, cores(), torch.set_num_threads)
 
 
+def _install_registered(given: dict[str, Any]) -> None:
+    if "registered" in given:
+        given["registered"].install()
+
+
 async def build_learner(spec: PartSpec, peers: dict[str, Any]) -> object:
+    _install_registered(code.unpack(spec.code))
     return await asyncio.to_thread(_learner, settings_of(spec))
 
 
@@ -251,6 +261,7 @@ async def build_worker(spec: PartSpec, peers: dict[str, Any]) -> object:
     from outpace.rollouts.assembly import assemble
 
     given, settings = code.unpack(spec.code), settings_of(spec)
+    _install_registered(given)
     assembled = await assemble(settings.parsed, given)
     try:
         return await asyncio.to_thread(_worker, spec, settings, peers, given, assembled)

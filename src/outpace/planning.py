@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import msgspec
 
+from outpace import registered
 from outpace.checkpoint import commit
 from outpace.config import Config
 from outpace.config.loading import load_config, objects_beside
@@ -84,13 +85,20 @@ def make_plan(config: Config, objects: Objects, quiet: bool = False) -> Plan:
         raise BadInput("rewards.functions: name at least one: nothing else gives an episode of this run a reward")
     carried = {"tasks": own_sources, "rewards": rewards if objects.rewards else None, **own}
     given = {name: value for name, value in carried.items() if value is not None}
+    for_learner = registered.for_learner(config)
+    sent = {**carried, "registered": registered.for_worker(config)}
+    named_by_program = sent["registered"] is not None or for_learner is not None
     return Plan(
         config=config,
         tasks=fingerprint(train),
         tokenizer=tokenizer_digest(model),
         heldout=0 if heldout is None else len(heldout),
-        code=code.pack(carried),
-        objects=tuple(given),
+        code=code.pack(sent),
+        learner_code=code.pack({"registered": for_learner}),
+        objects=(
+            *given,
+            *(("registered names",) if named_by_program else ()),
+        ),
         saved=_saved(config, objects, heldout if own_sources else None) if given else None,
         callbacks=list(objects.callbacks),
         quiet=quiet,

@@ -74,6 +74,7 @@ class Plan:
     tokenizer: str  # its digest
     heldout: int
     code: bytes = b""  # user objects for the workers
+    learner_code: bytes = b""  # and for the learner
     objects: tuple[str, ...] = ()  # what they are
     saved: SavedObjects | None = None  # how `outpace eval` finds them again
     callbacks: list[Callback] = field(default_factory=list)
@@ -191,7 +192,7 @@ class Session:
             recorder.console.status(self._opening(past))
             if warning := self._plan.eval_warning:
                 recorder.console.status(warning)
-            specs = PartSpecs(self._config, self._log.dir, scratch.path, self._plan.code)
+            specs = PartSpecs(self._config, self._log.dir, scratch.path, self._plan.code, self._plan.learner_code)
             parts = await self._started(runtime, specs, recorder.console.status)
             await self._restore(parts, past)
             await self._agree(parts, past.version, recorder.console.status)

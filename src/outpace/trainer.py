@@ -13,40 +13,63 @@ running, as in a notebook. Functions that cannot be imported by name reach the w
 
 from __future__ import annotations
 
+import dataclasses
+import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from outpace.background import BackgroundRun, Prepared, claim
+from outpace.background import BackgroundRun, Prepared, claim, plan_in
+from outpace.checkpoint import commit
+from outpace.checkpoint.export import export
+from outpace.checkpoint.retention import CHECKPOINTS
 from outpace.config import Config
+from outpace.config.dependent import with_values
+from outpace.config.equivalents import equivalent
 from outpace.config.loading import load_config, make_config
+from outpace.config.rules import default_directory
+from outpace.errors import BadInput, one_line
+from outpace.evaluate import evaluate_plan
+from outpace.models.objects import check_objects, save_objects
 from outpace.observe.callbacks import Callback
+from outpace.observe.runlog import MODEL, RunLog
 from outpace.observe.summary import Summary
+from outpace.pipeline.evaluation import Evaluation
 from outpace.planning import Objects, Tasks, make_plan
 from outpace.protocols import Reward, Rollout
 from outpace.references import is_reference
 from outpace.rollouts.environments.kinds import Given
+from outpace.runtime.scratch import temporary_directory
+from outpace.session import Plan
 from outpace.tasks.registry import is_of_family
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+MOST_REMEDIES = 6
+"""Settings of another trainer's arguments that an error names."""
 
 
 class Trainer:
     """Trains `model` on `tasks` by `rewards`.
 
-    model: what `model.path` takes. tasks: a registered name, a file or dataset path, a list of rows with a `prompt`,
-    or any sized, indexable source of rows. eval_tasks: what is held out, likewise but for the name. rewards: functions
-    in TRL's signature or their names. config: a `Config`, a nested or dotted dict, or a TOML or YAML file. rollout: an
-    `async def rollout(task, client)`. environment: a class with `reset`, typed methods as tools and, if it judges its
-    episodes itself, `get_reward`; or several of them by the name that a column of the task gives. tools: typed,
-    documented functions that the model may call.
+    model: what `model.path` takes, or a causal LM of transformers with its `tokenizer`. tasks: a registered name, a
+    file or dataset path, a list of rows with a `prompt`, or any sized, indexable source of rows. eval_tasks: what is
+    held out, likewise but for the name. rewards: functions in TRL's signature or their names. config: a `Config`, a
+    nested or dotted dict, or a TOML or YAML file. rollout: an `async def rollout(task, client)`. environment: a class
+    with `reset`, typed methods as tools and, if it judges its episodes itself, `get_reward`; or several of them by the
+    name that a column of the task gives. tools: typed, documented functions that the model may call.
     """
 
     def __init__(
         self,
-        model: str | Path | None = None,
+        model: str | Path | PreTrainedModel | None = None,
         tasks: str | Path | Tasks | None = None,
         rewards: Reward | str | Sequence[Reward | str] | None = None,
         config: Config | Mapping[str, Any] | str | Path | None = None,
         *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         eval_tasks: str | Path | Tasks | None = None,
         rollout: Rollout | None = None,
         environment: Given | None = None,
@@ -55,8 +78,14 @@ class Trainer:
         quiet: bool = False,
     ) -> None:
         changes: dict[str, Any] = {}
-        if model is not None:
+        self._model: tuple[Any, Any] | None = None  # objects: the model and its tokenizer
+        if isinstance(model, str | Path):
             changes["model"] = {"path": str(model)}
+        elif model is not None:
+            check_objects(model, tokenizer)
+            self._model = model, tokenizer
+        if tokenizer is not None and self._model is None:
+            raise BadInput("tokenizer: model.path brings its own; give one only with a model object")
         if isinstance(tasks, str | Path):
             changes["tasks"] = _named_tasks(tasks)
         if isinstance(eval_tasks, str | Path):
@@ -101,16 +130,62 @@ class Trainer:
         """Of the latest run, in whatever way it ended; None before that."""
         return None if self._run is None else self._run.summary
 
+    def evaluate(self) -> Evaluation:
+        """Measure the newest checkpoint of the run, or the model itself if there is none, on the held-out tasks."""
+        with temporary_directory("eval") as scratch:
+            run, config = self._run_directory, self.config
+            checkpoint = None if run is None else commit.newest_complete(run / CHECKPOINTS)
+            if self._model is not None:
+                save_objects(*self._model, scratch / "given")
+                config = with_values(config, {"model.path": str(scratch / "given")})
+            plan = make_plan(config, self._objects, self._quiet)
+            places = {"run.dir": str(scratch), "run.runtime": "local"}
+            if checkpoint is not None:
+                places["model.path"] = str(export(checkpoint, scratch / "trained"))
+            evaluation = evaluate_plan(replace(plan, config=with_values(plan.config, places)), scratch)
+        return replace(evaluation, version=0 if checkpoint is None else commit.step_of(checkpoint))
+
+    def export(self, directory: str | Path, best: bool = False, adapter: bool = False) -> Path:
+        """Write the newest checkpoint as a Hugging Face directory; with `best`, that of the best held-out reward; with
+        `adapter`, the trained adapters alone."""
+        if self._run_directory is None:
+            raise BadInput("export: this trainer has not trained yet, and its config names no run.dir")
+        return export(self._run_directory, directory, best, adapter)
+
+    @property
+    def _run_directory(self) -> Path | None:
+        directory = self.config.run.dir or self._directory
+        return None if directory is None else Path(directory)
+
     def _prepare(self, resume: bool) -> Prepared:
-        plan = make_plan(self._with_directory(resume), self._objects, self._quiet)
-        prepared = claim(plan, resume)
-        self._directory = plan.config.run.dir
+        config = self.config
+        if resume and config.run.dir is None and self._directory is not None:
+            config = with_values(config, {"run.dir": self._directory})
+        if self._model is None:
+            prepared = claim(make_plan(config, self._objects, self._quiet), resume)
+        else:
+            named = with_values(config, {"run.dir": config.run.dir or default_directory()})
+            prepared = plan_in(named, resume, lambda log: self._plan_with_objects(named, resume, log))
+        self._directory = prepared[0].config.run.dir
         return prepared
 
-    def _with_directory(self, resume: bool) -> Config:
-        if not resume or self.config.run.dir is not None or self._directory is None:
-            return self.config
-        return _merge(self.config, {"run": {"dir": self._directory}})
+    def _plan_with_objects(self, config: Config, resume: bool, log: RunLog) -> Plan:
+        """The model is saved beside what an earlier run left, and takes its place once everything is checked."""
+        assert self._model is not None
+        model, new = (log.dir / MODEL).absolute(), (log.dir / f"{MODEL}.new").absolute()
+        if resume:
+            if not model.is_dir():
+                raise BadInput(f"model: the run in {log.dir} was not started with a model object; give its model.path")
+            return make_plan(with_values(config, {"model.path": str(model)}), self._objects, self._quiet)
+        try:
+            save_objects(*self._model, new)
+            plan = make_plan(with_values(config, {"model.path": str(new)}), self._objects, self._quiet)
+            shutil.rmtree(model, ignore_errors=True)
+            new.rename(model)
+        finally:
+            shutil.rmtree(new, ignore_errors=True)
+        log.written.add(MODEL)
+        return replace(plan, config=with_values(plan.config, {"model.path": str(model)}))
 
 
 def _as_config(config: Config | Mapping[str, Any] | str | Path | None) -> Config:
@@ -118,7 +193,23 @@ def _as_config(config: Config | Mapping[str, Any] | str | Path | None) -> Config
         return config
     if isinstance(config, str | Path):
         return load_config(Path(config))
+    if config is not None and not isinstance(config, Mapping):
+        raise BadInput(_why_not_a_config(config))
     return make_config(config or {})
+
+
+def _why_not_a_config(config: Any) -> str:
+    """With what to use instead for what was set in the arguments of a TRL or transformers trainer."""
+    reason = f"config: a {type(config).__name__} is not accepted; give a Config, a dict or a TOML file"
+    if not dataclasses.is_dataclass(config):
+        return reason
+    changed = [
+        each.name
+        for each in dataclasses.fields(config)
+        if each.default is not dataclasses.MISSING and getattr(config, each.name, each.default) != each.default
+    ]
+    remedies = [f"for {name}, {remedy}" for name in changed if (remedy := equivalent(name)) is not None]
+    return one_line("; ".join([reason, *remedies[:MOST_REMEDIES]]), 600)
 
 
 def _merge(config: Config, changes: Mapping[str, Any]) -> Config:

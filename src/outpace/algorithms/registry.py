@@ -2,7 +2,8 @@
 
 A surrogate, an advantage estimator or a normaliser is one function and one decorator. Its keyword-only arguments are
 settings of `[algorithm]`, with their defaults: the config fills them in, and refuses a setting that none of the chosen
-functions takes. Whatever is not built in is named `package.module:function`, like a reward.
+functions takes. Whatever is not built in is named `package.module:function`, like a reward, or by its own name where
+the program that trains has registered it.
 
     @surrogate(anchors=("rollout",))  # or, where the defaults fit: @surrogate
     def my_loss(tokens: Tokens, *, cap: float = 3.0) -> Tensor: ...
@@ -76,12 +77,14 @@ class NormaliserFacts(Facts):
 
 @dataclass(frozen=True)
 class Registry:
-    """The built-in functions of one kind. `setting` is where they are named, `word` what they are called."""
+    """The functions of one kind, built in and the user's own. `setting` is where they are named, `word` what they are
+    called."""
 
     kind: type[Facts]
     setting: str
     word: str
     built_in: dict[str, Facts] = field(default_factory=dict)
+    own: dict[str, Facts] = field(default_factory=dict)
 
     def register(self, **facts: Any) -> Callable[[F], F]:
         """A decorator; `facts` are those of the kind."""
@@ -89,16 +92,19 @@ class Registry:
         def add(function: F) -> F:
             entry = self.kind(function, _parameters(function), **facts)
             setattr(function, FACTS, entry)
-            if function.__module__.startswith("outpace."):
-                self.built_in[entry.name] = entry
+            known = self.built_in if function.__module__.startswith("outpace.") else self.own
+            known[entry.name] = entry
             return function
 
         return add
 
     def find(self, name: str) -> Any:
-        """The registration of a built-in name or of `package.module:function`."""
+        """The registration of a built-in name, of one that the program has registered, or of
+        `package.module:function`."""
         if name in self.built_in:
             return self.built_in[name]
+        if name in self.own:
+            return self.own[name]
         if not is_reference(name):
             raise BadInput(f"{self.setting}: {self._why_unknown(name)}")
         found = getattr(load_function(name, self.setting), FACTS, None)
@@ -115,7 +121,7 @@ class Registry:
                 return f"{name} is {other.word}, not {self.word}"
         if name.endswith(".py"):
             return f"name the function too: {name}:function"
-        close = nearest(name, self.built_in)
+        close = nearest(name, {**self.built_in, **self.own})
         known = f"there are {', '.join(self.built_in)}, or name your own as package.module:function"
         hint = f"did you mean {close[0]}?" if close else known
         return f"no {self.word.partition(' ')[2]} is called {name!r}; {hint}"

@@ -112,7 +112,7 @@ def _defaults(config: Config, own_tasks: bool, now: datetime) -> dict[str, Any]:
         "engine.slots": slots,
         "pacing.max_running": 2 * slots * engines,
         "eval.temperature": config.rollout.temperature,
-        "run.dir": f"runs/{now:%Y%m%d-%H%M%S}",
+        "run.dir": default_directory(now),
     }
     if config.lora.rank > 0:
         unset["learner.lr"] = ADAPTER_LR.get(config.model.path, OTHER_ADAPTER_LR)
@@ -136,6 +136,10 @@ def _slots(config: Config, engines: int) -> int:
         return SLOTS
     half_a_batch = config.pacing.groups_per_step * config.rollout.group_size // 2
     return max(SLOTS, min(half_a_batch // engines, MOST_SLOTS))
+
+
+def default_directory(now: datetime | None = None) -> str:
+    return f"runs/{now or datetime.now():%Y%m%d-%H%M%S}"
 
 
 def brought_by_task(config: Config, another_task: bool) -> set[str]:

@@ -34,13 +34,15 @@ from outpace.types import Failure
 logger = logging.getLogger(__name__)
 
 LOCK = "run.lock"
+MODEL = "model"
+"""The folder of a model that the run was given as an object."""
 FILES = (
     *("config.toml", "tasks.json", "metrics.jsonl", "batches.jsonl", "evals.jsonl", "summary.json", "timeline.json"),
     *("fleet.json", "fleet.jsonl", "objects.json", "heldout.jsonl"),
 )
 LINES = ("metrics.jsonl", "batches.jsonl", "evals.jsonl")
 FOLDERS = ("rollouts", "checkpoints", "journal", "logs")
-ON_DEMAND = ("bad_steps",)
+ON_DEMAND = ("bad_steps", MODEL)
 """What a run leaves, and all that overwriting one removes; some of it only where there is something to put in."""
 
 
@@ -79,6 +81,7 @@ class RunLog:
         self._resuming = resuming
         self._found = _content(directory)  # what was there before this run
         self.began = False
+        self.written = {"logs"}  # folders that this run fills before `start`
         self._lines: dict[str, LineFile] = {}
 
     # ------------------------------------------------------------------------------------------------ start and end
@@ -107,7 +110,7 @@ class RunLog:
         if not self._resuming:
             for name in FILES:
                 (self.dir / name).unlink(missing_ok=True)
-            for name in {*FOLDERS, *ON_DEMAND} - {"logs"}:  # the parts of this run write their logs there already
+            for name in {*FOLDERS, *ON_DEMAND} - self.written:
                 if (self.dir / name).is_dir():
                     shutil.rmtree(self.dir / name)
         for name in FOLDERS:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, stdev
 
@@ -18,7 +18,8 @@ MAX_VIEWS = 512
 @dataclass(frozen=True)
 class Evaluation:
     """The result of one evaluation. `reward` is the mean over the `count` tasks that could be judged, None if none
-    could; `stderr` is its standard error over these tasks, None for fewer than two."""
+    could; `stderr` is its standard error over these tasks, None for fewer than two; `rewards` are the means of the
+    single reward functions, before weights."""
 
     version: Version
     reward: float | None
@@ -32,6 +33,7 @@ class Evaluation:
     binary: bool = False  # every reward is 0 or 1, so the mean is an accuracy
 
     failures: list[Failure] = field(default_factory=list)
+    rewards: dict[str, float] = field(default_factory=dict)
 
     @property
     def result(self) -> EvalResult | None:
@@ -104,4 +106,10 @@ def summarise(version: Version, reports: Sequence[GroupReport]) -> Evaluation:
         stderr=stdev(rewards) / math.sqrt(len(rewards)) if len(rewards) > 1 else None,
         binary=bool(rewards) and set(rewards) <= {0.0, 1.0},
         failures=[failure for report in reports for failure in report.failures],
+        rewards=_means([report.reward_parts for report in reports]),
     )
+
+
+def _means(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for each in parts for name in each)
+    return {name: fmean(each[name] for each in parts if name in each) for name in names}

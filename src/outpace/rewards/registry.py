@@ -10,7 +10,7 @@ import difflib
 import importlib.util
 import inspect
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 from outpace.config import Config
 from outpace.errors import BadInput
@@ -20,6 +20,8 @@ from outpace.rewards.evaluator import is_evaluator
 from outpace.runtime.code import Source, by_value
 from outpace.runtime.signature import BY_KEYWORD, named, parameters_of
 from outpace.wording import with_article
+
+R = TypeVar("R", bound=Callable[..., Any])
 
 SETTING = "rewards.functions"
 ALWAYS_GIVEN = ("prompts", "completions")
@@ -45,7 +47,22 @@ PACKAGES = {"math": ("math_verify", "math")}
 MAIN_THREAD = frozenset({BUILT_IN["math"]})
 """Built-in functions that use signals, and so cannot run on a thread at all."""
 
+OWN: dict[str, Reward] = {}
+"""What the user has registered."""
+
 NamedReward = tuple[str, Reward]
+
+
+def register(name: str) -> Callable[[R], R]:
+    """Make a function available by `name` in `rewards.functions`."""
+
+    def keep(function: R) -> R:
+        if name in BUILT_IN or name in MADE:
+            raise ValueError(f"a reward named {name!r} is built in")
+        OWN[name] = function
+        return function
+
+    return keep
 
 
 def resolve_rewards(names: Sequence[str | Reward], config: Config | None = None) -> list[NamedReward]:
@@ -125,7 +142,7 @@ def isolated(
         stays = is_async(function) or bool(named(function, ("environments",)))
         if stays or isolation == "thread" or (isolation is None and built_in and built_in not in APART):
             continue
-        reference = built_in or reference
+        reference = built_in or (reference if is_reference(reference) else "")
         found[name] = Source(reference) if reference else by_value(function)
     return found
 
@@ -155,6 +172,8 @@ def _load(given: str | Reward, config: Config) -> Callable[..., Any]:
         )
     if is_reference(given):
         return load_function(given, SETTING)
+    if given in OWN:
+        return OWN[given]
     _check_built_in(given)
     if given in MADE:
         return cast(Reward, load_function(MADE[given], SETTING)(config))
@@ -162,7 +181,7 @@ def _load(given: str | Reward, config: Config) -> Callable[..., Any]:
 
 
 def _check_built_in(name: str) -> None:
-    known = [*BUILT_IN, *MADE]
+    known = [*BUILT_IN, *MADE, *OWN]
     if name not in known:
         close = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {close[0]}?" if close else f"built in are {', '.join(known)}."

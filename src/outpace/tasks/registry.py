@@ -37,15 +37,22 @@ def is_of_family(name: str) -> bool:
 
 
 def register(name: str) -> Callable[[TaskFactory], TaskFactory]:
-    """Make a function available as `tasks.name = name`."""
+    """Make a function available as `tasks.name = name`. Defining the same function again, as a notebook does, replaces
+    it."""
 
     def keep(factory: TaskFactory) -> TaskFactory:
-        if _factories.get(name, factory) is not factory:
+        before = _factories.get(name, factory)
+        if (before.__module__, before.__qualname__) != (factory.__module__, factory.__qualname__):
             raise ValueError(f"a task named {name!r} is registered already")
         _factories[name] = factory
         return factory
 
     return keep
+
+
+def own_tasks() -> dict[str, TaskFactory]:
+    """Those that the user has registered."""
+    return {name: made for name, made in _factories.items() if not made.__module__.startswith("outpace.")}
 
 
 def open_tasks(config: Config) -> Sources:

@@ -1,0 +1,160 @@
+"""Models, tokenizers and registered names of a Python caller, measuring and exporting."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import outpace as api
+from outpace.errors import BadInput
+
+Settings = dict[str, Any]
+
+
+@pytest.fixture
+def loaded(toy_model: Path) -> tuple[Any, Any]:
+    from outpace.models.loading import load_model, load_tokenizer
+
+    return load_model(str(toy_model)), load_tokenizer(str(toy_model))
+
+
+def without_model(settings: Settings) -> Settings:
+    inline = {"run.runtime": "inline", "run.steps": 2}
+    return {key: value for key, value in settings.items() if key != "model.path"} | inline
+
+
+def test_a_model_and_a_tokenizer_in_memory_are_saved_in_the_run_and_used_from_there(
+    settings: Settings, loaded: tuple[Any, Any], tmp_path: Path
+) -> None:
+    config, (model, tokenizer) = without_model(settings), loaded
+    trainer = api.Trainer(model, tokenizer=tokenizer, config=config, quiet=True)
+    assert trainer.train().steps == 2
+    run = Path(settings["run.dir"])
+    assert list((run / "model").glob("*.safetensors"))
+    resumed = api.Trainer(model, tokenizer=tokenizer, config={**config, "run.steps": 3}, quiet=True)
+    assert resumed.train(resume=True).steps == 3
+    exported = resumed.export(tmp_path / "exported")
+    assert (exported / "tokenizer.json").is_file()
+
+
+def test_a_plan_that_is_refused_leaves_the_model_of_the_run_to_be_overwritten(
+    settings: Settings, loaded: tuple[Any, Any]
+) -> None:
+    config, (model, tokenizer) = without_model(settings) | {"run.overwrite": True}, loaded
+    api.Trainer(model, tokenizer=tokenizer, config=config, quiet=True).train()
+    weights = Path(settings["run.dir"]) / "model" / "model.safetensors"
+    before = weights.stat().st_mtime_ns
+    with pytest.raises(BadInput, match=r"rewards\.functions"):
+        api.Trainer(model, rewards="nosuch", tokenizer=tokenizer, config=config, quiet=True).train()
+    assert weights.stat().st_mtime_ns == before
+    assert not weights.parent.with_name("model.new").exists()
+
+
+def test_objects_that_cannot_be_trained_are_refused(loaded: tuple[Any, Any]) -> None:
+    import peft
+
+    model, tokenizer = loaded
+    with pytest.raises(BadInput, match=r"^tokenizer:"):
+        api.Trainer(model)
+    with pytest.raises(BadInput, match=r"^tokenizer:"):
+        api.Trainer("starter", tokenizer=tokenizer)
+    with pytest.raises(BadInput, match=r"^model:"):
+        api.Trainer(object(), tokenizer=tokenizer)  # type: ignore[arg-type]
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(BadInput, match=r"^model: .*lora\.rank"):
+        api.Trainer(adapted, tokenizer=tokenizer)
+
+
+def test_the_arguments_of_a_trl_trainer_are_refused_naming_what_to_use_instead(tmp_path: Path) -> None:
+    class TrainingArguments:
+        pass
+
+    from dataclasses import dataclass
+
+    @dataclass
+    class GRPOConfig(TrainingArguments):
+        output_dir: str | None = None
+        num_generations: int = 8
+        learning_rate: float = 1e-6
+
+    with pytest.raises(BadInput, match=r"^config: a GRPOConfig") as caught:
+        api.Trainer(config=GRPOConfig(num_generations=4))  # type: ignore[arg-type]
+    assert "rollout.group_size" in str(caught.value)
+    assert "learner.lr" not in str(caught.value), "it has its default"
+    with pytest.raises(BadInput, match=r"^config:"):
+        api.Trainer(config=3)  # type: ignore[arg-type]
+
+
+def test_the_real_grpo_config_is_refused_too(tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl")
+    given = trl.GRPOConfig(output_dir=str(tmp_path), num_generations=4, use_cpu=True, bf16=False)
+    with pytest.raises(BadInput, match=r"^config: a GRPOConfig .*rollout\.group_size"):
+        api.Trainer(config=given)
+
+
+@pytest.mark.slow  # half a minute: two evaluations with processes of their own
+async def test_evaluate_measures_the_base_model_and_then_the_newest_checkpoint(
+    settings: Settings, rewards: Path
+) -> None:
+    config = {**settings, "run.runtime": "inline", "run.steps": 2, "eval.count": 4, "eval.holdout": 0.25}
+    config |= {"rewards.functions": [f"{rewards}:vowels", f"{rewards}:always"], "rewards.weights": [1.0, 0.5]}
+    trainer = api.Trainer(config=config, quiet=True)
+    before = trainer.evaluate()  # though a loop is running
+    assert (before.version, before.count) == (0, 4)
+    assert before.stderr is not None
+    assert set(before.rewards) == {"vowels", "always"}
+    assert before.reward == pytest.approx(before.rewards["vowels"] + 0.5 * before.rewards["always"])
+    await trainer.train_async()
+    after = trainer.evaluate()
+    assert (after.version, after.count) == (2, 4)
+
+
+def test_export_before_training_is_refused() -> None:
+    with pytest.raises(BadInput, match=r"^export:"):
+        api.Trainer("starter").export("nowhere")
+
+
+SCRIPT = """
+import outpace
+from outpace.algorithms.tokens import Tokens
+
+OFFSET = 0.5
+
+@outpace.register_task("counting")
+def counting(config):
+    return [outpace.Task(f"count/{{n}}", f"count {{n}}") for n in range(24)], None
+
+@outpace.register_reward("digits")
+def digits(completions, **columns):
+    return [sum(c.isdigit() for c in text) + OFFSET for text in completions]
+
+@outpace.advantage
+def above_worst(peers):
+    return peers.returns_G - peers.returns_G.min()
+
+@outpace.surrogate(anchors=("rollout",))
+def plain(tokens: Tokens):
+    return -tokens.advantages_N * tokens.logp_N
+
+config = {config!r}
+print(outpace.Trainer(config=config, quiet=True).train().steps)
+"""
+
+
+def test_names_that_a_script_registers_work_in_every_process_of_its_run(settings: Settings, tmp_path: Path) -> None:
+    config = {key: value for key, value in settings.items() if key != "tasks.path"}
+    config |= {
+        "tasks.name": "counting",
+        "rewards.functions": ["digits"],
+        "algorithm.advantage": "above_worst",
+        "algorithm.surrogate": "plain",
+    }
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(config=config))
+    result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=150, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1] == "3"
