@@ -151,7 +151,7 @@ def trained(machine: Machine, learner: CoreSharing, chunks: int, seconds: dict[i
 
 
 @pytest.mark.parametrize(("with_all", "mostly"), [(0.8, 2), (1.2, 1)])
-def test_a_learner_that_never_waits_takes_all_cores_where_that_is_faster(
+def test_a_learner_that_hardly_waits_takes_all_cores_where_that_is_faster(
     machine: Machine, with_all: float, mostly: int
 ) -> None:
     learner, engine = machine.joins("learner", LEARNER_LINE), machine.joins("engine", 1)
@@ -161,12 +161,12 @@ def test_a_learner_that_never_waits_takes_all_cores_where_that_is_faster(
     assert used.count(mostly) == 3 * EXPLORE + EXPLORE - 4  # and the other way once in every EXPLORE chunks
 
 
-def test_a_learner_that_waits_leaves_the_engine_its_core(machine: Machine) -> None:
+def test_a_learner_that_mostly_waits_leaves_the_engine_its_core(machine: Machine) -> None:
     learner, engine = machine.joins("learner", LEARNER_LINE), machine.joins("engine", 1)
     engine.adjust()
     for _ in range(50):
         assert trained(machine, learner, 1, {1: 1.0, 2: 0.5}) == [1]
-        machine.now += 1.0
+        machine.now += 2.0
 
 
 def test_the_faster_way_changes_when_the_machine_does() -> None:

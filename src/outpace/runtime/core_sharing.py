@@ -9,8 +9,9 @@ before every unit of work (a decode step, a layer of a forward or backward pass)
     the role         an engine takes an equal share of the cores, at most as many as make its step faster;
                      the learner takes what busy engines leave, or all cores where that proves faster
 
-A learner that rarely waits limits the speed of the run, and a few threads too many can then be worth it: the scheduler
-gives it a larger part of the cores. Whether they are depends on machine and model, so the learner measures both ways.
+A learner that works most of the time limits the speed of the run, and a few threads too many can then be worth it: the
+scheduler gives it a larger part of the cores. Whether they are depends on machine and model, so the learner measures
+both ways.
 
 Invariants
 - A line is two aligned 64-bit integers, so a reader never sees half of one. A process writes its own line, and clears
@@ -56,8 +57,8 @@ GAIN = 1.03
 """All cores must make the learner this much faster than its share does."""
 
 BUSY_WINDOW_S = 5.0
-ALWAYS_BUSY = 0.9
-"""A learner that works for at least this part of the time limits the speed of the run."""
+MOSTLY_BUSY = 0.6
+"""A learner that works for at least this part of the time limits the speed of the run, or the end of each step."""
 
 
 def share_of(
@@ -247,7 +248,7 @@ class CoreSharing:
         """Inside of `working`: so many tokens are trained, with the share or with all cores, and the speed is noted."""
         began = self._clock()
         contended = self._share() < self._cores
-        self._all = contended and self._busy_part > ALWAYS_BUSY and self._all_is_faster.next_is_second()
+        self._all = contended and self._busy_part > MOSTLY_BUSY and self._all_is_faster.next_is_second()
         self.adjust()
         yield
         if contended and (seconds := self._clock() - began) > 0:
