@@ -141,7 +141,7 @@ class BackgroundRun:
     def _main(self) -> None:
         try:
             outcome: Summary | BaseException = self._execute(*(self._prepared or self._prepare()))
-        except BaseException as error:  # the boundary between threads: raised again by whoever waits for `finished`
+        except BaseException as error:  # the boundary between threads: raised again where `finished` is awaited
             outcome = error
         self._finish(outcome)
 

@@ -186,7 +186,7 @@ class CoreSharing:
         self._others = 0.0
         self._applied = 0
         self._busy = False
-        self._all = False  # take all cores, whoever else is busy
+        self._all = False  # take all cores, also those of busy engines and other programs
         self._all_is_faster = Faster()
         self._since = clock()
         self._busy_part = 0.0

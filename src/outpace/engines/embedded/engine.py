@@ -261,7 +261,7 @@ class EmbeddedEngine:
             if self._sharing is None:
                 if self._on_cpu:
                     self._threads = fitting_threads(self._main.decoder, self._threads)
-                torch.set_num_threads(self._threads)  # per thread: the intra-op pool belongs to whoever computes
+                torch.set_num_threads(self._threads)  # torch's thread count belongs to the thread that sets it
             while self._take_turn():
                 pass
         except BaseException as error:  # the boundary of the thread: whatever it was, callers must hear of it
