@@ -30,6 +30,7 @@ from drills.following import Run, lines_of
 from drills.modes import MODES, Assets
 from drills.points import OF_AGENTS, POINTS, WHILE_RESUMING, Point
 from drills.striking import AtRandom
+from leftovers import LeftoverCheck
 
 START_LIMIT_S = 240.0
 """How long one start may take, to its end; many times what it takes."""
@@ -219,11 +220,15 @@ def main(words: Sequence[str] | None = None) -> int:
     home = options.home or Path(tempfile.mkdtemp(prefix="outpace-kills-"))
     results: list[Result] = []
     began = time.monotonic()
-    for result in hold_all(drills, Range(home), options.jobs):
-        results.append(result)
-        print(_row(result, len(results), len(drills)), flush=True)
+    with LeftoverCheck(home.absolute()) as check:
+        for result in hold_all(drills, Range(home), options.jobs):
+            results.append(result)
+            print(_row(result, len(results), len(drills)), flush=True)
+        left = check.found()
     minutes = (time.monotonic() - began) / 60
-    return _conclude(results, drills, minutes, options.result or home / "result.json")
+    failed = _conclude(results, drills, minutes, options.result or home / "result.json")
+    print(*(f"left behind: {what}" for what in left), sep="\n", end="\n" if left else "")
+    return 1 if failed or left else 0
 
 
 def _options(words: Sequence[str] | None) -> argparse.Namespace:
@@ -247,7 +252,8 @@ def _row(result: Result, number: int, of: int) -> str:
     return f"{number:4}/{of}  {result.name:52} {result.seconds:6.1f} s  recovered in {recovery or '-':>10} s  {verdict}"
 
 
-def _conclude(results: list[Result], drills: Sequence[Drill], minutes: float, file: Path) -> int:
+def _conclude(results: list[Result], drills: Sequence[Drill], minutes: float, file: Path) -> bool:
+    """Write the record and a summary; whether a drill has failed."""
     failed = [result for result in results if result.faults]
     recovery = sorted(seconds for result in results for seconds in result.recovery_s if seconds is not None)
     pairs = {(point.part, point.label) for drill in drills for point in drill.deaths}
@@ -265,7 +271,7 @@ def _conclude(results: list[Result], drills: Sequence[Drill], minutes: float, fi
         f"{len(results)} drills over {len(pairs)} pairs of process and point in {minutes:.1f} min: {len(failed)} failed"
     )
     print(f"everything is in {file}")
-    return 1 if failed else 0
+    return bool(failed)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from drills.following import Run, lines_of
 from drills.measuring import Cost, Measuring, costs, growing
 from drills.modes import CODE, COMMON, Assets, as_arguments, toy_settings
 from drills.striking import strike_role
+from leftovers import LeftoverCheck
 
 TASKS = 512
 ROLES = ("engine-0", "worker-0", "grader", "environment", "learner", "controller")
@@ -213,7 +214,9 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--result", type=Path, help="where the JSON goes; default: result.json in there")
     options = parser.parse_args(words)
     home = options.home or Path(tempfile.mkdtemp(prefix="outpace-soak-"))
-    record = soak(home, options.steps, options.seed, options.every, options.apart)
+    with LeftoverCheck(home.absolute()) as check:
+        record = soak(home, options.steps, options.seed, options.every, options.apart)
+        record["faults"] += [f"left behind: {what}" for what in check.found()]
     file = options.result or home / "result.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(record, indent=1) + "\n")

@@ -23,9 +23,11 @@ from outpace.engines.servers.build import build_door
 from outpace.engines.servers.starting.launching import free_port
 from outpace.engines.servers.starting.start import PORTS_TRIED, Recipe, start_server
 from outpace.errors import BadInput
+from outpace.runtime import guardian_child
 from outpace.runtime.scratch import Scratch
 from outpace.serve import serving_config
 from servers.stand_in_vllm import laid_out
+from servers_support import SMALL, vllm_python
 from support import run_command, start_command
 
 WITHIN_S = 60
@@ -164,6 +166,33 @@ def test_a_server_that_was_killed_with_all_its_processes_leaves_no_shared_memory
     kill_together([leader, *leader.children(recursive=True)])
     served.process.communicate(timeout=WITHIN_S)
     assert left_of(segments) == []
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("killed", ["command", "server", "server with all its processes"])
+def test_a_real_vllm_leaves_nothing_in_shared_memory_or_in_the_temporary_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: str
+) -> None:
+    folder = temporary(tmp_path, monkeypatch)
+    given = SMALL | {"launch.python": vllm_python(), "weights.transport": "files"}
+    served = Served(
+        *(f"--{key}={json.dumps(value) if isinstance(value, dict) else value}" for key, value in given.items())
+    )
+    leader = next(each for each in served.family if "--port" in each.cmdline())
+    processes = [leader, *leader.children(recursive=True)]
+    segments = [Path("/dev/shm", name) for name, _ in guardian_child.mapped(each.pid for each in processes)]
+    assert segments
+    if killed == "command":
+        served.process.kill()
+    elif killed == "server":
+        leader.kill()
+    else:
+        kill_together(processes)
+    served.process.communicate(timeout=WITHIN_S)
+    assert served.left() == []
+    assert left_of(segments) == []
+    assert [path.name for path in folder.iterdir() if path.suffix != ".log"] == []
 
 
 def test_a_server_that_ends_by_itself_ends_the_command_with_its_words_and_its_log_is_kept(
