@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import tempfile
 import uuid
 from pathlib import Path
 
@@ -15,7 +17,11 @@ PYTEST_LOG = "collected 3 items\\n== short test summary info ==\\nSKIPPED [1] te
 
 def run_stages(body: str, limit_s: int = 600) -> subprocess.CompletedProcess[str]:
     script = f"set -euo pipefail\nCI_LIMIT_S={limit_s} CI_MACHINE=test\n. {STAGES}\n{body}"
-    return subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=100, check=False)
+    with tempfile.TemporaryDirectory(prefix="logs-") as logs:
+        environment = {**os.environ, "TMPDIR": logs}
+        return subprocess.run(
+            ["bash", "-c", script], capture_output=True, text=True, timeout=100, check=False, env=environment
+        )
 
 
 def running(mark: str) -> list[psutil.Process]:

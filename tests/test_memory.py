@@ -113,7 +113,7 @@ MODELS = {
 TOKENS = 4096
 
 MEASURE = """
-import json, resource, sys
+import json, sys
 import numpy as np, torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from outpace.learn.core import LearnerCore
@@ -121,8 +121,9 @@ from outpace.learn.settings import CoreSettings
 from outpace.types import Row
 from support import resolved
 
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def peak():  # not getrusage: its peak is inherited from the process that started this one
+    status = open("/proc/self/status").read()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
 vocabulary, width, layers, heads, kv_heads, wide, tokens = json.loads(sys.argv[1])
 torch.set_num_threads(2)

@@ -150,7 +150,7 @@ def rewrite(tasks: Path, change: Callable[[list[str]], list[str]]) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (appended, "there are 25 tasks, there were 24"),
+        (appended, "25 tasks now, 24 before"),
         (reworded, "task 3, 't3', is not what it was"),
         (turned, "task 0 is 't23', it was 't0'"),
     ],

@@ -27,6 +27,7 @@ from outpace.pipeline.events import (
     Finish,
     GroupClosed,
     LoadWeights,
+    PolicyUpdated,
     Publish,
     Published,
     Started,
@@ -89,7 +90,8 @@ def test_with_no_lag_nothing_is_admitted_until_the_engines_have_the_newest_weigh
     assert not script.of(Admit)
     assert script.tell(Published(1)) == [LoadWeights("e0", 1)]
     assert script.tell(EngineLoaded("e0", 1)) == [
-        Admit(number, script.core.order.task(number)[1], 0, 1, position=number) for number in (2, 3)
+        PolicyUpdated(1),
+        *(Admit(number, script.core.order.task(number)[1], 0, 1, position=number) for number in (2, 3)),
     ]
 
 

@@ -12,6 +12,7 @@ from outpace.engines.servers.build import Place, _door
 from outpace.engines.servers.spec import Facts
 from outpace.engines.servers.starting.addresses import server_at
 from outpace.errors import BadInput
+from outpace.placement import ON_CPU
 
 URL = "http://127.0.0.1:1"
 
@@ -36,6 +37,6 @@ async def test_no_sequence_outgrows_what_the_run_allows_nor_what_the_server_take
     tmp_path: Path, ours: int | None, theirs: int | None, longest: int
 ) -> None:
     settings = config() if ours is None else config(context=ours)
-    server, place = server_at(settings, URL), Place("engine-0", 0, URL, "run", tmp_path, tmp_path)
+    server, place = server_at(settings, URL), Place("engine-0", 0, URL, "run", tmp_path, tmp_path, ON_CPU)
     door = _door(settings, place, server, Facts("vllm", "0.32", "m", context=theirs), None, False, None)
     assert door._desk.settings.context == longest

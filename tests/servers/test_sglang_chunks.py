@@ -113,5 +113,5 @@ def test_what_cannot_be_an_answer_is_an_error_by_whose_fault_it_is(
 def test_tokens_that_are_taken_back_are_a_fault() -> None:
     reading = reader()
     reading.piece_of(chunk(5, 0))
-    with pytest.raises(ServerFaulty, match="5 tokens have come, and then it counts 4"):
+    with pytest.raises(ServerFaulty, match="5 tokens, and then it counts 4"):
         reading.piece_of(chunk(4, 0))
