@@ -220,3 +220,29 @@ def test_a_free_port_can_be_had() -> None:
 def test_a_port_that_was_taken_is_told_from_other_ends() -> None:
     assert port_was_taken("OSError: [Errno 98] Address already in use")
     assert not port_was_taken("torch.OutOfMemoryError: CUDA out of memory")
+
+
+async def test_temporary_files_and_sockets_of_a_server_are_removed_when_it_has_been_stopped(launch: Launch) -> None:
+    server = await launch(
+        """
+        import os, tempfile, time
+        os.close(tempfile.mkstemp()[0])
+        print(os.environ["VLLM_RPC_BASE_PATH"] == tempfile.gettempdir(), flush=True)
+        print("files in " + tempfile.gettempdir() + ".", flush=True)
+        time.sleep(600)
+        """
+    )
+    printed = await said(server, ".")
+    assert "True" in printed
+    directory = printed.partition("files in ")[2].removesuffix(".")
+    assert os.listdir(directory)
+    await server.stop()
+    assert not os.path.exists(directory)
+
+
+async def test_the_directory_of_a_server_is_in_the_temporary_directory_it_was_given(tmp_path: Path) -> None:
+    argv = [sys.executable, "-c", "import tempfile; print(tempfile.gettempdir())"]
+    server = await ServerProcess.launch(argv, {**os.environ, "TMPDIR": str(tmp_path)}, tmp_path / "server.log")
+    await server.ended()
+    assert Path(server.said()).is_relative_to(tmp_path)
+    await server.stop()

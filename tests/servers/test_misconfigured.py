@@ -159,7 +159,10 @@ def _refused_elsewhere(url: str, certificate: Path) -> str:
     ],
     ids=["slow start", "unknown flag"],
 )
-async def test_a_server_that_does_not_start(tmp_path: Path, settings: dict[str, Any], line: str) -> None:
+async def test_a_server_that_does_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], line: str
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # the log is kept there
     config = make_config(SMALL | {"launch.python": vllm_python()} | settings)
     with pytest.raises(BadInput, match=line):
         await a_door(config, "", tmp_path)

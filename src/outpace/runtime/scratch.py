@@ -52,10 +52,11 @@ def temporary_file(name: str, suffix: str) -> Path:
 
 
 @contextmanager
-def temporary_directory(name: str) -> Iterator[Path]:
+def temporary_directory(name: str, within: str | None = None) -> Iterator[Path]:
     """A temporary directory. If this process is killed, the next run removes it."""
-    _sweep(Path(tempfile.gettempdir()))
-    outer = Path(tempfile.mkdtemp(prefix=f"{_prefix()}{name}-"))
+    within = within or tempfile.gettempdir()
+    _sweep(Path(within))
+    outer = Path(tempfile.mkdtemp(prefix=f"{_prefix()}{name}-", dir=within))
     lock = _own(outer)
     try:
         inner = outer / name

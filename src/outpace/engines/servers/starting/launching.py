@@ -7,6 +7,7 @@ Invariants
 - It does not outlive us. The kernel kills the leader with the process that started it; what the leader has started is
   in its session, of which the guardian knows (`outpace.runtime.guardian`), and is that one's to end.
 - What it prints is in its log and nowhere else. A log that was there before is gone on with; `said` is of this start.
+- Its temporary files and sockets are in a directory of its own, which `stop` removes.
 - The shared memory that its processes map is recorded while they live, every few seconds and before they are killed;
   `stop` removes it. Where we are killed ourselves, the guardian or the next run does, by the same record.
 """
@@ -21,7 +22,7 @@ import shutil
 import signal
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -31,7 +32,7 @@ from outpace.runtime import guardian_child
 from outpace.runtime.family import MARK, family_ended, how_it_ended, members
 from outpace.runtime.guardian import SessionNote
 from outpace.runtime.lifeline import launched
-from outpace.runtime.scratch import temporary_file
+from outpace.runtime.scratch import temporary_directory, temporary_file
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,8 @@ RECORD_S = 10.0
 MOST_READ = 50_000
 """Bytes of the end of a log that are looked at."""
 HOST = "127.0.0.1"
+LONGEST_SOCKET_DIRECTORY = 70
+"""Characters. vLLM names a socket with 36 more, and the path of a socket has at most 107."""
 
 
 def free_port() -> int:
@@ -94,9 +97,16 @@ def _copy_of(log_path: Path) -> Path:
 
 class ServerProcess:
     def __init__(
-        self, process: asyncio.subprocess.Process, mark: str, note: SessionNote, log_path: Path, began: int
+        self,
+        process: asyncio.subprocess.Process,
+        mark: str,
+        note: SessionNote,
+        log_path: Path,
+        began: int,
+        directory: AbstractContextManager[Path],
     ) -> None:
         self._process = process
+        self._directory = directory
         self._mark = mark
         self._note = note
         self._log = log_path
@@ -107,18 +117,21 @@ class ServerProcess:
 
     @classmethod
     async def launch(cls, argv: Sequence[str], env: Mapping[str, str], log_path: Path) -> ServerProcess:
-        """Start it with exactly this environment. Raises `BadInput` where there is no such program."""
+        """Start it with this environment, but temporary files in a directory of its own. Raises `BadInput` where there
+        is no such program."""
         log_path.parent.mkdir(parents=True, exist_ok=True)
         mark = secrets.token_hex(16)
+        directory = temporary_directory("server", env.get("TMPDIR"))
+        env = {**env, **_in_directory(await asyncio.to_thread(directory.__enter__)), MARK: mark}
         reading, telling = os.pipe()
         try:
             with log_path.open("ab") as output:
                 began = output.tell()  # before the server shares the file, and its position
                 process = await asyncio.create_subprocess_exec(
-                    *launched(argv, telling), pass_fds=[telling], env={**env, MARK: mark}, start_new_session=True,
+                    *launched(argv, telling), pass_fds=[telling], env=env, start_new_session=True,
                     stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
                 )  # fmt: skip
-                server = cls(process, mark, SessionNote(process.pid, env), log_path, began)
+                server = cls(process, mark, SessionNote(process.pid, env), log_path, began, directory)
             os.close(telling)
             telling = -1
             await server._became(argv[0], reading)
@@ -185,6 +198,7 @@ class ServerProcess:
         if not (await self._gone(GONE_S) and gone):
             log.warning("processes of the server %d cannot be ended", self.pid)
         await asyncio.to_thread(guardian_child.unlink, self._note.segments)
+        await asyncio.to_thread(self._directory.__exit__, None, None, None)
 
     async def _gone(self, within_s: float) -> bool:
         with suppress(TimeoutError):
@@ -212,6 +226,12 @@ class ServerProcess:
             times = (_cpu_s(process) for process in [leader, *leader.children(recursive=True)])
             self._cpu_s = max(self._cpu_s, sum(times) + waited_for)
         return self._cpu_s
+
+
+def _in_directory(directory: Path) -> dict[str, str]:
+    """Environment variables that put a server's temporary files, and vLLM's sockets, into a directory."""
+    sockets = {"VLLM_RPC_BASE_PATH": str(directory)} if len(str(directory)) <= LONGEST_SOCKET_DIRECTORY else {}
+    return {"TMPDIR": str(directory), **sockets}
 
 
 def _cpu_s(process: psutil.Process) -> float:
