@@ -110,11 +110,11 @@ def test_where_the_guardian_was_killed_too_the_next_run_removes_what_is_left(
     controller.kill()
     controller.wait()
     until(lambda: gone(family[:2]))  # the kernel's part, where it has one
-    for program in family[2:]:
-        program.kill()
-    assert directories[0].exists()
+    assert not gone(family[2:])
+    assert all(directory.exists() for directory in directories)
     Scratch(tmp_path).remove()
-    assert not directories[0].exists()
+    assert gone(family)
+    assert not any(directory.exists() for directory in directories)
 
 
 @pytest.fixture
