@@ -4,7 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import outpace
+from outpace.algorithms.registry import SURROGATES
 from outpace.config.loading import make_config
 from outpace.config.rules import resolve
 from outpace.errors import BadInput
@@ -348,6 +351,17 @@ def test_a_function_of_ones_own_that_cannot_be_configured_is_refused(own: str, n
     message = refusal({"algorithm.surrogate": f"{own}:{name}"})
     assert message.startswith("algorithm.surrogate: ")
     assert said in message
+
+
+def test_a_registered_function_with_a_keyword_that_is_no_setting_is_refused() -> None:
+    @outpace.surrogate
+    def scripted(tokens: outpace.Tokens, *, sharpness: float = 7.0) -> torch.Tensor:
+        return tokens.logp_N * sharpness
+
+    try:
+        assert refusal({"algorithm.surrogate": "scripted"}).startswith("algorithm.surrogate: scripted takes sharpness")
+    finally:
+        del SURROGATES.own["scripted"]
 
 
 def test_a_name_with_line_breaks_is_refused_in_one_line() -> None:

@@ -26,7 +26,6 @@ from outpace.algorithms.registry import (
 from outpace.config import Config
 from outpace.config.algorithm import AlgorithmConfig, CorrectionConfig
 from outpace.errors import BadInput, one_line
-from outpace.references import is_reference
 
 DEFAULT_SURROGATE = "truncated_is"
 DEFAULT_ADVANTAGE = "dr_grpo"
@@ -80,10 +79,9 @@ def _find(registry: Registry, name: str) -> Any:
         facts = registry.find(name)
     except BadInput as error:
         raise BadInput(one_line(error, limit=600)) from error
-    if is_reference(name):
-        _check_parameters(facts, registry.setting)
-        for complaint in _complaints(facts):
-            raise BadInput(f"{registry.setting}: {facts.name} {complaint}")
+    _check_parameters(facts, registry.setting)
+    for complaint in _complaints(facts):
+        raise BadInput(f"{registry.setting}: {facts.name} {complaint}")
     return facts
 
 
