@@ -193,7 +193,9 @@ async def test_a_death_is_told_even_where_the_log_has_gone(
     assert "says nothing" in await runtime.dump()
     await runtime.kill("toy")
     death = await runtime.deaths.get()
-    assert (death.message, death.remote_traceback) == ("was killed by SIGKILL", "")
+    # by SIGSEGV now and then: Python's faulthandler reads the frames of running threads
+    assert death.message in ("was killed by SIGKILL", "was killed by SIGSEGV")
+    assert death.remote_traceback == ""
 
 
 async def test_a_part_that_cannot_be_watched_any_more_is_a_dead_one(

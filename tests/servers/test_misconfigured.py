@@ -183,10 +183,3 @@ async def test_a_server_that_is_right_is_taken_as_it_is(vllm: RunningVllm, tmp_p
         raise AssertionError("a server that is not ours goes on") from error
     finally:
         await server.close()
-
-
-async def test_adapters_of_a_higher_rank_than_a_server_takes_are_refused_at_the_check(tmp_path: Path) -> None:
-    async with started(tmp_path, **{"lora.rank": 8}) as address:
-        assert "--max-lora-rank 32" in await refused(
-            a_run(**{"lora.rank": 20, "engine.context": 256}), f"http://{address}"
-        )

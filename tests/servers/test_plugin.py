@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from outpace.config.loading import make_config
+from outpace.engines.servers.build import wanted
+from outpace.engines.servers.checks import check
 from outpace.engines.servers.http import Http
 from outpace.engines.servers.spec import Transport
 from outpace.engines.servers.starting.start import Recipe, start_server
@@ -22,7 +24,7 @@ from outpace.engines.servers.transports.adapters import AdapterTransport
 from outpace.engines.servers.transports.collective import CollectiveTransport
 from outpace.engines.servers.transports.files import FilesTransport
 from outpace.engines.servers.transports.memory import MemoryTransport, memory_update
-from outpace.errors import CorruptData, ServerFaulty
+from outpace.errors import BadInput, CorruptData, ServerFaulty
 from outpace.models.loading import load_model, resolve_model
 from outpace.types import Adapter, Manifest, Version
 from outpace.weights.collective import Sender
@@ -204,7 +206,7 @@ async def test_an_update_that_fails_in_the_server_is_told_and_the_next_one_makes
 
 @pytest.mark.vllm
 @pytest.mark.timeout(400)
-async def test_adapters_of_several_versions_serve_side_by_side(tmp_path: Path) -> None:
+async def test_adapters_of_several_versions_serve_side_by_side_and_none_of_a_higher_rank(tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -234,6 +236,9 @@ async def test_adapters_of_several_versions_serve_side_by_side(tmp_path: Path) -
             assert np.abs(await bench.served(adapter) - logprobs).max() < NOISE
             assert np.abs(base - logprobs).max() > 10 * NOISE
         assert np.array_equal(await bench.served(), base), "the model itself is as it was"
+        too_high = make_config(SMALL | {"lora.rank": 20, "launch.python": vllm_python()})
+        with pytest.raises(BadInput, match="--max-lora-rank 32"):
+            await check(started.server, wanted(too_high, {}))
     finally:
         await http.close()
         await started.stop()
