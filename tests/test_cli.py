@@ -53,7 +53,7 @@ def test_a_dry_run_shows_the_gpu_of_every_process_and_is_a_config(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
-    assert cli.main(["train", "--dry-run"]) == 0
+    assert cli.main(["train", "--dry-run", "--run.device=cuda"]) == 0
     said = capsys.readouterr().out
     assert "# learner: GPU 4\n# engine-0: GPU 6\n" in said
     assert tomllib.loads(said)["engine"]["kind"] == "embedded"

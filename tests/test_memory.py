@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -36,6 +37,18 @@ def test_the_shape_of_a_model_is_read_from_its_files() -> None:
     assert shape is not None
     assert (shape.layers, shape.width, shape.kv_heads, shape.head_size) == (4, 128, 4, 32)
     assert shape.parameters == 272 * 128 + 4 * (4 * 128 * 128 + 3 * 128 * 384 + 2 * 128) + 128
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_the_same_weights_in_another_format_are_not_counted_again(tmp_path: Path, sharded: bool) -> None:
+    starter = resolve_model("starter")
+    shutil.copy(starter / "config.json", tmp_path)
+    weights = "model-00001-of-00001.safetensors" if sharded else "model.safetensors"
+    for name in (weights, "consolidated.safetensors"):
+        shutil.copy(starter / "model.safetensors", tmp_path / name)
+    if sharded:
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": weights, "b": weights}}))
+    assert ModelShape.read(tmp_path) == ModelShape.read(starter)
 
 
 def test_a_model_that_does_not_say_its_shape_is_not_estimated(tmp_path: Path) -> None:
@@ -73,6 +86,15 @@ def test_what_may_not_fit_is_told_with_a_value_that_does() -> None:
     assert checked(LARGE | {"learner.tokens_per_pass": 2 * value}, 80 * GB) != []
 
 
+def test_passes_that_hold_one_sequence_are_made_smaller_by_the_context() -> None:
+    long = {"learner.tokens_per_pass": 1024, "engine.slots": 1, "eval.count": 0}
+    (line,) = checked(long, 8 * GB)
+    value = int(line.rpartition("engine.context = ")[2])
+    assert checked(long | {"engine.context": value}, 8 * GB) == []
+    (line,) = checked(long | {"learner.tokens_per_pass": 9000}, 8 * GB)
+    assert line.endswith("lower learner.tokens_per_pass and engine.context")
+
+
 def test_slots_that_cannot_fit_are_refused_with_a_number_that_does() -> None:
     with pytest.raises(BadInput, match=r"^engine\.slots: ") as refused:
         checked(LARGE | {"engine.slots": 100_000}, 80 * GB)
@@ -85,6 +107,8 @@ def test_slots_that_cannot_fit_are_refused_with_a_number_that_does() -> None:
 def test_a_model_that_cannot_fit_is_refused() -> None:
     with pytest.raises(BadInput, match=r"^model\.path: .*lora\.rank"):
         checked(LARGE | {"engine.slots": 8}, 80 * GB, shape=replace(SMOLLM2, parameters=7 * GB))
+    with pytest.raises(BadInput, match=r"^model\.path: (?!.*lora\.rank)"):
+        checked(LARGE | {"engine.slots": 8, "lora.rank": 8}, 20 * GB, shape=replace(SMOLLM2, parameters=7 * GB))
 
 
 def test_a_gpu_of_unknown_size_is_not_checked() -> None:

@@ -10,7 +10,13 @@ import pytest
 from outpace.config import Config
 from outpace.errors import BadInput
 from outpace.parts import PartSpecs
-from outpace.placement import Placement, listed_gpus, place, placement_of
+from outpace.placement import Placement, listed_gpus, place, placement_of, torch_has_cuda
+
+
+@pytest.fixture(autouse=True)
+def cuda_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever build of torch the tests run with."""
+    monkeypatch.setattr("outpace.placement.torch_has_cuda", lambda: True)
 
 
 def config(**values: Any) -> Config:
@@ -242,6 +248,30 @@ def test_on_a_cpu_the_variable_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch,
     specs = PartSpecs(config(run__device="cpu", engine__count=1), tmp_path, tmp_path)
     assert all("CUDA_VISIBLE_DEVICES" not in env for _, env in [specs.learner(), *specs.engines()])
     assert placement_of(config(run__device="cpu")).learner.gpus == []
+
+
+def test_a_torch_for_cpus_sees_no_gpu_unless_the_config_asks_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr("outpace.placement.torch_has_cuda", lambda: False)
+    assert placement_of(config()).learner.gpus == []
+    assert placement_of(config(run__device="cuda")).learner.gpus == ["0"]
+
+
+def test_the_build_of_torch_is_told_without_loading_it() -> None:
+    import torch
+
+    assert torch_has_cuda() == (torch.version.cuda is not None)
+
+
+def test_a_run_at_running_servers_has_no_gpu_for_one_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    specs = PartSpecs(config(engine__urls=["http://h:1"], engine__count=1), tmp_path, tmp_path)
+    specs.engines()
+    with pytest.raises(BadInput, match=r"^engine\.urls: "):
+        specs.joining_engine("", ["engine-0"])
+    assert specs.joining_engine("http://h:2", ["engine-0"])
 
 
 def test_a_server_that_joins_gets_a_gpu_that_is_free() -> None:

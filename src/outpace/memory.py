@@ -55,7 +55,7 @@ class ModelShape:
             heads = int(config["num_attention_heads"])
             experts = int(config.get("num_experts_per_tok") or 1)
             return cls(
-                parameters=sum(_parameters(file) for file in directory.glob("*.safetensors")),
+                parameters=sum(_parameters(file) for file in _weight_files(directory)),
                 layers=int(config["num_hidden_layers"]),
                 width=int(config["hidden_size"]),
                 heads=heads,
@@ -71,6 +71,15 @@ class ModelShape:
     def kv_bytes(self, dtype: str) -> int:
         """Keys and values of one token."""
         return 2 * self.layers * self.kv_heads * self.head_size * BYTES[dtype]
+
+
+def _weight_files(directory: Path) -> set[Path]:
+    """The files that are loaded. Some models come with the same weights in another format beside them."""
+    index = directory / "model.safetensors.index.json"
+    if index.exists():
+        return {directory / name for name in json.loads(index.read_text())["weight_map"].values()}
+    whole = directory / "model.safetensors"
+    return {whole} if whole.exists() else set(directory.glob("*.safetensors"))
 
 
 def _parameters(file: Path) -> int:
@@ -94,6 +103,8 @@ class Estimate:
     units: int
     per_unit: int
     fixed_per_unit: int = 0
+    lowest: int = 1
+    """Below this, a smaller `setting` alone takes no less memory."""
 
     @property
     def most(self) -> int:
@@ -145,7 +156,10 @@ def learner_memory(config: Config, shape: ModelShape) -> Estimate:
     per_token += 16 * shape.width
     slices = 4 * LOGITS_PER_SLICE * 4 + 4 * shape.vocabulary * shape.width
     casts = 2 * parameters if halves else 0
-    return Estimate(fixed, tokens * per_token + slices + casts, "learner.tokens_per_pass", tokens, per_token)
+    filled = tokens * per_token + slices + casts
+    if config.learner.tokens_per_pass <= context:  # a pass holds at least one sequence
+        return Estimate(fixed, filled, "engine.context", tokens, per_token)
+    return Estimate(fixed, filled, "learner.tokens_per_pass", tokens, per_token, lowest=context)
 
 
 def _layer_activations(shape: ModelShape, halves: bool) -> int:
@@ -194,7 +208,8 @@ def check_memory(config: Config, placement: Placement, shape: ModelShape, availa
         if _device(placement.learner) == device:
             room *= placement.learner.memory
             parts.append(learner)
-        warnings += _checked(parts, room, f"GPU {device}" if device else "this machine")
+        where = f"GPU {device}" if device else "this machine"
+        warnings += _checked(parts, room, where, adapters=config.lora.rank > 0)
     return warnings
 
 
@@ -203,29 +218,31 @@ def _device(assignment: GpuAssignment) -> str:
     return assignment.gpus[0] if assignment.gpus else ""
 
 
-def _checked(parts: list[Estimate], room: float, where: str) -> Iterator[str]:
+def _checked(parts: list[Estimate], room: float, where: str, adapters: bool) -> Iterator[str]:
     if not parts:
         return
     least, most = sum(part.fixed for part in parts), sum(part.most for part in parts)
     if least > room:
         largest = max(parts, key=lambda part: part.fixed)
-        raise BadInput(_refusal(largest, least, room, where))
+        raise BadInput(_refusal(largest, least, room, where, adapters))
     if most > room:
         largest = max(parts, key=lambda part: part.filled)
         value = largest.fitting(room - (most - largest.most))
-        advice = f"set {largest.setting} = {value}" if value >= 1 else f"lower {largest.setting} and engine.context"
+        both = dict.fromkeys((largest.setting, "engine.context"))
+        advice = f"set {largest.setting} = {value}" if value >= largest.lowest else f"lower {' and '.join(both)}"
         yield (
             f"memory of {where}: {most / GB:.1f} GB if every context and pass is full, and there are "
             f"{room / GB:.1f} GB; if it runs out, {advice}"
         )
 
 
-def _refusal(largest: Estimate, least: int, room: float, where: str) -> str:
+def _refusal(largest: Estimate, least: int, room: float, where: str, adapters: bool) -> str:
     sizes = f"at least {least / GB:.1f} GB of {where} would be taken, which has {room / GB:.1f} GB for it"
     too_much = (least - room) / largest.fixed_per_unit if largest.fixed_per_unit else math.inf
-    if too_much < largest.units:
+    if largest.units - too_much >= 1:
         return f"{largest.setting}: {sizes}; set {math.floor(largest.units - too_much)} or less"
-    return f"model.path: {sizes}; set lora.rank = 16 to train adapters only, or take a smaller model"
+    remedy = "take" if adapters else "set lora.rank = 16 to train adapters only, or take"
+    return f"model.path: {sizes}; {remedy} a smaller model"
 
 
 # -------------------------------------------------------------------------------------------------------- this machine

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from outpace.config import Config
+from outpace.errors import BadInput
 from outpace.placement import ON_CPU, VARIABLE, GpuAssignment, placement_of
 from outpace.protocols import Engine
 from outpace.resources import child_environment, cores, engine_threads, learner_threads, shares_cores
@@ -94,6 +95,10 @@ class PartSpecs:
 
     def joining_engine(self, url: str, others: Collection[str]) -> tuple[PartSpec, dict[str, str]]:
         """For an engine that is started while `others` run."""
+        if self._config.engine.urls and not url and self.placement.learner.gpus:
+            raise BadInput(
+                "engine.urls: this run has no GPU set aside for servers; start one with outpace serve, and add its URL"
+            )
         running = [self.assigned[name] for name in others]
         return self._engine(len(self.sockets), url, ON_CPU if url else self.placement.joining(running))
 
@@ -190,7 +195,7 @@ def _engine(settings: PartSettings, stale: bool) -> object:
     return EmbeddedEngine(
         model=config.model.path,
         dtype=config.model.dtype,
-        device=_device(config.run.device),
+        device=_device(settings),
         trust_remote_code=config.model.trust_remote_code,
         slots=config.engine.resolved_slots,
         context=config.engine.context,
@@ -238,7 +243,7 @@ def _learner(settings: PartSettings) -> object:
     return TorchLearner(
         LearnerSettings(
             config=config,
-            device=_device(config.run.device),
+            device=_device(settings),
             gpu_memory=settings.gpus.memory,
             threads=learner_threads(config),
             incarnation=settings.incarnation,
@@ -249,12 +254,8 @@ def _learner(settings: PartSettings) -> object:
     )
 
 
-def _device(wanted: str) -> str:
-    if wanted != "auto":
-        return wanted
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def _device(settings: PartSettings) -> str:
+    return "cuda" if settings.gpus.gpus else "cpu"
 
 
 async def build_worker(spec: PartSpec, peers: dict[str, Any]) -> object:

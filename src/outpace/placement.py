@@ -7,7 +7,10 @@ budgets. Each child process sees its own GPUs only, by CUDA_VISIBLE_DEVICES.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import os
+import re
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
@@ -20,6 +23,9 @@ from outpace.errors import BadInput
 Transport = Literal["files", "memory", "ipc", "collective"]
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
+
+WSL_DRIVER = Path("/usr/lib/wsl/lib/libcuda.so.1")
+"""Where Windows keeps it for Linux; there are no /dev/nvidia* there."""
 
 MARGIN = 0.05
 """Of a shared GPU's memory, for what no budget counts: each process's context, and libraries' own workspaces."""
@@ -76,9 +82,10 @@ class Placement(msgspec.Struct, frozen=True):
         best = min(range(len(self.groups)), key=lambda index: taken[index] + self.joins_with[index])
         group, memory = self.groups[best], self.joins_with[best]
         if taken[best] + memory > 1.0:
+            smaller = "" if set(self.learner.gpus) & set(group) else ", or with a smaller launch.gpu_memory"
             raise BadInput(
                 f"launch.gpu_memory: one more server would take {memory:g} of {_named(group)}, of which "
-                f"{taken[best]:.2f} is taken; start the run with more engines, or with a smaller launch.gpu_memory"
+                f"{taken[best]:.2f} is taken; start the run with more engines{smaller}"
             )
         return GpuAssignment(group, memory)
 
@@ -117,13 +124,28 @@ def listed_gpus(variable: str) -> list[str]:
 
 
 def visible_gpus(config: Config) -> list[str]:
-    """The GPUs of this process, found without loading torch. Where the driver keeps its devices elsewhere, as under
-    WSL, there is one if the config says so."""
+    """The GPUs of this process, found without loading torch. There is one where the config says so and none is found,
+    and none where the installed torch is a build for CPUs."""
+    if config.run.device == "auto" and not torch_has_cuda():
+        return []
     variable = os.environ.get(VARIABLE)
     if variable is not None:
         return listed_gpus(variable)
-    count = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    count = len(list(Path("/dev").glob("nvidia[0-9]*"))) or int(WSL_DRIVER.exists())
     return [str(index) for index in range(count or int(config.run.device == "cuda"))]
+
+
+@functools.cache
+def torch_has_cuda() -> bool:
+    """By the source of `torch.version`, since loading torch takes seconds. True where that does not tell."""
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        return True
+    try:
+        version = Path(found.origin).with_name("version.py").read_text()
+    except OSError:
+        return True
+    return re.search(r"^cuda\b.*= *None", version, re.MULTILINE) is None
 
 
 def uses_gpu(config: Config) -> bool:

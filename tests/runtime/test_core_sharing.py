@@ -127,6 +127,22 @@ def test_other_programs_take_cores_away_and_give_them_back(machine: Machine) -> 
     assert machine.applied[LEARNER_LINE] == 2
 
 
+def test_an_engine_measures_how_many_threads_help_only_while_nothing_else_computes(machine: Machine) -> None:
+    learner, engine = machine.joins("learner", 0), machine.joins("engine", 1)
+    learner.adjust()
+    engine.measure_most(lambda: 1)
+    assert engine.most is None
+    learner.idle()
+
+    def measure() -> int:
+        assert machine.board.threads(1) == machine.cores
+        return 1
+
+    engine.measure_most(measure)
+    engine.adjust()
+    assert engine.most == machine.applied[1] == 1
+
+
 def test_an_engine_that_died_at_work_holds_no_core(machine: Machine) -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as gone:
         gone.wait()

@@ -44,6 +44,14 @@ THREADS_BAR = 0.95
 ACCURACY_TOLERANCE = 0.03
 """Final accuracies may differ by so much, or by as much as the synchronous seeds do among themselves."""
 
+BUSY_LOOP = """
+import os
+parent = os.getppid()
+while os.getppid() == parent:  # it ends with the benchmark
+    for _ in range(1_000_000):
+        pass
+"""
+
 WIDTH = 120  # columns: the comparison needs about 100, and a pipe has 80 unless told
 DASH = "-"  # nothing was measured
 DEFAULT = "default"
@@ -129,7 +137,7 @@ def _loaded(load: str) -> Iterator[None]:
     if load == LOADS[0]:
         yield
         return
-    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
+    with subprocess.Popen([sys.executable, "-c", BUSY_LOOP]) as busy:
         try:
             yield
         finally:

@@ -14,7 +14,7 @@ def set_up_device(device: str | torch.device, memory: float = 1.0) -> None:
     # cuDNN plans a kernel for every new shape, and packed batches rarely have the same shape twice.
     torch.backends.cuda.enable_cudnn_sdp(False)
     if memory < 1.0:
-        torch.cuda.set_per_process_memory_fraction(memory, device)
+        torch.cuda.set_per_process_memory_fraction(memory, device.index)  # None: the current device
 
 
 def release_unused(device: torch.device) -> None:

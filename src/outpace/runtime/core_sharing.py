@@ -139,6 +139,8 @@ class Usage:
 
 def read_usage(pids: Collection[int]) -> Usage | None:
     """None where the system does not tell. A process that is gone is left out."""
+    if not hasattr(os, "sched_getaffinity"):
+        return None
     tick = os.sysconf("SC_CLK_TCK")
     names = {f"cpu{number}" for number in os.sched_getaffinity(0)}
     try:
@@ -203,11 +205,13 @@ class CoreSharing:
         """Cores that other programs use."""
         return self._others
 
-    @property
-    def alone(self) -> bool:
-        """Neither another compute process nor another program takes a core now."""
-        busy = self._board.engines(self._line) or (self._line != LEARNER_LINE and self._board.threads(LEARNER_LINE))
-        return not busy and self._others < COUNTS_AS_ONE
+    def measure_most(self, measure: Callable[[], int]) -> None:
+        """For an engine: find `most`, unless another process computes now. `measure` may change the thread count."""
+        if self._board.engines(self._line) or self._board.threads(LEARNER_LINE):
+            return
+        self._board.write(self._line, os.getpid(), self._cores)
+        self.most = measure()
+        self._applied = 0
 
     def adjust(self) -> None:
         """Choose the number of threads for the next unit of work, and mark this process as busy."""

@@ -1,7 +1,7 @@
 """Directories of a run outside of its run directory, and how they are removed however it ends.
 
     outpace-UID-XXXX         in memory: weight snapshots, sockets, the index of the run (`outpace.runtime.guardian`)
-    outpace-UID-XXXX-files   on disk: the temporary files of all parts, and of the servers and programs they start
+    outpace-UID-XXXX-files   on disk: the temporary files of workers and servers, and of the programs they start
 
 If the owner is killed, a guardian removes both. If that was killed too, the next run does: each directory holds a file
 that its owner keeps locked, and a lock that is free belongs to a dead owner. The file says what else the owner had:
@@ -91,7 +91,7 @@ class Scratch:
 
 
 def temporary_files(scratch: Path) -> dict[str, str]:
-    """Environment variables for a process of the run: where it, and what it starts, puts temporary files.
+    """Environment variables for a worker or server: where it, and what it starts, puts temporary files.
 
     vLLM's sockets go into memory: below a long TMPDIR, the path of a socket would exceed the system's limit."""
     files = files_of(scratch)

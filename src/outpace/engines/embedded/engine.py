@@ -291,8 +291,8 @@ class EmbeddedEngine:
         return True
 
     def _share_cores(self, sharing: CoreSharing) -> None:
-        if sharing.most is None:  # with the first request: the other processes have started and wait
-            sharing.most = fitting_threads(self._main.decoder, self._threads)
+        if sharing.most is None and self._main.running == 0:  # measuring clears the decoder
+            sharing.measure_most(lambda: fitting_threads(self._main.decoder, self._threads))
         sharing.adjust()
 
     def _flush(self) -> None:

@@ -117,12 +117,15 @@ class ServerProcess:
 
     @classmethod
     async def launch(cls, argv: Sequence[str], env: Mapping[str, str], log_path: Path) -> ServerProcess:
-        """Start it with this environment, but temporary files in a directory of its own. Raises `BadInput` where there
-        is no such program."""
+        """Start it with this environment, and a directory of its own inside TMPDIR. Raises `BadInput` where there is no
+        such program or directory."""
         log_path.parent.mkdir(parents=True, exist_ok=True)
         mark = secrets.token_hex(16)
         directory = temporary_directory("server", env.get("TMPDIR"))
-        env = {**env, **_in_directory(await asyncio.to_thread(directory.__enter__)), MARK: mark}
+        try:
+            env = {**_in_directory(await asyncio.to_thread(directory.__enter__), env), MARK: mark}
+        except OSError as error:
+            raise BadInput(f"TMPDIR: no directory can be made in {env.get('TMPDIR')}: {error.strerror}") from error
         reading, telling = os.pipe()
         try:
             with log_path.open("ab") as output:
@@ -228,10 +231,10 @@ class ServerProcess:
         return self._cpu_s
 
 
-def _in_directory(directory: Path) -> dict[str, str]:
-    """Environment variables that put a server's temporary files, and vLLM's sockets, into a directory."""
+def _in_directory(directory: Path, env: Mapping[str, str]) -> dict[str, str]:
+    """The environment with a server's temporary files in this directory, and vLLM's sockets unless it places them."""
     sockets = {"VLLM_RPC_BASE_PATH": str(directory)} if len(str(directory)) <= LONGEST_SOCKET_DIRECTORY else {}
-    return {"TMPDIR": str(directory), **sockets}
+    return {**sockets, **env, "TMPDIR": str(directory)}
 
 
 def _cpu_s(process: psutil.Process) -> float:
