@@ -15,8 +15,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from concurrent.futures import Future, InvalidStateError, wait
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from outpace.config import Config
@@ -133,8 +133,9 @@ class BackgroundRun:
 
     def _call(self, function: Callable[[], object]) -> None:
         """On the run's event loop; before there is one, `_session_main` looks at what was asked for."""
-        if self._loop is not None and self._work is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(function)
+        if self._loop is not None and self._work is not None:
+            with suppress(RuntimeError):  # the loop is closed: the run has just ended
+                self._loop.call_soon_threadsafe(function)
 
     # ------------------------------------------------------------------------------------------------ the run's thread
 
@@ -146,13 +147,12 @@ class BackgroundRun:
         self._finish(outcome)
 
     def _finish(self, outcome: Summary | BaseException) -> None:
-        if self.finished.done():
-            return
-        if isinstance(outcome, BaseException):
-            self.finished.set_exception(outcome)
-        else:
-            self.summary = outcome
-            self.finished.set_result(outcome)
+        with suppress(InvalidStateError):  # it was left, and its outcome is of no interest any more
+            if isinstance(outcome, BaseException):
+                self.finished.set_exception(outcome)
+            else:
+                self.finished.set_result(outcome)
+                self.summary = outcome
 
     def _execute(self, plan: Plan, log: RunLog) -> Summary:
         try:
@@ -232,9 +232,11 @@ def _deliver(number: int, frame: object) -> None:
 
 
 def _is_default(handler: Any) -> bool:
-    """What Python installs by itself, or `asyncio.run` for its main task."""
+    """What Python installs by itself, `asyncio.run` for its main task, or a notebook's kernel for a cell."""
     if isinstance(handler, functools.partial):
         handler = handler.func
+    if getattr(handler, "__module__", "").startswith("ipykernel."):
+        return True
     return handler in (signal.SIG_DFL, signal.default_int_handler) or isinstance(
         getattr(handler, "__self__", None), asyncio.Runner
     )

@@ -128,8 +128,9 @@ class CorruptData(OutpaceError):
 
 
 def one_line(text: object, limit: int = 300) -> str:
-    """Foreign text made fit for a one-line message: white space collapsed, the end cut off if it is long."""
-    return clip(" ".join(str(text).split()), limit)
+    """Foreign text made fit for a one-line message: white space collapsed, characters that UTF-8 cannot hold replaced,
+    the end cut off if it is long."""
+    return clip(" ".join(str(text).encode(errors="replace").decode().split()), limit)
 
 
 def clip(text: str, limit: int) -> str:

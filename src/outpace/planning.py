@@ -113,8 +113,10 @@ def run_with_objects(run: Path, settings: Sequence[str]) -> tuple[Config, Object
     if not objects_beside(file):
         return config, Objects()
     found = restored(run)
-    if config.tasks.name is None and config.tasks.path is None and "eval_tasks" in found:
-        found["tasks"] = found["eval_tasks"]  # training tasks are not needed, but a plan has some
+    if config.tasks.name is None and config.tasks.path is None:
+        if config.tasks.eval_path is None and not found.get("eval_tasks"):
+            raise BadInput(f"tasks.eval_path: the run in {run} held out no tasks; name a file of tasks to evaluate on")
+        found["tasks"] = found.get("eval_tasks") or []  # training tasks are not needed, but a plan has some
     return config, Objects(**found)
 
 

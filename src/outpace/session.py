@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
+
 from outpace.checkpoint import commit
 from outpace.checkpoint.retention import CHECKPOINTS
 from outpace.config import Config
@@ -63,6 +65,10 @@ from outpace.types import Version
 from outpace.wording import plural
 
 T = TypeVar("T")
+
+CALLBACKS_S = 600.0
+LEAVE_AT_ONCE_S = 5.0
+"""How long callbacks may take to finish when the run has ended, and after a second signal."""
 
 
 @dataclass(frozen=True)
@@ -142,14 +148,21 @@ class Session:
             code, reason = (0, STOPPED) if stopped else (_exit_code(error), _reason(error))
             self.summary = recorder.build_summary(code, reason)
             console.close()
-            await self._leave(recorder, self.summary)
+            at_once = isinstance(error, asyncio.CancelledError)
+            await self._leave(recorder, self.summary, LEAVE_AT_ONCE_S if at_once else CALLBACKS_S)
             if stopped:
                 return self.summary
             raise
         code = Interrupted.exit_code if reason == STOPPED and self._interrupted else 0
         self.summary = ended = recorder.build_summary(code, reason)
-        await self._leave(recorder, ended)
-        callbacks.check()
+        try:
+            await self._leave(recorder, ended, CALLBACKS_S)
+            callbacks.check()
+        except BaseException as error:
+            console.close()
+            self.summary = msgspec.structs.replace(ended, exit=_exit_code(error), reason=_reason(error))
+            await asyncio.to_thread(self._write_summary, recorder, self.summary)
+            raise
         views = recorder.last_evaluation.views if recorder.last_evaluation else []
         console.finish(ended, self._log.dir, views)
         if code:
@@ -157,24 +170,28 @@ class Session:
         return ended
 
     def _farewell(self, steps: int) -> str:
-        how = "train(resume=True)" if self._plan.code else f"outpace train --resume {self._log.dir}"
+        how = "train(resume=True)" if self._plan.objects else f"outpace train --resume {self._log.dir}"
         kept = max(commit.steps(self._log.dir / CHECKPOINTS), default=0)
         again = "" if kept == steps else f", from step {kept}"
         if again and self._config.run.deterministic:
             again += ", since a deterministic run repeats the rest exactly"
         return f"stopped after step {steps}; go on with: {how}{again}"
 
-    async def _leave(self, recorder: Recorder, ended: Summary) -> None:
-        """Whatever the end was: say so in the run directory and to the callbacks."""
-        try:
-            if self._log.began:
-                await asyncio.to_thread(self._log.summary, ended)
-                await asyncio.to_thread(recorder.timeline.write, self._log.dir / "timeline.json")
-        except OSError as error:  # a full disk must not hide why the run ended
-            recorder.console.status(f"cannot write to {self._log.dir}: {error.strerror}")
+    async def _leave(self, recorder: Recorder, ended: Summary, callbacks_s: float) -> None:
+        """Whatever the end was: say so in the run directory and to the callbacks, which have `callbacks_s` to finish."""
+        await asyncio.to_thread(self._write_summary, recorder, ended)
         recorder.callbacks.post("on_run_end", ended)
         with contextlib.suppress(PartFailed):  # a callback's failure has ended the run already, or is checked next
-            await asyncio.to_thread(recorder.callbacks.close)
+            await recorder.callbacks.close(callbacks_s)
+
+    def _write_summary(self, recorder: Recorder, ended: Summary) -> None:
+        if not self._log.began:
+            return
+        try:
+            self._log.summary(ended)
+            recorder.timeline.write(self._log.dir / "timeline.json")
+        except OSError as error:  # a full disk must not hide why the run ended
+            recorder.console.status(f"cannot write to {self._log.dir}: {error.strerror}")
 
     def _title(self) -> str:
         return f"outpace · {self._config.model.path} · {self._config.tasks.name or self._config.tasks.path or 'tasks'}"

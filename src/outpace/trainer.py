@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,7 +76,10 @@ class Trainer:
         tools: Callable[..., Any] | str | Sequence[Callable[..., Any] | str] = (),
         callbacks: Sequence[Callback] = (),
         quiet: bool = False,
+        **others: Any,
     ) -> None:
+        for name in others:
+            raise BadInput(f"{name}: no such argument of Trainer; {equivalent(name) or 'see its signature'}")
         changes: dict[str, Any] = {}
         self._model: tuple[Any, Any] | None = None  # objects: the model and its tokenizer
         if isinstance(model, str | Path):
@@ -93,11 +96,11 @@ class Trainer:
         self._objects = Objects(
             tasks=None if isinstance(tasks, str | Path) else tasks,
             eval_tasks=None if isinstance(eval_tasks, str | Path) else eval_tasks,
-            rewards=_as_tuple(rewards),
+            rewards=_as_tuple("rewards", rewards),
             rollout=rollout,
             environment=environment,
-            tools=_as_tuple(tools),
-            callbacks=tuple(callbacks),
+            tools=_as_tuple("tools", tools),
+            callbacks=_checked_callbacks(callbacks),
         )
         self.config = _merge(_as_config(config), changes)
         self._quiet = quiet
@@ -180,11 +183,9 @@ class Trainer:
         try:
             save_objects(*self._model, new)
             plan = make_plan(with_values(config, {"model.path": str(new)}), self._objects, self._quiet)
-            shutil.rmtree(model, ignore_errors=True)
-            new.rename(model)
+            log.replace_model(new)
         finally:
             shutil.rmtree(new, ignore_errors=True)
-        log.written.add(MODEL)
         return replace(plan, config=with_values(plan.config, {"model.path": str(model)}))
 
 
@@ -228,9 +229,19 @@ def _named_tasks(tasks: str | Path) -> dict[str, str]:
     return {"path": text} if is_path or isinstance(tasks, Path) else {"name": text}
 
 
-def _as_tuple(rewards: Reward | str | Sequence[Reward | str] | None) -> tuple[Reward | str, ...]:
-    if rewards is None:
+def _as_tuple(name: str, given: Reward | str | Sequence[Reward | str] | None) -> tuple[Reward | str, ...]:
+    if given is None:
         return ()
-    if isinstance(rewards, str) or callable(rewards):
-        return (rewards,)
-    return tuple(rewards)
+    if isinstance(given, str) or callable(given):
+        return (given,)
+    if not isinstance(given, Iterable):
+        raise BadInput(f"{name}: give a function, a name or a list of these, not {one_line(repr(given), 60)}")
+    return tuple(given)
+
+
+def _checked_callbacks(given: Sequence[Callback]) -> tuple[Callback, ...]:
+    callbacks = tuple(given) if isinstance(given, Iterable) else (given,)
+    for each in callbacks:
+        if not isinstance(each, Callback):
+            raise BadInput(f"callbacks: {one_line(repr(each), 60)} is not an instance of outpace.Callback")
+    return callbacks

@@ -33,18 +33,18 @@ class Broken(Callback):
         raise SystemExit(1)
 
 
-def test_callbacks_plain_and_async_run_in_order_on_their_own_thread() -> None:
+async def test_callbacks_plain_and_async_run_in_order_on_their_own_thread() -> None:
     diary = Diary()
     runner = CallbackRunner([diary])
     for step in range(20):
         runner.post("on_batch_start", step)
         runner.post("on_batch_end", {"step": step})
-    runner.close()
+    await runner.close()
     assert diary.entries == [(kind, step) for step in range(20) for kind in ("start", "end")]
     assert diary.threads == {"outpace-callbacks"}
 
 
-def test_a_blocked_callback_does_not_block_the_run() -> None:
+async def test_a_blocked_callback_does_not_block_the_run() -> None:
     gate = threading.Event()
     seen: list[int] = []
 
@@ -58,11 +58,11 @@ def test_a_blocked_callback_does_not_block_the_run() -> None:
         runner.post("on_policy_updated", version)
     assert seen == []
     gate.set()
-    runner.close()
+    await runner.close()
     assert seen == [0, 1, 2]
 
 
-def test_a_task_that_an_async_callback_starts_goes_on_between_events() -> None:
+async def test_a_task_that_an_async_callback_starts_goes_on_between_events() -> None:
     done = threading.Event()
 
     class Background(Callback):
@@ -75,18 +75,18 @@ def test_a_task_that_an_async_callback_starts_goes_on_between_events() -> None:
 
     runner = CallbackRunner([Background()])
     runner.post("on_run_start", {})
-    assert done.wait(30)
-    runner.close()
+    assert await asyncio.to_thread(done.wait, 30)
+    await runner.close()
 
 
-def test_an_exception_ends_the_run_with_its_traceback_and_nothing_is_called_after_it() -> None:
+async def test_an_exception_ends_the_run_with_its_traceback_and_nothing_is_called_after_it() -> None:
     diary = Diary()
     told: list[PartFailed] = []
     runner = CallbackRunner([Broken(), diary], on_failure=told.append)
     runner.post("on_epoch_start", 3)
     runner.post("on_batch_start", 1)
     with pytest.raises(PartFailed, match=r"callback Broken.on_epoch_start: ZeroDivisionError: epoch 3") as caught:
-        runner.close()
+        await runner.close()
     assert "raise ZeroDivisionError" in caught.value.remote_traceback
     assert told == [caught.value]
     assert diary.entries == []
@@ -94,23 +94,23 @@ def test_an_exception_ends_the_run_with_its_traceback_and_nothing_is_called_afte
         runner.check()
 
 
-def test_exiting_from_a_callback_is_a_failure_too() -> None:
+async def test_exiting_from_a_callback_is_a_failure_too() -> None:
     runner = CallbackRunner([Broken()])
     runner.post("on_epoch_end", 0)
     with pytest.raises(PartFailed, match="SystemExit"):
-        runner.close()
+        await runner.close()
 
 
-def test_posting_after_a_failure_or_the_end_is_harmless() -> None:
+async def test_posting_after_a_failure_or_the_end_is_harmless() -> None:
     diary = Diary()
     runner = CallbackRunner([diary])
-    runner.close()
+    await runner.close()
     runner.post("on_batch_start", 1)
-    runner.close()
+    await runner.close()
     assert diary.entries == []
 
 
-def test_a_callback_that_never_returns_is_named_at_the_deadline() -> None:
+async def test_a_callback_that_never_returns_is_named_at_the_deadline() -> None:
     gate = threading.Event()
 
     class Endless(Callback):
@@ -119,12 +119,15 @@ def test_a_callback_that_never_returns_is_named_at_the_deadline() -> None:
 
     runner = CallbackRunner([Endless()])
     runner.post("on_run_end", None)
-    with pytest.raises(PartFailed, match="still running after"):
-        runner.close(timeout_s=0.05)
+    with pytest.raises(PartFailed, match="still running"):
+        await runner.close(timeout_s=0.05)
+    reporting = CallbackRunner([Endless()], errors="report")
+    reporting.post("on_run_end", None)
+    await reporting.close(timeout_s=0.05)
     gate.set()
 
 
-def test_callbacks_far_behind_end_the_run_instead_of_growing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_callbacks_far_behind_end_the_run_instead_of_growing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(callbacks, "MAX_BEHIND", 5)
     gate = threading.Event()
 
@@ -139,15 +142,15 @@ def test_callbacks_far_behind_end_the_run_instead_of_growing(monkeypatch: pytest
         runner.check()
     gate.set()
     with pytest.raises(PartFailed):
-        runner.close()
+        await runner.close()
 
 
-def test_without_callbacks_there_is_no_thread() -> None:
+async def test_without_callbacks_there_is_no_thread() -> None:
     before = threading.active_count()
     runner = CallbackRunner([])
     runner.post("on_epoch_start", 0)
     assert threading.active_count() == before
-    runner.close()
+    await runner.close()
 
 
 def test_every_event_is_a_method_of_the_base_class() -> None:
@@ -155,7 +158,7 @@ def test_every_event_is_a_method_of_the_base_class() -> None:
     assert methods == set(callbacks.Event.__args__)  # type: ignore[attr-defined]
 
 
-def test_an_error_that_is_only_reported_leaves_the_run_and_the_other_callbacks_alone(
+async def test_an_error_that_is_only_reported_leaves_the_run_and_the_other_callbacks_alone(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Failing(Callback):
@@ -167,7 +170,7 @@ def test_an_error_that_is_only_reported_leaves_the_run_and_the_other_callbacks_a
     runner = CallbackRunner([Failing(), diary], on_failure=told.append, errors="report")
     for version in range(3):
         runner.post("on_batch_start", version)
-    runner.close()
+    await runner.close()
     assert diary.entries == [("start", version) for version in range(3)]
     assert told == []
     tracebacks = [record.getMessage() for record in caplog.records if "Traceback" in record.getMessage()]
@@ -176,15 +179,18 @@ def test_an_error_that_is_only_reported_leaves_the_run_and_the_other_callbacks_a
     assert any("raised 3 times" in record.getMessage() for record in caplog.records)
 
 
-def test_a_callback_may_ask_for_the_end_of_the_run() -> None:
+async def test_a_callback_may_ask_for_the_end_of_the_run() -> None:
     class Enough(Callback):
         def on_batch_end(self, metrics: Mapping[str, float]) -> None:
             if metrics["step"] >= 2:
                 self.stop()
 
     asked: list[str] = []
-    runner = CallbackRunner([Enough()], on_stop=lambda: asked.append("stop"))
+    enough = Enough()
+    runner = CallbackRunner([enough], on_stop=lambda: asked.append("stop"))
     runner.post("on_batch_end", {"step": 1})
     runner.post("on_batch_end", {"step": 2})
-    runner.close()
+    await runner.close()
     assert asked == ["stop"]
+    enough.stop()
+    assert asked == ["stop"], "there is no run to be stopped any more"

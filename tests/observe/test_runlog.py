@@ -192,6 +192,25 @@ def test_an_abandoned_overwrite_leaves_the_earlier_run_as_it_was(tmp_path: Path)
     assert not (tmp_path / "run.lock").exists()
 
 
+@pytest.mark.parametrize("starts", [False, True])
+def test_the_model_of_an_earlier_run_stays_until_the_new_one_has_started(tmp_path: Path, starts: bool) -> None:
+    def made(name: str, text: str) -> Path:
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.json").write_text(text)
+        return tmp_path / name
+
+    made("run/model", "old")
+    log = RunLog.claim(tmp_path / "run", overwrite=True)
+    log.replace_model(made("run/model.new", "new"))
+    if starts:
+        log.start("")
+        log.close()
+    else:
+        log.abandon()
+    assert (tmp_path / "run" / "model" / "config.json").read_text() == ("new" if starts else "old")
+    assert not (tmp_path / "run" / "model.old").exists()
+
+
 @pytest.mark.parametrize("has_started", [False, True])
 def test_an_abandoned_start_leaves_nothing_behind(tmp_path: Path, has_started: bool) -> None:
     log = RunLog.claim(tmp_path / "runs" / "a")

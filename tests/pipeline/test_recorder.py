@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from driver_support import Rig
 from outpace.observe.callbacks import CallbackRunner
 from outpace.observe.console import ProgressConsole
 from outpace.observe.linefile import read_lines
-from outpace.observe.runlog import RunLog
+from outpace.observe.runlog import BatchSettled, RunLog
 from outpace.pipeline.recorder import Recorder
 from outpace.types import Failure, GroupOrder, GroupReport, Place
 
@@ -46,6 +48,30 @@ async def test_a_resumed_run_counts_tokens_seconds_and_failures_of_all_its_start
     assert second.failures == [Failure(SLOW.source, SLOW.reason, 14)]
     assert second.wall_s >= first.wall_s, "also the time of the steps that were rolled back"
     assert 0 < second.train_s <= first.train_s
+
+
+@pytest.mark.parametrize("steps_on", [False, True])
+async def test_groups_settled_after_the_last_step_are_counted_once_over_all_starts(
+    tmp_path: Path, steps_on: bool
+) -> None:
+    def opened(resume: bool) -> tuple[RunLog, Recorder]:
+        log = RunLog.claim(tmp_path / "run", resume=resume)
+        log.start("")
+        return log, Recorder(log, ProgressConsole(None, quiet=True), CallbackRunner([]), 2, 0)
+
+    def filtered(group: int) -> tuple[BatchSettled, GroupReport]:
+        return BatchSettled(group, 0, "filtered"), GroupReport(group, "t", "filtered", tokens_sampled=10)
+
+    log, recorder = opened(resume=False)
+    recorder.settled(1, [filtered(0), filtered(1), (BatchSettled(2, 0, "skipped"), None)], accounted=3)
+    if steps_on:  # then the line of step 2 has them
+        log.step(2, {"throughput/sampled_tokens": 20, "waste/filtered_tokens": 20, "groups/skipped": 1})
+    log.close()
+    log, recorder = opened(resume=True)
+    recorder.resume(log.roll_back(2 if steps_on else 1, 3), [])
+    summary = recorder.build_summary(0, "done")
+    log.close()
+    assert (summary.tokens_sampled, summary.tokens_filtered, summary.groups_skipped) == (20, 20, 1)
 
 
 async def test_the_time_of_a_killed_start_is_known_from_its_last_step(tmp_path: Path) -> None:

@@ -341,3 +341,13 @@ async def test_every_call_gets_one_result_in_order(calls: list[ToolCall], admitt
     assert [result.message["tool_call_id"] for result in results] == [call.id for call in calls]
     assert all(result.text.startswith("error:") or result.fate == "done" for result in results)
     json.dumps([result.message for result in results], ensure_ascii=False).encode()
+
+
+async def test_the_reason_of_a_failed_call_can_be_written_whatever_characters_it_has() -> None:
+    def search(name: str) -> str:
+        """Look it up."""
+        raise ValueError(f"unknown {name}")
+
+    (result,) = await box(search).run([call("search", '{"name": "\\ud83d"}')], 1, no_limit)
+    assert "raised ValueError: unknown" in result.failure
+    result.failure.encode()

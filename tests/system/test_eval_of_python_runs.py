@@ -104,6 +104,14 @@ def test_objects_come_back_as_they_were_given(small: Settings) -> None:
     assert (loaded.__name__, named) == ("top_level", "number")
 
 
+@pytest.mark.parametrize("count", [0, 3])
+def test_a_run_of_tasks_without_held_out_ones_is_not_evaluated_on_other_tasks(small: Settings, count: int) -> None:
+    config = {**small, "run.runtime": "inline", "eval.count": count, "eval.holdout": 0}
+    api.Trainer(tasks=ROWS, rewards=top_level, config=config, quiet=True).train()
+    with pytest.raises(BadInput, match=r"^tasks\.eval_path: "):
+        run_with_objects(Path(small["run.dir"]), ["--eval.count=4"])
+
+
 def test_only_what_another_process_can_import_has_a_reference() -> None:
     assert reference_of(top_level) == f"{__name__}:top_level"
     assert reference_of(json.dumps) == "json:dumps"

@@ -89,6 +89,28 @@ def test_the_arguments_of_a_trl_trainer_are_refused_naming_what_to_use_instead(t
         api.Trainer(config=3)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("given", "key"),
+    [
+        ({"train_dataset": []}, "train_dataset"),
+        ({"reward_funcs": len}, "reward_funcs"),
+        ({"unheard_of": 1}, "unheard_of"),
+        ({"rewards": 5}, "rewards"),
+        ({"tools": 5}, "tools"),
+        ({"callbacks": [object()]}, "callbacks"),
+        ({"callbacks": [api.Callback]}, "callbacks"),
+        ({"callbacks": 5}, "callbacks"),
+    ],
+)
+def test_an_argument_that_cannot_be_used_is_refused_by_its_name(given: dict[str, Any], key: str) -> None:
+    with pytest.raises(BadInput, match=f"^{key}: "):
+        api.Trainer(**given)
+
+
+def test_one_callback_needs_no_list() -> None:
+    api.Trainer(callbacks=api.Callback())  # type: ignore[arg-type]
+
+
 def test_the_real_grpo_config_is_refused_too(tmp_path: Path) -> None:
     trl = pytest.importorskip("trl")
     given = trl.GRPOConfig(output_dir=str(tmp_path), num_generations=4, use_cpu=True, bf16=False)

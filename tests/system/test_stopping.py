@@ -234,6 +234,19 @@ def test_an_exception_in_a_callback_ends_the_run_with_a_checkpoint(endless: Sett
     assert newest_checkpoint(endless) == trainer.summary.steps >= 2
 
 
+def test_an_exception_at_the_end_of_a_run_is_in_its_summary(settings: Settings) -> None:
+    class Fails(api.Callback):
+        def on_run_end(self, summary: Any) -> None:
+            raise ValueError("not today")
+
+    trainer = api.Trainer(config={**settings, "run.runtime": "inline"}, callbacks=[Fails()], quiet=True)
+    with pytest.raises(PartFailed, match="ValueError: not today"):
+        trainer.train()
+    assert trainer.summary is not None
+    assert (trainer.summary.exit, trainer.summary.steps) == (4, 3)
+    assert json.loads((Path(settings["run.dir"]) / "summary.json").read_text())["exit"] == 4
+
+
 def test_an_exception_in_a_callback_is_only_reported_if_the_config_says_so(
     settings: Settings, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -43,6 +43,10 @@ Event = Literal[
 MAX_BEHIND = 100_000
 """Callbacks that fall so many events behind will not catch up: the run ends rather than grow without bound."""
 
+POLL_S = 0.02
+NOTICE_S = 30.0
+"""At the end of a run: how often its callbacks are asked whether they are done, and when a wait is logged."""
+
 
 class Callback:
     """Override what you need; a method may be a plain function or a coroutine."""
@@ -132,19 +136,34 @@ class CallbackRunner:
         if self._failure is not None:
             raise self._failure
 
-    def close(self, timeout_s: float = 30.0) -> None:
-        """Let the callbacks finish what was posted; raise if one failed or is not done by then. Blocks."""
+    async def close(self, timeout_s: float = 30.0) -> None:
+        """Wait until the callbacks have handled what was posted; raise if one failed or is not done in time."""
         thread, self._thread = self._thread, None
         if thread is not None:
             if thread.is_alive():
                 self._loop.call_soon_threadsafe(self._queue.put_nowait, None)
-            thread.join(timeout_s)
-            if thread.is_alive():
-                self._fail(PartFailed("callback", f"{self._current} was still running after {timeout_s:g} s"))
+            await self._ended(thread, timeout_s)
             for name, count in self._reported.items():
                 if count > 1:
                     logger.error("callback %s raised %d times in all", name, count)
+        for callback in self._callbacks:
+            callback._request_stop = None
         self.check()
+
+    async def _ended(self, thread: threading.Thread, timeout_s: float) -> None:
+        """Poll: a thread that waits for user code could not be left when the run is interrupted."""
+        waited_s = 0.0
+        while thread.is_alive() and waited_s < timeout_s:
+            await asyncio.sleep(POLL_S)
+            waited_s += POLL_S
+            if waited_s - POLL_S < NOTICE_S <= waited_s:
+                logger.warning("the run has ended; waiting for callback %s", self._current)
+        if thread.is_alive():
+            late = f"{self._current} was still running {timeout_s:g} s after the end of the run"
+            if self._errors == "report":
+                logger.error("callback %s", late)
+            else:
+                self._fail(PartFailed("callback", late))
 
     # ------------------------------------------------------------------------------------------ the callbacks' thread
 

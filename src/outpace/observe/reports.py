@@ -41,6 +41,19 @@ def record_group(meter: Meter, report: GroupReport) -> None:
         meter.add(name if "/" in name else f"episode/{name}", value, max(report.episodes, 1))
 
 
+def totals_of(settled: Iterable[tuple[str, GroupReport | None]]) -> dict[str, float]:
+    """The sums that these visits, by outcome, add to the metrics of their step."""
+    meter = Meter()
+    for outcome, report in settled:
+        if report is not None:
+            record_tokens(meter, report)
+            meter.add(f"groups/{report.outcome}", 1)
+            meter.add("faults/failed_episodes", report.failed_episodes)
+        elif outcome == "skipped":
+            meter.add("groups/skipped", 1)
+    return {name: value for name, value in meter.flush().items() if value}
+
+
 def record_given_up(meter: Meter, report: GroupReport) -> None:
     """The tokens of a group that was dropped or requeued are waste, also where the group had finished."""
     meter.add("throughput/sampled_tokens", report.tokens_sampled)

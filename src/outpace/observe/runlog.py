@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 LOCK = "run.lock"
 MODEL = "model"
 """The folder of a model that the run was given as an object."""
+OLD_MODEL = "model.old"
+"""That of an earlier run, while it is not certain that this run will start."""
 FILES = (
     *("config.toml", "tasks.json", "metrics.jsonl", "batches.jsonl", "evals.jsonl", "summary.json", "timeline.json"),
     *("fleet.json", "fleet.jsonl", "objects.json", "heldout.jsonl"),
@@ -104,9 +106,18 @@ class RunLog:
             raise BadInput(f"run.dir: {path} is not empty; choose another, or set run.overwrite = true")
         return log
 
+    def replace_model(self, new: Path) -> None:
+        """Put a directory in the place of `model/`. What an earlier run has there comes back with `abandon`."""
+        if (self.dir / MODEL).exists():
+            shutil.rmtree(self.dir / OLD_MODEL, ignore_errors=True)
+            (self.dir / MODEL).rename(self.dir / OLD_MODEL)
+        new.rename(self.dir / MODEL)
+        self.written.add(MODEL)
+
     def start(self, config: str) -> None:
         """Everything was checked: write the resolved config and open the logs. A resumed run keeps what it has."""
         self.began = True
+        shutil.rmtree(self.dir / OLD_MODEL, ignore_errors=True)
         if not self._resuming:
             for name in FILES:
                 (self.dir / name).unlink(missing_ok=True)
@@ -126,6 +137,9 @@ class RunLog:
         if not self.began:  # parts that started before the refusal may have made folders
             for name in {*FOLDERS, *ON_DEMAND} - set(self._found):
                 shutil.rmtree(self.dir / name, ignore_errors=True)
+            if (self.dir / OLD_MODEL).exists():
+                shutil.rmtree(self.dir / MODEL, ignore_errors=True)
+                (self.dir / OLD_MODEL).rename(self.dir / MODEL)
         if untouched:
             for name in FILES:
                 (self.dir / name).unlink(missing_ok=True)
@@ -157,13 +171,15 @@ class RunLog:
         settled: Iterable[BatchSettled] = (),
         accounted: int | None = None,
         failures: Iterable[Failure] = (),
+        totals: Mapping[str, float] | None = None,
     ) -> None:
         """One line of batches.jsonl: what this step was trained on, and what else came to an end since the line before.
         `version` is the one it was trained from, `accounted` the number of visits that are settled with this line,
-        `failures` what failed in these groups."""
+        `failures` what failed in these groups, `totals` what the next line of metrics.jsonl will count of them."""
         record: dict[str, Any] = {"step": step, "version": version, "groups": msgspec.to_builtins(list(groups))}
         if accounted is not None:
             record |= {"settled": msgspec.to_builtins(list(settled)), "accounted": accounted}
+        record |= {"totals": dict(totals)} if totals else {}
         self._lines["batches.jsonl"].append(record | _counted(failures))
 
     def evaluation(self, version: int, metrics: Mapping[str, float], failures: Iterable[Failure] = ()) -> None:
@@ -201,7 +217,7 @@ class RunLog:
                 self._lines[name] = LineFile(self.dir / name)
         rollout_files.roll_back(self.dir, step, steps_of_settled(self.dir))
         (self.dir / "summary.json").unlink(missing_ok=True)
-        return PastRun(self.dir, seconds)
+        return PastRun(self.dir, seconds, step)
 
     def _seconds(self) -> float:
         """How long the run has taken in all its starts: by its summary, or by its last step if it was killed."""
@@ -219,10 +235,11 @@ class _Seconds(msgspec.Struct):
 
 @dataclass(frozen=True)
 class PastRun:
-    """What the logs keep of earlier starts of a run. `seconds` is how long these took."""
+    """What the logs keep of earlier starts of a run. `seconds` is how long these took, `step` their last step."""
 
     dir: Path
     seconds: float
+    step: int = 0
 
     @property
     def steps(self) -> Iterator[dict[str, Any]]:
@@ -232,6 +249,13 @@ class PastRun:
     @property
     def evaluations(self) -> Iterator[dict[str, Any]]:
         return read_lines(self.dir / "evals.jsonl")
+
+    @property
+    def totals(self) -> Iterator[tuple[str, float]]:
+        """What was settled after the last step: in no line of metrics.jsonl yet."""
+        for line in read_lines(self.dir / "batches.jsonl"):
+            if line["step"] == self.step:
+                yield from line.get("totals", {}).items()
 
     @property
     def failures(self) -> Iterator[Failure]:

@@ -57,7 +57,8 @@ class Making:
         self._tell = tell
         self._names = list(parts.workers)
         self._budget = Budget(settings.limits)
-        self._first_groups = FirstGroups(FIRST_GROUPS, str(recorder.log.dir))
+        has_trained = settings.limits.resumed or bool(survivors.finished)
+        self._first_groups = None if has_trained else FirstGroups(FIRST_GROUPS, str(recorder.log.dir))
         self._orders = {kept.order.group: kept.order for kept in survivors.finished}
         self._reports = {kept.order.group: kept.report for kept in survivors.finished}
         self._pooled = {kept.order.group: kept for kept in survivors.pooled}  # trained, and kept until they are retired
@@ -113,7 +114,7 @@ class Making:
             self._orders.pop(report.group)
             self._untrained[report.group] = msgspec.structs.replace(report, views=[])
         self._recorder.group_closed(report)
-        if warning := self._first_groups.note(report):
+        if self._first_groups is not None and (warning := self._first_groups.note(report)):
             self._recorder.console.warning(warning)
         if notice := self._budget.note(report):
             self._recorder.console.status(notice)

@@ -76,6 +76,8 @@ class Recorder:
             if result := eval_result(line["step"], line):
                 self.summary.evaluation(result)
         self.summary.failures(past.failures)
+        for name, value in past.totals:
+            self._meter.add(name, value)
         self._earlier_wall_s = past.seconds
         self._closed |= {report.group: report for report in finished}
 
@@ -192,7 +194,8 @@ class Recorder:
     def settled(self, version: Version, settled: list[Settled], accounted: int) -> None:
         """What came to its end between two steps, where a checkpoint relies on it."""
         failures = self._record_groups(report for _, report in settled)
-        self.log.batch(version, version, [], [visit for visit, _ in settled], accounted, failures)
+        totals = to_metrics.totals_of((visit.outcome, report) for visit, report in settled)
+        self.log.batch(version, version, [], [visit for visit, _ in settled], accounted, failures, totals)
 
     def _record_groups(self, reports: Iterable[GroupReport | None]) -> list[Failure]:
         """Count these groups, and return what failed in them."""

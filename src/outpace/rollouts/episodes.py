@@ -78,6 +78,7 @@ def _as_episode(returned: object, task: Task, client: PolicyClient) -> Episode:
             returned,
             trajectories=_given(returned) or client.trajectories(),
             completion=returned.completion or last,
+            error=returned.error and one_line(returned.error),
             requests=returned.requests or list(client.requests),
             metrics={**_measured(client), **returned.metrics},
         )

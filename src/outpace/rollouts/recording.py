@@ -11,6 +11,7 @@ files, not the run.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -109,7 +110,7 @@ class RolloutRecorder:
                 epoch=order.epoch,
                 step=step,
                 reward=attempt.reward,
-                rewards=attempt.rewards,
+                rewards={name: reward for name, reward in attempt.rewards.items() if math.isfinite(reward)},
                 advantage=_mean_advantage(trained) if trained and not self.critic else None,
                 oldest=oldest,
                 newest=newest,

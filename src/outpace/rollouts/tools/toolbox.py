@@ -125,7 +125,7 @@ class Toolbox:
             text = bounded(f"error: {error}", self._limits.max_result_chars)
             is_late = isinstance(error, ToolTimeout)
             # A call that the model got wrong has no cause: nothing of the tool failed.
-            failure = str(error).removeprefix(f"{call.name} ") if is_late or error.__cause__ else ""
+            failure = one_line(str(error).removeprefix(f"{call.name} ")) if is_late or error.__cause__ else ""
             return Result(call, text, "timeout" if is_late else "error", failure)
 
     def _understood(self, call: ToolCall) -> tuple[Offer, dict[str, Any]]:
