@@ -178,7 +178,7 @@ class Session:
         return f"stopped after step {steps}; go on with: {how}{again}"
 
     async def _leave(self, recorder: Recorder, ended: Summary, callbacks_s: float) -> None:
-        """Whatever the end was: say so in the run directory and to the callbacks, which have `callbacks_s` to finish."""
+        """Whatever the end was: say so in the run directory and to the callbacks, which may take `callbacks_s`."""
         await asyncio.to_thread(self._write_summary, recorder, ended)
         recorder.callbacks.post("on_run_end", ended)
         with contextlib.suppress(PartFailed):  # a callback's failure has ended the run already, or is checked next

@@ -344,10 +344,10 @@ async def test_every_call_gets_one_result_in_order(calls: list[ToolCall], admitt
 
 
 async def test_the_reason_of_a_failed_call_can_be_written_whatever_characters_it_has() -> None:
-    def search(name: str) -> str:
+    def search() -> str:
         """Look it up."""
-        raise ValueError(f"unknown {name}")
+        raise ValueError("unknown " + chr(0xD83D))
 
-    (result,) = await box(search).run([call("search", '{"name": "\\ud83d"}')], 1, no_limit)
+    (result,) = await box(search).run([call("search")], 1, no_limit)
     assert "raised ValueError: unknown" in result.failure
     result.failure.encode()
