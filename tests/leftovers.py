@@ -36,7 +36,7 @@ CACHES = ("torchinductor_",)
 
 LOOK_S = 0.25
 LOOKS = 20
-"""So often a new segment is looked at before it counts as somebody else's."""
+"""A new segment that no process of this session maps in this many looks belongs to another program."""
 PATIENCE_S = float(os.environ.get("OUTPACE_LEFTOVERS_PATIENCE_S", "20"))
 """A process that was killed may take a while to be gone, and so may what removes its files."""
 

@@ -151,8 +151,8 @@ class BackgroundRun:
             if isinstance(outcome, BaseException):
                 self.finished.set_exception(outcome)
             else:
+                self.summary = outcome  # first: `finished` wakes a thread that may read it
                 self.finished.set_result(outcome)
-                self.summary = outcome
 
     def _execute(self, plan: Plan, log: RunLog) -> Summary:
         try:

@@ -193,4 +193,4 @@ async def test_a_callback_may_ask_for_the_end_of_the_run() -> None:
     await runner.close()
     assert asked == ["stop"]
     enough.stop()
-    assert asked == ["stop"], "there is no run to be stopped any more"
+    assert asked == ["stop"], "the run has ended"

@@ -79,9 +79,10 @@ def _find(registry: Registry, name: str) -> Any:
         facts = registry.find(name)
     except BadInput as error:
         raise BadInput(one_line(error, limit=600)) from error
-    _check_parameters(facts, registry.setting)
-    for complaint in _complaints(facts):
-        raise BadInput(f"{registry.setting}: {facts.name} {complaint}")
+    if name not in registry.built_in:
+        _check_parameters(facts, registry.setting)
+        for complaint in _complaints(facts):
+            raise BadInput(f"{registry.setting}: {facts.name} {complaint}")
     return facts
 
 
