@@ -38,6 +38,13 @@ class BackgroundLoop:
         self._loop.close()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that share a server run in one process."""
+    for item in items:
+        if "vllm" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("one server"))
+
+
 @pytest.fixture(scope="session")
 def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningVllm]:
     config = make_config(SMALL | {"launch.python": vllm_python()})

@@ -171,7 +171,12 @@ def test_a_server_that_was_killed_with_all_its_processes_leaves_no_shared_memory
 @pytest.mark.vllm
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "killed", ["command", pytest.param("server", marks=pytest.mark.nightly), "server with all its processes"]
+    "killed",
+    [
+        pytest.param("command", marks=pytest.mark.nightly),
+        pytest.param("server", marks=pytest.mark.nightly),
+        "server with all its processes",
+    ],
 )
 def test_a_real_vllm_leaves_nothing_in_shared_memory_or_in_the_temporary_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: str
