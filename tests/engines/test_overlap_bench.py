@@ -41,13 +41,14 @@ def trials_of(
 
 
 def probes_of(default_s: float = 1.0) -> list[Trial]:
-    """Three repetitions under every load; the default takes so long beside a busy core, and the best split 1 s."""
+    """Three repetitions under every load, on a machine that gets slower from one to the next. Relative to the best
+    split, the default takes `default_s` beside a busy core."""
     return [
-        Trial(mode, split, load, seed, default_s if split is None and load != "idle" else 1.0 + 0.1 * seed, RUN)
-        for seed in range(3)
+        Trial(mode, split, load, repeat, slow * (default_s if split is None and load != "idle" else 1.0), RUN)
+        for repeat, slow in enumerate((1.0, 1.5, 4.0))
         for load in overlap.LOADS
         for mode in overlap.MODES
-        for split in (None, (1, 1), (1, 2))
+        for split in (None, (1, 1), None, (1, 2), None)
     ]
 
 

@@ -63,7 +63,7 @@ def is_all_on_record(directory: Path) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", ["engine-0", "worker-0"])
+@pytest.mark.parametrize("victim", ["engine-0", pytest.param("worker-0", marks=pytest.mark.nightly)])
 def test_an_engine_or_a_worker_that_is_killed_is_replaced_and_nothing_is_lost(
     start: Runs, epochs: Settings, tmp_path: Path, victim: str
 ) -> None:

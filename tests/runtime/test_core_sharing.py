@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from torch import nn
 from outpace.models.layers import call_at_every_layer
 from outpace.runtime.core_sharing import (
     EXPLORE,
+    EXPLORE_MOST,
     LEARNER_LINE,
     SAMPLE_S,
     Board,
@@ -154,15 +156,23 @@ def test_an_engine_that_died_at_work_holds_no_core(machine: Machine) -> None:
     assert machine.applied[LEARNER_LINE] == 2
 
 
+def worked(machine: Machine, sharing: CoreSharing, line: int, turns: int, seconds: dict[int, float]) -> list[int]:
+    """The threads of each turn, when a turn takes so long with so many threads."""
+    used = []
+    for _ in range(turns):
+        with sharing.comparing(tokens=100):
+            used.append(machine.applied[line])
+            machine.now += seconds[used[-1]]
+            machine.busy_s += machine.others * seconds[used[-1]]
+    return used
+
+
 def trained(machine: Machine, learner: CoreSharing, chunks: int, seconds: dict[int, float]) -> list[int]:
-    """The threads of each chunk, when a chunk takes so long with so many threads."""
     used = []
     for _ in range(chunks):
         with learner.working():
             learner.adjust()
-            with learner.comparing(tokens=100):
-                used.append(machine.applied[LEARNER_LINE])
-                machine.now += seconds[used[-1]]
+            used += worked(machine, learner, LEARNER_LINE, 1, seconds)
     return used
 
 
@@ -172,9 +182,9 @@ def test_a_learner_that_hardly_waits_takes_all_cores_where_that_is_faster(
 ) -> None:
     learner, engine = machine.joins("learner", LEARNER_LINE), machine.joins("engine", 1)
     engine.adjust()
-    trained(machine, learner, 50, {1: 1.0, 2: with_all})
-    used = trained(machine, learner, 4 * EXPLORE, {1: 1.0, 2: with_all})
-    assert used.count(mostly) == 3 * EXPLORE + EXPLORE - 4  # and the other way once in every EXPLORE chunks
+    trained(machine, learner, 100, {1: 1.0, 2: with_all})
+    used = trained(machine, learner, 2 * EXPLORE_MOST, {1: 1.0, 2: with_all})
+    assert used.count(mostly) == 2 * EXPLORE_MOST - 2  # the other way is still tried now and then
 
 
 def test_a_learner_that_mostly_waits_leaves_the_engine_its_core(machine: Machine) -> None:
@@ -185,13 +195,44 @@ def test_a_learner_that_mostly_waits_leaves_the_engine_its_core(machine: Machine
         machine.now += 2.0
 
 
+@pytest.mark.parametrize(("with_all", "mostly"), [(0.008, 2), (0.012, 1)])
+def test_an_engine_beside_a_program_that_never_waits_takes_all_cores_where_that_is_faster(
+    machine: Machine, with_all: float, mostly: int
+) -> None:
+    machine.others = 1.0
+    engine = machine.joins("engine", 1)
+    seconds = {1: 0.01, 2: with_all}
+    worked(machine, engine, 1, 5_000, seconds)
+    used = worked(machine, engine, 1, 2_000, seconds)
+    assert 0.9 < used.count(mostly) / len(used) < 1.0
+
+
+def test_an_engine_beside_nothing_but_the_learner_keeps_to_its_share(machine: Machine) -> None:
+    learner, engine = machine.joins("learner", LEARNER_LINE), machine.joins("engine", 1)
+    learner.adjust()
+    assert set(worked(machine, engine, 1, 1_000, {1: 0.01, 2: 0.005})) == {1}
+
+
 def test_the_faster_way_changes_when_the_machine_does() -> None:
     faster = Faster()
     for second_speed in (2.0, 0.5):
-        for _ in range(20 * EXPLORE):
+        for _ in range(10 * EXPLORE_MOST):
             second = faster.next_is_second()
             faster.record(second, second_speed if second else 1.0)
         assert faster.second == (second_speed > 1)
+
+
+def test_a_way_that_stays_slower_is_tried_less_and_less() -> None:
+    faster = Faster()
+    tried = []
+    for turn in range(200):
+        second = faster.next_is_second()
+        faster.record(second, 0.1 if second else 1.0)
+        if second:
+            tried.append(turn)
+    gaps = [later - earlier for earlier, later in itertools.pairwise(tried)]
+    assert gaps == sorted(gaps)
+    assert EXPLORE < gaps[0] < gaps[-1] == EXPLORE_MOST
 
 
 def test_the_usage_of_this_machine_is_read() -> None:

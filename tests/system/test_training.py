@@ -152,7 +152,11 @@ def test_a_deterministic_run_equals_itself_at_any_lag_and_in_any_layout_of_proce
 
 @pytest.mark.parametrize(
     "victim",
-    ["engine-0", pytest.param("learner", marks=pytest.mark.slow), pytest.param("worker-0", marks=pytest.mark.slow)],
+    [
+        "engine-0",
+        pytest.param("learner", marks=pytest.mark.nightly),
+        pytest.param("worker-0", marks=pytest.mark.nightly),
+    ],
 )
 def test_a_part_that_is_killed_and_not_replaced_ends_the_run_with_its_name_and_no_orphans(
     settings: Settings, tmp_path: Path, victim: str

@@ -3,13 +3,14 @@
 Two comparisons on this machine, in one command:
 
     threads   default thread counts against every fixed split, in both modes, on the machine as it is and beside a
-              program that keeps one core busy; medians of `--repeats` short runs of `--probe-steps` steps
+              program that keeps one core busy: `--repeats` pairs of short runs of `--probe-steps` steps
     modes     synchronous against asynchronous training with default threads, over `--seeds` seeds and `--steps` steps:
               seconds of training, final held-out accuracy, T*/T
 
-Runs are interleaved, so that no variant gets the quieter hour. The command exits with 1 when default threads are slower
-than `THREADS_BAR` of the best split, when asynchronous training is not the faster mode, or when its accuracy differs by
-more than the seeds explain.
+The speed of a shared machine drifts from minute to minute. So every run with fixed threads is compared only with the
+default runs right before and after it, and the median of these ratios counts; modes alternate. The command exits with 1
+when default threads are slower than `THREADS_BAR` of the best split, when asynchronous training is not the faster mode,
+or when its accuracy differs by more than the seeds explain.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Trial:
 
 
 def main(settings: Sequence[str]) -> int:
-    options, settings = take_options(settings, {"steps": 60, "probe_steps": 15, "repeats": 3, "seeds": 3})
+    options, settings = take_options(settings, {"steps": 60, "probe_steps": 10, "repeats": 3, "seeds": 3})
     result = run(options["steps"], options["probe_steps"], options["repeats"], options["seeds"], settings)
     print_tables(result)
     missed = missed_bars(result["probes"], result["trials"])
@@ -89,7 +90,7 @@ def run(steps: int, probe_steps: int, repeats: int, seeds: int, settings: Sequen
         for repeat in range(repeats)
         for load in LOADS
         for mode in MODES
-        for split in (None, *_splits())
+        for split in _alternating(_splits())
     ]
     trials = [
         _train(mode, None, LOADS[0], seed, steps, settings, console)
@@ -97,6 +98,11 @@ def run(steps: int, probe_steps: int, repeats: int, seeds: int, settings: Sequen
         for mode in (MODES if seed % 2 == 0 else reversed(MODES))
     ]
     return {"steps": steps, "probe_steps": probe_steps, "cores": cores(), "probes": probes, "trials": trials}
+
+
+def _alternating(splits: Sequence[Split]) -> list[Split]:
+    """The default before, between and after the fixed splits."""
+    return [None, *(each for split in splits for each in (split, None))]
 
 
 def _splits() -> list[tuple[int, int]]:
@@ -153,29 +159,40 @@ def _text(split: Split) -> str:
 
 @dataclass(frozen=True)
 class ThreadsResult:
-    """Median seconds per step of every split under one load and mode, by the split's name."""
+    """One load and mode. By the name of a split: median seconds per step, and the median speed of the default as a part
+    of the split's."""
 
     load: str
     mode: str
     step_s: dict[str, float]
+    ratios: dict[str, float]
 
     @property
     def ratio(self) -> float:
         """The speed of the default as a part of the best fixed split's."""
-        return min(seconds for split, seconds in self.step_s.items() if split != DEFAULT) / self.step_s[DEFAULT]
+        return min(self.ratios.values())
 
 
 def threads_results(probes: Sequence[Trial]) -> list[ThreadsResult]:
     return [
-        ThreadsResult(load, mode, _median_steps([p for p in probes if (p.load, p.mode) == (load, mode)]))
+        _threads_result(load, mode, [probe for probe in probes if (probe.load, probe.mode) == (load, mode)])
         for load in LOADS
         for mode in MODES
     ]
 
 
-def _median_steps(probes: Sequence[Trial]) -> dict[str, float]:
-    names = dict.fromkeys(_text(probe.split) for probe in probes)
-    return {name: statistics.median(p.step_s for p in probes if _text(p.split) == name) for name in names}
+def _threads_result(load: str, mode: str, probes: Sequence[Trial]) -> ThreadsResult:
+    """`probes` in the order in which they ran: a default run before and after each one with fixed threads."""
+    ratios: dict[str, list[float]] = {}
+    for before, probe, after in zip(probes, probes[1:], probes[2:], strict=False):
+        if probe.split:
+            default_s = (before.step_s + after.step_s) / 2
+            ratios.setdefault(_text(probe.split), []).append(probe.step_s / default_s)
+    step_s = {
+        name: statistics.median(probe.step_s for probe in probes if _text(probe.split) == name)
+        for name in (DEFAULT, *ratios)
+    }
+    return ThreadsResult(load, mode, step_s, {name: statistics.median(values) for name, values in ratios.items()})
 
 
 # ----------------------------------------------------------------------------------------------------------- report
@@ -184,12 +201,17 @@ def _median_steps(probes: Sequence[Trial]) -> dict[str, float]:
 def print_tables(result: dict[str, Any], console: Console | None = None) -> None:
     console = console or Console(width=WIDTH)
     results = threads_results(result["probes"])
-    title = f"seconds per step by threads of engine + learner, {result['cores']} cores, {result['probe_steps']} steps"
+    title = (
+        f"seconds per step (default's speed as a part of it) by threads of engine + learner, {result['cores']} cores, "
+        f"{result['probe_steps']} steps"
+    )
     threads = Table(title=title)
     for column in ("load", "mode", *results[0].step_s, "default / best"):
         threads.add_column(column)
     for row in results:
-        threads.add_row(row.load, row.mode, *(f"{value:.2f}" for value in row.step_s.values()), f"{row.ratio:.2f}")
+        cells = [f"{row.step_s[DEFAULT]:.2f}"]
+        cells += [f"{row.step_s[name]:.2f} ({ratio:.2f})" for name, ratio in row.ratios.items()]
+        threads.add_row(row.load, row.mode, *cells, f"{row.ratio:.2f}")
     console.print(threads)
     console.print(_comparison(result["trials"], result["steps"]))
     console.print(verdict(result["trials"]))

@@ -9,9 +9,10 @@ before every unit of work (a decode step, a layer of a forward or backward pass)
     the role         an engine takes an equal share of the cores, at most as many as make its step faster;
                      the learner takes what busy engines leave, or all cores where that proves faster
 
-A learner that works most of the time limits the speed of the run, and a few threads too many can then be worth it: the
-scheduler gives it a larger part of the cores. Whether they are depends on machine and model, so the learner measures
-both ways.
+A few threads too many can be worth it, because the scheduler then gives the process a larger part of the cores: for a
+learner that works most of the time and so limits the speed of the run, and for an engine beside another program that
+never waits. Whether they are depends on machine and model, so both ways are measured: mostly the faster one is used,
+and now and then the other one.
 
 Invariants
 - A line is two aligned 64-bit integers, so a reader never sees half of one. A process writes its own line, and clears
@@ -52,9 +53,13 @@ A program that wants a whole core gets about two thirds of it beside two compute
 
 
 EXPLORE = 8
+EXPLORE_MOST = 32
+"""The slower way is tried once in so many trials; less and less often while it stays slower."""
+
+TRIAL_S = 0.1
 SPEED_SMOOTHING = 0.2
 GAIN = 1.03
-"""All cores must make the learner this much faster than its share does."""
+"""All cores must make a process this much faster than its share does."""
 
 BUSY_WINDOW_S = 5.0
 MOSTLY_BUSY = 0.6
@@ -69,9 +74,14 @@ def share_of(
     `others`: cores used by other programs. `engines`: threads of the other busy engines. `learner`: threads of a busy
     learner, 0 while it waits. `most`: more threads do not help.
     """
-    free = cores - int(others + 1 - COUNTS_AS_ONE)
+    free = cores - _taken(others)
     fair = free - sum(engines) if role == "learner" else free // (1 + len(engines) + (learner > 0))
     return max(1, min(fair, most or fair))
+
+
+def _taken(others: float) -> int:
+    """Whole cores that other programs keep from us."""
+    return int(others + 1 - COUNTS_AS_ONE)
 
 
 class Faster:
@@ -79,7 +89,7 @@ class Faster:
 
     def __init__(self) -> None:
         self._speeds: list[float | None] = [None, None]
-        self._count = 0
+        self._until_other = self._interval = EXPLORE
 
     @property
     def second(self) -> bool:
@@ -87,13 +97,21 @@ class Faster:
         return first is not None and second is not None and second > GAIN * first
 
     def next_is_second(self) -> bool:
-        """Which way to work next: the faster one, and the other one in every EXPLORE."""
-        self._count += 1
-        return self.second != (self._count % EXPLORE == 0)
+        """Which way to work in the next trial."""
+        self._until_other -= 1
+        if self._until_other > 0:
+            return self.second
+        self._interval = min(2 * self._interval, EXPLORE_MOST)
+        self._until_other = self._interval
+        return not self.second
 
     def record(self, second: bool, speed: float) -> None:
+        chosen = self.second
         known = self._speeds[second]
         self._speeds[second] = speed if known is None else known + SPEED_SMOOTHING * (speed - known)
+        used = self._speeds[chosen]
+        if self.second != chosen or (second != chosen and used is not None and speed > used):
+            self._until_other = self._interval = EXPLORE  # it is not clear which is faster
 
 
 class Board:
@@ -190,6 +208,9 @@ class CoreSharing:
         self._busy = False
         self._all = False  # take all cores, also those of busy engines and other programs
         self._all_is_faster = Faster()
+        self._trial_all = False
+        self._trial_tokens = 0
+        self._trial_s = 0.0
         self._since = clock()
         self._busy_part = 0.0
         self.most: int | None = None
@@ -249,15 +270,23 @@ class CoreSharing:
 
     @contextmanager
     def comparing(self, tokens: int) -> Iterator[None]:
-        """Inside of `working`: so many tokens are trained, with the share or with all cores, and the speed is noted."""
+        """Work on so many tokens, with the share or with all cores, whichever proves faster."""
         began = self._clock()
-        contended = self._share() < self._cores
-        self._all = contended and self._busy_part > MOSTLY_BUSY and self._all_is_faster.next_is_second()
+        contended = self._share() < self._cores and self._worth_comparing()
+        if self._trial_s >= TRIAL_S:
+            self._all_is_faster.record(self._trial_all, self._trial_tokens / self._trial_s)
+            self._trial_all = self._all_is_faster.next_is_second()
+            self._trial_tokens, self._trial_s = 0, 0.0
+        self._all = contended and self._trial_all
         self.adjust()
         yield
-        if contended and (seconds := self._clock() - began) > 0:
-            self._all_is_faster.record(self._all, tokens / seconds)
         self._all = False
+        if contended:
+            self._trial_tokens += tokens
+            self._trial_s += self._clock() - began
+
+    def _worth_comparing(self) -> bool:
+        return _taken(self._others) > 0 if self._role == "engine" else self._busy_part > MOSTLY_BUSY
 
     def _note_busy(self, began: float, ended: float) -> None:
         elapsed = max(ended - self._since, 1e-9)

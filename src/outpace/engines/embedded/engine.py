@@ -24,6 +24,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import numpy as np
@@ -279,21 +280,20 @@ class EmbeddedEngine:
             self._inbox.clear()
         for command in commands:
             command()
-        if self._sharing is not None and self._lanes.has_work:
-            self._share_cores(self._sharing)
-        for lane in self._lanes.all:
-            if lane.has_work:
-                with self._work.running() if lane is self._main else self._eval_work.running():
-                    self._lanes.ended += lane.advance()
-                crash.reached("engine.turn")
+        with self._sharing_cores(self._sharing) if self._sharing and self._lanes.has_work else nullcontext():
+            for lane in self._lanes.all:
+                if lane.has_work:
+                    with self._work.running() if lane is self._main else self._eval_work.running():
+                        self._lanes.ended += lane.advance()
+                    crash.reached("engine.turn")
         self._turns += 1
         self._flush()
         return True
 
-    def _share_cores(self, sharing: CoreSharing) -> None:
+    def _sharing_cores(self, sharing: CoreSharing) -> AbstractContextManager[None]:
         if sharing.most is None and self._main.running == 0:  # measuring clears the decoder
             sharing.measure_most(lambda: fitting_threads(self._main.decoder, self._threads))
-        sharing.adjust()
+        return sharing.comparing(max(1, sum(lane.running for lane in self._lanes.all)))
 
     def _flush(self) -> None:
         seen = self._peeks.seen(self._lanes.under_way()) if self._peeks else []
