@@ -30,7 +30,8 @@ test: $(STAMP)
 	$(PYTEST) $(PARALLEL) -m "not ($(SLOWER))"
 
 slow: $(STAMP)
-	$(PYTEST) $(PARALLEL) -m "slow and not (alone or vllm or smollm2 or nightly or gpu)"
+	$(PYTEST) $(PARALLEL) -m "slow and not (alone or vllm or smollm2 or nightly or gpu)" \
+		tests/faults tests/models tests/rollouts tests/system
 
 # Tests that other work on the machine would disturb, one after the other.
 alone: $(STAMP)

@@ -82,6 +82,7 @@ def test_a_run_that_is_done_says_so_when_it_is_resumed_and_starts_nothing(tmp_pa
         "--pacing.groups_per_step=2",
         "--rollout.max_tokens=4",
         "--filter.uniform=false",
+        "--run.runtime=inline",
     ]
     assert run_command("train", f"--run.dir={run}", *few, "--quiet").returncode == 0
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}

@@ -16,7 +16,7 @@ from torch import nn
 
 from outpace.models.layers import call_at_every_layer
 from outpace.runtime.core_sharing import (
-    EXPLORE,
+    EXPLORE_FIRST,
     EXPLORE_MOST,
     LEARNER_LINE,
     SAMPLE_S,
@@ -232,7 +232,7 @@ def test_a_way_that_stays_slower_is_tried_less_and_less() -> None:
             tried.append(turn)
     gaps = [later - earlier for earlier, later in itertools.pairwise(tried)]
     assert gaps == sorted(gaps)
-    assert EXPLORE < gaps[0] < gaps[-1] == EXPLORE_MOST
+    assert EXPLORE_FIRST < gaps[0] < gaps[-1] == EXPLORE_MOST
 
 
 def test_the_usage_of_this_machine_is_read() -> None:

@@ -50,7 +50,7 @@ def top_level(completions: list[str], **columns: Any) -> list[float]:
 @pytest.fixture
 def small(settings: Settings) -> Settings:
     own = {key: value for key, value in settings.items() if key not in ("tasks.path", "rewards.functions")}
-    return {**own, "run.steps": 1, "filter.uniform": False}
+    return {**own, "run.steps": 1, "filter.uniform": False, "run.runtime": "inline"}
 
 
 def started_by_script(directory: Path, small: Settings, guard: str) -> Path:
@@ -86,16 +86,14 @@ def test_a_script_that_trains_when_it_is_imported_is_refused_and_starts_nothing(
 
 def test_what_cannot_be_found_again_is_named(small: Settings) -> None:
     short = lambda completions, **_: [1.0 / (1 + len(text)) for text in completions]  # noqa: E731
-    trainer = api.Trainer(
-        tasks=ROWS, eval_tasks=HELDOUT, rewards=short, config={**small, "run.runtime": "inline"}, quiet=True
-    )
+    trainer = api.Trainer(tasks=ROWS, eval_tasks=HELDOUT, rewards=short, config=small, quiet=True)
     trainer.train()
     with pytest.raises(BadInput, match=r"its rewards .*lambda.*trainer\.evaluate"):
         evaluate_model(Path(small["run.dir"]), [])
 
 
 def test_objects_come_back_as_they_were_given(small: Settings) -> None:
-    config = {**small, "run.runtime": "inline", "eval.count": 3}
+    config = {**small, "eval.count": 3}
     api.Trainer(tasks=ROWS, eval_tasks=HELDOUT, rewards=[top_level, "number"], config=config, quiet=True).train()
     _, objects = run_with_objects(Path(small["run.dir"]), [])
     assert list(objects.eval_tasks or []) == HELDOUT[:3]
@@ -106,7 +104,7 @@ def test_objects_come_back_as_they_were_given(small: Settings) -> None:
 
 @pytest.mark.parametrize("count", [0, 3])
 def test_a_run_of_tasks_without_held_out_ones_is_not_evaluated_on_other_tasks(small: Settings, count: int) -> None:
-    config = {**small, "run.runtime": "inline", "eval.count": count, "eval.holdout": 0}
+    config = {**small, "eval.count": count, "eval.holdout": 0}
     api.Trainer(tasks=ROWS, rewards=top_level, config=config, quiet=True).train()
     with pytest.raises(BadInput, match=r"^tasks\.eval_path: "):
         run_with_objects(Path(small["run.dir"]), ["--eval.count=4"])

@@ -44,6 +44,7 @@ def test_a_run_that_was_killed_and_resumed_has_under_each_step_groups_of_that_st
         "run.show_rollouts": 2,
         "checkpoint.every": 3,
         "model.system": "Be brief.",
+        "run.runtime": "inline",
     }
     run = Path(settings["run.dir"])
     process = start_command("train", *as_arguments(settings))
@@ -88,7 +89,7 @@ def test_a_run_that_never_trains_says_why_early_and_leaves_readable_completions(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     run = Path(settings["run.dir"])
-    settings |= {"rewards.functions": [f"{rewards}:{reward}"], "run.steps": 50, **changes}
+    settings |= {"rewards.functions": [f"{rewards}:{reward}"], "run.steps": 50, "run.runtime": "inline", **changes}
     process = start_command("train", *as_arguments(settings))
     wait_for(lambda: run.is_dir() and len(untrained_groups(run)) >= 2, process)
     assert main(["show", str(run)]) == 0, "also while the run is under way"

@@ -8,7 +8,7 @@ Two comparisons on this machine, in one command:
               seconds of training, final held-out accuracy, T*/T
 
 The speed of a shared machine drifts from minute to minute. So every run with fixed threads is compared only with the
-default runs right before and after it, and the median of these ratios counts; modes alternate. The command exits with 1
+default runs shortly before and after it, and the median of these ratios counts; modes alternate. The command exits with 1
 when default threads are slower than `THREADS_BAR` of the best split, when asynchronous training is not the faster mode,
 or when its accuracy differs by more than the seeds explain.
 """
@@ -101,8 +101,9 @@ def run(steps: int, probe_steps: int, repeats: int, seeds: int, settings: Sequen
 
 
 def _alternating(splits: Sequence[Split]) -> list[Split]:
-    """The default before, between and after the fixed splits."""
-    return [None, *(each for split in splits for each in (split, None))]
+    """The default, then two fixed splits, the default, two more, and so on; the default at the end."""
+    pairs = [splits[start : start + 2] for start in range(0, len(splits), 2)]
+    return [None, *(each for pair in pairs for each in (*pair, None))]
 
 
 def _splits() -> list[tuple[int, int]]:
@@ -182,10 +183,12 @@ def threads_results(probes: Sequence[Trial]) -> list[ThreadsResult]:
 
 
 def _threads_result(load: str, mode: str, probes: Sequence[Trial]) -> ThreadsResult:
-    """`probes` in the order in which they ran: a default run before and after each one with fixed threads."""
+    """`probes` in the order in which they ran, default runs first, between and last."""
     ratios: dict[str, list[float]] = {}
-    for before, probe, after in zip(probes, probes[1:], probes[2:], strict=False):
+    for index, probe in enumerate(probes):
         if probe.split:
+            before = next(each for each in reversed(probes[:index]) if each.split is None)
+            after = next(each for each in probes[index:] if each.split is None)
             default_s = (before.step_s + after.step_s) / 2
             ratios.setdefault(_text(probe.split), []).append(probe.step_s / default_s)
     step_s = {

@@ -10,8 +10,8 @@ before every unit of work (a decode step, a layer of a forward or backward pass)
                      the learner takes what busy engines leave, or all cores where that proves faster
 
 A few threads too many can be worth it, because the scheduler then gives the process a larger part of the cores: for a
-learner that works most of the time and so limits the speed of the run, and for an engine beside another program that
-never waits. Whether they are depends on machine and model, so both ways are measured: mostly the faster one is used,
+learner that works most of the time and so limits the speed of the run, and for both beside another program that never
+waits. Whether they are depends on machine and model, so both ways are measured: mostly the faster one is used,
 and now and then the other one.
 
 Invariants
@@ -52,9 +52,9 @@ COUNTS_AS_ONE = 0.6
 A program that wants a whole core gets about two thirds of it beside two compute threads on two cores."""
 
 
-EXPLORE = 8
-EXPLORE_MOST = 32
-"""The slower way is tried once in so many trials; less and less often while it stays slower."""
+EXPLORE_FIRST, EXPLORE, EXPLORE_MOST = 2, 8, 32
+"""The slower way is tried once in so many trials: soon at first, then less and less often while it stays slower, and
+again in every EXPLORE while it is not clear which way is slower."""
 
 TRIAL_S = 0.1
 SPEED_SMOOTHING = 0.2
@@ -89,7 +89,7 @@ class Faster:
 
     def __init__(self) -> None:
         self._speeds: list[float | None] = [None, None]
-        self._until_other = self._interval = EXPLORE
+        self._until_other = self._interval = EXPLORE_FIRST
 
     @property
     def second(self) -> bool:
@@ -286,7 +286,8 @@ class CoreSharing:
             self._trial_s += self._clock() - began
 
     def _worth_comparing(self) -> bool:
-        return _taken(self._others) > 0 if self._role == "engine" else self._busy_part > MOSTLY_BUSY
+        limits = self._role == "learner" and self._busy_part > MOSTLY_BUSY
+        return limits or _taken(self._others) > 0
 
     def _note_busy(self, began: float, ended: float) -> None:
         elapsed = max(ended - self._since, 1e-9)
