@@ -197,6 +197,7 @@ def test_a_server_that_is_killed_under_load_and_one_that_is_stopped_cost_no_grou
     assert max(line["offpolicy/kl"] for line in run.lines()) < 0.1, "nothing was sampled by weights of another version"
 
 
+@pytest.mark.nightly
 def test_a_run_whose_last_server_dies_ends_with_the_cause_and_can_go_on(start: Callable[..., Running]) -> None:
     run = start(*LAUNCHED, "--run.steps=5000", "--supervise.restarts=0", "--eval.count=0", "--checkpoint.every=2")
     run.until(lambda: len(run.lines()) >= 3)

@@ -8,9 +8,9 @@ Two comparisons on this machine, in one command:
               seconds of training, final held-out accuracy, T*/T
 
 The speed of a shared machine drifts from minute to minute. So every run with fixed threads is compared only with the
-default runs shortly before and after it, and the median of these ratios counts; modes alternate. The command exits with 1
-when default threads are slower than `THREADS_BAR` of the best split, when asynchronous training is not the faster mode,
-or when its accuracy differs by more than the seeds explain.
+default runs shortly before and after it, and the median of these ratios counts; modes alternate. The command exits
+with 1 when default threads are slower than `THREADS_BAR` of the best split, when asynchronous training is not the
+faster mode, or when its accuracy differs by more than the seeds explain.
 """
 
 from __future__ import annotations
