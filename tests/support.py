@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -78,3 +79,13 @@ def a_record(group: int, tokens: int = 5) -> GroupRecord:
         np.ones(tokens, dtype=np.float32),
     )
     return GroupRecord(group, f"task/{group}", 0, 0, [row], [1.0])
+
+
+def naming(*keys: str) -> str:
+    """A pattern for messages that have all of these in them, in any order."""
+    return "(?s)^" + "".join(f"(?=.*{re.escape(key)})" for key in keys)
+
+
+def names(text: str, keys: str) -> bool:
+    """Whether the text holds each of the keys, which stand between spaces, as a word of its own."""
+    return all(re.search(rf"(?<!\w){re.escape(key)}(?!\w)", text) for key in keys.split())

@@ -11,6 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from support import names
+
 STAGES = Path(__file__).parents[1] / ".ci" / "stages.sh"
 PYTEST_LOG = "collected 3 items\\n== short test summary info ==\\nSKIPPED [1] test_a.py:3: no GPU\\n== 2 passed ==\\n"
 
@@ -33,7 +35,9 @@ def test_of_a_stage_that_passes_the_summary_and_the_minutes_are_printed() -> Non
     assert done.returncode == 0
     assert "collected" not in done.stdout
     assert "SKIPPED [1] test_a.py:3: no GPU\n== 2 passed ==" in done.stdout
-    assert "minutes by stage (test)\n    0:00  fast suite\n    0:00  all together\n" in done.stdout
+    _, _, minutes = done.stdout.partition("(test)\n")
+    assert minutes.startswith("    0:00  fast suite\n    0:00  ")
+    assert minutes.count("\n") == 2
 
 
 def test_a_stage_that_fails_is_printed_whole_and_ends_everything_with_minutes_for_each() -> None:
@@ -44,7 +48,7 @@ def test_a_stage_that_fails_is_printed_whole_and_ends_everything_with_minutes_fo
     )
     assert done.returncode == 1
     assert "first\n1\n2\n" in done.stdout
-    assert "suite failed with exit code 3" in done.stdout
+    assert any(names(line, "suite failed 3") for line in done.stdout.splitlines())
     assert "beside  not finished\n" in done.stdout
     assert "suite  failed\n" in done.stdout
     assert "later" not in done.stdout
@@ -55,7 +59,7 @@ def test_a_stage_that_fails_is_printed_whole_and_ends_everything_with_minutes_fo
 def test_a_stage_that_hangs_ends_at_its_own_limit_or_at_that_of_the_whole(stage_limit: int, whole_limit: int) -> None:
     done = run_stages(f'stage "hung" {stage_limit} sleep 99', whole_limit)
     assert done.returncode == 1
-    assert "hung took longer than 1 s and was ended" in done.stdout
+    assert any(names(line, "hung 1") for line in done.stdout.splitlines())
 
 
 def test_a_stage_in_the_background_fails_the_whole_when_it_is_finished() -> None:

@@ -61,7 +61,7 @@ def test_a_session_that_leaves_things_behind_fails_and_lists_them(tmp_path: Path
     Path("/dev/shm", segment.removeprefix("/")).unlink()
     assert ended.returncode == pytest.ExitCode.TESTS_FAILED, ended.stdout
     assert "1 passed" in ended.stdout
-    for left in (f"process {pid}: sleep 600", f"/dev/shm{segment}", folder):
+    for left in (f"{pid}: sleep 600", f"/dev/shm{segment}", folder):
         assert left in ended.stdout
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -30,6 +31,10 @@ def checked(settings: dict[str, Any], memory: float, gpus: int = 1, shape: Model
     names = [str(index) for index in range(gpus)]
     available = Available(dict.fromkeys(names, int(memory)), int(memory))
     return check_memory(config, place(config, names), shape, available)
+
+
+def whole_numbers(line: str) -> list[int]:
+    return [int(digits) for digits in re.findall(r"(?<![\d.])\d+(?!\d|\.\d)", line)]
 
 
 def test_the_shape_of_a_model_is_read_from_its_files() -> None:
@@ -79,8 +84,8 @@ def test_what_surely_fits_says_nothing() -> None:
 
 def test_what_may_not_fit_is_told_with_a_value_that_does() -> None:
     (line,) = checked(LARGE, 80 * GB)
-    assert "learner.tokens_per_pass = " in line
-    value = int(line.rpartition("= ")[2])
+    assert "learner.tokens_per_pass" in line
+    value = whole_numbers(line)[-1]
     assert 1000 < value < 65_536
     assert checked(LARGE | {"learner.tokens_per_pass": value}, 80 * GB) == []
     assert checked(LARGE | {"learner.tokens_per_pass": 2 * value}, 80 * GB) != []
@@ -89,16 +94,18 @@ def test_what_may_not_fit_is_told_with_a_value_that_does() -> None:
 def test_passes_that_hold_one_sequence_are_made_smaller_by_the_context() -> None:
     long = {"learner.tokens_per_pass": 1024, "engine.slots": 1, "eval.count": 0}
     (line,) = checked(long, 8 * GB)
-    value = int(line.rpartition("engine.context = ")[2])
+    assert "engine.context" in line
+    value = whole_numbers(line)[-1]
     assert checked(long | {"engine.context": value}, 8 * GB) == []
     (line,) = checked(long | {"learner.tokens_per_pass": 9000}, 8 * GB)
-    assert line.endswith("lower learner.tokens_per_pass and engine.context")
+    assert "learner.tokens_per_pass" in line
+    assert "engine.context" in line
 
 
 def test_slots_that_cannot_fit_are_refused_with_a_number_that_does() -> None:
     with pytest.raises(BadInput, match=r"^engine\.slots: ") as refused:
         checked(LARGE | {"engine.slots": 100_000}, 80 * GB)
-    value = int(str(refused.value).rpartition("set ")[2].split()[0])
+    value = whole_numbers(str(refused.value))[-1]
     checked(LARGE | {"engine.slots": value}, 80 * GB)
     with pytest.raises(BadInput):
         checked(LARGE | {"engine.slots": int(1.1 * value)}, 80 * GB)

@@ -21,6 +21,7 @@ from outpace.rollouts.tools.functions import load_tools
 from outpace.rollouts.typed_calls import read_answer, signature
 from outpace.tasks.guess import guess
 from outpace.types import Task
+from support import names
 
 MODULE = '''
 from outpace import Task
@@ -113,7 +114,7 @@ def test_a_puzzle_is_shown_answered_and_graded(answer: str, total: str) -> None:
     out = played([answer, "", "n"], [], task="0")
     assert "user: 8 6 5 2=5" in out
     assert total in out
-    assert out.rstrip().endswith("another task? Enter for yes, n for no")
+    assert names(out.rstrip().splitlines()[-1], "Enter n")
 
 
 def test_the_input_may_end_with_the_answer() -> None:
@@ -122,14 +123,14 @@ def test_the_input_may_end_with_the_answer() -> None:
 
 def test_who_leaves_gets_no_reward_and_no_further_task() -> None:
     out = played([], [], task="0")
-    assert "you have left" in out
+    assert names(out, "left")
     assert "total" not in out
 
 
 def test_an_attempt_can_be_given_up_for_another_task() -> None:
     out = played(["/give-up", "", "1+1"], [], task="0")
     assert "given up" in out
-    assert out.count("--- your turn ---") == 2
+    assert out.count("your turn") == 2
     assert out.count("total: 0") == 1
 
 
@@ -165,25 +166,25 @@ def test_several_lines_are_several_calls_of_one_answer(warehouse: list[str]) -> 
 
 def test_what_a_model_would_hear_of_a_wrong_call_is_heard(warehouse: list[str]) -> None:
     out = played(["/call lok shelf=1", "", "/call look shelf=one", "", "done"], warehouse)
-    assert "lok: error: there is no tool 'lok'; there are look" in out
+    assert any(line.startswith("lok: error: ") and names(line, "'lok' look") for line in out.splitlines())
     assert "look: error: look: shelf: Input should be a valid integer" in out
 
 
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        ("/call", "/call: which tool?"),
-        ("/call look shelf", "/call look: 'shelf' is not key=value"),
-        ("/call look {shelf}", "/call look: this is not valid JSON"),
+        ("/call", "/call: tool"),
+        ("/call look shelf", "/call look: 'shelf' key=value"),
+        ("/call look {shelf}", "/call look: JSON"),
         ("/call look shelf='1", "/call look: No closing quotation"),
-        ("/dance now", "/dance: no such command; /help lists them"),
+        ("/dance now", "/dance: /help"),
     ],
 )
 def test_what_cannot_be_read_is_said_in_one_line_and_never_sent(
     line: str, complaint: str, warehouse: list[str]
 ) -> None:
     out = played([line, "", "done"], warehouse)
-    assert [told for told in out.splitlines() if complaint in told]
+    assert [told for told in out.splitlines() if names(told, complaint)]
     assert "1 turns, 0 tool_calls" in out
 
 
@@ -197,9 +198,9 @@ def test_commands_show_the_tools_and_the_whole_conversation_again(warehouse: lis
 
 def test_the_budgets_are_those_of_a_run(warehouse: list[str]) -> None:
     calls = ["/call look shelf=1", ""]
-    assert "the end: turns" in played(calls * 3, [*warehouse, "--rollout.max_turns=2"])
+    assert ": turns" in played(calls * 3, [*warehouse, "--rollout.max_turns=2"])
     spent = played(["/call look shelf=0", "/call look shelf=1", ""], [*warehouse, "--rollout.max_calls=1"])
-    assert "the end: calls" in spent
+    assert ": calls" in spent
     assert "total: 0" in spent  # the second call was not run
 
 
@@ -214,8 +215,8 @@ def test_the_built_in_game_can_be_won_and_lost(shift: int, total: str) -> None:
 
 def test_roles_of_a_custom_rollout_are_shown_and_rewarded(module: str) -> None:
     out = played(["go", "", "no"], [f"--rollout.function={module}:debate"], task="0")
-    assert "your turn as speaker" in out
-    assert "your turn as critic ---\nuser: go" in out
+    assert "speaker ---\n" in out
+    assert "critic ---\nuser: go" in out
     assert "reward critic: 0.25" in out
     assert "total: 2.25" in out, "as a run counts it"
 
@@ -234,7 +235,7 @@ def test_a_reward_function_gets_what_it_asks_for(module: str, warehouse: list[st
 
 def test_a_function_that_does_not_apply_is_no_reward_of_zero(module: str) -> None:
     out = played(["1+1"], [f"--rewards.functions={module}:silent"], task="0")
-    assert "no reward: no reward function applies" in out
+    assert "no reward" in out
     assert "total" not in out
 
 
@@ -246,11 +247,10 @@ def test_a_growing_chat_shows_only_what_is_new(module: str) -> None:
     assert "total: 0.5" in out
 
 
-@pytest.mark.parametrize(("name", "why"), [("broken", "RuntimeError: no luck"), ("plain", "a person has no URL")])
+@pytest.mark.parametrize(("name", "why"), [("broken", "RuntimeError: no luck"), ("plain", "URL")])
 def test_a_rollout_that_fails_says_why(name: str, why: str, module: str) -> None:
     out = played([], [f"--rollout.function={module}:{name}"], task="0")
-    assert "the attempt failed" in out
-    assert why in out
+    assert any(names(line, "failed") and why in line for line in out.splitlines())
 
 
 # --------------------------------------------------------------------------------------------------------------- errors
@@ -259,10 +259,10 @@ def test_a_rollout_that_fails_says_why(name: str, why: str, module: str) -> None
 @pytest.mark.parametrize(
     ("settings", "options", "complaint"),
     [
-        ([], {"task": "countdown/nowhere"}, "--task: there is no task countdown/nowhere"),
-        ([], {"task": "99999999"}, "--task: there is no task 99999999"),
-        (['--rollout.agent=["my-agent"]'], {}, "rollout.agent: "),
-        (["--rewards.functions=number"], {}, "rewards.functions: number needs the columns answer"),
+        ([], {"task": "countdown/nowhere"}, r"--task: .*countdown/nowhere\b"),
+        ([], {"task": "99999999"}, r"--task: .*\b99999999\b"),
+        (['--rollout.agent=["my-agent"]'], {}, r"rollout\.agent: "),
+        (["--rewards.functions=number"], {}, r"rewards\.functions: .*\bnumber\b.*\banswer\b"),
     ],
 )
 def test_what_cannot_be_played_is_one_line(settings: list[str], options: dict[str, str], complaint: str) -> None:

@@ -96,9 +96,9 @@ def checkpoint_of(run: Path, version: int) -> Path:
 def test_a_run_is_not_resumed_to_fewer_steps_or_with_another_tokenizer_and_keeps_its_journal(run: Path) -> None:
     before = sorted((run / "journal").iterdir())
     checkpoint = checkpoint_of(run, 5)
-    with pytest.raises(BadInput, match=r"run\.steps: the run has 5 steps already"):
+    with pytest.raises(BadInput, match=r"run\.steps: .*\b5\b"):
         past_of(run, checkpoint, replace(SETTINGS, steps=3), ORDER, "digest", usable=True)
-    with pytest.raises(BadInput, match="another tokenizer"):
+    with pytest.raises(BadInput, match=r"model\.path\b.*tokenizer"):
         past_of(run, checkpoint, SETTINGS, ORDER, "another", usable=True)
     assert sorted((run / "journal").iterdir()) == before
 
@@ -116,8 +116,8 @@ def test_changed_tasks_are_refused_or_accepted_but_never_more_or_fewer(tmp_path:
     assert check_tasks(tmp_path, fingerprint(tasks("a", "b")), accept=False), "a run that has not begun"
     note_tasks(tmp_path, fingerprint(tasks("a", "b")))
     assert check_tasks(tmp_path, fingerprint(tasks("a", "b")), accept=False)
-    with pytest.raises(BadInput, match=r"task 1, '1', is not what it was; --tasks\.changed accept"):
+    with pytest.raises(BadInput, match=r"\b1\b.*'1'.*--tasks\.changed accept"):
         check_tasks(tmp_path, fingerprint(tasks("a", "c")), accept=False)
     assert not check_tasks(tmp_path, fingerprint(tasks("a", "c")), accept=True)
-    with pytest.raises(BadInput, match="3 tasks now, 2 before"):
+    with pytest.raises(BadInput, match=r"\b3\b.*\b2\b"):
         check_tasks(tmp_path, fingerprint(tasks("a", "b", "c")), accept=True)

@@ -29,10 +29,10 @@ def test_the_article_goes_by_the_first_letter(noun: str, text: str) -> None:
 
 
 def test_a_reward_for_one_sample_is_asked_for_one_number() -> None:
-    with pytest.raises(RewardFailed, match=r"returned 2 values for 1 sample$"):
+    with pytest.raises(RewardFailed, match=r"\b2 values\b.*\b1 sample\b"):
         checked("short", [1.0, 2.0], 1)
 
 
 def test_a_row_that_is_an_integer_is_called_an_int() -> None:
-    with pytest.raises(BadInput, match="row 0 is an int, not an object"):
+    with pytest.raises(BadInput, match=r"\b0\b.*\ban int\b"):
         Dataset([7])

@@ -200,7 +200,7 @@ def test_what_cannot_be_removed_fails_no_commit(
         disk.setattr(os, "rmdir", refused)
         disk.setattr(os, "unlink", refused)
         assert verify(make(tmp_path, 1, "new")).step == 1
-    assert "cannot remove" in caplog.text
+    assert "Device or resource busy" in caplog.text
     assert newest_complete(tmp_path) == tmp_path / "step-000001"
     clean(tmp_path)
     assert names(tmp_path) == ["step-000001"]
@@ -277,7 +277,7 @@ def test_a_damaged_newest_one_falls_back_with_a_warning(
             manifest.write_bytes(manifest.read_bytes()[:20])
     with caplog.at_level(logging.WARNING):
         assert newest_complete(tmp_path) == tmp_path / "step-000001"
-    assert "step-000002 is not complete" in caplog.text
+    assert "step-000002" in caplog.text
     assert newest.exists()
 
 
@@ -301,7 +301,7 @@ def test_a_file_that_goes_while_it_is_looked_at_is_a_damage_like_others(
     checkpoint = make(tmp_path, 1)
     monkeypatch.setattr(Path, "is_file", lambda path: True)
     (checkpoint / "model.safetensors").unlink()
-    with pytest.raises(CorruptData, match=r"model\.safetensors cannot be read"):
+    with pytest.raises(CorruptData, match=r"model\.safetensors.*No such file"):
         verify(checkpoint)
 
 
@@ -309,7 +309,7 @@ def test_a_manifest_cannot_name_files_elsewhere(tmp_path: Path) -> None:
     checkpoint = make(tmp_path, 1)
     manifest = (checkpoint / "manifest.json").read_text().replace("model.safetensors", "../secret")
     (checkpoint / "manifest.json").write_text(manifest)
-    with pytest.raises(CorruptData, match="outside the checkpoint"):
+    with pytest.raises(CorruptData, match=r"manifest\.json.*\.\./secret"):
         verify(checkpoint)
 
 
@@ -406,4 +406,5 @@ def test_steps_are_listed_from_the_newest(tmp_path: Path) -> None:
 
 
 def test_checkpoint_names_round_trip() -> None:
-    assert [commits._step_of(commits._name(step)) for step in (0, 7, 1_234_567)] == [0, 7, 1_234_567]
+    checkpoints = [commits.of_step("checkpoints", step) for step in (0, 7, 1_234_567)]
+    assert [step_of(checkpoint) for checkpoint in checkpoints] == [0, 7, 1_234_567]

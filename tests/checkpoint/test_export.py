@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -84,16 +85,16 @@ def test_the_best_checkpoint_can_be_exported(run: Path, tmp_path: Path) -> None:
 
 def test_without_an_evaluated_checkpoint_there_is_no_best_one(run: Path, tmp_path: Path) -> None:
     evaluated(run, {7: 1.0})
-    with pytest.raises(BadInput, match="no complete checkpoint that was evaluated"):
+    with pytest.raises(BadInput, match=r"\bevaluated\b"):
         export(run, tmp_path / "out", best=True)
-    with pytest.raises(BadInput, match="--best: chooses among the checkpoints of a run"):
+    with pytest.raises(BadInput, match=r"^--best: .*step-000001"):
         export(run / "checkpoints" / "step-000001", tmp_path / "out", best=True)
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over(run: Path, tmp_path: Path) -> None:
     (run / "checkpoints/step-000002/model.safetensors").write_bytes(b"")
     assert weight_of(export(run, tmp_path / "out")) == 1
-    with pytest.raises(BadInput, match="not a complete checkpoint"):
+    with pytest.raises(BadInput, match=r"step-000002\b.*model\.safetensors"):
         export(run / "checkpoints" / "step-000002", tmp_path / "other")
 
 
@@ -101,17 +102,17 @@ def test_an_empty_directory_may_be_exported_into_but_a_full_one_not(run: Path, t
     out = tmp_path / "out"
     out.mkdir()
     export(run, out)
-    with pytest.raises(BadInput, match="exists and is not an empty directory"):
+    with pytest.raises(BadInput, match=r"/out\b.*empty"):
         export(run, out)
 
 
 def test_what_is_not_a_run_is_refused(tmp_path: Path, source: Path) -> None:
-    with pytest.raises(BadInput, match="no directory"):
+    with pytest.raises(BadInput, match=r"/missing\b"):
         export(tmp_path / "missing", tmp_path / "out")
-    with pytest.raises(BadInput, match="neither a run directory nor a checkpoint"):
+    with pytest.raises(BadInput, match=re.escape(str(source))):
         export(source, tmp_path / "out")
     (tmp_path / "config.toml").write_text("")
-    with pytest.raises(BadInput, match="no complete checkpoint"):
+    with pytest.raises(BadInput, match="complete"):
         export(tmp_path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -120,12 +121,12 @@ def test_a_checkpoint_without_weights_is_refused(run: Path, tmp_path: Path) -> N
     temporary = begin(run / "checkpoints", 3)
     (temporary / "core.json").write_text("{}")
     commit(temporary)
-    with pytest.raises(BadInput, match=r"holds no model\.safetensors"):
+    with pytest.raises(BadInput, match=r"step-000003\b.*model\.safetensors"):
         export(run, tmp_path / "out")
 
 
 def test_a_failed_export_leaves_nothing_behind(run: Path, source: Path, tmp_path: Path) -> None:
     (source / "config.json").unlink()
-    with pytest.raises(BadInput, match=r"holds no config\.json"):
+    with pytest.raises(BadInput, match=r"config\.json"):
         export(run, tmp_path / "exports" / "out")
     assert os.listdir(tmp_path / "exports") == []

@@ -91,6 +91,6 @@ def test_a_run_without_adapters_has_none_to_export(
     make_run: Callable[..., tuple[Path, LearnerCore]], tmp_path: Path
 ) -> None:
     run, _ = make_run(0)
-    with pytest.raises(BadInput, match=r"--adapter: .* holds no adapters; the run trained the model itself"):
+    with pytest.raises(BadInput, match=r"^--adapter: .*step-"):
         export(run, tmp_path / "out", adapter=True)
     assert not (tmp_path / "out").exists()

@@ -226,9 +226,8 @@ def test_a_full_disk_costs_a_line_in_the_log_and_no_more(
         record(log, 1, number=number)
     log.close_group(1)
     assert keys(log, 1) == [(0, 0)], "what was recorded before can still be read"
-    assert [line.getMessage() for line in caplog.records if line.levelno >= logging.WARNING] == [
-        "answers of unfinished groups cannot be recorded: [Errno 28] No space left on device"
-    ]
+    (line,) = (line.getMessage() for line in caplog.records if line.levelno >= logging.WARNING)
+    assert "[Errno 28] No space left on device" in line
 
 
 def test_once_there_is_space_again_answers_are_recorded_again(
@@ -290,7 +289,7 @@ def test_what_lies_elsewhere_by_now_is_never_taken_for_what_was_there(
     assert sum(map(len, other)) == place.length
     path.write_bytes(b"".join(other))
     assert list(read_answers(tmp_path, [(place, head)])) == []
-    assert "asked for again" in caplog.text
+    assert any(line.levelno == logging.WARNING and path.name in line.getMessage() for line in caplog.records)
 
 
 def test_a_file_that_took_the_name_of_another_is_read_from_its_beginning(open_log: OpenLog, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from outpace.algorithms.registry import SURROGATES
 from outpace.config.loading import make_config
 from outpace.config.rules import resolve
 from outpace.errors import BadInput
+from support import names
 
 PPO = {"algorithm.surrogate": "ppo"}
 ONE = {"rollout.group_size": 1}
@@ -30,24 +31,24 @@ def refusal(values: dict[str, Any]) -> str:
         (
             {"correction.weight": "token"},
             "correction.weight",
-            'twice; use "none", or a surrogate with the anchor proximal, such as reinforce or ppo',
+            'algorithm.anchor "none" proximal reinforce ppo',
         ),
         (
             {**PPO, "algorithm.anchor": "rollout", "correction.weight": "sequence"},
             "correction.weight",
-            'twice; use "none", or the anchor proximal or approximate',
+            'algorithm.anchor "none" proximal approximate',
         ),
         (
             {"kl.coefficient": 0.1, "kl.place": "reward", "kl.estimator": "unbiased"},
             "kl.estimator",
-            'use "k1" in the reward',
+            '"k1"',
         ),
     ],
 )
 def test_what_would_count_a_ratio_twice_is_refused(values: dict[str, Any], key: str, said: str) -> None:
     message = refusal(values)
     assert message.startswith(f"{key}: ")
-    assert said in message
+    assert names(message, said)
 
 
 @pytest.mark.parametrize(
@@ -56,36 +57,36 @@ def test_what_would_count_a_ratio_twice_is_refused(values: dict[str, Any], key: 
         (
             {"algorithm.surrogate": "importance"},
             "algorithm.surrogate",
-            'use truncated_is, add the mask "token", set pacing.max_lag to 1, or set algorithm.force',
+            'truncated_is "token" pacing.max_lag 2 1 algorithm.force',
         ),
         (
             {"algorithm.surrogate": "importance", "correction.masks": ["sequence"]},
             "algorithm.surrogate",
-            "pacing.max_lag allows tokens 2 versions old",
+            "pacing.max_lag 2",
         ),
         (
             {"algorithm.surrogate": "importance", "pacing.max_lag": 0, "replay.fraction": 0.5},
             "algorithm.surrogate",
-            "pacing.max_lag and replay.max_age allow tokens 0 + 8 versions old",
+            "pacing.max_lag replay.max_age 8",
         ),
         (
             {**PPO, "correction.cap": 0, "pacing.max_lag": 1, "replay.fraction": 0.5, "replay.max_age": 1},
             "correction.cap",
-            'allow tokens 1 + 1 versions old; set a cap, add the mask "token", lower the two to 1 in all',
+            'pacing.max_lag replay.max_age "token"',
         ),
-        ({**PPO, "correction.cap": 0}, "correction.cap", 'set a cap, add the mask "token"'),
-        ({**PPO, "correction.cap": 0, "correction.masks": ["sequence"]}, "correction.cap", "without an upper bound"),
+        ({**PPO, "correction.cap": 0}, "correction.cap", 'pacing.max_lag 2 "token"'),
+        ({**PPO, "correction.cap": 0, "correction.masks": ["sequence"]}, "correction.cap", 'pacing.max_lag 2 "token"'),
         (
             {**PPO, "correction.cap": 0, "correction.weight": "sequence", "correction.masks": ["token", "geometric"]},
             "correction.cap",
-            'add the mask "sequence"',
+            'pacing.max_lag 2 "sequence"',
         ),
     ],
 )
 def test_weights_without_a_bound_are_refused_on_old_tokens(values: dict[str, Any], key: str, said: str) -> None:
     message = refusal(values)
     assert message.startswith(f"{key}: ")
-    assert said in message
+    assert names(message, said)
     resolve(make_config({**values, "algorithm.force": True}))
 
 
@@ -107,151 +108,150 @@ def test_weights_without_a_cap_are_accepted_near_the_sampler_or_under_a_mask(val
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
-        ({"algorithm.normalise": "batch_std"}, "the normaliser batch_std takes statistics"),
-        ({"algorithm.advantage": "gae"}, "the estimator gae takes values"),
-        ({"algorithm.advantage": "gdpo"}, "the normaliser whiten_sequences takes statistics"),
-        ({"algorithm.updates": 2}, "several updates"),
-        ({"algorithm.passes": 2}, "several updates"),
-        ({"correction.masks": ["token", "m2po"]}, "the mask m2po looks at"),
-        ({"kl.coefficient": 0.1, "kl.place": "reward"}, 'kl.place = "reward"'),
+        ({"algorithm.normalise": "batch_std"}, "batch_std"),
+        ({"algorithm.advantage": "gae"}, "gae"),
+        ({"algorithm.advantage": "gdpo"}, "whiten_sequences"),
+        ({"algorithm.updates": 2}, "updates"),
+        ({"algorithm.passes": 2}, "updates"),
+        ({"correction.masks": ["token", "m2po"]}, "m2po"),
+        ({"kl.coefficient": 0.1, "kl.place": "reward"}, 'kl.place "reward"'),
     ],
 )
 def test_what_needs_the_closed_batch_does_not_stream(values: dict[str, Any], reason: str) -> None:
     assert resolve(make_config(values)).learner.stream is False
     message = refusal({**values, "learner.stream": True})
-    assert message.startswith(f"learner.stream: {reason}")
-    assert message.endswith("leave this out or set it to false")
+    assert message.startswith("learner.stream: ")
+    assert names(message, f"{reason} false")
 
 
 @pytest.mark.parametrize(
     ("values", "key", "said"),
     [
-        ({"algorithm.cap": 3, **PPO}, "algorithm.cap", "choose one that does (truncated_is, cispo), or leave this out"),
-        ({"algorithm.clip_low": 0.1}, "algorithm.clip_low", "surrogate truncated_is, advantage dr_grpo"),
-        ({"algorithm.dual_clip": 3}, "algorithm.dual_clip", "(ppo)"),
+        ({"algorithm.cap": 3, **PPO}, "algorithm.cap", "truncated_is cispo"),
+        ({"algorithm.clip_low": 0.1}, "algorithm.clip_low", "truncated_is dr_grpo ppo"),
+        ({"algorithm.dual_clip": 3}, "algorithm.dual_clip", "ppo"),
         ({"algorithm.std_epsilon": 1e-3}, "algorithm.std_epsilon", "grpo"),
-        ({"algorithm.pass_k": 2}, "algorithm.pass_k", "(pass_at_k)"),
-        ({"algorithm.gamma": 0.9}, "algorithm.gamma", 'use algorithm.credit = "turn" or "token", or leave this out'),
-        ({"algorithm.gae_lambda": 0.9, "algorithm.credit": "turn"}, "algorithm.gae_lambda", '"gae", or leave this out'),
+        ({"algorithm.pass_k": 2}, "algorithm.pass_k", "pass_at_k"),
+        ({"algorithm.gamma": 0.9}, "algorithm.gamma", 'algorithm.credit "turn" "token"'),
         (
-            {"correction.cap": 3},
-            "correction.cap",
-            "there is no weight to truncate with the anchor rollout; leave this out",
+            {"algorithm.gae_lambda": 0.9, "algorithm.credit": "turn"},
+            "algorithm.gae_lambda",
+            'algorithm.advantage "gae"',
         ),
-        ({"correction.floor": 0.1, **PPO, "correction.weight": "none"}, "correction.floor", "no weight to truncate"),
-        ({"correction.token_low": 0.1}, "correction.token_low", "the mask token is not in correction.masks; add it"),
-        ({"correction.masks": ["token"], "correction.veto_below": 0.1}, "correction.veto_below", "the mask veto"),
-        ({"kl.estimator": "k3"}, "kl.estimator", "kl.coefficient is 0"),
-        ({"kl.place": "loss"}, "kl.place", "kl.coefficient is 0"),
-        ({"kl.sync_every": 3}, "kl.sync_every", "kl.coefficient is 0"),
-        ({"critic.lr": 1e-3}, "critic.lr", 'use algorithm.advantage = "gae", or leave this out'),
-        ({"critic.shared": False}, "critic.shared", "no values are learned"),
-        ({"filter.uniform": False, "filter.tolerance": 0.1}, "filter.tolerance", "filter.uniform is off"),
-        ({"difficulty.rest_epochs": 2}, "difficulty.rest_epochs", "set difficulty.easy_above or difficulty.hard_below"),
-        ({"replay.max_age": 4}, "replay.max_age", "replay.fraction is 0"),
-        ({"replay.times": 4}, "replay.times", "replay.fraction is 0"),
-        ({"governor.enabled": False, "governor.patience": 4}, "governor.patience", "governor.enabled is off"),
-        ({"run.deterministic": True, "governor.ess_min": 0.4}, "governor.ess_min", "governor.enabled is off"),
-        ({"rewards.overlong_penalty": 2}, "rewards.overlong_penalty", "rewards.overlong_buffer is 0"),
+        ({"correction.cap": 3}, "correction.cap", "rollout"),
+        ({"correction.floor": 0.1, **PPO, "correction.weight": "none"}, "correction.floor", "correction.weight"),
+        ({"correction.token_low": 0.1}, "correction.token_low", "token correction.masks"),
+        (
+            {"correction.masks": ["token"], "correction.veto_below": 0.1},
+            "correction.veto_below",
+            "veto correction.masks",
+        ),
+        ({"kl.estimator": "k3"}, "kl.estimator", "kl.coefficient 0"),
+        ({"kl.place": "loss"}, "kl.place", "kl.coefficient 0"),
+        ({"kl.sync_every": 3}, "kl.sync_every", "kl.coefficient 0"),
+        ({"critic.lr": 1e-3}, "critic.lr", 'algorithm.advantage "gae"'),
+        ({"critic.shared": False}, "critic.shared", 'algorithm.advantage "gae"'),
+        ({"filter.uniform": False, "filter.tolerance": 0.1}, "filter.tolerance", "filter.uniform true"),
+        ({"difficulty.rest_epochs": 2}, "difficulty.rest_epochs", "difficulty.easy_above difficulty.hard_below"),
+        ({"replay.max_age": 4}, "replay.max_age", "replay.fraction 0"),
+        ({"replay.times": 4}, "replay.times", "replay.fraction 0"),
+        ({"governor.enabled": False, "governor.patience": 4}, "governor.patience", "governor.enabled true"),
+        ({"run.deterministic": True, "governor.ess_min": 0.4}, "governor.ess_min", "governor.enabled true"),
+        ({"rewards.overlong_penalty": 2}, "rewards.overlong_penalty", "rewards.overlong_buffer 0"),
     ],
 )
 def test_a_key_that_nothing_would_read_is_refused(values: dict[str, Any], key: str, said: str) -> None:
     message = refusal(values)
     assert message.startswith(f"{key}: ")
-    assert said in message
+    assert names(message, said)
 
 
 @pytest.mark.parametrize(
     ("values", "key", "said"),
     [
-        ({"algorithm.surrogate": "pppo"}, "algorithm.surrogate", "no surrogate is called 'pppo'; did you mean ppo?"),
-        ({"algorithm.surrogate": "PPO"}, "algorithm.surrogate", "did you mean ppo?"),
-        ({"algorithm.surrogate": "zzz"}, "algorithm.surrogate", "called 'zzz'; there are reinforce"),
-        ({"algorithm.advantage": "Dr-GRPO"}, "algorithm.advantage", "did you mean dr_grpo?"),
-        ({"algorithm.normalise": "BatchStd"}, "algorithm.normalise", "did you mean batch_std?"),
-        ({"algorithm.advantage": "ppo"}, "algorithm.advantage", "ppo is a surrogate, not an advantage estimator"),
-        ({"algorithm.surrogate": "grpo"}, "algorithm.surrogate", "grpo is an advantage estimator, not a surrogate"),
-        ({"algorithm.advantage": "my.py"}, "algorithm.advantage", "name the function too: my.py:function"),
-        ({"algorithm.surrogate": "__main__:f"}, "algorithm.surrogate", "name the script's file: script.py:f"),
-        ({"algorithm.advantage": "a:b:c"}, "algorithm.advantage", "there is no module"),
+        ({"algorithm.surrogate": "pppo"}, "algorithm.surrogate", "'pppo' ppo?"),
+        ({"algorithm.surrogate": "PPO"}, "algorithm.surrogate", "'PPO' ppo?"),
+        ({"algorithm.surrogate": "zzz"}, "algorithm.surrogate", "'zzz' reinforce ppo package.module:function"),
+        ({"algorithm.advantage": "Dr-GRPO"}, "algorithm.advantage", "'Dr-GRPO' dr_grpo?"),
+        ({"algorithm.normalise": "BatchStd"}, "algorithm.normalise", "'BatchStd' batch_std?"),
+        ({"algorithm.advantage": "ppo"}, "algorithm.advantage", "ppo surrogate"),
+        ({"algorithm.surrogate": "grpo"}, "algorithm.surrogate", "grpo advantage"),
+        ({"algorithm.advantage": "my.py"}, "algorithm.advantage", "my.py:function"),
+        ({"algorithm.surrogate": "__main__:f"}, "algorithm.surrogate", "script.py:f"),
+        ({"algorithm.advantage": "a:b:c"}, "algorithm.advantage", "a:b:c module"),
         (
             {"algorithm.anchor": "proximal"},
             "algorithm.anchor",
-            "truncated_is cannot take its ratio to proximal; use rollout",
+            "truncated_is proximal rollout",
         ),
-        ({"algorithm.advantage": "gdpo", "algorithm.credit": "turn"}, "algorithm.credit", "by turn; use episode"),
-        ({"algorithm.advantage": "grpo", "algorithm.credit": "token"}, "algorithm.credit", "use episode or turn"),
-        ({"correction.masks": ["veto", "veto"]}, "correction.masks", "veto is there twice"),
+        ({"algorithm.advantage": "gdpo", "algorithm.credit": "turn"}, "algorithm.credit", "gdpo turn episode"),
+        ({"algorithm.advantage": "grpo", "algorithm.credit": "token"}, "algorithm.credit", "grpo token episode turn"),
+        ({"correction.masks": ["veto", "veto"]}, "correction.masks", "veto"),
         (
             {"algorithm.credit": "token", "algorithm.gamma": 0.0},
             "algorithm.gamma",
-            'leave this out, or use "turn" credit, the estimator "none"',
+            'dr_grpo "turn" "none"',
         ),
         (
             {"correction.masks": ["geometric"], "correction.geometric_low": 1.0, "correction.geometric_high": 1.0},
             "correction.geometric_low",
-            "1.0 is not below correction.geometric_high",
+            "1.0 correction.geometric_high",
         ),
-        ({**PPO, "correction.floor": 2}, "correction.floor", "not below correction.cap, which is 2.0"),
-        (ONE, "rollout.group_size", 'use 2 or more, or algorithm.advantage = "none"'),
-        ({**ONE, "algorithm.advantage": "none", "filter.uniform": True}, "filter.uniform", "set it to false"),
-        ({"filter.min_group": 9}, "filter.min_group", "use at most rollout.group_size, 8"),
-        ({"filter.min_group": 1}, "filter.min_group", "dr_grpo has nothing to compare a lone attempt with"),
+        ({**PPO, "correction.floor": 2}, "correction.floor", "correction.cap 2.0"),
+        (ONE, "rollout.group_size", '1 2 algorithm.advantage "none"'),
+        ({**ONE, "algorithm.advantage": "none", "filter.uniform": True}, "filter.uniform", "false"),
+        ({"filter.min_group": 9}, "filter.min_group", "9 rollout.group_size 8"),
+        ({"filter.min_group": 1}, "filter.min_group", "dr_grpo 2"),
         (
             {"algorithm.advantage": "pass_at_k", "algorithm.pass_k": 9},
             "algorithm.pass_k",
-            "at most rollout.group_size, 8",
+            "9 rollout.group_size 8",
         ),
-        ({"algorithm.updates": 5, "pacing.groups_per_step": 4}, "algorithm.updates", "use at most 4"),
-        ({"rewards.overlong_buffer": 33}, "rewards.overlong_buffer", "do not fit into rollout.max_tokens, 32"),
-        ({"difficulty.easy_above": 0.5, "difficulty.hard_below": 0.5}, "difficulty.easy_above", "set it above"),
-        ({"governor.min_lag": 2}, "governor.min_lag", "use at most 1, or governor.enabled = false"),
-        ({"governor.enabled": True, "pacing.max_lag": 0}, "governor.enabled", "there is no lag to lower"),
-        ({"difficulty.easy_above": 0.9, "run.epochs": 1}, "difficulty.easy_above", "no task comes again"),
-        ({"difficulty.hard_below": 0.1, "run.epochs": 1}, "difficulty.hard_below", "no task comes again"),
+        ({"algorithm.updates": 5, "pacing.groups_per_step": 4}, "algorithm.updates", "4"),
+        ({"rewards.overlong_buffer": 33}, "rewards.overlong_buffer", "33 rollout.max_tokens 32"),
         (
-            {**ONE, "algorithm.advantage": "none", "replay.fraction": 0.5},
-            "replay.fraction",
-            "a group of one attempt has no spread",
+            {"difficulty.easy_above": 0.5, "difficulty.hard_below": 0.5},
+            "difficulty.easy_above",
+            "difficulty.hard_below 0.5",
         ),
-        ({"governor.enabled": True, "run.deterministic": True}, "governor.enabled", "holds the lag constant"),
+        ({"governor.min_lag": 2}, "governor.min_lag", "2 pacing.max_lag 1 governor.enabled"),
+        ({"governor.enabled": True, "pacing.max_lag": 0}, "governor.enabled", "pacing.max_lag 0"),
+        ({"difficulty.easy_above": 0.9, "run.epochs": 1}, "difficulty.easy_above", "run.epochs 1"),
+        ({"difficulty.hard_below": 0.1, "run.epochs": 1}, "difficulty.hard_below", "run.epochs 1"),
+        ({**ONE, "algorithm.advantage": "none", "replay.fraction": 0.5}, "replay.fraction", "group"),
+        ({"governor.enabled": True, "run.deterministic": True}, "governor.enabled", "run.deterministic"),
         (
             {"filter.truncated": "mask", "kl.coefficient": 0.1, "kl.place": "reward"},
             "kl.place",
-            "count for the baseline",
+            'baseline "loss"',
         ),
         (
             {"algorithm.advantage": "gdpo", "kl.coefficient": 0.1, "kl.place": "reward"},
             "kl.place",
-            'gdpo looks at single rewards, of which the KL is none; use "loss"',
+            'gdpo "loss"',
         ),
-        (
-            {"replay.fraction": 0.1, "pacing.groups_per_step": 8},
-            "replay.fraction",
-            "less than one; use at least 0.125",
-        ),
+        ({"replay.fraction": 0.1, "pacing.groups_per_step": 8}, "replay.fraction", "0.1 8 0.125"),
     ],
 )
 def test_settings_of_the_mathematics_that_do_not_fit_are_refused(values: dict[str, Any], key: str, said: str) -> None:
     message = refusal(values)
     assert message.startswith(f"{key}: ")
-    assert said in message
+    assert names(message, said)
 
 
 @pytest.mark.parametrize("name", ["token", "sequence", "geometric"])
-@pytest.mark.parametrize(("bound", "value", "advice"), [("low", 1.2, "most"), ("high", 0.9, "least")])
-def test_a_mask_that_would_reject_what_is_on_policy_is_refused(
-    name: str, bound: str, value: float, advice: str
-) -> None:
+@pytest.mark.parametrize(("bound", "value"), [("low", 1.2), ("high", 0.9)])
+def test_a_mask_that_would_reject_what_is_on_policy_is_refused(name: str, bound: str, value: float) -> None:
     message = refusal({"correction.masks": [name], f"correction.{name}_{bound}": value})
     what = "tokens" if name == "token" else "sequences"
-    said = f"{value} would reject {what} on policy, whose ratio is 1; use at {advice} 1"
-    assert message == f"correction.{name}_{bound}: {said}"
+    assert message.startswith(f"correction.{name}_{bound}: ")
+    assert names(message, f"{value} {what} 1")
 
 
 def test_a_veto_of_what_is_on_policy_is_refused() -> None:
     message = refusal({"correction.masks": ["veto"], "correction.veto_below": 1.2})
-    assert message.startswith("correction.veto_below: 1.2 would reject sequences on policy")
+    assert message.startswith("correction.veto_below: ")
+    assert names(message, "1.2 sequences 1")
 
 
 @pytest.mark.parametrize(
@@ -339,18 +339,18 @@ def test_a_function_of_ones_own_brings_its_defaults_like_a_built_in_one(own: str
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("greedy", "greedy takes sharpness, which is no setting of algorithm; name it after one of"),
-        ("wrong", "wrong has the default cap = -1.0, which algorithm.cap does not allow"),
-        ("bare", "put @outpace.surrogate above it"),
-        ("reward", "own.py:reward is an advantage estimator, not a surrogate"),
-        ("batch", "own.py:batch is a normaliser, not a surrogate"),
-        ("los", "did you mean loss?"),
+        ("greedy", "greedy sharpness cap clip_low"),
+        ("wrong", "wrong algorithm.cap -1.0"),
+        ("bare", "own.py:bare @outpace.surrogate"),
+        ("reward", "own.py:reward advantage"),
+        ("batch", "own.py:batch normaliser"),
+        ("los", "own.py:los loss?"),
     ],
 )
 def test_a_function_of_ones_own_that_cannot_be_configured_is_refused(own: str, name: str, said: str) -> None:
     message = refusal({"algorithm.surrogate": f"{own}:{name}"})
     assert message.startswith("algorithm.surrogate: ")
-    assert said in message
+    assert names(message, said)
 
 
 def test_a_registered_function_with_a_keyword_that_is_no_setting_is_refused() -> None:
@@ -359,7 +359,9 @@ def test_a_registered_function_with_a_keyword_that_is_no_setting_is_refused() ->
         return tokens.logp_N * sharpness
 
     try:
-        assert refusal({"algorithm.surrogate": "scripted"}).startswith("algorithm.surrogate: scripted takes sharpness")
+        message = refusal({"algorithm.surrogate": "scripted"})
+        assert message.startswith("algorithm.surrogate: ")
+        assert names(message, "scripted sharpness")
     finally:
         del SURROGATES.own["scripted"]
 
@@ -378,23 +380,25 @@ def test_a_decorator_needs_no_parentheses(own: str) -> None:
 @pytest.mark.parametrize(
     ("decorator", "said"),
     [
-        ("surrogate(anchors=())", "has no anchors; give at least one of proximal, rollout, approximate"),
-        ("surrogate(anchors=('sampler',))", "has anchors of 'sampler'; there are proximal, rollout, approximate"),
-        ("surrogate(anchors='rollout')", "has anchors = 'rollout'; give a tuple of"),
-        ("surrogate(anchors=([],))", "has anchors of []"),
-        ("surrogate(aggregation='mean')", "has aggregation of 'mean'; there are token_mean"),
-        ("surrogate(masks=('vetoo',))", "has masks of 'vetoo'; there are token"),
-        ("advantage(credits=())", "has no credits; give at least one of episode, turn, token"),
-        ("advantage(credits=('step',))", "has credits of 'step'"),
-        ("advantage(credits='turn')", "has credits = 'turn'; give a tuple of"),
-        ("advantage(credits=('episode', 'token'))", 'has "token" among its credits, which needs'),
+        ("surrogate(anchors=())", "anchors proximal rollout approximate"),
+        ("surrogate(anchors=('sampler',))", "anchors 'sampler' proximal rollout approximate"),
+        ("surrogate(anchors='rollout')", "anchors 'rollout' tuple"),
+        ("surrogate(anchors=([],))", "anchors [] proximal"),
+        ("surrogate(aggregation='mean')", "aggregation 'mean' token_mean"),
+        ("surrogate(masks=('vetoo',))", "masks 'vetoo' token"),
+        ("advantage(credits=())", "credits episode turn token"),
+        ("advantage(credits=('step',))", "credits 'step' episode"),
+        ("advantage(credits='turn')", "credits 'turn' tuple"),
+        ("advantage(credits=('episode', 'token'))", 'credits "token" additive=True'),
     ],
 )
 def test_arguments_of_a_decorator_that_do_not_exist_are_refused(tmp_path: Path, decorator: str, said: str) -> None:
     file = tmp_path / "odd.py"
     file.write_text(f"import outpace\n@outpace.{decorator}\ndef mine(x):\n    return x\n")
     setting = f"algorithm.{decorator.partition('(')[0]}"
-    assert refusal({setting: f"{file}:mine"}).startswith(f"{setting}: mine {said}")
+    message = refusal({setting: f"{file}:mine"})
+    assert message.startswith(f"{setting}: ")
+    assert names(message, f"mine {said}")
 
 
 def test_no_estimator_of_ones_own_has_a_critic(tmp_path: Path) -> None:
@@ -405,7 +409,9 @@ def test_no_estimator_of_ones_own_has_a_critic(tmp_path: Path) -> None:
 
 def test_single_rewards_have_no_credit_by_turn(own: str) -> None:
     given = {"algorithm.advantage": f"{own}:single"}
-    assert refusal({**given, "algorithm.credit": "turn"}).endswith('which are of whole episodes; use "episode"')
+    message = refusal({**given, "algorithm.credit": "turn"})
+    assert message.startswith("algorithm.credit: ")
+    assert names(message, 'single "episode"')
     resolve(make_config(given))
 
 

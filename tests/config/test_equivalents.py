@@ -11,6 +11,7 @@ import pytest
 from outpace.config.equivalents import EQUIVALENTS, RENAMED, equivalent
 from outpace.config.loading import FIELDS, SECTIONS, load_config, make_config
 from outpace.errors import BadInput
+from support import names
 
 SETTING = re.compile(rf"\b({'|'.join(SECTIONS)})\.(\w+)")
 
@@ -51,7 +52,7 @@ def test_settings_that_were_renamed_exist_under_their_new_names() -> None:
 def test_a_name_is_found_with_or_without_its_sections(name: str, setting: str) -> None:
     remedy = equivalent(name)
     assert remedy is not None
-    assert remedy.startswith(f"use {setting}")
+    assert names(remedy, setting)
 
 
 def test_a_name_of_no_other_library_has_no_equivalent() -> None:
@@ -71,13 +72,13 @@ def test_a_file_of_another_library_is_refused_with_the_equivalent(
     tmp_path: Path, file: str, text: str, key: str
 ) -> None:
     (tmp_path / file).write_text(text)
-    with pytest.raises(BadInput, match=rf"^{re.escape(key)}: .*use \w+\.\w+"):
+    with pytest.raises(BadInput, match=rf"^{re.escape(key)}: .*{SETTING.pattern}"):
         load_config(tmp_path / file)
 
 
 @pytest.mark.parametrize("values", [{"num_generations": 8}, {"rollout": {"num_generations": 8}}])
 def test_a_dict_with_names_of_another_library_is_refused_with_the_equivalent(values: dict[str, Any]) -> None:
-    with pytest.raises(BadInput, match=r"use rollout\.group_size"):
+    with pytest.raises(BadInput, match=r"rollout\.group_size"):
         make_config(values)
 
 

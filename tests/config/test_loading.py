@@ -23,6 +23,7 @@ from outpace.config.loading import (
 )
 from outpace.config.rules import resolve
 from outpace.errors import BadInput
+from support import names
 
 JSON: st.SearchStrategy[Any] = st.recursive(
     st.text() | st.integers() | st.floats(allow_nan=False) | st.booleans(),
@@ -62,19 +63,19 @@ def test_what_is_no_number_survives_too() -> None:
 @pytest.mark.parametrize(
     ("options", "key", "said"),
     [
-        ({"a": None}, "tasks.options.a", "there is no null"),
-        ({"a": [1, {"b": [None]}]}, "tasks.options.a.b", "there is no null"),
-        ({"a": date(2020, 1, 1)}, "tasks.options.a", "is a date"),
-        ({"a": (1, 2)}, "tasks.options.a", "is a tuple"),
-        ({"a": {3: 1}}, "tasks.options.a: the name 3", "is an object"),
-        ({"a": "\ud800"}, "tasks.options.a", "half a character"),
-        ({"b": {"\ud800": 1}}, "tasks.options.b", "half a character"),
+        ({"a": None}, "tasks.options.a", "null"),
+        ({"a": [1, {"b": [None]}]}, "tasks.options.a.b", "null"),
+        ({"a": date(2020, 1, 1)}, "tasks.options.a", "date"),
+        ({"a": (1, 2)}, "tasks.options.a", "tuple"),
+        ({"a": {3: 1}}, "tasks.options.a", "3"),
+        ({"a": "\ud800"}, "tasks.options.a", r"\ud800"),
+        ({"b": {"\ud800": 1}}, "tasks.options.b", r"\ud800"),
     ],
 )
 def test_options_that_no_config_can_hold_are_refused(options: dict[str, Any], key: str, said: str) -> None:
     message = refusal(make_config, {"tasks.options": options})
     assert message.startswith(f"{key}: ")
-    assert said in message
+    assert names(message, said)
     message.encode()
 
 
@@ -222,9 +223,9 @@ def test_a_table_is_named_values_between_commas_or_json(text: str, table: dict[s
 @pytest.mark.parametrize("text", ["foo", "=3", "a=1,foo", "a=1,=2", "a=1,,b=2", "foo,a=1", '{"a":1', "[1,2]", "a=[1,2"])
 @pytest.mark.parametrize("key", ["tasks.options", "environment.kinds"])
 def test_what_is_no_table_is_refused_in_one_line(key: str, text: str) -> None:
-    assert refusal(load_config, None, [f"--{key}={text}"]).startswith(
-        f"{key}: should be a table: name=value between commas, or a JSON object, not "
-    )
+    message = refusal(load_config, None, [f"--{key}={text}"])
+    assert message.startswith(f"{key}: ")
+    assert names(message, "name=value JSON")
 
 
 @given(st.dictionaries(st.text(st.characters(exclude_characters="=,", exclude_categories=["Cs"]), min_size=1).filter(
@@ -263,93 +264,89 @@ def attempt(key: str, text: str) -> str | None:
 @pytest.mark.parametrize(
     ("values", "key", "said"),
     [
-        ({"pacing": {"max_lg": 1}}, "pacing.max_lg", "did you mean pacing.max_lag?"),
-        ({"learner": {"max_lag": 1}}, "learner.max_lag", "did you mean pacing.max_lag?"),
-        ({"paceing": {}}, "paceing", "did you mean pacing?"),
-        ({"paceing.max_lag": 1}, "paceing.max_lag", "did you mean pacing.max_lag?"),
-        ({"max_lag": 1}, "max_lag", "did you mean pacing.max_lag?"),
-        ({"weights": {"zzzzzzzz": 1}}, "weights.zzzzzzzz", "weights has every, update"),
-        ({"zzzzzzzz": {}}, "zzzzzzzz", "the sections are model"),
-        ({"run": {3: 1}}, "run.3", "no such setting"),
-        ({7: {}}, "7", "no such section"),
-        ({"pacing": 3}, "pacing", "is a section"),
-        ({"pacing": {"max_lag": "two"}}, "pacing.max_lag", "should be a valid integer, not 'two'"),
-        ({"pacing": {"max_lag": True}}, "pacing.max_lag", "not True"),
+        ({"pacing": {"max_lg": 1}}, "pacing.max_lg", "pacing.max_lag"),
+        ({"learner": {"max_lag": 1}}, "learner.max_lag", "pacing.max_lag"),
+        ({"paceing": {}}, "paceing", "pacing?"),
+        ({"paceing.max_lag": 1}, "paceing.max_lag", "pacing.max_lag"),
+        ({"max_lag": 1}, "max_lag", "pacing.max_lag"),
+        ({"weights": {"zzzzzzzz": 1}}, "weights.zzzzzzzz", "every update"),
+        ({"zzzzzzzz": {}}, "zzzzzzzz", "model pacing"),
+        ({"run": {3: 1}}, "run.3", "steps seed"),
+        ({7: {}}, "7", "model pacing"),
+        ({"pacing": 3}, "pacing", "section 3"),
+        ({"pacing": {"max_lag": "two"}}, "pacing.max_lag", "integer 'two'"),
+        ({"pacing": {"max_lag": True}}, "pacing.max_lag", "integer True"),
         ({"pacing": {"max_lag": 1.5}}, "pacing.max_lag", "integer"),
-        ({"pacing": {"max_lag": None}}, "pacing.max_lag", "not None"),
-        ({"pacing": {"max_lag": -1}}, "pacing.max_lag", "greater than or equal to 0, not -1"),
-        ({"pacing": {"on_stale": "wate"}}, "pacing.on_stale", "'wait', 'requeue', 'drop' or 'train'"),
+        ({"pacing": {"max_lag": None}}, "pacing.max_lag", "integer None"),
+        ({"pacing": {"max_lag": -1}}, "pacing.max_lag", "greater 0 -1"),
+        ({"pacing": {"on_stale": "wate"}}, "pacing.on_stale", "'wait' 'requeue' 'drop' 'train'"),
         ({"learner": {"lr": "fast"}}, "learner.lr", "number"),
         ({"learner": {"lr": True}}, "learner.lr", "number"),
-        ({"learner": {"lr": float("nan")}}, "learner.lr", "not nan"),
-        ({"learner": {"lr": 0}}, "learner.lr", "greater than 0"),
+        ({"learner": {"lr": float("nan")}}, "learner.lr", "nan"),
+        ({"learner": {"lr": 0}}, "learner.lr", "greater 0"),
         ({"rollout": {"timeout_s": float("inf")}}, "rollout.timeout_s", "finite"),
-        ({"run": {"deterministic": 1}}, "run.deterministic", "should be true or false"),
-        ({"run": {"deterministic": "yes"}}, "run.deterministic", "should be true or false"),
-        ({"run": {"seed": -1}}, "run.seed", "greater than or equal to 0"),
+        ({"run": {"deterministic": 1}}, "run.deterministic", "true false"),
+        ({"run": {"deterministic": "yes"}}, "run.deterministic", "true false 'yes'"),
+        ({"run": {"seed": -1}}, "run.seed", "greater 0 -1"),
         ({"rewards": {"functions": 3}}, "rewards.functions", "list"),
-        ({"rewards": {"functions": ["a", 3]}}, "rewards.functions", "item 2"),
+        ({"rewards": {"functions": ["a", 3]}}, "rewards.functions", "2 string 3"),
         ({"rewards": {"functions": "[a"}}, "rewards.functions", "list"),
         ({"model": {"path": 3}}, "model.path", "string"),
         ({"model": {"path": "a\nb"}, "run": {"steps": "a\nb"}}, "run.steps", "integer"),
-        ({"run": {"steps": 0, "seed": -1}}, "run.steps", "(and 1 more)"),
-        ({"algorithm": {"advantage": 3}}, "algorithm.advantage", "should be a valid string, not 3"),
-        (
-            {"algorithm": {"advantage": len}},
-            "algorithm.advantage",
-            "name it as path/to/file.py:function; functions of algorithm are not sent by value",
-        ),
-        ({"algorithm": {"surrogate": len}}, "algorithm.surrogate", "functions of algorithm are not sent by value"),
-        ({"algorithm": {"importance_cap": 2.0}}, "algorithm.importance_cap", "is now algorithm.cap"),
-        ({"algorithm.baseline": "group_mean"}, "algorithm.baseline", "is now algorithm.advantage"),
-        ({"algorithm.filter_uniform": True}, "algorithm.filter_uniform", "is now filter.uniform"),
-        ({"algorithm.uniform_tolerance": 0.1}, "algorithm.uniform_tolerance", "is now filter.tolerance"),
-        ({"algorithm.beta": 0.1}, "algorithm.beta", "use kl.coefficient"),
-        ({"kl": {"beta": 0.1}}, "kl.beta", "use kl.coefficient"),
-        ({"learner.learning_rate": 0.1}, "learner.learning_rate", "use learner.lr"),
-        ({"rollout": {"n": 4}}, "rollout.n", "use rollout.group_size"),
-        ({"rollout.num_generations": 4}, "rollout.num_generations", "use rollout.group_size"),
-        ({"algorithm.epsilon": 0.2}, "algorithm.epsilon", "use algorithm.clip_low and algorithm.clip_high"),
-        ({"algorithm.loss_type": "grpo"}, "algorithm.loss_type", "use algorithm.preset"),
+        ({"run": {"steps": 0, "seed": -1}}, "run.steps", "1 more"),
+        ({"algorithm": {"advantage": 3}}, "algorithm.advantage", "string 3"),
+        ({"algorithm": {"advantage": len}}, "algorithm.advantage", "path/to/file.py:function"),
+        ({"algorithm": {"surrogate": len}}, "algorithm.surrogate", "path/to/file.py:function"),
+        ({"algorithm": {"importance_cap": 2.0}}, "algorithm.importance_cap", "algorithm.cap"),
+        ({"algorithm.baseline": "group_mean"}, "algorithm.baseline", "algorithm.advantage"),
+        ({"algorithm.filter_uniform": True}, "algorithm.filter_uniform", "filter.uniform"),
+        ({"algorithm.uniform_tolerance": 0.1}, "algorithm.uniform_tolerance", "filter.tolerance"),
+        ({"algorithm.beta": 0.1}, "algorithm.beta", "kl.coefficient"),
+        ({"kl": {"beta": 0.1}}, "kl.beta", "kl.coefficient"),
+        ({"learner.learning_rate": 0.1}, "learner.learning_rate", "learner.lr"),
+        ({"rollout": {"n": 4}}, "rollout.n", "rollout.group_size"),
+        ({"rollout.num_generations": 4}, "rollout.num_generations", "rollout.group_size"),
+        ({"algorithm.epsilon": 0.2}, "algorithm.epsilon", "algorithm.clip_low algorithm.clip_high"),
+        ({"algorithm.loss_type": "grpo"}, "algorithm.loss_type", "algorithm.preset"),
     ],
 )
 def test_bad_values_are_refused_in_one_line(values: dict[str, Any], key: str, said: str) -> None:
     message = refusal(make_config, values)
     assert message.startswith(f"{key}: ")
-    assert said in message
+    assert names(message, said)
 
 
 @pytest.mark.parametrize(
     ("arguments", "start", "said"),
     [
-        (["pacing.max_lag", "3"], "pacing.max_lag: ", "--section.key value"),
-        (["--pacing.max_lag"], "pacing.max_lag: ", "needs a value after it, integer"),
-        (["--pacing.max_lag", "--run.steps", "2"], "pacing.max_lag: ", "needs a value"),
-        (["--pacing.max_lg", "3"], "pacing.max_lg: ", "did you mean pacing.max_lag?"),
-        (["--max_lag", "3"], "max_lag: ", "did you mean pacing.max_lag?"),
-        (["--pacing.max_lag", "-1"], "pacing.max_lag: ", "not -1"),
+        (["pacing.max_lag", "3"], "pacing.max_lag: ", "--section.key"),
+        (["--pacing.max_lag"], "pacing.max_lag: ", "integer"),
+        (["--pacing.max_lag", "--run.steps", "2"], "pacing.max_lag: ", "integer"),
+        (["--pacing.max_lg", "3"], "pacing.max_lg: ", "pacing.max_lag"),
+        (["--max_lag", "3"], "max_lag: ", "pacing.max_lag"),
+        (["--pacing.max_lag", "-1"], "pacing.max_lag: ", "-1"),
         (["--run.deterministic", "maybe"], "run.deterministic: ", "'maybe'"),
-        (["--"], ": ", "no such section"),
+        (["--"], ": ", "model pacing"),
     ],
 )
 def test_bad_arguments_are_refused_in_one_line(arguments: list[str], start: str, said: str) -> None:
     message = refusal(load_config, None, arguments)
     assert message.startswith(start)
-    assert said in message
+    assert names(message, said)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("a.toml", b"[run]\nsteps = \n", "at line 2"),
-        ("a.toml", b"[run]\nsteps = 1\nsteps = 2\n", "not valid TOML"),
-        ("a.toml", b"[run]\ndir = '''\n", "at line 3, the end of the file"),
+        ("a.toml", b"[run]\nsteps = \n", "TOML 2"),
+        ("a.toml", b"[run]\nsteps = 1\nsteps = 2\n", "TOML 3"),
+        ("a.toml", b"[run]\ndir = '''\n", "TOML 3"),
         ("a.toml", b'[run]\ndir = "\xff"\n', "utf-8"),
-        ("a.yaml", b"run:\n  steps: [1\n", "at line 3"),
-        ("a.yaml", b"run:\n  steps: 1\n  steps: 2\n", "steps is set twice (the second time at line 3)"),
-        ("a.yaml", b"run: \x00\n", "not valid YAML"),
-        ("a.yaml", b"- run\n", "not a list"),
-        ("a.json", b"{}", "ends in .toml, .yaml or .yml"),
+        ("a.yaml", b"run:\n  steps: [1\n", "YAML 3"),
+        ("a.yaml", b"run:\n  steps: 1\n  steps: 2\n", "steps 3"),
+        ("a.yaml", b"run: \x00\n", "YAML"),
+        ("a.yaml", b"- run\n", "list"),
+        ("a.json", b"{}", ".toml .yaml .yml"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_named_with_the_place(
@@ -359,13 +356,16 @@ def test_a_file_that_cannot_be_read_is_named_with_the_place(
     file.write_bytes(content)
     message = refusal(load_config, file)
     assert message.startswith(f"{file}: ")
-    assert said in message
+    assert names(message.removeprefix(f"{file}: "), said)
 
 
 def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
-    assert "no such config file" in refusal(load_config, tmp_path / "none.toml")
-    (tmp_path / "folder.toml").mkdir()
-    assert "cannot be read" in refusal(load_config, tmp_path / "folder.toml")
+    missing, folder = tmp_path / "none.toml", tmp_path / "folder.toml"
+    assert refusal(load_config, missing).startswith(f"{missing}: ")
+    folder.mkdir()
+    message = refusal(load_config, folder)
+    assert message.startswith(f"{folder}: ")
+    assert names(message.removeprefix(f"{folder}: "), "directory")
 
 
 # ------------------------------------------------------------------------------------------------------ there and back
@@ -423,11 +423,13 @@ def test_help_lists_every_setting_with_type_default_and_meaning() -> None:
     for key, info in FIELDS.items():
         assert f"--{key}  " in text
         assert info.description, f"{key} has no docstring"
-    assert "--pacing.max_lag  integer  (default 2)" in text
-    assert '--pacing.on_stale  wait|requeue|drop|train  (default "wait")' in text
-    assert "--rewards.weights  list of number or none  (not set)" in text
-    assert "--algorithm.advantage  text  (not set)" in text
-    assert "--correction.weight  none|token|sequence  (not set)" in text
+    lines = {line.split()[0]: line for line in text.splitlines() if line.lstrip().startswith("--")}
+    assert names(lines["--pacing.max_lag"], "integer 2")
+    assert names(lines["--pacing.on_stale"], 'wait|requeue|drop|train "wait"')
+    assert names(lines["--rewards.weights"], "list number none")
+    assert names(lines["--algorithm.advantage"], "text")
+    assert names(lines["--correction.weight"], "none|token|sequence")
+    assert not any("null" in line for line in lines.values())
 
 
 def test_importing_the_config_loads_no_heavy_package() -> None:

@@ -8,6 +8,7 @@ from outpace.config.loading import FIELDS, make_config
 from outpace.config.presets import PRESETS
 from outpace.config.rules import resolve
 from outpace.errors import BadInput
+from support import names
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "configuration.md"
 
@@ -73,19 +74,20 @@ def test_a_parameter_of_a_preset_that_lost_its_use_is_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "said", "lists_all"),
     [
-        ("grpo2", "did you mean grpo"),
-        ("DAPO", "did you mean dapo"),
-        ("zzz", "there are default, aipo"),
-        ("a\nb", "there are"),
+        ("grpo2", "grpo", False),
+        ("DAPO", "dapo", False),
+        ("zzz", "'zzz'", True),
+        ("a\nb", r"'a\nb'", True),
     ],
 )
-def test_an_unknown_preset_is_refused_with_a_suggestion(name: str, said: str) -> None:
+def test_an_unknown_preset_is_refused_with_a_suggestion(name: str, said: str, lists_all: bool) -> None:
     with pytest.raises(BadInput) as caught:
         make_config({"algorithm.preset": name})
     assert str(caught.value).startswith("algorithm.preset: ")
-    assert said in str(caught.value)
+    assert names(str(caught.value), said)
+    assert all(names(str(caught.value), preset) for preset in PRESETS) == lists_all
     assert "\n" not in str(caught.value)
 
 

@@ -8,24 +8,25 @@ from outpace.config import Config
 from outpace.config.loading import load_config, make_config
 from outpace.config.rules import resolve
 from outpace.errors import BadInput
+from support import names
 
 
 @pytest.mark.parametrize(
     ("values", "key", "said"),
     [
-        ({"rollout.top_p": 0.9}, "rollout.top_p", "cannot replay which tokens were kept; leave it at 1.0"),
-        ({"rollout.top_k": 50}, "rollout.top_k", "cannot replay which tokens were kept; leave it at 0"),
-        ({"rollout.temperature": 0}, "rollout.temperature", "greedy"),
-        ({"rollout.stop": ["\n", ""]}, "rollout.stop", "no empty text"),
-        ({"tasks.name": "countdown", "tasks.path": "a.jsonl"}, "tasks.path", "keep one of the two"),
-        ({"weights.every": 4}, "weights.every", "use at most 3"),
-        ({"weights.every": 2, "pacing.max_lag": 0}, "weights.every", "use at most 1"),
-        ({"rewards.functions": ["a", "b"], "rewards.weights": [1.0]}, "rewards.weights", "2 in all, not 1"),
-        ({"rewards.functions": ["a", "a"]}, "rewards.functions", "a is there twice"),
-        ({"rewards.isolation": "thread", "rewards.memory_mb": 512}, "rewards.memory_mb", "leave this out"),
-        ({"run.deterministic": True, "weights.update": "drain"}, "weights.update", "leave this out"),
-        ({"run.deterministic": True, "pacing.on_stale": "drop"}, "pacing.on_stale", '"wait"'),
-        ({"run.deterministic": True, "run.device": "cuda"}, "run.device", "CPU"),
+        ({"rollout.top_p": 0.9}, "rollout.top_p", "1.0"),
+        ({"rollout.top_k": 50}, "rollout.top_k", "0"),
+        ({"rollout.temperature": 0}, "rollout.temperature", "greedy eval.temperature"),
+        ({"rollout.stop": ["\n", ""]}, "rollout.stop", "empty"),
+        ({"tasks.name": "countdown", "tasks.path": "a.jsonl"}, "tasks.path", "tasks.name countdown"),
+        ({"weights.every": 4}, "weights.every", "pacing.max_lag 2 3"),
+        ({"weights.every": 2, "pacing.max_lag": 0}, "weights.every", "pacing.max_lag 0 1"),
+        ({"rewards.functions": ["a", "b"], "rewards.weights": [1.0]}, "rewards.weights", "2 1"),
+        ({"rewards.functions": ["m:score", "m:score"]}, "rewards.functions", "m:score"),
+        ({"rewards.isolation": "thread", "rewards.memory_mb": 512}, "rewards.memory_mb", "rewards.isolation"),
+        ({"run.deterministic": True, "weights.update": "drain"}, "weights.update", "run.deterministic"),
+        ({"run.deterministic": True, "pacing.on_stale": "drop"}, "pacing.on_stale", 'run.deterministic "drop" "wait"'),
+        ({"run.deterministic": True, "run.device": "cuda"}, "run.device", "run.deterministic cpu"),
     ],
 )
 def test_settings_that_cannot_work_together_are_refused(values: dict[str, Any], key: str, said: str) -> None:
@@ -34,7 +35,7 @@ def test_settings_that_cannot_work_together_are_refused(values: dict[str, Any], 
     message = str(caught.value)
     assert len(message.splitlines()) == 1
     assert message.startswith(f"{key}: ")
-    assert said in message
+    assert names(message, said)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +132,7 @@ def test_deterministic_runs_are_on_the_cpu() -> None:
 
 @pytest.mark.parametrize("values", [{"tasks.path": "a.jsonl"}, {"tasks.name": "mine"}])
 def test_tasks_without_a_reward_are_refused(values: dict[str, Any]) -> None:
-    with pytest.raises(BadInput, match=r"^rewards\.functions: name at least one"):
+    with pytest.raises(BadInput, match=r"^rewards\.functions: "):
         resolve(make_config(values))
 
 
@@ -140,7 +141,7 @@ def test_a_custom_rollout_may_bring_the_reward_itself() -> None:
 
 
 def test_weights_are_checked_against_rewards_filled_in() -> None:
-    with pytest.raises(BadInput, match=r"^rewards\.weights: needs one per function, 1 in all, not 2$"):
+    with pytest.raises(BadInput, match=r"^rewards\.weights: (?=.*\b1\b).*\b2\b"):
         resolve(make_config({"rewards.weights": [1, 2]}))
 
 

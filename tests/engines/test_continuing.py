@@ -117,9 +117,7 @@ def uneven() -> Generation:
     return Generation(np.array([1], dtype=np.int32), np.zeros(1, dtype=np.float32), none, "lost")
 
 
-@pytest.mark.parametrize(
-    ("wrong", "why"), [(part([1, 2, 3]), "2 were left"), (uneven(), "one logprob and one version")]
-)
+@pytest.mark.parametrize(("wrong", "why"), [(part([1, 2, 3]), r"^(?=.*\b3 tokens\b).*\b2\b"), (uneven(), "logprob")])
 def test_a_part_that_cannot_be_one_is_refused(wrong: Generation, why: str) -> None:
     answer = Continued(PROMPT, sampling(2))
     with pytest.raises(ValueError, match=why):
@@ -130,5 +128,5 @@ def test_nothing_follows_the_end() -> None:
     answer = Continued(PROMPT, sampling())
     answer.add(part([END]))
     answer.add(part([]))
-    with pytest.raises(ValueError, match="behind the end"):
+    with pytest.raises(ValueError, match="end"):
         answer.add(part([1]))

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from outpace.bench import overlap
-from outpace.bench.overlap import Trial
+from outpace.bench.overlap import Block, Trial
 from outpace.observe.summary import Summary
 
 RUN = Summary(
@@ -27,33 +27,25 @@ def trials_of(
 ) -> list[Trial]:
     modes = {"synchronous": (sync_s, sync_scores), "asynchronous": (async_s, async_scores)}
     return [
-        Trial(
-            mode,
-            None,
-            "idle",
-            seed,
-            1.0,
-            msgspec.structs.replace(RUN, train_s=seconds, **{"eval_last": score, **changes}),
-        )
+        Trial(mode, seed, msgspec.structs.replace(RUN, train_s=seconds, **{"eval_last": score, **changes}))
         for mode, (seconds, scores) in modes.items()
         for seed, score in enumerate(scores)
     ]
 
 
-def probes_of(default_s: float = 1.0) -> list[Trial]:
-    """Three repetitions under every load, on a machine that gets slower from one to the next. Relative to the best
-    split, the default takes `default_s` beside a busy core."""
+def blocks_of(default_s: float = 1.0) -> list[Block]:
+    """Under every load, on a machine that gets slower all the time. Relative to the best split, the default takes
+    `default_s` beside a busy core."""
     return [
-        Trial(mode, split, load, repeat, slow * (default_s if split is None and load != "idle" else 1.0), RUN)
-        for repeat, slow in enumerate((1.0, 1.5, 4.0))
+        Block(mode, load, split, (1 + 0.1 * at) * (default_s if split is None and load != "idle" else 1.0))
         for load in overlap.LOADS
         for mode in overlap.MODES
-        for split in (None, (1, 1), None, (1, 2), None)
+        for at, split in enumerate([None, (1, 1), None, (1, 2)] * 3 + [None])
     ]
 
 
-def command(trials: list[Trial], monkeypatch: pytest.MonkeyPatch, probes: list[Trial] | None = None) -> int:
-    result = {"steps": 60, "probe_steps": 8, "cores": 2, "probes": probes or probes_of(), "trials": trials}
+def command(trials: list[Trial], monkeypatch: pytest.MonkeyPatch, blocks: list[Block] | None = None) -> int:
+    result = {"steps": 60, "block": 6, "cores": 2, "blocks": blocks or blocks_of(), "trials": trials}
     monkeypatch.setattr(overlap, "run", lambda *_: result)
     return overlap.main([])
 
@@ -93,7 +85,7 @@ def test_a_missed_bar_is_named_and_fails_the_command(
 def test_default_threads_that_are_slower_than_a_split_fail_the_command_under_every_load_and_mode_where_they_are(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert command(trials_of(), monkeypatch, probes_of(default_s=1.2)) == 1
+    assert command(trials_of(), monkeypatch, blocks_of(default_s=1.2)) == 1
     missed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("missed: ")]
     assert [line.split(":")[1].strip() for line in missed] == [
         "one core busy, synchronous",

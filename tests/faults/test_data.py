@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ import outpace as api
 from faults.watching import Settings, every_task_once, summary_of, visits_of
 from outpace.cli import main
 from outpace.errors import OutpaceError, PartFailed
-from support import as_arguments, read_lines
+from support import as_arguments, naming, read_lines
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -82,7 +83,7 @@ def test_rows_that_are_not_utf8_cost_one_line_and_leave_nothing(
     assert main(["train", *as_arguments(settings)]) == 2
     said = capsys.readouterr().err.strip()
     assert len(said.splitlines()) == 1
-    assert "line 2 is not UTF-8 text" in said
+    assert all(key in said for key in ("tasks.jsonl", "line 2", "UTF-8")), said
     assert not (tmp_path / "run").exists()
 
 
@@ -122,9 +123,9 @@ def test_a_run_in_which_nothing_teaches_says_so_and_ends_where_told(
 ) -> None:
     config = inline(settings, filter__uniform=True, pacing__max_filtered=100, run__steps=100)
     config |= {"rewards.functions": [f"{rewards}:always"], "rollout.max_tokens": 1, "rollout.group_size": 2}
-    with pytest.raises(PartFailed, match=r"100 groups in a row were filtered .*all rewards are 1"):
+    with pytest.raises(PartFailed, match=naming("100 groups", "pacing.max_filtered", "rewards", "1")):
         api.Trainer(config=config).train()
-    assert "the last 16 groups were all filtered: all rewards are 1" in capsys.readouterr().out
+    assert re.search(r"\b16 groups\b.*pacing\.max_filtered", capsys.readouterr().out)
     assert summary_of(tmp_path / "run")["exit"] == 4
 
 
@@ -135,7 +136,7 @@ def test_losses_that_are_no_number_change_nothing_are_kept_and_end_the_run(setti
     (tmp_path / "own.py").write_text(NO_NUMBER)
     config = inline(settings, run__steps=50, learner__max_bad_steps=3)
     config |= {"algorithm.surrogate": f"{tmp_path}/own.py:no_number"}
-    with pytest.raises(OutpaceError, match="3 steps in a row had a loss or gradient that is not finite"):
+    with pytest.raises(OutpaceError, match=naming("3 steps", "finite")):
         api.Trainer(config=config, quiet=True).train()
     run = tmp_path / "run"
     assert [line["step"] for line in read_lines(run / "metrics.jsonl")] == [1, 2]

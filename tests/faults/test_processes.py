@@ -7,6 +7,7 @@ crash or hang (tests/rewards/test_pool.py, tests/rollouts/test_stage_process.py)
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -106,7 +107,7 @@ def test_a_dead_engine_that_may_not_be_replaced_ends_the_run_by_name_and_the_run
     until_step(run, directory, 6)
     os.kill(run.part("engine-0"), signal.SIGKILL)
     assert run.end(ENDS_S) == 4, run.said
-    assert "engine-0: was killed by SIGKILL" in run.said
+    assert re.search(r"\bengine-0: .*SIGKILL", run.said), run.said
     assert summary_of(directory)["exit"] == 4
     assert run.orphans() == []
     newest = commit.newest_complete(directory / "checkpoints")
@@ -127,7 +128,7 @@ def test_a_dead_learner_ends_the_run_commits_nothing_and_the_run_can_be_resumed(
     before = commit.steps(directory / "checkpoints")
     os.kill(run.part("learner"), signal.SIGKILL)
     assert run.end(ENDS_S) == 4, run.said
-    assert "learner: was killed by SIGKILL" in run.said
+    assert re.search(r"\blearner: .*SIGKILL", run.said), run.said
     committed = set(commit.steps(directory / "checkpoints")) - set(before)
     assert all(step % 5 == 0 for step in committed), "none was made of the death"
     assert run.orphans() == []
@@ -145,6 +146,6 @@ def test_a_worker_that_exits_again_and_again_ends_the_run_with_what_it_said(
         *words(settings, run__steps=100_000, rollout__function=f"{tmp_path}/own.py:exiting", supervise__restarts=1)
     )
     assert run.end(240) == 4, run.said
-    assert "worker-0: exited with code 9" in run.said
+    assert re.search(r"\bworker-0: .*\bcode 9\b", run.said), run.said
     assert "this worker has had enough" in run.said
     assert run.orphans() == []

@@ -92,7 +92,7 @@ async def test_the_run_ends_with_a_word_on_where_they_lie(
         await learner.chunk(version, [places["bad"]])
         await learner.step(version)
     await learner.chunk(2, [places["bad"]])
-    with pytest.raises(OutpaceError, match=r"3 steps in a row .*groups of such steps are in .*run/bad_steps$"):
+    with pytest.raises(OutpaceError, match=r"^\D*\b3\b.*run/bad_steps\b"):
         await learner.step(2)
     kept = sorted(folder.name for folder in (tmp_path / "run" / "bad_steps").iterdir())
     assert kept == ["step-000001", "step-000002", "step-000003"]
@@ -136,4 +136,4 @@ async def test_nor_does_whatever_else_goes_wrong_there(
     learner = make_learner()
     await learner.chunk(0, [places["bad"]])
     assert (await learner.step(0)).skipped
-    assert "were not kept" in caplog.text
+    assert repr(error) in caplog.text

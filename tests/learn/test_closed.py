@@ -273,13 +273,13 @@ def test_the_spread_of_a_batch_is_that_of_what_was_returned_with_its_penalties(
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        (lambda batch: batch.advantages[1:], "one array per row"),
-        (lambda batch: [*batch.advantages, np.zeros(1)], "one array per row"),
-        (lambda batch: [values[:1] for values in batch.advantages], "one array per row"),
-        (lambda batch: [0.0 for _ in batch.advantages], "one array per row"),
-        (lambda batch: [values * np.nan for values in batch.advantages], "not finite"),
-        (lambda batch: None, "failed on 18 rows"),
-        (lambda batch: [["a"]] * len(batch.advantages), "failed on 18 rows"),
+        (lambda batch: batch.advantages[1:], "array"),
+        (lambda batch: [*batch.advantages, np.zeros(1)], "array"),
+        (lambda batch: [values[:1] for values in batch.advantages], "array"),
+        (lambda batch: [0.0 for _ in batch.advantages], "array"),
+        (lambda batch: [values * np.nan for values in batch.advantages], "finite"),
+        (lambda batch: None, r"\b18\b"),
+        (lambda batch: [["a"]] * len(batch.advantages), r"\b18\b"),
     ],
 )
 def test_a_normaliser_that_gives_something_else_is_named(
@@ -289,7 +289,7 @@ def test_a_normaliser_that_gives_something_else_is_named(
     facts = replace(batch._normalise.facts, function=lambda signal, **_: function(signal))
     batch._normalise = replace(batch._normalise, facts=facts)
     batch.add(records, replayed=False)
-    with pytest.raises(BadInput, match=f"algorithm.normalise: .*{said}"):
+    with pytest.raises(BadInput, match=rf"algorithm\.normalise: .*{said}"):
         batch.train()
 
 
@@ -325,7 +325,7 @@ def test_a_step_with_one_bad_update_counts_as_one_bad_step(make_llama: MakeLlama
     assert np.isfinite([report.loss, report.grad_norm]).all(), "of the updates that were made"
     assert core.bad_steps == 1
     batch.add([bad, *records[1:]], replayed=False)
-    with pytest.raises(OutpaceError, match="2 steps in a row"):
+    with pytest.raises(OutpaceError, match=r"\b2\b"):
         batch.train()
 
 

@@ -191,7 +191,7 @@ def test_a_damaged_or_missing_state_file_is_reported_and_changes_nothing(
 
 def test_the_state_of_another_model_is_refused(make_llama: MakeLlama, tmp_path: Path) -> None:
     state.save(core_of(make_llama(hidden_size=16)), tmp_path)
-    with pytest.raises(CorruptData, match="does not hold the weights of this model"):
+    with pytest.raises(CorruptData, match=r"model\.path"):
         state.restore(core_of(make_llama()), tmp_path)
 
 
@@ -221,7 +221,7 @@ def test_too_many_bad_steps_in_a_row_end_the_run(make_llama: MakeLlama, make_row
     core.accumulate(bad)
     core.step()
     core.accumulate(bad)
-    with pytest.raises(OutpaceError, match="2 steps in a row"):
+    with pytest.raises(OutpaceError, match=r"\b2\b"):
         core.step()
 
 

@@ -216,11 +216,11 @@ def test_a_state_is_a_folder_that_peft_loads(make_llama: MakeLlama, make_rows: M
 @pytest.mark.parametrize(
     ("saved", "resumed", "said"),
     [
-        ({}, {"lora__rank": 0, "lora__alpha": None, "lora__targets": None}, "lora.rank must stay 4"),
-        ({"lora__rank": 0, "lora__alpha": None, "lora__targets": None}, {}, "lora.rank must stay 0"),
-        ({}, {"lora__rank": 8}, "lora.rank must stay 4"),
-        ({}, {"lora__alpha": 8.0}, "lora.alpha must stay 6.0"),
-        ({}, {"lora__targets": ["q_proj"]}, "lora.targets must stay"),
+        ({}, {"lora__rank": 0, "lora__alpha": None, "lora__targets": None}, r"lora\.rank\b.*\b4\b"),
+        ({"lora__rank": 0, "lora__alpha": None, "lora__targets": None}, {}, r"lora\.rank\b.*\b0\b"),
+        ({}, {"lora__rank": 8}, r"lora\.rank\b.*\b4\b"),
+        ({}, {"lora__alpha": 8.0}, r"lora\.alpha\b.*\b6\.0\b"),
+        ({}, {"lora__targets": ["q_proj"]}, r"lora\.targets\b"),
     ],
 )
 def test_a_state_of_other_adapters_is_refused(
@@ -239,7 +239,7 @@ def test_a_state_of_other_adapters_is_refused(
 
 def test_adapters_of_another_model_are_refused(make_llama: MakeLlama, tmp_path: Path) -> None:
     state.save(core_of(make_llama()), tmp_path)
-    with pytest.raises(CorruptData, match="belong to another model"):
+    with pytest.raises(CorruptData, match=r"model\.path"):
         state.restore(core_of(make_llama(seed=3)), tmp_path)
 
 
@@ -258,13 +258,13 @@ def test_a_damaged_or_missing_file_of_adapters_is_reported(make_llama: MakeLlama
 @pytest.mark.parametrize(
     ("targets", "said"),
     [
-        (["q_prj"], "no linear layer called q_prj; it has down_proj, gate_proj, k_proj, lm_head"),
-        (["embed_tokens"], "no linear layer called embed_tokens"),
-        (["q_proj", "lm_head"], "lm_head is tied to the embeddings"),
+        (["q_prj"], r"\bq_prj\b.*down_proj, gate_proj, k_proj, lm_head"),
+        (["embed_tokens"], r"\bembed_tokens\b.*down_proj"),
+        (["q_proj", "lm_head"], r"\blm_head\b.*embeddings"),
     ],
 )
 def test_modules_that_cannot_have_an_adapter_are_refused(make_llama: MakeLlama, targets: list[str], said: str) -> None:
-    with pytest.raises(BadInput, match=f"lora.targets: .*{said}"):
+    with pytest.raises(BadInput, match=rf"^lora\.targets: .*{said}"):
         core_of(make_llama(), lora__targets=targets)
 
 

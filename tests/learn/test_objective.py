@@ -225,15 +225,12 @@ def bad_surrogate(monkeypatch: pytest.MonkeyPatch, core: LearnerCore, function: 
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        (
-            lambda tokens: (-tokens.logp_N).mean(),
-            r"gave a tensor of shape \(\) for \d+ tokens; return one loss per token",
-        ),
-        (lambda tokens: -tokens.logp_N[:, None], r"gave a tensor of shape \(\d+, 1\)"),
-        (lambda tokens: -tokens.logp_N[1:], "return one loss per token"),
-        (lambda tokens: 0.5, "gave float"),
-        (lambda tokens: None, "gave NoneType"),
-        (lambda tokens: -tokens.logp_N.detach(), "has no gradient; make it of tokens.logp_N"),
+        (lambda tokens: (-tokens.logp_N).mean(), r"\(\).*\b\d+\b"),
+        (lambda tokens: -tokens.logp_N[:, None], r"\(\d+, 1\)"),
+        (lambda tokens: -tokens.logp_N[1:], r"\(\d+,\).*\b\d+\b"),
+        (lambda tokens: 0.5, r"\bfloat\b"),
+        (lambda tokens: None, r"\bNoneType\b"),
+        (lambda tokens: -tokens.logp_N.detach(), r"gradient.*tokens\.logp_N"),
     ],
 )
 def test_a_surrogate_that_gives_no_loss_per_token_is_named(
@@ -245,7 +242,7 @@ def test_a_surrogate_that_gives_no_loss_per_token_is_named(
 ) -> None:
     core = core_of(make_llama(), {})
     bad_surrogate(monkeypatch, core, function)
-    with pytest.raises(BadInput, match=said):
+    with pytest.raises(BadInput, match=rf"^algorithm\.surrogate: .*{said}"):
         core.accumulate(make_rows(3))
     assert core.step().tokens == 0
 

@@ -75,18 +75,18 @@ def test_tools_are_given_to_the_template() -> None:
 def test_a_template_that_ignores_tools_is_refused() -> None:
     silent = make_tokenizer("{{ messages[0].content }}")
     assert text_of(render(silent, "hi")) == "hi"
-    with pytest.raises(BadInput, match="shows the model no tools"):
+    with pytest.raises(BadInput, match=r"^rollout\.environment: .*\btools\b"):
         render(silent, "hi", tools=[TOOL])
 
 
 def test_without_a_template_only_text_can_be_rendered() -> None:
     plain = make_tokenizer(None)
     assert text_of(render(plain, "hi", "be kind")) == "be kind\nhi"
-    with pytest.raises(BadInput, match="use text prompts"):
+    with pytest.raises(BadInput, match=r"^tasks: "):
         render(plain, [*HI, {"role": "assistant", "content": "ho"}, *HI])
-    with pytest.raises(BadInput, match="tools need a chat template"):
+    with pytest.raises(BadInput, match=r"^rollout\.environment: .*\btools\b"):
         render(plain, "hi", tools=[TOOL])
-    with pytest.raises(RequestFailed, match="no chat template to continue"):
+    with pytest.raises(RequestFailed, match=r"observe\(text\)"):
         bridge(plain, HI, STAND_IN, HI)
 
 
@@ -140,14 +140,14 @@ def test_a_template_that_leaves_out_what_is_said_is_named() -> None:
         TEMPLATE.replace("{{- '[' + message.role", "{{- '' if message.role == 'tool' else '[' + message.role")
     )
     assert text_of(ids_of(bridge(mute, HI, STAND_IN, HI))) == "[/]\n[user]hi[/]\n[assistant]"
-    with pytest.raises(RequestFailed, match="does not show messages of tool"):
+    with pytest.raises(RequestFailed, match=r"\btool\b"):
         bridge(mute, HI, STAND_IN, [{"role": "tool", "content": "3"}])
 
 
 def test_a_template_that_refuses_a_message_says_why() -> None:
     critic = {"role": "critic", "content": "bad"}
     assert bridge(TOKENIZER, HI, STAND_IN, [critic]) is None
-    with pytest.raises(RequestFailed, match="refuses: no critics here"):
+    with pytest.raises(RequestFailed, match="no critics here"):
         render(TOKENIZER, [*HI, critic])
 
 

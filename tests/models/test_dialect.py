@@ -18,6 +18,7 @@ from outpace.models.dialect import Said, TemplateDialect, parse_text
 from outpace.models.loading import load_tokenizer
 from outpace.models.speaking import dialect_of
 from outpace.types import Message
+from support import naming
 
 HI: Message = {"role": "user", "content": "hi"}
 ADD = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"type": "object"}}}
@@ -135,12 +136,12 @@ def test_a_family_ends_its_answers_by_its_own_tokens(qwen: Any) -> None:
 
 
 def test_an_unknown_family_is_refused_with_a_suggestion(qwen: Any) -> None:
-    with pytest.raises(BadInput, match=r"model\.renderer: there is no family 'qwen33'; did you mean qwen3"):
+    with pytest.raises(BadInput, match=r"model\.renderer: .*'qwen33'.*\bqwen3(?!3)"):
         dialect_of(qwen, [], "qwen33")
 
 
 def test_a_tokenizer_without_the_tokens_of_a_family_is_refused() -> None:
-    with pytest.raises(BadInput, match=r"model\.renderer: the tokenizer does not fit qwen3"):
+    with pytest.raises(BadInput, match=naming("model.renderer: ", "tokenizer", "qwen3")):
         dialect_of(load_tokenizer("starter"), [], "qwen3")
 
 

@@ -8,6 +8,7 @@ import pytest
 from outpace.errors import PartFailed
 from outpace.observe import callbacks
 from outpace.observe.callbacks import Callback, CallbackRunner
+from support import names
 
 
 class Diary(Callback):
@@ -85,7 +86,7 @@ async def test_an_exception_ends_the_run_with_its_traceback_and_nothing_is_calle
     runner = CallbackRunner([Broken(), diary], on_failure=told.append)
     runner.post("on_epoch_start", 3)
     runner.post("on_batch_start", 1)
-    with pytest.raises(PartFailed, match=r"callback Broken.on_epoch_start: ZeroDivisionError: epoch 3") as caught:
+    with pytest.raises(PartFailed, match=r"Broken\.on_epoch_start: ZeroDivisionError: epoch 3") as caught:
         await runner.close()
     assert "raise ZeroDivisionError" in caught.value.remote_traceback
     assert told == [caught.value]
@@ -119,7 +120,7 @@ async def test_a_callback_that_never_returns_is_named_at_the_deadline() -> None:
 
     runner = CallbackRunner([Endless()])
     runner.post("on_run_end", None)
-    with pytest.raises(PartFailed, match="still running"):
+    with pytest.raises(PartFailed, match=r"\b0\.05\b"):
         await runner.close(timeout_s=0.05)
     reporting = CallbackRunner([Endless()], errors="report")
     reporting.post("on_run_end", None)
@@ -138,7 +139,7 @@ async def test_callbacks_far_behind_end_the_run_instead_of_growing(monkeypatch: 
     runner = CallbackRunner([Slow()])
     for epoch in range(6):
         runner.post("on_epoch_start", epoch)
-    with pytest.raises(PartFailed, match="6 events behind"):
+    with pytest.raises(PartFailed, match=r"\b6\b"):
         runner.check()
     gate.set()
     with pytest.raises(PartFailed):
@@ -173,10 +174,11 @@ async def test_an_error_that_is_only_reported_leaves_the_run_and_the_other_callb
     await runner.close()
     assert diary.entries == [("start", version) for version in range(3)]
     assert told == []
-    tracebacks = [record.getMessage() for record in caplog.records if "Traceback" in record.getMessage()]
+    messages = [record.getMessage() for record in caplog.records]
+    tracebacks = [message for message in messages if "Traceback" in message]
     assert len(tracebacks) == 1, "the first one in full, the others counted"
     assert "raise ZeroDivisionError" in tracebacks[0]
-    assert any("raised 3 times" in record.getMessage() for record in caplog.records)
+    assert any(names(message, "Failing.on_batch_start 3") for message in messages if message not in tracebacks)
 
 
 async def test_a_callback_may_ask_for_the_end_of_the_run() -> None:

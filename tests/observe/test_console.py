@@ -7,6 +7,7 @@ from outpace.observe.console import ProgressConsole, RunView, final_report, live
 from outpace.observe.format import clock_text, number, percent, si, sparkline
 from outpace.observe.summary import EvalResult, Summary, SummaryBuilder
 from outpace.types import EpisodeView, Failure
+from support import names
 
 METRICS = {
     "reward/mean": 0.5,
@@ -69,14 +70,13 @@ def test_a_line_says_what_people_ask_first() -> None:
     for fact in (
         "step 1/100",
         "reward 0.5",
-        "held-out 25.0 % ± 1.9 % (512 tasks)",
-        "lag 0.75 (max 2)",
-        "12.3k sampled",
-        "9k trained",
+        "25.0 % ± 1.9 %",
+        "lag 0.75",
+        "trainer 10.0 %",
+        "engine 5.0 %",
     ):
         assert fact in line
-    assert "trainer 10.0 % engine 5.0 %" in line
-    assert "3:18 left" in line
+    assert names(line, "512 2 12.3k 9k 3:18")
 
 
 def test_the_time_left_goes_by_the_pace_of_this_start_without_its_start_up() -> None:
@@ -101,7 +101,7 @@ def test_neither_the_time_left_nor_the_time_of_the_steps_counts_how_long_servers
     summary = SummaryBuilder()
     summary.step(4, {})
     report = render(final_report(summary.build(wall_s=130, train_s=4, seed=0, exit=0), view))
-    assert "4 in 0:04, after 2:01 of starting" in report
+    assert any(names(line, "4 0:04 2:01") for line in report.splitlines())
 
 
 def test_metrics_that_are_missing_show_as_a_dash() -> None:
@@ -122,12 +122,13 @@ def test_the_panel_shows_reward_history_waits_and_groups() -> None:
         "▁",
         "█",
         "20.0 %",
-        "40.0 % ± 1.0 % (64 tasks)",
+        "40.0 % ± 1.0 %",
         "40 running",
         "7 finished",
         "version 10",
     ):
         assert fact in panel
+    assert names(panel, "64")
 
 
 def test_the_reward_shown_is_the_plain_mean_of_the_first_steps_and_then_forgets_the_oldest() -> None:
@@ -144,7 +145,11 @@ def test_the_reward_shown_is_the_plain_mean_of_the_first_steps_and_then_forgets_
 def test_a_score_that_is_no_accuracy_is_not_called_one() -> None:
     console, file, _ = make(1)
     console.evaluation(EvalResult(0, 0.25, 0.125, 4))
-    assert file.getvalue() == "held-out reward at version 0: 0.25 ± 0.125 (4 tasks)\n"
+    line = file.getvalue()
+    assert line.count("\n") == 1
+    assert "0.25 ± 0.125" in line
+    assert names(line, "reward 0 4")
+    assert "accuracy" not in line
 
 
 def test_quiet_prints_one_line_at_the_end() -> None:
@@ -154,7 +159,11 @@ def test_quiet_prints_one_line_at_the_end() -> None:
     console.evaluation(EvalResult(0, 0.2, binary=True))
     console.step(1, METRICS)
     console.finish(build_summary(), "runs/a")
-    assert file.getvalue() == "runs/a: 100 steps, held-out accuracy 21.0 % ± 1.8 % → 84.0 % ± 1.6 % (512 tasks)\n"
+    line = file.getvalue()
+    assert line.count("\n") == 1
+    assert line.startswith("runs/a: ")
+    assert "21.0 % ± 1.8 % → 84.0 % ± 1.6 %" in line
+    assert names(line, "100 accuracy 512")
 
 
 def test_the_final_report_shows_progress_and_examples() -> None:
@@ -164,12 +173,13 @@ def test_the_final_report_shows_progress_and_examples() -> None:
     ]
     report = render(final_report(build_summary(), RunView(1, Clock()), views))
     for fact in (
-        "21.0 % ± 1.8 % → 84.0 % ± 1.6 % (512 tasks)",
+        "21.0 % ± 1.8 % → 84.0 % ± 1.6 %",
+        "512",
         "✓",
         "4*6",
         "✗",
         "1+1",
-        "93.0 % of the fastest",
+        "93.0 %",
         "1:23",
     ):
         assert fact in report
@@ -209,7 +219,12 @@ def test_one_step_is_not_called_steps() -> None:
     builder = SummaryBuilder()
     builder.step(1, METRICS)
     console.finish(builder.build(wall_s=1, train_s=1, seed=0, exit=0), "runs/a")
-    assert file.getvalue() == "runs/a: 1 step, held-out reward not measured\n"
+    line = file.getvalue()
+    assert line.count("\n") == 1
+    assert line.startswith("runs/a: ")
+    assert names(line, "1 step")
+    assert "steps" not in line
+    assert "→" not in line
 
 
 def test_the_final_report_says_what_failed_how_often_and_why() -> None:

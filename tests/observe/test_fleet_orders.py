@@ -12,6 +12,7 @@ from outpace.observe import fleet
 from outpace.observe.fleet import Fleet, FleetFile, Order, OrdersRead, Outcome, Seat
 from outpace.observe.fleet_orders import Terms, check, current, order_all
 from outpace.observe.runlock import RunLock
+from support import names
 
 SERVERS = Terms("vllm", ("http://127.0.0.1:8000",))
 STARTED = Terms("vllm", (), "/opt/python")
@@ -25,30 +26,23 @@ SEATS = [
 @pytest.mark.parametrize(
     ("order", "terms", "complaint"),
     [
-        (
-            Order(add="localhost:8001"),
-            SERVERS,
-            "--add: 'localhost:8001' is no server's address; write http://host:port",
-        ),
-        (
-            Order(add="http://me:secret@h:1"),
-            SERVERS,
-            "--add: the address holds a user name or password; leave that out",
-        ),
-        (Order(add="http://h:notaport"), SERVERS, "is no server's address"),
-        (Order(add="http://127.0.0.1:8000/"), SERVERS, "is engine-0 already; a server takes part once"),
-        (Order(add="http://localhost:8000"), SERVERS, "is engine-0 already; a server takes part once"),
-        (Order(add="http://h:1"), Terms(), "engines are embedded; a server can join a run with engine.kind vllm or"),
-        (Order(add=""), SERVERS, "start one with `outpace serve`, and add its URL"),
-        (Order(remove="engine-7"), SERVERS, "--remove: there is no engine engine-7; there are engine-0, engine-1"),
-        (Order(remove="engine-2"), SERVERS, "--remove: engine-2 leaves already"),
-        (Order(remove="engine-0"), SERVERS, "--remove: engine-0 cannot leave: nobody else serves; add an engine first"),
+        (Order(add="localhost:8001"), SERVERS, "--add 'localhost:8001' http://host:port"),
+        (Order(add="http://me:secret@h:1"), SERVERS, "--add engine.api_key_env"),
+        (Order(add="http://h:notaport"), SERVERS, "--add 'http://h:notaport' http://host:port"),
+        (Order(add="http://127.0.0.1:8000/"), SERVERS, "--add http://127.0.0.1:8000/ engine-0"),
+        (Order(add="http://localhost:8000"), SERVERS, "--add http://localhost:8000 engine-0"),
+        (Order(add="http://h:1"), Terms(), "--add engine.kind vllm sglang"),
+        (Order(add=""), SERVERS, "--add engine.urls outpace serve"),
+        (Order(remove="engine-7"), SERVERS, "--remove engine-7 engine-0 engine-1"),
+        (Order(remove="engine-2"), SERVERS, "--remove engine-2 already"),
+        (Order(remove="engine-0"), SERVERS, "--remove engine-0 add"),
     ],
 )
 def test_what_cannot_be_carried_out_is_refused_in_one_line(order: Order, terms: Terms, complaint: str) -> None:
     with pytest.raises(BadInput) as refusal:
         check(order, terms, SEATS)
-    assert complaint in str(refusal.value)
+    assert names(str(refusal.value), complaint)
+    assert "secret" not in str(refusal.value)
     assert "\n" not in str(refusal.value)
 
 
@@ -77,9 +71,9 @@ def run(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_nothing_is_ordered_where_one_of_several_orders_cannot_be_carried_out(run: Path) -> None:
-    with pytest.raises(BadInput, match="engine-1 cannot leave: nobody else serves"):
+    with pytest.raises(BadInput, match=r"--remove: .*engine-1\b"):
         order_all(run, [Order(remove="engine-0"), Order(remove="engine-1")], lambda _: None)
-    with pytest.raises(BadInput, match="http://c:1 is there twice"):
+    with pytest.raises(BadInput, match=r"--add: .*http://c:1"):
         order_all(run, [Order(add="http://c:1"), Order(add="http://c:1")], lambda _: None)
     assert not (run / fleet.ORDERS).exists()
 
@@ -98,7 +92,7 @@ class Answering(OrdersRead):
 
 def test_an_order_that_the_run_refuses_is_bad_input_with_the_reason(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Answering(run, monkeypatch, state="refused", why="nobody answers at http://c:1")
-    with pytest.raises(BadInput, match="the fleet stays as it is: nobody answers at http://c:1"):
+    with pytest.raises(BadInput, match="nobody answers at http://c:1"):
         order_all(run, [Order(add="http://c:1")], lambda _: None)
 
 
@@ -106,33 +100,33 @@ def test_whoever_gives_an_order_is_told_when_the_engine_serves(run: Path, monkey
     Answering(run, monkeypatch, state="joined", engine="engine-3")
     said: list[str] = []
     order_all(run, [Order(add="http://c:1")], said.append)
-    assert said == ["engine-3 has joined, and serves"]
+    (line,) = said
+    assert names(line, "engine-3 joined")
 
 
 def test_what_takes_longer_is_said_to_be_under_way(run: Path) -> None:
     said: list[str] = []
     order_all(run, [Order(add="http://c:1"), Order(remove="engine-1")], said.append, wait_s=0.0)
-    assert said == [
-        "asked to add http://c:1; it is under way, `outpace fleet` says when it serves",
-        "engine-1 finishes what it has, and leaves then; `outpace fleet` says when",
-    ]
+    added, removed = said
+    assert names(added, "http://c:1 outpace fleet")
+    assert names(removed, "engine-1 outpace fleet")
 
 
 def test_a_run_that_starts_is_told_from_one_that_is_not_there_and_from_one_that_was_killed(run: Path) -> None:
     (run / fleet.STATE).rename(run / "aside")
-    with pytest.raises(BadInput, match="is still starting"):
+    with pytest.raises(BadInput, match="starting"):
         current(run)
     (run / "aside").rename(run / fleet.STATE)
     assert [seat.name for seat in current(run).engines] == ["engine-0", "engine-1"]
     (run / "run.lock").unlink()
-    with pytest.raises(BadInput, match="no run is under way"):
+    with pytest.raises(BadInput, match="no run"):
         current(run)
 
 
 def test_a_run_in_lockstep_says_that_nobody_comes_or_goes(run: Path) -> None:
     (run / fleet.STATE).unlink()
     (run / "config.toml").write_text("[run]\ndeterministic = true\n")
-    with pytest.raises(BadInput, match=r"the engines of .* stay as they are: run\.deterministic"):
+    with pytest.raises(BadInput, match=r"run\.deterministic"):
         current(run)
 
 

@@ -61,9 +61,9 @@ def test_memory_that_shrinks_is_flat() -> None:
 
 
 def test_too_few_samples_are_an_error_not_a_verdict() -> None:
-    with pytest.raises(ValueError, match="3 samples"):
+    with pytest.raises(ValueError, match=r"\b3\b"):
         growth([1, 2, 3], [1, 1, 1])
-    with pytest.raises(ValueError, match="between steps 5000"):
+    with pytest.raises(ValueError, match=r"\b5000\b.*\b6000\b"):
         analyse(samples(0, 0), 5000, 6000)
 
 
@@ -85,5 +85,5 @@ def test_the_table_prints_what_json_can_hold(capsys: pytest.CaptureFixture[str])
 
 
 def test_a_run_too_short_to_tell_is_refused_before_it_starts() -> None:
-    with pytest.raises(BadInput, match="--steps: 50 steps"):
+    with pytest.raises(BadInput, match=r"--steps: .*\b50\b"):
         main(["--steps", "50"])

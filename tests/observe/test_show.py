@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +57,9 @@ def test_an_attempt_is_shown_with_all_its_numbers(run: Path) -> None:
     text = shown(run, step=1)
     for part in ("step 1", "group 0", "task t0", "attempt 0", "trained", "reward 1.25", "correct 1", "polite 0.25"):
         assert part in text
-    for part in ("advantage 0.5", "versions 2 to 3", "[prompt] <|user|>reach 0<|end|>", "[assistant] first answer"):
+    for part in ("advantage 0.5", "[prompt] <|user|>reach 0<|end|>", "[assistant] first answer"):
         assert part in text
+    assert re.search(r"versions? 2\D+3\b", text)
 
 
 def test_a_prompt_that_all_attempts_share_is_shown_once(run: Path) -> None:

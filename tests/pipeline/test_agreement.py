@@ -19,7 +19,7 @@ from outpace.pipeline import agreement as asking
 from outpace.pipeline.agreement import COMPLETION, LONGEST_OPENING, OPENINGS, agreement, agreements, check_engines
 from outpace.pipeline.verdicts import NOISE, Agreement, Sample, Terms, Verdict, compare
 from outpace.types import EngineStats, Floats, Generation, Ints, LoadReport, Manifest, Sampling, Version
-from support import resolved
+from support import naming, resolved
 
 VOCABULARY = 40
 Logits = NDArray[np.float64]
@@ -148,7 +148,7 @@ async def test_the_same_weights_agree_within_the_rounding_of_their_dtype(dtype: 
     found = await verdict_on(engine, Policy(), 4, dtype, temperature)
     assert found.agrees, found.line
     assert 0 < found.mean < found.high < found.largest
-    assert f"within the rounding of {dtype}" in found.line
+    assert dtype in found.line
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -184,14 +184,15 @@ async def test_coarser_arithmetic_than_the_learners_is_another_dtype() -> None:
 async def test_other_weights_are_other_weights_even_if_the_version_is_right(dtype: str, by: float) -> None:
     found = await verdict_on(Sampler(Policy(), rounding=ROUNDING[dtype]), Policy().moved(by), dtype=dtype)
     assert found.verdict == "weights", found.line
-    assert "though it says version 0" in found.line
+    assert "version 0" in found.line
 
 
 @pytest.mark.parametrize("claimed", [6, 8])
 async def test_a_version_off_by_one_is_wrong_even_if_the_numbers_fit(claimed: Version) -> None:
     found = await verdict_on(Sampler(Policy(), version=claimed), Policy(), version=7)
     assert found.verdict == "weights"
-    assert f"it samples with version {claimed}, the learner is at version 7" in found.line
+    assert f"version {claimed}" in found.line
+    assert "version 7" in found.line
 
 
 async def test_a_single_token_far_off_is_no_reason_for_alarm() -> None:
@@ -216,32 +217,31 @@ async def test_ids_that_the_model_does_not_have_are_another_vocabulary() -> None
     engine.distort = ids_out_of_range
     found = await verdict_on(engine, Policy())
     assert found.verdict == "vocabulary"
-    assert "serve the model that model.path names" in found.line
+    assert "model.path" in found.line
 
 
 @pytest.mark.parametrize(
-    ("distort", "words"),
+    ("distort", "keys"),
     [
-        (lambda g: msgspec.structs.replace(g, logprobs=g.logprobs[1:]), "16 tokens with 15 logprobs and 16 versions"),
-        (lambda g: msgspec.structs.replace(g, versions=g.versions[:3]), "16 tokens with 16 logprobs and 3 versions"),
-        (lambda g: msgspec.structs.replace(g, logprobs=-g.logprobs), "positive or not finite"),
-        (lambda g: msgspec.structs.replace(g, logprobs=g.logprobs * np.float32(np.nan)), "positive or not finite"),
-        (
-            lambda g: Generation(g.tokens[:0], g.logprobs[:0], g.versions[:0], "lost"),
-            "0 tokens where 1 to 16 were asked for (stop reason: lost)",
-        ),
+        (lambda g: msgspec.structs.replace(g, logprobs=g.logprobs[1:]), ("16 tokens", "15 logprobs", "16 versions")),
+        (lambda g: msgspec.structs.replace(g, versions=g.versions[:3]), ("16 tokens", "16 logprobs", "3 versions")),
+        (lambda g: msgspec.structs.replace(g, logprobs=-g.logprobs), ("positive",)),
+        (lambda g: msgspec.structs.replace(g, logprobs=g.logprobs * np.float32(np.nan)), ("finite",)),
+        (lambda g: Generation(g.tokens[:0], g.logprobs[:0], g.versions[:0], "lost"), ("0 tokens", "16", "lost")),
         (
             lambda g: Generation(*(np.repeat(each, 2) for each in (g.tokens, g.logprobs, g.versions)), "length"),
-            "32 tokens where 1 to 16 were asked for",
+            ("32 tokens", "16", "length"),
         ),
     ],
 )
-async def test_answers_that_cannot_be_compared_say_why(distort: Callable[[Generation], Generation], words: str) -> None:
+async def test_answers_that_cannot_be_compared_say_why(
+    distort: Callable[[Generation], Generation], keys: tuple[str, ...]
+) -> None:
     engine = Sampler(Policy())
     engine.distort = distort
     found = await verdict_on(engine, Policy())
     assert found.verdict == "answers"
-    assert words in found.line
+    assert all(key in found.line for key in keys), found.line
 
 
 async def test_an_engine_that_never_answers_is_not_waited_for() -> None:
@@ -251,7 +251,8 @@ async def test_an_engine_that_never_answers_is_not_waited_for() -> None:
             raise AssertionError
 
     found = await verdict_on(Silent(Policy()), Policy(), deadline_s=0.01)
-    assert (found.verdict, found.line) == ("answers", "it gave no answer within 0.01 s; see the server's log")
+    assert found.verdict == "answers"
+    assert "0.01 s" in found.line
 
 
 async def test_a_refusal_is_passed_on() -> None:
@@ -260,7 +261,8 @@ async def test_a_refusal_is_passed_on() -> None:
             raise ContextFull("the prompt fills the context of 8 tokens")
 
     found = await verdict_on(Full(Policy()), Policy())
-    assert found.line == "it refused a request: the prompt fills the context of 8 tokens"
+    assert found.verdict == "answers"
+    assert "the prompt fills the context of 8 tokens" in found.line
 
 
 async def test_temperature_1_is_asked_for_together_with_one_that_tells_raw_from_processed() -> None:
@@ -275,7 +277,10 @@ async def test_temperature_1_is_asked_for_together_with_one_that_tells_raw_from_
 
 def test_the_embedded_engine_is_not_told_to_change_a_servers_flags() -> None:
     found = compare([], 0, Terms("float32", "embedded"))
-    assert found.line == "it was asked for nothing; the embedded engine should never do this: please report it"
+    assert found.verdict == "answers"
+    assert "report" in found.line
+    assert "server" not in found.line
+    assert "--" not in found.line
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
@@ -343,7 +348,7 @@ async def test_engines_that_agree_are_taken_without_a_word(server_config: Config
 async def test_one_that_cannot_be_trained_on_is_refused_by_name(server_config: Config) -> None:
     wrong = Sampler(Policy())
     wrong.raw = True
-    with pytest.raises(BadInput, match=r"engine-1 does not agree with the learner: .*--logprobs-mode"):
+    with pytest.raises(BadInput, match=naming("engine-1", "--logprobs-mode")):
         await check({"engine-0": Sampler(Policy()), "engine-1": wrong}, Trained(Policy()), server_config, 0, [])
 
 
@@ -352,7 +357,8 @@ async def test_another_dtype_is_told_of_and_taken(server_config: Config) -> None
     coarse = Sampler(Policy(), rounding=ROUNDING["bfloat16"])
     await check({"engine-0": coarse}, Trained(Policy()), server_config, 0, said)
     assert len(said) == 1
-    assert said[0].startswith("engine-0 and the learner differ: it computes in another dtype")
+    assert "engine-0" in said[0]
+    assert f"--dtype {server_config.model.dtype}" in said[0]
 
 
 @pytest.mark.parametrize(("held", "version"), [(0, 5), (31, 0), (-1, 0)])

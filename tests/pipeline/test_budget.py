@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 
@@ -38,7 +39,7 @@ def test_failures_in_a_row_end_the_run_and_name_the_function_the_reason_and_the_
     budget.note(failed("reward flaky", "raised ValueError: boom"))
     with pytest.raises(LimitReached) as caught:
         budget.note(failed("reward flaky", "raised ValueError: boom"))
-    for part in ("3 groups in a row failed", "reward flaky: raised ValueError: boom (2 of 3)", "reward strict"):
+    for part in ("3 groups", "reward flaky", "raised ValueError: boom", "2 of 3", "reward strict"):
         assert part in caught.value.message
     assert 'File "/home/me/rewards.py", line 3, in flaky' in caught.value.message
     assert "pacing.max_failed" in caught.value.message
@@ -61,7 +62,7 @@ def test_filtered_groups_end_the_run_with_rewards_an_example_and_what_to_change(
         budget.note(filtered())
     with pytest.raises(LimitReached) as caught:
         budget.note(GroupReport(0, "task", "filtered", "all rewards are 0", rewards=[0.0, 0.0]))
-    for part in ("3 groups in a row were filtered", "all rewards are 0", "0 (6 times)", "'add 2 and 2'", "'five'"):
+    for part in ("3 groups", "all rewards are 0", "6 times", "'add 2 and 2'", "'five'"):
         assert part in caught.value.message
     for setting in ("pacing.max_filtered", "rollout.group_size"):
         assert setting in caught.value.message
@@ -98,9 +99,9 @@ def test_a_run_in_which_two_groups_of_a_hundred_are_usable_goes_on() -> None:
 
 def test_people_are_told_of_the_first_failure_and_of_long_dry_spells() -> None:
     budget = Budget(Limits(failed=99, filtered=None, notice_every=4))
-    assert budget.note(report("failed", "oops")) == "a group failed: oops"
-    notices = [budget.note(report("failed", "oops")) for _ in range(30)]
-    assert list(filter(None, notices)) == [f"{count} groups so far have failed: oops" for count in (2, 4, 8, 16)]
+    notices = [notice for notice in (budget.note(report("failed", "oops")) for _ in range(31)) if notice is not None]
+    assert all("oops" in notice for notice in notices)
+    assert [re.findall(r"\d+", notice) for notice in notices[1:]] == [["2"], ["4"], ["8"], ["16"]]
     told = [count for count in range(1, 40) if budget.note(report("filtered")) is not None]
     assert told == [4, 8, 16, 32], "ever more rarely"
     budget.note(report("finished"))

@@ -37,6 +37,11 @@ from outpace.pipeline.events import (
 from outpace.tasks.order import Order
 from outpace.types import Outcome
 
+
+def one_clause_names(reason: str, *keys: str) -> bool:
+    return any(all(key in clause for key in keys) for clause in reason.split("; "))
+
+
 # ------------------------------------------------------------------------------------------------- start and admission
 
 
@@ -80,7 +85,7 @@ def test_a_group_with_tokens_older_than_its_stamp_is_a_broken_promise() -> None:
     script = started(replace(SMALL, max_lag=0))
     script.train(0, 1)
     script.tell(Published(1), EngineLoaded("e0", 1))
-    with pytest.raises(AssertionError, match="older than its stamp"):
+    with pytest.raises(AssertionError, match=r"group 2\b"):
         script.tell(GroupClosed(2, "finished", oldest=0))
 
 
@@ -270,7 +275,7 @@ def straggling(settings: CoreSettings) -> Script:
 def test_a_due_straggler_is_waited_for() -> None:
     script = straggling(SMALL)
     assert script.close(4, 5) == []
-    assert script.core.waiting_reason().startswith("learner waits for 1 running due group 2")
+    assert one_clause_names(script.core.waiting_reason(), "learner", "group 2")
     assert script.close(2) == [TrainChunk(1, (3, 2))]
 
 
@@ -348,9 +353,9 @@ def test_a_slow_learner_leaves_generation_waiting_within_the_bound() -> None:
 def test_slow_generation_leaves_the_learner_waiting_and_says_so() -> None:
     script = started(PLAIN)
     script.close(0)
-    assert script.core.waiting_reason() == (
-        "learner waits for 3 more groups of batch 0; 7 groups running, admission is full by max_lag"
-    )
+    reason = script.core.waiting_reason()
+    assert one_clause_names(reason, "learner", "3", "batch 0")
+    assert one_clause_names(reason, "7", "max_lag")
 
 
 def test_overlap_hides_the_faster_of_two_equal_halves() -> None:
@@ -367,16 +372,16 @@ def test_overlap_hides_the_faster_of_two_equal_halves() -> None:
 
 def test_the_reason_for_waiting_names_every_part_at_work() -> None:
     script = Script(replace(SMALL, eval_enabled=True))
-    assert script.core.waiting_reason() == "the parts have not started"
+    assert "start" in script.core.waiting_reason()
     script.tell(Started({"e0": 0}))
-    assert "the snapshot of version 0 is being taken" in script.core.waiting_reason()
+    assert "version 0" in script.core.waiting_reason()
     script.tell(Published(0))
     script.train(0, 1)
     script.tell(Published(1))
     script.close(2, 3)
     reason = script.core.waiting_reason()
-    assert "learner works on a chunk of batch 1" in reason
-    assert "engine e0 is loading version 1" in reason
-    assert "version 0 is being evaluated" in reason
+    assert one_clause_names(reason, "learner", "chunk", "batch 1")
+    assert one_clause_names(reason, "e0", "load", "version 1")
+    assert one_clause_names(reason, "version 0", "evaluat")
     script.tell(ChunkTrained(1))
-    assert "learner takes the step of batch 1" in script.core.waiting_reason()
+    assert one_clause_names(script.core.waiting_reason(), "learner", "step", "batch 1")

@@ -43,6 +43,7 @@ from outpace.pipeline.events import (
 from outpace.pipeline.governor import GovernorSettings
 from outpace.pipeline.replay import ReplaySettings
 from outpace.pipeline.state import state_of
+from outpace.simulate.conductor import Deadlock
 
 seeds = st.integers(0, 2**31)
 governors = st.builds(
@@ -457,5 +458,5 @@ def test_in_lockstep_no_death_of_an_engine_changes_what_is_trained(
 def test_the_simulator_notices_a_deadlock() -> None:
     simulation = Simulation(core_of(PLAIN), steady())
     simulation.clock.at = lambda *_: None  # type: ignore[method-assign]
-    with pytest.raises(AssertionError, match="deadlock: learner waits"):
+    with pytest.raises(Deadlock, match="learner"):
         simulation.run()

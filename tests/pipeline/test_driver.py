@@ -28,6 +28,7 @@ from outpace.types import (
     Place,
     StepReport,
 )
+from support import naming
 
 BROKEN = Failure("reward broken", "raised", 8)
 
@@ -149,7 +150,7 @@ async def test_the_last_engine_that_cannot_be_kept_ends_the_run(rig: Rig) -> Non
             await asyncio.Event().wait()
 
     rig.worker.behave = die
-    with pytest.raises(PartFailed, match=r"e0: was killed; supervise\.restarts = 0"):
+    with pytest.raises(PartFailed, match=r"e0: was killed.*supervise\.restarts"):
         await rig.run()
 
 
@@ -198,11 +199,11 @@ async def test_a_run_in_which_nothing_moves_ends_and_names_who_waits_on_whom(tmp
             await asyncio.Event().wait()
 
     rig.worker.behave = hang
-    with pytest.raises(Stalled, match=r"nothing has moved for 0\.2 s: learner waits for .*stall\.txt"):
+    with pytest.raises(Stalled, match=naming("0.2 s", "learner", "stall.txt")):
         await rig.run()
     rig.log.close()
     told = await asyncio.to_thread((rig.log.dir / "logs" / "stall.txt").read_text)
-    assert "learner waits for" in told
+    assert "learner" in told
     assert "everybody sleeps" in told
 
 
@@ -320,7 +321,7 @@ async def test_failing_groups_end_the_run_when_the_budget_is_spent(rig: Rig) -> 
         return None if order.heldout else GroupReport(order.group, "t", "failed", "broken", failures=[BROKEN])
 
     rig.worker.behave = fail
-    with pytest.raises(LimitReached, match=r"3 groups in a row failed .*reward broken: raised"):
+    with pytest.raises(LimitReached, match=naming("3 groups", "pacing.max_failed", "reward broken", "raised")):
         await rig.run()
     summary = rig.recorder.build_summary(4, "failed")
     assert [(each.source, each.reason) for each in summary.failures] == [("reward broken", "raised")]
@@ -379,7 +380,7 @@ async def test_a_part_that_keeps_dying_ends_the_run_with_its_own_account(rig: Ri
 
     rig.restarts = 0
     rig.worker.behave = die
-    with pytest.raises(PartFailed, match=r"worker-0: exited with code 7; supervise\.restarts = 0") as caught:
+    with pytest.raises(PartFailed, match=r"worker-0: exited with code 7.*supervise\.restarts") as caught:
         await rig.run()
     assert caught.value.remote_traceback == "its last words"
 
@@ -390,7 +391,7 @@ async def test_a_learner_that_dies_ends_the_run_at_once(rig: Rig) -> None:
         raise PartLost("learner", "closed its connection")
 
     rig.learner.step = die  # type: ignore[method-assign]
-    with pytest.raises(PartFailed, match=r"learner: was killed by SIGKILL; the run can be resumed") as caught:
+    with pytest.raises(PartFailed, match=r"learner: was killed by SIGKILL.*resume") as caught:
         await rig.run()
     assert caught.value.remote_traceback == "its last words"
     assert rig.saved == []

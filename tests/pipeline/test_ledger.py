@@ -9,6 +9,7 @@ import pytest
 from outpace.pipeline import ledger as module
 from outpace.pipeline.account import _ends
 from outpace.pipeline.ledger import Ledger, LedgerState, by_epoch
+from support import naming
 
 
 def fresh(tasks: int = 3, epochs: int | None = 2) -> Ledger:
@@ -24,7 +25,7 @@ def test_positions_are_issued_in_order_until_the_epochs_are_used_up() -> None:
     assert ledger.left == 6
     assert issue(ledger, 6) == [0, 1, 2, 3, 4, 5]
     assert ledger.left == 0
-    with pytest.raises(AssertionError, match="no task left"):
+    with pytest.raises(AssertionError, match="task"):
         ledger.issue()
 
 
@@ -47,17 +48,17 @@ def test_an_epoch_begins_with_its_first_task_and_ends_with_its_last_account() ->
 def test_nothing_is_settled_twice_or_out_of_turn() -> None:
     ledger = fresh()
     issue(ledger, 2)
-    with pytest.raises(AssertionError, match="cannot be trained: it is running"):
+    with pytest.raises(AssertionError, match=naming("0", "trained", "running")):
         ledger.settle(0, "trained")
     ledger = fresh()
     issue(ledger, 2)
     ledger.finish(0)
     ledger.settle(0, "trained")
-    with pytest.raises(AssertionError, match="not open"):
+    with pytest.raises(AssertionError, match=naming("0", "trained")):
         ledger.settle(0, "trained")
-    with pytest.raises(AssertionError, match="not running"):
+    with pytest.raises(AssertionError, match=naming("0", "running")):
         ledger.finish(0)
-    with pytest.raises(AssertionError, match="not open"):
+    with pytest.raises(AssertionError, match=naming("2", "failed")):
         ledger.settle(2, "failed")
 
 
@@ -65,7 +66,7 @@ def test_a_finished_group_is_never_called_filtered() -> None:
     ledger = fresh()
     issue(ledger, 1)
     ledger.finish(0)
-    with pytest.raises(AssertionError, match="cannot be filtered"):
+    with pytest.raises(AssertionError, match=naming("0", "filtered", "finished")):
         ledger.settle(0, "filtered")
 
 

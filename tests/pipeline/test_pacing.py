@@ -87,7 +87,7 @@ def test_in_lockstep_depth_limits_nothing() -> None:
 
 
 def test_publishing_more_seldom_than_the_lag_allows_is_refused() -> None:
-    with pytest.raises(BadInput, match="max_lag >= 2"):
+    with pytest.raises(BadInput, match=r"max_lag\b.*\b2\b"):
         replace(PLAIN, publish_every=3, max_lag=1)
 
 
@@ -113,5 +113,5 @@ def test_every_version_is_published_while_the_lag_in_force_is_too_small_for_ever
 
 def test_in_lockstep_there_is_no_governor() -> None:
     governor = GovernorSettings(ess_min=0.5, kl_max=0.1, patience=5, min_lag=0)
-    with pytest.raises(BadInput, match="the lag must be fixed"):
+    with pytest.raises(BadInput, match="governor"):
         replace(PLAIN, governor=governor, deterministic=True)

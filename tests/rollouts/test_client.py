@@ -15,6 +15,7 @@ from outpace.models.chat import render
 from outpace.models.dialect import TemplateDialect
 from outpace.rollouts.policy.client import PolicyClient
 from outpace.types import OBSERVED, GroupOrder
+from support import naming
 
 MakeClient = Callable[..., PolicyClient]
 
@@ -68,7 +69,7 @@ async def test_a_distribution_that_the_learner_does_not_know_is_refused_in_train
 ) -> None:
     engine = make_engine(["hello"])
     client = make_client(engine)
-    with pytest.raises(RequestFailed, match=rf"^{name} = {value} .* rollout\.{name} = "):
+    with pytest.raises(RequestFailed, match=naming(name, str(value), f"rollout.{name}")):
         await client.sample("hi", **{name: value})
     assert engine.prompts == {}
     await client.sample("hi")  # nothing was appended by the refused request
@@ -209,10 +210,12 @@ async def test_observed_text_is_appended_as_it_is(make_engine: Any, make_client:
 
 
 async def test_a_prompt_in_the_middle_of_nowhere_is_refused(make_engine: Any, make_client: MakeClient) -> None:
-    client = make_client(make_engine(["a"]))
+    engine = make_engine(["a"])
+    client = make_client(engine)
     client.observe("once upon a time")
-    with pytest.raises(RequestFailed, match="opens a sequence or follows an answer"):
+    with pytest.raises(RequestFailed):
         await client.sample("hi")
+    assert engine.prompts == {}
 
 
 async def test_the_sequence_cannot_change_under_a_request(make_engine: Any, make_client: MakeClient) -> None:
@@ -220,10 +223,11 @@ async def test_the_sequence_cannot_change_under_a_request(make_engine: Any, make
     client = make_client(engine)
     sampling = asyncio.create_task(client.sample("hi"))
     await engine.started.wait()
-    with pytest.raises(RequestFailed, match="one request at a time"):
+    with pytest.raises(RequestFailed):
         await client.sample()
-    with pytest.raises(RequestFailed, match="one request at a time"):
+    with pytest.raises(RequestFailed):
         client.observe("x")
+    assert len(engine.prompts) == 1
     sampling.cancel()
     await asyncio.gather(sampling, return_exceptions=True)
 
@@ -250,7 +254,7 @@ async def test_what_an_abandoned_request_had_sampled_is_counted_and_not_trained_
     await engine.started.wait()
     await client.abandon()
     assert client.abandoned == len("hal")
-    with pytest.raises(RequestFailed, match="the episode has ended"):
+    with pytest.raises(RequestFailed, match="episode"):
         await left
     assert not client.trajectory().mask.any()
 

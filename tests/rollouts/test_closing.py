@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from outpace.config.algorithm import AlgorithmConfig
 from outpace.config.methods import chosen_advantage
 from outpace.rollouts.closing import ClosingRules, Filter, close_group, version_range
 from outpace.types import OBSERVED, Episode, Trajectory
+from support import naming
 
 REWARDS = st.floats(-100, 100, width=32)
 
@@ -90,7 +92,8 @@ def test_a_group_is_filtered_exactly_when_no_two_rewards_differ(rewards: list[fl
 
 def test_rewards_that_differ_by_rounding_alone_are_equal() -> None:
     verdict = close_group([episode(0.1 + 0.2), episode(0.3)], GROUP_MEAN)
-    assert (verdict.outcome, verdict.reason) == ("filtered", "all rewards are 0.3")
+    assert verdict.outcome == "filtered"
+    assert re.search(naming("reward", "0.3"), verdict.reason)
 
 
 def test_a_uniform_group_may_be_kept() -> None:
@@ -105,7 +108,8 @@ def test_failed_episodes_are_left_out_of_the_mean_and_of_the_rows() -> None:
 
 def test_a_group_with_too_few_survivors_fails_and_says_why() -> None:
     verdict = close_group([episode(1.0), episode(error="boom")], GROUP_MEAN)
-    assert (verdict.outcome, verdict.reason) == ("failed", "1 of 2 attempts left, filter.min_group is 2: boom")
+    assert verdict.outcome == "failed"
+    assert re.search(naming("1", "2", "filter.min_group", "boom"), verdict.reason)
     assert verdict.rows == []
     three = [episode(1.0), episode(0.0), episode(error="boom")]
     assert close_group(three, rules(min_group=3)).outcome == "failed"
@@ -137,7 +141,8 @@ def test_a_trajectory_without_sampled_tokens_makes_no_row() -> None:
 def test_a_group_that_sampled_nothing_fails() -> None:
     silent = [trajectory(versions=())]
     verdict = close_group([episode(1.0, trajectories=silent), episode(0.0, trajectories=silent)], GROUP_MEAN)
-    assert (verdict.outcome, verdict.reason) == ("failed", "no token was sampled")
+    assert verdict.outcome == "failed"
+    assert "token" in verdict.reason
 
 
 def test_versions_range_over_sampled_tokens_only() -> None:
@@ -196,7 +201,8 @@ def test_a_group_is_uniform_only_if_every_role_is() -> None:
         return episode(judged, trajectories=[trajectory(role="judge"), trajectory(role="solver", reward=solved)])
 
     same = close_group([played(1.0, 0.5), played(1.0, 0.5)], GROUP_MEAN)
-    assert (same.outcome, same.reason) == ("filtered", "all rewards that are compared are equal")
+    assert same.outcome == "filtered"
+    assert "reward" in same.reason
     assert close_group([played(1.0, 0.0), played(1.0, 0.5)], GROUP_MEAN).outcome == "finished"
     assert close_group([played(1.0, 0.5), played(0.0, 0.5)], GROUP_MEAN).outcome == "finished"
 
@@ -241,5 +247,6 @@ def test_attempts_that_are_too_long_are_masked_and_still_count_for_the_baseline(
 def test_a_group_of_which_nothing_is_left_to_train_on_is_filtered() -> None:
     group = [episode(1.0, stop="length"), episode(0.0, stop="length")]
     verdict = close_group(group, rules(truncated="mask"))
-    assert (verdict.outcome, verdict.reason) == ("filtered", "every attempt was cut off or is too long to train on")
+    assert (verdict.outcome, verdict.rows) == ("filtered", [])
+    assert verdict.reason
     assert close_group(group, rules(longer_than=1)).outcome == "filtered"

@@ -40,5 +40,5 @@ async def test_a_plain_function_gets_an_endpoint_and_a_thread() -> None:
 
 @pytest.mark.parametrize("wrong", [lambda: None, lambda task: None, lambda task, client, more: None])
 def test_a_function_with_other_arguments_is_refused(wrong: Any) -> None:
-    with pytest.raises(BadInput, match=r"rollout\.function: .* two arguments"):
+    with pytest.raises(BadInput, match=r"^rollout\.function: .*task.*client"):
         outpace.rollout(wrong)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from outpace.rollouts.episodes import run_episode
 from outpace.rollouts.policy.client import PolicyClient
 from outpace.rollouts.single_turn import single_turn
 from outpace.types import OBSERVED, Episode, Task
+from support import naming
 
 TASK = Task("t1", "hi")
 MakeClient = Callable[..., PolicyClient]
@@ -87,7 +89,7 @@ async def test_an_episode_keeps_what_it_says_and_gets_its_lineage(client: Policy
 @pytest.mark.parametrize("odd", ["text", [1.0], {"reward": 1}, object()])
 async def test_something_odd_is_a_failed_episode(client: PolicyClient, odd: Any) -> None:
     episode = await run(returning(odd), client)
-    assert f"the rollout returned {type(odd).__name__}; return" in (episode.error or "")
+    assert re.search(naming(type(odd).__name__, "Episode", "Trajectory", "None"), episode.error or "")
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf])
@@ -97,7 +99,7 @@ async def test_a_reward_that_is_not_finite_is_a_failed_episode(
     ways = {"rollout": reward, "reward": Episode([], reward=reward), "own": Episode([], rewards={"own": reward})}
     for name, returned in ways.items():
         episode = await run(returning(returned), make_client(make_engine(["hello<|end|>"])))
-        assert episode.error == f"the rollout's {name} is {reward}, not a finite number"
+        assert re.search(naming(name, str(reward)), episode.error or "")
 
 
 async def test_a_trajectory_that_cannot_be_trained_on_is_a_failed_episode(client: PolicyClient) -> None:
@@ -105,7 +107,9 @@ async def test_a_trajectory_that_cannot_be_trained_on_is_a_failed_episode(client
         await client.sample(task.prompt)
         return msgspec.structs.replace(client.trajectory(), versions=np.zeros(1, np.int32))
 
-    assert "differ in length" in ((await run(rollout, client)).error or "")
+    episode = await run(rollout, client)
+    length = len(client.trajectory().tokens)
+    assert f"{length}, {length}, {length}, 1" in (episode.error or "")
 
 
 @pytest.mark.parametrize("in_an_episode", [False, True])
@@ -119,8 +123,7 @@ async def test_tokens_older_than_the_order_allows_make_a_failed_episode(
         return Episode([sampled, old]) if in_an_episode else old
 
     episode = await run(rollout, make_client(make_engine(["hello<|end|>"]), min_version=2))
-    assert episode.error is not None
-    assert episode.error.endswith("a sampled token is of version 1, and this group takes none before 2")
+    assert re.search(naming("version 1", "2"), episode.error or "")
 
 
 @pytest.mark.parametrize("returned", [None, 1.0, "trajectory", "episode"])
@@ -137,7 +140,9 @@ async def test_a_chat_is_completed_by_a_message(client: PolicyClient, returned: 
 
 @pytest.mark.parametrize("returned", [None, 1.0])
 async def test_a_rollout_that_asks_nothing_fails(client: PolicyClient, returned: Any) -> None:
-    assert (await run(returning(returned, ask=False), client)).error == "the rollout asked the policy nothing"
+    episode = await run(returning(returned, ask=False), client)
+    assert episode.error
+    assert (episode.stop, episode.requests, episode.traceback) == ("error", [], "")
 
 
 @pytest.mark.parametrize("error", [ValueError("two\nlines"), RequestFailed("no room"), SystemExit(3), StopIteration()])
@@ -159,7 +164,7 @@ async def test_an_episode_that_takes_too_long_fails_and_frees_the_engine(
 ) -> None:
     engine = make_engine([None])
     episode = await run(single_turn, make_client(engine), timeout_s=0.01)
-    assert episode.error == "took longer than rollout.timeout_s = 0.01 s"
+    assert re.search(naming("rollout.timeout_s", "0.01 s"), episode.error or "")
     assert engine.aborted == ["7.0.0"]
 
 
@@ -244,7 +249,7 @@ async def test_a_reward_for_a_role_that_never_spoke_is_a_failed_episode(client: 
         client.reward(1.0, role="wrtier")
 
     episode = await run(misspelt, client)
-    assert episode.error == "a reward was given to the role 'wrtier', which has not spoken; there are writer"
+    assert re.search(naming("'wrtier'", "writer"), episode.error or "")
 
 
 async def test_an_episode_of_several_conversations_trains_on_all_of_them(client: PolicyClient) -> None:

@@ -12,6 +12,7 @@ from outpace.errors import BadInput
 from outpace.rollouts.environments.kinds import ONLY, NoSuchKind, Origin, check_kinds, give_rewards, kind_of, kinds_of
 from outpace.rollouts.environments.stage import Stages
 from outpace.types import Task
+from support import naming
 
 FILE = Path(__file__).parent / "unruly.py"
 
@@ -66,9 +67,9 @@ def test_environments_come_from_one_place() -> None:
         "maze": Origin("environment: maze", factory=Maze),
         "guess": Origin("environment: guess", "a:B"),
     }
-    with pytest.raises(BadInput, match=r"^rollout\.environment: environment\.kinds names environments too"):
+    with pytest.raises(BadInput, match=r"^rollout\.environment: .*environment\.kinds"):
         kinds_of(both)
-    with pytest.raises(BadInput, match=r"^rollout\.environment: environment names environments too"):
+    with pytest.raises(BadInput, match=r"^rollout\.environment: .*\benvironment\b(?!\.)"):
         kinds_of(config(rollout={"environment": "a:B"}), Maze)
 
 
@@ -82,37 +83,38 @@ def test_a_column_chooses_among_several_and_nobody_looks_at_it_with_one() -> Non
 @pytest.mark.parametrize(
     ("columns", "said"),
     [
-        ({}, "task t7 has no column environment, which names its environment"),
-        ({"environment": "maize"}, "task t7: environment is 'maize', no environment of this run; did you mean maze?"),
-        ({"environment": 3}, "task t7: environment is 3, no environment of this run; there are maze, guess"),
-        ({"environment": ""}, "task t7: environment is '', no environment of this run; there are maze, guess"),
-        ({"environment": ["maze"]}, "task t7: environment is ['maze'], no environment of this run; there are maze, "),
+        ({}, ("column", "environment")),
+        ({"environment": "maize"}, ("environment", "'maize'", "maze")),
+        ({"environment": 3}, ("environment", "3", "maze, guess")),
+        ({"environment": ""}, ("environment", "''", "maze, guess")),
+        ({"environment": ["maze"]}, ("environment", "['maze']", "maze, guess")),
     ],
 )
-async def test_a_task_without_a_kind_is_named_at_the_start_and_in_the_run(columns: dict[str, Any], said: str) -> None:
+async def test_a_task_without_a_kind_is_named_at_the_start_and_in_the_run(
+    columns: dict[str, Any], said: tuple[str, ...]
+) -> None:
     task, several = Task("t7", "p", columns), origins(maze=Maze, guess=Guess)
-    with pytest.raises(BadInput) as refused:
+    with pytest.raises(BadInput, match=naming("t7", *said)) as refused:
         check_kinds(several, "environment", task)
-    assert str(refused.value).startswith(f"environment.column: {said}")
-    with pytest.raises(NoSuchKind) as caught:
+    assert str(refused.value).startswith("environment.column: ")
+    with pytest.raises(NoSuchKind, match=naming("t7", *said)):
         await Stages(several).open(task)
-    assert str(caught.value).startswith(said)
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (NoReset, "environment: maze: NoReset has no method reset(**columns)"),
-        (Undocumented, "environment: maze: Undocumented.step is public, so it is a tool"),
-        (f"{FILE}:Guesing", "did you mean Guessing?"),
-        ("no_such_module:Maze", "environment: maze: no_such_module:Maze: there is no module no_such_module"),
-        (3, "environment: maze: 3 is no class, and no function that makes an environment"),
+        (NoReset, ("NoReset", "reset")),
+        (Undocumented, ("Undocumented.step", "docstring")),
+        (f"{FILE}:Guesing", ("Guesing", "Guessing")),
+        ("no_such_module:Maze", ("no_such_module:Maze", "module")),
+        (3, ("3", "class")),
     ],
 )
-def test_what_can_be_no_environment_is_refused_in_one_line(given: Any, said: str) -> None:
-    with pytest.raises(BadInput) as caught:
+def test_what_can_be_no_environment_is_refused_in_one_line(given: Any, said: tuple[str, ...]) -> None:
+    with pytest.raises(BadInput, match=naming(*said)) as caught:
         check_kinds(origins(maze=given), "environment")
-    assert said in str(caught.value)
+    assert str(caught.value).startswith("environment: maze: ")
     assert "\n" not in str(caught.value)
 
 
@@ -148,5 +150,5 @@ def test_columns_that_reset_must_have_are_those_of_the_tasks() -> None:
 
     origins = {ONLY: Origin("environment", factory=Picky)}
     check_kinds(origins, "environment", Task("t", "hi", {"code": 1}))
-    with pytest.raises(BadInput, match=r"^environment: reset needs the columns code; the tasks have answer$"):
+    with pytest.raises(BadInput, match=naming("environment: ", "reset", "code", "answer")):
         check_kinds(origins, "environment", Task("t", "hi", {"answer": 1}))

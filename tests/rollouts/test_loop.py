@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,7 +21,8 @@ from outpace.rollouts.loop import ToolLoop
 from outpace.rollouts.policy.client import PolicyClient
 from outpace.rollouts.tools.functions import load_tools
 from outpace.rollouts.tools.toolbox import FunctionTools, Offer, ToolLimits
-from outpace.types import Answer, Episode, Failure, Message, StopReason, Task, ToolCall
+from outpace.types import Answer, Episode, Message, StopReason, Task, ToolCall
+from support import naming
 
 TASK = Task("t1", "Go.", {"size": 3})
 
@@ -211,7 +213,10 @@ async def test_the_answers_are_limited_and_the_last_calls_are_still_run() -> Non
 async def test_the_calls_are_limited_and_it_ends_when_more_are_asked_for() -> None:
     two, one = call("add", a=1, b=0) + call("add", a=2, b=0), call("add", a=3, b=0)
     episode, client = await play(loop(calls=3), [two, one, two, "never said"])
-    assert contents(episode) == ["1", "2", "3", "error: no calls left", "error: no calls left"]
+    *run, fourth, fifth = contents(episode)
+    assert run == ["1", "2", "3"]
+    assert fourth.startswith("error: ")
+    assert fourth == fifth
     assert (episode.stop, len(client.heard)) == ("calls", 3)
     assert episode.metrics["tool_errors"] == 2
 
@@ -230,7 +235,9 @@ async def test_a_tool_that_fails_is_counted_with_its_reason_and_a_wrong_call_is_
     answers = [call("divide", a=1, b=0), call("divide", a=2, b=0) + call("divide", a="x", b=1) + call("nothing"), "?"]
     episode, _ = await play(rollout, answers)
     assert episode.error is None
-    assert episode.failures == [Failure("tool divide", "raised ZeroDivisionError: division by zero", 2)]
+    (failure,) = episode.failures
+    assert (failure.source, failure.count) == ("tool divide", 2)
+    assert re.search(naming("ZeroDivisionError", "division by zero"), failure.reason)
 
 
 async def test_exactly_as_many_calls_as_allowed_leave_the_policy_its_last_word() -> None:
@@ -241,7 +248,8 @@ async def test_exactly_as_many_calls_as_allowed_leave_the_policy_its_last_word()
 async def test_a_thousand_calls_of_one_answer_are_all_answered() -> None:
     episode, _ = await play(loop(calls=5), [call("add", a=1, b=1) * 1000])
     assert (episode.stop, len(contents(episode))) == ("calls", 1000)
-    assert contents(episode)[:6] == ["2"] * 5 + ["error: no calls left"]
+    assert contents(episode)[:5] == ["2"] * 5
+    assert all(result.startswith("error: ") for result in contents(episode)[5:])
 
 
 async def test_each_answer_may_take_what_is_left_of_the_tokens() -> None:
@@ -297,7 +305,8 @@ async def test_a_tool_under_way_is_cut_when_the_time_is_over() -> None:
         await asyncio.sleep(3600)
 
     episode, _ = await play(loop(wait, seconds=0.05, clock=lambda: now), [call("wait")])
-    assert contents(episode) == ["error: wait did not come back: the time of the episode is over"]
+    (result,) = contents(episode)
+    assert re.search(naming("error: ", "wait"), result)
     assert (episode.stop, episode.metrics["tool_timeouts"]) == ("seconds", 1)
 
 
@@ -317,7 +326,8 @@ async def test_without_a_single_answer_there_is_nothing_to_judge() -> None:
     assert (episode.stop, episode.error) == ("context", "the prompt has 9 tokens, the context 8")
     assert stage.events == ["reset", "close"]
     episode, _ = await play(loop(seconds=0.05), [hang])
-    assert (episode.stop, episode.error) == ("seconds", "no answer within rollout.max_seconds = 0.05 s")
+    assert episode.stop == "seconds"
+    assert re.search(naming("rollout.max_seconds", "0.05 s"), episode.error or "")
 
 
 @pytest.mark.parametrize("failure", [RequestFailed("not finite"), TimeoutError("somebody else's")])

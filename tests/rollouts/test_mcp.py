@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import os
+import re
 import shlex
 import signal
 import socket
@@ -27,6 +28,7 @@ from outpace.rollouts.policy.client import PolicyClient
 from outpace.rollouts.tools.mcp_servers import McpServer, close_servers, open_servers
 from outpace.rollouts.tools.toolbox import Toolbox, ToolLimits
 from outpace.types import Task, ToolCall
+from support import naming
 
 SCRIPT = Path(__file__).parent / "mcp_server.py"
 
@@ -100,7 +102,9 @@ async def test_every_kind_of_result_becomes_text(web: HttpServer) -> None:
         (misfit,) = await ask(toolbox, ("web_add", {"a": "x"}))
     assert picture == "[6 bytes of image/png]"
     assert parts == "one\n[4 bytes of binary data]\n[more: https://example.org/more]\ntwo"
-    assert flood == "z" * 1000 + "\n[9999000 more characters were left out]"
+    kept, note = flood.splitlines()
+    assert kept == "z" * 1000
+    assert "9999000" in note
     assert fail.startswith("error: ")
     assert misfit.startswith("error: ")
     assert "Traceback" not in fail + misfit
@@ -112,7 +116,7 @@ async def test_a_server_that_is_killed_is_an_error_of_the_calls_and_comes_back(w
         under_way = asyncio.create_task(ask(toolbox, ("hang", {}), ("hang", {})))
         assert await ask(toolbox, ("whoami", {})) == [before], "the server has heard of the others by now"
         os.kill(int(before), signal.SIGKILL)
-        assert [text[:11] for text in await under_way] == ["error: hang"] * 2
+        assert all(text.startswith("error: ") and "hang" in text for text in await under_way)
         answers = await asyncio.gather(*(ask(toolbox, ("whoami", {}), ("web_add", {"a": 1, "b": 1})) for _ in "ab"))
         after = {one for one, _ in answers}
         assert [other for _, other in answers] == ["2", "2"], "the other server does not notice"
@@ -124,11 +128,11 @@ async def test_a_server_that_is_killed_is_an_error_of_the_calls_and_comes_back(w
 async def test_a_server_is_noticed_to_have_died_whoever_holds_its_pipe() -> None:
     async with opened(command()) as (toolbox, _):
         before, child = await ask(toolbox, ("whoami", {}), ("breed", {}))
-        under_way = asyncio.create_task(ask(toolbox, ("hang", {})))
+        under_way = asyncio.create_task(toolbox.run([ToolCall("0", "hang", "{}")], 1, lambda: math.inf))
         assert await ask(toolbox, ("whoami", {})) == [before]
         os.kill(int(before), signal.SIGKILL)
         (cut,) = await under_way
-        assert "took longer" not in cut
+        assert cut.fate == "error"
         (after,) = await ask(toolbox, ("whoami", {}))
         assert after.isdecimal()
         assert after != before
@@ -152,15 +156,16 @@ async def test_a_server_behind_a_url_may_be_started_again(web: HttpServer) -> No
         (gone,) = await ask(toolbox, ("web_add", {"a": 1, "b": 1}))
         await asyncio.to_thread(web.start)
         assert await ask(toolbox, ("web_add", {"a": 1, "b": 1})) == [alive] == ["2"]
-    assert cut.startswith("error: web_hang")
-    assert gone.startswith("error: web_add")
+    assert re.search(naming("error: ", "web_hang"), cut)
+    assert re.search(naming("error: ", "web_add"), gone)
 
 
 async def test_a_call_that_hangs_is_given_up_and_the_server_goes_on(web: HttpServer) -> None:
     servers = await open_servers([web.url])
     try:
         toolbox = Toolbox([servers[0].offer], ToolLimits(timeout_s=0.05))
-        assert await ask(toolbox, ("web_hang", {})) == ["error: web_hang did not come back: it took longer than 0.05 s"]
+        (late,) = await ask(toolbox, ("web_hang", {}))
+        assert re.search(naming("error: ", "web_hang", "0.05 s"), late)
         patient = Toolbox([servers[0].offer], ToolLimits())
         assert await ask(patient, ("web_add", {"a": 1, "b": 1})) == ["2"]
     finally:
@@ -184,7 +189,8 @@ async def test_a_command_gets_the_environment_of_the_worker_and_ends_with_it(mon
         key, pid = await ask(toolbox, ("whoami", {"variable": "OUTPACE_TEST_KEY"}), ("whoami", {}))
         assert psutil.pid_exists(int(pid))
     assert (key, psutil.pid_exists(int(pid))) == ("secret", False)
-    assert await ask(toolbox, ("whoami", {})) == [f"error: {command()} has been closed"]
+    (closed,) = await ask(toolbox, ("whoami", {}))
+    assert re.search(naming("error: ", command(), "closed"), closed)
 
 
 async def test_one_name_in_two_servers_is_refused_and_neither_is_left_running() -> None:
@@ -199,26 +205,25 @@ async def test_one_name_in_two_servers_is_refused_and_neither_is_left_running() 
 @pytest.mark.parametrize(
     ("address", "said"),
     [
-        ("http://127.0.0.1:1/mcp", "cannot be reached: ConnectError"),
-        ("http://[/mcp", "cannot be reached: "),
-        ("no-such-program --at-all", "cannot be reached: FileNotFoundError"),
-        ("false", "cannot be reached: "),
-        ("echo hello", "cannot be reached: "),
-        ("python 'unbalanced", "is no command line"),
-        ("", "an address is empty"),
+        ("http://127.0.0.1:1/mcp", "ConnectError"),
+        ("http://[/mcp", ""),
+        ("no-such-program --at-all", "FileNotFoundError"),
+        ("false", ""),
+        ("echo hello", ""),
+        ("python 'unbalanced", "No closing quotation"),
+        ("", "empty"),
     ],
 )
 async def test_a_server_that_cannot_be_had_is_one_line(address: str, said: str) -> None:
-    with pytest.raises(BadInput) as caught:
+    with pytest.raises(BadInput, match=naming(address, said)) as caught:
         await open_servers([address])
     assert str(caught.value).startswith("tools.mcp: ")
-    assert said in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.slow
 async def test_a_command_that_never_answers_is_given_up_and_ended() -> None:
-    with pytest.raises(BadInput, match=r"^tools\.mcp: sleep 3600 cannot be reached: no answer within 0\.3 s$"):
+    with pytest.raises(BadInput, match=naming("tools.mcp: ", "sleep 3600", "0.3 s")):
         await open_servers(["sleep 3600"], limit_s=0.3)
     assert not [child for child in psutil.Process().children() if child.name() == "sleep"]
 
@@ -227,7 +232,7 @@ async def test_a_url_that_never_answers_is_given_up() -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
-        with pytest.raises(BadInput, match=r"cannot be reached: no answer within 0\.3 s"):
+        with pytest.raises(BadInput, match=naming("tools.mcp: ", "http://127.0.0.1:", "0.3 s")):
             await open_servers([f"http://127.0.0.1:{silent.getsockname()[1]}/mcp"], limit_s=0.3)
 
 
@@ -272,5 +277,5 @@ async def test_an_episode_may_use_a_server(
 async def test_a_server_that_ends_at_once_says_why(tmp_path: Path) -> None:
     broken = tmp_path / "server.py"
     broken.write_text("import sys\nsys.exit('no key for the library')")
-    with pytest.raises(BadInput, match=r"^tools\.mcp: .* cannot be reached: .*, and said: no key for the library$"):
+    with pytest.raises(BadInput, match=r"^tools\.mcp: .*server\.py.*no key for the library$"):
         await open_servers([f"{sys.executable} {broken}"])

@@ -30,6 +30,7 @@ from outpace.rollouts.tools.functions import ToolError
 from outpace.rollouts.tools.results import as_text
 from outpace.rollouts.tools.toolbox import Offer, Toolbox, ToolLimits
 from outpace.types import Task, ToolCall
+from support import naming
 
 FILE = Path(__file__).parent / "unruly.py"
 
@@ -88,7 +89,7 @@ async def test_asynchronous_methods_share_one_loop_that_runs_on_between_calls(ma
         assert await stage.call("listen", {}) is True
         while await stage.call("pulse", {}) < 100:  # a plain method: nobody awaits anything in between
             await asyncio.to_thread(time.sleep, 0.002)
-        with pytest.raises(ToolError, match=r"^exit raised SystemExit: 3$"):
+        with pytest.raises(ToolError, match=naming("exit", "SystemExit", "3")):
             await stage.call("exit", {})
         assert await stage.call("look", {}) == ["a", "b", "prompt"]
         assert await stage.reward() is None
@@ -115,22 +116,22 @@ async def test_columns_keep_their_types_and_belong_to_one_episode(make_stages: M
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({}, "guess needs number"),
-        ({"number": 1, "colour": "red"}, "guess does not take colour"),
-        ({"number": "seven"}, "guess: number: Input should be a valid integer"),
-        ({"number": -1}, "guess raised ValueError: numbers are not negative"),
+        ({}, ("guess", "number")),
+        ({"number": 1, "colour": "red"}, ("guess", "colour")),
+        ({"number": "seven"}, ("guess", "number", "Input should be a valid integer")),
+        ({"number": -1}, ("guess", "ValueError", "numbers are not negative")),
     ],
 )
 async def test_a_call_that_goes_wrong_is_for_the_model_to_hear_and_the_episode_goes_on(
-    make_stages: MakeStages, arguments: dict[str, Any], said: str
+    make_stages: MakeStages, arguments: dict[str, Any], said: tuple[str, ...]
 ) -> None:
     stage = await make_stages("Guessing").open(task())
     await stage.reset({"secret": 7})
-    with pytest.raises(ToolError) as caught:
+    with pytest.raises(ToolError, match=naming(*said)) as caught:
         await stage.call("guess", arguments)
-    assert str(caught.value).startswith(said)
+    assert (caught.value.__cause__ is None) == ("ValueError" not in said)  # a wrong call never reaches the method
     assert await stage.call("guess", {"number": 7}) == "right"
-    with pytest.raises(ToolError, match=r"^there is no tool 'get_reward'; there are guess, state$"):
+    with pytest.raises(ToolError, match=naming("'get_reward'", "guess, state")):
         await stage.call("get_reward", {})
     await stage.close()
 
@@ -138,18 +139,20 @@ async def test_a_call_that_goes_wrong_is_for_the_model_to_hear_and_the_episode_g
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("raise_oddly", "raise_oddly raised SaysNothing: (its message cannot be shown)"),
-        ("raise_as_a_tool", "raise_as_a_tool raised ToolError: of mine"),
-        ("be_cancelled", "be_cancelled raised CancelledError: of mine"),
-        ("interrupt", "interrupt raised KeyboardInterrupt"),
+        ("raise_oddly", ("SaysNothing",)),
+        ("raise_as_a_tool", ("ToolError", "of mine")),
+        ("be_cancelled", ("CancelledError", "of mine")),
+        ("interrupt", ("KeyboardInterrupt",)),
     ],
 )
-async def test_whatever_a_tool_raises_is_put_into_one_line(make_stages: MakeStages, name: str, said: str) -> None:
+async def test_whatever_a_tool_raises_is_put_into_one_line(
+    make_stages: MakeStages, name: str, said: tuple[str, ...]
+) -> None:
     stage = await make_stages("Faulty").open(task())
     await stage.reset({})
-    with pytest.raises(ToolError) as caught:
+    with pytest.raises(ToolError, match=naming(name, *said)) as caught:
         await stage.call(name, {})
-    assert str(caught.value) == said
+    assert "\n" not in str(caught.value)
     assert isinstance(await stage.call("fine", {}), int)
     await stage.close()
 
@@ -193,7 +196,7 @@ async def test_odd_arguments_of_a_model_arrive_or_are_refused(make_stages: MakeS
     try:
         assert await stage.call("swallow", {"anything": deep}) == "list"
     except ToolError as error:
-        assert str(error).startswith("swallow: ")  # noqa: PT017  # either is right, by the depth of the stack
+        assert "swallow" in str(error)  # noqa: PT017  # either is right, by the depth of the stack
     with pytest.raises(ToolError):
         await stage.call("swallow", {"anything": {"half a pair": "\ud800"}})
     assert await stage.call("swallow", {"anything": [1]}) == "list"
@@ -203,22 +206,23 @@ async def test_odd_arguments_of_a_model_arrive_or_are_refused(make_stages: MakeS
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("reset raises", "the environment: reset raised ValueError: two lines"),
-        ("reset exits", "the environment: reset raised SystemExit: 3"),
-        ("reset returns a dict", "the environment: reset returned a dict, not text or None"),
-        ("reward raises", "the environment: get_reward raised KeyError: 'gone'"),
-        ("text", "the environment: get_reward returned '1.0', not a finite number"),
-        ("nan", "the environment: get_reward returned nan, not a finite number"),
-        ("none", "the environment: get_reward returned None, not a finite number"),
-        ("large", "the environment: get_reward returned 1000000"),
+        ("reset raises", ("reset", "ValueError", "two lines")),
+        ("reset exits", ("reset", "SystemExit", "3")),
+        ("reset returns a dict", ("reset", "dict")),
+        ("reward raises", ("get_reward", "KeyError", "'gone'")),
+        ("text", ("get_reward", "'1.0'")),
+        ("nan", ("get_reward", "nan")),
+        ("none", ("get_reward", "None")),
+        ("large", ("get_reward", "1000000")),
     ],
 )
-async def test_what_fails_outside_of_tools_fails_the_episode(make_stages: MakeStages, how: str, said: str) -> None:
+async def test_what_fails_outside_of_tools_fails_the_episode(
+    make_stages: MakeStages, how: str, said: tuple[str, ...]
+) -> None:
     stages = make_stages("Unfit")
     stage = await stages.open(task())
-    with pytest.raises(EnvironmentFailed) as caught:
+    with pytest.raises(EnvironmentFailed, match=naming(*said)):
         await reset_and_judge(stage, how)
-    assert str(caught.value).startswith(said)
     await stage.close()
     await (await stages.open(task())).close()
 
@@ -226,12 +230,12 @@ async def test_what_fails_outside_of_tools_fails_the_episode(make_stages: MakeSt
 async def test_an_environment_that_cannot_be_made_fails_the_episode(make_stages: MakeStages) -> None:
     stages = make_stages("NeverMade")
     for _ in range(2):
-        with pytest.raises(EnvironmentFailed, match=r"^the environment: making it raised OSError: no display$"):
+        with pytest.raises(EnvironmentFailed, match=naming("OSError", "no display")):
             await stages.open(task())
 
 
 async def test_what_is_no_environment_is_bad_input_wherever_it_is_found(make_stages: MakeStages) -> None:
-    with pytest.raises(BadInput, match=r"^rollout\.environment: SaysNothing has no method reset"):
+    with pytest.raises(BadInput, match=naming("rollout.environment: ", "SaysNothing", "reset")):
         await make_stages("SaysNothing").open(task())
 
 
@@ -269,9 +273,8 @@ async def test_an_instance_whose_call_was_lost_is_not_used_again(make_stages: Ma
     stages = make_stages("Faulty", reuse=reuse, limits=StageLimits(call_timeout_s=0.2))
     stage = await stages.open(task())
     await stage.reset({})
-    with pytest.raises(TimeLimit) as caught:
+    with pytest.raises(TimeLimit, match=naming("hang_on_the_loop", "tools.timeout_s", "0.2 s")):
         await stage.call("hang_on_the_loop", {})
-    assert str(caught.value) == "the environment: hang_on_the_loop took longer than tools.timeout_s = 0.2 s"
     await stage.close()
     stage = await stages.open(task())
     await stage.reset({})
@@ -308,10 +311,10 @@ async def test_no_method_begins_while_one_that_was_given_up_still_runs() -> None
     stage = await stages.open(task())
     await stage.reset({})
     box = Toolbox([Offer("environment", stage, ordered=True)], ToolLimits())
-    with pytest.raises(EnvironmentFailed, match=r"work took longer than tools\.timeout_s"):
+    with pytest.raises(TimeLimit, match=naming("work", "tools.timeout_s")):
         await box.run([ToolCall(name, name, "{}") for name in ("work", "look")], 2, lambda: math.inf)
     for method in (stage.call("look", {}), stage.reward()):
-        with pytest.raises(EnvironmentDied, match=r"^the environment is not used any more: "):
+        with pytest.raises(EnvironmentDied):
             await method
     assert Busy.met == 0
     assert isinstance(stage.instance, Busy)
@@ -345,7 +348,7 @@ async def test_a_call_that_runs_out_of_time_after_it_was_given_up_complains_to_n
 
 async def test_making_and_resetting_have_limits_of_their_own(make_stages: MakeStages) -> None:
     stage = await make_stages("Faulty", limits=StageLimits(timeout_s=0.5)).open(task())
-    with pytest.raises(TimeLimit, match=r"^the environment: reset took longer than environment\.timeout_s = 0\.5 s$"):
+    with pytest.raises(TimeLimit, match=naming("reset", "environment.timeout_s", "0.5 s")):
         await stage.reset({"fault": "hang"})
     await stage.close()
 
@@ -365,7 +368,7 @@ async def test_a_call_that_is_given_up_ends_before_the_next_one_begins(make_stag
 async def test_a_closed_house_opens_no_stage(make_stages: MakeStages) -> None:
     stages = make_stages("Guessing", column="unused")
     await stages.close()
-    with pytest.raises(EnvironmentFailed, match="was closed"):
+    with pytest.raises(EnvironmentDied, match="closed"):
         await stages.open(task())
 
 

@@ -27,6 +27,7 @@ from outpace.rollouts.environments.stage import (
 from outpace.rollouts.tools.functions import ToolError
 from outpace.runtime.output import MAX_OUTPUT
 from outpace.types import Task
+from support import naming
 
 FILE = Path(__file__).parent / "unruly.py"
 TASK = Task("t1", "Find it.")
@@ -92,24 +93,23 @@ async def opened(stages: Stages, note: Path | None = None) -> Stage:
 @pytest.mark.parametrize(
     ("fault", "kind", "said"),
     [
-        ("hang", TimeLimit, "environment maze: hang took longer than tools.timeout_s = 1 s"),
-        ("hang_in_c", TimeLimit, "environment maze: hang_in_c took longer than tools.timeout_s = 1 s"),
-        ("leave", EnvironmentDied, "the process of environment maze exited with code 3 in leave"),
-        ("crash", EnvironmentDied, "the process of environment maze was killed by SIGSEGV in crash"),
-        ("kill", EnvironmentDied, "the process of environment maze was killed by SIGKILL in kill"),
-        ("babble", EnvironmentDied, "the process of environment maze sent something else than an answer: "),
-        ("forge", EnvironmentDied, "the process of environment maze sent something else than an answer: "),
+        ("hang", TimeLimit, ("tools.timeout_s", "1 s")),
+        ("hang_in_c", TimeLimit, ("tools.timeout_s", "1 s")),
+        ("leave", EnvironmentDied, ("code 3",)),
+        ("crash", EnvironmentDied, ("SIGSEGV",)),
+        ("kill", EnvironmentDied, ("SIGKILL",)),
+        ("babble", EnvironmentDied, ()),
+        ("forge", EnvironmentDied, ()),
     ],
 )
 async def test_a_fault_ends_its_own_episode_only_and_the_process_is_replaced(
-    stages: Stages, fault: str, kind: type[Exception], said: str
+    stages: Stages, fault: str, kind: type[Exception], said: tuple[str, ...]
 ) -> None:
     sibling, stage = await opened(stages), await opened(stages)
     beside, pid = await sibling.call("fine", {}), await stage.call("fine", {})
-    with pytest.raises(kind) as caught:
+    with pytest.raises(kind, match=naming("maze", fault, *said)) as caught:
         await stage.call(fault, {})
     assert type(caught.value) is kind
-    assert str(caught.value).startswith(said)
     with pytest.raises(EnvironmentDied):
         await stage.call("fine", {})
     await stage.close()
@@ -121,10 +121,10 @@ async def test_a_fault_ends_its_own_episode_only_and_the_process_is_replaced(
     await until(lambda: is_gone(pid))
 
 
-@pytest.mark.parametrize(("fault", "said"), [("leave", "exited with code 3"), ("kill", "was killed by SIGKILL")])
+@pytest.mark.parametrize(("fault", "said"), [("leave", "code 3"), ("kill", "SIGKILL")])
 async def test_a_fault_in_reset_is_no_different(stages: Stages, fault: str, said: str) -> None:
     stage = await stages.open(MAZE)
-    with pytest.raises(EnvironmentDied, match=f"^the process of environment maze {said} in reset$"):
+    with pytest.raises(EnvironmentDied, match=naming("maze", "reset", said)):
         await stage.reset({"fault": fault})
     with pytest.raises(EnvironmentDied):
         await stage.reset({})
@@ -191,7 +191,7 @@ async def test_closing_ends_episodes_under_way(tmp_path: Path) -> None:
     hanging = asyncio.create_task(stage.call("hang", {}))
     await noted(note)
     await stages.close()
-    with pytest.raises(EnvironmentDied, match=r"^the process of the environment was killed by SIGKILL in hang$"):
+    with pytest.raises(EnvironmentDied, match=naming("hang", "SIGKILL")):
         await hanging
     await stage.close()
     assert inventory() == before
@@ -219,17 +219,17 @@ async def test_a_flood_of_output_is_cut_off(stages: Stages, capsys: Any) -> None
     assert isinstance(await stage.call("fine", {}), int)
     await stage.close()
     printed = ""
-    while "the rest is dropped" not in printed:
+    while str(MAX_OUTPUT) not in printed:  # the note that the rest is dropped
         await asyncio.to_thread(time.sleep, 0.01)
         printed += capsys.readouterr().err
-    assert "[an environment printed more than" in printed
+    assert "environment" in printed
     assert len(printed) < 4 * MAX_OUTPUT  # each call may print so much; all of it would be 1 MiB
 
 
 async def test_memory_has_a_limit_if_one_is_set() -> None:
     stages = Stages({"": origin()}, isolation="process", spare=0, memory_mb=1024)
     stage = await opened_only(stages)
-    with pytest.raises(ToolError, match=r"^devour raised MemoryError"):
+    with pytest.raises(ToolError, match=naming("devour", "MemoryError")):
         await stage.call("devour", {})
     assert isinstance(await stage.call("fine", {}), int)
     await stage.close()
@@ -240,7 +240,7 @@ async def test_a_result_beyond_all_measure_is_an_error_to_hear() -> None:
     stages = Stages({"": origin("Talking")}, isolation="process", spare=0)
     stage = await stages.open(TASK)
     await stage.reset({})
-    with pytest.raises(ToolError, match=r"^give_too_much returned 40000005 bytes; a result has 33554432 at most$"):
+    with pytest.raises(ToolError, match=naming("give_too_much", "40000005", "33554432")):
         await stage.call("give_too_much", {})
     await stage.close()
     await stages.close()
@@ -283,7 +283,7 @@ async def test_a_class_of_a_python_caller_goes_by_value() -> None:
 
 async def test_a_column_that_cannot_be_copied_fails_the_episode_with_the_way_out(stages: Stages) -> None:
     stage = await stages.open(MAZE)
-    with pytest.raises(EnvironmentFailed, match=r"^environment maze: needs environment\.isolation = thread: lock: "):
+    with pytest.raises(EnvironmentFailed, match=naming("maze", "environment.isolation", "thread", "lock")):
         await stage.reset({"lock": threading.Lock()})
     await stage.close()
 
@@ -293,7 +293,7 @@ async def test_a_class_that_cannot_be_imported_there_is_bad_input(tmp_path: Path
     (tmp_path / "picky.py").write_text("raise OSError('not here')\n")
     stages = Stages({"": Origin("rollout.environment", f"{tmp_path}/picky.py:Picky")}, isolation="process", spare=0)
     for _ in range(2):
-        with pytest.raises(BadInput, match=r"^rollout\.environment: .*picky\.py raised OSError: not here$"):
+        with pytest.raises(BadInput, match=r"^rollout\.environment: .*picky\.py.*OSError.*not here"):
             await stages.open(TASK)
     await stages.close()
     assert inventory() == before

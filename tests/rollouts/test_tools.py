@@ -13,6 +13,7 @@ from transformers.utils.chat_template_utils import get_json_schema
 
 from outpace.errors import BadInput
 from outpace.rollouts.tools.functions import ToolError, load_tools, tools_of
+from support import naming
 
 
 class Desk:
@@ -113,20 +114,20 @@ async def test_arguments_take_the_type_that_the_method_declares() -> None:
 @pytest.mark.parametrize(
     ("name", "arguments", "said"),
     [
-        ("write", {}, "write needs text"),
-        ("write", {"text": "a", "colour": 1, "size": 2}, "write does not take colour, size"),
-        ("write", {"text": "a", "times": "often"}, "write: times: Input should be a valid integer"),
-        ("paint", {"colour": "green"}, "paint: colour: Input should be 'red' or 'blue'"),
-        ("fall", {}, "fall raised RuntimeError: two lines"),
-        ("write", {"text": "a", "x" * 10**6: 1}, "write does not take xxx"),
+        ("write", {}, ("write", "text")),
+        ("write", {"text": "a", "colour": 1, "size": 2}, ("write", "colour", "size")),
+        ("write", {"text": "a", "times": "often"}, ("write", "times", "Input should be a valid integer")),
+        ("paint", {"colour": "green"}, ("paint", "colour", "Input should be 'red' or 'blue'")),
+        ("fall", {}, ("fall", "RuntimeError", "two lines")),
+        ("write", {"text": "a", "x" * 10**6: 1}, ("write", "xxx")),
     ],
 )
-async def test_what_goes_wrong_is_said_in_one_line(name: str, arguments: dict[str, Any], said: str) -> None:
-    with pytest.raises(ToolError) as caught:
+async def test_what_goes_wrong_is_said_in_one_line(name: str, arguments: dict[str, Any], said: tuple[str, ...]) -> None:
+    with pytest.raises(ToolError, match=naming(*said)) as caught:
         await run(name, **arguments)
-    assert str(caught.value).startswith(said)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 500
+    assert (caught.value.__cause__ is None) == (name != "fall")  # a wrong call never reaches the tool
 
 
 class Undocumented:
@@ -159,17 +160,17 @@ class Unresolved:
 @pytest.mark.parametrize(
     ("environment", "said"),
     [
-        (Undocumented, "Undocumented.tool is public, so it is a tool, and a tool needs a docstring"),
-        (Untyped, "Untyped.tool: x needs a type hint"),
-        (Unnamed, "Unnamed.tool: a model names its arguments"),
-        (Unwritable, "Unwritable.tool: desk cannot be written as JSON"),
-        (Unresolved, "Unresolved.tool: a type hint cannot be resolved"),
+        (Undocumented, ("Undocumented.tool", "docstring")),
+        (Untyped, ("Untyped.tool", "x", "type hint")),
+        (Unnamed, ("Unnamed.tool", "*numbers")),
+        (Unwritable, ("Unwritable.tool", "desk", "JSON")),
+        (Unresolved, ("Unresolved.tool", "Nowhere")),
     ],
 )
-def test_a_method_that_cannot_be_a_tool_is_refused(environment: type, said: str) -> None:
-    with pytest.raises(BadInput) as caught:
+def test_a_method_that_cannot_be_a_tool_is_refused(environment: type, said: tuple[str, ...]) -> None:
+    with pytest.raises(BadInput, match=naming(*said)) as caught:
         tools_of(environment)
-    assert str(caught.value).startswith(f"rollout.environment: {said}")
+    assert str(caught.value).startswith("rollout.environment: ")
 
 
 def count_words(text: str, minimum: Annotated[int, Field(ge=0)] = 0) -> int:
@@ -240,19 +241,19 @@ class Instance:
 @pytest.mark.parametrize(
     ("functions", "said"),
     [
-        ([silent], "tools.functions: silent needs a docstring"),
-        ([unhinted], "tools.functions: unhinted: x needs a type hint"),
-        ([fetch, count_words, fetch], "tools.functions: two functions are called fetch"),
-        ([lambda x: x], "tools.functions: <lambda> should be a function with a name"),
-        ([Instance()], "tools.functions: <"),
-        ([Desk], "tools.functions: Desk should be a function"),
-        (["no.such:thing"], "tools.functions: no.such:thing: there is no module no"),
+        ([silent], ("silent", "docstring")),
+        ([unhinted], ("unhinted", "x", "type hint")),
+        ([fetch, count_words, fetch], ("fetch",)),
+        ([lambda x: x], ("<lambda>", "name")),
+        ([Instance()], ("Instance",)),
+        ([Desk], ("Desk",)),
+        (["no.such:thing"], ("no.such:thing", "module")),
     ],
 )
-def test_a_function_that_cannot_be_a_tool_is_refused_in_one_line(functions: list[Any], said: str) -> None:
-    with pytest.raises(BadInput) as caught:
+def test_a_function_that_cannot_be_a_tool_is_refused_in_one_line(functions: list[Any], said: tuple[str, ...]) -> None:
+    with pytest.raises(BadInput, match=naming(*said)) as caught:
         load_tools(functions)
-    assert str(caught.value).startswith(said)
+    assert str(caught.value).startswith("tools.functions: ")
     assert "\n" not in str(caught.value)
 
 
@@ -266,7 +267,7 @@ async def test_an_exception_that_cannot_be_printed_is_still_told() -> None:
         """Do."""
         raise Mute
 
-    with pytest.raises(ToolError, match=r"^tool raised Mute: <Mute>$"):
+    with pytest.raises(ToolError, match=naming("tool", "Mute", "<Mute>")):
         await load_tools([tool])[0].call({})
 
 

@@ -146,8 +146,8 @@ async def make_worker(
         dialect = TemplateDialect(tokenizer, (tokenizer.eos_token_id,))
         judges, journal = Judges(list(rewards), [1.0] * len(rewards)), writer or RecordingJournal()
         fleet = Fleet({"engine-0": engine})
-        if isinstance(engine._answers, Until):
-            engine.before_failing = functools.partial(until_recorded, engine._answers.answered)
+        if isinstance(engine.answers, Until):
+            engine.before_failing = functools.partial(until_recorded, engine.answers.answered)
         workers.append(
             RolloutWorker(
                 settings, fleet, dialect, TASKS, TASKS, rollout or in_environment(Counting), judges, journal,
@@ -244,7 +244,7 @@ async def test_the_same_worker_can_take_a_group_up_again(make_engine: Any, make_
         await worker.run(order())
     asked = set(engine.prompts)
     engine.prompts.clear()
-    engine._answers = said
+    engine.answers = said
     report = await worker.run(order(recorded=True))
     assert report.outcome == "finished"
     assert set(engine.prompts) == {"4.1.2"}
@@ -374,7 +374,7 @@ async def test_a_group_that_is_finished_or_given_up_leaves_nothing_recorded(
     assert (await worker.run(order(group=1, position=1))).outcome == "finished"
     filtered = make_worker(engine, rewards=[("same", lambda completions: [1.0] * len(completions))], name="w1")
     await filtered.run(order(group=2, position=2, size=1))
-    engine._answers, hanging = stuck_after_a_guess()
+    engine.answers, hanging = stuck_after_a_guess()
     running = asyncio.create_task(worker.run(order(group=3, position=3)))
     await hanging.wait()
     await worker.cancel(3)
@@ -408,7 +408,7 @@ async def test_neither_held_out_nor_broken_off_answers_are_recorded(
     engine = make_engine(numbered())
     worker = make_worker(engine, ask)
     await worker.run(order(heldout=True, pinned=3))
-    engine._answers, engine.stop = numbered(dies_at=1), "aborted"
+    engine.answers, engine.stop = numbered(dies_at=1), "aborted"
     await died(worker, order())
     assert survey_turns(tmp_path) == {}
 

@@ -129,6 +129,18 @@ def test_other_programs_take_cores_away_and_give_them_back(machine: Machine) -> 
     assert machine.applied[LEARNER_LINE] == 2
 
 
+def test_threads_that_are_fixed_on_the_board_do_not_follow_the_load(machine: Machine) -> None:
+    learner, engine = machine.joins("learner", LEARNER_LINE), machine.joins("engine", 1)
+    machine.board.fix(engine=2, learner=2)
+    machine.others = 1.0
+    machine.runs(3.0, learner, engine)
+    assert set(worked(machine, learner, LEARNER_LINE, 100, {2: 1.0})) == {2}
+    assert machine.applied[1] == 2
+    machine.board.fix(0, 0)
+    machine.runs(3.0, learner, engine)
+    assert machine.applied == {LEARNER_LINE: 1, 1: 1}
+
+
 def test_an_engine_measures_how_many_threads_help_only_while_nothing_else_computes(machine: Machine) -> None:
     learner, engine = machine.joins("learner", 0), machine.joins("engine", 1)
     learner.adjust()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from outpace.errors import BadInput, PartFailed, PartLost
 from outpace.runtime.local import LocalRuntime
+from outpace.runtime.spec import BROKEN
 from runtime_support import start_toy
 
 pytestmark = pytest.mark.timeout(120)
@@ -28,7 +30,8 @@ async def test_a_death_is_told_with_how_it_was_and_the_last_words(runtime: Local
     with pytest.raises(PartLost):
         await toy.die(3)
     death = await runtime.deaths.get()
-    assert (death.part, death.message) == ("toy", "exited with code 3")
+    assert death.part == "toy"
+    assert "code 3" in death.message
     assert "these are my last words" in death.remote_traceback
 
 
@@ -39,7 +42,7 @@ async def test_calls_under_way_and_calls_to_a_dead_part_raise(runtime: LocalRunt
     with pytest.raises(PartLost):
         await waiting
     await runtime.deaths.get()
-    with pytest.raises(PartLost, match="was killed by SIGKILL"):
+    with pytest.raises(PartLost, match="SIGKILL"):
         await toy.pid()
     assert not await runtime.ping("toy", 1)
 
@@ -49,7 +52,7 @@ async def test_a_part_comes_back_behind_the_same_proxy_and_can_die_again(runtime
     for attempt in range(3):
         assert await toy.attempt() == attempt
         await runtime.kill("toy")
-        assert (await runtime.deaths.get()).message == "was killed by SIGKILL"
+        assert "SIGKILL" in (await runtime.deaths.get()).message
         await runtime.restart("toy")
     assert await toy.attempt() == 3
     assert runtime.deaths.empty()
@@ -59,7 +62,7 @@ async def test_a_restart_that_fails_raises_and_can_be_tried_again(runtime: Local
     toy = await start_toy(runtime, settings={"dies_at": [1]})
     await runtime.kill("toy")
     await runtime.deaths.get()
-    with pytest.raises(PartFailed, match="did not start: it exited with code 7"):
+    with pytest.raises(PartFailed, match=r"\bcode 7\b"):
         await runtime.restart("toy")
     with pytest.raises(PartLost):
         await toy.pid()
@@ -96,7 +99,7 @@ async def test_a_part_that_is_stopped_does_not_answer_a_ping_and_can_be_killed(r
     assert await runtime.ping("toy", 10)
     process.suspend()
     await runtime.kill("toy")
-    assert (await runtime.deaths.get()).message == "was killed by SIGKILL"
+    assert "SIGKILL" in (await runtime.deaths.get()).message
 
 
 async def test_a_restart_keeps_the_log(runtime: LocalRuntime, tmp_path: Path) -> None:
@@ -114,7 +117,7 @@ async def test_a_part_that_breaks_down_is_a_lost_one_and_its_log_says_why(runtim
         await toy.break_down()
     death = await runtime.deaths.get()
     assert death.message == "cannot go on"
-    assert death.remote_traceback.endswith("Traceback: deep inside\nbroken down: cannot go on")
+    assert death.remote_traceback.endswith(f"Traceback: deep inside\n{BROKEN}cannot go on")
 
 
 @pytest.mark.parametrize("label", ["child.started", "child.ready"])
@@ -123,7 +126,7 @@ async def test_a_part_can_be_told_to_die_while_it_starts(
 ) -> None:
     monkeypatch.setenv("OUTPACE_CRASH", f"toy@{label}")
     monkeypatch.setenv("OUTPACE_CRASH_MARK", str(tmp_path / "mark"))
-    with pytest.raises(PartFailed, match="did not start: it was killed by SIGKILL"):
+    with pytest.raises(PartFailed, match="SIGKILL"):
         await start_toy(runtime)
     assert await (await start_toy(runtime)).attempt() == 0
 
@@ -134,12 +137,11 @@ async def test_a_dump_says_what_tasks_threads_and_a_stuck_loop_are_doing(runtime
     calls = [asyncio.create_task(call) for call in (idle.wait(), stuck.block(60), halted.stop_itself())]
     await until(lambda: halting.status() == psutil.STATUS_STOPPED)
     dump = await runtime.dump()
-    assert "idle: wait, for" in dump.partition("\n\n")[0]
+    assert "idle: wait" in dump.partition("\n\n")[0]
     assert "runtime_support.wait:" in dump
     assert "runtime_support._wait_for_ever:" in dump
     assert "in block" in dump
-    assert "halted (process" in dump
-    assert "is stopped by a signal" in dump
+    assert re.search(rf"^halted\b.*\b{halting.pid}\b.*\bstopped\b", dump, re.MULTILINE), dump
     for name in ("idle", "stuck", "halted"):
         await runtime.kill(name)
     await asyncio.gather(*calls, return_exceptions=True)
@@ -147,9 +149,10 @@ async def test_a_dump_says_what_tasks_threads_and_a_stuck_loop_are_doing(runtime
 
 async def test_a_dump_leaves_a_part_alone_that_is_not_ready(runtime: LocalRuntime) -> None:
     starting = asyncio.create_task(start_toy(runtime))
-    while "toy (process" not in (dump := await runtime.dump()):  # noqa: ASYNC110
+    while not (about_toy := (await runtime.dump()).partition("\n\n")[2]):  # noqa: ASYNC110
         await asyncio.sleep(0.001)
-    assert dump.endswith("is starting")
+    assert about_toy.startswith("toy")
+    assert "starting" in about_toy
     assert await (await starting).attempt() == 0
 
 
@@ -190,11 +193,13 @@ async def test_a_death_is_told_even_where_the_log_has_gone(
     log.unlink()
     if in_its_place:
         log.mkdir()
-    assert "says nothing" in await runtime.dump()
+    about_toy = (await runtime.dump()).partition("\n\n")[2]
+    assert about_toy.startswith("toy")
+    assert 'File "' not in about_toy
     await runtime.kill("toy")
     death = await runtime.deaths.get()
     # by SIGSEGV now and then: Python's faulthandler reads the frames of running threads
-    assert death.message in ("was killed by SIGKILL", "was killed by SIGSEGV")
+    assert re.search(r"SIGKILL|SIGSEGV", death.message), death
     assert death.remote_traceback == ""
 
 
@@ -209,7 +214,7 @@ async def test_a_part_that_cannot_be_watched_any_more_is_a_dead_one(
         toy = await start_toy(runtime)
         death = await runtime.deaths.get()
     assert isinstance(death, PartLost)
-    assert "could not be watched: ValueError: somebody else has asked for it" in str(death)
+    assert "ValueError: somebody else has asked for it" in str(death)
     await runtime.restart("toy")
     assert await toy.attempt() == 1
 
@@ -231,6 +236,6 @@ async def test_a_part_that_does_not_end_cannot_be_started_again(
     toy = await start_toy(runtime)
     with monkeypatch.context() as impatient:
         impatient.setattr("outpace.runtime.process.STOP_DEADLINE_S", 0.01)
-        with pytest.raises(PartFailed, match="is still running"):
+        with pytest.raises(PartFailed, match="running"):
             await runtime.restart("toy")
     assert await toy.attempt() == 0

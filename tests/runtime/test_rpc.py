@@ -13,6 +13,7 @@ from outpace import errors, wire
 from outpace.runtime.rpc import Channel, close_proxy, proxy, serve
 from outpace.runtime.sockets import connect, listen
 from outpace.types import Ints, Place
+from support import naming
 
 
 class Shop(Protocol):
@@ -88,7 +89,7 @@ async def test_any_other_failure_is_the_parts_and_brings_its_traceback(shop: tup
 
 
 async def test_a_call_that_is_not_answered_in_time_fails(shop: tuple[Shop, RealShop]) -> None:
-    with pytest.raises(errors.PartFailed, match=r"wait gave no answer within 0\.05 s"):
+    with pytest.raises(errors.PartFailed, match=naming("shop", "wait", "0.05 s")):
         await shop[0].wait()
 
 
@@ -99,7 +100,7 @@ async def test_a_method_outside_the_protocol_is_refused(ends: tuple[Channel, Cha
     near, far = ends
     server = asyncio.create_task(serve(RealShop(), Shop, far))
     remote = proxy(Larger, near, "shop")
-    with pytest.raises(errors.PartFailed, match="has no method 'secret'"):
+    with pytest.raises(errors.PartFailed, match=naming("WireError", "'secret'")):
         await remote.secret()
     close_proxy(remote)
     server.cancel()
@@ -125,7 +126,7 @@ async def test_every_pending_call_ends_when_the_other_side_goes(ends: tuple[Chan
     await asyncio.sleep(0)
     far.close()
     for call in calls:
-        with pytest.raises(errors.PartFailed, match="closed its connection"):
+        with pytest.raises(errors.PartLost):
             await call
     with pytest.raises(errors.PartFailed):
         await remote.wait()
@@ -166,7 +167,7 @@ async def test_noise_at_a_socket_does_not_disturb_the_others(tmp_path: object, n
 
 
 async def test_a_peer_that_never_listens_is_given_up(tmp_path: object) -> None:
-    with pytest.raises(errors.PartFailed, match=r"did not listen within 0\.01 s"):
+    with pytest.raises(errors.PartFailed, match=naming("nobody.sock", "0.01 s")):
         await connect(f"{tmp_path}/nobody.sock", "token", deadline_s=0.01)
 
 
@@ -198,6 +199,6 @@ async def test_an_answer_that_is_too_long_is_a_failure(
     monkeypatch.setattr(wire, "MAX_FRAME", 10_000)
     with monkeypatch.context() as talkative:
         talkative.setattr(real, "double", lambda values: real.place("a" * 10_000, 0))
-        with pytest.raises(errors.PartFailed, match="longer than 10000"):
+        with pytest.raises(errors.PartFailed, match=naming("WireError", "10000")):
             await remote.double(np.array([1], dtype=np.int32))
     assert await remote.place("a", 3) == Place("a", 3, 0)

@@ -64,7 +64,7 @@ def test_nothing_is_lost_beside_a_value_that_is_not_plain() -> None:
 
 
 def test_a_value_that_cannot_be_copied_is_named() -> None:
-    with pytest.raises(BadInput, match=r"^lock: .* cannot be sent to a worker process"):
+    with pytest.raises(BadInput, match=r"^lock: "):
         packed({"fine": 1, "lock": threading.Lock()})
 
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,82 +58,71 @@ async def refusal(server: object, wanted: Wanted = WANTED) -> str:
     return line
 
 
+def unnamed(line: str, keys: Iterable[str]) -> list[str]:
+    """Those that the line does not hold as words of their own."""
+    return [key for key in keys if not re.search(rf"(?<!\w){re.escape(key)}(?!\w)", line)]
+
+
 async def test_a_server_that_fits_is_taken() -> None:
     assert await check(Scripted(ids=[1, 2, 3]), WANTED) == FINE  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("facts", "wanted", "line"),
+    ("facts", "wanted", "keys"),
     [
-        pytest.param(
-            {"controls": False}, {},
-            "it cannot be paused and updated; start it with VLLM_SERVER_DEV_MODE=1 in its environment",
-            id="no dev mode",
-        ),
+        pytest.param({"controls": False}, {}, ["VLLM_SERVER_DEV_MODE=1"], id="no dev mode"),
         pytest.param(
             {"logprobs": "raw_logprobs"}, {},
-            "its logprobs are raw_logprobs, not those of the distribution that it samples from; start it with "
-            "--logprobs-mode processed_logprobs",
+            ["raw_logprobs", "--logprobs-mode processed_logprobs"],
             id="raw logprobs",
         ),
         pytest.param(
             {"kind": "sglang", "version": "0.5.9", "logprobs": "original"}, {},
-            "its logprobs are original, not those of the distribution that it samples from; start it without "
-            "SGLANG_RETURN_ORIGINAL_LOGPROB in its environment",
+            ["original", "SGLANG_RETURN_ORIGINAL_LOGPROB"],
             id="original logprobs",
         ),
         pytest.param(
             {"details": {"root": AGENT}}, {},
-            f"it serves {AGENT}, the run trains {STARTER}; start it with the same model, or change model.path",
+            [AGENT, STARTER, "model.path"],
             id="other model",
         ),
         pytest.param(
             {"details": {"root": "a/first"}}, {"model": "a/second"},
-            "it serves a/first, the run trains a/second; start it with the same model, or change model.path",
+            ["a/first", "a/second", "model.path"],
             id="other hub model",
         ),
-        pytest.param(
-            {"dtype": "bfloat16"}, {},
-            "it computes in bfloat16, model.dtype is float32; start it with --dtype float32",
-            id="other dtype",
-        ),
-        pytest.param(
-            {"context": 256}, {},
-            "its context is 256 tokens, the run needs 512; start it with --max-model-len 512, or lower engine.context",
-            id="short context",
-        ),
+        pytest.param({"dtype": "bfloat16"}, {}, ["bfloat16", "model.dtype", "--dtype float32"], id="other dtype"),
+        pytest.param({"context": 256}, {}, ["256", "--max-model-len 512", "engine.context"], id="short context"),
         pytest.param(
             {"plugin": False}, {},
-            'weights.transport "memory" needs outpace\'s plugin in it; start it with `outpace serve`, or set '
-            'weights.transport = "files"',
+            ["memory", "`outpace serve`", 'weights.transport = "files"'],
             id="no plugin",
         ),
         pytest.param(
             {"adapters": False}, {"adapters": True},
-            "it takes no adapters, lora.rank needs them; start it with --enable-lora and "
-            "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment",
+            ["lora.rank", "--enable-lora", "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"],
             id="no adapters",
         ),
         pytest.param(
             {"details": {"root": STARTER, "max_lora_rank": 16}}, {"adapters": True, "lora_rank": 20},
-            "it takes adapters of rank 16 at most, lora.rank is 20; start it with --max-lora-rank 32, "
-            "or lower lora.rank",
+            ["16", "20", "--max-lora-rank 32", "lora.rank"],
             id="small adapters",
         ),
-        pytest.param({"version": "0.24.0"}, {}, "vllm 0.24.0 is too old; outpace needs 0.25 or later", id="too old"),
+        pytest.param({"version": "0.24.0"}, {}, ["0.24.0", "0.25"], id="too old"),
     ],
 )  # fmt: skip
 async def test_what_does_not_fit_is_one_line_with_the_flag_to_add(
-    facts: dict[str, Any], wanted: dict[str, Any], line: str
+    facts: dict[str, Any], wanted: dict[str, Any], keys: list[str]
 ) -> None:
-    assert await refusal(Scripted(replace(FINE, **facts)), replace(WANTED, **wanted)) == f"{URL}: {line}"
+    line = await refusal(Scripted(replace(FINE, **facts)), replace(WANTED, **wanted))
+    assert line.startswith(f"{URL}: ")
+    assert unnamed(line, keys) == []
 
 
 async def test_another_tokenizer_is_told_by_what_it_makes_of_a_text() -> None:
-    assert await refusal(Scripted(ids=[7])) == (
-        f"{URL}: its tokenizer reads '13 + 28' as [7], that of {STARTER} as [1, 2, 3]; start it with the run's own, "
-        f"--tokenizer {STARTER}"
-    )
+    line = await refusal(Scripted(ids=[7]))
+    assert line.startswith(f"{URL}: ")
+    assert unnamed(line, ["13 + 28", "[7]", "[1, 2, 3]", f"--tokenizer {STARTER}"]) == []
 
 
 @pytest.mark.parametrize(
@@ -165,29 +154,21 @@ async def test_the_same_model_in_another_directory_is_the_same(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("trouble", "line"),
+    ("trouble", "keys"),
     [
-        (
-            ServerGone(f"{URL}/version: no connection (x)"),
-            r"it cannot be reached \(version: no connection \(x\)\); is it",
-        ),
-        (
-            ServerSilent("no answer within 20 s"),
-            r"it takes connections and gives no answer .* stopped, or overloaded\?$",
-        ),
-        (ServerRefused("404 Not Found", 404), r"something answers there that is no such server .*engine\.kind$"),
-        (
-            ServerRefused("401", 401),
-            r"it wants a key; put it into the environment variable that engine\.api_key_env na",
-        ),
-        (
-            ServerFaulty("no version"),
-            r"something answers there that is no such server \(no version\); look at engine\.urls",
-        ),
+        (ServerGone(f"{URL}/version: no connection (x)"), ["version: no connection (x)"]),
+        (ServerSilent("no answer within 20 s"), ["no answer within 20 s", "overloaded"]),
+        (ServerRefused("404 Not Found", 404), ["404 Not Found", "engine.urls", "engine.kind"]),
+        (ServerRefused("401", 401), ["engine.api_key_env"]),
+        (ServerFaulty("no version"), ["no version", "engine.urls", "engine.kind"]),
     ],
 )
-async def test_a_server_that_cannot_be_asked_is_one_line_too(trouble: Exception, line: str) -> None:
-    assert re.match(rf"{URL}: {line}", await refusal(Scripted(trouble=trouble)))
+async def test_a_server_that_cannot_be_asked_is_one_line_too(trouble: Exception, keys: list[str]) -> None:
+    line = await refusal(Scripted(trouble=trouble))
+    assert line.startswith(f"{URL}: ")
+    assert line.count(URL) == 1
+    assert unnamed(line, keys) == []
+    assert ("engine.kind" in line) == ("engine.kind" in keys), "only what answers can be of another kind"
 
 
 # ----------------------------------------------------------------------------------------- over a network, really
@@ -238,7 +219,9 @@ async def refused_at(url: str) -> str:
 
 async def test_a_wrong_port() -> None:
     url = f"http://127.0.0.1:{free_port()}"
-    assert await refused_at(url) == f"{url}: nothing listens there; is it the right port, and is the server up?"
+    line = await refused_at(url)
+    assert "port" in line
+    assert "Connect call failed" not in line
 
 
 async def test_plain_http_to_a_server_that_speaks_tls(serve: Serve, certificate: ssl.SSLContext) -> None:
@@ -250,7 +233,7 @@ async def test_tls_to_a_server_that_speaks_plain_http(serve: Serve) -> None:
 
 
 async def test_a_certificate_that_nobody_has_signed(serve: Serve, certificate: ssl.SSLContext) -> None:
-    assert "TLS certificate is not trusted" in await refused_at(f"https://127.0.0.1:{await serve(tls=certificate)}")
+    assert "SSL_CERT_FILE" in await refused_at(f"https://127.0.0.1:{await serve(tls=certificate)}")
 
 
 @pytest.mark.parametrize(("answer", "status"), [("<html>", 200), ("{}", 200), ("no", 404), ("[]", 200), ("", 200)])
@@ -271,7 +254,7 @@ async def test_whichever_of_its_answers_comes_first(answer: str) -> None:
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        assert "no such server" in await refused_at(f"http://127.0.0.1:{runner.addresses[0][1]}")
+        assert "engine.kind" in await refused_at(f"http://127.0.0.1:{runner.addresses[0][1]}")
     finally:
         await runner.cleanup()
 
@@ -282,8 +265,8 @@ BY_FILES = replace(WANTED, transport="files")
 
 async def test_a_tied_head_that_a_cpu_server_would_leave_as_it_was_is_refused() -> None:
     line = await refusal(Scripted(ON_A_CPU), BY_FILES)
-    assert "ties to its embeddings" in line
-    assert line.endswith("start it with `outpace serve`")
+    assert "embeddings" in line
+    assert "`outpace serve`" in line
 
 
 async def test_a_head_of_its_own_a_gpu_the_plugin_or_adapters_make_it_fit(tmp_path: Path) -> None:

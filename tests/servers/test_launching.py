@@ -64,7 +64,7 @@ async def child_of(server: ServerProcess) -> int:
 
 async def test_what_it_prints_is_in_its_log(launch: Launch) -> None:
     server = await launch("import sys; print('to one'); print('to the other', file=sys.stderr)")
-    assert await server.ended() == "exited with code 0"
+    assert (await server.ended()).endswith("code 0")
     assert set(server.log_path.read_text().splitlines()) == {"to one", "to the other"}
     assert not server.lives
 
@@ -96,14 +96,14 @@ async def test_a_log_that_somebody_removed_says_nothing(launch: Launch) -> None:
 
 
 async def test_it_says_how_it_ended(launch: Launch) -> None:
-    assert await (await launch("raise SystemExit(3)")).ended() == "exited with code 3"
+    assert (await (await launch("raise SystemExit(3)")).ended()).endswith("code 3")
     killed = await launch("import time; time.sleep(600)")
     os.kill(killed.pid, signal.SIGKILL)
-    assert await killed.ended() == "was killed by SIGKILL"
+    assert "SIGKILL" in await killed.ended()
 
 
 async def test_a_program_that_is_not_there_is_a_line_that_names_it(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"^launch\.python /no/such/python: cannot be started: No such file"):
+    with pytest.raises(BadInput, match=r"^launch\.python /no/such/python: .*No such file"):
         await ServerProcess.launch(["/no/such/python", "-c", ""], {}, tmp_path / "log")
 
 
@@ -158,7 +158,7 @@ async def test_one_that_does_not_leave_is_killed(
     if stopped:
         os.kill(server.pid, signal.SIGSTOP)
     await server.stop()
-    assert await server.ended() == "was killed by SIGKILL"
+    assert "SIGKILL" in await server.ended()
 
 
 async def test_stopping_goes_on_when_whoever_waits_is_cancelled(

@@ -104,16 +104,19 @@ async def test_a_server_that_differs_in_everything_is_told_one_thing_after_the_o
         url, run = f"http://{address}", a_run()
         assert "--logprobs-mode processed_logprobs" in await refused(run, url)
         mended: dict[str, Any] = {"logprobs": "processed_logprobs"}
-        assert re.search(r"it serves .*starter_agent, the run trains .*starter; ", await refused(run, url, **mended))
+        another_model = await refused(run, url, **mended)
+        assert "model.path" in another_model
+        assert re.search(r"starter_agent\b", another_model)
+        assert re.search(r"starter\b", another_model)
         agent = a_run(**{"model.path": "starter-agent"})
         in_bfloat16 = a_run(**{"model.path": "starter-agent", "model.dtype": "bfloat16"})
         assert "--dtype bfloat16" in await refused(in_bfloat16, url, **mended)
         assert "--max-model-len 512" in await refused(agent, url, **mended)
         mended["context"] = 512
-        assert "its tokenizer reads" in await refused(agent, url, await tokens_of("starter", False), **mended)
+        assert "--tokenizer " in await refused(agent, url, await tokens_of("starter", False), **mended)
         through_memory = a_run(**{"model.path": "starter-agent", "weights.transport": "memory"})
-        assert "needs outpace's plugin" in await refused(through_memory, url, plugin=False, **mended)
-        assert "ties to its embeddings" in await refused(agent, url, plugin=False, **mended)
+        assert 'weights.transport = "files"' in await refused(through_memory, url, plugin=False, **mended)
+        assert "embeddings" in await refused(agent, url, plugin=False, **mended)
         with_adapters = a_run(**{"model.path": "starter-agent", "lora.rank": 8})
         assert "--enable-lora" in await refused(with_adapters, url, **mended)
 
@@ -126,7 +129,7 @@ async def test_a_server_with_tls_and_without_its_dev_mode(tmp_path: Path) -> Non
     }
     async with started(tmp_path, **wrong) as address:
         assert "https://" in await refused(a_run(), f"http://{address}")
-        assert "set SSL_CERT_FILE" in await refused(a_run(), f"https://{address}")
+        assert "SSL_CERT_FILE" in await refused(a_run(), f"https://{address}")
         said = await asyncio.to_thread(_refused_elsewhere, f"https://{address}", made.certificate)
         assert "VLLM_SERVER_DEV_MODE=1" in said
 
@@ -151,11 +154,8 @@ def _refused_elsewhere(url: str, certificate: Path) -> str:
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        ({"launch.start_s": 3.0}, r"^the server was not ready within 3 s \(.*\); raise launch\.start_s, or look at "),
-        (
-            {"launch.args": ["--frobnicate"]},
-            r"^the server exited with code 2: unrecognized arguments: --frobnicate; this version of the server knows n",
-        ),
+        ({"launch.start_s": 3.0}, r"\b3 s\b.*launch\.start_s"),
+        ({"launch.args": ["--frobnicate"]}, r"code 2\b.*unrecognized arguments: --frobnicate.*launch\.args"),
     ],
     ids=["slow start", "unknown flag"],
 )

@@ -56,11 +56,11 @@ def test_the_plugin_refuses_a_file_that_holds_another_snapshot_or_is_too_short(t
     writer = SnapshotWriter(tmp_path, "run")
     manifest = writer.publish(5, {"a": torch.zeros(8)}, [])
     other = msgspec.structs.replace(manifest, version=6)
-    with pytest.raises(ValueError, match="does not hold version 6"), from_memory(**source(other)):
+    with pytest.raises(ValueError, match="version 6"), from_memory(**source(other)):
         pass
     spec = msgspec.structs.replace(manifest.tensors[0], shape=[999], nbytes=999 * 4)
     longer = msgspec.structs.replace(manifest, tensors=[spec])
-    with pytest.raises(ValueError, match="ends before"), from_memory(**source(longer)):
+    with pytest.raises(ValueError, match=f"{longer.path}.* tensor"), from_memory(**source(longer)):
         pass
 
 
@@ -68,7 +68,7 @@ def test_the_plugin_notices_a_snapshot_that_is_overwritten_while_it_loads(tmp_pa
     writer = SnapshotWriter(tmp_path, "run")
     manifest = writer.publish(1, {"a": torch.zeros(8)}, [])
     writer.publish(2, {"a": torch.zeros(8)}, [])
-    with pytest.raises(ValueError, match="does not hold version 1, or not any more"), from_memory(**source(manifest)):
+    with pytest.raises(ValueError, match="version 1"), from_memory(**source(manifest)):
         writer.publish(3, {"a": torch.ones(8)}, [])
 
 
@@ -195,7 +195,7 @@ async def test_an_update_that_fails_in_the_server_is_told_and_the_next_one_makes
     tensors = bench.moved()
     shapeless = {**tensors, "model.layers.2.mlp.down_proj.weight": torch.zeros(3, 5)}
     partial = {name: tensor for name, tensor in tensors.items() if "layers.1" not in name}
-    for number, (wrong, cause) in enumerate([(shapeless, "dimension"), (partial, "no weights came for")]):
+    for number, (wrong, cause) in enumerate([(shapeless, "dimension"), (partial, r"layers\.1\.")]):
         manifest = SnapshotWriter(bench.directory, f"wrong-{number}", torch.float32).publish(1, wrong, [])
         with pytest.raises(ServerFaulty, match=cause):
             await bench.update(transport, manifest)

@@ -75,7 +75,7 @@ async def test_a_server_is_ready_with_its_first_token(start: Start) -> None:
 
 async def test_meanwhile_people_hear_what_it_is_doing(start: Start) -> None:
     said = await ready(Starting(fails=100), await start(STAYS))
-    assert re.fullmatch(r"the server is starting, \d+ s so far: loading weights", said[-1])
+    assert re.search(r"\b\d+ s\b.*loading weights", said[-1])
 
 
 @pytest.mark.parametrize("hangs", [False, True])
@@ -83,23 +83,21 @@ async def test_one_that_ends_is_told_by_its_own_words(start: Start, hangs: bool)
     process = await start("import sys; sys.exit('ValueError: no such thing')")
     with pytest.raises(BadInput) as failed:
         await ready(Starting(fails=10**9, hangs=hangs), process)
-    assert str(failed.value) == (
-        f"the server exited with code 1: ValueError: no such thing; its log is {process.log_path}"
-    )
+    assert "\n" not in str(failed.value)
+    assert re.search(r"code 1\b.*ValueError: no such thing", str(failed.value))
+    assert str(process.log_path) in str(failed.value)
 
 
 async def test_one_that_is_killed_may_have_taken_too_much_memory(start: Start) -> None:
     process = await start("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
-    with pytest.raises(BadInput, match=r"^the server was killed by SIGKILL: perhaps the machine has run out of memory"):
+    with pytest.raises(BadInput, match=r"SIGKILL.*memory"):
         await ready(Starting(fails=10**9), process)
 
 
 @pytest.mark.parametrize("hangs", [False, True])
 async def test_one_that_is_too_slow_is_told_by_the_setting_to_raise(start: Start, hangs: bool) -> None:
     process = await start(STAYS)
-    with pytest.raises(
-        BadInput, match=r"^the server was not ready within 0\.3 s \(.+\); raise launch\.start_s, or look"
-    ):
+    with pytest.raises(BadInput, match=r"0\.3 s.*launch\.start_s"):
         await ready(Starting(fails=10**9, hangs=hangs), process, start_s=0.3)
 
 
@@ -157,7 +155,7 @@ async def test_a_pause_in_somebodys_update_is_not_ended_by_others(
 
 
 async def test_one_that_is_not_there_is_told_at_once(impatient: None) -> None:
-    with pytest.raises(BadInput, match=r"it cannot be reached .*is it the right address, and is the server up\?$"):
+    with pytest.raises(BadInput, match=f"^{URL}: .*no connection"):
         await until_reached(Found(away=1), 0.0)  # type: ignore[arg-type]
 
 
@@ -176,47 +174,52 @@ async def test_one_that_answers_and_does_not_sample_is_of_no_use() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "cause"),
+    ("said", "cause", "settings"),
     [
         (
             "usage: api_server.py [options]\napi_server.py: error: unrecognized arguments: --frobnicate",
-            "unrecognized arguments: --frobnicate; this version of the server knows no such flag; look at launch.args",
+            "unrecognized arguments: --frobnicate",
+            {"launch.args"},
         ),
         (
             "(EngineCore_DP0 pid=77) ERROR 11-15 16:40:11 [core.py:866] ValueError: Free memory on device (3/80 GiB) "
             "is less than desired\n"
             "(APIServer pid=7) RuntimeError: Engine core initialization failed. See root cause above. Failed core "
             "proc(s): {}",
-            "ValueError: Free memory on device (3/80 GiB) is less than desired; lower launch.gpu_memory: somebody else "
-            "has the rest",
+            "ValueError: Free memory on device (3/80 GiB) is less than desired",
+            {"launch.gpu_memory"},
         ),
         (
             "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig\n"
             "  Value error, User-specified max_model_len (4096) is greater than the derived max_model_len (1024)\n"
             "    For further information visit https://errors.pydantic.dev",
-            "User-specified max_model_len (4096) is greater than the derived max_model_len (1024); "
-            "lower engine.context",
+            "User-specified max_model_len (4096) is greater than the derived max_model_len (1024)",
+            {"engine.context"},
         ),
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB",
-         "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB; lower launch.gpu_memory, "
-         "engine.slots or engine.context"),
+         "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB",
+         {"launch.gpu_memory", "engine.slots", "engine.context"}),
         ("/usr/bin/python3: Error while finding module specification (ModuleNotFoundError: No module named 'vllm')",
-         "/usr/bin/python3: Error while finding module specification (ModuleNotFoundError: No module named 'vllm'); "
-         "launch.python is not the Python of an environment with the server in it"),
+         "/usr/bin/python3: Error while finding module specification (ModuleNotFoundError: No module named 'vllm')",
+         {"launch.python"}),
         ("OSError: [Errno 98] Address already in use",
-         "OSError: [Errno 98] Address already in use; give another launch.port, or 0 for a free one"),
-        ("Traceback\nKeyError: 'first'\nDuring handling\nRuntimeError: second", "RuntimeError: second"),
+         "OSError: [Errno 98] Address already in use", {"launch.port"}),
+        ("Traceback\nKeyError: 'first'\nDuring handling\nRuntimeError: second", "RuntimeError: second", set()),
         ("(EngineCore pid=9) ERROR 11-15 16:40:11 [multiproc_executor.py:315] Worker proc VllmWorker-0 died "
          "unexpectedly (exit code: -11), shutting down executor.\n"
          "(EngineCore pid=9) RuntimeError: cancelled\n(APIServer pid=7) AttributeError: it is shutting down",
-         "Worker proc VllmWorker-0 died unexpectedly (exit code: -11), shutting down executor.; its log may say more; "
-         "another model.dtype or launch.env may help"),
-        ("it just stopped\n", "it just stopped"),
-        ("", ""),
+         "Worker proc VllmWorker-0 died unexpectedly (exit code: -11), shutting down executor.",
+         {"model.dtype", "launch.env"}),
+        ("it just stopped\n", "it just stopped", set()),
+        ("", "", set()),
     ],
 )  # fmt: skip
-def test_a_log_is_asked_for_the_cause(said: str, cause: str) -> None:
-    assert cause_of(said) == cause
+def test_a_log_is_asked_for_the_cause(said: str, cause: str, settings: set[str]) -> None:
+    found = cause_of(said)
+    assert found.startswith(cause)
+    remedy = found.removeprefix(cause)
+    assert set(re.findall(r"\b(?:engine|launch|model)\.\w+", remedy)) == settings
+    assert bool(remedy) == bool(settings)
 
 
 def test_the_last_line_is_what_it_is_doing() -> None:
@@ -235,11 +238,11 @@ async def test_texts_become_the_ids_that_the_runs_tokenizer_gives() -> None:
 
 
 async def test_a_model_without_a_tokenizer_is_a_line(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"^model\.path .*: no usable tokenizer: "):
+    with pytest.raises(BadInput, match=rf"^model\.path {tmp_path}: .*tokenizer"):
         await tokens_of(str(tmp_path), False)
 
 
 async def test_a_tokenizer_that_is_not_loaded_in_time_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outpace.engines.servers.starting.tokens.LIMIT_S", 0.01)
-    with pytest.raises(BadInput, match=r"^model\.path starter: its tokenizer was not loaded within 0\.01 s$"):
+    with pytest.raises(BadInput, match=r"^model\.path starter: .*0\.01 s"):
         await tokens_of("starter", False)

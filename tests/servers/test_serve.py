@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -92,7 +93,8 @@ def test_servers_run_until_they_are_told_to_stop_and_leave_nobody_behind(
     code, said = served.end(number)
     assert code == 0, said
     assert served.left() == []
-    assert "starts; its log is" in said
+    assert "server-0.log" in said
+    assert "server-1.log" in said
 
 
 def test_they_do_not_outlive_a_command_that_was_killed(env: dict[str, str]) -> None:
@@ -211,7 +213,8 @@ def test_a_server_that_ends_by_itself_ends_the_command_with_its_words_and_its_lo
     _, err = served.process.communicate(timeout=WITHIN_S)
     assert served.process.returncode not in (0, None)
     last_line = err.splitlines()[-1]
-    assert last_line.startswith("outpace: the server was killed by SIGKILL")
+    assert last_line.startswith("outpace: ")
+    assert "SIGKILL" in last_line
     assert served.left() == []
     (log,) = folder.iterdir()
     assert str(log) in last_line
@@ -235,9 +238,8 @@ def test_a_dry_run_prints_a_command_that_can_be_typed(env: dict[str, str], tmp_p
 
 def test_a_python_that_is_not_there_is_a_line() -> None:
     refused = run_command("serve", "--launch.python=/no/python")
-    assert (refused.returncode, refused.stderr) == (
-        2, "outpace: launch.python /no/python: cannot be started: No such file or directory\n"
-    )  # fmt: skip
+    assert refused.returncode == 2
+    assert re.fullmatch(r"outpace: launch\.python /no/python: .*No such file or directory\n", refused.stderr)
 
 
 # ------------------------------------------------------------------------------------------------------------ config
@@ -249,7 +251,7 @@ def test_without_a_word_on_the_kind_it_is_vllm() -> None:
 
 
 def test_an_embedded_engine_cannot_be_served() -> None:
-    with pytest.raises(BadInput, match=r"^engine\.kind: the embedded engine is part of a run and no server"):
+    with pytest.raises(BadInput, match=r"^engine\.kind: .*vllm"):
         serving_config(None, ["--engine.kind=embedded"])
 
 
@@ -260,7 +262,9 @@ def test_the_config_of_a_run_that_names_its_servers_starts_them_and_says_that_it
     file.write_text('[engine]\nkind = "vllm"\nurls = ["http://127.0.0.1:8000"]\nslots = 7\n')
     config = serving_config(file, ["--launch.port=8000"])
     assert (config.engine.urls, config.engine.slots, config.launch.port) == ([], 7, 8000)
-    assert capsys.readouterr().err.startswith("outpace: engine.urls is left out here: serve starts servers")
+    said = capsys.readouterr().err
+    assert said.startswith("outpace: engine.urls")
+    assert "http://127.0.0.1:8000" in said
 
 
 # ---------------------------------------------------------------------------------------------------------- starting
@@ -273,14 +277,14 @@ async def test_a_free_port_that_was_taken_meanwhile_is_followed_by_another(env: 
     said: list[str] = []
     started = await start_server(await Recipe.of(config, tmp_path), 0, tmp_path / "log", said.append)
     await started.stop()
-    assert said.count("somebody else has taken the server's port") == 2
+    assert sum("port" in line for line in said) == 2
 
 
 async def test_it_is_not_tried_for_ever(env: dict[str, str], tmp_path: Path) -> None:
     taken = tmp_path / "taken"
     taken.write_text("x" * PORTS_TRIED)
     config = make_config(settings({**env, "STAND_IN_TAKEN": str(taken)}))
-    with pytest.raises(BadInput, match=r"Address already in use; give another launch\.port") as refusal:
+    with pytest.raises(BadInput, match=r"Address already in use.*launch\.port") as refusal:
         await start_server(await Recipe.of(config, tmp_path), 0, tmp_path / "log", print)
     assert type(refusal.value) is BadInput, "over a channel, errors are told by their names"
 
@@ -290,7 +294,7 @@ async def test_a_port_that_was_asked_for_is_refused_when_somebody_hears_there(
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as holder:
         config = make_config(settings(env, launch__port=holder.getsockname()[1]))
-        with pytest.raises(BadInput, match=r"^launch\.port \d+: cannot be had \(Address already in use\); end who has"):
+        with pytest.raises(BadInput, match=r"^launch\.port \d+: .*Address already in use"):
             await start_server(await Recipe.of(config, tmp_path), 0, tmp_path / "log", print)
 
 
@@ -319,7 +323,7 @@ async def test_a_server_that_we_start_has_the_first_version_unless_the_run_has_g
 
 async def test_a_server_that_does_not_fit_is_ended_again(env: dict[str, str], tmp_path: Path) -> None:
     config = make_config(settings(env, launch__args=["--logprobs-mode", "raw_logprobs"]))
-    with pytest.raises(BadInput, match=r"--logprobs-mode processed_logprobs$"):
+    with pytest.raises(BadInput, match="--logprobs-mode processed_logprobs"):
         await build_door(config, "e", 0, url="", incarnation="i", scratch=tmp_path, logs=tmp_path, stale=False)
     child = int((tmp_path / "e-server.log").read_text().split()[1])
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
@@ -341,9 +345,10 @@ async def test_the_log_of_a_server_that_did_not_start_outlives_the_runs_director
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "elsewhere"))
     config = make_config(settings(env, launch__args=["--max-num-seqs", "many"]))
     logs = tmp_path / "logs"
-    with pytest.raises(BadInput, match="its log is ") as refusal:
+    with pytest.raises(BadInput) as refusal:
         await build_door(config, "engine-0", 0, url="", incarnation="i", scratch=tmp_path, logs=logs, stale=False)
-    copy = Path(str(refusal.value).rpartition(" ")[2])
+    (named,) = re.findall(r"/\S+\.log\b", str(refusal.value))
+    copy = Path(named)
     assert copy.parent == tmp_path / "elsewhere"
     assert "engine-0-server" in copy.name
     assert "many" in await asyncio.to_thread(copy.read_text)

@@ -223,7 +223,7 @@ async def test_weights_that_somebody_else_has_labelled_are_not_taken_for_ours(st
     theirs, ours = await start()
     await ours.label(3)
     theirs.label = "default"
-    with pytest.raises(ServerFaulty, match="restarted, or something else updates it"):
+    with pytest.raises(ServerFaulty, match="default"):
         await answer(ours, an_ask())
 
 
@@ -295,21 +295,25 @@ async def test_a_server_that_a_run_cannot_use_is_refused_with_the_remedy(start: 
     theirs, ours = await start()
     theirs.settings["model_path"] = "tiny"
     await check(ours, Wanted("tiny", "float32", 32, {"ab": [1, 2]}, "files", True, 1.0))
-    assert "start it with --context-length 100" in await refused(ours, context=100)
-    assert "start it with --dtype bfloat16" in await refused(ours, dtype="bfloat16")
-    assert "change model.path" in await refused(ours, model="other")
-    assert "its tokenizer reads 'ab'" in await refused(ours, tokenizer={"ab": [7]})
+    assert "--context-length 100" in await refused(ours, context=100)
+    assert "--dtype bfloat16" in await refused(ours, dtype="bfloat16")
+    assert "model.path" in await refused(ours, model="other")
+    other_tokenizer = await refused(ours, tokenizer={"ab": [7]})
+    assert "'ab'" in other_tokenizer
+    assert "--tokenizer-path tiny" in other_tokenizer
     theirs.settings["enable_lora"] = False
-    assert "start it with --enable-lora" in await refused(ours, adapters=True)
+    assert "--enable-lora" in await refused(ours, adapters=True)
     theirs.original_logprobs = True
-    assert "without SGLANG_RETURN_ORIGINAL_LOGPROB" in await refused(ours)
+    assert "SGLANG_RETURN_ORIGINAL_LOGPROB" in await refused(ours)
     theirs.settings["version"] = "0.5.7"
-    assert "needs 0.5.8 or later" in await refused(ours)
+    assert "0.5.8" in await refused(ours)
 
 
 async def test_without_the_admin_key_a_server_is_refused(start: Start) -> None:
     _, ours = await start(admin="admin")
-    assert "must hold its admin key" in await refused(ours)
+    line = await refused(ours)
+    assert "engine.api_key_env" in line
+    assert "admin" in line
 
 
 async def test_a_wrong_key_is_refused(start: Start) -> None:
@@ -322,7 +326,7 @@ async def test_a_wrong_key_is_refused(start: Start) -> None:
 async def test_something_else_at_the_address_is_named(start: Start) -> None:
     theirs, ours = await start()
     del theirs.settings["model_path"]
-    with pytest.raises(ServerFaulty, match="is this an SGLang server"):
+    with pytest.raises(ServerFaulty, match="/server_info: "):
         await ours.facts()
 
 

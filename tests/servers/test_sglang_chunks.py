@@ -82,13 +82,13 @@ def test_a_request_that_ended_before_its_first_token_is_an_empty_answer() -> Non
         (b'{"error": {"message": "too long", "code": 400}}', ServerRefused, "400 too long"),
         (b'{"error": {"message": "broken", "code": 500}}', ServerFaulty, "500 broken"),
         (b'{"error": {"message": "busy", "code": 429}}', ServerFaulty, "429 busy"),
-        (b"not json", ServerFaulty, "cannot be read"),
-        (b'{"text": "hello"}', ServerFaulty, "no meta_info"),
-        (chunk(3, 0, output_token_logprobs=[]), ServerFaulty, "3 tokens came with 0 logprobs"),
-        (chunk(1, 0, output_token_logprobs=[[None, 5, None]]), ServerFaulty, "the logprob of a token is None"),
-        (chunk(1, 0, output_token_logprobs=[[-9999.0, 5, None]]), ServerFaulty, "the logprob of a token is -9999"),
-        (chunk(1, 0, output_token_logprobs=[[0.5, 5, None]]), ServerFaulty, "the logprob of a token is 0.5"),
-        (chunk(1, 0, finish_reason={"type": "tired"}), ServerFaulty, "finish reason 'tired'"),
+        (b"not json", ServerFaulty, "not json"),
+        (b'{"text": "hello"}', ServerFaulty, "meta_info"),
+        (chunk(3, 0, output_token_logprobs=[]), ServerFaulty, r"^(?=.*\b3 tokens\b).*\b0 logprobs\b"),
+        (chunk(1, 0, output_token_logprobs=[[None, 5, None]]), ServerFaulty, r"logprob\b.*\bNone\b"),
+        (chunk(1, 0, output_token_logprobs=[[-9999.0, 5, None]]), ServerFaulty, r"logprob\b.*-9999\b"),
+        (chunk(1, 0, output_token_logprobs=[[0.5, 5, None]]), ServerFaulty, r"logprob\b.*\b0\.5\b"),
+        (chunk(1, 0, finish_reason={"type": "tired"}), ServerFaulty, "'tired'"),
         (
             chunk(0, 0, finish_reason={"type": "abort", "message": "no memory", "status_code": 503}),
             ServerFaulty,
@@ -113,5 +113,5 @@ def test_what_cannot_be_an_answer_is_an_error_by_whose_fault_it_is(
 def test_tokens_that_are_taken_back_are_a_fault() -> None:
     reading = reader()
     reading.piece_of(chunk(5, 0))
-    with pytest.raises(ServerFaulty, match="5 tokens, and then it counts 4"):
+    with pytest.raises(ServerFaulty, match=r"^(?=.*\b5 tokens\b).*\b4\b"):
         reading.piece_of(chunk(4, 0))

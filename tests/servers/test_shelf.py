@@ -7,6 +7,7 @@ import pytest
 from outpace.engines.servers.door.shelf import Shelf
 from outpace.engines.servers.spec import STALE
 from outpace.errors import RequestFailed
+from support import naming
 
 
 def test_a_request_is_admitted_when_its_version_is_there() -> None:
@@ -25,11 +26,11 @@ def test_a_stale_shelf_admits_nobody_and_refuses_nobody() -> None:
 
 def test_a_version_that_is_not_pinned_is_refused() -> None:
     shelf = Shelf(3)
-    with pytest.raises(RequestFailed, match=r"version 3 is not pinned in this engine \(none is\)"):
+    with pytest.raises(RequestFailed, match="version 3"):
         shelf.admits(0, 3)
     shelf.put(2, "v2", pinned=True)
     assert shelf.admits(0, 2)
-    with pytest.raises(RequestFailed, match="version 2 is"):
+    with pytest.raises(RequestFailed, match=naming("version 3", "version 2")):
         shelf.admits(0, 3)
 
 

@@ -28,6 +28,7 @@ from outpace.types import Adapter, DeviceMemory, Manifest
 from outpace.weights.local import LocalSnapshot
 from outpace.weights.snapshot import SnapshotFile
 from outpace.weights.store import SnapshotWriter
+from support import naming
 from weights_support import flip
 
 FAILS = {"/start_weight_update", "/update_weights", "/finish_weight_update", "/collective_rpc"}
@@ -192,7 +193,7 @@ async def test_a_flipped_bit_is_found_before_the_server_hears_of_it(
     transport = FilesTransport(http, 10, tmp_path / "folders") if kind == "files" else MemoryTransport(http, 10)
     manifest = writer.publish(1, tensors(1.0), [])
     flip(Path(manifest.path), manifest.tensors[1].offset + 9)
-    with pytest.raises(CorruptData, match="checksum of b"):
+    with pytest.raises(CorruptData, match=r"^(?=.*checksum).*\bb\b"):
         await transport.prepare(manifest)
     assert FAILS.isdisjoint(recorder.paths)
 
@@ -369,5 +370,5 @@ async def test_an_adapter_that_the_server_fails_or_refuses_to_load_is_an_error(
     recorder.failing = {"/v1/load_lora_adapter"}
     with pytest.raises(ServerFaulty, match="the cause"):
         await transport.swap(ready)
-    with pytest.raises(UpdateFailed, match="takes adapters"):
+    with pytest.raises(UpdateFailed, match=naming("version 2", "adapter")):
         await transport.prepare(writer.publish(2, tensors(2.0), []))

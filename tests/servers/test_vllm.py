@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 
 import msgspec
@@ -204,5 +205,5 @@ async def test_what_a_probe_asks_first_is_no_short_prompt_but_fits(fake: FakeSer
 @pytest.mark.parametrize("value", ["NaN", "+Inf", "much"])
 async def test_pressure_that_is_no_number_is_a_failure(fake: FakeServer, server: VllmServer, value: str) -> None:
     fake.metrics = f"vllm:num_requests_running {value}\n"
-    with pytest.raises(ServerFaulty, match="is not a number"):
+    with pytest.raises(ServerFaulty, match=re.escape(value)):
         await server.pressure()

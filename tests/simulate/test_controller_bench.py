@@ -20,5 +20,5 @@ async def test_a_run_over_idle_parts_trains_every_group_and_records_every_step(t
 
 
 def test_an_option_that_it_does_not_have_is_refused_with_one_line() -> None:
-    with pytest.raises(BadInput, match="--nonsense: no such option; there are --groups, --group-size"):
+    with pytest.raises(BadInput, match=r"^--nonsense: .*--groups\b.*--group-size\b"):
         controller.main(["--nonsense"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from outpace.simulate.plan import Plan, make_plan, with_best_split
 from outpace.simulate.report import print_plan
 from outpace.simulate.run import Run
 from outpace.simulate.settings import SimulationSettings
+from support import names
 
 
 def settings_of(**sections: dict[str, Any]) -> SimulationSettings:
@@ -82,7 +84,7 @@ def test_long_tails_make_asynchronous_training_faster_and_the_verdict_says_by_ho
     )
     assert plan.factor is not None
     assert plan.factor > 1.3
-    assert f"asynchronous training is {plan.factor:.2f} times as fast" in printed(plan)
+    assert names(printed(plan).splitlines()[-1], f"asynchronous {plan.factor:.2f}")
 
 
 def test_where_generation_is_nearly_all_the_work_and_lengths_are_alike_synchronous_training_is_as_fast() -> None:
@@ -92,9 +94,9 @@ def test_where_generation_is_nearly_all_the_work_and_lengths_are_alike_synchrono
     plan = make_plan(alike)
     assert plan.factor is not None
     assert plan.factor < 1.05
-    text = printed(plan)
-    assert "synchronous training" in text
-    assert "as fast here" in text or "is faster here" in text
+    verdict = printed(plan).splitlines()[-1]
+    assert names(verdict, f"synchronous {1 / plan.factor:.2f}")
+    assert not names(verdict, "asynchronous")
 
 
 def test_deaths_cost_time_and_tokens_and_are_told() -> None:
@@ -124,7 +126,7 @@ def test_a_learner_that_dies_is_resumed_from_its_checkpoint_and_its_steps_are_co
 
 def test_a_learner_that_never_lives_until_a_checkpoint_ends_the_simulation_with_a_line() -> None:
     hopeless = settings_of(cluster={"training": 1}, faults={"learner_mtbf_s": 1.0}, checkpoint={"every": 0})
-    with pytest.raises(PartFailed, match="the learner died 20 times without a checkpoint between"):
+    with pytest.raises(PartFailed, match=r"\blearner\b.*\b20\b"):
         make_plan(hopeless)
 
 
@@ -133,7 +135,7 @@ def test_a_fleet_that_never_serves_ends_the_simulation_with_a_line() -> None:
         cluster={"training": 1}, faults={"engine_mtbf_s": 0.5, "restart_s": 1.0}, supervise={"restarts": 10**9},
         run={"stall_s": 5000.0},
     )  # fmt: skip
-    with pytest.raises(PartFailed, match="no step was done for 5000 s"):
+    with pytest.raises(PartFailed, match=r"\b5000 s\b"):
         make_plan(hopeless)
 
 
@@ -154,27 +156,28 @@ def test_the_command_reads_a_file_and_options_and_prints_json(tmp_path: Path, ca
     result = json.loads(out)
     assert (result["asynchronous"]["generating"], result["asynchronous"]["training"]) == (2, 1)
     assert result["two_pools"] is None
-    assert "s per step" in err
+    assert re.search(r"\b\d+\.\d s\b", err)
 
 
 @pytest.mark.parametrize(
-    ("words", "complaint"),
+    ("words", "key", "said"),
     [
-        (["--cluster.device", "8"], "cluster.device: no such setting of a simulation; did you mean cluster.devices?"),
-        (["--max_lag", "8"], "max_lag: no such section of a simulation; did you mean pacing.max_lag?"),
-        (["--cluster.devices", "many"], "cluster.devices: should be a valid integer, not 'many'"),
-        (["--cluster.devices"], "cluster.devices: needs a value after it, integer"),
-        (["--cluster.training", "16"], "cluster.training: 16 of 16 devices leave too few for an engine of 1"),
-        (["--workload.lengths", "list"], 'workload.length_list: is empty, and workload.lengths = "list" draws from it'),
-        (["--weights.every", "9"], "weights.every: publishing every 9 versions needs pacing.max_lag >= 8, not 2"),
-        (["--workload.filtered=0.7", "--workload.failed=0.3"], "workload.failed: together with workload.filtered"),
-        (["--workload.sigma", "nan"], "workload.sigma: should be a finite number, not nan"),
+        (["--cluster.device", "8"], "cluster.device", "cluster.devices"),
+        (["--max_lag", "8"], "max_lag", "pacing.max_lag"),
+        (["--cluster.devices", "many"], "cluster.devices", "integer 'many'"),
+        (["--cluster.devices"], "cluster.devices", "integer"),
+        (["--cluster.training", "16"], "cluster.training", "16 1"),
+        (["--workload.lengths", "list"], "workload.length_list", 'workload.lengths "list"'),
+        (["--weights.every", "9"], "weights.every", "9 pacing.max_lag 8 2"),
+        (["--workload.filtered=0.7", "--workload.failed=0.3"], "workload.failed", "workload.filtered"),
+        (["--workload.sigma", "nan"], "workload.sigma", "finite nan"),
     ],
 )
-def test_bad_input_is_refused_with_one_line(words: list[str], complaint: str) -> None:
+def test_bad_input_is_refused_with_one_line(words: list[str], key: str, said: str) -> None:
     with pytest.raises(BadInput) as refused:
         load_settings(None, words)
-    assert str(refused.value).startswith(complaint)
+    assert str(refused.value).startswith(f"{key}: ")
+    assert names(str(refused.value), said)
     assert "\n" not in str(refused.value)
 
 

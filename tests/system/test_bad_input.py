@@ -49,19 +49,19 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--weights.every=5", "--pacing.max_lag=1"], "weights.every"),
         (["missing.toml"], "missing.toml"),
         (["--stepps", "3"], "--stepps"),
-        (["--preset", "grpo"], "settings are written --section.key; did you mean --algorithm.preset?"),
-        (["--beta", "0.1"], "use --kl.coefficient"),
-        (["--num-generations=8"], "use --rollout.group_size"),
-        (["--actor_rollout_ref.rollout.n=8"], "use rollout.group_size"),
-        (["algorithm.adv_estimator=grpo", "trainer.total_epochs=2"], "use --algorithm.advantage"),
-        (["learning_rate=1e-5"], "use --learner.lr"),
+        (["--preset", "grpo"], "--algorithm.preset"),
+        (["--beta", "0.1"], "--kl.coefficient"),
+        (["--num-generations=8"], "--rollout.group_size"),
+        (["--actor_rollout_ref.rollout.n=8"], "rollout.group_size"),
+        (["algorithm.adv_estimator=grpo", "trainer.total_epochs=2"], "--algorithm.advantage"),
+        (["learning_rate=1e-5"], "--learner.lr"),
         (["pacing.max_lag=2"], "--pacing.max_lag=2"),
         (["pacing.max_lag", "2"], "--pacing.max_lag"),
-        (["--help", "pacing_"], "the sections are model, tasks"),
-        (["a.toml", "b.toml"], "b.toml: one argument too many"),
-        (["--resume"], "`outpace train --help`"),
-        (["--rollout.environment=json:loads"], "rollout.environment: loads needs s"),
-        (["--zzzzzz"], "--zzzzzz: no such option; settings are written --section.key value"),
+        (["--help", "pacing_"], "model, tasks"),
+        (["a.toml", "b.toml"], "b.toml"),
+        (["--resume"], "outpace train --help"),
+        (["--rollout.environment=json:loads"], "rollout.environment: loads"),
+        (["--zzzzzz"], "--section.key"),
         (["--run.steps"], "run.steps"),
     ],
 )
@@ -75,7 +75,7 @@ def test_a_bad_setting_gives_one_line_and_leaves_nothing(
 
 @pytest.mark.parametrize(
     ("word", "said"),
-    [("trian", "no command trian; did you mean train?"), ("zzz", "there are train, eval, play, show")],
+    [("trian", "did you mean train"), ("zzz", "train, eval, play, show")],
 )
 def test_a_command_that_does_not_exist_gives_one_line(word: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert said in refused([word, "--run.steps=2"], capsys)
@@ -84,9 +84,9 @@ def test_a_command_that_does_not_exist_gives_one_line(word: str, said: str, caps
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["help"], "write outpace --help"),
-        (["version"], "write outpace --version"),
-        (["bench", "engine", "--foo"], "`outpace bench engine --help`"),
+        (["help"], "outpace --help"),
+        (["version"], "outpace --version"),
+        (["bench", "engine", "--foo"], "outpace bench engine --help"),
     ],
 )
 def test_other_commands_answer_a_wrong_word_in_one_line(
@@ -156,7 +156,7 @@ def test_a_directory_that_holds_something_is_not_overwritten_unasked(
 def test_resuming_where_there_is_no_run_or_no_checkpoint_gives_one_line(
     tmp_path: Path, settings: Settings, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "there is no run" in refused(["train", "--resume", str(tmp_path / "nothing")], capsys)
+    assert str(tmp_path / "nothing") in refused(["train", "--resume", str(tmp_path / "nothing")], capsys)
     assert not (tmp_path / "nothing").exists()
 
 
@@ -186,22 +186,21 @@ def test_a_dry_run_of_a_resume_prints_what_would_run_and_touches_nothing(
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "keys"),
     [
-        ({"kl.coefficient": 0.1}, "it was saved without a reference; kl.coefficient must stay 0"),
-        ({"algorithm.preset": "ppo"}, "it was saved without a critic; algorithm.advantage cannot be gae"),
-        ({"model.path": "starter"}, "does not hold the weights of this model; model.path must stay"),
+        ({"kl.coefficient": 0.1}, ("kl.coefficient", "reference")),
+        ({"algorithm.preset": "ppo"}, ("algorithm.advantage", "critic")),
+        ({"model.path": "starter"}, ("model.path", "weights")),
     ],
 )
 def test_a_checkpoint_without_what_the_new_config_needs_is_refused(
-    change: Settings, said: str, settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    change: Settings, keys: tuple[str, ...], settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     short = {**settings, "run.runtime": "inline", "run.steps": 1}
     assert main(["train", "--quiet", *as_arguments(short)]) == 0
     capsys.readouterr()
     line = refused(["train", "--resume", str(tmp_path / "run"), *as_arguments({"run.steps": 2, **change})], capsys)
-    assert "does not fit this config" in line
-    assert said in line
+    assert all(key in line for key in ("--resume", str(tmp_path / "run" / "checkpoints"), *keys)), line
 
 
 @pytest.mark.parametrize("verb", ["train", "simulate"])

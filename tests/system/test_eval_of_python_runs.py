@@ -15,7 +15,7 @@ from outpace.errors import BadInput
 from outpace.evaluate import evaluate_model
 from outpace.planning import run_with_objects
 from outpace.saved_objects import reference_of
-from support import run_command
+from support import naming, run_command
 
 Settings = dict[str, Any]
 
@@ -88,7 +88,7 @@ def test_what_cannot_be_found_again_is_named(small: Settings) -> None:
     short = lambda completions, **_: [1.0 / (1 + len(text)) for text in completions]  # noqa: E731
     trainer = api.Trainer(tasks=ROWS, eval_tasks=HELDOUT, rewards=short, config=small, quiet=True)
     trainer.train()
-    with pytest.raises(BadInput, match=r"its rewards .*lambda.*trainer\.evaluate"):
+    with pytest.raises(BadInput, match=naming("rewards", "lambda", "trainer.evaluate")):
         evaluate_model(Path(small["run.dir"]), [])
 
 

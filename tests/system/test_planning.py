@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from outpace.runtime import code
 from outpace.session import Plan
 from outpace.trainer import Trainer
 from outpace.types import Task
+from support import naming
 
 ROWS = [{"id": f"row{number}", "prompt": f"say {number}"} for number in range(40)]
 HELDOUT = [{"id": f"held{number}", "prompt": f"tell {number}"} for number in range(5)]
@@ -135,10 +138,8 @@ def test_a_command_does_not_go_on_with_a_run_whose_objects_it_cannot_have(
     trainer = Trainer("starter", **given)
     plan = make_plan(trainer.config, trainer._objects)
     (tmp_path / "config.toml").write_text(dump_toml(plan.config, plan.objects))
-    with pytest.raises(BadInput) as caught:
+    with pytest.raises(BadInput, match=naming(str(tmp_path), f"({names})")):
         config_of_run(tmp_path, ["--run.steps=3"])
-    said = f"{tmp_path} was started from Python with objects of its own ({names}); go on with it there"
-    assert str(caught.value) == said
 
 
 @pytest.mark.parametrize("name", ["arithmetic", "guess"])
@@ -149,7 +150,7 @@ def test_a_command_goes_on_with_a_run_that_its_config_says_all_of(name: str, tmp
 
 
 def test_a_held_out_file_that_is_not_there_is_named() -> None:
-    with pytest.raises(BadInput, match=r"^tasks\.eval_path: there is no file nowhere\.jsonl"):
+    with pytest.raises(BadInput, match=r"^tasks\.eval_path: .*nowhere\.jsonl"):
         plan_of(tasks=ROWS, eval_tasks="nowhere.jsonl")
 
 
@@ -169,7 +170,7 @@ def test_rows_that_cannot_be_counted_are_refused(argument: str) -> None:
     datasets = pytest.importorskip("datasets")
     streamed = datasets.Dataset.from_list(ROWS).to_iterable_dataset()
     for unsized in (streamed, iter(ROWS), (row for row in ROWS)):
-        with pytest.raises(BadInput, match=rf"^{argument}: .*{type(unsized).__name__} has no length") as caught:
+        with pytest.raises(BadInput, match=rf"^{argument}: .*{type(unsized).__name__}.*\blength\b") as caught:
             plan_of(**{"tasks": ROWS, argument: unsized})
         assert "\n" not in str(caught.value)
 
@@ -182,7 +183,7 @@ def test_rows_that_have_no_first_one_by_number_are_refused() -> None:
         def __getitem__(self, name: str) -> list[str]:
             return {"prompt": ["hi"]}[name]
 
-    with pytest.raises(BadInput, match=r"^tasks: .*ByName has no row 0"):
+    with pytest.raises(BadInput, match=r"^tasks: .*ByName.*\brow 0\b"):
         plan_of(tasks=ByName())
 
 
@@ -215,7 +216,7 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("without_gpu")
 def test_sharing_the_memory_of_a_gpu_that_is_not_there_is_refused() -> None:
     config = {"engine.kind": "vllm", "engine.urls": ["http://h:1"], "weights.transport": "ipc"}
-    with pytest.raises(BadInput, match=r'^weights\.transport: "ipc" .* there is none here; use "memory"$'):
+    with pytest.raises(BadInput, match=r'^weights\.transport: .*"ipc".*GPU.*"memory"'):
         plan_of(config, tasks=ROWS)
 
 
@@ -225,7 +226,7 @@ def test_a_folder_for_weights_that_cannot_be_made_is_refused_and_one_that_can_is
     (tmp_path / "file").write_text("")
     servers = {"engine.kind": "vllm", "engine.urls": ["http://h:1"]}
     for place in (tmp_path / "file" / "below", Path("/proc/no/such")):
-        with pytest.raises(BadInput, match=rf"^weights\.dir: cannot write to {place}: .*; name another folder$"):
+        with pytest.raises(BadInput, match=rf"^weights\.dir: .*{place}"):
             plan_of(servers | {"weights.dir": str(place)}, tasks=ROWS)
     plan_of(servers | {"weights.dir": str(tmp_path / "deep" / "down")}, tasks=ROWS)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
@@ -234,17 +235,17 @@ def test_a_folder_for_weights_that_cannot_be_made_is_refused_and_one_that_can_is
 def test_a_python_without_the_server_in_it_is_refused_before_anything_starts(tmp_path: Path) -> None:
     bare = {"PYTHONPATH": str(tmp_path), "PYTHONNOUSERSITE": "1"}
     for python, why in (
-        (str(tmp_path / "python"), "cannot be started"),
-        (str(write(tmp_path / "not_executable", [])), "cannot be started"),
-        (sys.executable, "has no sglang"),
+        (str(tmp_path / "python"), os.strerror(errno.ENOENT)),
+        (str(write(tmp_path / "not_executable", [])), os.strerror(errno.EACCES)),
+        (sys.executable, r"\bsglang\b"),
     ):
         config = {"engine.kind": "sglang", "launch.python": python, "launch.env": bare, "run.device": "cpu"}
-        with pytest.raises(BadInput, match=rf"^launch\.python .*{why}"):
+        with pytest.raises(BadInput, match=rf"^launch\.python {python}: .*{why}"):
             plan_of(config, tasks=ROWS)
 
 
 async def test_servers_are_looked_for_also_where_a_loop_is_running(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"^launch\.python .*cannot be started"):
+    with pytest.raises(BadInput, match=rf"^launch\.python {tmp_path}/python: .*{os.strerror(errno.ENOENT)}"):
         plan_of({"engine.kind": "vllm", "launch.python": str(tmp_path / "python")}, tasks=ROWS)
 
 
@@ -271,7 +272,8 @@ def test_a_run_whose_steps_are_done_is_known_as_such(tmp_path: Path) -> None:
     done = already_done(plan, tmp_path)
     assert done is not None
     assert done.steps == 4
-    assert nothing_left(plan) == "done, after 4 steps; go on with --run.steps 8"
+    assert "4 steps" in nothing_left(plan)
+    assert "--run.steps 8" in nothing_left(plan)
 
 
 @pytest.mark.parametrize(("ended", "steps"), [({}, 5), ({"exit": 3}, 4)])
@@ -287,7 +289,8 @@ def test_a_run_that_was_killed_after_its_last_checkpoint_has_still_to_say_what_i
 
 
 def test_an_evaluation_of_more_tasks_than_are_held_out_is_warned_of() -> None:
-    assert "eval.count is 6, but only 5 tasks are held out" in plan_of({"eval.count": 6}, **OWN).eval_warning
+    warning = plan_of({"eval.count": 6}, **OWN).eval_warning
+    assert all(key in warning for key in ("eval.count", "6", "5 tasks")), warning
     assert plan_of({"eval.count": 5}, **OWN).eval_warning == ""
     assert plan_of({"eval.count": 0}, **OWN).eval_warning == ""
     assert plan_of({"eval.holdout": 0.0}, tasks=ROWS).eval_warning == "", "nothing is held out on purpose"

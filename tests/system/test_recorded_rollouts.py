@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import time
 from collections import Counter
@@ -74,13 +75,13 @@ def test_a_run_that_was_killed_and_resumed_has_under_each_step_groups_of_that_st
     assert settled & untrained_groups(run).keys(), "no filtered group was recorded"
     ever_trained = {group["group"] for line in batches.values() for group in line["groups"]}
     assert not ever_trained & untrained_groups(run).keys(), "what the resume has made again is there twice"
-    assert all(each.reason == "all rewards are 0" for each in outpace.read_rollouts(run, outcome="filtered"))
+    assert all(re.search(r"rewards\b.*\b0\b", each.reason) for each in outpace.read_rollouts(run, outcome="filtered"))
 
 
 @pytest.mark.parametrize(
     ("reward", "changes", "outcome", "reason"),
     [
-        ("always", {"filter.uniform": True, "pacing.max_filtered": 40}, "filtered", "all rewards are 1"),
+        ("always", {"filter.uniform": True, "pacing.max_filtered": 40}, "filtered", r"rewards\b.*\b1\b"),
         ("broken", {"pacing.max_failed": 40}, "failed", "no reward today"),
     ],
 )
@@ -95,16 +96,17 @@ def test_a_run_that_never_trains_says_why_early_and_leaves_readable_completions(
     assert main(["show", str(run)]) == 0, "also while the run is under way"
     out, _ = process.communicate(timeout=170)
     assert process.returncode == 4
-    (warning,) = [line for line in out.splitlines() if "none of the first" in line]
-    for part in (outcome, reason, "say ", f"outpace show {run}"):
+    (warning,) = [line for line in out.splitlines() if f"outpace show {run}" in line]
+    assert re.search(reason, warning)
+    for part in (outcome, "say "):
         assert part in warning
     attempts = list(outpace.read_rollouts(run, outcome=outcome))
     assert len({attempt.group for attempt in attempts}) >= 40
-    assert all(reason in attempt.reason for attempt in attempts)
+    assert all(re.search(reason, attempt.reason) for attempt in attempts)
     assert all(attempt.trajectories[0].turns[-1].sampled for attempt in attempts)
     capsys.readouterr()
     assert main(["show", str(run)]) == 0
     shown = capsys.readouterr().out
     assert f"{outcome}: " in shown
-    assert reason in shown
+    assert re.search(reason, shown)
     assert "[assistant]" in shown

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import pytest
 import outpace as api
 from outpace.errors import BadInput, PartFailed
 from outpace.planning import config_of_run
-from support import as_arguments, journalled, read_lines, run_command, start_command
+from support import as_arguments, journalled, naming, read_lines, run_command, start_command
 
 Settings = dict[str, Any]
 
@@ -75,7 +76,7 @@ def test_a_run_in_children_trains_the_steps_asked_for_and_leaves_only_its_direct
     logs = {path.name: path.read_text() for path in (run / "logs").iterdir()}
     assert "of an earlier run" not in logs["learner.log"]
     assert not [name for name, text in logs.items() if "Traceback" in text], "a run that went well says so"
-    assert f"everything is in   {run}\n" in out
+    assert f"{run}\n" in out
 
 
 def test_synchronous_training_is_the_same_loop_and_never_lags(settings: Settings) -> None:
@@ -169,7 +170,7 @@ def test_a_part_that_is_killed_and_not_replaced_ends_the_run_with_its_name_and_n
     os.kill(pid, signal.SIGKILL)
     out, err = process.communicate(timeout=200)
     assert process.returncode == 4, (out, err)
-    assert f"{victim}: was killed by SIGKILL" in err
+    assert re.search(rf"{victim}: .*SIGKILL", err), err
     assert not [child for child in family if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["exit"] == 4
 
@@ -226,7 +227,7 @@ def test_a_signal_to_the_whole_process_group_is_a_signal_to_the_run(settings: Se
 
 def test_a_reward_that_always_raises_ends_the_run_and_says_what_it_raised(settings: Settings, rewards: Path) -> None:
     config = {**settings, "rewards.functions": [f"{rewards}:broken"], "pacing.max_failed": 6, "run.runtime": "inline"}
-    with pytest.raises(PartFailed, match=r"6 groups in a row failed.*no reward today") as caught:
+    with pytest.raises(PartFailed, match=naming("6 groups", "pacing.max_failed", "no reward today")) as caught:
         api.Trainer(config=config, quiet=True).train()
     assert 'raise RuntimeError("no reward today")' in caught.value.remote_traceback
 
@@ -239,7 +240,7 @@ def test_a_run_in_which_every_group_is_filtered_ends_when_told_to(settings: Sett
         "pacing.max_filtered": 20,
         "run.runtime": "inline",
     }
-    with pytest.raises(PartFailed, match=r"20 groups in a row were filtered .*all rewards are 1"):
+    with pytest.raises(PartFailed, match=naming("20 groups", "pacing.max_filtered", "rewards", "1")):
         api.Trainer(config=config, quiet=True).train()
 
 
@@ -248,23 +249,21 @@ def test_a_callback_that_raises_ends_the_run_with_its_own_traceback(settings: Se
         def on_batch_end(self, metrics: Any) -> None:
             raise ValueError("not today")
 
-    with pytest.raises(PartFailed, match=r"on_batch_end: ValueError: not today") as caught:
+    with pytest.raises(PartFailed, match=naming("on_batch_end", "ValueError: not today")) as caught:
         api.Trainer(
             config={**settings, "run.runtime": "inline", "run.steps": 50}, callbacks=[Bad()], quiet=True
         ).train()
     assert "in on_batch_end" in caught.value.remote_traceback
 
 
-@pytest.mark.parametrize(("setting", "named"), [("run.seed", "seed"), ("model.path", "does not fit")])
-def test_a_resume_that_is_refused_leaves_the_run_as_it_was(
-    settings: Settings, tmp_path: Path, setting: str, named: str
-) -> None:
+@pytest.mark.parametrize("setting", ["run.seed", "model.path"])
+def test_a_resume_that_is_refused_leaves_the_run_as_it_was(settings: Settings, tmp_path: Path, setting: str) -> None:
     config = {**settings, "run.runtime": "inline", "run.steps": 2}
     api.Trainer(config=config, quiet=True).train()
     run = tmp_path / "run"
     before = {path.name: path.read_bytes() for path in run.glob("*.*")}
     other = {"run.seed": 5, "model.path": "starter"}[setting]
-    with pytest.raises(BadInput, match=named):
+    with pytest.raises(BadInput, match=naming("--resume", setting)):
         api.Trainer(config={**config, "run.steps": 4, setting: other}, quiet=True).train(resume=True)
     assert {path.name: path.read_bytes() for path in run.glob("*.*")} == before
     assert api.Trainer(config={**config, "run.steps": 4}, quiet=True).train(resume=True).steps == 4
@@ -298,7 +297,7 @@ def test_a_second_run_on_the_same_directory_is_refused_naming_the_first(settings
     run = tmp_path / "run"
     process = start_command("train", *as_arguments({**settings, "run.steps": 100000}))
     wait_for((run / "run.lock").exists, process)
-    with pytest.raises(BadInput, match=f"in use by process {process.pid}"):
+    with pytest.raises(BadInput, match=naming("run.dir", str(run), str(process.pid))):
         api.Trainer(config={**settings, "run.overwrite": True}, quiet=True).train()
     process.kill()
     process.communicate()
@@ -341,7 +340,7 @@ def test_functions_of_main_work_and_so_does_training_inside_a_running_loop(setti
     result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=280, check=False)
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[-1] == "3"
-    with pytest.raises(BadInput, match=r"objects of its own \(tasks, rewards, rollout\); go on with it there$"):
+    with pytest.raises(BadInput, match=r"\(tasks, rewards, rollout\)"):
         config_of_run(Path(f"{settings['run.dir']}a"), [])
 
 

@@ -47,11 +47,11 @@ def test_a_game_that_is_over_takes_no_more_guesses() -> None:
     lost, won = started(game), started(game)
     for _ in range(GUESSES):
         lost.guess(0)
-    with pytest.raises(ValueError, match="no guesses are left"):
+    with pytest.raises(ValueError, match="guesses"):
         lost.guess(game.secret)
     assert lost.get_reward() == 0.0
     won.guess(game.secret)
-    with pytest.raises(ValueError, match="found already"):
+    with pytest.raises(ValueError, match="found"):
         won.guess(game.secret)
     assert won.get_reward() == 1.0
 

@@ -11,6 +11,7 @@ from outpace.rewards.countdown import solves
 from outpace.runtime import code
 from outpace.tasks.dataset import Dataset
 from outpace.tasks.registry import Reopened, Sources, open_heldout, open_tasks, open_train, register
+from support import names
 
 
 def ids(source: TaskSource | None) -> list[str]:
@@ -67,7 +68,7 @@ def test_a_registered_function_is_found_by_name(monkeypatch: pytest.MonkeyPatch)
     train, heldout = open_tasks(make_config({"tasks.name": "mine", "model.path": "m"}))
     assert train[0].prompt == "m"
     assert heldout is None
-    with pytest.raises(ValueError, match="registered already"):
+    with pytest.raises(ValueError, match="'mine'"):
         register("mine")(lambda config: (Dataset([{"prompt": "a"}]), None))
 
 
@@ -84,23 +85,25 @@ def test_a_function_of_the_current_directory_needs_no_registration(
     )
     assert open_tasks(make_config({"tasks.name": "my_outpace_tasks:make"}))[0][0].prompt == "a"
     assert open_tasks(make_config({"tasks.name": "my_outpace_tasks.py:make"}))[0][0].prompt == "a"
-    assert "should return a training source" in refusal(make_config({"tasks.name": "my_outpace_tasks:wrong"}))
-    assert "has no training tasks" in refusal(make_config({"tasks.name": "my_outpace_tasks:none"}))
+    wrong = refusal(make_config({"tasks.name": "my_outpace_tasks:wrong"}))
+    assert names(wrong, "tasks.name my_outpace_tasks:wrong None")
+    none = refusal(make_config({"tasks.name": "my_outpace_tasks:none"}))
+    assert names(none, "tasks.name my_outpace_tasks:none")
 
 
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("countdwn", "there is no task 'countdwn'; did you mean countdown?"),
-        ("zzz", "known are arithmetic, calculator, countdown, guess"),
-        ("no_such_module:make", "there is no module no_such_module"),
-        ("outpace.tasks.registry:open_task", "did you mean open_tasks?"),
+        ("countdwn", "'countdwn' countdown?"),
+        ("zzz", "'zzz' arithmetic calculator countdown guess"),
+        ("no_such_module:make", "no_such_module module"),
+        ("outpace.tasks.registry:open_task", "open_tasks?"),
     ],
 )
 def test_an_unknown_task_is_refused_with_a_suggestion(name: str, said: str) -> None:
     message = refusal(make_config({"tasks.name": name}))
     assert message.startswith("tasks.name: ")
-    assert said in message
+    assert names(message, said)
 
 
 def test_a_path_is_split_by_the_holdout_share(tmp_path: Path) -> None:

@@ -167,7 +167,7 @@ def test_with_delta_and_whole_both_damaged_nothing_is_held_and_the_next_whole_on
     flip(Path(second.path), second.tensors[0].offset)
     with pytest.raises(CorruptData):
         local.bring(second)
-    with pytest.raises(CorruptData, match="another snapshot"):
+    with pytest.raises(CorruptData, match="snapshot"):
         read_snapshot(first)
     third = writer.publish(3, after := changed(tensors, 0.02), [])
     here, travelled = local.bring(third)
@@ -265,6 +265,6 @@ def test_a_damaged_delta_is_refused_before_anything_is_touched(tmp_path: Path) -
     assert second.delta is not None
     flip(Path(second.delta.path), second.delta.nbytes - 1)
     memory = bytearray(before := Path(first.path).read_bytes())
-    with pytest.raises(CorruptData, match="its checksum does not match"):
+    with pytest.raises(CorruptData, match="checksum"):
         delta.apply(second, memory)
     assert memory == before

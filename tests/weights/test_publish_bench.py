@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -35,14 +36,15 @@ def test_the_ratio_is_the_median_of_the_rounds_that_reuse_a_buffer() -> None:
 def test_what_is_missed_is_named() -> None:
     slow = replace(GOOD, rounds=[replace(each, held_s=0.16) for each in ROUNDS])
     (bar,) = missed_bars({"whole": GOOD, "with deltas": slow})
-    assert bar == "publishing (with deltas) holds the learner up for 1.60 copies of its weights, the limit is 1.5"
+    assert "with deltas" in bar
+    assert re.search(r"\b1\.60\b.*\b1\.5\b", bar)
 
 
 def test_the_table_shows_both_ways() -> None:
     output = io.StringIO()
     print_table({"whole": GOOD, "with deltas": GOOD}, Console(file=output, width=120))
-    assert output.getvalue().count("1.20 (limit 1.5)") == 2
-    assert "135.0M parameters, 540 MB, 2 threads" in output.getvalue()
+    assert len(re.findall(r"\b1\.20\D+1\.5\b", output.getvalue())) == 2
+    assert re.search(r"\b135\.0M\b.*\b540 MB\b.*\b2 threads\b", output.getvalue())
 
 
 def test_a_real_learner_is_measured_with_and_without_deltas(
@@ -61,13 +63,13 @@ def test_a_real_learner_is_measured_with_and_without_deltas(
 
 
 def test_a_model_that_the_shape_cannot_make_so_small_is_refused_and_so_is_an_option_that_does_not_exist() -> None:
-    with pytest.raises(BadInput, match="--parameters: 1 million are too few for this shape; use 32 or more"):
+    with pytest.raises(BadInput, match=r"--parameters: .*\b32\b"):
         main(["--parameters", "1"])
-    with pytest.raises(BadInput, match=r"--round: no such option; did you mean --rounds\?"):
+    with pytest.raises(BadInput, match=r"--round: .*--rounds\b"):
         main(["--round", "3"])
 
 
 def test_help_says_what_the_numbers_are_of(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
-    assert "in millions" in capsys.readouterr().out
+    assert "million" in capsys.readouterr().out

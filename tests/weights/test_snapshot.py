@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from outpace.errors import CorruptData, OutpaceError
 from outpace.weights import snapshot
 from outpace.weights.store import SnapshotWriter
+from support import naming
 from weights_support import flip
 
 
@@ -49,7 +50,7 @@ def test_a_tensor_longer_than_a_chunk_is_checked_to_its_end(tmp_path: Path) -> N
     manifest = SnapshotWriter(tmp_path, "a").publish(1, {"t": torch.zeros(snapshot.CHUNK // 4 + 3)}, [])
     snapshot.verify(manifest)
     flip(Path(manifest.path), manifest.tensors[0].offset + manifest.tensors[0].nbytes - 1)
-    with pytest.raises(CorruptData, match="checksum of t"):
+    with pytest.raises(CorruptData, match=r"^(?=.*checksum).*\bt\b"):
         snapshot.verify(manifest)
 
 
@@ -61,7 +62,7 @@ def test_a_manifest_that_contradicts_itself_is_refused_before_anything_is_read(
 ) -> None:
     manifest = SnapshotWriter(tmp_path, "a").publish(1, {"t": torch.zeros(5)}, [])
     wrong = msgspec.structs.replace(manifest, tensors=[msgspec.structs.replace(manifest.tensors[0], **change)])
-    with pytest.raises(CorruptData, match="t cannot have"):
+    with pytest.raises(CorruptData, match=r"\bt\b.*\bbytes\b"):
         snapshot.verify(wrong)
 
 
@@ -69,7 +70,7 @@ def test_a_snapshot_that_is_reused_while_it_is_verified_is_noticed(tmp_path: Pat
     writer = SnapshotWriter(tmp_path, "a")
     manifest = writer.publish(1, {"t": torch.zeros(5)}, [])
     writer.publish(2, {"t": torch.zeros(5)}, [])
-    with pytest.raises(CorruptData, match="another snapshot"), snapshot.opened(manifest):
+    with pytest.raises(CorruptData, match="snapshot"), snapshot.opened(manifest):
         writer.publish(3, {"t": torch.zeros(5)}, [])
 
 
@@ -81,5 +82,5 @@ def test_a_file_that_takes_the_place_of_another_leaves_that_one_whole_for_who_ha
 
 
 def test_a_lack_of_room_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(OutpaceError, match="MB more in"):
+    with pytest.raises(OutpaceError, match=naming(str(tmp_path), "MB", "free")):
         snapshot.require_space(tmp_path, 2**62)

@@ -14,6 +14,7 @@ from outpace.errors import CorruptData, OutpaceError
 from outpace.types import Manifest
 from outpace.weights import store
 from outpace.weights.store import SnapshotWriter, read_snapshot
+from support import naming
 from weights_support import flip
 
 
@@ -76,7 +77,7 @@ def test_a_buffer_reused_for_another_version_is_noticed_before_the_copy(tmp_path
     writer = SnapshotWriter(tmp_path, "a")
     manifests = [writer.publish(version, weights_of(version), []) for version in range(3)]
     assert manifests[2].path == manifests[0].path, "nobody leased version 0"
-    with pytest.raises(CorruptData, match="another snapshot"):
+    with pytest.raises(CorruptData, match="snapshot"):
         read_snapshot(manifests[0])
     assert_holds(manifests[1], 1)
     assert_holds(manifests[2], 2)
@@ -98,7 +99,7 @@ def test_a_buffer_overwritten_during_the_copy_is_noticed(
         return tensor
 
     monkeypatch.setattr(store, "_read_tensor", overwrite_meanwhile)
-    with pytest.raises(CorruptData, match="another snapshot"):
+    with pytest.raises(CorruptData, match="snapshot"):
         read_snapshot(first, verify=verify)
 
 
@@ -108,7 +109,7 @@ def test_a_snapshot_that_is_being_written_cannot_be_read(tmp_path: Path, monkeyp
     writer.publish(1, weights_of(1), [])
     buffer = writer._take(2, [])
     assert str(buffer.path) == first.path
-    with pytest.raises(CorruptData, match="another snapshot"):
+    with pytest.raises(CorruptData, match="snapshot"):
         read_snapshot(first)
 
 
@@ -116,14 +117,14 @@ def test_weights_of_another_incarnation_are_refused(tmp_path: Path) -> None:
     manifest = SnapshotWriter(tmp_path, "a").publish(0, weights_of(0), [])
     SnapshotWriter(tmp_path, "b").publish(0, weights_of(1), [])
     stolen = Manifest("b", 0, manifest.path, manifest.tensors)
-    with pytest.raises(CorruptData, match="another snapshot"):
+    with pytest.raises(CorruptData, match="snapshot"):
         read_snapshot(stolen)
 
 
 def test_a_missing_or_shortened_file_is_corrupt_data_and_not_a_crash(tmp_path: Path) -> None:
     manifest = SnapshotWriter(tmp_path, "a").publish(0, weights_of(0), [])
     os.truncate(manifest.path, manifest.tensors[1].offset + 1)
-    with pytest.raises(CorruptData, match="ends inside"):
+    with pytest.raises(CorruptData, match=naming("file", manifest.tensors[1].name)):
         read_snapshot(manifest)
     os.unlink(manifest.path)
     with pytest.raises(CorruptData, match="version 0"):
@@ -169,7 +170,7 @@ def test_a_full_directory_is_reported_before_anything_is_written(
 ) -> None:
     real = os.statvfs(tmp_path)
     monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result((*real[:4], 0, *real[5:])))
-    with pytest.raises(OutpaceError, match=r"weights need .* MB more in .*, where 0 MB are free"):
+    with pytest.raises(OutpaceError, match=naming(str(tmp_path), "0 MB", "free")):
         SnapshotWriter(tmp_path, "a").publish(0, weights_of(0), [])
     assert list(tmp_path.iterdir()) == []
 
@@ -177,7 +178,7 @@ def test_a_full_directory_is_reported_before_anything_is_written(
 def test_a_policy_that_changes_its_tensors_is_a_mistake(tmp_path: Path) -> None:
     writer = SnapshotWriter(tmp_path, "a")
     writer.publish(0, {"t": torch.zeros(3)}, [])
-    with pytest.raises(AssertionError, match="keep their names"):
+    with pytest.raises(AssertionError, match="shapes"):
         writer.publish(1, {"t": torch.zeros(4)}, [])
 
 

@@ -3,28 +3,33 @@
 Two comparisons on this machine, in one command:
 
     threads   default thread counts against every fixed split, in both modes, on the machine as it is and beside a
-              program that keeps one core busy: `--repeats` pairs of short runs of `--probe-steps` steps
+              program that keeps one core busy: `--repeats` blocks of `--block` steps for each
     modes     synchronous against asynchronous training with default threads, over `--seeds` seeds and `--steps` steps:
               seconds of training, final held-out accuracy, T*/T
 
-The speed of a shared machine drifts from minute to minute. So every run with fixed threads is compared only with the
-default runs shortly before and after it, and the median of these ratios counts; modes alternate. The command exits
-with 1 when default threads are slower than `THREADS_BAR` of the best split, when asynchronous training is not the
-faster mode, or when its accuracy differs by more than the seeds explain.
+The speed of a shared machine drifts from minute to minute. So thread counts change every few steps inside one run,
+every block with fixed threads is compared with the default ones right before and after it, and the median of these
+ratios counts; modes alternate. The command exits with 1 when default threads are slower than `THREADS_BAR` of the best
+split, when asynchronous training is not the faster mode, or when its accuracy differs by more than the seeds explain.
 """
 
 from __future__ import annotations
 
 import json
+import signal
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
 
 import msgspec
+import psutil
 from rich.console import Console
 from rich.table import Table
 
@@ -32,7 +37,8 @@ from outpace.bench.options import take_options
 from outpace.errors import PartFailed
 from outpace.observe.summary import Summary
 from outpace.resources import cores
-from outpace.runtime.scratch import temporary_directory
+from outpace.runtime.core_sharing import BOARD, Board
+from outpace.runtime.scratch import memory_root, temporary_directory
 
 MODES = {"synchronous": 0, "asynchronous": 2}
 """The name of a mode and its `pacing.max_lag`."""
@@ -57,53 +63,50 @@ WIDTH = 120  # columns: the comparison needs about 100, and a pipe has 80 unless
 DASH = "-"  # nothing was measured
 DEFAULT = "default"
 
+WARM_UP_STEPS = 6
+CHANGE_STEPS = 2
+"""Steps at the start of a block that belong to two thread counts, and are left out."""
+
 Split = tuple[int, int] | None
 """Threads of the engine and of the learner; None: the default, by load."""
 
 
 @dataclass(frozen=True)
+class Block:
+    """Some steps of a run with one thread count for engine and learner."""
+
+    mode: str
+    load: str
+    split: Split
+    step_s: float
+
+
+@dataclass(frozen=True)
 class Trial:
     mode: str
-    split: Split
-    load: str
     seed: int
-    step_s: float  # mean of the steps after the first third
     summary: Summary
 
 
 def main(settings: Sequence[str]) -> int:
-    options, settings = take_options(settings, {"steps": 60, "probe_steps": 10, "repeats": 3, "seeds": 3})
-    result = run(options["steps"], options["probe_steps"], options["repeats"], options["seeds"], settings)
+    options, settings = take_options(settings, {"steps": 60, "block": 6, "repeats": 3, "seeds": 3})
+    result = run(options["steps"], options["block"], options["repeats"], options["seeds"], settings)
     print_tables(result)
-    missed = missed_bars(result["probes"], result["trials"])
+    missed = missed_bars(result["blocks"], result["trials"])
     for bar in missed:
         print(f"missed: {bar}")
     return 1 if missed else 0
 
 
-def run(steps: int, probe_steps: int, repeats: int, seeds: int, settings: Sequence[str]) -> dict[str, Any]:
+def run(steps: int, block: int, repeats: int, seeds: int, settings: Sequence[str]) -> dict[str, Any]:
     console = Console(stderr=True)
-    # Every group is trained, so that each step is the same work in every variant.
-    same_work = [*settings, "--eval.count=0", "--filter.uniform=false"]
-    probes = [
-        _train(mode, split, load, repeat, probe_steps, same_work, console)
-        for repeat in range(repeats)
-        for load in LOADS
-        for mode in MODES
-        for split in _alternating(_splits())
-    ]
+    blocks = [each for load in LOADS for mode in MODES for each in _blocks(mode, load, block, repeats, settings)]
     trials = [
-        _train(mode, None, LOADS[0], seed, steps, settings, console)
+        _train(mode, seed, steps, settings, console)
         for seed in range(seeds)
         for mode in (MODES if seed % 2 == 0 else reversed(MODES))
     ]
-    return {"steps": steps, "probe_steps": probe_steps, "cores": cores(), "probes": probes, "trials": trials}
-
-
-def _alternating(splits: Sequence[Split]) -> list[Split]:
-    """The default, then two fixed splits, the default, two more, and so on; the default at the end."""
-    pairs = [splits[start : start + 2] for start in range(0, len(splits), 2)]
-    return [None, *(each for pair in pairs for each in (*pair, None))]
+    return {"steps": steps, "block": block, "cores": cores(), "blocks": blocks, "trials": trials}
 
 
 def _splits() -> list[tuple[int, int]]:
@@ -112,30 +115,82 @@ def _splits() -> list[tuple[int, int]]:
     return [(engine, learner) for engine in counts for learner in counts]
 
 
-def _train(
-    mode: str, split: Split, load: str, seed: int, steps: int, settings: Sequence[str], console: Console
-) -> Trial:
+def _blocks(mode: str, load: str, block: int, repeats: int, settings: Sequence[str]) -> Iterator[Block]:
+    """One run, in which thread counts change after every `block` steps: default, fixed, default, the next fixed."""
+    repetition = [each for split in _splits() for each in (None, split)]
+    console = Console(stderr=True)
+    with temporary_directory("bench") as directory, _loaded(load):
+        # Every group is trained and hardly changes the model, so that each step is the same work.
+        same_work = ("--eval.count=0", "--filter.uniform=false", "--learner.lr=1e-12", "--checkpoint.every=0")
+        with _RunUnderWay(directory / "run", [*settings, *same_work, f"--pacing.max_lag={MODES[mode]}"]) as run:
+            run.wait_for_steps(WARM_UP_STEPS)
+            for split in [*repetition * repeats, None]:
+                run.board.fix(*(split or (0, 0)))
+                times = run.wait_for_steps(block)
+                step_s = statistics.fmean(times[min(len(times) - 1, CHANGE_STEPS) :])
+                console.print(f"{load}, {mode}, threads {_text(split)}: {step_s:.2f} s per step")
+                yield Block(mode, load, split, step_s)
+
+
+class _RunUnderWay:
+    """`outpace train` without an end, which is stopped when the context is left."""
+
+    def __init__(self, directory: Path, settings: Sequence[str]) -> None:
+        self._metrics = directory / "metrics.jsonl"
+        words = [f"--run.dir={directory}", f"--run.steps={10**6}", *settings]
+        command = [sys.executable, "-m", "outpace.cli", "train", "--quiet", *words]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        self._steps = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.send_signal(signal.SIGTERM)
+        self._process.communicate()
+
+    @cached_property
+    def board(self) -> Board:
+        """The board that a child of the run is on."""
+        children = {child.pid for child in psutil.Process(self._process.pid).children(recursive=True)}
+        boards = [Board(path) for path in memory_root().glob(f"*/{BOARD}")]
+        return next(board for board in boards if board.pids() & children)
+
+    def wait_for_steps(self, count: int) -> list[float]:
+        """Seconds of the next `count` steps, once they are done."""
+        until = self._steps + count
+        while len(lines := self._lines()) < until:
+            if self._process.poll() is not None:
+                raise PartFailed(
+                    "outpace train", f"exit code {self._process.returncode}", self._process.communicate()[1]
+                )
+            time.sleep(0.1)
+        times = [json.loads(line)["time/step_s"] for line in lines[self._steps :]]
+        self._steps = len(lines)
+        return times
+
+    def _lines(self) -> list[str]:
+        whole = self._metrics.read_text() if self._metrics.exists() else ""
+        return [line for line in whole.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def _train(mode: str, seed: int, steps: int, settings: Sequence[str], console: Console) -> Trial:
     with temporary_directory("bench") as directory:
         run_dir = directory / "run"
         words = [
             f"--pacing.max_lag={MODES[mode]}",
-            *([f"--engine.threads={split[0]}", f"--learner.threads={split[1]}"] if split else []),
             f"--run.seed={seed}",
             f"--run.steps={steps}",
             f"--run.dir={run_dir}",
         ]
         command = [sys.executable, "-m", "outpace.cli", "train", "--quiet", *settings, *words]
-        with _loaded(load):
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise PartFailed("outpace train", f"exit code {done.returncode}", done.stderr)
         summary = msgspec.json.decode((run_dir / "summary.json").read_bytes(), type=Summary)
-        lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    times = [json.loads(line)["time/step_s"] for line in lines]
-    step_s = statistics.fmean(times[len(times) // 3 :])
     accuracy = "" if summary.eval_last is None else f", held-out {summary.eval_last:.3f}"
-    console.print(f"{load}, {mode}, threads {_text(split)}, seed {seed}: {step_s:.2f} s per step{accuracy}")
-    return Trial(mode, split, load, seed, step_s, summary)
+    console.print(f"{mode}, seed {seed}: {summary.train_s:.1f} s{accuracy}")
+    return Trial(mode, seed, summary)
 
 
 @contextmanager
@@ -174,28 +229,28 @@ class ThreadsResult:
         return min(self.ratios.values())
 
 
-def threads_results(probes: Sequence[Trial]) -> list[ThreadsResult]:
+def threads_results(blocks: Sequence[Block]) -> list[ThreadsResult]:
     return [
-        _threads_result(load, mode, [probe for probe in probes if (probe.load, probe.mode) == (load, mode)])
+        _threads_result(load, mode, [block for block in blocks if (block.load, block.mode) == (load, mode)])
         for load in LOADS
         for mode in MODES
     ]
 
 
-def _threads_result(load: str, mode: str, probes: Sequence[Trial]) -> ThreadsResult:
-    """`probes` in the order in which they ran, default runs first, between and last."""
+def _threads_result(load: str, mode: str, blocks: Sequence[Block]) -> ThreadsResult:
+    """`blocks` in their order."""
+    steps: dict[str, list[float]] = {}
     ratios: dict[str, list[float]] = {}
-    for index, probe in enumerate(probes):
-        if probe.split:
-            before = next(each for each in reversed(probes[:index]) if each.split is None)
-            after = next(each for each in probes[index:] if each.split is None)
-            default_s = (before.step_s + after.step_s) / 2
-            ratios.setdefault(_text(probe.split), []).append(probe.step_s / default_s)
-    step_s = {
-        name: statistics.median(probe.step_s for probe in probes if _text(probe.split) == name)
-        for name in (DEFAULT, *ratios)
-    }
-    return ThreadsResult(load, mode, step_s, {name: statistics.median(values) for name, values in ratios.items()})
+    for index, block in enumerate(blocks):
+        steps.setdefault(_text(block.split), []).append(block.step_s)
+        if block.split:
+            default_s = (blocks[index - 1].step_s + blocks[index + 1].step_s) / 2
+            ratios.setdefault(_text(block.split), []).append(block.step_s / default_s)
+    return ThreadsResult(load, mode, _medians(steps), _medians(ratios))
+
+
+def _medians(values: dict[str, list[float]]) -> dict[str, float]:
+    return {name: statistics.median(each) for name, each in values.items()}
 
 
 # ----------------------------------------------------------------------------------------------------------- report
@@ -203,10 +258,10 @@ def _threads_result(load: str, mode: str, probes: Sequence[Trial]) -> ThreadsRes
 
 def print_tables(result: dict[str, Any], console: Console | None = None) -> None:
     console = console or Console(width=WIDTH)
-    results = threads_results(result["probes"])
+    results = threads_results(result["blocks"])
     title = (
         f"seconds per step (default's speed as a part of it) by threads of engine + learner, {result['cores']} cores, "
-        f"{result['probe_steps']} steps"
+        f"blocks of {result['block']} steps"
     )
     threads = Table(title=title)
     for column in ("load", "mode", *results[0].step_s, "default / best"):
@@ -287,11 +342,11 @@ def verdict(trials: Sequence[Trial]) -> str:
     return f"{speed}; final accuracy differs by {difference:+.3f}, synchronous seeds by up to {spread:.3f}"
 
 
-def missed_bars(probes: Sequence[Trial], trials: Sequence[Trial]) -> list[str]:
+def missed_bars(blocks: Sequence[Block], trials: Sequence[Trial]) -> list[str]:
     """What does not hold, in words."""
     missed = [
         f"{row.load}, {row.mode}: default threads reach {row.ratio:.2f} of the best split's speed, not {THREADS_BAR}"
-        for row in threads_results(probes)
+        for row in threads_results(blocks)
         if not row.ratio >= THREADS_BAR
     ]
     sync, asyn = medians(trials, "synchronous").seconds, medians(trials, "asynchronous").seconds

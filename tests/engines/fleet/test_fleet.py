@@ -129,7 +129,7 @@ async def test_a_request_that_is_lost_too_often_fails_with_the_causes(
 ) -> None:
     one, another, fleet = two()
     one.troubles = another.troubles = [trouble] * (MAX_MOVES + 1)
-    with pytest.raises(RequestFailed, match=f"lost {MAX_MOVES + 1} times: .: (lost|closed)"):
+    with pytest.raises(RequestFailed, match=rf"\b{MAX_MOVES + 1}\b.*\b[ab]: "):
         await asked(fleet)
     assert not one.troubles
 
@@ -260,7 +260,7 @@ async def test_a_pinned_request_may_overtake_the_word_of_its_weights_but_does_no
     answer = asyncio.create_task(fleet.generate("eval-5.0.0.0", PROMPT, Sampling(LENGTH, 1), 5, 5))
     await asyncio.sleep(0)
     await fleet.update(bare)
-    with pytest.raises(RequestFailed, match="no engine has the weights of version 5 pinned"):
+    with pytest.raises(RequestFailed, match="version 5"):
         await answer
 
 
@@ -322,7 +322,7 @@ async def test_a_request_id_is_under_way_once() -> None:
     fleet = Fleet({"a": engine})
     answer = asked(fleet)
     await engine.has("0.0.0")
-    with pytest.raises(RequestFailed, match="under way already"):
+    with pytest.raises(RequestFailed, match=r"0\.0\.0"):
         await asked(fleet)
     engine.end("0.0.0", LENGTH, "length")
     assert whole(await answer)
@@ -421,7 +421,7 @@ async def test_a_look_waits_while_the_request_does() -> None:
 async def test_weights_are_no_business_of_a_worker() -> None:
     fleet = Fleet({"a": FakeEngine()})
     for call in (fleet.stats(), fleet.release_pinned(), fleet.load(None, False)):  # type: ignore[arg-type]
-        with pytest.raises(NotImplementedError, match="by the controller"):
+        with pytest.raises(NotImplementedError, match="controller"):
             await call
 
 
@@ -435,6 +435,6 @@ async def test_a_request_fails_when_the_last_engine_that_could_have_served_it_le
     assert not bad.troubles
     assert not answer.done()
     await fleet.update([there])
-    with pytest.raises(RequestFailed, match=r"no engine is left that could serve it: .*a bug"):
+    with pytest.raises(RequestFailed, match=r"0\.0\.0.*ValueError: a bug"):
         async with asyncio.timeout(60):
             await answer

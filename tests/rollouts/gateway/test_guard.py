@@ -11,13 +11,14 @@ import sys
 from typing import Any
 from urllib.parse import urlsplit
 
+import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from outpace.errors import BadInput
 from outpace.rollouts.gateway.app import MAX_BODY
-from outpace.rollouts.gateway.openai_form import MAX_SIZE
+from outpace.rollouts.gateway.openai_form import MAX_DEPTH, MAX_SIZE
 from outpace.rollouts.gateway.server import Gateway
 from outpace.types import Endpoint
 
@@ -129,14 +130,14 @@ DEEP = b'{"messages": [{"role": "user", "content": "hi"}], "tools": ' + b"[" * 2
 @pytest.mark.parametrize(
     ("body", "told"),
     [
-        (b"", "not JSON"),
-        (b"\xff\xfe", "not JSON"),
-        (b"{", "not JSON"),
-        (b"[" * 100_000, "not JSON"),
-        (b'{"messages": NaN}', "not JSON"),
-        (b"[]", "not a JSON object"),
-        (b"null", "not a JSON object"),
-        (DEEP, "nested deeper"),
+        (b"", "JSON"),
+        (b"\xff\xfe", "JSON"),
+        (b"{", "JSON"),
+        (b"[" * 100_000, "JSON"),
+        (b'{"messages": NaN}', "JSON"),
+        (b"[]", "JSON object"),
+        (b"null", "JSON object"),
+        (DEEP, str(MAX_DEPTH)),
         (b"{}", "messages"),
         (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', ""),
     ],
@@ -188,7 +189,7 @@ async def test_a_text_far_beyond_any_context_is_refused_before_it_is_rendered(
     async with http.post(endpoint.base_url + path, data=sent, headers=key(endpoint)) as response:
         error = (await response.json())["error"]
         assert (response.status, error["type"]) == (400, "invalid_request_error")
-        assert "more than 1,000,000 characters" in error["message"]
+        assert f"{MAX_SIZE:,}" in error["message"]
         assert error.get("code", "context_length_exceeded") == "context_length_exceeded"
     assert client.requests == []
 
@@ -214,12 +215,18 @@ def test_random_bytes_at_the_port_do_no_harm(data: bytes) -> None:
     asyncio.run(attack())
 
 
+def listening() -> set[Any]:
+    """The addresses on which this process accepts connections."""
+    sockets = psutil.Process().net_connections("tcp")
+    return {each.laddr for each in sockets if each.status == psutil.CONN_LISTEN}
+
+
 async def test_it_listens_on_loopback_and_only_once_somebody_asks(policy: Any, typing_engine: Any) -> None:
+    before = listening()
     gateway = Gateway("127.0.0.1", 0, "m")
-    assert gateway._runner is None
+    assert listening() <= before
     await asyncio.gather(*(gateway.open(policy(typing_engine("x"), episode=index)) for index in range(5)))
-    assert gateway._runner is not None
-    assert [address[0] for address in gateway._runner.addresses] == ["127.0.0.1"]
+    assert [address.ip for address in listening() - before] == ["127.0.0.1"]
     await gateway.close()
 
 
@@ -243,7 +250,7 @@ async def test_a_port_that_is_taken_is_named() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(BadInput, match=rf"^gateway\.port: cannot listen on 127\.0\.0\.1:{port}"):
+        with pytest.raises(BadInput, match=rf"^gateway\.port: .*127\.0\.0\.1:{port}"):
             await Gateway("127.0.0.1", port, "m").start()
 
 

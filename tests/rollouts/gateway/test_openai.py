@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from typing import Any
 
 import openai
 import pytest
 
 from outpace.errors import BadInput, ContextFull, PartFailed, RequestFailed
+from support import naming
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 ADD: list[Any] = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
@@ -66,7 +68,7 @@ async def test_the_sampling_of_the_run_is_pinned_and_the_agent_is_told(
             "temperature", "top_p", "presence_penalty", "logit_bias", "seed",
         ]  # fmt: skip
     assert [(sent.temperature, sent.top_p) for sent in engine.samplings] == [(0.5, 1.0)] * 2
-    assert sum("agents send temperature" in message for message in caplog.messages) == 1
+    assert sum("temperature" in message for message in caplog.messages) == 1
 
 
 @pytest.mark.parametrize(("asked", "sent"), [(3, 3), (5000, 2000), (None, 2000)])
@@ -181,32 +183,32 @@ async def test_a_developer_speaks_as_the_system_and_parts_of_text_are_text(
 @pytest.mark.parametrize(
     ("field", "value", "told"),
     [
-        ("n", 2, "n: only 1 is offered"),
-        ("tool_choice", "required", "tool_choice: only auto and none"),
-        ("tool_choice", {"type": "function", "function": {"name": "add"}}, "tool_choice: only auto and none"),
-        ("top_logprobs", 3, "top_logprobs: only 0"),
-        ("response_format", {"type": "json_object"}, "response_format: json_object is not offered"),
-        ("max_tokens", 0, "max_tokens is 0"),
-        ("max_tokens", "many", "max_tokens: Expected `int | null`, got `str`"),
-        ("stop", [""], "stop: an empty text"),
-        ("messages", [], "messages is empty"),
-        ("messages", "hi", "messages: Expected `array`, got `str`"),
-        ("messages", [{"role": "king", "content": "hi"}], "messages"),
-        ("messages", [{"role": "user", "content": 7}], "messages"),
-        ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "image_url"),
-        ("messages", [{"role": "user", "content": [{"type": "text"}]}], "text"),
-        ("messages", [*HI, {"role": "tool", "content": "3"}], "tool_call_id: the result of a tool"),
-        ("tools", [{"type": "search"}], "tools"),
+        ("n", 2, ("1",)),
+        ("tool_choice", "required", ("auto", "none")),
+        ("tool_choice", {"type": "function", "function": {"name": "add"}}, ("auto", "none")),
+        ("top_logprobs", 3, ("0",)),
+        ("response_format", {"type": "json_object"}, ("json_object", "text")),
+        ("max_tokens", 0, ("0",)),
+        ("max_tokens", "many", ("Expected `int | null`, got `str`",)),
+        ("stop", [""], ("empty",)),
+        ("messages", [], ("empty",)),
+        ("messages", "hi", ("Expected `array`, got `str`",)),
+        ("messages", [{"role": "king", "content": "hi"}], ()),
+        ("messages", [{"role": "user", "content": 7}], ()),
+        ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], ("image_url",)),
+        ("messages", [{"role": "user", "content": [{"type": "text"}]}], ("text",)),
+        ("messages", [*HI, {"role": "tool", "content": "3"}], ("tool_call_id",)),
+        ("tools", [{"type": "search"}], ()),
     ],
 )
 async def test_what_cannot_be_honoured_is_refused_with_a_reason(
-    field: str, value: Any, told: str, gateway: Any, policy: Any, typing_engine: Any, agent_of: Any
+    field: str, value: Any, told: tuple[str, ...], gateway: Any, policy: Any, typing_engine: Any, agent_of: Any
 ) -> None:
     client = policy(typing_engine("hello"))
     agent = agent_of(await gateway.open(client))
     with pytest.raises(openai.BadRequestError) as refused:
         await agent.chat.completions.create(**{"model": "m", "messages": HI, field: value})
-    assert told in refused.value.message
+    assert re.search(naming(field, *told), refused.value.message.partition(" - ")[2])  # without the client's prefix
     assert refused.value.type == "invalid_request_error"
     assert (refused.value.param or "").startswith(field)
     assert client.requests == []
