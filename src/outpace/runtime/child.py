@@ -3,8 +3,9 @@
 Reads its spec from the inherited socket, builds its part, says it is ready and answers calls until the parent closes
 the socket. A child never outlives its parent: the kernel kills it when the parent dies, and a closed socket ends it.
 
-On SIGUSR1 it writes the stacks of its threads to its log, in C, whatever Python is doing; on SIGUSR2 its loop, if it
-still turns, writes what it is waiting for.
+On SIGUSR2 its loop, if it still runs, writes waits, tasks and stacks of threads to its log. On SIGUSR1 the stacks are
+written in C, whatever Python is doing. That reads frames without the GIL and can crash a process that computes, so it
+is for a process that did not answer SIGUSR2.
 """
 
 from __future__ import annotations
@@ -45,6 +46,9 @@ class Broken(msgspec.Struct, tag="broken"):
 
 Hello = Ready | Broken
 
+STACKS = "waits:"
+"""The first line of what a loop writes on SIGUSR2."""
+
 
 async def live(fd: int) -> None:
     asyncio.get_running_loop().set_default_executor(steady_executor())
@@ -64,7 +68,7 @@ async def live(fd: int) -> None:
         await channel.finish()
         return
     garbage.settle()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, _say_what_is_awaited)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, _write_stacks)
     crash.reached("child.ready")
     await channel.send(Ready(os.getpid()))
     watch = asyncio.create_task(_leave_if_broken(part))
@@ -85,8 +89,9 @@ async def _leave_if_broken(part: object) -> None:
         os._exit(1)
 
 
-def _say_what_is_awaited() -> None:
-    print(f"waits:\n{stacks.waits()}\ntasks:\n{stacks.tasks()}", file=sys.stderr, flush=True)
+def _write_stacks() -> None:
+    report = f"{STACKS}\n{stacks.waits()}\ntasks:\n{stacks.tasks()}\n{stacks.threads()}"
+    print(report, file=sys.stderr, flush=True)
 
 
 async def _peers(spec: parts.PartSpec) -> dict[str, Any]:

@@ -29,8 +29,8 @@ from outpace.runtime.spec import PartSpec
 
 P = TypeVar("P")
 
-SPEAKING_S = 1.0
-"""How long parts have to say what they are doing."""
+SPEAKING_S = 2.0
+"""How long parts have to say what they are doing; as long again if they did not."""
 
 
 @dataclass

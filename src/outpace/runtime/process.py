@@ -1,7 +1,7 @@
 """One process that is a part, as its parent sees it: from its start to its end, with its log.
 
-What it prints is its log. On SIGUSR1 it writes the stacks of its threads there, even where its event loop is stuck; on
-SIGUSR2 what its loop is waiting for (`outpace.runtime.child`).
+What it prints is its log. On SIGUSR2 it writes there what it is doing, if its event loop still runs; on SIGUSR1 the
+stacks of its threads, even where the loop is stuck (`outpace.runtime.child`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import BinaryIO, Literal
 import psutil
 
 from outpace import errors
-from outpace.runtime.child import Broken, Hello
+from outpace.runtime.child import STACKS, Broken, Hello
 from outpace.runtime.family import how_it_ended
 from outpace.runtime.rpc import Channel
 from outpace.runtime.spec import BROKEN, PartSpec
@@ -122,9 +122,11 @@ class PartProcess:
         if state != "running" or not self._ready:
             return f"{self._spec.name} (process {self.pid}) is {state}"
         length = self._logged()
-        self._process.send_signal(signal.SIGUSR1)
         self._process.send_signal(signal.SIGUSR2)
         await asyncio.sleep(within_s)
+        if STACKS not in self._said_since(length):
+            self._process.send_signal(signal.SIGUSR1)
+            await asyncio.sleep(within_s)
         said = self._said_since(length) or "says nothing, not even where its threads are"
         return f"{self._spec.name} (process {self.pid}):\n{said}"
 
