@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outpace.bench.options import take_options
-from outpace.errors import PartFailed
+from outpace.errors import BadInput, PartFailed
 from outpace.observe.summary import Summary
 from outpace.resources import cores
 from outpace.runtime.core_sharing import BOARD, Board
@@ -154,7 +154,10 @@ class _RunUnderWay:
         """The board that a child of the run is on."""
         children = {child.pid for child in psutil.Process(self._process.pid).children(recursive=True)}
         boards = [Board(path) for path in memory_root().glob(f"*/{BOARD}")]
-        return next(board for board in boards if board.pids() & children)
+        for board in boards:
+            if board.pids() & children:
+                return board
+        raise BadInput("thread counts do not follow the load with these settings; leave out threads and run.device")
 
     def wait_for_steps(self, count: int) -> list[float]:
         """Seconds of the next `count` steps, once they are done."""
