@@ -89,7 +89,7 @@ class Trial:
 
 
 def main(settings: Sequence[str]) -> int:
-    options, settings = take_options(settings, {"steps": 60, "block": 6, "repeats": 3, "seeds": 3})
+    options, settings = take_options(settings, {"steps": 60, "block": 6, "repeats": 5, "seeds": 3})
     result = run(options["steps"], options["block"], options["repeats"], options["seeds"], settings)
     print_tables(result)
     missed = missed_bars(result["blocks"], result["trials"])
