@@ -30,8 +30,7 @@ test: $(STAMP)
 	$(PYTEST) $(PARALLEL) -m "not ($(SLOWER))"
 
 slow: $(STAMP)
-	$(PYTEST) $(PARALLEL) -m "slow and not (alone or vllm or smollm2 or nightly or gpu)" \
-		tests/faults tests/models tests/rollouts tests/system
+	$(PYTEST) $(PARALLEL) -m "slow and not (alone or vllm or smollm2 or nightly or gpu)"
 
 # Tests that other work on the machine would disturb, one after the other.
 alone: $(STAMP)

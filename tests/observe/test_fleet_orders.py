@@ -91,8 +91,8 @@ class Answering(OrdersRead):
 
 
 def test_an_order_that_the_run_refuses_is_bad_input_with_the_reason(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Answering(run, monkeypatch, state="refused", why="nobody answers at http://c:1")
-    with pytest.raises(BadInput, match="nobody answers at http://c:1"):
+    Answering(run, monkeypatch, state="refused", why="no answer at http://c:1")
+    with pytest.raises(BadInput, match="no answer at http://c:1"):
         order_all(run, [Order(add="http://c:1")], lambda _: None)
 
 

@@ -77,7 +77,7 @@ async def test_what_takes_part_already_or_cannot_be_started_or_must_stay_is_refu
     def recruit(url: str) -> tuple[str, str, Engine]:
         asked.append(url)
         if url != HERE:
-            raise BadInput(f"nobody answers at {url}")
+            raise BadInput(f"no answer at {url}")
         return "e1", "/e1", FakeEngine()
 
     rig.recruit = recruit
@@ -85,8 +85,8 @@ async def test_what_takes_part_already_or_cannot_be_started_or_must_stay_is_refu
     await outcome(rig, fleet.Order(add=HERE))
     for order, keys in (
         (fleet.Order(add="http://localhost:8000/"), ("http://localhost:8000",)),
-        (fleet.Order(add="http://nowhere:1"), ("nobody answers at http://nowhere:1",)),
-        (fleet.Order(add="http://h:noport"), ("nobody answers at http://h:noport",)),
+        (fleet.Order(add="http://nowhere:1"), ("no answer at http://nowhere:1",)),
+        (fleet.Order(add="http://h:noport"), ("no answer at http://h:noport",)),
         (fleet.Order(remove="e7"), ("e7", "e0, e1")),
     ):
         refused = await outcome(rig, order)

@@ -100,7 +100,9 @@ def main(settings: Sequence[str]) -> int:
 
 def run(steps: int, block: int, repeats: int, seeds: int, settings: Sequence[str]) -> dict[str, Any]:
     console = Console(stderr=True)
-    blocks = [each for load in LOADS for mode in MODES for each in _blocks(mode, load, block, repeats, settings)]
+    blocks = [
+        each for load in LOADS for mode in MODES for each in _blocks(mode, load, block, repeats, settings, console)
+    ]
     trials = [
         _train(mode, seed, steps, settings, console)
         for seed in range(seeds)
@@ -115,10 +117,11 @@ def _splits() -> list[tuple[int, int]]:
     return [(engine, learner) for engine in counts for learner in counts]
 
 
-def _blocks(mode: str, load: str, block: int, repeats: int, settings: Sequence[str]) -> Iterator[Block]:
+def _blocks(
+    mode: str, load: str, block: int, repeats: int, settings: Sequence[str], console: Console
+) -> Iterator[Block]:
     """One run, in which thread counts change after every `block` steps: default, fixed, default, the next fixed."""
     repetition = [each for split in _splits() for each in (None, split)]
-    console = Console(stderr=True)
     with temporary_directory("bench") as directory, _loaded(load):
         # Every group is trained and hardly changes the model, so that each step is the same work.
         same_work = ("--eval.count=0", "--filter.uniform=false", "--learner.lr=1e-12", "--checkpoint.every=0")

@@ -285,15 +285,17 @@ class CoreSharing:
     def comparing(self, tokens: int) -> Iterator[None]:
         """Work on so many tokens, with the share or with all cores, whichever proves faster."""
         began = self._clock()
-        contended = not self._fixed() and self._share() < self._cores and self._worth_comparing()
+        contended = self._worth_comparing() and not self._fixed() and self._share() < self._cores
         if self._trial_s >= TRIAL_S:
             self._all_is_faster.record(self._trial_all, self._trial_tokens / self._trial_s)
             self._trial_all = self._all_is_faster.next_is_second()
             self._trial_tokens, self._trial_s = 0, 0.0
         self._all = contended and self._trial_all
         self.adjust()
-        yield
-        self._all = False
+        try:
+            yield
+        finally:
+            self._all = False
         if contended:
             self._trial_tokens += tokens
             self._trial_s += self._clock() - began
