@@ -1,10 +1,10 @@
-"""An agent as somebody may have written it years ago: the official client, a loop of tool calls, nothing of outpace.
+"""An ordinary agent: the official OpenAI client and a loop of tool calls, without any outpace code.
 
     outpace train --model.path starter-agent --tasks.name calculator --rewards.functions number \\
       --rollout.agent python,examples/openai_agent.py --rollout.group_size 4 --pacing.groups_per_step 2
 
-It is started once per episode with the task on its standard input and its model behind OPENAI_BASE_URL. Every other
-answer is streamed, to show that it makes no difference.
+outpace starts it once per episode with the task as JSON on stdin and the policy behind OPENAI_BASE_URL. Every other
+request is streamed, to show that both work.
 """
 
 import ast
@@ -32,8 +32,8 @@ TOOLS = [
 ]
 
 
-def ask(client, messages, stream):
-    """One answer as a message, whole or put together from its deltas."""
+def complete(client, messages, stream):
+    """Request one completion and return it as a message, assembled from deltas if streamed."""
     options = {"model": os.environ["OPENAI_MODEL"], "messages": messages, "tools": TOOLS, "temperature": 0.0}
     if not stream:
         return client.chat.completions.create(**options).choices[0].message.model_dump(exclude_none=True)
@@ -42,16 +42,16 @@ def ask(client, messages, stream):
         for delta in [choice.delta for choice in chunk.choices]:
             content += delta.content or ""
             for call in delta.tool_calls or []:
-                kept = calls.setdefault(
+                merged = calls.setdefault(
                     call.index, {"id": call.id, "type": "function", "function": {"name": "", "arguments": ""}}
                 )
-                kept["function"]["name"] += call.function.name or ""
-                kept["function"]["arguments"] += call.function.arguments or ""
+                merged["function"]["name"] += call.function.name or ""
+                merged["function"]["arguments"] += call.function.arguments or ""
     return {"role": "assistant", "content": content, **({"tool_calls": list(calls.values())} if calls else {})}
 
 
-def result_of(call):
-    """What the tool says. A model wrote the expression, so it is read and never executed."""
+def run_tool(call):
+    """Run the tool. The expression is model output: parse it, never execute it."""
     try:
         return str(value(ast.parse(json.loads(call["function"]["arguments"])["expression"], mode="eval").body))
     except (ValueError, KeyError, TypeError, SyntaxError) as error:
@@ -59,6 +59,7 @@ def result_of(call):
 
 
 def value(node):
+    """Evaluate a parsed arithmetic expression."""
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return node.value
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
@@ -72,12 +73,12 @@ def main():
     turns = 0
     with OpenAI() as client:
         for turns in range(1, 4):
-            message = ask(client, messages, stream=turns % 2 == 0)
+            message = complete(client, messages, stream=turns % 2 == 0)
             messages.append(message)
             if not message.get("tool_calls"):
                 break
             messages += [
-                {"role": "tool", "tool_call_id": call["id"], "content": result_of(call)}
+                {"role": "tool", "tool_call_id": call["id"], "content": run_tool(call)}
                 for call in message["tool_calls"]
             ]
     if "AGENT_LOG" in os.environ:

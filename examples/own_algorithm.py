@@ -1,9 +1,9 @@
-"""A surrogate and an advantage estimator of one's own, and a short training run with them.
+"""A custom policy loss, a custom advantage estimator, and a short training run with both.
 
     python examples/own_algorithm.py
 
-Each is one function under one decorator. Nothing is registered elsewhere: a config names them by the file they are in.
-This file is imported by every part of the run, so what it does as a script is behind a guard, and torch is not needed.
+Each is one function with one decorator. The config refers to them by file and name; nothing else needs registering.
+Every component of the run imports this file, so the script part is behind a `__main__` guard and torch is not imported.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 @outpace.surrogate(anchors=("rollout",))
 def banded_is(tokens: outpace.Tokens, *, cap: float = 2.0, clip_low: float = 0.5) -> Tensor:
-    """-sg(w) A log pi with w = current / sampler held between 1 - clip_low and cap: no token is nearly forgotten."""
+    """-sg(w) A log pi, with w = current / sampler clamped to [1 - clip_low, cap]: no token's weight vanishes."""
     weights_N = tokens.ratio_N.detach().clamp(1 - clip_low, cap)
     return -weights_N * tokens.advantages_N * tokens.logp_N
 
 
 @outpace.advantage(credits=("episode", "turn", "token"), additive=True)
-def above_median(peers: outpace.Peers) -> NDArray[np.float64]:
-    """R - median(R): where most attempts fail only the solved ones count, where most are solved only the failed."""
-    return peers.returns_G - np.median(peers.returns_G)
+def above_median(group: outpace.Peers) -> NDArray[np.float64]:
+    """R - median(R): if most attempts fail, only successes get an advantage; if most succeed, only failures do."""
+    return group.returns_G - np.median(group.returns_G)
 
 
 def main() -> None:

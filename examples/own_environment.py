@@ -1,4 +1,4 @@
-"""An environment of your own, in the convention that TRL users know: `python examples/own_environment.py`.
+"""A custom environment in TRL's convention: `python examples/own_environment.py`.
 
 Public methods with type hints and a docstring are the tools. The same class works from the command line, with tasks
 from a file: `outpace train --rollout.environment examples/own_environment.py:Guessing --tasks.path games.jsonl`.
@@ -9,7 +9,7 @@ import outpace
 
 class Guessing:
     def reset(self, secret, **columns):
-        """Columns of the task come in by name. What this returns, if anything, is added to the prompt."""
+        """Start an episode. Task columns are passed by name; a return value, if any, is appended to the prompt."""
         self.secret, self.left, self.found = secret, 4, False
 
     def guess(self, number: int) -> str:
@@ -19,7 +19,7 @@ class Guessing:
             number: your guess.
         """
         if self.left == 0:
-            raise ValueError("no guesses are left")  # the model hears this, and the episode goes on
+            raise ValueError("no guesses are left")  # the model sees this error and the episode continues
         self.left -= 1
         self.found = number == self.secret
         return "correct" if self.found else "higher" if number < self.secret else "lower"

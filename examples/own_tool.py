@@ -1,7 +1,7 @@
-"""A tool of your own, from Python: `python examples/own_tool.py`. About a minute on two cores.
+"""A custom tool: `python examples/own_tool.py`. Takes about a minute on two cores.
 
-`starter-agent` is tiny and literal. It knows two kinds of task: "What is 347*28+15?" with a tool `calculate`, described
-as it is here, and the guessing game of `examples/own_environment.py`. A real model takes any tool.
+`starter-agent` is a tiny model trained on two kinds of tasks: "What is 347*28+15?" with a tool `calculate` described
+exactly as below, and the guessing game of `examples/own_environment.py`. A real model works with any tool.
 """
 
 import ast
@@ -25,7 +25,7 @@ def calculate(expression: str) -> str:
 
 
 def value(node: ast.expr) -> int:
-    """Of what a model wrote, so it is read and never executed."""
+    """Evaluate a parsed expression. It is model output: parse it, never execute it."""
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return node.value
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
@@ -44,7 +44,7 @@ if __name__ == "__main__":
         model="starter-agent",
         tasks=problems(2000),
         tools=calculate,
-        rewards="number",  # the last number of the last answer, against the column `answer`
+        rewards="number",  # compares the last number of the final message with the column `answer`
         config={
             "rollout.max_turns": 3,
             "pacing.groups_per_step": 8,

@@ -1,23 +1,23 @@
-"""The whole algorithm in one synchronous script, for reading.
+"""Synchronous GRPO in one script, for reading.
 
     python examples/plain_grpo.py --steps 30
 
 A small model learns countdown on the CPU: reach a target from a few numbers, using each exactly once. One step:
 
-    1. take the next puzzles and sample a group of answers to each            (rollout)
-    2. grade them: 1 if the expression is right, else 0                       (rewards)
-    3. advantage = reward - mean of the group; groups without any difference
-       teach nothing and are replaced by further puzzles                      (advantages)
-    4. gradient of -min(w, cap) * advantage * log pi, summed over all sampled
-       tokens, divided once by their number; w = pi / what was sampled from   (loss)
-    5. clip, AdamW, and the sampler gets the new weights                      (update)
+    1. rollout      take the next puzzles and sample a group of completions for each
+    2. rewards      1 if the expression is right, else 0
+    3. advantages   reward minus the group mean. Groups with equal rewards have no training signal and are replaced by
+                    further puzzles
+    4. loss         gradient of -min(w, cap) * advantage * log pi, summed over all sampled tokens and divided once by
+                    their number. w = pi / sampling policy
+    5. update       clip, AdamW, copy the new weights to the sampler
 
-outpace runs the same five things at the same time: engines sample while the learner trains, a few versions behind.
-With `--pacing.max_lag 0 --run.deterministic true` it computes exactly what is computed here: the same tokens, the
-same rewards and the same losses, to the last bit. What is shared with outpace are pure functions (noise, sampling,
-packing, loss) and the decoder; everything that decides when things happen is spelled out below.
+outpace runs these five concurrently: engines sample while the learner trains, a few versions behind. With
+`--pacing.max_lag 0 --run.deterministic true` it computes exactly what this script computes: the same tokens, rewards
+and losses, bit for bit. The script shares pure functions (noise, sampling, packing, loss) and the decoder with outpace;
+every scheduling decision is spelled out below.
 
-Legend: _S slots of the decoder, _N trained tokens.
+Legend: _S decoder slots, _N trained tokens.
 """
 
 from __future__ import annotations
@@ -56,13 +56,15 @@ from outpace.types import OBSERVED, Floats, Ints, Row, Task
 
 @dataclass(frozen=True)
 class Answer:
+    """A completion: its tokens, and the logprobs they were sampled with."""
+
     tokens: Ints
     logprobs: Floats
 
 
 @dataclass(frozen=True)
 class Group:
-    """All answers to one puzzle. `number` counts the puzzles taken since the start."""
+    """All completions of one puzzle. `number` counts puzzles from the start of the run."""
 
     number: int
     task: Task
@@ -75,7 +77,7 @@ class Group:
 
 
 class Sampler:
-    """Turns puzzles into graded groups with the weights it was given last."""
+    """Samples and grades groups with its current weights."""
 
     def __init__(self, config: Config, model: PreTrainedModel) -> None:
         self.config = config
@@ -85,11 +87,11 @@ class Sampler:
             model, config.engine.slots, config.engine.context, deterministic=True, path=config.engine.path
         )
 
-    def use_weights_of(self, model: PreTrainedModel) -> None:
+    def load_weights(self, model: PreTrainedModel) -> None:
         self.decoder.install(self.decoder.prepare(model.state_dict()))
 
     def roll_out(self, numbered_tasks: list[tuple[int, Task]]) -> list[Group]:
-        """Sample and grade one group per puzzle."""
+        """Sample and grade one group per puzzle. Each completion has its own seed."""
         size, seed = self.config.rollout.group_size, self.config.run.seed
         prompts = [self._prompt(task) for _, task in numbered_tasks]
         answers = self._generate(
@@ -98,8 +100,8 @@ class Sampler:
         )
         groups = []
         for (number, task), prompt in zip(numbered_tasks, prompts, strict=True):
-            own = [next(answers) for _ in range(size)]
-            groups.append(Group(number, task, prompt, own, self._grade(task, own)))
+            completions = [next(answers) for _ in range(size)]
+            groups.append(Group(number, task, prompt, completions, self._grade(task, completions)))
         return groups
 
     def _prompt(self, task: Task) -> Ints:
@@ -111,25 +113,26 @@ class Sampler:
         return countdown([task.prompt] * len(texts), texts, **columns)
 
     def _generate(self, prompts: list[Ints], seeds: list[int]) -> Iterator[Answer]:
-        """Answers in the order of the prompts; a request's noise depends on its own seed and token index alone."""
+        """Yield completions in prompt order, one batch of slots at a time. Their noise depends only on seed and token
+        index, so batching does not change them."""
         slots = self.decoder.slots
         for start in range(0, len(prompts), slots):
-            yield from self._generate_together(prompts[start : start + slots], seeds[start : start + slots])
+            yield from self._generate_batch(prompts[start : start + slots], seeds[start : start + slots])
 
-    def _generate_together(self, prompts: list[Ints], seeds: list[int]) -> list[Answer]:
+    def _generate_batch(self, prompts: list[Ints], seeds: list[int]) -> list[Answer]:
         slots, rollout = self.decoder.slots, self.config.rollout
         assert rollout.max_tokens is not None
-        # The last token of a prompt goes through the first decode step: that is what gives the first logits.
+        # Prefill all but the last prompt token. The first decode step processes that one and gives the first logits.
         prefixes = {row: prompt[:-1] for row, prompt in enumerate(prompts) if len(prompt) > 1}
         self.decoder.prefill(list(prefixes), list(prefixes.values()))
-        # All slots are stepped, also idle ones (token 0 at position 0), so that every shape is always the same.
+        # Step all slots, idle ones included (token 0 at position 0), so that shapes never change.
         tokens_S, positions_S, seeds_S = (np.zeros(slots, dtype=np.int64) for _ in range(3))
         tokens_S[: len(prompts)] = [prompt[-1] for prompt in prompts]
         positions_S[: len(prompts)] = [len(prompt) - 1 for prompt in prompts]
         seeds_S[: len(prompts)] = seeds
         temperature_S = np.full(slots, rollout.temperature, dtype=np.float32)
         no_top_k_S, no_top_p_S = np.zeros(slots, dtype=np.int64), np.ones(slots, dtype=np.float32)
-        sampled: list[list[tuple[int, float]]] = [[] for _ in prompts]
+        completions: list[list[tuple[int, float]]] = [[] for _ in prompts]
         running = set(range(len(prompts)))
         index = 0
         while running:
@@ -139,7 +142,7 @@ class Sampler:
             index += 1
             for row in sorted(running):
                 token = int(chosen[row])
-                sampled[row].append((token, float(logprobs[row])))
+                completions[row].append((token, float(logprobs[row])))
                 tokens_S[row], positions_S[row] = token, positions_S[row] + 1
                 limit = min(rollout.max_tokens, self.decoder.context - len(prompts[row]))
                 if token in self.stops or index >= limit:
@@ -147,7 +150,7 @@ class Sampler:
                     tokens_S[row] = positions_S[row] = 0
         return [
             Answer(np.array([t for t, _ in pairs], dtype=np.int32), np.array([p for _, p in pairs], dtype=np.float32))
-            for pairs in sampled
+            for pairs in completions
         ]
 
 
@@ -155,18 +158,18 @@ class Sampler:
 
 
 def rows_of(group: Group, version: int) -> list[Row]:
-    """What the learner needs of a group: exact tokens, what they were sampled with, an advantage per token."""
+    """Return the training rows of a group: exact tokens, sampling logprobs, versions and an advantage per token."""
     rows = []
     lengths = np.array([float(len(answer.tokens)) for answer in group.answers])
     advantages = dr_grpo(Peers(np.array(group.rewards), lengths)).astype(np.float32)
     for answer, advantage in zip(group.answers, advantages, strict=True):
-        observed, count = len(group.prompt), len(answer.tokens)
-        mask = np.arange(observed + count) >= observed
+        prompt_length, count = len(group.prompt), len(answer.tokens)
+        mask = np.arange(prompt_length + count) >= prompt_length
         rows.append(
             Row(
                 tokens=np.concatenate([group.prompt, answer.tokens]),
                 mask=mask,
-                logprobs=np.concatenate([np.zeros(observed, dtype=np.float32), answer.logprobs]),
+                logprobs=np.concatenate([np.zeros(prompt_length, dtype=np.float32), answer.logprobs]),
                 versions=np.where(mask, version, OBSERVED).astype(np.int32),
                 advantages=np.where(mask, advantage, np.float32(0)),
             )
@@ -175,13 +178,13 @@ def rows_of(group: Group, version: int) -> list[Row]:
 
 
 class Learner:
-    """One batch of groups in, one update of the model out."""
+    """Makes one update of the model per batch of groups."""
 
     def __init__(self, config: Config, model: PreTrainedModel) -> None:
         self.config = config
         self.model = model
         self.forward: Forward = choose_forward(model, Wanted(config.rollout.temperature))
-        self.surrogate = chosen_surrogate(config.algorithm)
+        self.policy_loss = chosen_surrogate(config.algorithm)
         learner = config.learner
         matrices = {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": learner.weight_decay}
         vectors = {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0}
@@ -191,7 +194,7 @@ class Learner:
         )
 
     def train(self, groups: list[Group], version: int) -> tuple[float, float]:
-        """Loss (mean over all sampled tokens) and gradient norm of this batch."""
+        """Train on a batch. Return the loss (mean over all sampled tokens) and the gradient norm."""
         size = self.config.pacing.chunk_groups
         loss_sum, tokens = 0.0, 0
         for start in range(0, len(groups), size):
@@ -202,7 +205,7 @@ class Learner:
         return loss_sum / tokens, self._update(tokens)
 
     def _accumulate(self, rows: list[Row]) -> tuple[float, int]:
-        """Add the gradient of the un-normalised loss: sums add up however the batch is cut, means do not."""
+        """Add the gradient of the unnormalized loss. Sums do not depend on how the batch is split; means would."""
         loss_sum, tokens = 0.0, 0
         for packed in pack(rows, self.config.learner.tokens_per_pass):
             sampler_logp_N = torch.from_numpy(packed.sampler_logp_N)
@@ -214,13 +217,14 @@ class Learner:
                 sequence_N=torch.from_numpy(packed.sequence_N),
                 sequences=packed.documents,
             )
-            loss = self.surrogate(tokens_N).sum(dtype=torch.float64)
+            loss = self.policy_loss(tokens_N).sum(dtype=torch.float64)
             loss.backward()  # type: ignore[no-untyped-call]
             loss_sum += loss.item()
             tokens += len(packed.targets_N)
         return loss_sum, tokens
 
     def _update(self, tokens: int) -> float:
+        """Normalize and clip the accumulated gradient, take an optimizer step, and return the gradient norm."""
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         norm = float(torch.nn.utils.get_total_norm(gradients)) / tokens
         assert math.isfinite(norm)
@@ -231,26 +235,27 @@ class Learner:
         return norm
 
 
-# ---------------------------------------------------------------------------------------------------------- the loop
+# ----------------------------------------------------------------------------------------------------- training loop
 
 
 def collect(sampler: Sampler, tasks: Countdown, order: Order, first: int) -> list[Group]:
-    """All groups of one step, in the order of their puzzles: as many as a full batch of useful ones takes."""
+    """Sample the groups of one step in puzzle order, until `groups_per_step` of them have a training signal."""
     config = sampler.config
     groups: list[Group] = []
-    while (missing := config.pacing.groups_per_step - sum(teaches(group, config) for group in groups)) > 0:
-        numbers = range(first + len(groups), first + len(groups) + missing)
+    while (needed := config.pacing.groups_per_step - sum(has_signal(group, config) for group in groups)) > 0:
+        numbers = range(first + len(groups), first + len(groups) + needed)
         groups += sampler.roll_out([(number, tasks[order.task(number)[1]]) for number in numbers])
     return groups
 
 
-def teaches(group: Group, config: Config) -> bool:
+def has_signal(group: Group, config: Config) -> bool:
+    """Return whether rewards differ within the group, so that advantages are not all zero."""
     assert config.filter.tolerance is not None
     return not is_uniform(group.rewards, config.filter.tolerance)
 
 
 def run(config: Config) -> Iterator[dict[str, Any]]:
-    """Train, and tell of every step."""
+    """Train and yield a report of every step."""
     torch.set_num_threads(learner_threads(config))
     model = load_model(config.model.path, dtype="float32", device="cpu")
     sampler, learner = Sampler(config, model), Learner(config, model)
@@ -262,9 +267,9 @@ def run(config: Config) -> Iterator[dict[str, Any]]:
         started = time.perf_counter()
         groups = collect(sampler, tasks, order, first=taken)
         taken += len(groups)
-        batch = [group for group in groups if teaches(group, config)]
+        batch = [group for group in groups if has_signal(group, config)]
         loss, norm = learner.train(batch, version)
-        sampler.use_weights_of(model)
+        sampler.load_weights(model)
         yield {
             "step": version + 1,
             "loss": loss,
@@ -275,7 +280,7 @@ def run(config: Config) -> Iterator[dict[str, Any]]:
                 {
                     "group": group.number,
                     "task": group.task.id,
-                    "trained": teaches(group, config),
+                    "trained": has_signal(group, config),
                     "rewards": group.rewards,
                     "tokens": [answer.tokens.tolist() for answer in group.answers],
                 }
@@ -290,9 +295,9 @@ def parse() -> tuple[Config, str | None]:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--groups", type=int, default=64, help="puzzles per step")
     parser.add_argument("--threads", type=int, help="default: all cores")
-    parser.add_argument("--context", type=int, help="longest sequence; default: the model's own limit")
+    parser.add_argument("--context", type=int, help="maximum sequence length; default: the model's limit")
     parser.add_argument("--model", default="starter")
-    parser.add_argument("--json", metavar="FILE", help="write tokens, rewards and losses of every step")
+    parser.add_argument("--json", metavar="FILE", help="write tokens, rewards and losses of every step to FILE")
     options = parser.parse_args()
     overrides = {
         "model": {"path": options.model},
@@ -309,7 +314,7 @@ def main() -> None:
     for step in run(config):
         print(
             f"step {step['step']:4d}  accuracy {step['accuracy']:.3f}  loss {step['loss']:+.4f}  "
-            f"gradient {step['grad_norm']:.3f}  groups {len(step['groups'])}  {step['seconds']:.1f} s",
+            f"grad norm {step['grad_norm']:.3f}  groups {len(step['groups'])}  {step['seconds']:.1f} s",
             flush=True,
         )
         steps.append(step)

@@ -1,4 +1,4 @@
-"""outpace: fully asynchronous reinforcement learning for language models and agents."""
+"""outpace: asynchronous reinforcement learning for language models and agents."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ __all__ = [
     "surrogate",
 ]
 
-_HOMES = {
+_PUBLIC_NAMES = {
     "Answer": "outpace.types",
     "BatchSignal": "outpace.algorithms.normalisers",
     "Callback": "outpace.observe.callbacks",
@@ -70,10 +70,10 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Public names are loaded when first used, so that `import outpace` in a child costs nothing."""
-    if name not in _HOMES:
+    """Import public names on first use, so that `import outpace` stays cheap in child processes."""
+    if name not in _PUBLIC_NAMES:
         raise AttributeError(f"module 'outpace' has no attribute {name!r}")
     import importlib
 
-    module, _, attribute = _HOMES[name].partition(":")
+    module, _, attribute = _PUBLIC_NAMES[name].partition(":")
     return getattr(importlib.import_module(module), attribute or name)

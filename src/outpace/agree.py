@@ -1,8 +1,8 @@
-"""`outpace agree`: whether those who sample and the learner say the same of the same tokens, with nothing trained.
+"""`outpace check-logprobs`: compare sampler and learner logprobs on the same tokens, without training.
 
-With a run, both sides get the weights of its newest complete checkpoint, by the way that updates take in training.
-Without one, servers that were running before get the model's, whatever they have held: not while somebody trains with
-them.
+With a run, both sides load its newest complete checkpoint, through the same weight transport as in training. Without a
+run, both use `model.path`; servers in `engine.urls` receive those weights and lose the ones they hold. Do not use it on
+servers of an active run.
 """
 
 from __future__ import annotations
@@ -30,25 +30,26 @@ from outpace.session import Plan
 
 
 def agree(run: Path | None, settings: Sequence[str]) -> int:
-    """Print a table, one line per engine. 0: all agree."""
+    """Print one table row per engine. Returns exit code 0 if all engines match the learner."""
     found = measure(run, settings)
     print_table(found)
     return 0 if all(result.agrees for result in found.values()) else BadInput.exit_code
 
 
 def measure(run: Path | None, settings: Sequence[str]) -> dict[str, Agreement]:
-    """What came of every engine, by name."""
-    with temporary_directory("agree") as directory:
-        words = [*settings, f"--run.dir={directory}", "--rollout.workers=1"]
-        config = (
-            load_config(None, [*_taken_for_granted(settings), *words]) if run is None else config_of_run(run, words)
-        )
+    """Return the comparison of every engine, by name."""
+    with temporary_directory("check-logprobs") as directory:
+        overrides = [*settings, f"--run.dir={directory}", "--rollout.workers=1"]
+        if run is None:
+            config = load_config(None, [*_default_settings(settings), *overrides])
+        else:
+            config = config_of_run(run, overrides)
         checkpoint = None if run is None else _checkpoint(run)
         return asyncio.run(_measure(make_plan(config, Objects()), directory, checkpoint))
 
 
-def _taken_for_granted(settings: Sequence[str]) -> list[str]:
-    """As with `outpace serve`, a server that is to be started is vLLM unless something else is said."""
+def _default_settings(settings: Sequence[str]) -> list[str]:
+    """Default to vLLM if any `launch` setting is given, like `outpace serve`."""
     launches = any(key.startswith("launch.") for key in parse_arguments(settings))
     return ["--engine.kind=vllm"] if launches else []
 
@@ -56,31 +57,31 @@ def _taken_for_granted(settings: Sequence[str]) -> list[str]:
 def _checkpoint(run: Path) -> Path:
     checkpoint = newest_complete(run / CHECKPOINTS)
     if checkpoint is None:
-        raise BadInput(f"{run} has no complete checkpoint; without a run, its model is compared as it was")
+        raise BadInput(f"{run} has no complete checkpoint; pass --model.path instead to check the original model")
     return checkpoint
 
 
 async def _measure(plan: Plan, directory: Path, checkpoint: Path | None) -> dict[str, Agreement]:
-    scratch = await asyncio.to_thread(Scratch)
-    runtime = LocalRuntime(directory / "logs", guardian=scratch.guardian)
-    specs = PartSpecs(plan.config, directory, scratch.path, plan.code, plan.learner_code)
+    runtime_dir = await asyncio.to_thread(Scratch)
+    runtime = LocalRuntime(directory / "logs", guardian=runtime_dir.guardian)
+    specs = PartSpecs(plan.config, directory, runtime_dir.path, plan.code, plan.learner_code)
     try:
-        sampling = specs.engines()
+        engine_specs = specs.engines()
         learner, started, worker = await together(
             runtime.start(Learner, *specs.learner()),
-            start_engines(runtime, sampling),
+            start_engines(runtime, engine_specs),
             *(runtime.start(Worker, *spec) for spec in specs.workers()),
         )
-        engines = {spec.name: engine for (spec, _), engine in zip(sampling, started, strict=True)}
+        engines = {spec.name: engine for (spec, _), engine in zip(engine_specs, started, strict=True)}
         version = 0 if checkpoint is None else await learner.load(str(checkpoint))
         return await agreements(engines, learner, worker, plan.config, version)
     finally:
         await runtime.stop()
-        await asyncio.to_thread(scratch.remove)
+        await asyncio.to_thread(runtime_dir.remove)
 
 
 def print_table(found: Mapping[str, Agreement], console: Console | None = None) -> None:
-    """Differences are absolute ones, of logprobs."""
+    """Print the table. Its numbers are absolute logprob differences."""
     console = console or Console()
     table = Table("engine", "verdict", "tokens", "mean", f"{HIGH:.0%} within", "largest", box=None)
     for name, result in found.items():

@@ -1,10 +1,10 @@
-"""A run on a thread with an event loop of its own, and the ways to end it early.
+"""Background run: a run in its own thread with its own event loop, and three ways to end it early.
 
     stop       checkpoint and end; `finished` gets the summary
     interrupt  the same for a signal or a cancelled task; `finished` gets `Interrupted`
-    leave      end at once, without a checkpoint; `finished` gets KeyboardInterrupt
+    abort      end immediately, without a checkpoint; `finished` gets KeyboardInterrupt
 
-All three can be called from any thread, and from a signal handler.
+All three can be called from any thread and from a signal handler.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from outpace.runtime.threads import steady_executor
 from outpace.session import Plan, Session
 
 Prepared = tuple[Plan, RunLog]
-"""A checked plan, and the run directory that was claimed for it."""
+"""A validated plan and the run directory claimed for it."""
 
-SAME_SIGNAL_S = 0.3
-"""A signal that arrives twice within this time counts once: a wrapper in the same process group may pass it on."""
+DUPLICATE_SIGNAL_S = 0.3
+"""The same signal twice within this time counts once: a wrapper in the same process group may forward it."""
 
-WAKE_S = 0.5
-"""How often a caller that waits for the end looks for signals."""
+POLL_S = 0.5
+"""How often a waiting caller wakes up to handle signals."""
 
 
 def claim(plan: Plan, resume: bool = False) -> Prepared:
@@ -43,8 +43,8 @@ def claim(plan: Plan, resume: bool = False) -> Prepared:
 
 
 def plan_in(config: Config, resume: bool, make: Callable[[RunLog], Plan]) -> Prepared:
-    """Claim the run directory of a config, and have `make` plan the run with it."""
-    assert config.run.dir is not None, "the caller sets it"
+    """Claim the config's run directory, then call `make` to plan the run. Releases the directory if that fails."""
+    assert config.run.dir is not None, "the caller must set run.dir"
     log = RunLog.claim(config.run.dir, overwrite=config.run.overwrite, resume=resume)
     try:
         plan = make(log)
@@ -55,52 +55,54 @@ def plan_in(config: Config, resume: bool, make: Callable[[RunLog], Plan]) -> Pre
 
 
 def run_plan(plan: Plan, resume: bool = False) -> Summary:
-    """Run a plan to its end. SIGINT or SIGTERM stops it with a checkpoint, a second one at once."""
+    """Run a plan to its end. SIGINT or SIGTERM stops it with a checkpoint; a second signal aborts it."""
     run = BackgroundRun(lambda: claim(plan, resume))
     run.prepare()
     return run.run()
 
 
 class BackgroundRun:
+    """One run in a background thread. `prepare` returns its plan and claimed run directory."""
+
     def __init__(self, prepare: Callable[[], Prepared]) -> None:
         self._prepare = prepare
         self._prepared: Prepared | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._session: Session | None = None
         self._work: asyncio.Task[Summary] | None = None
-        self._stops = self._interrupts = 0
+        self._stop_count = self._interrupt_count = 0
         self._last_signal: tuple[int, float] | None = None
         self.finished: Future[Summary] = Future()
         self.summary: Summary | None = None
-        """Set when the run has ended, in whatever way."""
+        """Set when the run has ended, however it ended."""
 
     def prepare(self) -> None:
-        """Plan the run and claim its directory on the calling thread. Otherwise `start` does so on the run's own."""
+        """Plan the run and claim its directory in the calling thread. Without this call, the run's thread does it."""
         self._prepared = self._prepare()
 
     def start(self) -> None:
-        # A daemon thread: after `leave` the interpreter must not wait for it.
+        # A daemon thread: after `abort` the interpreter must not wait for it.
         threading.Thread(target=self._main, name="outpace-controller", daemon=True).start()
 
     def run(self) -> Summary:
-        """Start, and wait for the end. Signals are caught if this is the main thread."""
+        """Start and wait for the end. Handles signals if called in the main thread."""
         with signals_to(self.signalled):
             self.start()
-            while not self.finished.done():  # in turns: a signal delivered to another thread does not end a long wait
-                wait([self.finished], timeout=WAKE_S)
+            while not self.finished.done():  # poll: a signal delivered to another thread does not interrupt a wait
+                wait([self.finished], timeout=POLL_S)
         return self.finished.result()
 
     async def run_async(self) -> Summary:
-        """The same on a running event loop. If the task is cancelled, the run is stopped with a checkpoint before
-        CancelledError is raised; a second cancellation ends it at once."""
+        """Like `run`, on a running event loop. If the task is cancelled, the run writes a checkpoint before
+        CancelledError is raised; a second cancellation aborts the run."""
         cancelled = 0
         with signals_to(self.signalled, keep_own=True):
             self.start()
             finished = asyncio.wrap_future(self.finished)
             while not finished.done():
                 try:
-                    # In turns: a signal handler that only schedules a callback, as a notebook's does, wakes no loop.
-                    await asyncio.wait([finished], timeout=WAKE_S)
+                    # Poll: a signal handler that only schedules a callback, as in a notebook, does not wake the loop.
+                    await asyncio.wait([finished], timeout=POLL_S)
                 except asyncio.CancelledError:
                     cancelled += 1
                     (self.interrupt if cancelled == 1 else self.leave)()
@@ -110,58 +112,58 @@ class BackgroundRun:
         return finished.result()
 
     def stop(self) -> None:
-        self._stops += 1
+        self._stop_count += 1
         self._call(self._stop_session)
 
     def interrupt(self) -> None:
-        self._interrupts += 1
+        self._interrupt_count += 1
         self._call(self._stop_session)
 
     def leave(self) -> None:
-        self._interrupts = max(self._interrupts + 1, 2)
-        if self._work is None:  # still preparing, which nothing can interrupt: its outcome is dropped
+        self._interrupt_count = max(self._interrupt_count + 1, 2)
+        if self._work is None:  # still preparing, which cannot be interrupted: drop its outcome
             self._finish(KeyboardInterrupt())
         else:
             self._call(self._work.cancel)
 
     def signalled(self, number: int) -> None:
-        """First signal: checkpoint and end. Second: end at once."""
+        """Handle a signal: the first one interrupts the run with a checkpoint, the second one aborts it."""
         last, self._last_signal = self._last_signal, (number, time.monotonic())
-        if last is not None and last[0] == number and self._last_signal[1] - last[1] < SAME_SIGNAL_S:
+        if last is not None and last[0] == number and self._last_signal[1] - last[1] < DUPLICATE_SIGNAL_S:
             return
-        (self.leave if self._interrupts else self.interrupt)()
+        (self.leave if self._interrupt_count else self.interrupt)()
 
     def _call(self, function: Callable[[], object]) -> None:
-        """On the run's event loop; before there is one, `_session_main` looks at what was asked for."""
+        """Schedule `function` on the run's event loop. Before the loop exists, `_session_main` checks the counters."""
         if self._loop is not None and self._work is not None:
-            with suppress(RuntimeError):  # the loop is closed: the run has just ended
+            with suppress(RuntimeError):  # loop closed: the run has just ended
                 self._loop.call_soon_threadsafe(function)
 
-    # ------------------------------------------------------------------------------------------------ the run's thread
+    # ---------------------------------------------------------------------------------------------------- run thread
 
     def _main(self) -> None:
         try:
             outcome: Summary | BaseException = self._execute(*(self._prepared or self._prepare()))
-        except BaseException as error:  # the boundary between threads: raised again where `finished` is awaited
+        except BaseException as error:  # thread boundary: raised again where `finished` is awaited
             outcome = error
         self._finish(outcome)
 
     def _finish(self, outcome: Summary | BaseException) -> None:
-        with suppress(InvalidStateError):  # it was left, and its outcome is of no interest any more
+        with suppress(InvalidStateError):  # aborted earlier: drop this outcome
             if isinstance(outcome, BaseException):
                 self.finished.set_exception(outcome)
             else:
-                self.summary = outcome  # first: `finished` wakes a thread that may read it
+                self.summary = outcome  # before `finished`, which wakes a thread that may read it
                 self.finished.set_result(outcome)
 
     def _execute(self, plan: Plan, log: RunLog) -> Summary:
         try:
             if self.finished.done():
-                raise Interrupted("stopped before anything was started")
-            summary = _nothing_left(plan, log) or asyncio.run(self._session_main(plan, log))
+                raise Interrupted("stopped before any component was started")
+            summary = _report_completed(plan, log) or asyncio.run(self._session_main(plan, log))
         except BaseException as error:
-            refused = isinstance(error, BadInput) or (isinstance(error, Interrupted) and not log.began)
-            (log.abandon if refused else log.close)()  # otherwise the logs say what went wrong
+            discard = isinstance(error, BadInput) or (isinstance(error, Interrupted) and not log.began)
+            (log.abandon if discard else log.close)()  # keep the logs of other failures
             raise
         (log.close if log.began else log.abandon)()
         return summary
@@ -171,68 +173,69 @@ class BackgroundRun:
         self._loop.set_default_executor(steady_executor())
         self._session = Session(plan, log)
         self._work = asyncio.ensure_future(self._session.run())
-        if self._stops or self._interrupts:  # asked for before there was a session
+        if self._stop_count or self._interrupt_count:  # requested before the session existed
             self._stop_session()
         try:
             return await self._work
         except asyncio.CancelledError:
-            if self._interrupts < 2:
+            if self._interrupt_count < 2:
                 raise
             raise KeyboardInterrupt from None
         finally:
             self.summary = self._session.summary
 
     def _stop_session(self) -> None:
-        assert self._session is not None, "this runs on its loop"
-        self._session.stop(interrupted=self._interrupts > 0)
+        assert self._session is not None, "runs on the session's loop"
+        self._session.stop(interrupted=self._interrupt_count > 0)
 
 
-def _nothing_left(plan: Plan, log: RunLog) -> Summary | None:
-    """The summary of a run that is complete already."""
-    done = already_done(plan, log.dir) if plan.resumes else None
-    if done is not None:
+def _report_completed(plan: Plan, log: RunLog) -> Summary | None:
+    """Return the summary of a resumed run that is already complete, and print how to extend it."""
+    summary = already_done(plan, log.dir) if plan.resumes else None
+    if summary is not None:
         print(f"{log.dir}: {nothing_left(plan)}")
-    return done
+    return summary
 
 
 # ----------------------------------------------------------------------------------------------------------- signals
 
-_receivers: list[Callable[[int], None]] = []
-_replaced: dict[int, Any] = {}
+_signal_receivers: list[Callable[[int], None]] = []
+_replaced_handlers: dict[int, Any] = {}
 
 
 @contextmanager
 def signals_to(receive: Callable[[int], None], keep_own: bool = False) -> Iterator[None]:
-    """Call `receive` with every SIGINT and SIGTERM. With `keep_own`, signals that the program handles itself stay with
-    it. Several runs may be under way: each of them hears of a signal. Python handles signals on the main thread only;
-    on any other this does nothing."""
+    """Call `receive` on every SIGINT and SIGTERM. If several runs are active, each of them receives the signal.
+
+    `keep_own`: do not replace handlers that the program installed itself. Python handles signals only in the main
+    thread; in any other thread this does nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    if not _receivers:
+    if not _signal_receivers:
         for number in (signal.SIGINT, signal.SIGTERM):
             handler = signal.getsignal(number)
             if not keep_own or _is_default(handler):
-                _replaced[number] = handler
-                signal.signal(number, _deliver)
-    _receivers.append(receive)
+                _replaced_handlers[number] = handler
+                signal.signal(number, _dispatch_signal)
+    _signal_receivers.append(receive)
     try:
         yield
     finally:
-        _receivers.remove(receive)
-        if not _receivers:
-            for replaced, handler in _replaced.items():
+        _signal_receivers.remove(receive)
+        if not _signal_receivers:
+            for replaced, handler in _replaced_handlers.items():
                 signal.signal(replaced, handler)
-            _replaced.clear()
+            _replaced_handlers.clear()
 
 
-def _deliver(number: int, frame: object) -> None:
-    for receive in _receivers:
+def _dispatch_signal(number: int, frame: object) -> None:
+    for receive in _signal_receivers:
         receive(number)
 
 
 def _is_default(handler: Any) -> bool:
-    """What Python installs by itself, `asyncio.run` for its main task, or a notebook's kernel for a cell."""
+    """Return whether Python, `asyncio.run` or a notebook kernel installed the handler, rather than the program."""
     if isinstance(handler, functools.partial):
         handler = handler.func
     if getattr(handler, "__module__", "").startswith("ipykernel."):

@@ -1,8 +1,8 @@
-"""One verb per job: `outpace train | eval | play | export | ledger | serve | agree | fleet | simulate | doctor | …`.
+"""Command line: `outpace train | eval | play | show | export | ledger | serve | check-logprobs | fleet | simulate | …`.
 
-Every error that the user can mend is one line on standard error and exit code 2. Exit codes: 0 done, 2 bad input,
-3 stopped by a signal with a checkpoint, 4 a part failed or something unforeseen happened, 5 stalled, 130 left at once
-without one, 141 whoever read the output has gone.
+Every error that the user can fix is one line on standard error and exits with code 2. Exit codes: 0 success, 2 bad
+input, 3 stopped by a signal with a checkpoint, 4 component failed or unexpected error, 5 stalled, 130 aborted without
+a checkpoint, 141 standard output closed by its reader.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from outpace.config.section import Section
 
 EXIT_NOBODY_READS = 141
-"""As a shell calls the end by SIGPIPE: `outpace fleet RUN | grep -q …` has seen enough."""
+"""The shell's exit code for SIGPIPE: the reader of a pipe has closed it, as in `outpace fleet RUN | grep -q …`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,35 +40,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PartFailed as error:
         if error.remote_traceback:
             print(error.remote_traceback.rstrip(), file=sys.stderr)
-        return _complain(error)
+        return _print_error(error)
     except OutpaceError as error:
-        return _complain(error)
+        return _print_error(error)
     except KeyboardInterrupt:
-        print("outpace: left at once, without a checkpoint", file=sys.stderr)
+        print("outpace: aborted without a checkpoint", file=sys.stderr)
         return EXIT_LEFT_AT_ONCE
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and _nobody_reads():
+        if isinstance(error, BrokenPipeError) and _stdout_closed():
             return EXIT_NOBODY_READS
         traceback.print_exc()
         return OutpaceError.exit_code
 
 
-def _nobody_reads() -> bool:
-    """Whether standard output is the pipe that broke; then nothing more is written to it, also not at exit."""
+def _stdout_closed() -> bool:
+    """Return whether standard output is the broken pipe. If so, redirect it to /dev/null so the exit flush succeeds."""
     try:
         out = sys.stdout.fileno()
-    except OSError:  # it is no file
+    except OSError:  # not backed by a file descriptor
         return False
-    look = select.poll()
-    look.register(out, 0)
-    is_broken = any(events & (select.POLLERR | select.POLLHUP) for _, events in look.poll(0))
+    poll = select.poll()
+    poll.register(out, 0)
+    is_broken = any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
     if is_broken:
         os.dup2(os.open(os.devnull, os.O_WRONLY), out)
     return is_broken
 
 
 def split_settings(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Set `--section.key value` and `--section.key=value` apart from the command's own words."""
+    """Split `--section.key value` and `--section.key=value` from the command's own arguments."""
     words: list[str] = []
     settings: list[str] = []
     rest = list(argv)
@@ -79,37 +79,37 @@ def split_settings(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             if "=" not in word and rest and not rest[0].startswith("--"):
                 settings.append(rest.pop(0))
         else:
-            _refuse_bare_setting(word)
+            _reject_bare_setting(word)
             words.append(word)
     return words, settings
 
 
-BARE_SETTING = re.compile(r"\+*([A-Za-z][\w.-]*?)(=.*)?", re.DOTALL)
+_BARE_SETTING = re.compile(r"\+*([A-Za-z][\w.-]*?)(=.*)?", re.DOTALL)
 
 
-def _refuse_bare_setting(word: str) -> None:
-    """`section.key=value` without dashes, as Hydra writes settings, would be taken for the name of a config file."""
+def _reject_bare_setting(word: str) -> None:
+    """Reject `section.key=value` without dashes (Hydra style), which would be read as a config file name."""
     from outpace.config.equivalents import equivalent
     from outpace.config.loading import FIELDS
 
-    match = BARE_SETTING.fullmatch(word)
+    match = _BARE_SETTING.fullmatch(word)
     if match is None or Path(word).exists():
         return
     name, value = match[1], match[2] or ""
     if name in FIELDS:
-        raise BadInput(f"{word}: a setting needs two dashes before it: --{name}{value or ' value'}")
+        raise BadInput(f"{word}: settings need two leading dashes: --{name}{value or ' value'}")
     if value and (remedy := equivalent(name, "--")):
         raise BadInput(f"{name}: no such setting; {remedy}")
     if value and "." in name:
-        raise BadInput(f"{name}: no such setting; settings are written --section.key value")
+        raise BadInput(f"{name}: no such setting; write settings as --section.key value")
 
 
-def _complain(error: OutpaceError) -> int:
+def _print_error(error: OutpaceError) -> int:
     print(f"outpace: {error}", file=sys.stderr)
     return error.exit_code
 
 
-# ------------------------------------------------------------------------------------------------------------ verbs
+# --------------------------------------------------------------------------------------------------------- commands
 
 
 def train(arguments: argparse.Namespace, settings: list[str]) -> int:
@@ -121,7 +121,9 @@ def train(arguments: argparse.Namespace, settings: list[str]) -> int:
 
     resumes = arguments.resume is not None
     if resumes and arguments.config is not None:
-        raise BadInput("--resume: a run brings its own config; give changes as --section.key value")
+        raise BadInput(
+            "--resume: the run directory already has a config; pass changes as --section.key value instead of a file"
+        )
     if resumes:
         config = config_of_run(arguments.resume, [*settings, f"--run.dir={arguments.resume}"])
     else:
@@ -143,9 +145,9 @@ def evaluate(arguments: argparse.Namespace, settings: list[str]) -> int:
 
 
 def play(arguments: argparse.Namespace, settings: list[str]) -> int:
-    from outpace.play import play as take_a_seat
+    from outpace.play import play as run_play
 
-    take_a_seat(arguments.config, settings, arguments.task, arguments.raw)
+    run_play(arguments.config, settings, arguments.task, arguments.raw)
     return 0
 
 
@@ -164,10 +166,10 @@ def show(arguments: argparse.Namespace, settings: list[str]) -> int:
 
 
 def export(arguments: argparse.Namespace, settings: list[str]) -> int:
-    from outpace.checkpoint.export import export as write
+    from outpace.checkpoint.export import export as write_model
 
     _no_settings(settings)
-    print(f"written to {write(arguments.run, arguments.directory, arguments.best, arguments.adapter)}")
+    print(f"written to {write_model(arguments.run, arguments.directory, arguments.best, arguments.adapter)}")
     return 0
 
 
@@ -188,13 +190,13 @@ def simulate(arguments: argparse.Namespace, settings: list[str]) -> int:
 def doctor(arguments: argparse.Namespace, settings: list[str]) -> int:
     from outpace.config.loading import load_config
     from outpace.config.rules import resolve
-    from outpace.observe.doctor import doctor as examine
+    from outpace.observe.doctor import doctor as run_checks
 
-    return examine(resolve(load_config(arguments.config, settings)))
+    return run_checks(resolve(load_config(arguments.config, settings)))
 
 
 def bench(arguments: argparse.Namespace, settings: list[str]) -> int:
-    benchmark = importlib.import_module(f"outpace.bench.{arguments.what}")
+    benchmark = importlib.import_module(_BENCHMARKS[arguments.what])
     code: int = benchmark.main([*arguments.words, *settings])
     return code
 
@@ -212,73 +214,89 @@ def fleet(arguments: argparse.Namespace, settings: list[str]) -> int:
 
 
 def serve(arguments: argparse.Namespace, settings: list[str]) -> int:
-    from outpace.serve import serve as start
+    from outpace.serve import serve as run_servers
 
-    start(arguments.config, settings, arguments.dry_run)
+    run_servers(arguments.config, settings, arguments.dry_run)
     return 0
 
 
-def agree(arguments: argparse.Namespace, settings: list[str]) -> int:
-    from outpace.agree import agree as compare
+def check_logprobs(arguments: argparse.Namespace, settings: list[str]) -> int:
+    from outpace.agree import agree as run_check
 
-    return compare(arguments.run, settings)
+    return run_check(arguments.run, settings)
 
 
 def _no_settings(settings: list[str]) -> None:
     if settings:
-        raise BadInput(f"{settings[0]}: this command takes no such option")
+        raise BadInput(f"{settings[0]}: this command takes no settings")
 
 
 # ----------------------------------------------------------------------------------------------------------- parser
 
 
 class _Parser(argparse.ArgumentParser):
-    """One line for a usage error, as for every other one."""
+    """Prints a usage error as one line, like every other error."""
 
     def error(self, message: str) -> None:  # type: ignore[override]
-        print(f"outpace: {_improved(message, self.prog)}", file=sys.stderr)
+        print(f"outpace: {_usage_error(message, self.prog)}", file=sys.stderr)
         raise SystemExit(2)
 
 
 COMMANDS = (
-    "train", "eval", "play", "show", "export", "ledger", "serve", "agree", "fleet", "simulate", "doctor", "bench",
+    "train", "eval", "play", "show", "export", "ledger", "serve", "check-logprobs", "fleet", "simulate", "doctor",
+    "bench",
 )  # fmt: skip
-SETTINGS_TOO = "Settings are taken as --section.key value; `outpace train --help` lists them all."
-UNKNOWN_COMMAND = re.compile(r"argument : invalid choice: '(.*?)'")
-UNKNOWN_WORDS = re.compile(r"unrecognized arguments: (.+)")
-UNKNOWN_OPTION = re.compile(r"unrecognized arguments: --([\w-]+)")
+_BENCHMARKS = {
+    "checkpoint": "outpace.bench.checkpoint",
+    "controller": "outpace.bench.controller",
+    "engine": "outpace.bench.engine",
+    "episodes": "outpace.bench.episodes",
+    "learner": "outpace.bench.learner",
+    "memory": "outpace.bench.memory",
+    "overlap": "outpace.bench.overlap",
+    "publish": "outpace.bench.publish",
+}
+_SETTINGS_EPILOG = "Also takes settings as --section.key value; `outpace train --help` lists them all."
+_UNKNOWN_COMMAND = re.compile(r"argument : invalid choice: '(.*?)'")
+_UNKNOWN_WORDS = re.compile(r"unrecognized arguments: (.+)")
+_UNKNOWN_OPTION = re.compile(r"unrecognized arguments: --([\w-]+)")
 
 
-def _improved(message: str, program: str) -> str:
-    """argparse's complaint, or a better one where we know what may have been meant."""
+def _usage_error(message: str, program: str) -> str:
+    """Return argparse's message, or a better one with a suggestion."""
     from outpace.config.equivalents import equivalent
     from outpace.config.loading import settings_like
     from outpace.references import nearest
 
-    if command := UNKNOWN_COMMAND.match(message):
+    if command := _UNKNOWN_COMMAND.match(message):
         close = nearest(command[1], COMMANDS)
-        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(COMMANDS)}"
+        hint = f"did you mean {close[0]}?" if close else f"the commands are {', '.join(COMMANDS)}"
         if command[1] in ("help", "version"):
-            hint = f"write outpace --{command[1]}"
-        return f"no command {command[1]}; {hint}"
-    if option := UNKNOWN_OPTION.match(message):
+            hint = f"use outpace --{command[1]}"
+        return f"{command[1]}: no such command; {hint}"
+    if option := _UNKNOWN_OPTION.match(message):
         if remedy := equivalent(option[1], "--"):
             return f"--{option[1]}: no such option; {remedy}"
-        meant = " or ".join(f"--{key}" for key in settings_like(option[1].replace("-", "_")))
-        hint = f"; did you mean {meant}?" if meant else " value"
-        return f"--{option[1]}: no such option; settings are written --section.key{hint}"
-    if extra := UNKNOWN_WORDS.match(message):
-        return f"{extra[1]}: one argument too many, or an unknown option; `{program} --help` shows what there is"
-    return f"{message}; `{program} --help` shows how it is written"
+        similar = " or ".join(f"--{key}" for key in settings_like(option[1].replace("-", "_")))
+        hint = f"; did you mean {similar}?" if similar else " value"
+        return f"--{option[1]}: no such option; write settings as --section.key{hint}"
+    if extra := _UNKNOWN_WORDS.match(message):
+        return f"{extra[1]}: unexpected argument or unknown option; `{program} --help` lists them"
+    return f"{message}; see `{program} --help`"
 
 
 class _DescribeSettings(argparse.Action):
-    """`--help` of a command with settings: the command, an index of the sections, every setting. `--help SECTION`
-    prints the settings of one section."""
+    """`--help` for commands with settings: prints the options, an index of sections and every setting.
+
+    `--help SECTION` prints the settings of one section."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **_: object) -> None:
         super().__init__(
-            option_strings, dest, nargs="?", metavar="SECTION", help="show every option and setting, or one section's"
+            option_strings,
+            dest,
+            nargs="?",
+            metavar="SECTION",
+            help="show all options and settings, or the settings of one section",
         )
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: object, section: object, *_: object) -> None:
@@ -287,11 +305,13 @@ class _DescribeSettings(argparse.Action):
         sections = self.sections()
         if section is None:
             parser.print_help()
-            print("\nsections of settings:\n")
+            print("\nsettings by section:\n")
             print(index(sections), end="\n\n")
             print(describe(sections))
-            print("\nA setting is `--section.key value` on the command line, or `key = value` under `[section]` in a")
-            print(f"TOML or YAML file. `{parser.prog} --help SECTION` shows one section: {', '.join(sections)}.")
+            print(
+                "\nWrite a setting as `--section.key value` on the command line, or as `key = value` under `[section]`"
+            )
+            print(f"in a TOML or YAML file. `{parser.prog} --help SECTION` shows one section: {', '.join(sections)}.")
         elif section in sections:
             print(describe({str(section): sections[str(section)]}))
         else:
@@ -305,7 +325,7 @@ class _DescribeSettings(argparse.Action):
 
 
 class _DescribeSimulation(_DescribeSettings):
-    """`outpace simulate --help`: the settings are another set."""
+    """`--help` of `outpace simulate`, which has its own settings."""
 
     def sections(self) -> Mapping[str, type[Section]]:
         from outpace.simulate.loading import SECTIONS
@@ -319,7 +339,6 @@ def _parser() -> argparse.ArgumentParser:
         description="Asynchronous reinforcement learning for language models and agents.",
         allow_abbrev=False,
     )
-
     parser.add_argument("--version", action="version", version=f"outpace {outpace.__version__}")
 
     def overview(*_: object) -> int:
@@ -327,88 +346,113 @@ def _parser() -> argparse.ArgumentParser:
         return 0
 
     parser.set_defaults(verb=overview)
-    verbs = parser.add_subparsers(title="commands", metavar="", parser_class=_Parser)
+    commands = parser.add_subparsers(title="commands", metavar="", parser_class=_Parser)
+    _add_model_commands(commands)
+    _add_run_commands(commands)
+    _add_engine_commands(commands)
+    _add_tool_commands(commands)
+    return parser
 
-    this = verbs.add_parser("train", help="train a model", add_help=False, allow_abbrev=False)
-    this.add_argument("config", nargs="?", type=Path, help="a TOML or YAML file; without one, the built-in task")
-    this.add_argument("--resume", type=Path, metavar="RUN", help="go on from a run's newest complete checkpoint")
-    this.add_argument("--dry-run", action="store_true", help="print the resolved config and stop")
-    this.add_argument("--quiet", action="store_true", help="print the result only")
+
+def _add_model_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
+    """Add `train`, `eval` and `play`."""
+    this = commands.add_parser("train", help="train a model", add_help=False, allow_abbrev=False)
+    this.add_argument("config", nargs="?", type=Path, help="TOML or YAML file (default: the built-in task)")
+    this.add_argument("--resume", type=Path, metavar="RUN", help="resume a run from its newest complete checkpoint")
+    this.add_argument("--dry-run", action="store_true", help="print the resolved config and exit")
+    this.add_argument("--quiet", action="store_true", help="print only the result")
     this.add_argument("-h", "--help", action=_DescribeSettings)
     this.set_defaults(verb=train)
 
-    this = verbs.add_parser(
-        "eval", help="measure held-out reward of a model or a run", epilog=SETTINGS_TOO, allow_abbrev=False
+    this = commands.add_parser(
+        "eval", help="evaluate a model or a run on held-out tasks", epilog=_SETTINGS_EPILOG, allow_abbrev=False
     )
-    this.add_argument("run", nargs="?", type=Path, help="a run directory; without one, --model.path")
+    this.add_argument("run", nargs="?", type=Path, help="run directory (default: evaluate --model.path)")
     this.set_defaults(verb=evaluate)
 
-    this = verbs.add_parser("play", help="take the model's seat in a task", epilog=SETTINGS_TOO, allow_abbrev=False)
-    this.add_argument("config", nargs="?", type=Path, help="a TOML or YAML file; without one, the built-in task")
-    this.add_argument("--task", metavar="INDEX|ID", help="which one first; without this, drawn by run.seed")
-    this.add_argument("--raw", action="store_true", help="show the prompt as the text that the model gets")
+    this = commands.add_parser(
+        "play", help="answer tasks yourself, in place of the model", epilog=_SETTINGS_EPILOG, allow_abbrev=False
+    )
+    this.add_argument("config", nargs="?", type=Path, help="TOML or YAML file (default: the built-in task)")
+    this.add_argument("--task", metavar="INDEX|ID", help="first task (default: random, seeded by run.seed)")
+    this.add_argument("--raw", action="store_true", help="show the prompt as the text the model receives")
     this.set_defaults(verb=play)
 
-    this = verbs.add_parser("show", help="print a run's rollouts: prompts, answers, rewards", allow_abbrev=False)
-    this.add_argument("run", type=Path, help="a run directory; the run may be under way")
-    this.add_argument("--step", type=int, metavar="N", help="of this step; without one, the newest")
-    this.add_argument("--task", metavar="INDEX|ID", help="of this task, in all steps")
+
+def _add_run_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
+    """Add the commands that read a run directory: `show`, `export` and `ledger`."""
+    this = commands.add_parser("show", help="print a run's rollouts: prompts, completions, rewards", allow_abbrev=False)
+    this.add_argument("run", type=Path, help="run directory; the run may still be active")
+    this.add_argument("--step", type=int, metavar="N", help="only this step (default: the newest)")
+    this.add_argument("--task", metavar="INDEX|ID", help="only this task, in all steps")
     chosen = this.add_mutually_exclusive_group()
-    chosen.add_argument("--outcome", choices=("trained", "filtered", "failed", "dropped"), help="these only")
-    chosen.add_argument("--failed", action="store_true", help="the same as --outcome failed")
-    this.add_argument("--max-chars", type=int, default=2000, metavar="N", help="of each turn; 0: the whole text")
+    chosen.add_argument("--outcome", choices=("trained", "filtered", "failed", "dropped"), help="only this outcome")
+    chosen.add_argument("--failed", action="store_true", help="same as --outcome failed")
+    this.add_argument(
+        "--max-chars", type=int, default=2000, metavar="N", help="characters to print per turn; 0 prints all"
+    )
     this.set_defaults(verb=show)
 
-    this = verbs.add_parser("export", help="write a run's model as a Hugging Face directory", allow_abbrev=False)
-    this.add_argument("run", type=Path, help="a run directory or one of its checkpoints")
-    this.add_argument("directory", type=Path, help="where to; must not exist yet")
+    this = commands.add_parser("export", help="write a run's model as a Hugging Face directory", allow_abbrev=False)
+    this.add_argument("run", type=Path, help="run directory or one of its checkpoints")
+    this.add_argument("directory", type=Path, help="output directory; must not exist")
     this.add_argument(
-        "--best", action="store_true", help="the checkpoint with the best held-out reward, not the newest"
+        "--best", action="store_true", help="export the checkpoint with the best held-out reward, not the newest"
     )
-    this.add_argument("--adapter", action="store_true", help="the trained adapters (PEFT), not the model they make")
+    this.add_argument("--adapter", action="store_true", help="export only the LoRA adapter (PEFT), not the whole model")
     this.set_defaults(verb=export)
 
-    this = verbs.add_parser("ledger", help="account for every task of a run, as JSON", allow_abbrev=False)
-    this.add_argument("run", type=Path, help="a run directory")
+    this = commands.add_parser("ledger", help="print the outcome counts of a run's tasks as JSON", allow_abbrev=False)
+    this.add_argument("run", type=Path, help="run directory")
     this.set_defaults(verb=ledger)
 
-    this = verbs.add_parser("serve", help="start inference servers by hand", epilog=SETTINGS_TOO, allow_abbrev=False)
-    this.add_argument("config", nargs="?", type=Path, help="a run's TOML or YAML file; without one, the built-in model")
-    this.add_argument("--dry-run", action="store_true", help="print the commands that would be run, and stop")
+
+def _add_engine_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
+    """Add `serve`, `check-logprobs` and `fleet`."""
+    this = commands.add_parser(
+        "serve", help="start inference servers for later runs", epilog=_SETTINGS_EPILOG, allow_abbrev=False
+    )
+    this.add_argument("config", nargs="?", type=Path, help="a run's TOML or YAML file (default: the built-in model)")
+    this.add_argument("--dry-run", action="store_true", help="print the server commands and exit")
     this.set_defaults(verb=serve)
 
-    this = verbs.add_parser(
-        "agree", help="hold engines and learner against each other", epilog=SETTINGS_TOO, allow_abbrev=False
+    this = commands.add_parser(
+        "check-logprobs",
+        help="compare sampler and learner logprobs on the same tokens",
+        epilog=_SETTINGS_EPILOG,
+        allow_abbrev=False,
     )
-    this.add_argument("run", nargs="?", type=Path, help="a run directory; without one, --model.path")
-    this.set_defaults(verb=agree)
+    this.add_argument("run", nargs="?", type=Path, help="run directory (default: check --model.path)")
+    this.set_defaults(verb=check_logprobs)
 
-    this = verbs.add_parser("fleet", help="the engines of a run that is under way", allow_abbrev=False)
-    this.add_argument("run", type=Path, help="a run directory")
+    this = commands.add_parser("fleet", help="list, add or remove engines of an active run", allow_abbrev=False)
+    this.add_argument("run", type=Path, help="run directory")
     this.add_argument(
-        "--add", metavar="URL", action="append", default=[], help="let a server join; empty: have the run start one"
+        "--add", metavar="URL", action="append", default=[], help="add a running server; empty: the run launches one"
     )
-    this.add_argument("--remove", metavar="ENGINE", action="append", default=[], help="let an engine leave")
+    this.add_argument("--remove", metavar="ENGINE", action="append", default=[], help="remove an engine")
     this.set_defaults(verb=fleet)
 
-    this = verbs.add_parser("simulate", help="a cluster, on a virtual clock", add_help=False, allow_abbrev=False)
+
+def _add_tool_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
+    """Add `simulate`, `doctor` and `bench`."""
+    this = commands.add_parser(
+        "simulate", help="simulate a cluster on a virtual clock", add_help=False, allow_abbrev=False
+    )
     this.add_argument("-h", "--help", action=_DescribeSimulation)
-    this.add_argument("config", nargs="?", type=Path, help="a TOML or YAML file; without one, a cluster to look at")
+    this.add_argument("config", nargs="?", type=Path, help="TOML or YAML file (default: an example cluster)")
     this.add_argument("--json", action="store_true", help="print JSON")
-    this.add_argument("--quiet", action="store_true", help="print the result only")
+    this.add_argument("--quiet", action="store_true", help="print only the result")
     this.set_defaults(verb=simulate)
 
-    this = verbs.add_parser("doctor", help="check this machine", epilog=SETTINGS_TOO, allow_abbrev=False)
-    this.add_argument("config", nargs="?", type=Path, help="a run's TOML or YAML file; without one, the defaults")
+    this = commands.add_parser("doctor", help="check this machine", epilog=_SETTINGS_EPILOG, allow_abbrev=False)
+    this.add_argument("config", nargs="?", type=Path, help="a run's TOML or YAML file (default: the default settings)")
     this.set_defaults(verb=doctor)
 
-    this = verbs.add_parser("bench", help="measure against the limit", allow_abbrev=False)
-    this.add_argument(
-        "what", choices=("checkpoint", "controller", "engine", "episodes", "learner", "memory", "overlap", "publish")
-    )
-    this.add_argument("words", nargs=argparse.REMAINDER, help="options of the benchmark, settings of its runs")
+    this = commands.add_parser("bench", help="run a benchmark", allow_abbrev=False)
+    this.add_argument("what", choices=tuple(_BENCHMARKS))
+    this.add_argument("words", nargs=argparse.REMAINDER, help="options of the benchmark and settings of its runs")
     this.set_defaults(verb=bench)
-    return parser
 
 
 if __name__ == "__main__":

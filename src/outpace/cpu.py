@@ -1,5 +1,8 @@
-"""What this machine's CPU is, and whether it computes in bfloat16. Needs only the standard library, so that it can run
-before anything is installed: `python3 src/outpace/cpu.py` prints one line."""
+"""CPU detection: architecture, cores and bfloat16 support.
+
+Uses only the standard library, so it also runs as a script before anything is installed and prints one line:
+`python3 src/outpace/hardware/cpu.py`.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,12 @@ BFLOAT16_FEATURES: tuple[frozenset[str], ...] = (
     frozenset({"avx512bw", "avx512vl", "avx512dq"}),  # no bfloat16 instructions, but oneDNN has kernels for it
     frozenset({"avx_vnni", "avx_vnni_int8", "avx_ne_convert"}),
 )
-"""Sets of CPU features any one of which is enough. They are those with which oneDNN, and so torch and vLLM, has
-bfloat16 kernels. Without them torch warns and computes slowly, and vLLM's CPU build dies at start."""
+"""Sets of CPU features, any one of which is enough for bfloat16 kernels in oneDNN and so in torch and vLLM. Without
+them torch warns and is slow, and vLLM's CPU build crashes at startup."""
 
 
 def cpu_features(cpuinfo: str) -> frozenset[str]:
-    """From the text of /proc/cpuinfo: the `flags` of x86-64, the `Features` of aarch64."""
+    """Parse the text of /proc/cpuinfo: `flags` on x86-64, `Features` on aarch64."""
     for line in cpuinfo.splitlines():
         name, _, value = line.partition(":")
         if name.strip() in ("flags", "Features"):
@@ -30,7 +33,7 @@ def cpu_features(cpuinfo: str) -> frozenset[str]:
 
 
 def supports_bfloat16(features: frozenset[str] | None = None) -> bool:
-    """Whether a CPU with these features, by default this one, has bfloat16 kernels."""
+    """Return whether a CPU with these features, by default this one, has bfloat16 kernels."""
     if features is None:
         if not CPUINFO.exists():  # not Linux
             return _torch_supports_bfloat16()
@@ -39,7 +42,7 @@ def supports_bfloat16(features: frozenset[str] | None = None) -> bool:
 
 
 def describe_cpu() -> str:
-    """One line: architecture, number of cores, bfloat16."""
+    """Return one line: architecture, number of cores, bfloat16 support."""
     support = "bfloat16" if supports_bfloat16() else "no bfloat16"
     return f"{platform.machine()}, {os.cpu_count()} cores, {support}"
 

@@ -1,40 +1,38 @@
-"""Places where a process may be told to die, so that a test can kill it exactly there.
-
-`reached("step.before")` does nothing, unless this process is the one that `OUTPACE_CRASH` names: `PART@LABEL` or
-`PART@LABEL#N` for the N-th time it gets there. Then it is killed as by anybody else: SIGKILL, with no last words.
-
-A run that recovers would die at the same place again and again; `OUTPACE_CRASH_MARK` names a file that the one who dies
-makes first, and whoever finds it there lives on.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
 import os
 import signal
 
-_me = "controller"
-_part, _, _label = os.environ.get("OUTPACE_CRASH", "").partition("@")
-_label, _, _times = _label.partition("#")
-_left = int(_times or 1)
+_process_name = "controller"
+_crash_process, _, _crash_label = os.environ.get("OUTPACE_CRASH", "").partition("@")
+_crash_label, _, _crash_count = _crash_label.partition("#")
+_passes_left = int(_crash_count or 1)
 
 
-def be(part: str) -> None:
-    """Say who this process is."""
-    global _me
-    _me = part
+def be(name: str) -> None:
+    """Set the name of this process, which `OUTPACE_CRASH` is matched against."""
+    global _process_name
+    _process_name = name
 
 
 def reached(label: str) -> None:
-    """Die here, if somebody wants that."""
-    global _left
-    if not _part or label != _label or not _me.startswith(_part):
+    """Crash point for fault-injection tests.
+
+    Does nothing unless `OUTPACE_CRASH` names this process and label: `COMPONENT@LABEL`, or `COMPONENT@LABEL#N` for the
+    N-th pass. Then the process is killed with SIGKILL. `COMPONENT` may be a prefix of the process name."""
+    global _passes_left
+    if not _crash_process or label != _crash_label or not _process_name.startswith(_crash_process):
         return
-    _left -= 1
-    if _left == 0 and _is_first():
+    _passes_left -= 1
+    if _passes_left == 0 and _is_first_crash():
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _is_first() -> bool:
+def _is_first_crash() -> bool:
+    """`OUTPACE_CRASH_MARK` names a file that is created before the first crash. If it exists, the process lives on;
+    otherwise a run that recovers would crash at the same point forever."""
     mark = os.environ.get("OUTPACE_CRASH_MARK")
     if mark is None:
         return True

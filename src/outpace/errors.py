@@ -1,38 +1,39 @@
-"""One vocabulary of failure, by boundary.
+"""Exceptions and exit codes, and helpers for one-line messages.
 
-- `BadInput`: the user's config, file, model or function cannot work. One line, exit code 2, nothing left behind.
-- `PartFailed`: an engine, the learner or a worker raised or died. Carries the part's own traceback. Exit code 4.
-- `PartLost`: the same, because it or the connection to it went away. Its successor may be asked the same again.
-- `Stalled`: nothing moved for longer than configured. Exit code 5.
-- `Interrupted`: a signal asked the run to stop; a checkpoint was written. Exit code 3.
-- `RequestFailed`: one engine request failed; the episode that made it fails, its siblings do not.
-- `ContextFull`: the same, because the conversation has outgrown the model's context.
-- `UpdateFailed`: new weights did not reach an engine, which goes on with those it has; `UpdateTorn`: nor has it those
-  any more, and it serves nothing before the next update succeeds.
-- `ServerFailed`: an inference server did not do what it was asked. By cause: `ServerGone` (no connection),
-  `ServerSilent` (no answer in time), `ServerFaulty` (trouble of its own), `ServerRefused` (the request is wrong).
-- `RewardFailed`: a reward function gave something unusable; names the function and the sample.
+- `BadInput`: the user's config, file, model or function cannot work. One line, exit code 2, no files left behind.
+- `ComponentFailed`: an engine, the learner or a worker raised or died. Carries its traceback. Exit code 4.
+- `ComponentLost`: the component or the connection to it is gone. The call may be retried on its successor.
+- `Stalled`: no progress within the configured time. Exit code 5.
+- `Interrupted`: a signal stopped the run after a checkpoint was written. Exit code 3.
+- `RequestFailed`: one engine request failed. The episode that made it fails; the others in its group do not.
+- `ContextFull`: a request failed because the conversation exceeds the model's context.
+- `UpdateFailed`: new weights did not reach an engine, which keeps serving its current version. `UpdateTorn`: the update
+  failed halfway, and the engine serves nothing until the next update succeeds.
+- `ServerFailed`: an inference server failed. By cause: `ServerGone` (no connection), `ServerSilent` (timeout),
+  `ServerFaulty` (server error or unreadable reply), `ServerRefused` (invalid request).
+- `RewardFailed`: a reward function raised or returned an invalid value. Names the function and the sample.
+- `NotSaved`: a checkpoint could not be written. `CorruptData`: a checksum does not match.
 """
 
 from __future__ import annotations
 
 EXIT_LEFT_AT_ONCE = 130
-"""A second signal: the run left without a checkpoint of its own."""
+"""Exit code after a second signal: the run exits immediately, without writing a checkpoint."""
 
 
 class OutpaceError(Exception):
-    """Anything outpace raises on purpose."""
+    """Base class of all errors that outpace raises deliberately."""
 
     exit_code = 4
 
 
 class BadInput(OutpaceError):
-    """What the user gave cannot work; the message is one line that says what to change."""
+    """The user's input cannot work. The message is one line that says what to change."""
 
     exit_code = 2
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows instead of a traceback."""
+        """Shown by IPython instead of a traceback."""
         return [f"outpace: {self}"]
 
 
@@ -42,12 +43,12 @@ class Interrupted(OutpaceError):
     exit_code = 3
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows instead of a traceback."""
+        """Shown by IPython instead of a traceback."""
         return [f"outpace: {self}"]
 
 
 class PartFailed(OutpaceError):
-    """A part of the running system raised or died. `remote_traceback` is the part's own, as text."""
+    """A component raised or died. `remote_traceback` is its traceback as text."""
 
     exit_code = 4
 
@@ -59,11 +60,11 @@ class PartFailed(OutpaceError):
 
 
 class PartLost(PartFailed):
-    """A part, or the connection to it, went away. Whoever takes its place may be asked again."""
+    """A component or the connection to it is gone. The call may be retried on its successor."""
 
 
 class Stalled(OutpaceError):
-    """No progress within the configured bound; the message names who waits on whom."""
+    """No progress within the configured time. The message names the longest waits."""
 
     exit_code = 5
 
@@ -73,35 +74,36 @@ class RequestFailed(OutpaceError):
 
 
 class ContextFull(RequestFailed):
-    """The prompt leaves no room for an answer in the engine's context."""
+    """The prompt leaves no room for a completion in the engine's context."""
 
 
 class UpdateFailed(OutpaceError):
-    """New weights did not reach an engine. It serves the version that it had."""
+    """New weights did not reach an engine. It keeps serving its current version."""
 
 
 class UpdateTorn(UpdateFailed):
-    """An update has failed half-way: who can say what the engine holds? It serves nothing before the next one."""
+    """A weight update failed halfway, so the engine's weights are unknown. It serves nothing until the next update
+    succeeds."""
 
 
 class ServerFailed(OutpaceError):
-    """An inference server did not do what it was asked."""
+    """A request to an inference server failed."""
 
 
 class ServerGone(ServerFailed):
-    """There is no connection to it, or there is none any more."""
+    """The connection could not be made or was lost."""
 
 
 class ServerSilent(ServerFailed):
-    """It gave no answer within the deadline."""
+    """The server did not reply within the timeout."""
 
 
 class ServerFaulty(ServerFailed):
-    """It answered with trouble of its own, or with something that cannot be read."""
+    """The server replied with an internal error or with something unreadable."""
 
 
 class ServerRefused(ServerFailed):
-    """It says that the request is wrong. Asking again would not help."""
+    """The server rejected the request as invalid. A retry does not help."""
 
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
@@ -109,9 +111,9 @@ class ServerRefused(ServerFailed):
 
 
 class RewardFailed(OutpaceError):
-    """A reward function raised, or returned something that is not one number per completion.
+    """A reward function raised, or did not return one number per completion.
 
-    `function` is its name, empty if several are involved; `reason` is the message without the name and the sample."""
+    `function` is its name, empty if several are involved. `reason` is the message without the function and sample."""
 
     def __init__(self, message: str, function: str = "", reason: str = "") -> None:
         super().__init__(message)
@@ -120,16 +122,16 @@ class RewardFailed(OutpaceError):
 
 
 class NotSaved(OutpaceError):
-    """A checkpoint could not be written, for lack of room or the like. Those before it are as they were."""
+    """A checkpoint could not be written, for example because the disk is full. Earlier checkpoints are intact."""
 
 
 class CorruptData(OutpaceError):
-    """A checksum does not match what was written."""
+    """A checksum does not match the data."""
 
 
 def one_line(text: object, limit: int = 300) -> str:
-    """Foreign text made fit for a one-line message: white space collapsed, characters that UTF-8 cannot hold replaced,
-    the end cut off if it is long."""
+    """Make text fit for a one-line message: collapse whitespace, replace characters that UTF-8 cannot encode, and clip
+    it to `limit` characters."""
     return clip(" ".join(str(text).encode(errors="replace").decode().split()), limit)
 
 

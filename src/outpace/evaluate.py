@@ -1,5 +1,4 @@
-"""Held-out reward of a model, or of what a run has trained, with engines and workers only: `outpace eval` and
-`Trainer.evaluate`."""
+"""`outpace eval` and `Trainer.evaluate`: held-out reward of a model or run. Starts engines and workers, no learner."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ from outpace.types import Member
 
 
 def evaluate_model(run: Path | None, settings: Sequence[str]) -> dict[str, Any]:
-    """Measure `model.path`, or the newest complete checkpoint of a run on the run's own held-out tasks."""
+    """Evaluate `model.path`, or a run's newest complete checkpoint on that run's held-out tasks."""
     if run is None:
         config, objects = load_config(None, settings), Objects()
     else:
@@ -39,28 +38,27 @@ def evaluate_model(run: Path | None, settings: Sequence[str]) -> dict[str, Any]:
 
 
 def evaluate(config: Config, objects: Objects, run: Path | None = None) -> Evaluation:
-    """Measure the model that the config names, or instead of it the newest complete checkpoint of `run`.
-
-    Blocks, and starts an event loop of its own."""
-    with temporary_directory("eval") as scratch:
-        places = {"run.dir": str(scratch)}
+    """Evaluate the config's model, or the newest complete checkpoint of `run` instead. Blocks."""
+    with temporary_directory("eval") as directory:
+        overrides = {"run.dir": str(directory)}
         if run is not None:
-            export(run, scratch / "model")
-            places["model.path"] = str(scratch / "model")
-        plan = make_plan(with_values(config, places), objects)
-        return evaluate_plan(plan, scratch)
+            export(run, directory / "model")
+            overrides["model.path"] = str(directory / "model")
+        plan = make_plan(with_values(config, overrides), objects)
+        return evaluate_plan(plan, directory)
 
 
 def evaluate_plan(plan: Plan, directory: Path) -> Evaluation:
-    """Measure the model of a plan on its held-out tasks; `directory` takes the logs. On a thread with an event loop of
-    its own, so the caller's may be running. Ctrl-C ends it."""
+    """Evaluate a plan's model on its held-out tasks, with logs in `directory`. Blocks; Ctrl-C cancels it.
+
+    Runs in a thread with its own event loop, so it works inside a running loop."""
     if plan.config.engine.urls:
         raise BadInput(
-            "engine.urls: which weights a running server holds is unknown, and an evaluation sends none; "
-            "leave this empty, and a server is started"
+            "engine.urls: evaluation sends no weights, so a running server may hold the wrong ones; "
+            "leave this empty to launch a server"
         )
     if plan.eval_count == 0:
-        raise BadInput("eval.count: there are no held-out tasks; give tasks.eval_path or a larger eval.holdout")
+        raise BadInput("eval.count: there are no held-out tasks; set tasks.eval_path or a larger eval.holdout")
     if plan.eval_warning:
         print(f"outpace: {plan.eval_warning}", file=sys.stderr)
     loop = asyncio.new_event_loop()
@@ -70,7 +68,7 @@ def evaluate_plan(plan: Plan, directory: Path) -> Evaluation:
     def run() -> None:
         try:
             outcome.set_result(loop.run_until_complete(work))
-        except BaseException as error:  # the boundary between threads: raised again below
+        except BaseException as error:  # thread boundary: raised again below
             outcome.set_exception(error)
         finally:
             loop.run_until_complete(loop.shutdown_default_executor())
@@ -88,9 +86,9 @@ def evaluate_plan(plan: Plan, directory: Path) -> Evaluation:
 
 
 async def _evaluate(plan: Plan, directory: Path) -> Evaluation:
-    scratch = Scratch()
-    runtime = LocalRuntime(directory / "logs", guardian=scratch.guardian)
-    specs = PartSpecs(plan.config, directory, scratch.path, plan.code)
+    runtime_dir = Scratch()
+    runtime = LocalRuntime(directory / "logs", guardian=runtime_dir.guardian)
+    specs = PartSpecs(plan.config, directory, runtime_dir.path, plan.code)
     try:
         engines = specs.engines()
         _, *workers = await together(
@@ -101,14 +99,14 @@ async def _evaluate(plan: Plan, directory: Path) -> Evaluation:
         await together(*(worker.fleet(members) for worker in workers))
         evaluator = Evaluator(plan.eval_count, plan.config.eval.max_running)
         work = evaluator.run(0, lambda order: workers[order.group % len(workers)].run(order), pinned=False)
-        return await _unless_somebody_dies(work, runtime)
+        return await _or_component_failure(work, runtime)
     finally:
         await runtime.stop()
-        await asyncio.to_thread(scratch.remove)
+        await asyncio.to_thread(runtime_dir.remove)
 
 
-async def _unless_somebody_dies(work: Coroutine[Any, Any, Evaluation], runtime: LocalRuntime) -> Evaluation:
-    """Nobody is replaced here: an evaluation is quickly made again."""
+async def _or_component_failure(work: Coroutine[Any, Any, Evaluation], runtime: LocalRuntime) -> Evaluation:
+    """Return the evaluation, or raise if a component dies. There are no restarts: an evaluation is cheap to rerun."""
     evaluation, death = asyncio.create_task(work), asyncio.create_task(runtime.deaths.get())
     try:
         await asyncio.wait({evaluation, death}, return_when=asyncio.FIRST_COMPLETED)

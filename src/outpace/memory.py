@@ -1,10 +1,10 @@
-"""How much memory learner and embedded engines take, estimated before anything is started.
+"""Memory estimates of the learner and embedded engines, made before anything starts.
 
-Two figures each. `least` is taken whatever the run does: weights, gradients, optimizer states, the first part of the
-key-value cache. `most` is reached when every sequence is as long as the context and every pass of the learner is full,
-which many runs never see. So a run is refused only where `least` does not fit, and warned where `most` does not.
+There are two figures for each. The minimum is used in any case: weights, gradients, optimizer states, the first part of
+the KV cache. The maximum is reached when every sequence fills the context and every learner pass is full, which many
+runs never see. So a run is rejected only if the minimum does not fit, and warned about if the maximum does not.
 
-Estimates are for decoders of the Llama kind; a model whose config.json does not say what is needed is not estimated.
+Estimates are for Llama-style decoders. A model whose config.json lacks the needed values is not estimated.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GB = 10**9
 MIB = 1 << 20
 BYTES = {"float32": 4, "bfloat16": 2}
 FIRST_CAPACITY = 128
-"""Tokens that a key-value cache holds at first."""
+"""Initial capacity of a KV cache, in tokens."""
 PREFILL_TOKENS = 4096
 LOGITS_PER_SLICE = 1 << 24
 NVIDIA_SMI_S = 20.0
@@ -42,13 +42,13 @@ class ModelShape:
     heads: int
     kv_heads: int
     head_size: int
-    feed_forward: int  # of all experts that one token passes through
+    feed_forward: int  # sum over all experts that one token is routed to
     vocabulary: int
     context: int
 
     @classmethod
     def read(cls, directory: Path) -> ModelShape | None:
-        """None where the files do not say enough."""
+        """Read the shape from the model's files. Returns None if they lack a needed value."""
         try:
             config: dict[str, Any] = json.loads((directory / "config.json").read_text())
             config = config.get("text_config") or config
@@ -69,12 +69,12 @@ class ModelShape:
             return None
 
     def kv_bytes(self, dtype: str) -> int:
-        """Keys and values of one token."""
+        """Return the bytes of the KV cache per token."""
         return 2 * self.layers * self.kv_heads * self.head_size * BYTES[dtype]
 
 
 def _weight_files(directory: Path) -> set[Path]:
-    """The files that are loaded. Some models come with the same weights in another format beside them."""
+    """Return the files that are loaded. Some models also contain the same weights in another format."""
     index = directory / "model.safetensors.index.json"
     if index.exists():
         return {directory / name for name in json.loads(index.read_text())["weight_map"].values()}
@@ -83,7 +83,7 @@ def _weight_files(directory: Path) -> set[Path]:
 
 
 def _parameters(file: Path) -> int:
-    """Of a safetensors file, by its header alone."""
+    """Count the parameters in a safetensors file from its header."""
     with file.open("rb") as opened:
         size = int.from_bytes(opened.read(8), "little")
         if size > file.stat().st_size:
@@ -94,8 +94,10 @@ def _parameters(file: Path) -> int:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes: `fixed` in any case, `filled` on top with full contexts and passes. `setting` is now `units`, each
-    taking `fixed_per_unit` in any case and `per_unit` with full contexts and passes."""
+    """Memory in bytes: `fixed` in any case, plus `filled` with full contexts and passes.
+
+    `setting` is the setting to lower if it does not fit. Its value is `units`; each unit takes `fixed_per_unit` in any
+    case and `per_unit` with full contexts and passes."""
 
     fixed: int
     filled: int
@@ -104,14 +106,14 @@ class Estimate:
     per_unit: int
     fixed_per_unit: int = 0
     lowest: int = 1
-    """Below this, a smaller `setting` alone takes no less memory."""
+    """Lowering `setting` below this alone saves no memory."""
 
     @property
     def most(self) -> int:
         return self.fixed + self.filled
 
     def fitting(self, available: float) -> int:
-        """A value of `setting` with which `most` would fit; below 1: none would."""
+        """Return a value of `setting` with which `most` fits. Below 1 means that no value does."""
         return math.floor(self.units - max(0.0, self.most - available) / max(self.per_unit, 1))
 
 
@@ -119,7 +121,7 @@ class Estimate:
 
 
 def engine_memory(config: Config, shape: ModelShape) -> Estimate:
-    """Of one embedded engine."""
+    """Estimate the memory of one embedded engine."""
     slots, size = config.engine.resolved_slots, BYTES[config.model.dtype]
     context = min(config.engine.context or shape.context, shape.context)
     kv = shape.kv_bytes(config.model.dtype)
@@ -127,12 +129,12 @@ def engine_memory(config: Config, shape: ModelShape) -> Estimate:
     first = context if config.run.deterministic else min(context, FIRST_CAPACITY)
     evaluated = config.eval.count > 0
     pinned = (slots if config.run.deterministic else min(slots, config.eval.max_running)) if evaluated else 0
-    # Of one row of a step: logits as computed and in float32, logprobs, probabilities, cumulative sums in float64;
+    # One row of a step: logits as computed and in float32, logprobs, probabilities, cumulative sums in float64;
     # attention scores in float32 and in the model's dtype.
     row = shape.vocabulary * (size + 20) + shape.heads * context * (4 + 2 * size)
     prefill = max(PREFILL_TOKENS, context) * size * (8 * shape.width + 4 * shape.feed_forward)
     per_slot = context * kv + row
-    fixed = 2 * weights + slots * first * kv  # one set in use, one that is being loaded
+    fixed = 2 * weights + slots * first * kv  # one weight set in use, one being loaded
     full = slots * per_slot + pinned * context * kv + (weights if evaluated else 0) + prefill
     return Estimate(fixed, full - slots * first * kv, "engine.slots", slots, per_slot, first * kv)
 
@@ -163,8 +165,8 @@ def learner_memory(config: Config, shape: ModelShape) -> Estimate:
 
 
 def _layer_activations(shape: ModelShape, halves: bool) -> int:
-    """Bytes per token that one layer keeps for its backward pass. Norms keep their float32 input and result; with
-    bfloat16 products every linear layer keeps its own bfloat16 copy of its input."""
+    """Return the bytes per token that one layer keeps for its backward pass. Norms keep their float32 input and output;
+    with bfloat16 matmuls every linear layer keeps its own bfloat16 copy of its input."""
     width, queries = shape.width, shape.heads * shape.head_size
     keys, wide = shape.kv_heads * shape.head_size, shape.feed_forward
     if halves:
@@ -189,14 +191,14 @@ def _adapter_parameters(config: Config, shape: ModelShape) -> int:
 
 @dataclass(frozen=True)
 class Available:
-    """Bytes in all, by GPU as CUDA_VISIBLE_DEVICES names it, and of the host. A GPU that is not here is not known."""
+    """Total bytes per GPU, named as in CUDA_VISIBLE_DEVICES, and of the host. GPUs of unknown size are missing."""
 
     gpus: Mapping[str, int]
     host: int
 
 
 def check_memory(config: Config, placement: Placement, shape: ModelShape, available: Available) -> list[str]:
-    """Warnings for what may not fit. Raises `BadInput` for what cannot."""
+    """Return warnings for what may not fit. Raises `BadInput` for what cannot fit."""
     learner = learner_memory(config, shape)
     engines = [engine_memory(config, shape)] * len(placement.engines) if config.engine.kind == "embedded" else []
     warnings: list[str] = []
@@ -204,44 +206,44 @@ def check_memory(config: Config, placement: Placement, shape: ModelShape, availa
         room: float | None = available.gpus.get(device) if device else available.host
         if room is None:
             continue
-        parts = [each for each, place in zip(engines, placement.engines, strict=False) if _device(place) == device]
+        estimates = [each for each, gpus in zip(engines, placement.engines, strict=False) if _device(gpus) == device]
         if _device(placement.learner) == device:
             room *= placement.learner.memory
-            parts.append(learner)
+            estimates.append(learner)
         where = f"GPU {device}" if device else "this machine"
-        warnings += _checked(parts, room, where, adapters=config.lora.rank > 0)
+        warnings += _check_device(estimates, room, where, adapters=config.lora.rank > 0)
     return warnings
 
 
 def _device(assignment: GpuAssignment) -> str:
-    """Empty: the host."""
+    """Return the first GPU, or an empty string for the host."""
     return assignment.gpus[0] if assignment.gpus else ""
 
 
-def _checked(parts: list[Estimate], room: float, where: str, adapters: bool) -> Iterator[str]:
-    if not parts:
+def _check_device(estimates: list[Estimate], room: float, where: str, adapters: bool) -> Iterator[str]:
+    if not estimates:
         return
-    least, most = sum(part.fixed for part in parts), sum(part.most for part in parts)
+    least, most = sum(each.fixed for each in estimates), sum(each.most for each in estimates)
     if least > room:
-        largest = max(parts, key=lambda part: part.fixed)
-        raise BadInput(_refusal(largest, least, room, where, adapters))
+        largest = max(estimates, key=lambda each: each.fixed)
+        raise BadInput(_does_not_fit(largest, least, room, where, adapters))
     if most > room:
-        largest = max(parts, key=lambda part: part.filled)
+        largest = max(estimates, key=lambda each: each.filled)
         value = largest.fitting(room - (most - largest.most))
         both = dict.fromkeys((largest.setting, "engine.context"))
         advice = f"set {largest.setting} = {value}" if value >= largest.lowest else f"lower {' and '.join(both)}"
         yield (
-            f"memory of {where}: {most / GB:.1f} GB if every context and pass is full, and there are "
-            f"{room / GB:.1f} GB; if it runs out, {advice}"
+            f"memory of {where}: the run needs {most / GB:.1f} GB if every context and pass is full, but only "
+            f"{room / GB:.1f} GB are available; if it runs out of memory, {advice}"
         )
 
 
-def _refusal(largest: Estimate, least: int, room: float, where: str, adapters: bool) -> str:
-    sizes = f"at least {least / GB:.1f} GB of {where} would be taken, which has {room / GB:.1f} GB for it"
-    too_much = (least - room) / largest.fixed_per_unit if largest.fixed_per_unit else math.inf
-    if largest.units - too_much >= 1:
-        return f"{largest.setting}: {sizes}; set {math.floor(largest.units - too_much)} or less"
-    remedy = "take" if adapters else "set lora.rank = 16 to train adapters only, or take"
+def _does_not_fit(largest: Estimate, least: int, room: float, where: str, adapters: bool) -> str:
+    sizes = f"the run needs at least {least / GB:.1f} GB on {where}, but {room / GB:.1f} GB are available"
+    excess = (least - room) / largest.fixed_per_unit if largest.fixed_per_unit else math.inf
+    if largest.units - excess >= 1:
+        return f"{largest.setting}: {sizes}; set {math.floor(largest.units - excess)} or less"
+    remedy = "use" if adapters else "set lora.rank = 16 to train adapters only, or use"
     return f"model.path: {sizes}; {remedy} a smaller model"
 
 
@@ -249,7 +251,7 @@ def _refusal(largest: Estimate, least: int, room: float, where: str, adapters: b
 
 
 def memory_warnings(config: Config, placement: Placement, model: Path) -> list[str]:
-    """For a run of the model in this directory, on this machine. Raises `BadInput` for what cannot fit."""
+    """Check a run of the model in directory `model` on this machine. Raises `BadInput` if it cannot fit."""
     shape = ModelShape.read(model)
     return [] if shape is None else check_memory(config, placement, shape, available_memory(placement))
 
@@ -261,18 +263,20 @@ def available_memory(placement: Placement) -> Available:
 
 
 def _gpu_totals(gpus: list[str]) -> dict[str, int]:
-    """By nvidia-smi: torch is not loaded in this process. Nothing where it is missing or says something else."""
+    """Query nvidia-smi, because torch is not loaded in this process. Empty if it is missing or its output is
+    invalid."""
     query = ["nvidia-smi", "--query-gpu=uuid,memory.total", "--format=csv,noheader,nounits"]
     try:
-        said = subprocess.run(query, capture_output=True, text=True, check=True, timeout=NVIDIA_SMI_S).stdout
+        output = subprocess.run(query, capture_output=True, text=True, check=True, timeout=NVIDIA_SMI_S).stdout
     except (OSError, subprocess.SubprocessError):
         return {}
-    return named_totals(said, gpus, os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID")
+    return named_totals(output, gpus, os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID")
 
 
-def named_totals(said: str, gpus: list[str], in_bus_order: bool) -> dict[str, int]:
-    """Bytes of these GPUs. CUDA may number GPUs in another order than nvidia-smi: then an index has the largest."""
-    rows = [tuple(map(str.strip, line.split(","))) for line in said.splitlines()]
+def named_totals(output: str, gpus: list[str], in_bus_order: bool) -> dict[str, int]:
+    """Parse the total bytes of these GPUs from nvidia-smi's output. CUDA may number GPUs in another order than
+    nvidia-smi; an index then gets the largest total."""
+    rows = [tuple(map(str.strip, line.split(","))) for line in output.splitlines()]
     totals = {row[0]: int(row[1]) * MIB for row in rows if len(row) == 2 and row[1].isdecimal()}
     by_index = list(totals.values())
     found: dict[str, int] = {}

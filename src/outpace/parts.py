@@ -1,7 +1,10 @@
-"""Builds each part from the config, in whichever process it is to live.
+"""Component specs and builders.
 
-`spec.settings` is what a part may know: the resolved config and a few facts of this start of the run. Torch is loaded
-by the engine and the learner only; a worker stays light.
+    controller:       ComponentSpecs(config, ...) ─▶ one ComponentSpec and environment per component ─▶ runtime.start
+    child (or inline): build_engine / build_learner / build_worker (spec, peers) ─▶ the component
+
+`spec.settings` holds all that a component gets: the resolved config and a few values of this start of the run. Only
+engines and the learner import torch; a worker must not.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ if TYPE_CHECKING:
 
 LEARNER = "learner"
 GRACE_S = 60.0
-"""What a part gets beyond the time that its server may take, to say what was wrong with that."""
+"""Added to `launch.start_s`, so that an engine component can report why its server did not start."""
 
 
 def engine_name(index: int) -> str:
@@ -43,15 +46,15 @@ def engine_name(index: int) -> str:
 
 
 class PartSettings(msgspec.Struct, frozen=True):
-    """What every part of one start of a run is told."""
+    """Settings of one component in one start of a run."""
 
     config: dict[str, Any]
     incarnation: str
     run_dir: str
     scratch: str
-    index: int = 0  # of an engine
-    url: str = ""  # of the server behind it, if that is running already
-    gpus: GpuAssignment = ON_CPU  # of this part
+    index: int = 0  # engines only
+    url: str = ""  # of a running server; empty for embedded engines and servers to launch
+    gpus: GpuAssignment = ON_CPU  # of this component
 
     @property
     def parsed(self) -> Config:
@@ -63,58 +66,58 @@ class PartSettings(msgspec.Struct, frozen=True):
 
 
 class PartSpecs:
-    """The parent's side: what each part of one start is told, and the environment its process gets."""
+    """Builds the spec and process environment of every component for one start of a run."""
 
     def __init__(
-        self, config: Config, run_dir: Path, scratch: Path, code: bytes = b"", learner_code: bytes = b""
+        self, config: Config, run_dir: Path, runtime_dir: Path, code: bytes = b"", learner_code: bytes = b""
     ) -> None:
         self.placement = placement_of(config)
-        # Children see their own GPUs only, so what follows from all of them is decided here.
+        # Child processes see only their own GPUs, so settings that depend on all GPUs are resolved here.
         weights = config.weights.model_copy(update={"transport": self.placement.transport})
         config = self._config = config.model_copy(update={"weights": weights})
-        settings = PartSettings(config.model_dump(), secrets.token_hex(8), str(run_dir.absolute()), str(scratch))
-        self._facts: dict[str, Any] = msgspec.to_builtins(settings)
+        settings = PartSettings(config.model_dump(), secrets.token_hex(8), str(run_dir.absolute()), str(runtime_dir))
+        self._shared_settings: dict[str, Any] = msgspec.to_builtins(settings)
         self._token = secrets.token_hex(16)
-        self._scratch = scratch
+        self._runtime_dir = runtime_dir
         self._code = code
         self._learner_code = learner_code
-        self.sockets: dict[str, str] = {}  # of the engines, by name
-        self.assigned: dict[str, GpuAssignment] = {}  # of the engines, by name
-        self._learner_socket = str(scratch / f"{LEARNER}.sock")
-        self._sends = config.weights.transport == "collective"  # then engines ask the learner for weights
-        # What a killed worker, or a program that it runs for users, leaves behind is found and removed there.
-        self._temporary_files = temporary_files(scratch)
+        self.sockets: dict[str, str] = {}  # engine name -> socket path
+        self.assigned: dict[str, GpuAssignment] = {}  # engine name -> GPUs
+        self._learner_socket = str(runtime_dir / f"{LEARNER}.sock")
+        self._learner_sends = config.weights.transport == "collective"  # engines then call the learner for weights
+        # Temporary files of a killed worker, or of user programs it ran, are removed together with this directory.
+        self._temporary_files = temporary_files(runtime_dir)
 
     def engines(self) -> list[tuple[PartSpec, dict[str, str]]]:
         engine = self._config.engine
-        assert engine.count is not None, "the config was resolved"
+        assert engine.count is not None, "the config must be resolved"
         gpus = self.placement.engines
         return [
             self._engine(index, engine.urls[index] if engine.urls else "", gpus[index]) for index in range(engine.count)
         ]
 
     def joining_engine(self, url: str, others: Collection[str]) -> tuple[PartSpec, dict[str, str]]:
-        """For an engine that is started while `others` run."""
+        """Return the spec of an engine that joins while `others` are running."""
         if self._config.engine.urls and not url and self.placement.learner.gpus:
             raise BadInput(
-                "engine.urls: this run has no GPU set aside for servers; start one with outpace serve, and add its URL"
+                "engine.urls: this run reserves no GPU for servers; start one with `outpace serve` and add its URL"
             )
         running = [self.assigned[name] for name in others]
         return self._engine(len(self.sockets), url, ON_CPU if url else self.placement.joining(running))
 
     def _engine(self, index: int, url: str, gpus: GpuAssignment) -> tuple[PartSpec, dict[str, str]]:
-        """`url`: of a server that is running already; empty: there is none, or it is to be started."""
+        """`url`: address of a running server; empty if the engine is embedded or its server must be launched."""
         name = engine_name(index)
         self.assigned[name] = gpus
-        self.sockets[name] = str(self._scratch / f"{name}.sock")
+        self.sockets[name] = str(self._runtime_dir / f"{name}.sock")
         spec = PartSpec(
             name,
             "outpace.parts:build_engine",
             "outpace.protocols:Engine",
-            self._facts | {"index": index, "url": url, "gpus": msgspec.to_builtins(gpus)},
+            self._shared_settings | {"index": index, "url": url, "gpus": msgspec.to_builtins(gpus)},
             listen=self.sockets[name],
             token=self._token,
-            peers={LEARNER: self._learner_socket} if self._sends else {},
+            peers={LEARNER: self._learner_socket} if self._learner_sends else {},
             peer_protocol="outpace.protocols:Learner",
             start_s=max(START_DEADLINE_S, self._config.launch.start_s + GRACE_S),
         )
@@ -126,9 +129,9 @@ class PartSpecs:
             LEARNER,
             "outpace.parts:build_learner",
             "outpace.protocols:Learner",
-            self._facts | {"gpus": msgspec.to_builtins(self.placement.learner)},
+            self._shared_settings | {"gpus": msgspec.to_builtins(self.placement.learner)},
             code=self._learner_code,
-            listen=self._learner_socket if self._sends else None,
+            listen=self._learner_socket if self._learner_sends else None,
             token=self._token,
         )
         return spec, child_environment(learner_threads(self._config)) | self.placement.learner.environment
@@ -140,10 +143,11 @@ class PartSpecs:
                     f"worker-{index}",
                     "outpace.parts:build_worker",
                     "outpace.protocols:Worker",
-                    self._facts,
+                    self._shared_settings,
                     code=self._code,
                     token=self._token,
-                    # Children are told by the controller who samples: one that starts again must not wait for the dead.
+                    # The controller sends the engine list to child processes. With peers here, a restarted
+                    # worker would wait for dead engines.
                     peers=dict(self.sockets) if self._config.run.runtime == "inline" else {},
                 ),
                 child_environment(1) | {VARIABLE: ",".join(self.placement.workers)} | self._temporary_files,
@@ -153,12 +157,12 @@ class PartSpecs:
 
 
 async def start_engines(runtime: Runtime, engines: Sequence[tuple[PartSpec, dict[str, str]]]) -> list[Engine]:
-    """All at once, but servers that share a GPU one after the other: each measures what is free when it starts."""
-    turns: defaultdict[tuple[str, ...], asyncio.Lock] = defaultdict(asyncio.Lock)
+    """Start engines in parallel, but servers that share a GPU in sequence: each measures free memory as it starts."""
+    gpu_locks: defaultdict[tuple[str, ...], asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def start(spec: PartSpec, environment: dict[str, str]) -> Engine:
         gpus = settings_of(spec).gpus
-        async with turns[tuple(gpus.gpus)] if gpus.memory < 1 else nullcontext():
+        async with gpu_locks[tuple(gpus.gpus)] if gpus.memory < 1 else nullcontext():
             return await runtime.start(Engine, spec, environment)
 
     return await together(*(start(*engine) for engine in engines))
@@ -171,7 +175,7 @@ def settings_of(spec: PartSpec) -> PartSettings:
 async def build_engine(spec: PartSpec, peers: dict[str, Any]) -> object:
     settings, stale = settings_of(spec), spec.attempt > 0
     if settings.parsed.engine.kind == "embedded":
-        return await asyncio.to_thread(_engine, settings, stale)
+        return await asyncio.to_thread(_embedded_engine, settings, stale)
     from outpace.engines.servers.build import build_door
 
     return await build_door(
@@ -188,7 +192,7 @@ async def build_engine(spec: PartSpec, peers: dict[str, Any]) -> object:
     )
 
 
-def _engine(settings: PartSettings, stale: bool) -> object:
+def _embedded_engine(settings: PartSettings, stale: bool) -> object:
     from outpace.engines.embedded.engine import EmbeddedEngine
 
     config = settings.parsed
@@ -210,7 +214,9 @@ def _engine(settings: PartSettings, stale: bool) -> object:
 
 
 def pinned_slots(config: Config) -> int:
-    """Evaluation runs so many episodes at most; bits of a deterministic run depend on the number of slots."""
+    """Return the slots of the pinned weight set used for evaluation.
+
+    At most `eval.max_running`, except in deterministic runs, whose exact results depend on the slot count."""
     slots = config.engine.resolved_slots
     return slots if config.run.deterministic else min(slots, config.eval.max_running)
 
@@ -311,7 +317,7 @@ def _worker(
 
 
 def _turns(config: Config, journal: Path, name: str) -> Any:
-    """None where nothing is to be recorded: what is sampled in a deterministic run is sampled again just so."""
+    """Return the log of sampled turns. None if disabled or deterministic: such a run samples the same turns again."""
     from outpace.checkpoint.turn_log import TurnLog
 
     return TurnLog(journal, name) if config.checkpoint.turns and not config.run.deterministic else None
@@ -329,21 +335,21 @@ def _recorder(config: Config, settings: PartSettings, decode: Callable[[Sequence
 
 
 def _gateway_port(config: Config, worker: str) -> int:
-    """The next ports are those of the next workers; 0 takes any that is free."""
+    """Return this worker's port: `gateway.port` plus its index, or 0 for any free port."""
     first = config.gateway.port
     return first + int(worker.rpartition("-")[2]) if first else 0
 
 
 def judges_of(config: Config, given: list[Any] | None) -> Any:
-    """The reward functions that a Python caller gave, or those that the config names."""
+    """Build the reward functions: those passed from Python, or those named in the config."""
     from outpace.rewards.pool import GraderPool
     from outpace.rewards.registry import isolated, resolve_rewards
     from outpace.rollouts.worker import Judges
 
     rewards = config.rewards
     functions = resolve_rewards(rewards.functions, config) if given is None else given
-    apart = isolated(functions, rewards.isolation, rewards.functions if given is None else None)
-    pool = GraderPool(apart, rewards.workers, rewards.memory_mb) if apart else None
+    in_graders = isolated(functions, rewards.isolation, rewards.functions if given is None else None)
+    pool = GraderPool(in_graders, rewards.workers, rewards.memory_mb) if in_graders else None
     return Judges(functions, rewards.weights or [1.0] * len(functions), pool)
 
 
@@ -356,9 +362,9 @@ def _worker_settings(config: Config) -> Any:
     from outpace.rollouts.worker import WorkerSettings
 
     rollout, algorithm, rewards, filters = config.rollout, config.algorithm, config.rewards, config.filter
-    assert rollout.max_tokens is not None, "the config was resolved"
-    assert filters.uniform is not None, "the config was resolved"
-    assert filters.min_group is not None, "the config was resolved"
+    assert rollout.max_tokens is not None, "the config must be resolved"
+    assert filters.uniform is not None, "the config must be resolved"
+    assert filters.min_group is not None, "the config must be resolved"
     return WorkerSettings(
         client=ClientSettings(
             max_tokens=rollout.max_tokens,

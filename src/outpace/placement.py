@@ -1,8 +1,8 @@
-"""Which process computes on which GPU, and how weights then reach the engines.
+"""GPU placement: which process computes on which GPU, and how weights reach the engines.
 
-`place` is a pure function of the config and the visible GPUs. The learner gets the first GPU, engines the others in
-turn; they share the learner's GPU only where there is no other. Launched servers and the learner share a GPU by fixed
-budgets. Each child process sees its own GPUs only, by CUDA_VISIBLE_DEVICES.
+`assign_gpus` is a pure function of the config and the visible GPUs. The learner gets the first GPU and the engines the
+others, round-robin; they share the learner's GPU only if there is no other. Launched servers and the learner share a
+GPU with fixed memory budgets. Each child process sees only its own GPUs, through CUDA_VISIBLE_DEVICES.
 """
 
 from __future__ import annotations
@@ -25,29 +25,31 @@ Transport = Literal["files", "memory", "ipc", "collective"]
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 WSL_DRIVER = Path("/usr/lib/wsl/lib/libcuda.so.1")
-"""Where Windows keeps it for Linux; there are no /dev/nvidia* there."""
+"""Path of the CUDA driver under WSL, which has no /dev/nvidia*."""
 
 MARGIN = 0.05
-"""Of a shared GPU's memory, for what no budget counts: each process's context, and libraries' own workspaces."""
+"""Fraction of a shared GPU's memory outside all budgets: CUDA contexts and library workspaces."""
 
 SMALLEST_LEARNER = 0.1
-"""A learner cannot do useful work with less of a GPU's memory than this."""
+"""Smallest fraction of a GPU's memory with which a learner can work."""
 
 SERVERS_ALONE = 0.9
-"""Of a GPU without the learner: what its servers take together unless launch.gpu_memory says otherwise."""
+"""Fraction of a GPU's memory that all servers on it take together if the learner is on another GPU. Default for
+launch.gpu_memory."""
 
 SERVERS_BESIDE_LEARNER = 0.4
+"""The same for a GPU that the servers share with the learner."""
 
 PARALLELISM = {
     "tensor": ("--tensor-parallel-size", "-tp", "--tp-size", "--tp"),
     "pipeline": ("--pipeline-parallel-size", "-pp", "--pp-size"),
     "data": ("--data-parallel-size", "-dp", "--dp-size", "--dp"),
 }
-"""Options of vLLM and SGLang that multiply the GPUs of one server."""
+"""Options of vLLM and SGLang that multiply the number of GPUs of one server."""
 
 
 class GpuAssignment(msgspec.Struct, frozen=True):
-    """The GPUs of one process (none: it computes on the CPU) and its share of each one's memory."""
+    """The GPUs of one process (empty: it computes on the CPU) and its fraction of each GPU's memory."""
 
     gpus: list[str] = []
     memory: float = 1.0
@@ -61,17 +63,17 @@ ON_CPU = GpuAssignment()
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """Where everything of one run computes. GPUs are named as in CUDA_VISIBLE_DEVICES."""
+    """GPU assignments of all processes of a run. GPUs are named as in CUDA_VISIBLE_DEVICES."""
 
     learner: GpuAssignment
     engines: list[GpuAssignment]
     workers: list[str]  # the GPUs that rollout workers may use
     transport: Transport
-    groups: list[list[str]] = []  # the GPUs that one engine takes; engines go round these
-    joins_with: list[float] = []  # of each group's memory, what one more server takes; empty: engines have no budgets
+    groups: list[list[str]] = []  # sets of GPUs for one engine each, assigned round-robin
+    joins_with: list[float] = []  # memory fraction of one more server, per group; empty: engines have no budgets
 
     def joining(self, others: Collection[GpuAssignment]) -> GpuAssignment:
-        """For an engine that is started while `others` run: where most memory is free."""
+        """Return the assignment of an engine that joins while `others` run: the GPUs with the most free memory."""
         if not self.groups:
             return ON_CPU
         taken = [sum(engine.memory for engine in others if engine.gpus == group) for group in self.groups]
@@ -82,15 +84,15 @@ class Placement(msgspec.Struct, frozen=True):
         best = min(range(len(self.groups)), key=lambda index: taken[index] + self.joins_with[index])
         group, memory = self.groups[best], self.joins_with[best]
         if taken[best] + memory > 1.0:
-            smaller = "" if set(self.learner.gpus) & set(group) else ", or with a smaller launch.gpu_memory"
+            smaller = "" if set(self.learner.gpus) & set(group) else " or a smaller launch.gpu_memory"
             raise BadInput(
-                f"launch.gpu_memory: one more server would take {memory:g} of {_named(group)}, of which "
-                f"{taken[best]:.2f} is taken; start the run with more engines{smaller}"
+                f"launch.gpu_memory: one more server needs {memory:g} of the memory of {_named(group)}, but "
+                f"{taken[best]:.2f} is already assigned; start the run with more engines{smaller}"
             )
         return GpuAssignment(group, memory)
 
     def lines(self) -> Iterator[str]:
-        """For people: every process and its GPUs."""
+        """Yield one line per process with its GPUs, for display."""
         yield f"learner: {_shown(self.learner)}"
         for index, engine in enumerate(self.engines):
             yield f"engine-{index}: {_shown(engine)}"
@@ -113,7 +115,7 @@ def _named(gpus: Sequence[str]) -> str:
 
 
 def listed_gpus(variable: str) -> list[str]:
-    """The GPUs that a value of CUDA_VISIBLE_DEVICES shows, indices or UUIDs. As for CUDA, -1 ends the list."""
+    """Parse a value of CUDA_VISIBLE_DEVICES into indices or UUIDs. As in CUDA, -1 ends the list."""
     gpus: list[str] = []
     for gpu in (word.strip() for word in variable.split(",")):
         if gpu in ("", "-1", "NoDevFiles"):
@@ -124,8 +126,8 @@ def listed_gpus(variable: str) -> list[str]:
 
 
 def visible_gpus(config: Config) -> list[str]:
-    """The GPUs of this process, found without loading torch. There is one where the config says so and none is found,
-    and none where the installed torch is a build for CPUs."""
+    """Return the GPUs visible to this process, without loading torch. With run.device = "cuda" at least one is assumed,
+    unless CUDA_VISIBLE_DEVICES is set. With "auto" there are none if the installed torch is a CPU build."""
     if config.run.device == "auto" and not torch_has_cuda():
         return []
     variable = os.environ.get(VARIABLE)
@@ -137,7 +139,8 @@ def visible_gpus(config: Config) -> list[str]:
 
 @functools.cache
 def torch_has_cuda() -> bool:
-    """By the source of `torch.version`, since loading torch takes seconds. True where that does not tell."""
+    """Return whether torch is a CUDA build, from the source of `torch.version`: loading torch takes seconds. True if
+    unknown."""
     found = importlib.util.find_spec("torch")
     if found is None or found.origin is None:
         return True
@@ -153,7 +156,7 @@ def uses_gpu(config: Config) -> bool:
 
 
 def placement_of(config: Config) -> Placement:
-    """On this machine. Raises `BadInput` where the GPUs do not suffice."""
+    """Return the placement on this machine. Raises `BadInput` if there are not enough GPUs."""
     return place(config, visible_gpus(config))
 
 
@@ -161,13 +164,18 @@ def placement_of(config: Config) -> Placement:
 
 
 def place(config: Config, gpus: Sequence[str]) -> Placement:
-    """`gpus`: the visible ones, as CUDA_VISIBLE_DEVICES names them. `config` is resolved."""
+    """Assign GPUs to all processes. `gpus` are the visible ones, named as in CUDA_VISIBLE_DEVICES; `config` is
+    resolved.
+
+    Raises `BadInput` if there are not enough GPUs."""
     engines = config.engine.count or max(len(config.engine.urls), 1)
     wanted = config.rollout.gpus
     if wanted > len(gpus):
-        raise BadInput(f"rollout.gpus: {wanted} wanted, and {_count(len(gpus))} visible; lower it, or show more GPUs")
+        raise BadInput(
+            f"rollout.gpus: {wanted} requested, but {_count(len(gpus))} visible; lower it or make more GPUs visible"
+        )
     if config.run.device == "cuda" and not gpus:
-        raise BadInput(f'run.device: "cuda", but no GPU is visible; set "cpu", or show a GPU by {VARIABLE}')
+        raise BadInput(f'run.device: "cuda" is set, but no GPU is visible; set "cpu" or add a GPU to {VARIABLE}')
     if config.run.device == "cpu" or not gpus:
         on_cpu = [ON_CPU] * engines
         return Placement(ON_CPU, on_cpu, list(gpus[:wanted]), _transport(config, shares=False))
@@ -198,7 +206,7 @@ def _launches(config: Config) -> bool:
 
 
 def _groups(config: Config, gpus: Sequence[str], size: int) -> tuple[str, list[list[str]]]:
-    """The learner's GPU, and the sets of GPUs that engines go round."""
+    """Return the learner's GPU, and the sets of GPUs that are assigned to engines round-robin."""
     learner, others = gpus[0], list(gpus[1:])
     if config.engine.urls:
         return learner, []
@@ -206,14 +214,14 @@ def _groups(config: Config, gpus: Sequence[str], size: int) -> tuple[str, list[l
         return learner, [[learner]]
     if _launches(config) and VARIABLE in config.launch.env:
         return _given_groups(config, gpus, size)
-    if config.weights.transport == "ipc":  # which works on one GPU only
+    if config.weights.transport == "ipc":  # works only within one GPU
         if size > 1:
-            raise BadInput(f'weights.transport: "ipc" is for one GPU, and a server takes {size}; use "memory"')
+            raise BadInput(f'weights.transport: "ipc" needs one GPU, but a server uses {size}; set "memory"')
         return learner, [[learner]]
     if size > len(gpus):
         raise BadInput(
-            f"launch.args: one server takes {size} GPUs by its parallelism, and {_count(len(gpus))} visible; "
-            f"lower --tensor-parallel-size, or show more GPUs"
+            f"launch.args: the parallelism needs {size} GPUs per server, but {_count(len(gpus))} visible; "
+            f"lower --tensor-parallel-size or make more GPUs visible"
         )
     if size > len(others):
         return learner, [list(gpus[:size])]
@@ -221,14 +229,14 @@ def _groups(config: Config, gpus: Sequence[str], size: int) -> tuple[str, list[l
 
 
 def _given_groups(config: Config, gpus: Sequence[str], size: int) -> tuple[str, list[list[str]]]:
-    """What launch.env says holds for every server; the learner takes another GPU if there is one."""
+    """Use the GPUs from launch.env for every server. The learner gets another GPU if there is one."""
     given = listed_gpus(config.launch.env[VARIABLE])
     if not given:  # servers on the CPU
         return gpus[0], []
     if size > len(given):
         raise BadInput(
-            f"launch.env: {VARIABLE} shows a server {len(given)} GPUs, and its parallelism takes {size}; "
-            f"name more there, or lower --tensor-parallel-size"
+            f"launch.env: {VARIABLE} gives a server {len(given)} GPUs, but its parallelism needs {size}; "
+            f"add GPUs there or lower --tensor-parallel-size"
         )
     return next((gpu for gpu in gpus if gpu not in given), gpus[0]), [given]
 
@@ -254,19 +262,20 @@ def _parallelism(args: Sequence[str]) -> Iterator[tuple[str, int]]:
             continue
         text = value if is_joined else args[index + 1] if index + 1 < len(args) else ""
         if not text.isdecimal() or int(text) < 1:
-            raise BadInput(f"launch.args: {option} needs a whole number from 1 on, not {text!r}")
+            raise BadInput(f"launch.args: {option} must be a positive integer, not {text!r}")
         yield kind, int(text)
 
 
 def _server_memory(config: Config, servers: int, shares: bool) -> float:
-    """The part of each of its GPUs' memory that one of `servers` on the same GPUs takes."""
+    """Return the memory fraction of one of `servers` on the same GPUs. `shares`: the learner is on one of these
+    GPUs."""
     given = config.launch.gpu_memory
     if given is None:
         return (SERVERS_BESIDE_LEARNER if shares else SERVERS_ALONE) / max(servers, 1)
     most = 1.0 - MARGIN - SMALLEST_LEARNER if shares else 1.0
     if servers * given > most + 1e-9:
-        whose = "a server" if servers == 1 else f"each of {servers} servers"
-        problem = "leaves too little of its GPU for the learner" if shares else "is more than their GPU has"
+        whose = "one server" if servers == 1 else f"each of {servers} servers"
+        problem = "leaves too little GPU memory for the learner" if shares else "exceeds the memory of the GPU"
         raise BadInput(
             f"launch.gpu_memory: {given:g} for {whose} {problem}; set {int(100 * most / servers) / 100:g} or less, "
             f"or start fewer servers"
@@ -275,13 +284,14 @@ def _server_memory(config: Config, servers: int, shares: bool) -> float:
 
 
 def transport_of(config: Config) -> Transport:
-    """Decided by the controller in the config of a child process, which does not see all GPUs."""
+    """Return the weight transport. The controller resolves "auto" in the config of a child process, because a child
+    does not see all GPUs."""
     return placement_of(config).transport if config.weights.transport == "auto" else config.weights.transport
 
 
 def _transport(config: Config, shares: bool) -> Transport:
-    """How weights reach the engines, where the settings leave it open: by the shortest way that surely exists.
-    `shares`: every engine is a server on the learner's own GPU."""
+    """Resolve weights.transport = "auto" to the fastest transport that is certain to work.
+    `shares`: every engine is a server on the learner's GPU."""
     if config.weights.transport != "auto":
         return config.weights.transport
     if config.engine.kind == "sglang" or config.engine.urls:
@@ -291,4 +301,4 @@ def _transport(config: Config, shares: bool) -> Transport:
 
 
 def _count(gpus: int) -> str:
-    return "none is" if gpus == 0 else "one is" if gpus == 1 else f"{gpus} are"
+    return "none is" if gpus == 0 else "only one is" if gpus == 1 else f"only {gpus} are"

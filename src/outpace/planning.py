@@ -1,5 +1,8 @@
-"""From a config and the objects of a Python caller to a checked plan. Everything that can be wrong is found here,
-before a process is started or a file of the run written; a model that has to be downloaded or converted is, once."""
+"""Run planning: validate a config and the user's Python objects, and build a `RunPlan`.
+
+All validation happens here, before any process starts or any file of the run is written. The only side effect is that
+a model is downloaded or converted if necessary; the result is cached.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,6 @@ from typing import Any, cast
 
 import msgspec
 
-from outpace import registered
 from outpace.checkpoint import commit
 from outpace.config import Config
 from outpace.config.loading import load_config, objects_beside
@@ -32,6 +34,7 @@ from outpace.observe.summary import STOPPED, Summary
 from outpace.placement import placement_of, uses_gpu
 from outpace.protocols import Reward, Rollout, TaskSource
 from outpace.references import refuse_while_importing
+from outpace.registered import for_learner, for_worker
 from outpace.resources import check_dtype
 from outpace.rewards.registry import check_rewards
 from outpace.rollouts.assembly import check_assembly
@@ -50,7 +53,7 @@ Tasks = TaskSource | Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Objects:
-    """What a Python caller brings instead of naming it in the config."""
+    """Python objects passed to `Trainer` instead of being named in the config."""
 
     tasks: Tasks | None = None
     eval_tasks: Tasks | None = None
@@ -62,42 +65,42 @@ class Objects:
 
 
 def make_plan(config: Config, objects: Objects, quiet: bool = False) -> Plan:
-    """Resolve, open and check everything once: model and tasks first, then what judges them."""
+    """Resolve and validate everything once: model and tasks first, then rewards and rollout."""
     refuse_while_importing()
     own_rollout = objects.rollout is not None or objects.environment is not None
-    judged_elsewhere = bool(objects.rewards) or own_rollout or config.rollout.function is not None
+    rewards_optional = bool(objects.rewards) or own_rollout or config.rollout.function is not None
     if objects.eval_tasks is not None:
-        config = _holding_nothing_out(config)
+        config = _without_heldout(config)
     own_tasks = objects.tasks is not None
     config = resolve(config, own_tasks=own_tasks, own_rewards=True, own_rollout=own_rollout)
     check_dtype(config.model.dtype, "model.dtype", on_cpu=not uses_gpu(config))
     model = resolve_model(config.model.path)
     if config.lora.rank:
         check_peft()
-    _check_serving(config)
+    _check_engines(config)
     own_sources = _own_sources(config, objects)
     train, heldout = own_sources or open_tasks(config)
-    config = resolve(config, own_tasks=own_tasks, own_rewards=judged_elsewhere, own_rollout=own_rollout)
+    config = resolve(config, own_tasks=own_tasks, own_rewards=rewards_optional, own_rollout=own_rollout)
     named = objects.rewards or config.rewards.functions
     rewards = check_rewards(named, config.rewards.weights, train[0].columns, config)
     own = {"rollout": objects.rollout, "environment": objects.environment, "tools": objects.tools or None}
     if not check_assembly(config, own, train[0]) and not rewards:
-        raise BadInput("rewards.functions: name at least one: nothing else gives an episode of this run a reward")
+        raise BadInput("rewards.functions: set at least one; no rollout or environment of this run gives a reward")
     carried = {"tasks": own_sources, "rewards": rewards if objects.rewards else None, **own}
     given = {name: value for name, value in carried.items() if value is not None}
-    for_learner = registered.for_learner(config)
-    sent = {**carried, "registered": registered.for_worker(config)}
-    named_by_program = sent["registered"] is not None or for_learner is not None
+    learner_registered = for_learner(config)
+    sent = {**carried, "registered": for_worker(config)}
+    has_registered = sent["registered"] is not None or learner_registered is not None
     return Plan(
         config=config,
         tasks=fingerprint(train),
         tokenizer=tokenizer_digest(model),
         heldout=0 if heldout is None else len(heldout),
         code=code.pack(sent),
-        learner_code=code.pack({"registered": for_learner}),
+        learner_code=code.pack({"registered": learner_registered}),
         objects=(
             *given,
-            *(("registered names",) if named_by_program else ()),
+            *(("registered names",) if has_registered else ()),
         ),
         saved=_saved(config, objects, heldout if own_sources else None) if given else None,
         callbacks=list(objects.callbacks),
@@ -106,8 +109,9 @@ def make_plan(config: Config, objects: Objects, quiet: bool = False) -> Plan:
 
 
 def run_with_objects(run: Path, settings: Sequence[str]) -> tuple[Config, Objects]:
-    """The config that a run left, with changes, and of a run that was started from Python the objects that an
-    evaluation needs, as far as they can be found again."""
+    """Load a run's config with overrides and, for a run started from Python, the objects that evaluation needs.
+
+    Raises `BadInput` if such an object cannot be restored."""
     file = _config_file(run)
     config = load_config(file, settings)
     if not objects_beside(file):
@@ -115,16 +119,16 @@ def run_with_objects(run: Path, settings: Sequence[str]) -> tuple[Config, Object
     found = restored(run)
     if config.tasks.name is None and config.tasks.path is None:
         if config.tasks.eval_path is None and not found.get("eval_tasks"):
-            raise BadInput(f"tasks.eval_path: the run in {run} held out no tasks; name a file of tasks to evaluate on")
-        found["tasks"] = found.get("eval_tasks") or []  # training tasks are not needed, but a plan has some
+            raise BadInput(f"tasks.eval_path: the run in {run} has no held-out tasks; set a file of tasks")
+        found["tasks"] = found.get("eval_tasks") or []  # evaluation needs no training tasks, but a plan must have some
     return config, Objects(**found)
 
 
 def config_of_run(run: Path, settings: Sequence[str]) -> Config:
-    """The config that a run left, with changes; for commands, which cannot have a Python caller's objects."""
+    """Load a run's config with overrides. Rejects runs with Python objects, which a command cannot provide."""
     file = _config_file(run)
     if objects := objects_beside(file):
-        raise BadInput(f"{run} was started from Python with objects of its own ({objects}); go on with it there")
+        raise BadInput(f"{run} was started from Python with its own objects ({objects}); continue it from Python")
     return load_config(file, settings)
 
 
@@ -141,22 +145,24 @@ def _saved(config: Config, objects: Objects, heldout: TaskSource | None) -> Save
 def _config_file(run: Path) -> Path:
     file = run / "config.toml"
     if not file.is_file():
-        raise BadInput(f"there is no run in {run}")
+        raise BadInput(f"{run}: not a run directory (no config.toml)")
     return file
 
 
 def with_checkpoint(plan: Plan, run_dir: Path) -> Plan:
-    """The plan, going on from the newest complete checkpoint of a run; from its very beginning if there is none yet."""
+    """Return the plan, resuming from the run's newest complete checkpoint, or from version 0 if it has none yet."""
     root = run_dir / "checkpoints"
     checkpoint = commit.newest_complete(root)
     if checkpoint is None and commit.steps(root):
-        raise BadInput(f"--resume: no checkpoint of {run_dir} is complete; start it anew with run.overwrite = true")
+        raise BadInput(f"--resume: {run_dir} has no complete checkpoint; start over with run.overwrite = true")
     return replace(plan, resumes=True, checkpoint=checkpoint)
 
 
 def already_done(plan: Plan, run_dir: Path) -> Summary | None:
-    """What a run has come to that has nothing left to do: it ended well, with its last step in its newest checkpoint,
-    and is given no other end than it had. None: there is something to do."""
+    """Return the summary of a completed run, or None if there is work left.
+
+    A run is complete if it ended without error, its newest checkpoint is of its last step, and `run.steps` and
+    `run.epochs` ask for no more."""
     try:
         ended = msgspec.json.decode((run_dir / "summary.json").read_bytes(), type=Summary)
         before = tomllib.loads((run_dir / "config.toml").read_text()).get("run", {})
@@ -172,21 +178,21 @@ def already_done(plan: Plan, run_dir: Path) -> Summary | None:
 
 
 def nothing_left(plan: Plan) -> str:
-    """What to tell whoever resumes a run that is done."""
+    """Return the message for resuming a completed run."""
     run = plan.config.run
     if run.epochs is not None:
-        return f"done, after {plural(run.epochs, 'epoch')}; go on with --run.epochs {run.epochs + 1}"
-    return f"done, after {plural(run.steps or 0, 'step')}; go on with --run.steps {2 * (run.steps or 0)}"
+        return f"already complete after {plural(run.epochs, 'epoch')}; extend it with --run.epochs {run.epochs + 1}"
+    return f"already complete after {plural(run.steps or 0, 'step')}; extend it with --run.steps {2 * (run.steps or 0)}"
 
 
-# ---------------------------------------------------------------------------------------------------------- serving
+# ---------------------------------------------------------------------------------------------------------- engines
 
 
-def _check_serving(config: Config) -> None:
-    """What can be seen, within a second or so, of a run's servers and of the way of its weights."""
+def _check_engines(config: Config) -> None:
+    """Check everything about engines and weight transport that takes about a second at most."""
     if config.weights.transport == "ipc" and not uses_gpu(config):
-        raise BadInput('weights.transport: "ipc" shares the memory of a GPU, and there is none here; use "memory"')
-    placement_of(config)  # refuses what the GPUs cannot hold
+        raise BadInput('weights.transport: "ipc" shares GPU memory, but this run uses no GPU; use "memory"')
+    placement_of(config)  # raises if the GPUs are too few or too small
     if config.weights.dir is not None:
         _check_writable(Path(config.weights.dir))
     if config.engine.kind != "embedded" and not config.engine.urls:
@@ -194,14 +200,14 @@ def _check_serving(config: Config) -> None:
 
 
 def _check_installed(config: Config) -> None:
-    """On a thread of its own: a caller, such as a notebook, may have a loop that runs."""
-    question = installed(python_of(config), kind_of(config), {**base_environment(), **config.launch.env})
-    with ThreadPoolExecutor(1) as aside:
-        aside.submit(asyncio.run, question).result()
+    """Check the server installation. Runs in its own thread because the caller, such as a notebook, may have a loop."""
+    check = installed(python_of(config), kind_of(config), {**base_environment(), **config.launch.env})
+    with ThreadPoolExecutor(1) as executor:
+        executor.submit(asyncio.run, check).result()
 
 
 def _check_writable(folder: Path) -> None:
-    """By trying: permissions do not tell all, and root may do what a file system cannot. Leaves nothing behind."""
+    """Check by writing a temporary file, since permission bits are not enough. Leaves nothing behind."""
     missing: list[Path] = []
     try:
         missing += [path for path in (folder, *folder.parents) if not path.exists()]
@@ -209,18 +215,18 @@ def _check_writable(folder: Path) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise BadInput(f"weights.dir: cannot write to {folder}: {error.strerror}; name another folder") from None
+        raise BadInput(f"weights.dir: cannot write to {folder}: {error.strerror}; choose another directory") from None
     finally:
-        for made in missing:
-            with contextlib.suppress(OSError):  # somebody uses it by now, or it was never made
-                made.rmdir()
+        for created in missing:
+            with contextlib.suppress(OSError):  # not empty anymore, or never created
+                created.rmdir()
 
 
 # ------------------------------------------------------------------------------------------------------------- tasks
 
 
-def _holding_nothing_out(config: Config) -> Config:
-    """The config of a run whose held-out tasks are a Python caller's own: it must not name any others."""
+def _without_heldout(config: Config) -> Config:
+    """Clear the config's held-out tasks, which `eval_tasks` objects replace."""
     return config.model_copy(
         update={
             "tasks": config.tasks.model_copy(update={"eval_path": None}),
@@ -230,7 +236,7 @@ def _holding_nothing_out(config: Config) -> Config:
 
 
 def _own_sources(config: Config, objects: Objects) -> Sources | None:
-    """Both sources, where at least one of them is the caller's own; the other one may be named in the config."""
+    """Return training and held-out sources if at least one is a Python object. The other may come from the config."""
     if objects.tasks is None and objects.eval_tasks is None:
         return None
     heldout = None if objects.eval_tasks is None else _as_source(objects.eval_tasks, "eval_tasks", config)
@@ -245,7 +251,7 @@ def _own_sources(config: Config, objects: Objects) -> Sources | None:
 
 
 def _as_source(given: Tasks, name: str, config: Config, limit: int | None = None) -> TaskSource:
-    """A source of tasks is taken as it is; rows become tasks."""
+    """Return a task source unchanged, or wrap rows in a `Dataset`."""
     _check_rows(given, name)
     if len(given) and isinstance(given[0], Task):
         return cast(TaskSource, given)
@@ -253,24 +259,24 @@ def _as_source(given: Tasks, name: str, config: Config, limit: int | None = None
 
 
 def _check_rows(given: Any, name: str) -> None:
-    """Refuse what is neither rows nor tasks, above all what else the datasets package has."""
+    """Reject anything but rows or tasks, such as the other types of the `datasets` package."""
     kind = type(given).__name__
     if isinstance(given, Mapping):
         keys = one_line(", ".join(map(str, given)), 120)
         first = next(iter(given), "train")
         raise BadInput(
-            f"{name}: {with_article(kind)} of {keys} is not rows; give one split of it, such as data[{first!r}]"
+            f"{name}: {with_article(kind)} of {keys} is not a list of rows; pass one split, such as data[{first!r}]"
         )
     try:
         count = len(given)
     except TypeError:
         raise BadInput(
-            f"{name}: {with_article(kind)} has no length; give rows that can be counted and indexed, such as list(rows)"
+            f"{name}: {with_article(kind)} has no length; pass rows with a length and an index, such as list(rows)"
         ) from None
     try:
         if count:
             given[0]
     except (KeyError, TypeError, IndexError):
         raise BadInput(
-            f"{name}: {with_article(kind)} has no row 0; give a sequence of rows, each a dict with a prompt"
+            f"{name}: {with_article(kind)} has no row 0; pass a sequence of rows, each a dict with a prompt"
         ) from None

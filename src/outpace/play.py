@@ -1,10 +1,10 @@
-"""`outpace play`: a person takes the model's seat in a task.
+"""`outpace play`: answer tasks in the terminal, in place of the model.
 
     config ─▶ tasks, tools, environment, rewards: as in a run ─▶ rollout ─ HumanClient ─▶ terminal
-                                                                    └─▶ graded, shown, and on to the next task
+                                                                    └─▶ grade, print the rewards, next task
 
-Only the model is missing: budgets, tool results and rewards are those that it would get. No weights are loaded, and a
-tokenizer only to show the prompt as the model's own text (`--raw`). An answer is sent by an empty line.
+Everything but the model is as in a run: limits, tool results and rewards. No weights are loaded, and a tokenizer only
+for `--raw`, which shows the prompt as the text the model receives. An empty line sends the answer.
 """
 
 from __future__ import annotations
@@ -43,105 +43,107 @@ from outpace.tasks.registry import open_tasks
 from outpace.types import Episode, Message, Task
 
 HELP = """\
-an empty line sends what you have typed; text without a call is your final answer
-/call name key=value …   call a tool; several lines are several calls
-/call name {"key": 1}    the same, with arguments as JSON
-/tools                   what can be called
-/prompt                  the whole conversation again
-/give-up                 end this attempt, ungraded
-/help                    this text
-//…                      an answer that begins with a slash
-Ctrl-D                   leave"""
+an empty line sends your answer; text without a tool call is the final answer
+/call name key=value …   call a tool; use one line per call
+/call name {"key": 1}    call a tool with JSON arguments
+/tools                   list the tools
+/prompt                  show the whole conversation again
+/give-up                 end this attempt without grading
+/help                    show this text
+//…                      text that begins with a slash
+Ctrl-D                   quit"""
 
-Reader = Callable[[], str | None]
-"""The next line, or None at the end of the input. May block."""
+ReadLine = Callable[[], str | None]
+"""Returns the next line, or None at the end of the input. May block."""
 
-Raw = Callable[[Sequence[Message], Sequence[Schema]], str]
-"""A conversation as the text that the model gets."""
+RenderPrompt = Callable[[Sequence[Message], Sequence[Schema]], str]
+"""Renders a conversation as the text the model receives."""
 
 STYLES = {"user": "bold", "tool": "cyan", "system": "magenta", "assistant": "green", "text": "bold"}
 
 
 @dataclass
 class Terminal:
-    """Implements `outpace.rollouts.human.Person`: shows scenes, and reads lines on a thread."""
+    """Implements `outpace.rollouts.human.Person`: prints messages and reads lines in a thread."""
 
     console: Console
-    read: Reader
-    raw: Raw | None = None
-    left: bool = False  # the input has ended
+    read: ReadLine
+    raw: RenderPrompt | None = None
+    input_ended: bool = False
     _reading: asyncio.Future[threads.Answer] | None = None
 
     async def answer(self, scene: Scene) -> Typed | None:
-        self._open(scene)
+        self._show_turn(scene)
         lines: list[str] = []
         while (line := await self.line()) is not None:
             if not line.strip() and lines:
                 break
             if line.strip() == "/give-up":
                 return None
-            if not self._obeyed(line, scene):
+            if not self._handle_command(line, scene):
                 lines += [line] if line.strip() else []
         return read_answer(lines, scene.tools) if lines else None
 
     def hear(self, text: str) -> None:
-        self.show("text", text)
+        self.print_message("text", text)
 
     async def line(self) -> str | None:
-        """The next line. A read that somebody gave up on goes on, and is for whoever asks next."""
-        if self.left:
+        """Return the next line. If the caller is cancelled, the read continues and the next call gets its line."""
+        if self.input_ended:
             return None
         self._reading = self._reading or threads.in_thread(self.read)
         line, error = await asyncio.shield(self._reading)
         self._reading = None
         if error is not None:
             raise error
-        self.left = line is None
+        self.input_ended = line is None
         return cast(str | None, line)
 
-    def show(self, role: str, text: str) -> None:
+    def print_message(self, role: str, text: str) -> None:
         self.console.print(Text(f"{role}: ", STYLES.get(role, "bold")) + Text(text), soft_wrap=True)
 
     def note(self, text: str) -> None:
         self.console.print(Text(text, "dim"), soft_wrap=True)
 
-    def _open(self, scene: Scene) -> None:
+    def _show_turn(self, scene: Scene) -> None:
         first = len(scene.new) == len(scene.messages)
         self.note(f"--- your turn{'' if scene.role == 'policy' else f' as {scene.role}'} ---")
-        self._tell(scene, scene.new)
+        self._show_messages(scene, scene.new)
         if first and scene.tools:
-            self._list(scene.tools)
+            self._list_tools(scene.tools)
 
-    def _tell(self, scene: Scene, messages: Sequence[Message]) -> None:
+    def _show_messages(self, scene: Scene, messages: Sequence[Message]) -> None:
         if self.raw is not None:
             self.console.print(Text(self.raw(scene.messages, scene.tools)), soft_wrap=True)
             return
         for message in messages:
-            self.show(str(message.get("name") or message.get("role")), _said(message))
+            self.print_message(str(message.get("name") or message.get("role")), _message_text(message))
 
-    def _list(self, tools: Sequence[Schema]) -> None:
+    def _list_tools(self, tools: Sequence[Schema]) -> None:
         for tool in tools:
             self.note(f"/call {signature(tool)}")
 
-    def _obeyed(self, line: str, scene: Scene) -> bool:
-        """Whether the line was a command, or something that cannot be sent; then that is said in one line."""
+    def _handle_command(self, line: str, scene: Scene) -> bool:
+        """Run a slash command. Returns False if the line is part of the answer.
+
+        A tool call that cannot be parsed is reported and dropped, like an unknown command."""
         command = line.strip()
         if not command.startswith("/") or command.startswith("//"):
             return False
         if is_call(line):
-            return not self._readable(line, scene.tools)
+            return not self._check_call(line, scene.tools)
         match command:
             case "/tools":
-                self._list(scene.tools) if scene.tools else self.note("there are no tools")
+                self._list_tools(scene.tools) if scene.tools else self.note("this task has no tools")
             case "/prompt":
-                self._tell(scene, scene.messages)
+                self._show_messages(scene, scene.messages)
             case "/help":
                 self.note(HELP)
             case _:
-                self.note(f"{one_line(command.split()[0], 40)}: no such command; /help lists them")
+                self.note(f"{one_line(command.split()[0], 40)}: no such command; /help lists the commands")
         return True
 
-    def _readable(self, line: str, tools: Sequence[Schema]) -> bool:
+    def _check_call(self, line: str, tools: Sequence[Schema]) -> bool:
         try:
             read_call(line, tools)
         except BadInput as error:
@@ -150,10 +152,10 @@ class Terminal:
         return True
 
 
-def _said(message: Message) -> str:
+def _message_text(message: Message) -> str:
     calls = [call.get("function", {}) for call in message.get("tool_calls") or ()]
-    asked = [f"/call {call.get('name')} {call.get('arguments')}" for call in calls]
-    return "\n".join(filter(None, [text_of(message.get("content")), *asked]))
+    typed_calls = [f"/call {call.get('name')} {call.get('arguments')}" for call in calls]
+    return "\n".join(filter(None, [text_of(message.get("content")), *typed_calls]))
 
 
 # ---------------------------------------------------------------------------------------------------------------- game
@@ -161,16 +163,18 @@ def _said(message: Message) -> str:
 
 @dataclass(frozen=True)
 class Game:
+    """Plays tasks one after another, the first of which may be chosen by index."""
+
     config: Config
     tasks: TaskSource
     rollout: Rollout
-    judges: Judges
+    reward_functions: Judges
     terminal: Terminal
-    chosen: int | None = None
+    first_index: int | None = None
     rng: random.Random = field(default_factory=random.Random)
 
     async def run(self) -> None:
-        """One task after the other, until the person has enough."""
+        """Play tasks until the player stops."""
         for index in self._indices():
             task = await asyncio.to_thread(self.tasks.__getitem__, index)
             await self.attempt(task)
@@ -179,54 +183,54 @@ class Game:
 
     async def attempt(self, task: Task) -> None:
         terminal, client = self.terminal, HumanClient(self.terminal, self.config.model.system)
-        terminal.note(f"task {task.id}; /help says what you can type")
+        terminal.note(f"task {task.id}; type /help for the commands")
         try:
-            # A client by its methods; there is no engine behind it. A person may take their time: no limit of a run.
+            # Same methods as a policy client, without an engine. No episode timeout: people are slow.
             episode = await run_episode(self.rollout, task, cast(PolicyClient, client), math.inf)
         except asyncio.CancelledError:
             if not client.gave_up:
                 raise
-            terminal.note("you have left" if terminal.left else "given up")
+            terminal.note("you left" if terminal.input_ended else "given up")
             return
         if episode.error is not None:
             terminal.note(f"the attempt failed: {episode.error}")
             return
-        counted = "".join(f", {value:g} {name}" for name, value in episode.metrics.items())
-        terminal.note(f"--- the end: {episode.stop}{counted} ---")
-        await self._judge(task, episode, client)
+        counts = "".join(f", {value:g} {name}" for name, value in episode.metrics.items())
+        terminal.note(f"--- episode ended: {episode.stop}{counts} ---")
+        await self._grade(task, episode, client)
 
-    async def _judge(self, task: Task, episode: Episode, client: HumanClient) -> None:
+    async def _grade(self, task: Task, episode: Episode, client: HumanClient) -> None:
         columns = {name: [value] for name, value in task.columns.items()}
-        judges, timeout_s = self.judges, self.config.rewards.timeout_s
-        on_request: dict[str, list[Any]] = {"completion_ids": [[]], "environments": [client.environment]}
+        rewards, timeout_s = self.reward_functions, self.config.rewards.timeout_s
+        optional: dict[str, list[Any]] = {"completion_ids": [[]], "environments": [client.environment]}
         try:
             (graded,) = await grade(
-                judges.functions, judges.weights, [task.prompt], [episode.completion], columns, timeout_s, judges.pool,
-                (task, [episode]), on_request,
+                rewards.functions, rewards.weights, [task.prompt], [episode.completion], columns, timeout_s,
+                rewards.pool, (task, [episode]), optional,
             )  # fmt: skip
         except RewardFailed as error:
             self.terminal.note(f"no reward: {error}")
             return
-        own = episode.rewards or ({"rollout": episode.reward} if episode.reward or not judges.functions else {})
+        own = episode.rewards or ({"rollout": episode.reward} if episode.reward or not rewards.functions else {})
         shown = {**own, **client.own_rewards, **graded.parts}
         for name, value in shown.items():
             self.terminal.note(f"reward {name}: {value:g}")
         if not shown:
-            self.terminal.note("no reward: no reward function applies")
+            self.terminal.note("no reward: no reward function applies to this task")
             return
         reward = sum(own.values()) + (graded.total or 0.0)
         whole = msgspec.structs.replace(episode, reward=reward, trajectories=client.rewarded())
-        self.terminal.show("total", f"{whole_return(whole):g}")
+        self.terminal.print_message("total", f"{whole_return(whole):g}")
 
     async def _another(self) -> bool:
-        if not self.terminal.left:
+        if not self.terminal.input_ended:
             self.terminal.note("another task? Enter for yes, n for no")
         line = await self.terminal.line()
         return line is not None and line.strip().lower() in ("", "y", "yes")
 
     def _indices(self) -> Iterator[int]:
-        if self.chosen is not None:
-            yield self.chosen
+        if self.first_index is not None:
+            yield self.first_index
         while True:
             yield self.rng.randrange(len(self.tasks))
 
@@ -236,42 +240,43 @@ def play(
     settings: Sequence[str],
     task: str | None = None,
     raw: bool = False,
-    read: Reader | None = None,
+    read: ReadLine | None = None,
     console: Console | None = None,
 ) -> None:
-    """Open what the config names, and play until the person leaves."""
+    """Load the tasks of a config and play until the player stops."""
     loaded = load_config(config, settings)
-    open_tasks(resolve(loaded, own_rewards=True))  # a misspelt task is told before the rewards it would have brought
+    open_tasks(resolve(loaded, own_rewards=True))  # report a misspelled task before missing rewards
     resolved = resolve(loaded, own_rewards=loaded.rollout.function is not None)
     if resolved.rollout.agent:
-        raise BadInput("rollout.agent: a program talks to a model behind a URL, and a person has none; leave this out")
+        raise BadInput("rollout.agent: play cannot run an agent program, which needs a model URL; remove this setting")
     train, _ = open_tasks(resolved)
     rewards = check_rewards(resolved.rewards.functions, resolved.rewards.weights, train[0].columns, resolved)
     if not check_assembly(resolved, {}, train[0]) and not rewards:
-        raise BadInput("rewards.functions: name at least one: nothing else gives an attempt a reward")
-    chosen = None if task is None else index_of(task, train)
-    terminal = Terminal(console or Console(highlight=False), read or read_line, _raw(resolved) if raw else None)
-    asyncio.run(_play(resolved, train, chosen, terminal))
+        raise BadInput("rewards.functions: set at least one; no rollout or environment of this config gives a reward")
+    first = None if task is None else index_of(task, train)
+    render = _prompt_renderer(resolved) if raw else None
+    terminal = Terminal(console or Console(highlight=False), read or read_line, render)
+    asyncio.run(_play(resolved, train, first, terminal))
 
 
-async def _play(config: Config, tasks: TaskSource, chosen: int | None, terminal: Terminal) -> None:
-    assembled = await assemble(config)
-    judges = judges_of(config, None)
+async def _play(config: Config, tasks: TaskSource, first: int | None, terminal: Terminal) -> None:
+    built = await assemble(config)
+    rewards = judges_of(config, None)
     try:
-        await Game(config, tasks, assembled.rollout, judges, terminal, chosen, random.Random(config.run.seed)).run()
+        await Game(config, tasks, built.rollout, rewards, terminal, first, random.Random(config.run.seed)).run()
     finally:
-        await assembled.close()
-        if judges.pool is not None:
-            await judges.pool.close()
+        await built.close()
+        if rewards.pool is not None:
+            await rewards.pool.close()
 
 
 def index_of(task: str, tasks: TaskSource) -> int:
-    """A task by its number or its id."""
+    """Return the index of a task given by index or id."""
     if task.isdecimal() and int(task) < len(tasks):
         return int(task)
     found = next((index for index in range(len(tasks)) if tasks[index].id == task), None)
     if found is None:
-        raise BadInput(f"--task: there is no task {one_line(task, 60)}; give an id, or a number below {len(tasks)}")
+        raise BadInput(f"--task: no task {one_line(task, 60)}; pass an id, or an index below {len(tasks)}")
     return found
 
 
@@ -282,11 +287,11 @@ def read_line() -> str | None:
         return None
 
 
-def _raw(config: Config) -> Raw:
+def _prompt_renderer(config: Config) -> RenderPrompt:
     from outpace.models.loading import eos_ids, load_tokenizer
     from outpace.models.speaking import dialect_of
 
     model = config.model
     tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
-    dialect = dialect_of(tokenizer, eos_ids(model.path), model.renderer)
-    return lambda messages, tools: str(tokenizer.decode(dialect.open(messages, tools)))
+    chat_format = dialect_of(tokenizer, eos_ids(model.path), model.renderer)
+    return lambda messages, tools: str(tokenizer.decode(chat_format.open(messages, tools)))

@@ -1,8 +1,8 @@
-"""The seams of the system: what each part promises, in small typed protocols.
+"""Protocols of the components and of user code.
 
-`Engine`, `Learner` and `Worker` are served over a channel when they live in another process and called directly
-when they live in this one (`outpace.runtime`). Hence their arguments and results are plain data of
-`outpace.types`, and every method is a coroutine that may raise.
+`Engine`, `Learner` and `Worker` are called over RPC when they run in another process and directly when they run in this
+one (`outpace.runtime`). Their arguments and results are therefore plain data from `outpace.types`, and every method is
+a coroutine that may raise.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from outpace.types import (
 class Engine(Protocol):
     """Samples tokens.
 
-    A request with `pinned = None` is served by the newest weights, and waits while these are older than
-    `min_version`. A request pinned to a version is served by the resident weight set that was loaded with
-    `pinned = True` and fails at once if that set is another version.
+    A request with `pinned = None` runs on the newest weights and waits while these are older than `min_version`. A
+    request pinned to a version runs on the weight set loaded with `pinned = True` and fails immediately if that set has
+    another version.
     """
 
     async def generate(
@@ -49,20 +49,20 @@ class Engine(Protocol):
     ) -> Generation: ...
 
     async def abort(self, request_ids: list[str]) -> None:
-        """End these requests now: each returns what it has, with stop reason `aborted`."""
+        """Abort these requests. Each returns its tokens so far with stop reason `aborted`."""
         ...
 
     async def peek(self, request_id: str, after: int) -> Ints:
-        """Tokens of a request under way beyond the first `after`; waits until there is at least one.
+        """Return the tokens of an in-flight request beyond the first `after`, waiting until there is at least one.
 
-        Empty when the request has ended or is unknown."""
+        Empty if the request has ended or is unknown."""
         ...
 
     async def load(self, manifest: Manifest, pinned: bool) -> LoadReport:
-        """Verify the snapshot, then swap at a token boundary; running sequences go on under the new weights.
+        """Verify the snapshot, then swap weights at a token boundary. Running sequences continue under the new weights.
 
-        A snapshot that fails its checksums leaves the engine on the version it has and raises `CorruptData`; so does
-        whatever else goes wrong, as `UpdateFailed` (it serves the version it had) or `UpdateTorn` (nothing)."""
+        Raises `CorruptData` if a checksum does not match; the engine keeps its version. Raises `UpdateFailed` on any
+        other failure that leaves the engine on its version, and `UpdateTorn` if the engine can serve no version."""
         ...
 
     async def release_pinned(self) -> None:
@@ -73,82 +73,83 @@ class Engine(Protocol):
 
 
 class Learner(Protocol):
-    """Turns journalled groups into gradients, and one batch into one version. Calls run in the order given."""
+    """Trains on journaled groups; each batch produces one policy version. Calls run in order."""
 
     async def chunk(self, version: Version, places: list[Place], replayed: bool = False) -> ChunkReport:
-        """Forward and backward over these groups as part of the batch that is trained from `version`.
+        """Run forward and backward over these groups, as part of the batch trained from `version`.
 
-        `replayed`: they were trained before. Their lag is reported apart; over a channel, all arguments are given."""
+        `replayed`: the groups were trained on before; their lag is reported separately. Over RPC all arguments must be
+        passed."""
         ...
 
     async def step(self, version: Version) -> StepReport:
-        """Close the batch trained from `version`: one exact normalisation, one optimizer step."""
+        """Close the batch trained from `version`: normalize exactly once and take one optimizer step."""
         ...
 
     async def publish(self, leased: list[Version]) -> Manifest:
-        """Snapshot the current weights. Buffers of the `leased` versions, which a reader may be copying, stay."""
+        """Snapshot the current weights. Keeps the buffers of the `leased` versions, which a reader may be copying."""
         ...
 
     async def send(self, manifest: Manifest, meeting: dict[str, Any]) -> None:
-        """Send a snapshot to the engine that comes to this meeting: what two ends of a process group must agree on.
+        """Send a snapshot to an engine over a process group. `meeting` holds the rendezvous parameters of both ends.
 
-        Training goes on meanwhile. Raises `UpdateFailed` when the other side stays away or falls silent."""
+        Training continues meanwhile. Raises `UpdateFailed` if the other side does not join or stops responding."""
         ...
 
     async def save(self, directory: str, version: Version) -> bool:
         """Write model, optimizer, scheduler, random state and counters of `version` into an existing directory.
 
-        The copy that is written is taken in the order of the calls; training goes on while it is being written. False:
-        the learner is past that version, and nothing was written."""
+        The state is copied in call order; training continues while the copy is written. Returns False and writes
+        nothing if the learner is past that version."""
         ...
 
     async def load(self, directory: str) -> Version:
-        """Restore what `save` wrote; returns the version restored."""
+        """Restore what `save` wrote. Returns the restored version."""
         ...
 
     async def logprobs(self, sequences: list[Ints], temperature: float) -> list[Floats]:
-        """What the current weights give every token of these sequences but the first, at this temperature."""
+        """Return the current policy's logprobs of every token but the first, at this temperature."""
         ...
 
     async def stats(self) -> LearnerStats: ...
 
 
 class Worker(Protocol):
-    """Makes groups: runs episodes, grades them, closes the group, journals it."""
+    """Generates groups: runs the episodes, grades them, scores the group and journals it."""
 
     async def run(self, order: GroupOrder) -> GroupReport: ...
 
     async def cancel(self, group: int) -> None:
-        """Stop working on a group; its `run` returns a failed report."""
+        """Cancel a group. Its `run` returns a failed report."""
         ...
 
     async def release(self, segments: list[str]) -> None:
-        """These journal segments hold nothing that is still needed."""
+        """Free these journal segments: nothing in them is needed anymore."""
         ...
 
     async def record_rollouts(self, step: Version, places: list[Place]) -> None:
-        """Write these journalled groups to `rollouts/`, as some of those that the step was trained on."""
+        """Write these journaled groups to `rollouts/`. The step was trained on them, possibly among others."""
         ...
 
     async def fleet(self, members: list[Member]) -> None:
-        """Who samples, as of now: engines that came, went, were loaded, or do not serve."""
+        """Replace the list of engines: membership, loaded versions and whether each one serves."""
         ...
 
     async def openings(self, count: int) -> list[Ints]:
-        """The first `count` tasks as the policy sees them: token ids of their prompts."""
+        """Return the prompt token ids of the first `count` tasks."""
         ...
 
     async def rng(self) -> bytes:
-        """The state of this process's random number generators, for a checkpoint."""
+        """Return the state of this process's random number generators, for a checkpoint."""
         ...
 
     async def set_rng(self, state: bytes) -> None:
-        """Go on with what `rng` gave, in another start of the run."""
+        """Restore the state that `rng` returned in an earlier start of the run."""
         ...
 
 
 class TaskSource(Protocol):
-    """Problems by index. Indexing is cheap and pure: the same index always gives the same task."""
+    """Tasks by index. Indexing must be cheap and pure: the same index always returns the same task."""
 
     def __len__(self) -> int: ...
 
@@ -156,25 +157,25 @@ class TaskSource(Protocol):
 
 
 class ModelClient(Protocol):
-    """What a rollout holds in its hand to talk to the policy. Every token of every request is accounted for.
+    """A rollout's client for the policy. Records every token of every request.
 
-    `sample` goes on with one growing sequence; `chat` takes a whole history, as OpenAI's endpoint does, and goes on
-    with the sequence that this history is the continuation of. Requests may run in parallel."""
+    `sample` extends one growing sequence. `chat` takes a whole message history, like OpenAI's endpoint, and extends the
+    sequence that the history continues. Requests may run in parallel."""
 
     environment: object | None
-    """The episode's environment, where it lives in this process, for reward functions that ask for it."""
+    """The episode's environment if it runs in this process, for reward functions that take it as an argument."""
 
     @property
     def stop(self) -> StopReason:
-        """Why the newest completion ended."""
+        """Why the latest completion ended."""
         ...
 
     async def sample(
         self, prompt: str | list[Message] | None = None, *, tools: Sequence[dict[str, Any]] = (), **overrides: Any
     ) -> str:
-        """Append `prompt` (rendered) to the sequence, sample a completion, append it, return its text.
+        """Append the rendered `prompt` to the sequence, sample a completion, append it and return its text.
 
-        A later prompt goes on with the chat. The first one may show `tools`, as schemas for the chat template."""
+        Later prompts continue the chat. The first call may pass `tools`, as schemas for the chat template."""
         ...
 
     def observe(self, text: str) -> None:
@@ -189,36 +190,37 @@ class ModelClient(Protocol):
         role: str = "policy",
         **overrides: Any,
     ) -> Answer:
-        """The policy's answer to a whole history. `overrides` are `max_tokens` and `stop_strings`, and in evaluation
-        what shapes the distribution."""
+        """Sample the policy's completion of a whole message history. `overrides` may set `max_tokens` and
+        `stop_strings`, and in evaluation also the parameters of the sampling distribution."""
         ...
 
     async def complete(self, prompt: str | Sequence[int], *, role: str = "policy", **overrides: Any) -> Answer:
-        """What the policy writes after a plain text, without a chat template."""
+        """Sample a completion of plain text or token ids, without a chat template."""
         ...
 
     async def endpoint(self, role: str = "policy") -> Endpoint:
-        """An OpenAI-compatible URL of this episode, which ends with it, for agents that know nothing of outpace."""
+        """Return an OpenAI-compatible endpoint for agents that do not use this client. It closes with the episode."""
         ...
 
     def reward(self, value: float, *, request: str | Answer | None = None, role: str | None = None) -> None:
-        """Give the trajectory with that request, or all of a role, a reward of its own, in place of the episode's."""
+        """Set the reward of the trajectory with that request, or of all trajectories of a role. It replaces the
+        episode's reward."""
         ...
 
     def turn_reward(self, value: float, request: str | Answer) -> None:
-        """Give one answer a reward on top of what its trajectory gets."""
+        """Give one completion a reward on top of its trajectory's."""
         ...
 
     def trajectory(self) -> Trajectory: ...
 
     def trajectories(self) -> list[Trajectory]:
-        """Everything that was sampled in this episode, each token once: one per branch of history and per role."""
+        """Return everything sampled in this episode, each token once: one trajectory per history branch and role."""
         ...
 
 
 Rollout = Callable[[Task, ModelClient], Awaitable[Episode | Trajectory | float | None]]
-"""Makes one episode. None: the client's trajectory, for the reward functions to judge. A float is its own reward,
-added to theirs."""
+"""Runs one episode. Returning None submits the client's trajectory to the reward functions. A returned float is added
+to their rewards."""
 
 Reward = Callable[..., Any]
-"""TRL's signature: f(prompts=[…], completions=[…], **columns) -> list of float or None; sync or async."""
+"""TRL's signature: f(prompts=[...], completions=[...], **columns) -> list of float or None; sync or async."""

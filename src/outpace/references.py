@@ -1,7 +1,9 @@
-"""Objects that a config names as text: `package.module:function` or `path/to/file.py:function`.
+"""References to user code in a config: `package.module:function` or `path/to/file.py:function`, and their parameters.
 
-Importing runs the user's own code, so anything may go wrong; whatever does becomes a one-line `BadInput` that starts
-with the setting. The current directory is importable, as it is for `python script.py` and `python -m`.
+Importing runs the user's code, which may raise anything; every error becomes a one-line `BadInput` that starts with the
+setting. The current directory is importable, as it is for `python script.py` and `python -m`.
+
+Child processes import this module early, so it must stay light.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from outpace.errors import BadInput, one_line
 from outpace.wording import with_article
 
 FILE_MODULE = "outpace_file_"
-"""How the name of a module begins that was loaded from a file; no other process can import it by that name."""
+"""Prefix of the names of modules loaded from a file. Other processes cannot import them by that name."""
 
 
 def is_reference(name: str) -> bool:
@@ -29,24 +31,24 @@ def is_reference(name: str) -> bool:
 
 
 def absolute(reference: str) -> str:
-    """The reference with the file in it, if one is, named from the root: it stays true in another directory."""
+    """Make the file path of a reference absolute, so that it stays valid in another working directory."""
     place, _, name = reference.rpartition(":")
     return f"{Path(place).expanduser().absolute()}:{name}" if place.endswith(".py") and name else reference
 
 
 def nearest(word: str, known: Iterable[str], count: int = 1) -> list[str]:
-    """The names most like a misspelt one, whatever the case of its letters."""
-    by_small = {name.lower(): name for name in known}
-    return [by_small[close] for close in difflib.get_close_matches(word.lower(), by_small, n=count)]
+    """Return the known names closest to a misspelled one, ignoring case."""
+    by_lowercase = {name.lower(): name for name in known}
+    return [by_lowercase[close] for close in difflib.get_close_matches(word.lower(), by_lowercase, n=count)]
 
 
 def load_function(reference: str, setting: str) -> Callable[..., Any]:
-    """The callable that `reference` names; `setting` is the dotted key it came from."""
+    """Import the callable that `reference` names. `setting` is the dotted config key, for error messages."""
     place, _, name = reference.rpartition(":")
     if not place or not name:
-        raise BadInput(f"{setting}: {reference!r} should be package.module:function or path/to/file.py:function")
-    if place == "__main__":  # in a child process that is another script
-        raise BadInput(f"{setting}: {reference}: name the script's file: script.py:{name}")
+        raise BadInput(f"{setting}: {reference!r} must be package.module:function or path/to/file.py:function")
+    if place == "__main__":  # in a child process this is a different script
+        raise BadInput(f"{setting}: {reference}: use the script's file name instead of __main__: script.py:{name}")
     module = _module(place, f"{setting}: {reference}")
     value = getattr(module, name, None)
     if value is None:
@@ -63,7 +65,7 @@ def _module(place: str, context: str) -> ModuleType:
         return _from_file(Path(place), context) if place.endswith(".py") else _by_name(place, context)
     except BadInput:
         raise
-    # The boundary to the user's code: a module may raise anything at all while it is imported.
+    # User code: importing a module may raise anything.
     except (Exception, SystemExit) as error:
         raise BadInput(f"{context}: importing {place} raised {type(error).__name__}: {one_line(error)}") from error
 
@@ -78,34 +80,34 @@ def _by_name(name: str, context: str) -> ModuleType:
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if name == missing or name.startswith(f"{missing}."):
-            raise BadInput(f"{context}: there is no module {missing}") from None
-        raise  # the module is there, something that it imports is not
+            raise BadInput(f"{context}: no module named {missing}; check the name and the working directory") from None
+        raise  # the module exists; one of its own imports is missing
 
 
-_importing: list[Path] = []  # files that are being imported
+_importing: list[Path] = []  # files being imported
 
 
 def refuse_while_importing() -> None:
-    """Raise `BadInput` if a file that is being imported for one of its functions starts a run."""
+    """Raise `BadInput` if a run is started by a file that is being imported for one of its functions."""
     if _importing:
         raise BadInput(
-            f'{_importing[-1]}: starts a run when it is imported; put that under `if __name__ == "__main__":`'
+            f'{_importing[-1]}: the file starts a run when it is imported; move that under `if __name__ == "__main__":`'
         )
 
 
 def _from_file(file: Path, context: str) -> ModuleType:
-    """A file is imported once; its name in `sys.modules` comes from where it lies."""
+    """Import a file once. Its name in `sys.modules` is derived from its path."""
     path = file.expanduser().resolve()
     name = f"{FILE_MODULE}{path.stem}_{blake2b(str(path).encode(), digest_size=4).hexdigest()}"
     if name in sys.modules:
         return sys.modules[name]
     if not path.is_file():
-        raise BadInput(f"{context}: there is no file {file}")
+        raise BadInput(f"{context}: file {file} does not exist")
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # before it runs: dataclasses and pickle look their module up by name
+    sys.modules[name] = module  # before it executes: dataclasses and pickle look up their module by name
     _importing.append(file)
     try:
         spec.loader.exec_module(module)

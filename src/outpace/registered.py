@@ -1,8 +1,4 @@
-"""Names that a script has registered, for the processes that look them up: `collect` in the caller, `install` there.
-
-Only what the config uses is sent. A function that can be imported travels as a reference, one of `__main__` or of a
-notebook by value.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -15,17 +11,20 @@ from outpace.rewards import registry as rewards
 from outpace.tasks import registry as tasks
 
 ALGORITHMS: dict[str, Registry] = {"surrogate": SURROGATES, "advantage": ADVANTAGES, "normalise": NORMALISERS}
-"""By their keys in `[algorithm]`."""
+"""Registries by their keys in `[algorithm]`."""
 
 
 @dataclass(frozen=True)
 class Registered:
+    """Functions that a script registered by name, for the child processes that look them up. Contains only what the
+    config uses. Importable functions are sent by reference; those of `__main__` or a notebook by value."""
+
     tasks: dict[str, tasks.TaskFactory] = field(default_factory=dict)
     rewards: dict[str, Reward] = field(default_factory=dict)
     algorithms: dict[str, Facts] = field(default_factory=dict)
 
     def install(self) -> None:
-        """Make the names known in this process."""
+        """Register the functions in this process."""
         for name, factory in self.tasks.items():
             tasks.register(name)(factory)
         for name, function in self.rewards.items():
@@ -35,7 +34,7 @@ class Registered:
 
 
 def for_worker(config: Config) -> Registered | None:
-    """What a rollout worker needs, None if that is nothing."""
+    """Return the registered functions that a rollout worker needs, or None if there are none."""
     name, own = config.tasks.name, tasks.own_tasks()
     return _unless_empty(
         Registered(
@@ -47,7 +46,7 @@ def for_worker(config: Config) -> Registered | None:
 
 
 def for_learner(config: Config) -> Registered | None:
-    """What the learner needs, None if that is nothing."""
+    """Return the registered functions that the learner needs, or None if there are none."""
     return _unless_empty(Registered(algorithms=_algorithms(config, tuple(ALGORITHMS))))
 
 

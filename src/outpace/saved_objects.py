@@ -1,9 +1,14 @@
-"""What a run that was started from Python leaves behind so that `outpace eval` can find its objects again.
+"""User objects of a run: functions, classes and tasks that were passed or registered in Python.
 
-    objects.json    references (`module:name`, `/path/to/file.py:name`) of functions and classes; `missing` has the rest
-    heldout.jsonl   the held-out tasks that its evaluations take, where the tasks were given as objects
+A run started from Python records them in its run directory so that `outpace eval` can find them again (`SavedObjects`):
 
-Nothing is pickled: a lambda, a local function or a class of a notebook has no reference, and is named in the error.
+    objects.json    references (`module:name`, `/path/to/file.py:name`) of functions and classes; `missing`: the rest
+    heldout.jsonl   the held-out tasks used in evaluations, if the tasks were passed as objects
+
+Nothing is pickled. A lambda, a local function or a class from a notebook has no reference; the error names it.
+
+Child processes get the functions that a script registered by name: `registered_for_worker` and `registered_for_learner`
+collect them in the caller, and `Registered.install` registers them in the child.
 """
 
 from __future__ import annotations
@@ -30,7 +35,7 @@ HELDOUT_FILE = "heldout.jsonl"
 
 @dataclass(frozen=True)
 class SavedObjects:
-    """References by the name of the argument (a single one, a list, or by kind), and what has none."""
+    """References by argument name (one reference, a list, or a dict by kind), and the objects without a reference."""
 
     references: dict[str, Any] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
@@ -45,37 +50,40 @@ class SavedObjects:
 
 
 def saved(given: Mapping[str, Any], heldout: TaskSource | None, count: int) -> SavedObjects:
-    """What can be kept of the objects in `given` (rewards, rollout, environment, tools), and the first `count` held-out
-    tasks if these are a Python caller's own."""
+    """Collect the references of the objects in `given` (rewards, rollout, environment, tools), and the first `count`
+    held-out tasks if the caller passed them as objects."""
     references: dict[str, Any] = {}
     missing: dict[str, str] = {}
     for name, value in given.items():
         found = _references(value)
-        lost = [_name_of(item) for item, reference in found if reference is None]
-        if lost:
-            missing[name] = ", ".join(lost)
+        without = [_name_of(item) for item, reference in found if reference is None]
+        if without:
+            missing[name] = ", ".join(without)
         elif isinstance(value, Mapping):
             references[name] = {kind: reference for kind, (_, reference) in zip(value, found, strict=True)}
         else:
             references[name] = [reference for _, reference in found] if isinstance(value, list | tuple) else found[0][1]
     tasks = None if heldout is None else [heldout[index] for index in range(min(count, len(heldout)))]
     if tasks is not None and not all(map(_survives_json, tasks)):
-        tasks, missing["tasks"] = None, "columns that JSON cannot hold"
+        tasks, missing["tasks"] = None, "columns that JSON cannot represent"
     return SavedObjects(references, missing, tasks)
 
 
 def restored(run: Path) -> dict[str, Any]:
-    """The objects of a run as arguments of `Objects`; raises `BadInput` for what can only be had in the script."""
+    """Load the objects of a run, as arguments of `Objects`. Raises `BadInput` for objects without a reference."""
     try:
-        noted = msgspec.json.decode((run / OBJECTS_FILE).read_bytes(), type=dict[str, dict[str, Any]])
+        content = msgspec.json.decode((run / OBJECTS_FILE).read_bytes(), type=dict[str, dict[str, Any]])
     except (OSError, ValueError):
-        raise BadInput(f"{run}: has objects of a Python program and no {OBJECTS_FILE}; evaluate it there") from None
-    for name, what in noted.get("missing", {}).items():
         raise BadInput(
-            f"{run}: its {name} ({one_line(what, 100)}) cannot be found outside the program that started the run; "
+            f"{run}: the run uses Python objects, but {OBJECTS_FILE} is missing or unreadable; "
+            "call trainer.evaluate() in the script that started it"
+        ) from None
+    for name, what in content.get("missing", {}).items():
+        raise BadInput(
+            f"{run}: {name} ({one_line(what, 100)}) cannot be imported outside the script that started the run; "
             "call trainer.evaluate() there, or define it at the top level of a file"
         )
-    objects = {name: _loaded(name, found) for name, found in noted.get("references", {}).items()}
+    objects = {name: _loaded(name, found) for name, found in content.get("references", {}).items()}
     if (run / HELDOUT_FILE).is_file():
         objects["eval_tasks"] = list(read_lines(run / HELDOUT_FILE))
     return objects
@@ -91,13 +99,14 @@ def _references(value: Any) -> list[tuple[Any, str | None]]:
 
 
 def reference_of(value: Any) -> str | None:
-    """How another process can import this function or class; None if it cannot. Text is a reference already."""
+    """Return a reference by which another process can import this function or class, or None. A string is already
+    one."""
     if isinstance(value, str):
         return absolute(value)
     name, place = getattr(value, "__qualname__", ""), getattr(value, "__module__", "")
     module = sys.modules.get(place or "")
     if not name or module is None or getattr(module, name, None) is not value:
-        return None  # local, a lambda, an instance, or replaced since
+        return None  # a local function, a lambda, an instance, or a name that was rebound
     file = getattr(module, "__file__", None) or ""
     if place == "__main__" or place.startswith(FILE_MODULE) or _is_beside_script(place, file):
         return f"{Path(file).resolve()}:{name}" if file.endswith(".py") and Path(file).is_file() else None
@@ -105,7 +114,8 @@ def reference_of(value: Any) -> str | None:
 
 
 def _is_beside_script(module: str, file: str) -> bool:
-    """A lone module that is not installed: `outpace eval` may be started where its name is not known."""
+    """Return whether this is a top-level module that is not installed. `outpace eval` may run where it is not
+    importable by name."""
     installed = {sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")}
     return "." not in module and file.endswith(".py") and not any(Path(file).is_relative_to(path) for path in installed)
 

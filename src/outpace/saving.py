@@ -1,10 +1,4 @@
-"""Checkpoints of a run: the learner's part and the controller's, one directory that gets its name when it is whole.
-
-Invariants
-- `Learner.save` is the very next call that the learner hears after a checkpoint was ordered, unless it had to wait for
-  the one before: nothing comes before it that gives way to others.
-- Whoever is cancelled while a thread is at the directory leaves when the thread is done with it, not before.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -31,11 +25,13 @@ P = ParamSpec("P")
 
 
 class Checkpoints:
-    """One at a time: one that falls due while the last is still being written waits for it, and is skipped if the
-    learner has moved on meanwhile. After the last step it never has."""
+    """Writes checkpoints one at a time.
+
+    A checkpoint that falls due while the previous one is being written waits for it, and is skipped if the
+    learner has moved on meanwhile. The one after the last step is never skipped."""
 
     def __init__(self, run: RunLog, learner: Learner, config: CheckpointConfig, tokenizer: str) -> None:
-        """`tokenizer` is its digest, by which a resume notices that the model has another one."""
+        """`tokenizer` is the tokenizer's digest, by which a resume detects that it changed."""
         self._run = run
         self._root = run.dir / CHECKPOINTS
         self._learner = learner
@@ -43,50 +39,52 @@ class Checkpoints:
         self._tokenizer = tokenizer
         self._saving = asyncio.Lock()
 
-    async def save(self, version: Version, memory: Callable[[], Awaitable[Memory | None]]) -> bool:
-        """Whether there is one now. What cannot be written is `NotSaved`, and costs no earlier one."""
+    async def save(self, version: Version, controller_state: Callable[[], Awaitable[Memory | None]]) -> bool:
+        """Write a checkpoint; return whether there is one now. `NotSaved` on I/O errors; earlier checkpoints are
+        unaffected."""
         async with self._saving:
             try:
-                return await self._made(version, memory)
+                return await self._write(version, controller_state)
             except OSError as error:
                 raise NotSaved(f"{self._root}: {error.strerror or error}") from error
 
-    async def _made(self, version: Version, memory: Callable[[], Awaitable[Memory | None]]) -> bool:
-        temporary = commit.begin(self._root, version)  # on this thread: see the invariants
+    async def _write(self, version: Version, controller_state: Callable[[], Awaitable[Memory | None]]) -> bool:
+        temporary = commit.begin(self._root, version)  # on this thread: see the module's invariants
         try:
             saved = await self._learner.save(str(temporary.absolute()), version)
-            known = await memory() if saved else None
-            if known is None:
+            state = await controller_state() if saved else None
+            if state is None:
                 return False
-            await _to_the_end(self._commit, temporary, known)
+            await _run_uncancelled(self._commit, temporary, state)
         finally:
-            await _to_the_end(self._tidy_up, temporary)
-        await _to_the_end(self._prune)
+            await _run_uncancelled(self._clean_up, temporary)
+        await _run_uncancelled(self._prune)
         return True
 
-    def _commit(self, temporary: Path, memory: Memory) -> None:
-        (temporary / STATE_FILE).write_text(json.dumps(memory | {"tokenizer": self._tokenizer}))
+    def _commit(self, temporary: Path, state: Memory) -> None:
+        (temporary / STATE_FILE).write_text(json.dumps(state | {"tokenizer": self._tokenizer}))
         self._run.sync()
         commit.commit(temporary)
 
-    def _tidy_up(self, temporary: Path) -> None:
-        """Also after writers of earlier starts, which may be what fills the disk."""
+    def _clean_up(self, temporary: Path) -> None:
+        """Remove this and other unfinished checkpoints, which may be what fills the disk."""
         commit.discard(temporary)
         try:
             commit.clean(self._root)
-        except OSError as error:  # tried again with the next one
-            log.warning("cannot tidy up after checkpoints that were not finished: %s", error)
+        except OSError as error:  # retried with the next checkpoint
+            log.warning("could not remove unfinished checkpoints: %s", error)
 
     def _prune(self) -> None:
         best = best_step(self._run.dir) if self._config.keep_best else None
         try:
             commit.prune(self._root, self._config.keep, best)
-        except OSError as error:  # which leaves more than needed, and is tried again with the next one
-            log.warning("cannot remove old checkpoints: %s", error)
+        except OSError as error:  # harmless; retried with the next checkpoint
+            log.warning("could not remove old checkpoints: %s", error)
 
 
-async def _to_the_end(work: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-    """Run it on a thread. A cancellation is heard when the thread is done: nothing can stop it before."""
+async def _run_uncancelled(work: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+    """Run `work` on a thread. A cancellation takes effect only when the thread is done, because it cannot be
+    interrupted."""
     running = asyncio.ensure_future(asyncio.to_thread(work, *args, **kwargs))
     cancelled = False
     while not running.done():

@@ -1,8 +1,8 @@
-"""`outpace serve`: the servers of a config, started by hand with everything that a run needs of them.
+"""`outpace serve`: start the inference servers of a config with all options that a run needs.
 
-    config ─▶ servers ─▶ what to write into a run's config ─▶ until Ctrl-C ─▶ gone, without orphans
+    config ─▶ start servers ─▶ print `[engine]` settings for a run ─▶ wait for Ctrl-C ─▶ stop, no orphaned processes
 
-A run is pointed at them by `engine.urls`; they outlive it, and the next run finds them warm.
+A run connects to them through `engine.urls`. They keep running after it ends, so the next run starts with warm servers.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ from outpace.runtime.scratch import Scratch, temporary_files
 
 
 def serve(file: Path | None, settings: Sequence[str], dry_run: bool = False) -> None:
-    """Blocks until Ctrl-C. With `dry_run`, print the commands to type instead."""
+    """Start the servers and block until Ctrl-C. `dry_run`: only print the server commands."""
     config = serving_config(file, settings)
-    asyncio.run(_show(config) if dry_run else _serve(config))
+    asyncio.run(_print_commands(config) if dry_run else _serve(config))
 
 
 def serving_config(file: Path | None, settings: Sequence[str]) -> Config:
-    """That of a run will do: the servers that it names as running are the ones to be started."""
+    """Load the config. The config of a run works too: its `engine.urls` is ignored, since servers are started here."""
     values: dict[str, Any] = {"engine.kind": "vllm"}
     values |= flatten(read_file(file)) if file is not None else {}
     values |= parse_arguments(settings)
     if urls := values.pop("engine.urls", None):
-        _say(f"engine.urls is left out here: serve starts servers, and {', '.join(urls)} is said to run already")
+        _report(f"engine.urls: ignoring {', '.join(urls)}; serve starts its own servers")
     config = make_config(values)
     if config.engine.kind == "embedded":
-        raise BadInput("engine.kind: the embedded engine is part of a run and no server; set vllm or sglang")
+        raise BadInput("engine.kind: the embedded engine runs inside a run and cannot be served; set vllm or sglang")
     return config
 
 
 def plugin_home() -> Path:
-    """Where a command that somebody types, today or next week, finds the plugin."""
+    """Return a permanent directory for the plugin, so that printed commands keep working."""
     return Path(os.environ.get("OUTPACE_CACHE") or "~/.cache/outpace").expanduser()
 
 
-async def _show(config: Config) -> None:
+async def _print_commands(config: Config) -> None:
     recipe = await Recipe.of(config, plugin_home())
     for index, gpus in enumerate(placement_of(config).engines):
         port = config.launch.port + index if config.launch.port else free_port()
@@ -60,55 +60,56 @@ async def _show(config: Config) -> None:
 
 
 async def _serve(config: Config) -> None:
-    told = asyncio.Event()
+    signalled = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, told.set)
-    scratch = await asyncio.to_thread(Scratch)
-    serving = asyncio.create_task(_start_and_stay(config, scratch))
+        loop.add_signal_handler(number, signalled.set)
+    runtime_dir = await asyncio.to_thread(Scratch)
+    serving = asyncio.create_task(_run_servers(config, runtime_dir))
     try:
-        await asyncio.wait({serving, asyncio.create_task(told.wait())}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({serving, asyncio.create_task(signalled.wait())}, return_when=asyncio.FIRST_COMPLETED)
     finally:
         serving.cancel()
         outcome = (await asyncio.gather(serving, return_exceptions=True))[0]
-        await asyncio.to_thread(scratch.remove)
+        await asyncio.to_thread(runtime_dir.remove)
     if isinstance(outcome, BaseException) and not isinstance(outcome, asyncio.CancelledError):
         raise outcome
 
 
-async def _start_and_stay(config: Config, scratch: Scratch) -> None:
-    """One after the other: two that start at once take each other's processors, and on a GPU each other's memory. The
-    log of a server that fails is kept."""
+async def _run_servers(config: Config, runtime_dir: Scratch) -> None:
+    """Start the servers and run until one of them exits. Keeps the log of a server that fails.
+
+    Servers start in sequence: in parallel they would compete for CPU and, on a shared GPU, for memory."""
     recipe = await Recipe.of(config, plugin_home())
-    environment = scratch.guardian.marked(scratch.guardian.new_mark()) | temporary_files(scratch.path)
+    environment = runtime_dir.guardian.marked(runtime_dir.guardian.new_mark()) | temporary_files(runtime_dir.path)
     started: list[Started] = []
     try:
         for index, gpus in enumerate(placement_of(config).engines):
-            log = scratch.files / f"server-{index}.log"
-            _say(f"{kind_of(config)} {recipe.found.version} starts; its log is {log}")
+            log = runtime_dir.files / f"server-{index}.log"
+            _report(f"starting {kind_of(config)} {recipe.found.version}; log: {log}")
             with keeping_log(log):
-                started.append(await start_server(recipe, index, log, Telling(_say), environment, gpus))
-        print(_announced(config, [each.server.url for each in started]), flush=True)
-        _say("Ctrl-C ends it")
-        await _until_one_ends(started)
+                started.append(await start_server(recipe, index, log, Telling(_report), environment, gpus))
+        print(_engine_toml(config, [each.server.url for each in started]), flush=True)
+        _report("press Ctrl-C to stop")
+        await _raise_when_one_exits(started)
     finally:
         await asyncio.gather(*(each.stop() for each in started))
 
 
-async def _until_one_ends(started: Sequence[Started]) -> None:
-    ends = {asyncio.create_task(each.process.ended()): each for each in started}
+async def _raise_when_one_exits(started: Sequence[Started]) -> None:
+    exits = {asyncio.create_task(each.process.ended()): each for each in started}
     try:
-        done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(exits, return_when=asyncio.FIRST_COMPLETED)
         first = done.pop()
-        with keeping_log(ends[first].process.log_path):
-            raise ServerGone(why_ended(first.result(), ends[first].process))
+        with keeping_log(exits[first].process.log_path):
+            raise ServerGone(why_ended(first.result(), exits[first].process))
     finally:
-        for end in ends:
-            end.cancel()
+        for task in exits:
+            task.cancel()
 
 
-def _announced(config: Config, urls: Sequence[str]) -> str:
-    """What a run has to be told, as TOML."""
+def _engine_toml(config: Config, urls: Sequence[str]) -> str:
+    """Return the settings that a run needs to use these servers, as TOML."""
     addresses = ", ".join(f'"{url}"' for url in urls)
     lines = ["[engine]", f'kind = "{kind_of(config)}"', f"urls = [{addresses}]"]
     if needs_plugin(config):
@@ -116,5 +117,5 @@ def _announced(config: Config, urls: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def _say(line: str) -> None:
+def _report(line: str) -> None:
     print(f"outpace: {line}", file=sys.stderr, flush=True)

@@ -1,11 +1,12 @@
-"""One start of a run: brings the parts to life, drives them, and leaves nothing behind but the run directory.
+"""Run session: one start of a run. Starts the components, drives training, and stops and cleans up everything.
 
-    claim the run directory ─▶ start engine, learner and workers side by side ─▶ (resume) ─▶ drive ─▶ stop ─▶ summary
+    claim the run directory ─▶ start engines, learner and workers in parallel ─▶ (resume) ─▶ drive ─▶ stop ─▶ summary
 
 Invariants
-- Nothing of an earlier run is touched before the parts are up and the checkpoint fits, but for what this start cannot
-  use of its journal, which can be made again: bad input costs nothing else.
-- However the run ends, children are stopped, scratch memory is removed and `summary.json` says how it ended.
+- Files of an earlier run are not touched until the components are up and the checkpoint has loaded. The only exception
+  is journal data that this start cannot use; it can be generated again. Bad input costs nothing else.
+- However the run ends, child processes are stopped, the runtime directory is removed and `summary.json` gives the
+  reason.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from outpace.config.loading import dump_toml
 from outpace.errors import EXIT_LEFT_AT_ONCE, BadInput, CorruptData, Interrupted, OutpaceError, PartFailed
 from outpace.memory import memory_warnings
 from outpace.models.loading import resolve_model
-from outpace.observe import startup
 from outpace.observe.callbacks import Callback, CallbackRunner
 from outpace.observe.console import ProgressConsole
 from outpace.observe.runlog import RunLog
+from outpace.observe.startup import EngineLogs
 from outpace.observe.summary import STOPPED, Summary
 from outpace.parts import PartSpecs, start_engines
 from outpace.pipeline.agreement import check_engines
@@ -67,25 +68,27 @@ from outpace.wording import plural
 T = TypeVar("T")
 
 CALLBACKS_S = 600.0
-LEAVE_AT_ONCE_S = 5.0
-"""How long callbacks may take to finish when the run has ended, and after a second signal."""
+"""Time limit for callbacks to finish after the run has ended."""
+
+ABORT_CALLBACKS_S = 5.0
+"""The same after a second signal."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A checked, resolved run, ready to start."""
+    """A validated and resolved run, ready to start."""
 
     config: Config
-    tasks: Fingerprint  # what one epoch is made of
-    tokenizer: str  # its digest
-    heldout: int
-    code: bytes = b""  # user objects for the workers
-    learner_code: bytes = b""  # and for the learner
-    objects: tuple[str, ...] = ()  # what they are
-    saved: SavedObjects | None = None  # how `outpace eval` finds them again
+    tasks: Fingerprint  # of the training tasks
+    tokenizer: str  # digest
+    heldout: int  # number of held-out tasks
+    code: bytes = b""  # pickled user objects for the workers
+    learner_code: bytes = b""  # pickled user objects for the learner
+    objects: tuple[str, ...] = ()  # names of the user objects
+    saved: SavedObjects | None = None  # lets `outpace eval` restore the user objects
     callbacks: list[Callback] = field(default_factory=list)
-    resumes: bool = False  # a run that was started before
-    checkpoint: Path | None = None  # its newest; None: it has none yet
+    resumes: bool = False  # the run was started before
+    checkpoint: Path | None = None  # newest complete one; None: start from version 0
     quiet: bool = False
 
     @property
@@ -94,38 +97,41 @@ class Plan:
 
     @property
     def eval_warning(self) -> str:
-        """Said at the start where fewer tasks are held out than an evaluation is to take; empty otherwise."""
+        """Warning if fewer tasks are held out than `eval.count`; empty otherwise."""
         if not 0 < self.heldout < self.config.eval.count:
             return ""
         return (
             f"eval.count is {self.config.eval.count:,}, but only {plural(self.heldout, 'task')} "
-            f"{'is' if self.heldout == 1 else 'are'} held out: every evaluation takes {self.heldout:,}"
+            f"{'is' if self.heldout == 1 else 'are'} held out: every evaluation uses {self.heldout:,}"
         )
 
 
 class Session:
+    """Runs one plan. Create it on the event loop that `run` will use."""
+
     def __init__(self, plan: Plan, log: RunLog) -> None:
         self._plan = plan
         self._config = plan.config
         self._log = log
         self._driver: Driver | None = None
         self._console: ProgressConsole | None = None
-        self._stop_wanted = self._interrupted = False
+        self._stop_requested = self._interrupted = False
         self._starting: asyncio.Task[Parts] | None = None
         self._loop = asyncio.get_running_loop()
         self.summary: Summary | None = None
-        """Set when the run has ended, in whatever way."""
+        """Set when the run has ended, however it ended."""
 
     def stop(self, interrupted: bool = False) -> None:
-        """Checkpoint and leave, as soon as the step under way is done; where none was begun, leave now. `run` returns
-        the summary, or raises `Interrupted` if any of the calls said so."""
-        self._stop_wanted = True
+        """Stop after the current step, with a checkpoint. While components are still starting, stop immediately.
+
+        `run` then returns the summary, or raises `Interrupted` if any call passed `interrupted=True`."""
+        self._stop_requested = True
         self._interrupted |= interrupted
         if self._starting is not None:
             self._starting.cancel()
             return
         if self._console is not None:
-            self._console.status("stopping, with a checkpoint, when the call that the learner is in has ended")
+            self._console.status("stopping: writing a checkpoint after the current learner call")
         if self._driver is not None:
             self._driver.stop()
 
@@ -148,15 +154,15 @@ class Session:
             code, reason = (0, STOPPED) if stopped else (_exit_code(error), _reason(error))
             self.summary = recorder.build_summary(code, reason)
             console.close()
-            at_once = isinstance(error, asyncio.CancelledError)
-            await self._leave(recorder, self.summary, LEAVE_AT_ONCE_S if at_once else CALLBACKS_S)
+            aborted = isinstance(error, asyncio.CancelledError)
+            await self._finish_run(recorder, self.summary, ABORT_CALLBACKS_S if aborted else CALLBACKS_S)
             if stopped:
                 return self.summary
             raise
         code = Interrupted.exit_code if reason == STOPPED and self._interrupted else 0
         self.summary = ended = recorder.build_summary(code, reason)
         try:
-            await self._leave(recorder, ended, CALLBACKS_S)
+            await self._finish_run(recorder, ended, CALLBACKS_S)
             callbacks.check()
         except BaseException as error:
             console.close()
@@ -166,22 +172,22 @@ class Session:
         views = recorder.last_evaluation.views if recorder.last_evaluation else []
         console.finish(ended, self._log.dir, views)
         if code:
-            raise Interrupted(await asyncio.to_thread(self._farewell, ended.steps))
+            raise Interrupted(await asyncio.to_thread(self._resume_hint, ended.steps))
         return ended
 
-    def _farewell(self, steps: int) -> str:
+    def _resume_hint(self, steps: int) -> str:
         how = "train(resume=True)" if self._plan.objects else f"outpace train --resume {self._log.dir}"
         kept = max(commit.steps(self._log.dir / CHECKPOINTS), default=0)
         again = "" if kept == steps else f", from step {kept}"
         if again and self._config.run.deterministic:
-            again += ", since a deterministic run repeats the rest exactly"
-        return f"stopped after step {steps}; go on with: {how}{again}"
+            again += " (a deterministic run repeats the later steps exactly)"
+        return f"stopped after step {steps}; resume with: {how}{again}"
 
-    async def _leave(self, recorder: Recorder, ended: Summary, callbacks_s: float) -> None:
-        """Whatever the end was: say so in the run directory and to the callbacks, which may take `callbacks_s`."""
+    async def _finish_run(self, recorder: Recorder, ended: Summary, callbacks_s: float) -> None:
+        """Write the summary, call `on_run_end` and wait up to `callbacks_s` for the callbacks."""
         await asyncio.to_thread(self._write_summary, recorder, ended)
         recorder.callbacks.post("on_run_end", ended)
-        with contextlib.suppress(PartFailed):  # a callback's failure has ended the run already, or is checked next
+        with contextlib.suppress(PartFailed):  # a failed callback has already ended the run, or is checked next
             await recorder.callbacks.close(callbacks_s)
 
     def _write_summary(self, recorder: Recorder, ended: Summary) -> None:
@@ -190,7 +196,7 @@ class Session:
         try:
             self._log.summary(ended)
             recorder.timeline.write(self._log.dir / "timeline.json")
-        except OSError as error:  # a full disk must not hide why the run ended
+        except OSError as error:  # a full disk must not mask why the run ended
             recorder.console.status(f"cannot write to {self._log.dir}: {error.strerror}")
 
     def _title(self) -> str:
@@ -199,31 +205,33 @@ class Session:
     async def _drive(self, recorder: Recorder) -> str:
         settings = core_settings(self._config, self._plan.tasks.count, self._plan.eval_count > 0)
         order = Order(self._plan.tasks.count, self._config.run.seed, self._config.tasks.shuffle)
-        past = await asyncio.to_thread(self._past, settings, order)
+        resume_point = await asyncio.to_thread(self._resume_point, settings, order)
         warnings = await asyncio.to_thread(self._memory_warnings)
-        scratch = await asyncio.to_thread(Scratch)
-        runtime = self._runtime(scratch)
+        runtime_dir = await asyncio.to_thread(Scratch)
+        runtime = self._runtime(runtime_dir)
         try:
             for line in warnings:
                 recorder.console.status(line)
-            recorder.console.status(self._opening(past))
+            recorder.console.status(self._start_message(resume_point))
             if warning := self._plan.eval_warning:
                 recorder.console.status(warning)
-            specs = PartSpecs(self._config, self._log.dir, scratch.path, self._plan.code, self._plan.learner_code)
-            parts = await self._started(runtime, specs, recorder.console.status)
-            await self._restore(parts, past)
-            await self._agree(parts, past.version, recorder.console.status)
-            core = Core(settings, order, past.state, past.survivors, past.evaluated)
-            await asyncio.to_thread(self._open_log, recorder, past)
-            self._driver = self._make_driver(core, parts, recorder, past, self._recruit(parts, specs))
-            if self._stop_wanted:
+            specs = PartSpecs(self._config, self._log.dir, runtime_dir.path, self._plan.code, self._plan.learner_code)
+            components = await self._start_unless_stopped(runtime, specs, recorder.console.status)
+            await self._restore(components, resume_point)
+            await self._check_logprobs(components, resume_point.version, recorder.console.status)
+            scheduler = Core(settings, order, resume_point.state, resume_point.survivors, resume_point.evaluated)
+            await asyncio.to_thread(self._open_log, recorder, resume_point)
+            self._driver = self._make_driver(
+                scheduler, components, recorder, resume_point, self._engine_starter(components, specs)
+            )
+            if self._stop_requested:
                 self._driver.stop()
-            await recorder.training_begins(parts.engines, parts.learner)
-            recorder.callbacks.post("on_run_start", self._info(past.version))
-            return await self._driver.run({name: (await e.stats()).version for name, e in parts.engines.items()})
+            await recorder.training_begins(components.engines, components.learner)
+            recorder.callbacks.post("on_run_start", self._info(resume_point.version))
+            return await self._driver.run({name: (await e.stats()).version for name, e in components.engines.items()})
         finally:
             await runtime.stop()
-            await asyncio.to_thread(scratch.remove)
+            await asyncio.to_thread(runtime_dir.remove)
 
     def _memory_warnings(self) -> list[str]:
         return memory_warnings(self._config, placement_of(self._config), resolve_model(self._config.model.path))
@@ -236,104 +244,107 @@ class Session:
             "config": self._config,
         }
 
-    def _opening(self, past: Past) -> str:
+    def _start_message(self, resume_point: Past) -> str:
         if not self._plan.resumes:
             return (
                 f"tasks: {self._plan.tasks.count:,}, held out: {self._plan.heldout:,}; "
-                "starting engine, learner and workers"
+                "starting engines, learner and workers"
             )
-        kept, under_way = len(past.survivors.finished), len(past.survivors.recorded or {})
-        opening = f"resuming from step {past.version}"
-        if not past.usable:
-            return f"{opening}; groups are made in another way than before, so those of the journal are not used"
-        return f"{opening}; the journal has {plural(kept, 'finished group')} and answers of {under_way} unfinished ones"
+        finished, unfinished = len(resume_point.survivors.finished), len(resume_point.survivors.recorded or {})
+        message = f"resuming from step {resume_point.version}"
+        if not resume_point.usable:
+            return f"{message}; tasks or settings that shape groups have changed, so journaled groups are not used"
+        return f"{message}; recovered {plural(finished, 'finished group')} and turns of {unfinished} unfinished ones"
 
-    # ------------------------------------------------------------------------------------------------ the parts
+    # ------------------------------------------------------------------------------------------------ components
 
-    def _runtime(self, scratch: Scratch) -> Runtime:
+    def _runtime(self, runtime_dir: Scratch) -> Runtime:
         if self._config.run.runtime == "inline":
             return InlineRuntime()
-        return LocalRuntime(self._log.dir / "logs", append=self._plan.resumes, guardian=scratch.guardian)
+        return LocalRuntime(self._log.dir / "logs", append=self._plan.resumes, guardian=runtime_dir.guardian)
 
-    async def _started(self, runtime: Runtime, specs: PartSpecs, say: Callable[[str], None]) -> Parts:
-        """Servers may take minutes: whoever does not want to wait for them is not kept."""
-        stopped = Interrupted("stopped while the parts were starting; nothing was trained")
-        if self._stop_wanted:
+    async def _start_unless_stopped(self, runtime: Runtime, specs: PartSpecs, report: Callable[[str], None]) -> Parts:
+        """Start all components. Servers can take minutes to start, so `stop` cancels this."""
+        stopped = Interrupted("stopped while components were starting; nothing was trained")
+        if self._stop_requested:
             raise stopped
-        self._starting = asyncio.create_task(self._start_parts(runtime, specs, say))
+        self._starting = asyncio.create_task(self._start_components(runtime, specs, report))
         try:
             return await self._starting
         except asyncio.CancelledError:
-            if self._stop_wanted:
+            if self._stop_requested:
                 raise stopped from None
             raise
         finally:
             self._starting = None
 
-    async def _start_parts(self, runtime: Runtime, specs: PartSpecs, say: Callable[[str], None]) -> Parts:
-        engines = specs.engines()
-        logs = startup.EngineLogs(self._log.dir / "logs", specs.sockets, say)
-        telling = asyncio.create_task(logs.follow())
+    async def _start_components(self, runtime: Runtime, specs: PartSpecs, report: Callable[[str], None]) -> Parts:
+        engine_specs = specs.engines()
+        logs = EngineLogs(self._log.dir / "logs", specs.sockets, report)
+        following = asyncio.create_task(logs.follow())
         try:
-            learner, others, workers = await together(
+            learner, engines, workers = await together(
                 runtime.start(Learner, *specs.learner()),
-                start_engines(runtime, engines),
+                start_engines(runtime, engine_specs),
                 together(*(runtime.start(Worker, *worker) for worker in specs.workers())),
             )
         finally:
-            telling.cancel()
+            following.cancel()
         await logs.finish()
         return Parts(
             learner=learner,
-            engines=dict(zip(specs.sockets, others, strict=False)),
+            engines=dict(zip(specs.sockets, engines, strict=False)),
             workers={f"worker-{index}": worker for index, worker in enumerate(workers)},
             runtime=runtime,
             sockets=dict(specs.sockets),
             urls=dict(zip(specs.sockets, self._config.engine.urls, strict=False)),
         )
 
-    def _recruit(self, parts: Parts, specs: PartSpecs) -> Recruit | None:
-        """Engines may join what is not in lockstep and has processes of its own."""
+    def _engine_starter(self, components: Parts, specs: PartSpecs) -> Recruit | None:
+        """Return the function that starts a joining engine.
+
+        None if no engine can join: the run is deterministic or has no child processes."""
         if self._config.run.deterministic or self._config.run.runtime == "inline":
             return None
-        runtime, starting = parts.runtime, set[str]()
+        runtime, starting = components.runtime, set[str]()
 
-        async def recruit(url: str) -> tuple[str, str, Engine]:
+        async def start_joining(url: str) -> tuple[str, str, Engine]:
             if url and self._config.engine.kind == "embedded":
-                raise BadInput("the engines of this run are embedded; a server can join one of vllm or sglang")
-            spec, environment = specs.joining_engine(url, starting | parts.engines.keys())
+                raise BadInput("engine.kind is embedded in this run, so no server can join; vllm and sglang allow it")
+            spec, environment = specs.joining_engine(url, starting | components.engines.keys())
             starting.add(spec.name)
             try:
                 return spec.name, specs.sockets[spec.name], await runtime.start(Engine, spec, environment)
             finally:
                 starting.discard(spec.name)
 
-        return recruit
+        return start_joining
 
-    async def _restore(self, parts: Parts, past: Past) -> None:
-        for name, worker in parts.workers.items():
-            if name in past.rng:
-                await worker.set_rng(past.rng[name].encode())
-        if past.checkpoint is None:
+    async def _restore(self, components: Parts, resume_point: Past) -> None:
+        for name, worker in components.workers.items():
+            if name in resume_point.rng:
+                await worker.set_rng(resume_point.rng[name].encode())
+        if resume_point.checkpoint is None:
             return
         try:
-            version = await parts.learner.load(str(past.checkpoint))
-        except CorruptData as error:  # its checksums were right: it is another config's
-            raise BadInput(f"--resume: {past.checkpoint} does not fit this config: {error}") from None
-        assert version == past.version, f"the learner is at version {version}, the controller at {past.version}"
-
-    async def _agree(self, parts: Parts, version: Version, say: Callable[[str], None]) -> None:
-        """The embedded engine has held its decoder against the model itself; what a server does is to be seen."""
-        if self._config.engine.kind == "embedded":
-            return
-        say("engines and learner are held against each other")
-        await check_engines(
-            parts.engines, parts.learner, next(iter(parts.workers.values())), self._config, version, say
+            version = await components.learner.load(str(resume_point.checkpoint))
+        except CorruptData as error:  # its checksums matched, so it was written under another config
+            raise BadInput(f"--resume: {resume_point.checkpoint} does not fit this config: {error}") from None
+        assert version == resume_point.version, (
+            f"learner restored version {version}, scheduler is at {resume_point.version}"
         )
 
-    # ------------------------------------------------------------------------------------------------ the controller
+    async def _check_logprobs(self, components: Parts, version: Version, report: Callable[[str], None]) -> None:
+        """Compare engine and learner logprobs. Skips embedded engines, which check their decoder when they load it."""
+        if self._config.engine.kind == "embedded":
+            return
+        report("comparing engine and learner logprobs")
+        worker = next(iter(components.workers.values()))
+        await check_engines(components.engines, components.learner, worker, self._config, version, report)
 
-    def _past(self, settings: CoreSettings, order: Order) -> Past:
+    # ------------------------------------------------------------------------------------------------ controller
+
+    def _resume_point(self, settings: CoreSettings, order: Order) -> Past:
         if not self._plan.resumes:
             return Past()
         run = self._log.dir
@@ -341,33 +352,35 @@ class Session:
         usable = same_tasks and same_making(run, dump_toml(self._config, self._plan.objects))
         return past_of(run, self._plan.checkpoint, settings, order, self._plan.tokenizer, usable)
 
-    def _open_log(self, recorder: Recorder, past: Past) -> None:
-        """Nothing can be refused any more: from here on the directory is this run's."""
+    def _open_log(self, recorder: Recorder, resume_point: Past) -> None:
+        """Write this start's files and roll back to the checkpoint. Nothing may be rejected after this."""
         self._log.start(dump_toml(self._config, self._plan.objects))
         note_tasks(self._log.dir, self._plan.tasks)
         if self._plan.saved is not None:
             self._plan.saved.write(self._log.dir)
         if not self._plan.resumes:
             return
-        commit.go_back(self._log.dir / CHECKPOINTS, past.version)
-        kept = self._log.roll_back(past.version, past.accounted)
-        recorder.resume(kept, [each.report for each in past.survivors.finished])
+        commit.go_back(self._log.dir / CHECKPOINTS, resume_point.version)
+        kept = self._log.roll_back(resume_point.version, resume_point.accounted)
+        recorder.resume(kept, [each.report for each in resume_point.survivors.finished])
 
-    def _make_driver(self, core: Core, parts: Parts, recorder: Recorder, past: Past, recruit: Recruit | None) -> Driver:
+    def _make_driver(
+        self, scheduler: Core, components: Parts, recorder: Recorder, resume_point: Past, join: Recruit | None
+    ) -> Driver:
         supervise = self._config.supervise
-        making = MakingSettings(
+        group_settings = MakingSettings(
             group_size=self._config.rollout.group_size,
             show_rollouts=self._config.run.show_rollouts,
             limits=Limits(
                 failed=self._config.pacing.max_failed,
                 filtered=self._config.pacing.max_filtered,
                 notice_every=4 * self._config.pacing.groups_per_step,
-                resumed=past.version > 0,
+                resumed=resume_point.version > 0,
             ),
         )
         settings = DriverSettings(
             stall_s=self._config.run.stall_s,
-            making=making,
+            making=group_settings,
             care=CareSettings(
                 SuperviseSettings(supervise.restarts, supervise.window_s),
                 supervise.probe_s,
@@ -376,8 +389,8 @@ class Session:
             ),
         )
         evaluator = Evaluator(self._plan.eval_count, self._config.eval.max_running)
-        save = Checkpoints(self._log, parts.learner, self._config.checkpoint, self._plan.tokenizer).save
-        return Driver(core, parts, recorder, evaluator, save, settings, past.survivors, recruit)
+        save = Checkpoints(self._log, components.learner, self._config.checkpoint, self._plan.tokenizer).save
+        return Driver(scheduler, components, recorder, evaluator, save, settings, resume_point.survivors, join)
 
 
 def core_settings(config: Config, tasks: int, evaluates: bool) -> CoreSettings:
@@ -430,13 +443,13 @@ def _replay(config: ReplayConfig) -> ReplaySettings | None:
 
 
 def _resolved(value: T | None) -> T:
-    assert value is not None, "the config was resolved"
+    assert value is not None, "the config must be resolved"
     return value
 
 
 def _reason(error: BaseException) -> str:
     if isinstance(error, asyncio.CancelledError):
-        return "left at once, by a second signal"
+        return "aborted by a second signal"
     return f"{type(error).__name__}: {error}"
 
 

@@ -1,4 +1,4 @@
-"""Seconds of work: by the clock, and by what the processors really did."""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from contextlib import contextmanager
 
 
 class Stopwatch:
-    """Adds up the time spent inside `running`.
+    """Accumulates wall-clock and CPU seconds spent inside `running`.
 
-    `core_s` is processor time of this process, all its threads together: a thread that waits, for its siblings or for
-    a core, does not count. It is bounded by the time that `threads` can fill, so that neighbours in the same process
-    are not counted as well. On an accelerator (`threads` None) processors say nothing, and the clock stands in.
+    `core_s` is the CPU time of all threads of this process; a thread that waits for other threads or for a core does
+    not count. It is capped at `threads` times the wall-clock time, so that other work in the same process is not
+    counted. On an accelerator (`threads` None) CPU time means nothing, and `core_s` is wall-clock time.
     """
 
     def __init__(self, threads: int | None) -> None:

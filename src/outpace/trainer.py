@@ -1,4 +1,4 @@
-"""`outpace.Trainer`: the whole system from a script or a notebook, the same parts as the command line.
+"""`outpace.Trainer`: the Python API. Runs the same components as the command line, from a script or a notebook.
 
     import outpace
 
@@ -7,8 +7,8 @@
 
     outpace.Trainer(model="starter", tasks=[{"prompt": "Say hello"}], rewards=short).train()
 
-The controller runs on a thread of its own with its own event loop, so `train()` also works where a loop is already
-running, as in a notebook. Functions that cannot be imported by name reach the workers by value.
+The controller runs in its own thread with its own event loop, so `train()` also works inside a running loop, as in a
+notebook. Functions that cannot be imported by name are sent to the workers by value.
 """
 
 from __future__ import annotations
@@ -47,19 +47,22 @@ from outpace.tasks.registry import is_of_family
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-MOST_REMEDIES = 6
-"""Settings of another trainer's arguments that an error names."""
+MAX_REMEDIES = 6
+"""Replacements for another library's arguments that one error message lists."""
 
 
 class Trainer:
-    """Trains `model` on `tasks` by `rewards`.
+    """Trains a model with reinforcement learning.
 
-    model: what `model.path` takes, or a causal LM of transformers with its `tokenizer`. tasks: a registered name, a
-    file or dataset path, a list of rows with a `prompt`, or any sized, indexable source of rows. eval_tasks: what is
-    held out, likewise but for the name. rewards: functions in TRL's signature or their names. config: a `Config`, a
-    nested or dotted dict, or a TOML or YAML file. rollout: an `async def rollout(task, client)`. environment: a class
-    with `reset`, typed methods as tools and, if it judges its episodes itself, `get_reward`; or several of them by the
-    name that a column of the task gives. tools: typed, documented functions that the model may call.
+    model: a `model.path` value, or a transformers causal LM together with its `tokenizer`.
+    tasks: a registered name, a file or dataset path, a list of rows with a `prompt`, or any sized, indexable source.
+    rewards: functions with TRL's signature, or their names.
+    config: a `Config`, a nested or dotted dict, or the path of a TOML or YAML file.
+    eval_tasks: held-out tasks, in any form that `tasks` accepts except a registered name.
+    rollout: an `async def rollout(task, client)`.
+    environment: a class with `reset`, typed methods as tools and optionally `get_reward`; or a dict of such classes,
+        selected by a column of the task.
+    tools: typed functions with docstrings that the model may call.
     """
 
     def __init__(
@@ -79,18 +82,18 @@ class Trainer:
         **others: Any,
     ) -> None:
         for name in others:
-            raise BadInput(f"{name}: no such argument of Trainer; {equivalent(name) or 'see its signature'}")
+            raise BadInput(f"{name}: Trainer has no such argument; {equivalent(name) or 'see its signature'}")
         changes: dict[str, Any] = {}
-        self._model: tuple[Any, Any] | None = None  # objects: the model and its tokenizer
+        self._model: tuple[Any, Any] | None = None  # model and tokenizer objects
         if isinstance(model, str | Path):
             changes["model"] = {"path": str(model)}
         elif model is not None:
             check_objects(model, tokenizer)
             self._model = model, tokenizer
         if tokenizer is not None and self._model is None:
-            raise BadInput("tokenizer: model.path brings its own; give one only with a model object")
+            raise BadInput("tokenizer: pass it only with a model object; model.path already includes a tokenizer")
         if isinstance(tasks, str | Path):
-            changes["tasks"] = _named_tasks(tasks)
+            changes["tasks"] = _task_settings(tasks)
         if isinstance(eval_tasks, str | Path):
             changes["tasks"] = {**changes.get("tasks", {}), "eval_path": str(eval_tasks)}
         self._objects = Objects(
@@ -105,54 +108,59 @@ class Trainer:
         self.config = _merge(_as_config(config), changes)
         self._quiet = quiet
         self._run: BackgroundRun | None = None
-        self._directory: str | None = None  # of the latest run
+        self._directory: str | None = None  # run directory of the latest run
 
     def train(self, resume: bool = False) -> Summary:
-        """Run to the end. With `resume`, continue from the newest complete checkpoint of `run.dir`, or of the directory
-        that this trainer used last.
+        """Train to the end and return the summary.
 
-        Ctrl-C, or the interrupt of a notebook, once: checkpoint and raise `Interrupted`; twice: leave at once."""
+        `resume`: continue from the newest complete checkpoint in `run.dir`, or in the directory of this trainer's
+        latest run. The first Ctrl-C (or notebook interrupt) writes a checkpoint and raises `Interrupted`; the second
+        aborts immediately."""
         run = self._run = BackgroundRun(lambda: self._prepare(resume))
         run.prepare()
         return run.run()
 
     async def train_async(self, resume: bool = False) -> Summary:
-        """The same inside a running event loop, which stays free. If the task is cancelled, the run writes a checkpoint
-        before CancelledError is raised; a second cancellation ends it at once."""
+        """Like `train`, without blocking the running event loop.
+
+        If the task is cancelled, the run writes a checkpoint before CancelledError is raised. A second cancellation
+        aborts the run immediately."""
         run = self._run = BackgroundRun(lambda: self._prepare(resume))
         return await run.run_async()
 
     def stop(self) -> None:
-        """End the run under way after its current step, with a checkpoint: `train()` returns its summary. May be called
-        from any thread, coroutine or callback; does nothing if no run is under way."""
+        """Stop the active run after its current step, with a checkpoint; `train()` then returns its summary.
+
+        Can be called from any thread, coroutine or callback. Does nothing if no run is active."""
         if self._run is not None:
             self._run.stop()
 
     @property
     def summary(self) -> Summary | None:
-        """Of the latest run, in whatever way it ended; None before that."""
+        """Summary of the latest run, however it ended; None before the first run has ended."""
         return None if self._run is None else self._run.summary
 
     def evaluate(self) -> Evaluation:
-        """Measure the newest checkpoint of the run, or the model itself if there is none, on the held-out tasks."""
-        with temporary_directory("eval") as scratch:
+        """Evaluate the newest checkpoint, or the original model if there is none, on the held-out tasks."""
+        with temporary_directory("eval") as directory:
             run, config = self._run_directory, self.config
             checkpoint = None if run is None else commit.newest_complete(run / CHECKPOINTS)
             if self._model is not None:
-                save_objects(*self._model, scratch / "given")
-                config = with_values(config, {"model.path": str(scratch / "given")})
+                save_objects(*self._model, directory / "given")
+                config = with_values(config, {"model.path": str(directory / "given")})
             plan = make_plan(config, self._objects, self._quiet)
-            places = {"run.dir": str(scratch), "run.runtime": "local"}
+            overrides = {"run.dir": str(directory), "run.runtime": "local"}
             if checkpoint is not None:
-                places["model.path"] = str(export(checkpoint, scratch / "trained"))
-            evaluation = evaluate_plan(replace(plan, config=with_values(plan.config, places)), scratch)
+                overrides["model.path"] = str(export(checkpoint, directory / "trained"))
+            evaluation = evaluate_plan(replace(plan, config=with_values(plan.config, overrides)), directory)
         return replace(evaluation, version=0 if checkpoint is None else commit.step_of(checkpoint))
 
     def export(self, directory: str | Path, best: bool = False, adapter: bool = False) -> Path:
-        """Write the newest checkpoint as a Hugging Face directory; with `best`, that of the best held-out reward; with
-        `adapter`, the trained adapters alone."""
+        """Export the newest checkpoint as a Hugging Face model directory.
+
+        `best`: export the checkpoint with the best held-out reward instead. `adapter`: export only the LoRA adapter."""
         if self._run_directory is None:
-            raise BadInput("export: this trainer has not trained yet, and its config names no run.dir")
+            raise BadInput("export: nothing to export; call train() first or set run.dir to an existing run")
         return export(self._run_directory, directory, best, adapter)
 
     @property
@@ -173,12 +181,12 @@ class Trainer:
         return prepared
 
     def _plan_with_objects(self, config: Config, resume: bool, log: RunLog) -> Plan:
-        """The model is saved beside what an earlier run left, and takes its place once everything is checked."""
+        """Save the model object next to that of an earlier run, and replace the earlier one once the plan is valid."""
         assert self._model is not None
         model, new = (log.dir / MODEL).absolute(), (log.dir / f"{MODEL}.new").absolute()
         if resume:
             if not model.is_dir():
-                raise BadInput(f"model: the run in {log.dir} was not started with a model object; give its model.path")
+                raise BadInput(f"model: the run in {log.dir} was not started with a model object; pass its model.path")
             return make_plan(with_values(config, {"model.path": str(model)}), self._objects, self._quiet)
         try:
             save_objects(*self._model, new)
@@ -195,13 +203,13 @@ def _as_config(config: Config | Mapping[str, Any] | str | Path | None) -> Config
     if isinstance(config, str | Path):
         return load_config(Path(config))
     if config is not None and not isinstance(config, Mapping):
-        raise BadInput(_why_not_a_config(config))
+        raise BadInput(_config_type_error(config))
     return make_config(config or {})
 
 
-def _why_not_a_config(config: Any) -> str:
-    """With what to use instead for what was set in the arguments of a TRL or transformers trainer."""
-    reason = f"config: a {type(config).__name__} is not accepted; give a Config, a dict or a TOML file"
+def _config_type_error(config: Any) -> str:
+    """Return the error message. For TRL or transformers arguments it names the replacements of those that were set."""
+    reason = f"config: {type(config).__name__} is not accepted; pass a Config, a dict or a TOML file"
     if not dataclasses.is_dataclass(config):
         return reason
     changed = [
@@ -210,7 +218,7 @@ def _why_not_a_config(config: Any) -> str:
         if each.default is not dataclasses.MISSING and getattr(config, each.name, each.default) != each.default
     ]
     remedies = [f"for {name}, {remedy}" for name in changed if (remedy := equivalent(name)) is not None]
-    return one_line("; ".join([reason, *remedies[:MOST_REMEDIES]]), 600)
+    return one_line("; ".join([reason, *remedies[:MAX_REMEDIES]]), 600)
 
 
 def _merge(config: Config, changes: Mapping[str, Any]) -> Config:
@@ -220,8 +228,8 @@ def _merge(config: Config, changes: Mapping[str, Any]) -> Config:
     return make_config(values)
 
 
-def _named_tasks(tasks: str | Path) -> dict[str, str]:
-    """A path if it looks like one or is there, a registered name otherwise."""
+def _task_settings(tasks: str | Path) -> dict[str, str]:
+    """Return `tasks.path` if the value looks like a path or exists as one, `tasks.name` otherwise."""
     text = str(tasks)
     if isinstance(tasks, str) and (is_reference(text) or is_of_family(text)):
         return {"name": text}
@@ -235,7 +243,7 @@ def _as_tuple(name: str, given: Reward | str | Sequence[Reward | str] | None) ->
     if isinstance(given, str) or callable(given):
         return (given,)
     if not isinstance(given, Iterable):
-        raise BadInput(f"{name}: give a function, a name or a list of these, not {one_line(repr(given), 60)}")
+        raise BadInput(f"{name}: pass a function, a name or a list of these, not {one_line(repr(given), 60)}")
     return tuple(given)
 
 

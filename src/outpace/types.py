@@ -1,12 +1,12 @@
-"""The nouns of outpace.
+"""Shared data types.
 
 Invariants
-- A version counts the batches that made the weights: it starts at 0, only grows, and survives resume.
-- A trajectory is one exact token sequence, built by appending. What was sampled is never re-tokenised;
-  every sampled token keeps the logprob it was drawn with and the version that drew it.
-- A group is all episodes of one task at one admission: the unit of baseline, of pacing and of the ledger.
+- A policy version is the number of batches trained into the weights. It starts at 0, only grows, and survives resume.
+- A trajectory is one exact token sequence, built by appending. Sampled tokens are never re-tokenized; each keeps the
+  logprob it was sampled with and the version that sampled it.
+- A group is all episodes of one task from one admission: the unit of the baseline, of pacing and of the ledger.
 
-Everything here crosses process boundaries, so it is plain data that `outpace.wire` can encode.
+Everything here crosses process boundaries, so it is plain data that `outpace.runtime.wire` can encode.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 Version = int
-"""How many batches made these weights."""
+"""Policy version: the number of batches trained into the weights."""
 
 OBSERVED: Version = -1
-"""The version of a token that the policy did not sample: prompts, tool results, environment text."""
+"""Version of tokens that the policy did not sample: prompts, tool results, environment text."""
 
 Message = dict[str, Any]
-"""One chat message, in the usual role/content form."""
+"""One chat message with `role` and `content`."""
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
 Bools = NDArray[np.bool_]
 
 StopReason = Literal["stop", "length", "aborted", "lost"]
-"""Why a generation ended: a stop token or string, the token limit, an abort, or that the server went away. After the
-last two it is partial output; a lost answer is gone on with elsewhere before anybody sees it."""
+"""Why a generation ended: a stop token or stop string, the token limit, an abort, or a lost server. The last two mean
+partial output. A lost generation is continued on another engine and never reaches a rollout."""
 
 Health = Literal["starting", "stale", "healthy", "suspect", "dead", "draining"]
-"""How an engine is. Only a healthy one is given work; a suspect one may finish what it has."""
+"""Engine health. Only a healthy engine gets new requests; a suspect engine may finish its in-flight requests."""
 
 Outcome = Literal["finished", "filtered", "failed"]
-"""What a worker says of a group it has closed."""
+"""Result of a group: trainable, filtered out, or failed."""
 
 
 def _no_floats() -> Floats:
@@ -46,7 +46,7 @@ def _no_floats() -> Floats:
 
 
 class Task(msgspec.Struct, frozen=True):
-    """One problem. `prompt` is text (sent as one user message) or chat messages."""
+    """One problem to solve. `prompt` is text (sent as one user message) or a list of chat messages."""
 
     id: str
     prompt: str | list[Message]
@@ -54,10 +54,10 @@ class Task(msgspec.Struct, frozen=True):
 
 
 class Sampling(msgspec.Struct, frozen=True):
-    """How to sample. Every field is always sent: no server default or generation_config ever applies.
+    """Sampling parameters. Every field is always sent, so no server default or generation_config applies.
 
-    `seed` is the key of the request's own noise stream: token i of the request draws its noise from
-    (seed, i) alone, so neither slot nor batch nor process order can change what is sampled.
+    `seed` keys the request's own random stream: token i depends on (seed, i) alone, so slot, batch composition and
+    process order cannot change the sampled tokens.
     """
 
     max_tokens: int
@@ -70,10 +70,10 @@ class Sampling(msgspec.Struct, frozen=True):
 
 
 class Generation(msgspec.Struct, frozen=True):
-    """What an engine returns for one request; after an abort, what it had so far.
+    """Engine output for one request. After an abort it holds the tokens sampled so far.
 
-    `logprobs` are those of the distribution actually sampled from (after temperature, top_k and top_p);
-    at temperature 0 they are those of the softmax at temperature 1.
+    `logprobs` belong to the distribution actually sampled from (after temperature, top_k and top_p);
+    at temperature 0 they belong to the softmax at temperature 1.
     """
 
     tokens: Ints
@@ -83,8 +83,8 @@ class Generation(msgspec.Struct, frozen=True):
 
 
 class ToolCall(msgspec.Struct, frozen=True):
-    """What an answer asks for. `arguments` is the text of a JSON object as the model wrote it; where that cannot be
-    read, `problem` says why, for the model to hear."""
+    """A tool call in a completion. `arguments` is the JSON object exactly as the model wrote it. If it cannot be
+    parsed, `problem` holds the error message to return to the model."""
 
     id: str
     name: str
@@ -93,10 +93,10 @@ class ToolCall(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """One answer of the policy, found again by its `request_id`.
+    """One completion of the policy, identified by `request_id`.
 
-    `text` is all that was sampled, without special tokens; `content`, `reasoning` and `calls` are the parts that the
-    model's dialect has for it. The arrays cannot be written to."""
+    `text` is everything sampled, without special tokens. `content`, `reasoning` and `calls` are `text` as parsed by the
+    model's chat format. The arrays are read-only."""
 
     request_id: str
     text: str
@@ -111,7 +111,7 @@ class Answer(msgspec.Struct, frozen=True):
 
     @property
     def message(self) -> Message:
-        """The answer as a chat message, one of its own for everyone who asks: changing it changes nothing here."""
+        """The completion as a new chat message. The caller may modify it."""
         calls = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
             for call in self.calls
@@ -122,7 +122,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """Where an agent that speaks OpenAI's protocol finds the policy, for one episode and one role."""
+    """An OpenAI-compatible endpoint of the policy, for one episode and one role."""
 
     base_url: str
     api_key: str
@@ -130,10 +130,10 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 
 class Trajectory(msgspec.Struct, frozen=True):
-    """One exact token sequence. `mask` marks the sampled, trainable tokens; others have version OBSERVED.
+    """One exact token sequence. `mask` marks the sampled, trainable tokens; all others have version OBSERVED.
 
-    Trajectories of one role are compared with one another. `reward` is this trajectory's own; None: the episode's.
-    A turn is an unbroken run of sampled tokens; `turn_rewards` has one value per turn, or none at all."""
+    Advantages compare trajectories of the same role. `reward` overrides the episode's reward unless it is None.
+    A turn is a contiguous run of sampled tokens; `turn_rewards` has one value per turn or is empty."""
 
     tokens: Ints
     mask: Bools
@@ -142,11 +142,11 @@ class Trajectory(msgspec.Struct, frozen=True):
     role: str = "policy"
     reward: float | None = None
     turn_rewards: Floats = msgspec.field(default_factory=_no_floats)
-    sources: list[str] = []  # who wrote each unbroken run of tokens that were not sampled, or nothing: for people
+    sources: list[str] = []  # for display: the origin of each contiguous run of tokens that were not sampled, or empty
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """Something that failed `count` times for one reason. `source` names it: "rollout", "reward NAME", "tool NAME"."""
+    """`count` failures with the same reason. `source` is "rollout", "reward NAME" or "tool NAME"."""
 
     source: str
     reason: str
@@ -154,8 +154,9 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Episode(msgspec.Struct, frozen=True):
-    """One attempt at a task. `error` is None unless the attempt failed; then it trains nothing. `failures` has what
-    failed in it, also what it survived, such as a tool; an error without one is the rollout's."""
+    """One attempt at a task. A failed attempt has an `error` and is not trained on. `failures` lists everything that
+    failed, including failures that the attempt survived, such as a tool call. An `error` without an entry in `failures`
+    comes from the rollout."""
 
     trajectories: list[Trajectory]
     completion: str | list[Message] = ""
@@ -165,15 +166,15 @@ class Episode(msgspec.Struct, frozen=True):
     metrics: dict[str, float] = {}
     requests: list[str] = []
     error: str | None = None
-    traceback: str = ""  # of the user's own code, where that is what failed
+    traceback: str = ""  # of the user's own code, if that failed
     failures: list[Failure] = []
 
 
 class Row(msgspec.Struct, frozen=True):
-    """A trajectory to train on. `advantages` are those of the group: what follows over a batch is not in them yet.
+    """A trajectory to train on. `advantages` are computed within the group, before any batch-level normalization.
 
-    The other fields say where they came from, for estimators that need the batch: `episode` is an index into the
-    record's rewards; role, reward and turn rewards are the trajectory's."""
+    Estimators that need the whole batch use the remaining fields: `episode` is an index into the record's rewards;
+    role, reward and turn rewards are the trajectory's."""
 
     tokens: Ints
     mask: Bools
@@ -188,7 +189,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Place(msgspec.Struct, frozen=True, order=True):
-    """Where a record lies in the journal."""
+    """Location of a record in the journal."""
 
     segment: str
     offset: int
@@ -196,11 +197,11 @@ class Place(msgspec.Struct, frozen=True, order=True):
 
 
 class GroupOrder(msgspec.Struct, frozen=True):
-    """The controller's order to a worker: make one group.
+    """The controller's request to a worker to generate one group.
 
-    `group` is the admission index, unique over the whole run; `position` is the visit it makes, in the order of tasks
-    over all epochs. `min_version` is the oldest version that may serve it; with `pinned`, every token comes from
-    exactly that version. A held-out group is judged and reported but never journalled.
+    `group` is the admission index, unique over the whole run. `position` is the index of the prompt visit in the task
+    order over all epochs. `min_version` is the oldest policy version that may serve it; with `pinned`, every token
+    comes from exactly that version. A held-out group is graded and reported but never journaled.
     """
 
     group: int
@@ -210,14 +211,14 @@ class GroupOrder(msgspec.Struct, frozen=True):
     size: int
     heldout: bool = False
     pinned: Version | None = None
-    show: bool = False  # held out: also send back the episodes in a form for people to read
+    show: bool = False  # held-out groups only: also return readable episodes
     position: int = 0
-    recorded: bool = False  # answers that the journal keeps of an earlier attempt at this visit may be used again
-    draw: int | None = None  # what its noise is drawn by; None: its group number
+    recorded: bool = False  # completions journaled by an earlier attempt at this visit may be reused
+    draw: int | None = None  # seeds the sampling noise; None: use the group number
 
 
 class EpisodeView(msgspec.Struct, frozen=True):
-    """A rollout for people to read. `rollouts/` has more of it: see `outpace.observe.rollout_files`."""
+    """A readable summary of one episode. `rollouts/` has the full record: see `outpace.monitoring.rollout_files`."""
 
     task_id: str
     prompt: str
@@ -228,7 +229,7 @@ class EpisodeView(msgspec.Struct, frozen=True):
 
 
 class GroupReport(msgspec.Struct, frozen=True):
-    """A worker's word on a group it has closed: metadata only, the tokens lie at `place` in the journal."""
+    """A worker's report on a completed group. Metadata only: the tokens are in the journal at `place`."""
 
     group: int
     task_id: str
@@ -242,36 +243,36 @@ class GroupReport(msgspec.Struct, frozen=True):
     tokens_sampled: int = 0
     oldest: Version = 0  # smallest version among trainable tokens
     newest: Version = 0
-    truncated: int = 0  # episodes that ran into the token limit
+    truncated: int = 0  # episodes that reached the token limit
     seconds: float = 0.0
     metrics: dict[str, float] = {}
-    views: list[EpisodeView] = []  # held out, if ordered: every episode; not trainable: one of them, clipped
-    cancelled: bool = False  # given up on request: nothing that a rollout or a reward did wrong
-    traceback: str = ""  # where user code failed, for people
-    failures: list[Failure] = []  # of all its episodes, by source and reason
+    views: list[EpisodeView] = []  # held-out group with `show`: every episode; group not trained on: one, clipped
+    cancelled: bool = False  # cancelled by the controller, not failed by a rollout or a reward
+    traceback: str = ""  # of user code that failed, for display
+    failures: list[Failure] = []  # of all episodes, by source and reason
 
 
 class Kept(msgspec.Struct, frozen=True):
-    """What the journal keeps for the controller: a finished group, as it was ordered and as it was reported."""
+    """A finished group as the journal stores it for the controller: its order and its report."""
 
     order: GroupOrder
     report: GroupReport
 
 
 class AttemptRecord(msgspec.Struct, frozen=True):
-    """What `rollouts/` says of one attempt, apart from the rows of its group that are trained on."""
+    """One attempt as written to `rollouts/`, without the group's rows that are trained on."""
 
     stop: str
-    reward: float | None = None  # the whole return; None: it failed
+    reward: float | None = None  # the full return; None: the attempt failed
     rewards: dict[str, float] = {}
     error: str | None = None
-    untrained: list[Row] = []  # its trajectories that are not trained on
-    prompt: str = ""  # that of the task, where the policy was asked nothing
+    untrained: list[Row] = []  # trajectories that are not trained on
+    prompt: str = ""  # the task's prompt, set only if the attempt made no request
 
 
 class GroupRecord(msgspec.Struct, frozen=True):
-    """What the learner reads of a finished group. `rewards` and `parts` (single rewards by function, unweighted) have
-    one entry per attempt that did not fail. `attempts` has one entry per attempt, or none where `rollouts/` is off."""
+    """A finished group as the learner reads it. `rewards` and `parts` (unweighted rewards by function) have one entry
+    per attempt that did not fail. `attempts` has one entry per attempt, or is empty if `rollouts/` is off."""
 
     group: int
     task_id: str
@@ -284,18 +285,19 @@ class GroupRecord(msgspec.Struct, frozen=True):
 
 
 class ChunkReport(msgspec.Struct, frozen=True):
-    """What one forward/backward over some groups of the open batch did. Sums, not means: sums add up."""
+    """Result of one forward/backward pass over some groups of the open batch. Holds sums, which add up across
+    chunks."""
 
     tokens: int
     rows: int
     loss_sum: float
-    lag_counts: dict[int, int] = {}  # lag in versions -> trained tokens, without those of replayed groups
-    replay_lag_counts: dict[int, int] = {}  # the same of replayed groups
+    lag_counts: dict[int, int] = {}  # lag in versions -> trained tokens, without replayed groups
+    replay_lag_counts: dict[int, int] = {}  # the same for replayed groups
     seconds: float = 0.0
 
 
 class StepReport(msgspec.Struct, frozen=True):
-    """One closed batch: `version` is the version the step produced."""
+    """Result of one optimizer step. `version` is the policy version that the step produced."""
 
     version: Version
     loss: float
@@ -319,7 +321,7 @@ class TensorSpec(msgspec.Struct, frozen=True):
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """What has changed since the snapshot of `base`, in a file of its own: enough for whoever has that one."""
+    """Changes since the snapshot of version `base`, in a separate file. Enough for a reader that holds `base`."""
 
     base: Version
     path: str
@@ -328,34 +330,35 @@ class Delta(msgspec.Struct, frozen=True):
 
 
 class Adapter(msgspec.Struct, frozen=True):
-    """The tensors are those of a low-rank adapter on top of the model that the run began with."""
+    """Marks a snapshot whose tensors are a LoRA adapter on top of the run's base model."""
 
     rank: int
     alpha: float
-    targets: list[str]  # names of the modules that it adapts
+    targets: list[str]  # names of the adapted modules
 
 
 class DeviceMemory(msgspec.Struct, frozen=True):
-    """A snapshot in an accelerator's memory, which another process of the same machine can map.
+    """A snapshot in accelerator memory that another process on the same machine can map.
 
-    `handle` is what the driver gives for it, as plain bytes; offsets of the tensors count from its beginning."""
+    `handle` is the driver's IPC handle as bytes. Tensor offsets are relative to its start."""
 
-    device: str  # the accelerator's own id, the same in every process
+    device: str  # the accelerator's id, the same in every process
     handle: bytes
     nbytes: int
-    sums: list[int]  # one per tensor: its bytes added up as integers, modulo 2**63
+    sums: list[int]  # one checksum per tensor: the sum of its bytes modulo 2**63
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """Names one published snapshot. `incarnation` tells weights of this start of the run from any other's.
+    """Describes one published snapshot. `incarnation` distinguishes the weights of this start of the run from those of
+    any other start.
 
-    The tensors lie in the file at `path` or in `device` memory. There may be a `delta` beside them."""
+    The tensors are in the file at `path` or in `device` memory, optionally with a `delta`."""
 
     incarnation: str
     version: Version
     path: str
     tensors: list[TensorSpec]
-    seconds: float = 0.0  # how long the learner was held up by the snapshot
+    seconds: float = 0.0  # how long the snapshot blocked the learner
     delta: Delta | None = None
     adapter: Adapter | None = None
     device: DeviceMemory | None = None
@@ -366,10 +369,10 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 class LoadReport(msgspec.Struct, frozen=True):
-    """An engine's word on a weight update."""
+    """An engine's report on a weight update."""
 
     version: Version
-    pause_s: float  # how long sampling stood still
+    pause_s: float  # how long sampling was paused
     seconds: float  # the whole load, mostly outside the pause
     bytes: int
 
@@ -378,31 +381,31 @@ class EngineStats(msgspec.Struct, frozen=True):
     """Running totals of one engine since it started."""
 
     version: Version
-    running: int  # requests, those of an evaluation included
+    running: int  # requests, including those of an evaluation
     waiting: int
-    tokens: int  # these three are of training rollouts only
+    tokens: int  # tokens, prefill_tokens and steps count training rollouts only
     prefill_tokens: int
     steps: int
     busy_s: float  # seconds spent computing for training rollouts
-    core_s: float  # processor seconds (device seconds on an accelerator) of that
+    core_s: float  # CPU seconds (device seconds on an accelerator) within busy_s
     eval_busy_s: float
     slots: int
     threads: int
-    turns: int = 0  # of the compute thread, for training and evaluation alike: it gets on while this grows
+    turns: int = 0  # iterations of the compute thread, training and evaluation; grows as long as it makes progress
     health: Health = "healthy"
-    limit: int = 0  # requests that are sent to it at once; 0: as many as there are
-    retries: int = 0  # requests, or parts of them, that were made again
+    limit: int = 0  # most requests sent to it at once; 0: no limit
+    retries: int = 0  # requests that were retried, in whole or in part
 
 
 class Member(msgspec.Struct, frozen=True):
-    """An engine as the controller sees it, for those who choose one."""
+    """The controller's view of one engine, for routing requests."""
 
     name: str
-    socket: str  # where it is to be called
+    socket: str  # path of its RPC socket
     serves: bool
     version: Version = 0
-    pinned: Version | None = None  # the version of its second weight set, if it has one loaded
-    leaving: bool = False  # it finishes what it has and gets nothing more
+    pinned: Version | None = None  # version of its pinned weight set, if loaded
+    leaving: bool = False  # draining: finishes in-flight requests and gets no new ones
 
 
 class LearnerStats(msgspec.Struct, frozen=True):
@@ -410,7 +413,7 @@ class LearnerStats(msgspec.Struct, frozen=True):
 
     version: Version
     busy_s: float
-    core_s: float  # processor seconds (device seconds on an accelerator) of that
+    core_s: float  # CPU seconds (device seconds on an accelerator) within busy_s
     tokens: int
     threads: int
     parameters: int

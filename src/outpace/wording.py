@@ -1,4 +1,4 @@
-"""Counts and articles for messages: "1 step", "2 steps", "an int"."""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 
 def plural(count: int, noun: str) -> str:
-    """The count with its noun: `plural(1, "step")` is "1 step", `plural(2048, "step")` is "2,048 steps"."""
+    """Format a count with its noun: `plural(1, "step")` is "1 step", `plural(2048, "step")` is "2,048 steps"."""
     return f"{count:,} {noun if count == 1 else _plural_of(noun)}"
 
 
@@ -17,5 +17,5 @@ def _plural_of(noun: str) -> str:
 
 
 def with_article(noun: str) -> str:
-    """The noun after "a" or "an", by its first letter: right for the type names and nouns that messages use."""
+    """Put "a" or "an" before a noun, chosen by its first letter. Correct for the nouns that messages use."""
     return f"{'an' if noun[:1].lower() in 'aeio' else 'a'} {noun}"

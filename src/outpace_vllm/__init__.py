@@ -1,7 +1,7 @@
-"""outpace's part inside a vLLM server: a weight-transfer engine by the name of `outpace`.
+"""outpace's vLLM plugin: a weight-transfer engine named `outpace`.
 
-This package lives in the server's environment, so it imports torch and vLLM and never outpace. A server that finds it
-(entry-point group `vllm.general_plugins`) takes it with `--weight-transfer-config '{"backend": "outpace"}'`.
+This package runs in the server's environment: it imports torch and vLLM, never outpace. vLLM finds it through the
+entry-point group `vllm.general_plugins` and uses it with `--weight-transfer-config '{"backend": "outpace"}'`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ BACKEND = "outpace"
 
 
 def register() -> None:
-    """Called by vLLM in each of its processes, perhaps more than once."""
+    """Register the engine. vLLM calls this in each of its processes, possibly more than once."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:

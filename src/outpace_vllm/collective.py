@@ -1,18 +1,18 @@
-"""Weights that come over a process group of two: the learner, and this process.
+"""Receives weights over a process group of two: the learner and this process.
 
-    meeting   host, port   where the learner listens for this one transfer
-              key          tells this transfer from any other at the same port
-              backend      "gloo" (through the processors' memory) or "nccl" (from GPU to GPU)
-              timeout_s    the whole of it may take so long
-              tensors      name, dtype, shape, offset, nbytes and crc32 of each, by offset
+    meeting   host, port   where the learner listens for this transfer
+              key          unique id of this transfer
+              backend      "gloo" (through CPU memory) or "nccl" (from GPU to GPU)
+              timeout_s    deadline for the whole transfer
+              tensors      name, dtype, shape, offset, nbytes and crc32 of each, ordered by offset
 
-The learner sends the snapshot's bytes from the first tensor to the end of the last, in pieces, and is told in return
-whether they came whole.
+The learner sends the snapshot's bytes from the first tensor to the end of the last, in pieces. The receiver replies
+with the number of tensors whose checksum is wrong.
 
 Invariants
-- Every step has a deadline. A group is made for one transfer and belongs to it alone: what went wrong with one cannot
-  trouble the next, and torch's default group is left alone.
-- Nothing is handed on before all of it is here and every checksum is right.
+- Every step has a deadline. Each transfer has its own process group, so a failed one cannot affect the next. torch's
+  default group is not touched.
+- No tensor is passed on before all have arrived with correct checksums.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ Meeting = dict[str, Any]
 
 
 class TransferFailed(RuntimeError):
-    """The weights did not come, or not whole."""
+    """The transfer failed or was incomplete."""
 
 
 def receive(meeting: Meeting) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that the learner sends, by name, once all of them are here."""
+    """Receive all tensors from the learner, then yield them by name."""
     first, last = extent(meeting["tensors"])
     channel = Channel(meeting, RECEIVER)
     try:
@@ -50,11 +50,11 @@ def receive(meeting: Meeting) -> Iterator[tuple[str, Tensor]]:
         damaged = _damaged(content, meeting["tensors"], first)
         channel.broadcast(torch.tensor([len(damaged)], device=channel.device), RECEIVER)
     except RuntimeError as error:
-        raise TransferFailed(f"the weights did not come: {error}") from error
+        raise TransferFailed(f"receiving the weights failed: {error}") from error
     finally:
         channel.close()
     if damaged:
-        raise TransferFailed(f"the weights came with wrong checksums: {', '.join(damaged[:3])}")
+        raise TransferFailed(f"wrong checksums of received weights: {', '.join(damaged[:3])}")
     for tensor in meeting["tensors"]:
         start = tensor["offset"] - first
         flat = content[start : start + tensor["nbytes"]].view(getattr(torch, tensor["dtype"]))
@@ -62,7 +62,7 @@ def receive(meeting: Meeting) -> Iterator[tuple[str, Tensor]]:
 
 
 def extent(tensors: list[dict[str, Any]]) -> tuple[int, int]:
-    """Where the first tensor begins and the last one ends."""
+    """The offsets where the first tensor starts and the last one ends."""
     begins = [tensor["offset"] for tensor in tensors]
     ends = [tensor["offset"] + tensor["nbytes"] for tensor in tensors]
     return min(begins, default=0), max(ends, default=0)
@@ -78,28 +78,28 @@ class Channel:
         try:
             store = PrefixStore(meeting["key"], self._store(meeting, rank))
             make = _nccl_group if meeting["backend"] == "nccl" else _gloo_group
-            self._group = make(store, rank, self._left(), meeting["host"])
+            self._group = make(store, rank, self._time_left(), meeting["host"])
         except (RuntimeError, OSError) as error:
             self.close()
-            raise TransferFailed(f"no meeting at {meeting['host']}:{meeting['port']}: {error}") from error
+            raise TransferFailed(f"no process group at {meeting['host']}:{meeting['port']}: {error}") from error
 
     def broadcast(self, data: Tensor, root: int) -> None:
         options = BroadcastOptions()
         options.rootRank = root
         options.rootTensor = 0
-        options.timeout = self._left()
+        options.timeout = self._time_left()
         work = self._group.broadcast([data], options)
         if self.device.type == "cpu":
             work.wait()
             return
-        while not work.is_completed():  # waiting would block for good: NCCL has no deadline of its own
-            if self._left() <= timedelta(milliseconds=1):
-                raise TransferFailed("the other side does not answer")
+        while not work.is_completed():  # `wait` could block forever: NCCL has no timeout of its own
+            if self._time_left() <= timedelta(milliseconds=1):
+                raise TransferFailed("the peer does not respond")
             time.sleep(0.001)
         work.wait()
 
     def close(self) -> None:
-        """Give up whatever is under way. A second time does nothing."""
+        """Abort any transfer. Idempotent."""
         group, self._group = self._group, None
         if group is not None:
             group.abort()
@@ -107,11 +107,11 @@ class Channel:
     def _store(self, meeting: Meeting, rank: int) -> TCPStore:
         host, port = meeting["host"], meeting["port"]
         if rank == RECEIVER:
-            return TCPStore(host, port, 2, False, self._left())
-        listening = socket.create_server((host, port))  # there and nowhere else: torch would listen on every address
-        return TCPStore(host, port, 2, True, self._left(), False, master_listen_fd=listening.detach())
+            return TCPStore(host, port, 2, False, self._time_left())
+        listener = socket.create_server((host, port))  # torch would listen on all addresses
+        return TCPStore(host, port, 2, True, self._time_left(), False, master_listen_fd=listener.detach())
 
-    def _left(self) -> timedelta:
+    def _time_left(self) -> timedelta:
         return timedelta(seconds=max(0.001, self._deadline - time.monotonic()))
 
 
@@ -130,7 +130,7 @@ def _gloo_group(store: PrefixStore, rank: int, timeout: timedelta, host: str) ->
 def _nccl_group(store: PrefixStore, rank: int, timeout: timedelta, host: str) -> Any:
     from torch.distributed import ProcessGroupNCCL
 
-    # Left to itself, torch ends the whole process when a peer is gone.
+    # By default torch terminates the process when a peer is gone.
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     os.environ["TORCH_NCCL_ENABLE_MONITORING"] = "0"
     options = ProcessGroupNCCL.Options()

@@ -1,15 +1,15 @@
-"""The weight-transfer engine: takes updates of plain JSON, and loads all of an update or says why not.
+"""The weight-transfer engine: takes updates as plain JSON and loads each one completely, or raises.
 
     update_info   {"kind": "memory", "path", "label": {"incarnation", "version"}, "tensors"}
                   {"kind": "ipc", "device", "handle" (base64), "nbytes", "sums", "tensors"}
-                  {"kind": "fetch", "meeting"}: begin to receive by process group; nothing is loaded, nobody waits
-                  {"kind": "fetched", "key"}: load what that brought
+                  {"kind": "fetch", "meeting"}: start receiving over a process group; returns at once, loads nothing
+                  {"kind": "fetched", "key"}: load the weights received by that fetch
 
 Invariants
-- One update is one call: between calls the model is always in one piece. `start` and `finish` have nothing to do here,
-  so that a caller who dies between them leaves nothing behind but vLLM's own note that an update is open.
-- Whatever fails is raised, and reaches the caller of the route; the next update finds the model in one piece.
-- Works with vLLM 0.25 and 0.32: it overrides what either of them calls.
+- One update is one call: between calls the model is always complete. `start` and `finish` do nothing here, so a caller
+  that dies between them leaves nothing behind except vLLM's own record of an open update.
+- Every failure is raised to the caller of the route; the next update finds a complete model.
+- Works with vLLM 0.25 and 0.32: it overrides the methods that either of them calls.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from outpace_vllm.tied import pack_tied_layers_after_reloads
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """There is nothing to agree on beforehand."""
+    """Empty: no setup is needed."""
 
 
 @dataclass
@@ -84,7 +84,7 @@ class OutpaceTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type
 
     @staticmethod
     def trainer_send_weights(iterator: Iterator[Any], trainer_args: dict[str, Any] | Any) -> None:
-        raise NotImplementedError("outpace's learner sends nothing: it publishes, and servers read")
+        raise NotImplementedError("outpace's learner does not push weights: it publishes snapshots that servers load")
 
     def _source(self, update: UpdateInfo) -> AbstractContextManager[Named]:
         match update.kind:
@@ -94,17 +94,17 @@ class OutpaceTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type
                 return from_device(**update.source, own=self.device)
             case "fetched":
                 return self._fetched(**update.source)
-        raise ValueError(f"there is no update of kind {update.kind!r}")
+        raise ValueError(f"unknown update kind {update.kind!r}")
 
     def _begin_fetch(self, meeting: Meeting) -> None:
-        """Instead of any before it: that one's sender has given up."""
+        """Start receiving in a thread. Replaces an earlier fetch, whose sender has given up."""
         if self.parallel_config.world_size > 1:
-            raise ValueError("a process group of two has one worker; with several, use memory or files")
+            raise ValueError("this transport supports one worker only; with several, use memory or files")
         self._fetch = Fetch(meeting, self.device)
 
     @contextmanager
     def _fetched(self, key: str) -> Iterator[Named]:
         fetch, self._fetch = self._fetch, None
         if fetch is None or fetch.key != key:
-            raise ValueError("these weights were not fetched, or others have been since")
+            raise ValueError("these weights were not fetched, or a later fetch replaced them")
         yield fetch.weights()

@@ -1,4 +1,4 @@
-"""Weights that are received beside the sampling, by a thread, and wait in this process until they are wanted."""
+"""Receives weights in a thread while the server samples, and keeps them until they are loaded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outpace_vllm.sources import Named
 
 
 class Fetch:
-    """One transfer by process group, under way from the beginning."""
+    """One transfer over a process group. Starts receiving on construction."""
 
     def __init__(self, meeting: Meeting, device: torch.device) -> None:
         self.key: str = meeting["key"]
@@ -23,18 +23,18 @@ class Fetch:
         self._thread.start()
 
     def weights(self) -> Named:
-        """What came. Whoever sent it knows that it has come before anybody asks for it here."""
+        """The received weights. The sender knows that they arrived before this is called."""
         self._thread.join(self._meeting["timeout_s"])
         if self._error is not None:
             raise self._error
         if self._weights is None:
-            raise TimeoutError("the weights are still on their way")
+            raise TimeoutError("the weights have not arrived yet")
         return self._weights
 
     def _run(self) -> None:
         try:
             if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)  # each thread has a current device of its own
+                torch.cuda.set_device(self._device)  # the current device is per thread
             self._weights = list(receive(self._meeting))
-        except Exception as error:  # it belongs to whoever asks for the weights
+        except Exception as error:  # raised by `weights`
             self._error = error

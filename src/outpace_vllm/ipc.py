@@ -1,19 +1,19 @@
-"""Weights in GPU memory that another process owns: how they are named, opened and checked.
+"""CUDA IPC: handles, mapping and checksums of GPU memory that another process owns.
 
-A handle is plain bytes, the same in every version of torch:
+A handle is plain bytes, the same for every version of torch:
 
     8 bytes    magic
-    16 bytes   owner: drawn at random by the process that shares the memory
-    64 bytes   the driver's handle of the allocation that the memory is in
-    8 bytes    where in that allocation it begins
-    8 bytes    how long it is
+    16 bytes   owner: random id of the process that shares the memory
+    64 bytes   the driver's handle of the allocation that contains the memory
+    8 bytes    offset in that allocation
+    8 bytes    length
 
 Invariants
-- Whoever shares memory keeps it for as long as it lives itself: there is no count of readers that one which is killed
-  could leave too high.
-- An allocation is mapped once, however often it is asked for. Those of an earlier owner are unmapped as soon as another
-  one's comes: its process is gone, and the mapping is all that keeps the memory from being free.
-- What `open_device_memory` returns is valid until then: copy out of it, and let go.
+- The owner keeps shared memory for its whole lifetime: there is no reader count that a killed reader could leave too
+  high.
+- An allocation is mapped once, however often it is opened. When memory of a new owner is opened, the mappings of the
+  previous owner are closed: its process is gone, and only the mapping keeps the memory from being freed.
+- A tensor from `open_device_memory` is valid until then: copy out of it and drop it.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class _DriverHandle(ctypes.Structure):
 
 
 class DeviceMemoryError(RuntimeError):
-    """Memory of another process cannot be shared or opened."""
+    """GPU memory cannot be shared with, or opened from, another process."""
 
 
 class _Mappings:
-    """The allocations of one owner that are mapped here, by the driver's handle."""
+    """The mapped allocations of one owner, by driver handle."""
 
     def __init__(self) -> None:
         self.owner = b""
@@ -63,7 +63,7 @@ class _Mappings:
 
     def clear(self) -> None:
         if self.addresses:
-            torch.cuda.synchronize()  # somebody may be copying out of them
+            torch.cuda.synchronize()  # copies out of them may be running
         while self.addresses:
             _, address = self.addresses.popitem()
             _call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
@@ -73,49 +73,49 @@ _mappings: dict[int, _Mappings] = {}
 
 
 def open_device_memory(handle: bytes, device_index: int, nbytes: int) -> Tensor:
-    """The bytes that `handle` names, as a tensor on that device. The memory is its owner's: only read it."""
-    owner, driver_handle, offset, length = _unpacked(handle)
+    """The memory of `handle` as a tensor of bytes on that device. Read only: it belongs to its owner."""
+    owner, driver_handle, offset, length = _unpack(handle)
     if nbytes > length:
         raise DeviceMemoryError(f"the shared memory has {length} bytes, not {nbytes}")
-    with _current(device_index):
+    with _device_context(device_index):
         mappings = _mappings.setdefault(device_index, _Mappings())
         address = mappings.address(owner, driver_handle) + offset
-        return torch.as_tensor(_Described(address, nbytes), device=f"cuda:{device_index}")
+        return torch.as_tensor(_CudaArray(address, nbytes), device=f"cuda:{device_index}")
 
 
 def close_device_memory() -> None:
-    """Unmap everything."""
+    """Unmap all allocations."""
     for device_index, mappings in _mappings.items():
-        with _current(device_index):
+        with _device_context(device_index):
             mappings.clear()
 
 
 def share_device_memory(memory: Tensor, owner: bytes) -> bytes:
-    """A handle of these bytes for other processes; `memory` has to be kept for as long as they may open it."""
-    assert memory.is_cuda, "only memory of a GPU can be shared so"
-    assert memory.dtype == torch.uint8, "shared memory is plain bytes"
+    """A handle of this memory for other processes. Keep `memory` alive for as long as they may open it."""
+    assert memory.is_cuda, "only GPU memory can be shared this way"
+    assert memory.dtype == torch.uint8, "shared memory must be uint8"
     address, base, size = ctypes.c_uint64(memory.data_ptr()), ctypes.c_uint64(), ctypes.c_size_t()
     driver_handle = _DriverHandle()
-    with _current(memory.get_device()):
+    with _device_context(memory.get_device()):
         _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), address)
         _call("cuIpcGetMemHandle", ctypes.byref(driver_handle), base)
     return _LAYOUT.pack(_MAGIC, owner, bytes(driver_handle), memory.data_ptr() - base.value, memory.nbytes)
 
 
-def word_sums(content: Tensor, places: list[tuple[int, int]]) -> list[int]:
-    """One sum per (offset, nbytes) in `content`: its 32-bit words added up, modulo 2**63.
+def word_sums(content: Tensor, ranges: list[tuple[int, int]]) -> list[int]:
+    """For each (offset, nbytes) in `content`, the sum of its 32-bit words modulo 2**63.
 
-    Offsets are multiples of a word, and the bytes between the end of a place and its last word's are zero."""
+    Offsets are multiples of the word size, and bytes that pad the last word are zero."""
     words = content[: content.nbytes // _WORD_BYTES * _WORD_BYTES].view(torch.int32)
     sums = [
         words[offset // _WORD_BYTES : -(-(offset + nbytes) // _WORD_BYTES)].sum(dtype=torch.int64)
-        for offset, nbytes in places
+        for offset, nbytes in ranges
     ]
     return [total % _SUM_MODULUS for total in torch.stack(sums).tolist()] if sums else []
 
 
-class _Described:
-    """A range of device memory as torch takes it from other libraries."""
+class _CudaArray:
+    """A range of device memory with the CUDA array interface."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -127,12 +127,12 @@ class _Described:
         }
 
 
-def _unpacked(handle: bytes) -> tuple[bytes, bytes, int, int]:
+def _unpack(handle: bytes) -> tuple[bytes, bytes, int, int]:
     if len(handle) != _LAYOUT.size:
         raise DeviceMemoryError(f"a handle has {_LAYOUT.size} bytes, not {len(handle)}")
     magic, owner, driver_handle, offset, nbytes = _LAYOUT.unpack(handle)
     if magic != _MAGIC:
-        raise DeviceMemoryError("these bytes are no handle of shared GPU memory")
+        raise DeviceMemoryError("not a handle of shared GPU memory")
     return owner, driver_handle, offset, nbytes
 
 
@@ -144,10 +144,10 @@ def _map(driver_handle: bytes) -> int:
 
 
 @contextmanager
-def _current(device_index: int) -> Iterator[None]:
-    """The driver works on the context of the calling thread: the one that torch has made there by its first call."""
+def _device_context(device_index: int) -> Iterator[None]:
+    """Make the device current. The driver uses the calling thread's context, which torch creates by its first call."""
     with torch.cuda.device(device_index):
-        torch.cuda.current_stream().query()  # waits for nothing
+        torch.cuda.current_stream().query()  # does not block
         yield
 
 
@@ -157,9 +157,9 @@ def _call(function: str, *arguments: object) -> None:
         return
     name = ctypes.c_char_p()
     _driver().cuGetErrorName(code, ctypes.byref(name))
-    described = name.value.decode() if name.value else f"error {code}"
+    error_name = name.value.decode() if name.value else f"error {code}"
     hint = "; torch's expandable segments cannot be shared" if function == "cuIpcGetMemHandle" else ""
-    raise DeviceMemoryError(f"{function}: {described}{hint}")
+    raise DeviceMemoryError(f"{function}: {error_name}{hint}")
 
 
 @cache

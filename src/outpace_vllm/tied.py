@@ -1,9 +1,9 @@
-"""Layers that share their weights with another, on servers without a GPU.
+"""Fixes reloads of tied layers on CPU servers.
 
-There vLLM keeps a packed copy of a layer's weights and computes with that. When it reloads weights it packs anew only
-the layers that weights came for by name; a head that is tied to the embedding is none of them, and would go on with the
-weights that the server was started with, without a word. Here such layers are packed anew as well, after every reload
-in this process, outpace's own and vLLM's (`reload_weights`).
+On a CPU, vLLM computes with a packed copy of a layer's weights. A reload packs only the layers that receive weights by
+name. An output head tied to the embedding is not among them, and would silently keep using the weights from the
+server's start. Here such layers are packed too, after every reload in this process: outpace's own and vLLM's
+(`reload_weights`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MARK = "_outpace_packs_tied_layers"
 
 
 def pack_tied_layers_after_reloads() -> None:
-    """Once is enough; a second time does nothing."""
+    """Patch vLLM to pack tied layers after every reload. Idempotent."""
     finalize = layerwise.finalize_layerwise_processing
     if hasattr(finalize, _MARK):
         return
@@ -36,7 +36,7 @@ def pack_tied_layers_after_reloads() -> None:
 
 
 def tied_layers(model: nn.Module) -> list[nn.Module]:
-    """Those with a parameter that an earlier layer has too."""
+    """Layers that share a parameter with an earlier layer."""
     seen: set[int] = set()
     tied: list[nn.Module] = []
     for layer in model.modules():

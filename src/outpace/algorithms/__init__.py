@@ -1,1 +1,1 @@
-"""The mathematics: small pure functions that the config composes. Nothing here loads torch or knows of processes."""
+"""Policy losses, advantages, corrections and KL: small pure functions that the config composes. Never imports torch."""

@@ -1,13 +1,18 @@
-"""From what the attempts of one group returned to one advantage per attempt.
+"""Advantage estimators per group, generalized advantage estimation, and normalizers over the batch.
 
-Group-scope: an estimator sees the attempts that are compared with one another and nothing else, so no batching and no
-arrival order can change it. Batch-scope stages that may follow are in `outpace.algorithms.normalisers`, and who is
-compared with whom is decided in `outpace.algorithms.credit`. No torch here: the worker that closes a group calls these.
+Estimators see only the attempts compared with each other (`token_advantages` selects them), so batching and arrival
+order do not affect the result. Normalizers see the advantages of the whole batch and round each sum once, so neither
+row order nor arrival order changes a bit. No torch: rollout workers call estimators when they score a group.
 
-For all of them: no attempts give no advantages, and an advantage is always finite. Those that need peers give exactly 0
-to an attempt without any, and to attempts that all returned the same: the mean of seven times 0.1 is not exactly 0.1.
+Invariants
+- No attempts give no advantages. Advantages are always finite.
+- Estimators with `needs_peers` give exactly 0 to a lone attempt and to attempts with equal returns. That needs a check:
+  the mean of seven times 0.1 is not exactly 0.1.
+- Normalizers turn advantages without variation into 0, never NaN.
+- GAE runs over trained tokens only: the last token of a turn is followed by the first of the next turn, and the value
+  after the last trained token is 0.
 
-Legend: _G one entry per attempt.
+Legend: _G one entry per attempt, _T one per trained token.
 """
 
 from __future__ import annotations
@@ -29,10 +34,10 @@ MEAN_EPSILON = 1e-6
 
 @dataclass(frozen=True)
 class Peers:
-    """Attempts at one task in one role (with turn credit: at one turn of it). `lengths_G` counts their trained tokens.
+    """Attempts at one task in one role (with turn credit: at one turn). `lengths_G` counts their trained tokens.
 
-    `parts` are the single rewards by function, NaN where one did not apply; `weights` those of the functions, 1 where
-    one has none."""
+    `parts` holds the individual rewards by reward function, NaN where a function did not apply; `weights` holds the
+    functions' weights, 1 if absent."""
 
     returns_G: Doubles
     lengths_G: Doubles
@@ -41,119 +46,119 @@ class Peers:
 
 
 @advantage(credits=("episode", "turn", "token"), additive=True, needs_peers=False)
-def none(peers: Peers) -> Doubles:
+def none(group: Peers) -> Doubles:
     """R: the return itself."""
-    return peers.returns_G
+    return group.returns_G
 
 
 @advantage(credits=("episode", "turn", "token"), additive=True)
-def dr_grpo(peers: Peers) -> Doubles:
-    """R - mean(R), without dividing by the spread: an easy group is not louder than a hard one."""
-    return _centred(peers.returns_G)
+def dr_grpo(group: Peers) -> Doubles:
+    """R - mean(R), not divided by the standard deviation, so groups of low variance are not amplified."""
+    return _centered(group.returns_G)
 
 
 @advantage()
-def grpo(peers: Peers, *, std_epsilon: float = 1e-4) -> Doubles:
-    """(R - mean(R)) / (std(R) + epsilon), with the standard deviation of a sample (G - 1)."""
-    return _standardised(peers.returns_G, std_epsilon)
+def grpo(group: Peers, *, std_epsilon: float = 1e-4) -> Doubles:
+    """(R - mean(R)) / (std(R) + epsilon), with the sample standard deviation (G - 1)."""
+    return _standardized(group.returns_G, std_epsilon)
 
 
 @advantage(credits=("episode", "turn", "token"), additive=True)
-def rloo(peers: Peers) -> Doubles:
-    """R minus the mean of the other attempts, which is (R - mean(R)) G / (G - 1): a baseline without R itself."""
-    count = len(peers.returns_G)
-    return _centred(peers.returns_G) * (count / max(count - 1, 1))
+def rloo(group: Peers) -> Doubles:
+    """R minus the mean of the other attempts, which equals (R - mean(R)) G / (G - 1)."""
+    count = len(group.returns_G)
+    return _centered(group.returns_G) * (count / max(count - 1, 1))
 
 
 @advantage(credits=("token", "episode"), additive=True, needs_peers=False, normalise="whiten_tokens")
-def reinforce_pp(peers: Peers) -> Doubles:
-    """REINFORCE++: the return, whitened over the tokens of the batch: the baseline is the batch, not the group."""
-    return peers.returns_G
+def reinforce_pp(group: Peers) -> Doubles:
+    """REINFORCE++: the return, whitened over the tokens of the batch. The baseline is the batch, not the group."""
+    return group.returns_G
 
 
 @advantage(credits=("episode", "turn", "token"), additive=True, normalise="whiten_tokens")
-def reinforce_pp_baseline(peers: Peers) -> Doubles:
+def reinforce_pp_baseline(group: Peers) -> Doubles:
     """REINFORCE++ with baseline: R - mean(R), whitened over the tokens of the batch."""
-    return _centred(peers.returns_G)
+    return _centered(group.returns_G)
 
 
 @advantage()
-def maxrl(peers: Peers) -> Doubles:
-    """(R - mean(R)) / (mean(R) + 1e-6): the rarer the success, the louder it is, as in maximum likelihood.
+def maxrl(group: Peers) -> Doubles:
+    """(R - mean(R)) / (mean(R) + 1e-6): rare successes weigh more, as in maximum likelihood.
 
-    Rewards are taken for degrees of success, from 0 up. A group whose mean is not positive gets 0: to divide by a
-    negative mean would reward the worse attempts."""
-    if len(peers.returns_G) == 0 or (typical := float(peers.returns_G.mean())) <= 0:
-        return np.zeros_like(peers.returns_G)
-    return _centred(peers.returns_G) / (typical + MEAN_EPSILON)
+    Assumes rewards that measure success from 0 up. A group with a mean of 0 or less gets 0: dividing by a negative mean
+    would reward the worse attempts."""
+    if len(group.returns_G) == 0 or (average := float(group.returns_G.mean())) <= 0:
+        return np.zeros_like(group.returns_G)
+    return _centered(group.returns_G) / (average + MEAN_EPSILON)
 
 
 @advantage(credits=("episode", "turn", "token"), additive=True)
-def opo(peers: Peers) -> Doubles:
-    """R - sum(T R) / sum(T), T the trained tokens: the baseline of least variance where the squared norm of an
-    attempt's gradient grows with its length. Attempts that all have no token count alike."""
-    total = float(peers.lengths_G.sum())
-    if _all_equal(peers.returns_G):
-        return np.zeros_like(peers.returns_G)
+def opo(group: Peers) -> Doubles:
+    """R - sum(T R) / sum(T), with T trained tokens: the minimum-variance baseline if the squared norm of an attempt's
+    gradient is proportional to its length. If no attempt has tokens, all weigh the same."""
+    total = float(group.lengths_G.sum())
+    if _all_equal(group.returns_G):
+        return np.zeros_like(group.returns_G)
     if total == 0:
-        return _centred(peers.returns_G)
-    return peers.returns_G - float((peers.lengths_G / total * peers.returns_G).sum())
+        return _centered(group.returns_G)
+    return group.returns_G - float((group.lengths_G / total * group.returns_G).sum())
 
 
 @advantage(credits=("episode",), parts=True, normalise="whiten_sequences")
-def gdpo(peers: Peers, *, std_epsilon: float = 1e-4) -> Doubles:
-    """Each single reward is normalised in the group as in `grpo`, then they are added by weight: a reward of large
-    spread does not drown the others, and attempts whose different rewards add up to the same sum stay apart.
+def gdpo(group: Peers, *, std_epsilon: float = 1e-4) -> Doubles:
+    """Normalize each individual reward within the group as in `grpo`, then sum them by weight. A high-variance reward
+    does not dominate, and attempts with different rewards of equal sum remain distinguishable.
 
-    Where a reward did not apply, it adds 0 and takes no part in its own mean and spread. Without single rewards the
-    return is the only one."""
-    total_G = np.zeros_like(peers.returns_G)
-    for name, values_G in sorted((peers.parts or {"return": peers.returns_G}).items()):
+    A reward that did not apply adds 0 and is left out of its mean and standard deviation. Without individual rewards,
+    the return is used."""
+    total_G = np.zeros_like(group.returns_G)
+    for name, values_G in sorted((group.parts or {"return": group.returns_G}).items()):
         applies_G = np.isfinite(values_G)
-        total_G[applies_G] += peers.weights.get(name, 1.0) * _standardised(values_G[applies_G], std_epsilon)
+        total_G[applies_G] += group.weights.get(name, 1.0) * _standardized(values_G[applies_G], std_epsilon)
     return total_G
 
 
 @advantage(credits=("episode",))
-def pass_at_k(peers: Peers, *, pass_k: int | None = None) -> Doubles:
-    """How much an attempt adds to the best of k: the mean, over all subsets S of k attempts with this one in it, of
-    max(S) - max(S without it). k is the number of attempts when absent or when there are fewer than k.
+def pass_at_k(group: Peers, *, pass_k: int | None = None) -> Doubles:
+    """An attempt's contribution to the best of k: the mean of max(S) - max(S without it) over all subsets S of k
+    attempts that contain it. k is the number of attempts if not set, or if there are fewer than k.
 
-    The estimate of the best of k is the mean of max(S) over all subsets; its policy gradient gives attempt i the sum of
-    max(S) over those with i in them. max(S without i) does not depend on i, so subtracting it leaves the gradient
-    unbiased. The whole is that of pass@k divided by k, so that sizes stay comparable. With k = G only the best attempt
-    gets anything: its lead over the second. With k = 1 there is no rest to subtract the best of, so the mean of the
-    other attempts is subtracted: that is `rloo`.
+    The best-of-k estimate is the mean of max(S) over all subsets; its policy gradient gives attempt i the sum of max(S)
+    over the subsets that contain i. max(S without i) does not depend on i, so subtracting it keeps the gradient
+    unbiased. The result is the pass@k gradient divided by k, so magnitudes stay comparable. With k = G only the best
+    attempt gets an advantage: its lead over the second. With k = 1 the rest of S is empty; the mean of the other
+    attempts is subtracted instead, which is `rloo`.
     """
-    count = len(peers.returns_G)
+    count = len(group.returns_G)
     k = min(pass_k or count, count)
     if k <= 1:
-        return rloo(peers)
-    # Of the others in ascending order, entry j is the best of a random k - 1 of them with this chance:
-    chances = np.array([math.comb(j, k - 2) / math.comb(count - 1, k - 1) for j in range(count - 1)])
+        return rloo(group)
+    # Probability that entry j of the others, in ascending order, is the best of k - 1 drawn at random:
+    probabilities = np.array([math.comb(j, k - 2) / math.comb(count - 1, k - 1) for j in range(count - 1)])
     leads_G = np.zeros(count)
-    for index, value in enumerate(peers.returns_G):
-        others = np.sort(np.delete(peers.returns_G, index))
-        leads_G[index] = float((chances * np.maximum(value - others, 0.0)).sum())
+    for index, value in enumerate(group.returns_G):
+        others = np.sort(np.delete(group.returns_G, index))
+        leads_G[index] = float((probabilities * np.maximum(value - others, 0.0)).sum())
     return leads_G
 
 
 @ADVANTAGES.register(credits=("token",), additive=True, needs_peers=False, critic=True, normalise="whiten_tokens")
-def gae(peers: Peers, *, gae_lambda: float = 1.0) -> Doubles:
-    """Generalised advantage estimation with learned values: see `outpace.algorithms.gae`. The learner makes these
-    advantages, which need its critic; nothing is compared within the group, so here is the return."""
-    return peers.returns_G
+def gae(group: Peers, *, gae_lambda: float = 1.0) -> Doubles:
+    """Generalized advantage estimation with a learned critic. The learner computes these advantages (`compute_gae`);
+    there is no comparison within the group, so the result here is the plain return."""
+    return group.returns_G
 
 
 def is_uniform(rewards: Sequence[float] | Doubles, tolerance: float) -> bool:
-    """Whether all rewards are equal up to `tolerance`. The spread is compared, never an advantage with zero:
-    the mean of seven rewards of 0.1 is not exactly 0.1."""
+    """Return whether all rewards are equal up to `tolerance`. Compares max - min, not advantages with zero: the mean of
+    seven rewards of 0.1 is not exactly 0.1."""
     return len(rewards) == 0 or bool(max(rewards) - min(rewards) <= tolerance)
 
 
 def spread(values: Doubles) -> float:
-    """The standard deviation of a sample (N - 1), the same to the last bit in any order; 0 for fewer than two values.
-    Squares are taken of deviations scaled to 1, so that none overflows or vanishes."""
+    """Sample standard deviation (N - 1), bit-identical in any order; 0 for fewer than two values. Deviations are scaled
+    to 1 before squaring, so that no square overflows or underflows."""
     if _all_equal(values):
         return 0.0
     deviations = values - mean(values)
@@ -162,7 +167,7 @@ def spread(values: Doubles) -> float:
 
 
 def mean(values: Doubles) -> float:
-    """The mean, the same to the last bit in any order. There must be a value."""
+    """Mean, bit-identical in any order. `values` must not be empty."""
     return math.fsum(values.tolist()) / len(values)
 
 
@@ -170,10 +175,10 @@ def _all_equal(values: Doubles) -> bool:
     return len(values) == 0 or bool(values.min() == values.max())
 
 
-def _centred(values_G: Doubles) -> Doubles:
+def _centered(values_G: Doubles) -> Doubles:
     return np.zeros_like(values_G) if _all_equal(values_G) else values_G - values_G.mean()
 
 
-def _standardised(values_G: Doubles, epsilon: float) -> Doubles:
-    centred_G: Doubles = _centred(values_G) / (spread(values_G) + epsilon)
-    return centred_G
+def _standardized(values_G: Doubles, epsilon: float) -> Doubles:
+    scaled_G: Doubles = _centered(values_G) / (spread(values_G) + epsilon)
+    return scaled_G

@@ -1,4 +1,4 @@
-"""Everything that can be named, loaded: import the registries from here, so that the built-in functions are in them."""
+"""The registries with all built-in functions loaded. Import them from here, not from `registry`."""
 
 from __future__ import annotations
 

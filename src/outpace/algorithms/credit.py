@@ -1,14 +1,20 @@
-"""Who is compared with whom, and which token gets which advantage.
+"""Per-token advantages of a group: which attempts are compared, and which token gets which advantage.
 
     rewards, turn rewards, penalties ─▶ attempts ─▶ comparisons ─▶ estimator ─▶ one advantage per trained token
 
-Attempts of one role are compared with one another: a judge's baseline is made of judges.
+Attempts
+- An attempt is one episode's rows of one role; a row with its own reward is an attempt of its own. The rows of an
+  attempt follow each other in time, share its advantage, and count once.
+- An episode without trained rows still counts by its reward, in every role that uses the episode's reward.
+- Rewards arrive at the end: a turn's at its last token, the attempt's at its very last token.
+- Only attempts of the same role are compared: the baseline of a judge consists of judges.
 
-Credit `episode`: every token gets the advantage of the whole return. `turn`: every turn gets that of what came from
-there on, compared with the same turn of the others. `token`: what came from the token on takes the place of the whole
-return, which only an additive estimator allows.
+`algorithm.credit`
+- `episode`: every token gets the advantage of the full return.
+- `turn`: every turn gets the advantage of the return from that turn on, compared with the same turn of other attempts.
+- `token`: the return from the token on replaces the full return. Requires an additive estimator.
 
-Legend: _G one entry per attempt of a comparison, _T one per trained token.
+Legend: _G one entry per attempt of a comparison, _T one per trained token, _K one per turn.
 """
 
 from __future__ import annotations
@@ -30,17 +36,17 @@ from outpace.wording import plural
 
 
 class Estimator(Protocol):
-    """A registered estimator with its settings."""
+    """A registered advantage estimator bound to its settings."""
 
     @property
     def facts(self) -> AdvantageFacts: ...
 
-    def __call__(self, peers: Peers, /) -> Any: ...
+    def __call__(self, group: Peers, /) -> Any: ...
 
 
 @dataclass(frozen=True)
 class CreditSettings:
-    """`gamma` discounts per turn or per token, as the credit is. `weights` are those of the rewards, by their names."""
+    """`gamma` discounts per turn or per token, depending on `credit`. `weights` are reward weights by reward name."""
 
     estimator: Estimator
     credit: Credit
@@ -49,13 +55,13 @@ class CreditSettings:
 
     def __post_init__(self) -> None:
         facts = self.estimator.facts
-        assert self.credit in facts.credits, f"{facts.name} has no {self.credit} credit"
-        assert self.credit != "token" or facts.additive, f"{facts.name} cannot be split by token"
-        assert self.credit == "episode" or not facts.parts, "single rewards are of the whole episode"
+        assert self.credit in facts.credits, f"{facts.name} does not support {self.credit} credit"
+        assert self.credit != "token" or facts.additive, f"{facts.name} is not additive"
+        assert self.credit == "episode" or not facts.parts, "individual rewards need episode credit"
 
 
 def credit_settings(estimator: Estimator, credit: Credit | None = None, gamma: float | None = None) -> CreditSettings:
-    """With the defaults of what is not set: the first credit of the estimator, and no discount."""
+    """Return settings with defaults filled in: the estimator's first credit, and no discount."""
     return CreditSettings(estimator, credit or estimator.facts.credits[0], 1.0 if gamma is None else gamma)
 
 
@@ -66,13 +72,13 @@ def group_advantages(
     settings: CreditSettings,
     penalties: Sequence[Doubles] | None = None,
 ) -> list[Doubles]:
-    """For each row one advantage per trained token.
+    """Return one advantage per trained token, for each row.
 
-    `rewards` and `parts` have an entry per episode; `parts` may be empty. `penalties` have an array per row, with a
+    `rewards` and `parts` have one entry per episode; `parts` may be empty. `penalties` has one array per row, with one
     value per trained token that is subtracted from the reward at that token."""
     facts = settings.estimator.facts
-    assert not facts.critic, "the learner makes the advantages of a critic"
-    assert penalties is None or not facts.parts, "a penalty is not among the single rewards"
+    assert not facts.critic, "the learner computes advantages that need a critic"
+    assert penalties is None or not facts.parts, "a penalty is not an individual reward"
     attempts = attempts_of(rows, rewards, parts, penalties)
     by_row: list[Doubles] = [np.zeros(0)] * len(rows)
     for attempt, advantages_T in zip(attempts, _advantages(attempts, settings), strict=True):
@@ -86,22 +92,22 @@ def group_advantages(
 def compared_returns(
     rows: Sequence[Row], rewards: Sequence[float], parts: Sequence[Mapping[str, float]], settings: CreditSettings
 ) -> Iterator[Doubles]:
-    """Every set of numbers that are held against one another: a group in which each set is uniform teaches nothing.
+    """Yield each set of returns that are compared. If every set is uniform, the group has no training signal.
 
-    With token credit those are the whole returns and, where turns have rewards, also what came from each turn on."""
+    With token credit: the full returns and, if turns have rewards, the returns from each turn on."""
     attempts = attempts_of(rows, rewards, parts, None)
     comparisons = list(_comparisons(attempts, settings))
     if settings.credit == "token" and any(len(row.turn_rewards) for row in rows):
-        comparisons += _by_turn(attempts, settings)
+        comparisons += _compare_turns(attempts, settings)
     for comparison in comparisons:
-        if settings.estimator.facts.parts and comparison.peers.parts:
-            yield from (values_G[np.isfinite(values_G)] for values_G in comparison.peers.parts.values())
+        if settings.estimator.facts.parts and comparison.group.parts:
+            yield from (values_G[np.isfinite(values_G)] for values_G in comparison.group.parts.values())
         else:
-            yield comparison.peers.returns_G
+            yield comparison.group.returns_G
 
 
 def with_advantages(row: Row, advantages_T: Doubles) -> Row:
-    """The row with these advantages at its trained tokens, and 0 elsewhere."""
+    """Return the row with these advantages at its trained tokens and 0 elsewhere."""
     advantages = np.zeros(len(row.tokens), dtype=np.float32)
     advantages[row.mask] = advantages_T
     return msgspec.structs.replace(row, advantages=advantages)
@@ -110,7 +116,7 @@ def with_advantages(row: Row, advantages_T: Doubles) -> Row:
 def attempt_returns(
     rows: Sequence[Row], rewards: Sequence[float], penalties: Sequence[Doubles] | None = None
 ) -> Doubles:
-    """The whole return of every attempt of a group: what the spread of a batch is taken of."""
+    """Return the undiscounted return of each attempt of a group, as used by `batch_std`."""
     return np.array([attempt.whole for attempt in attempts_of(rows, rewards, [], penalties)], dtype=np.float64)
 
 
@@ -122,8 +128,8 @@ def critic_advantages(
     lam: float,
     penalties: Sequence[Doubles] | None = None,
 ) -> tuple[list[Doubles], list[Doubles]]:
-    """For each row what gae makes of the critic's `values`, and what the critic should have said: one value per trained
-    token. The rows of one attempt follow one another here too."""
+    """Return GAE advantages and critic targets, for each row one value per trained token. `values` are the critic's
+    predictions. GAE runs across the rows of an attempt."""
     advantages, returns = ([np.zeros(0)] * len(rows) for _ in range(2))
     for attempt in attempts_of(rows, rewards, (), penalties):
         if not attempt.rows:
@@ -142,48 +148,48 @@ def critic_advantages(
 
 @dataclass(frozen=True)
 class _Comparison:
-    """`members` are the compared attempts, as indices into the list of all: as wholes, or at one turn of each."""
+    """Attempts compared with each other, in full or at one turn. `members` are indices into all attempts."""
 
-    peers: Peers
+    group: Peers
     members: list[int]
     turn: int | None = None
 
 
 def _comparisons(attempts: list[Attempt], settings: CreditSettings) -> Iterator[_Comparison]:
-    return _by_turn(attempts, settings) if settings.credit == "turn" else _as_wholes(attempts, settings)
+    return _compare_turns(attempts, settings) if settings.credit == "turn" else _compare_returns(attempts, settings)
 
 
-def _as_wholes(attempts: list[Attempt], settings: CreditSettings) -> Iterator[_Comparison]:
-    for members in _by_role(attempts):
-        peers = Peers(
+def _compare_returns(attempts: list[Attempt], settings: CreditSettings) -> Iterator[_Comparison]:
+    for members in _indices_by_role(attempts):
+        group = Peers(
             returns_G=np.array([attempts[index].whole for index in members]),
             lengths_G=np.array([len(attempts[index].rewards_T) for index in members], dtype=np.float64),
-            parts=_columns([attempts[index].parts for index in members]) if settings.credit == "episode" else {},
+            parts=_reward_columns([attempts[index].parts for index in members]) if settings.credit == "episode" else {},
             weights=settings.weights,
         )
-        yield _Comparison(peers, members)
+        yield _Comparison(group, members)
 
 
-def _by_turn(attempts: list[Attempt], settings: CreditSettings) -> Iterator[_Comparison]:
+def _compare_turns(attempts: list[Attempt], settings: CreditSettings) -> Iterator[_Comparison]:
     returns = [attempt.from_turns(settings.gamma) for attempt in attempts]
     lengths = [np.bincount(attempt.turn_T) for attempt in attempts]
-    for same_role in _by_role(attempts):
-        for turn in range(max(attempts[index].turns for index in same_role)):
-            members = [index for index in same_role if attempts[index].turns > turn]
+    for in_role in _indices_by_role(attempts):
+        for turn in range(max(attempts[index].turns for index in in_role)):
+            members = [index for index in in_role if attempts[index].turns > turn]
             returns_G = np.array([returns[index][turn] for index in members])
             lengths_G = np.array([lengths[index][turn] for index in members], dtype=np.float64)
             yield _Comparison(Peers(returns_G, lengths_G, weights=settings.weights), members, turn)
 
 
-def _by_role(attempts: list[Attempt]) -> list[list[int]]:
+def _indices_by_role(attempts: list[Attempt]) -> list[list[int]]:
     roles: dict[str, list[int]] = {}
     for index, attempt in enumerate(attempts):
         roles.setdefault(attempt.role, []).append(index)
     return list(roles.values())
 
 
-def _columns(rewards: list[Mapping[str, float]]) -> dict[str, Doubles]:
-    """By name one value per attempt, NaN where there is none."""
+def _reward_columns(rewards: list[Mapping[str, float]]) -> dict[str, Doubles]:
+    """Return one value per attempt for each reward name, NaN where absent."""
     names = sorted({name for single in rewards for name in single})
     return {name: np.array([single.get(name, np.nan) for single in rewards]) for name in names}
 
@@ -192,40 +198,41 @@ def _columns(rewards: list[Mapping[str, float]]) -> dict[str, Doubles]:
 
 
 def _advantages(attempts: list[Attempt], settings: CreditSettings) -> list[Doubles]:
-    """For each attempt one advantage per trained token."""
+    """Return one advantage per trained token, for each attempt."""
     by_attempt = [np.zeros(len(attempt.rewards_T)) for attempt in attempts]
     for comparison in _comparisons(attempts, settings):
-        estimated_G = _estimated(comparison.peers, settings.estimator)
+        estimated_G = _estimate(comparison.group, settings.estimator)
         for index, estimated in zip(comparison.members, estimated_G, strict=True):
             attempt = attempts[index]
             chosen_T = slice(None) if comparison.turn is None else attempt.turn_T == comparison.turn
             by_attempt[index][chosen_T] = estimated
-            if settings.credit == "token" and not _is_alone(comparison.peers, settings.estimator):
+            if settings.credit == "token" and not _lacks_peers(comparison.group, settings.estimator):
                 by_attempt[index] += attempt.from_tokens(settings.gamma) - attempt.whole
     return by_attempt
 
 
-def _is_alone(peers: Peers, estimator: Estimator) -> bool:
-    return len(peers.returns_G) == 1 and estimator.facts.needs_peers
+def _lacks_peers(group: Peers, estimator: Estimator) -> bool:
+    return len(group.returns_G) == 1 and estimator.facts.needs_peers
 
 
-def _estimated(peers: Peers, estimator: Estimator) -> Doubles:
-    """What the estimator says, which may be a user's."""
-    count, name = len(peers.returns_G), estimator.facts.name
-    if _is_alone(peers, estimator):
+def _estimate(group: Peers, estimator: Estimator) -> Doubles:
+    """Call the estimator and validate its result; it may be user code."""
+    count, name = len(group.returns_G), estimator.facts.name
+    if _lacks_peers(group, estimator):
         return np.zeros(1)
     try:
-        advantages_G = np.asarray(estimator(peers), dtype=np.float64)
+        advantages_G = np.asarray(estimator(group), dtype=np.float64)
     except (TypeError, ValueError) as error:
         raise BadInput(
             f"algorithm.advantage: {name} failed on {plural(count, 'attempt')}: {one_line(error)}"
         ) from error
     if advantages_G.shape != (count,):
         raise BadInput(
-            f"algorithm.advantage: {name} gave an array of shape {advantages_G.shape} for {plural(count, 'attempt')}"
+            f"algorithm.advantage: {name} returned shape {advantages_G.shape} for {plural(count, 'attempt')}; "
+            "return one advantage per attempt"
         )
-    if not (np.abs(advantages_G) <= np.finfo(np.float32).max).all():  # NaN is not, either
+    if not (np.abs(advantages_G) <= np.finfo(np.float32).max).all():  # false for NaN too
         raise BadInput(
-            f"algorithm.advantage: {name} gave an advantage that is not finite for {peers.returns_G.tolist()}"
+            f"algorithm.advantage: {name} returned a non-finite advantage for the returns {group.returns_G.tolist()}"
         )
     return advantages_G

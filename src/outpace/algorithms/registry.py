@@ -1,11 +1,11 @@
-"""What can be named in `[algorithm]`, and how a user adds to it.
+"""Registries for policy losses, advantage estimators and batch normalizers.
 
-A surrogate, an advantage estimator or a normaliser is one function and one decorator. Its keyword-only arguments are
-settings of `[algorithm]`, with their defaults: the config fills them in, and refuses a setting that none of the chosen
-functions takes. Whatever is not built in is named `package.module:function`, like a reward, or by its own name where
-the program that trains has registered it.
+Each is one function with one decorator. Its keyword-only arguments are settings of `[algorithm]`, with their defaults:
+the config fills them in and rejects a setting that none of the chosen functions takes. In the config, name a built-in
+function by its name, any other by `package.module:function` (as for rewards), or by its own name if the training
+program has registered it.
 
-    @surrogate(anchors=("rollout",))  # or, where the defaults fit: @surrogate
+    @policy_loss(anchors=("rollout",))  # or, with the defaults: @policy_loss
     def my_loss(tokens: Tokens, *, cap: float = 3.0) -> Tensor: ...
 """
 
@@ -26,26 +26,33 @@ Credit = Literal["episode", "turn", "token"]
 F = TypeVar("F", bound=Callable[..., Any])
 
 FACTS = "__outpace__"
-"""The attribute by which a function carries its registration."""
+"""Attribute of a registered function that holds its registration."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """`parameters` are the settings that the function takes, with their defaults."""
+    """A registered function. `parameters` are the settings it takes, with their defaults.
+
+    `alias` is the name in the config if it differs from the function's."""
 
     function: Callable[..., Any]
     parameters: Mapping[str, Any]
+    alias: str = field(default="", kw_only=True)
 
     @property
     def name(self) -> str:
-        return self.function.__name__
+        return self.alias or self.function.__name__
 
 
 @dataclass(frozen=True)
 class SurrogateFacts(Facts):
-    """`anchors`: to which policies its ratio may be taken; the first is the default. `masks`: what is rejected beside
-    it unless the config says otherwise. `unbounded`: its weights have no upper bound, which is only safe near the
-    policy that sampled. `ratio`: whether it has one at all; without, corrections are from the current policy."""
+    """A policy loss.
+
+    - `anchors`: values of `algorithm.anchor` it supports, i.e. the old policies its ratio may use; first is default
+    - `aggregation`: default of `algorithm.aggregation`
+    - `masks`: default of `correction.masks`
+    - `unbounded`: importance weights have no upper bound, which is only safe close to the sampling policy
+    - `ratio`: the loss uses current / old; if False, corrections use current / sampler"""
 
     anchors: tuple[Anchor, ...] = ("proximal", "rollout", "approximate")
     aggregation: Aggregation = "token_mean"
@@ -56,11 +63,14 @@ class SurrogateFacts(Facts):
 
 @dataclass(frozen=True)
 class AdvantageFacts(Facts):
-    """`normalise` is the batch-scope stage that follows unless the config says otherwise. `credits`: what its
-    advantages may be for; the first is the default. `additive`: the advantage is the return minus a baseline, so a
-    return of a part of the episode can take the place of the whole. `needs_peers`: a group of one gets nothing from it.
-    `critic`: values are learned, and the learner makes the advantages; it knows how for `gae` alone, so no user sets
-    this. `parts`: it looks at the single rewards, not only at their sum."""
+    """An advantage estimator.
+
+    - `normalise`: default of `algorithm.normalise`, the batch normalizer applied afterwards
+    - `credits`: values of `algorithm.credit` it supports; first is default
+    - `additive`: the advantage is the return minus a baseline, so a token's return-to-go can replace the full return
+    - `needs_peers`: compares attempts within the group; a group of one gets advantage 0
+    - `critic`: uses learned values and is computed by the learner. Only implemented for `gae`, so not settable by users
+    - `parts`: reads the individual rewards, not only their sum"""
 
     normalise: str = "none"
     credits: tuple[Credit, ...] = ("episode", "turn")
@@ -72,25 +82,28 @@ class AdvantageFacts(Facts):
 
 @dataclass(frozen=True)
 class NormaliserFacts(Facts):
-    """A stage over the whole batch: it waits until the batch is closed, however the groups streamed in."""
+    """A normalizer over the whole batch. It runs once all groups of the batch have arrived."""
 
 
 @dataclass(frozen=True)
 class Registry:
-    """The functions of one kind, built in and the user's own. `setting` is where they are named, `word` what they are
-    called."""
+    """Functions of one kind, built in or registered by the user.
+
+    `setting` is the config key that names them, `word` their noun in messages, `decorator` their decorator in
+    `outpace`."""
 
     kind: type[Facts]
     setting: str
     word: str
+    decorator: str
     built_in: dict[str, Facts] = field(default_factory=dict)
     own: dict[str, Facts] = field(default_factory=dict)
 
-    def register(self, **facts: Any) -> Callable[[F], F]:
-        """A decorator; `facts` are those of the kind."""
+    def register(self, **fields: Any) -> Callable[[F], F]:
+        """Return a decorator that registers a function. `fields` are the fields of `kind`."""
 
         def add(function: F) -> F:
-            entry = self.kind(function, _parameters(function), **facts)
+            entry = self.kind(function, _parameters(function), **fields)
             setattr(function, FACTS, entry)
             known = self.built_in if function.__module__.startswith("outpace.") else self.own
             known[entry.name] = entry
@@ -99,8 +112,7 @@ class Registry:
         return add
 
     def find(self, name: str) -> Any:
-        """The registration of a built-in name, of one that the program has registered, or of
-        `package.module:function`."""
+        """Return the registration of a built-in name, a registered name or `package.module:function`."""
         if name in self.built_in:
             return self.built_in[name]
         if name in self.own:
@@ -113,27 +125,23 @@ class Registry:
         for other in REGISTRIES:
             if isinstance(found, other.kind):
                 raise BadInput(f"{self.setting}: {name} is {other.word}, not {self.word}")
-        raise BadInput(f"{self.setting}: {name} is not registered; put @outpace.{self.decorator} above it")
+        raise BadInput(f"{self.setting}: {name} is not registered; decorate it with @outpace.{self.decorator}")
 
     def _why_unknown(self, name: str) -> str:
         for other in REGISTRIES:
             if name in other.built_in:
                 return f"{name} is {other.word}, not {self.word}"
         if name.endswith(".py"):
-            return f"name the function too: {name}:function"
+            return f"{name} is a file; name the function in it, as {name}:function"
         close = nearest(name, {**self.built_in, **self.own})
-        known = f"there are {', '.join(self.built_in)}, or name your own as package.module:function"
+        known = f"use one of {', '.join(self.built_in)}, or package.module:function for your own"
         hint = f"did you mean {close[0]}?" if close else known
-        return f"no {self.word.partition(' ')[2]} is called {name!r}; {hint}"
-
-    @property
-    def decorator(self) -> str:
-        return self.setting.rpartition(".")[2].replace("normalise", "normaliser")
+        return f"unknown {self.word.partition(' ')[2]} {name!r}; {hint}"
 
 
-SURROGATES = Registry(SurrogateFacts, "algorithm.surrogate", "a surrogate")
-ADVANTAGES = Registry(AdvantageFacts, "algorithm.advantage", "an advantage estimator")
-NORMALISERS = Registry(NormaliserFacts, "algorithm.normalise", "a normaliser")
+SURROGATES = Registry(SurrogateFacts, "algorithm.surrogate", "a policy loss", "policy_loss")
+ADVANTAGES = Registry(AdvantageFacts, "algorithm.advantage", "an advantage estimator", "advantage")
+NORMALISERS = Registry(NormaliserFacts, "algorithm.normalise", "a batch normalizer", "normalizer")
 REGISTRIES = (SURROGATES, ADVANTAGES, NORMALISERS)
 
 
@@ -158,7 +166,7 @@ def surrogate(
     unbounded: bool = False,
     ratio: bool = True,
 ) -> F | Callable[[F], F]:
-    """Register `f(tokens: Tokens, *, settings…) -> loss per token`."""
+    """Register a policy loss: `f(tokens: Tokens, *, settings…) -> loss per token`."""
     register: Callable[[F], F] = SURROGATES.register(
         anchors=anchors, aggregation=aggregation, masks=masks, unbounded=unbounded, ratio=ratio
     )
@@ -186,7 +194,7 @@ def advantage(
     needs_peers: bool = True,
     parts: bool = False,
 ) -> F | Callable[[F], F]:
-    """Register `f(peers: Peers, *, settings…) -> one advantage per attempt`."""
+    """Register an advantage estimator: `f(group: GroupReturns, *, settings…) -> one advantage per attempt`."""
     register: Callable[[F], F] = ADVANTAGES.register(
         normalise=normalise, credits=credits, additive=additive, needs_peers=needs_peers, parts=parts
     )
@@ -198,15 +206,15 @@ def normaliser(function: F, /) -> F: ...
 @overload
 def normaliser() -> Callable[[F], F]: ...
 def normaliser(function: F | None = None, /) -> F | Callable[[F], F]:
-    """Register `f(batch: BatchSignal, *, settings…) -> advantages per token, one array per row`."""
+    """Register a normalizer: `f(batch: BatchAdvantages, *, settings…) -> per-token advantages, one array per row`."""
     register: Callable[[F], F] = NORMALISERS.register()
     return register if function is None else register(function)
 
 
 def _parameters(function: Callable[..., Any]) -> dict[str, Any]:
-    """The keyword-only arguments, which all need a default: a config may be silent."""
+    """Return the keyword-only arguments. Each needs a default, because the config may not set it."""
     keywords = [p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
     for keyword in keywords:
         if keyword.default is keyword.empty:
-            raise TypeError(f"{function.__name__}: the setting {keyword.name} needs a default")
+            raise TypeError(f"{function.__name__}: keyword-only argument {keyword.name} needs a default")
     return {keyword.name: keyword.default for keyword in keywords}

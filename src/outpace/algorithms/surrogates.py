@@ -1,11 +1,35 @@
-"""The policy loss of each trained token: what is minimised before corrections, KL and aggregation.
+"""Policy losses, the tokens they work on, aggregation over a step, and the KL penalty.
 
-    r = current / anchor        w = current / sampler        A = advantage        sg = without gradient
+    r = current / old        w = current / sampler        A = advantage        sg = stop-gradient
 
-Nothing here divides by a count of the batch: sums over tokens add up however a batch is cut, means do not. Every loss
-is a loss of tokens, also where the ratio is that of a sequence, so advantages may differ from token to token. Every
-log-ratio of a token is bounded (`LOG_RATIO_BOUND`): beyond, the ratio stays and its gradient is zero, so that no input
-makes a loss or a gradient infinite.
+The old policy is chosen by `algorithm.anchor`: the policy at the start of the step (`proximal`), the sampler
+(`rollout`), or a log-linear interpolation of the two (`approximate`).
+
+Invariants
+- Losses are per token, even where the ratio is per sequence, so advantages may differ between tokens.
+- Nothing divides by a batch count. A step is sum(weight x loss) / denominator over everything it trains on. A token's
+  weight depends only on its own sequence and the division happens once, so the gradient does not depend on how the step
+  is split into passes. Masked tokens count in every denominator.
+- Each token's log-ratio is clamped (`LOG_RATIO_BOUND`). Beyond the bound the ratio is constant and its gradient zero,
+  so no input makes a loss or a gradient infinite.
+- This module does not import torch: losses only use methods of the tensors they receive.
+
+KL(current || reference), estimated at the sampled tokens:
+
+    d = log(current / reference)        k1 = d        k2 = d^2 / 2        k3 = exp(-d) - 1 + d
+
+All three have the same expectation if the current policy sampled; they differ as losses:
+
+- k1: its gradient is that of log pi, with expectation zero: noise without pull. Use k1 in the reward, where it is
+  unbiased.
+- k2: its gradient has the expectation of the KL gradient.
+- k3: never negative, low variance; its gradient is that of KL(reference || current).
+- unbiased: k3 weighted by current / sampler, with gradient through both. Value and gradient are those of
+  KL(current || reference) for any sampler, stale ones included.
+
+Clamping: d at 20 on both sides, k3 at 10 (d below about -2.6 or above 11). Inside the bounds value and gradient are
+exact; outside the value is constant. A token beyond the k3 bound has no KL gradient: it grows like exp(-d), so a single
+token could dominate the step. The gradient of `unbiased` is w d, which does not, so it is kept.
 
 Legend: _N one entry per trained token, _S one per sequence.
 """
@@ -21,51 +45,51 @@ from outpace.algorithms.tokens import LOG_RATIO_BOUND, Tokens
 if TYPE_CHECKING:
     from torch import Tensor
 
-SMALLEST_REMAINDER = 1e-12
-"""dppo: the probability of everything but the sampled token counts as at least this: its logarithm must be finite."""
+MIN_REMAINDER = 1e-12
+"""dppo: lower bound for the probability of all other tokens, so that its logarithm is finite."""
 
 VESPO_POSITIVE = (2.0, 3.0)
 VESPO_NEGATIVE = (3.0, 2.0)
-"""vespo's exponent k and decay lambda, by the sign of the advantage (zero counts as positive)."""
+"""vespo: exponent k and decay lambda, by the sign of the advantage (zero counts as positive)."""
 
-VESPO_LOWEST = math.log(1e-8)
-"""vespo: the log of a sequence's weight is at least this."""
+VESPO_MIN_LOG_WEIGHT = math.log(1e-8)
+"""vespo: lower bound for the log of a sequence's weight."""
 
 
 @surrogate(anchors=("proximal",), ratio=False)
 def reinforce(tokens: Tokens) -> Tensor:
-    """-A log pi: no ratio at all. What was sampled by another policy is taken as if it had not been."""
+    """-A log pi, without a ratio: off-policy tokens are treated as on-policy."""
     return -tokens.advantages_N * tokens.logp_N
 
 
 @surrogate(anchors=("rollout",), masks=("opsm",))
 def truncated_is(tokens: Tokens, *, cap: float = 2.0) -> Tensor:
-    """-sg(min(w, cap)) A log pi: one weight corrects for everything between sampler and learner (lag, kernels,
-    rounding), bounded so that no single token can rule the step. The gradient flows through log pi alone.
+    """-sg(min(w, cap)) A log pi: one truncated importance weight corrects for all differences between sampler and
+    learner (staleness, kernels, rounding). The gradient flows through log pi only.
 
-    A bound from above does nothing for what the policy has already left: there w is small and log pi falls for ever.
-    Hence the mask that goes with it."""
+    The cap does not help for tokens with A < 0 that the policy has already moved away from: w is small, but log pi can
+    fall without limit. The default mask `opsm` rejects those."""
     return _truncated_likelihood(tokens, cap)
 
 
 @surrogate()
 def cispo(tokens: Tokens, *, cap: float = 5.0) -> Tensor:
-    """-sg(min(r, cap)) A log pi: `truncated_is` with the ratio to the anchor. `cap` is the largest ratio itself, not
-    its distance from 1. No token loses its gradient: where ppo clips, this one only stops growing."""
+    """-sg(min(r, cap)) A log pi: `truncated_is` with the ratio to the old policy. `cap` is the largest ratio itself,
+    not its distance from 1. Every token keeps its gradient: where ppo clips, the weight here stops growing."""
     return _truncated_likelihood(tokens, cap)
 
 
 @surrogate(anchors=("rollout",), unbounded=True)
 def importance(tokens: Tokens) -> Tensor:
-    """-w A, with the gradient through w: unbiased, and of a variance that grows without bound with the lag."""
+    """-w A, with gradient through w: unbiased, but its variance grows without bound with staleness."""
     return -tokens.ratio_N * tokens.advantages_N
 
 
 @surrogate()
 def ppo(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None) -> Tensor:
-    """-min(r A, clip(r) A): a token stops counting once it has moved far enough in the direction of its advantage.
+    """-min(r A, clip(r) A): a token has no gradient once it has moved far enough in the direction of its advantage.
 
-    Against it there is no bound where A < 0 and r is large; `dual_clip` sets one, -dual_clip * A."""
+    The loss is unbounded where A < 0 and r is large; `dual_clip` bounds it by -dual_clip * A."""
     loss_N = _clipped(tokens.ratio_N, tokens.advantages_N, clip_low, clip_high)
     if dual_clip is None:
         return loss_N
@@ -74,26 +98,26 @@ def ppo(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_c
 
 @surrogate(aggregation="seq_mean_token_mean")
 def gspo(tokens: Tokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Tensor:
-    """ppo with the ratio of the sequence, s = exp(mean log r): a sequence is clipped as a whole or not at all.
+    """ppo with the sequence ratio s = exp(mean log r): a sequence is clipped as a whole or not at all.
 
-    Each token has the value of s and the gradient s d log pi of its own. Averaged over a sequence with one advantage
-    that is exactly the loss of the sequence and its gradient."""
-    return _clipped(_of_sequence(tokens, tokens.log_ratio_N).exp(), tokens.advantages_N, clip_low, clip_high)
+    Each token has the value of s and the gradient s times its own d log pi. Averaged over a sequence with a single
+    advantage, this is exactly the sequence loss and its gradient."""
+    return _clipped(_sequence_mean(tokens, tokens.log_ratio_N).exp(), tokens.advantages_N, clip_low, clip_high)
 
 
 @surrogate(aggregation="seq_mean_token_mean")
 def gmpo(tokens: Tokens, *, clip_low: float = 0.4, clip_high: float = 0.4) -> Tensor:
     """-A exp(mean c), where c is log r clipped at clip_high if A > 0, at -clip_low otherwise: the geometric mean of
-    ratios that were clipped one by one. Here the bounds are those of log r. Tokens share it as in `gspo`."""
+    ratios clipped per token. The bounds apply to log r. Gradients per token as in `gspo`."""
     log_ratio_N, advantages_N = tokens.log_ratio_N, tokens.advantages_N
     clipped_N = log_ratio_N.clamp(max=clip_high).where(advantages_N > 0, log_ratio_N.clamp(min=-clip_low))
-    return -_of_sequence(tokens, clipped_N).exp() * advantages_N
+    return -_sequence_mean(tokens, clipped_N).exp() * advantages_N
 
 
 @surrogate(aggregation="seq_mean_token_mean")
 def sapo(tokens: Tokens, *, tau_positive: float = 1.0, tau_negative: float = 1.05) -> Tensor:
-    """-(4 / tau) sigmoid(tau (r - 1)) A: a gate in place of a clip. At r = 1 its gradient is that of r A, and it fades
-    with the distance, faster where A is not positive."""
+    """-(4 / tau) sigmoid(tau (r - 1)) A: a soft gate instead of a clip. At r = 1 the gradient is that of r A; it decays
+    with the distance from 1, faster where A <= 0."""
     advantages_N = tokens.advantages_N
     tau_N = advantages_N.new_full(advantages_N.shape, tau_negative).masked_fill(advantages_N > 0, tau_positive)
     return -(4 / tau_N) * (tau_N * (tokens.ratio_N - 1)).sigmoid() * advantages_N
@@ -102,8 +126,8 @@ def sapo(tokens: Tokens, *, tau_positive: float = 1.0, tau_negative: float = 1.0
 @surrogate(anchors=("rollout", "proximal", "approximate"))
 def vespo(tokens: Tokens) -> Tensor:
     """-sg(phi(W)) A log pi, phi(W) = exp(lambda) W^k exp(-lambda W), with W the product of r over the sequence: 1 at
-    W = 1, at most 1.25, and falling to 0 on both sides, so sequences far from the anchor are faded out."""
-    log_weight_S = tokens.sum_by_sequence(tokens.log_ratio_N.detach()).clamp(VESPO_LOWEST, LOG_RATIO_BOUND)
+    W = 1, at most 1.25, and 0 in both limits, so sequences far from the old policy are weighted down."""
+    log_weight_S = tokens.sum_by_sequence(tokens.log_ratio_N.detach()).clamp(VESPO_MIN_LOG_WEIGHT, LOG_RATIO_BOUND)
     positive_S, negative_S = (
         (decay + exponent * log_weight_S - decay * log_weight_S.exp()).exp()
         for exponent, decay in (VESPO_POSITIVE, VESPO_NEGATIVE)
@@ -123,11 +147,11 @@ def dppo(
 ) -> Tensor:
     """-w A inside a trust region of probabilities, 0 outside, plus ratio_penalty (log w)^2 everywhere.
 
-    A token is outside when its probability has already gone further from the sampler's than the bound, in the direction
-    that its advantage pushes it. The distance is that between two coins, the token or anything else: total variation,
-    |pi - mu|, or KL(mu || pi). Not called unbounded, because a token that has moved stops moving: this holds far from
-    the sampler too. The weight itself has no bound other than 1 / mu, so a rare token can be loud; a token mask or a
-    weight of `[correction]` limits that."""
+    A token is outside if its probability has moved from the sampler's by more than the bound, in the direction of its
+    advantage. The distance is that of two Bernoulli distributions (this token or any other): total variation |pi - mu|,
+    or KL(mu || pi). Not declared `unbounded`: a token that has moved gets no gradient, at any staleness. The weight
+    itself is only bounded by 1 / mu, so a rare token can have a large gradient; limit it with a token mask or a weight
+    in `[correction]`."""
     keep_N = _in_trust_region(tokens, divergence, trust_low, trust_high)
     loss_N = -tokens.ratio_N * tokens.advantages_N * keep_N
     return loss_N + ratio_penalty * tokens.log_ratio_N.square() if ratio_penalty else loss_N
@@ -144,24 +168,24 @@ def _clipped(ratio_N: Tensor, advantages_N: Tensor, low: float, high: float) -> 
     return -(ratio_N * advantages_N).minimum(ratio_N.clamp(1 - low, 1 + high) * advantages_N)
 
 
-def _of_sequence(tokens: Tokens, log_ratio_N: Tensor) -> Tensor:
-    """The mean over each token's sequence in value, the token's own log-ratio in gradient."""
+def _sequence_mean(tokens: Tokens, log_ratio_N: Tensor) -> Tensor:
+    """Return the sequence mean as value, with the gradient of each token's own log-ratio."""
     mean_N = tokens.spread(tokens.mean_by_sequence(log_ratio_N.detach()))
     return mean_N + (log_ratio_N - log_ratio_N.detach())
 
 
 def _in_trust_region(tokens: Tokens, divergence: str, low: float, high: float) -> Tensor:
-    """Bounds are inclusive. An advantage of zero is held to the low bound."""
+    """Return which tokens are inside. Bounds are inclusive; a zero advantage uses the low bound."""
     logp_N, sampler_logp_N = tokens.logp_N.detach(), tokens.sampler_logp_N
     moved_N = logp_N.exp() - sampler_logp_N.exp()
-    distance_N = moved_N.abs() if divergence == "tv" else _coin_kl(sampler_logp_N, logp_N)
+    distance_N = moved_N.abs() if divergence == "tv" else _bernoulli_kl(sampler_logp_N, logp_N)
     outside_high_N = (moved_N > 0) & (distance_N > high)
     outside_low_N = (moved_N < 0) & (distance_N > low)
     return ~outside_high_N.where(tokens.advantages_N > 0, outside_low_N)
 
 
-def _coin_kl(from_N: Tensor, to_N: Tensor) -> Tensor:
-    """KL between two coins that fall heads with these log-probabilities."""
-    rest_from_N, rest_to_N = ((-x_N.expm1()).clamp(min=SMALLEST_REMAINDER) for x_N in (from_N, to_N))
-    heads_N = from_N.exp() * (from_N - to_N).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    return heads_N + rest_from_N * (rest_from_N.log() - rest_to_N.log())
+def _bernoulli_kl(from_N: Tensor, to_N: Tensor) -> Tensor:
+    """KL between two Bernoulli distributions with these log-probabilities."""
+    rest_from_N, rest_to_N = ((-x_N.expm1()).clamp(min=MIN_REMAINDER) for x_N in (from_N, to_N))
+    first_N = from_N.exp() * (from_N - to_N).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return first_N + rest_from_N * (rest_from_N.log() - rest_to_N.log())

@@ -1,10 +1,4 @@
-"""What a loss may look at: the trained tokens of one forward pass, laid end to end.
-
-Importing this module loads no torch: losses use methods of the tensors they are given, so that the tables of what can
-be configured stay light.
-
-Legend: _N one entry per trained token, _S one per sequence.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -16,21 +10,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LOG_RATIO_BOUND = 20.0
-"""Log-ratios beyond this are clamped before `exp`: e^20 is far above any cap, and its square still fits a float32."""
+"""Log-ratios are clamped to this before `exp`: e^20 is far above any cap, and its square still fits in float32."""
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
-    """exp of a log-ratio that can neither overflow nor, later, turn into NaN."""
+    """exp of a clamped log-ratio: never overflows, never leads to NaN."""
     return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """`logp_N` is the current policy's and carries the gradient; everything else is constant.
+    """The trained tokens of one forward pass, concatenated: the input of a policy loss.
 
-    `anchor_logp_N` belongs to the policy that a surrogate's ratio is taken to (`algorithm.anchor`), `sampler_logp_N` to
-    the policy that drew the token, whenever that was. `sequence_N` numbers the sequence each token is of; sequences are
-    whole: no pass ever sees a part of one.
+    `logp_N` is from the current policy and carries the gradient; everything else is constant. `old_logp_N` is from the
+    old policy of the ratio (`algorithm.anchor`), `sampler_logp_N` from the policy that sampled the token. `sequence_N`
+    is the index of each token's sequence. A pass always contains whole sequences.
     """
 
     logp_N: Tensor
@@ -42,12 +36,12 @@ class Tokens:
 
     @cached_property
     def log_ratio_N(self) -> Tensor:
-        """log(current / anchor), with gradient, bounded."""
+        """log(current / old), with gradient, clamped."""
         return (self.logp_N - self.anchor_logp_N).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
     @cached_property
     def ratio_N(self) -> Tensor:
-        """current / anchor, with gradient."""
+        """current / old, with gradient."""
         return self.log_ratio_N.exp()
 
     @cached_property
@@ -62,5 +56,5 @@ class Tokens:
         return self.sum_by_sequence(values_N) / self.lengths_S
 
     def spread(self, values_S: Tensor) -> Tensor:
-        """Every token gets the value of its sequence."""
+        """Expand values per sequence to values per token."""
         return values_S[self.sequence_N]

@@ -1,1 +1,1 @@
-"""How fast it is, against the limit of the hardware."""
+"""Benchmarks: each measures one part of outpace against a fixed limit (`outpace bench`)."""

@@ -1,4 +1,4 @@
-"""The work of `outpace bench episodes`: questions, an environment whose tool takes its time, and a policy by heart."""
+"""Workload of `outpace bench episodes`: tasks, an environment with a slow tool, and scripted completions."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from outpace.tasks.registry import Sources
 from outpace.types import Task
 
 GROUP = 8
-"""Episodes of one task."""
+"""Episodes per task."""
 
 PACE = Pace(first_token_s=0.2, tokens_per_s=100)
-"""Of a busy engine: many slots, none of them fast."""
+"""Speed of one request on a busy engine with many slots."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """What the worker is given to do: whole groups, all at once."""
+    """The worker's load: whole groups, all running concurrently."""
 
     episodes: int = 2000
     turns: int = 4
@@ -36,7 +36,7 @@ class Load:
 
 
 class Questions:
-    """As many tasks as anybody wants; each is solved by asking the archive."""
+    """Task source with practically unlimited tasks, each solved with the archive tool."""
 
     def __init__(self, tool_ms: int) -> None:
         self._tool_ms = tool_ms
@@ -50,12 +50,12 @@ class Questions:
 
 
 def questions(config: Config) -> Sources:
-    """For `tasks.name`."""
+    """Return the task sources, for `tasks.name`."""
     return Questions(config.tasks.options.get("tool_ms", 1000)), None
 
 
 class Archive:
-    """For `rollout.environment`: its tool waits, as one behind a network does."""
+    """Environment for `rollout.environment`. Its tool sleeps, like a tool behind a network."""
 
     def __init__(self) -> None:
         self._tool_s = 0.0
@@ -76,13 +76,13 @@ class Archive:
 
 
 class Script:
-    """The answers: a call in all turns but the last, then a number, right in every other episode of a group."""
+    """Scripted completions: a tool call in all turns but the last, then a number, right in every other episode."""
 
     def __init__(self, load: Load, model: str) -> None:
         self._encode = load_tokenizer(model).encode
         self._end = eos_ids(model)[0]
         self._load = load
-        self._known: dict[str, list[int]] = {}  # encoded once, so that the engine costs the worker nothing
+        self._encoded: dict[str, list[int]] = {}  # encoded once, so that the engine uses no CPU time of the worker
 
     def __call__(self, group: int, episode: int, turn: int) -> list[int]:
         if turn < self._load.turns - 1:
@@ -90,9 +90,9 @@ class Script:
             return self._answer(f'<tool_call>{{"name": "look_up", "arguments": {arguments}}}</tool_call>')
         return self._answer(f"It has {group + episode % 2}")
 
-    def _answer(self, said: str) -> list[int]:
-        if said not in self._known:
-            tokens = self._encode(said, add_special_tokens=False)
-            thought = self._encode("so ", add_special_tokens=False) * self._load.tokens
-            self._known[said] = [*thought[: max(0, self._load.tokens - len(tokens) - 1)], *tokens, self._end]
-        return self._known[said]
+    def _answer(self, text: str) -> list[int]:
+        if text not in self._encoded:
+            tokens = self._encode(text, add_special_tokens=False)
+            padding = self._encode("so ", add_special_tokens=False) * self._load.tokens
+            self._encoded[text] = [*padding[: max(0, self._load.tokens - len(tokens) - 1)], *tokens, self._end]
+        return self._encoded[text]

@@ -1,9 +1,9 @@
-"""`outpace bench checkpoint`: what it costs to lose nothing.
+"""`outpace bench checkpoint`: cost of checkpoints and the journal.
 
-One run of the built-in task, with checkpoints at the default interval, says for how long saving held the learner up and
-how long the rest took in the background. What the journal costs in processor time is found by replaying that run's own
-records, one by one as its worker and learner did, and set against the processor time of all processes of the run. So
-every share is of one run on one machine; a busy one slows both sides.
+One run of the built-in task, with checkpoints at the default interval, gives the time that saving blocks the learner
+and the time spent in the background. The CPU time of the journal is measured by replaying that run's records one by
+one, as its worker and learner did, and compared with the CPU time of all processes of the run. Every share is thus of
+one run on one machine, and a busy machine slows both sides.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from outpace.runtime.scratch import temporary_directory
 from outpace.types import Generation, GroupRecord, Kept, Row, Sampling
 
 STALL_LIMIT = 0.05
-"""The share of a mean step that a checkpoint may hold the learner up for."""
+"""Largest share of a mean step that a checkpoint may block the learner."""
 
 JOURNAL_LIMIT = 0.02
-"""The share of a run's processor time that the journal may take."""
+"""Largest share of a run's CPU time that the journal may take."""
 
 REPLAYED = 1000  # groups, at least
-BURST = 200  # groups whose answers are recorded at once: a log that is given too many leaves some out
+BURST = 200  # groups whose turns are logged per log: a log drops turns if too many are pending
 ROUNDS = 5
 
 Finished = tuple[Kept, GroupRecord]
@@ -54,16 +54,16 @@ Finished = tuple[Kept, GroupRecord]
 
 @dataclass(frozen=True)
 class Result:
-    """Seconds are means over the checkpoints of the run."""
+    """Times in seconds, as means over the checkpoints of the run."""
 
     steps: int
     every: int
     checkpoints: int
     step_s: float
-    held_s: float  # the learner's thread, by the copy
-    write_s: float  # files of the learner, in the background
-    whole_s: float  # from the call to the committed checkpoint, in the background
-    blocking_s: float  # a save that does not return to training before the files are on the disk, alone on the machine
+    held_s: float  # the copy blocks the learner thread
+    write_s: float  # learner files, in the background
+    whole_s: float  # from the call to the commit, in the background
+    blocking_s: float  # a save that blocks until the files are on disk, with no run beside it
     cpu_s: float  # all processes of the run
     append_cpu_s: float
     read_cpu_s: float
@@ -89,15 +89,15 @@ def main(words: Sequence[str]) -> int:
     shares = {name: getattr(result, name) for name in ("share_of_step", "share_of_interval", "journal_share")}
     print(json.dumps(asdict(result) | shares))
     missed = missed_bars(result)
-    for bar in missed:
-        print(f"missed: {bar}")
+    for message in missed:
+        print(f"missed: {message}")
     return 1 if missed else 0
 
 
 def missed_bars(result: Result) -> list[str]:
     shares = {
-        "a checkpoint holds the learner up for {} of a step": (result.share_of_step, STALL_LIMIT),
-        "the journal takes {} of the processor time": (result.journal_share, JOURNAL_LIMIT),
+        "a checkpoint blocks the learner for {} of a step": (result.share_of_step, STALL_LIMIT),
+        "the journal takes {} of the CPU time": (result.journal_share, JOURNAL_LIMIT),
     }
     return [
         f"{words.format(f'{share:.2%}')}, the limit is {limit:.0%}"
@@ -110,36 +110,36 @@ def run(steps: int, settings: Sequence[str] = ()) -> Result:
     with temporary_directory("checkpoint") as directory:
         run_dir = directory / "run"
         cpu_s = _train(run_dir, steps, settings)
-        return _analyse(run_dir, steps, cpu_s)
+        return _analyze(run_dir, steps, cpu_s)
 
 
 def _train(run_dir: Path, steps: int, settings: Sequence[str]) -> float:
-    """Run it; returns the processor seconds of the whole family."""
+    """Run training. Returns the CPU seconds of its whole process tree."""
     words = [*settings, f"--run.steps={steps}", f"--run.dir={run_dir}"]
-    before = _family_cpu_s()
+    before = _children_cpu_s()
     command = [sys.executable, "-m", "outpace.cli", "train", "--quiet", *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise PartFailed("outpace train", f"exit code {done.returncode}", done.stderr)
-    return _family_cpu_s() - before
+    return _children_cpu_s() - before
 
 
-def _family_cpu_s() -> float:
+def _children_cpu_s() -> float:
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
 
-# ----------------------------------------------------------------------------------------------------------- the run
+# --------------------------------------------------------------------------------------------------------------- run
 
 
-def _analyse(run_dir: Path, steps: int, cpu_s: float) -> Result:
+def _analyze(run_dir: Path, steps: int, cpu_s: float) -> Result:
     config = resolve(config_of_run(run_dir, []))
     lines = list(read_lines(run_dir / "metrics.jsonl"))
     held = [line["checkpoint/held_s"] for line in lines if "checkpoint/held_s" in line]
     written = [line["checkpoint/write_s"] for line in lines if "checkpoint/write_s" in line]
     if not held or not written:
         raise BadInput(
-            f"--steps: {steps} steps have no checkpoint before the last; one is made every {config.checkpoint.every}"
+            f"--steps: {steps} steps have no checkpoint before the last; one is written every {config.checkpoint.every}"
         )
     append_s, read_s, turns_s = _journal_cost(run_dir, config, lines)
     return Result(
@@ -164,14 +164,14 @@ def _spans(run_dir: Path) -> list[float]:
 
 
 def _blocking_save(run_dir: Path, config: Config) -> float:
-    """The median over some saves of the run's last state, into the same file system."""
+    """Return the median time to save the run's last state to the same file system."""
     from outpace.learn import state
     from outpace.learn.core import LearnerCore
     from outpace.learn.settings import CoreSettings
     from outpace.models.loading import load_model
 
     checkpoint = newest_complete(run_dir / "checkpoints")
-    assert checkpoint is not None, "a run that ended well has one"
+    assert checkpoint is not None, "a successful run has one"
     core = LearnerCore(load_model(config.model.path, dtype="float32", device="cpu"), CoreSettings.of(config))
     state.restore(core, checkpoint)
     seconds = []
@@ -184,14 +184,14 @@ def _blocking_save(run_dir: Path, config: Config) -> float:
     return statistics.median(seconds)
 
 
-# ------------------------------------------------------------------------------------------------------- the journal
+# ----------------------------------------------------------------------------------------------------------- journal
 
 
 def _journal_cost(run_dir: Path, config: Config, lines: Sequence[dict[str, Any]]) -> tuple[float, float, float]:
-    """Processor seconds of the run's appends, of the learner's reads, and of recording answers."""
+    """Return the CPU seconds of the run's appends, of the learner's reads and of logging turns."""
     found = survey(run_dir / "journal")
     if not found:
-        raise BadInput(f"{run_dir / 'journal'} holds no groups to replay")
+        raise BadInput(f"{run_dir / 'journal'} contains no groups to replay")
     finished = sum(line["groups/finished"] for line in lines)
     rolled_out = finished + sum(line["groups/filtered"] + line["groups/failed"] for line in lines)
     groups = [(each.kept, journal.read(run_dir / "journal", each.place)) for each in found]
@@ -200,28 +200,28 @@ def _journal_cost(run_dir: Path, config: Config, lines: Sequence[dict[str, Any]]
     appends = _cpu_s(lambda: asyncio.run(_append(run_dir / "replayed", replayed)))
     places = [each.place for each in found]
     reads = _cpu_s(lambda: [journal.read(run_dir / "journal", place) for place in places]) / len(places)
-    turns = _cpu_s(lambda: _record_answers(run_dir / "replayed", replayed)) if config.checkpoint.turns else 0.0
+    turns = _cpu_s(lambda: _log_turns(run_dir / "replayed", replayed)) if config.checkpoint.turns else 0.0
     return finished * appends * per_group, finished * reads, rolled_out * turns * per_group
 
 
 def _cpu_s(work: Callable[[], object]) -> float:
-    """Of the whole process: threads that the work hands things to count too."""
+    """Return the CPU seconds of `work`, including all threads of this process."""
     before = time.process_time()
     work()
     return time.process_time() - before
 
 
 async def _append(directory: Path, groups: Sequence[Finished]) -> None:
-    """One by one off the loop, as a worker does it."""
+    """Append groups one by one in a thread, like a worker."""
     writer = journal.JournalWriter(directory, "bench")
     for kept, record in groups:
         await asyncio.to_thread(writer.append, kept, record)
     writer.close()
 
 
-def _record_answers(directory: Path, groups: Sequence[Finished]) -> None:
+def _log_turns(directory: Path, groups: Sequence[Finished]) -> None:
     for start in range(0, len(groups), BURST):
-        log = TurnLog(directory / str(start), "bench")  # apart: a log reads what others have left beside it
+        log = TurnLog(directory / str(start), "bench")  # own directory: a log reads other logs in its directory
         for kept, record in groups[start : start + BURST]:
             turns = GroupTurns(log, kept.order)
             for row in record.rows:
@@ -231,10 +231,10 @@ def _record_answers(directory: Path, groups: Sequence[Finished]) -> None:
 
 
 def _exchange(row: Row) -> tuple[Any, Sampling, Generation]:
-    """The prompt, the question and the answer that made this row."""
+    """Return the prompt, the sampling parameters and the completion of a row."""
     start = int(np.argmax(row.mask)) if row.mask.any() else len(row.tokens)
-    answer = Generation(row.tokens[start:], row.logprobs[start:], row.versions[start:], "stop")
-    return row.tokens[:start], Sampling(max_tokens=64, seed=1), answer
+    completion = Generation(row.tokens[start:], row.logprobs[start:], row.versions[start:], "stop")
+    return row.tokens[:start], Sampling(max_tokens=64, seed=1), completion
 
 
 # ------------------------------------------------------------------------------------------------------------ report
@@ -244,21 +244,21 @@ def print_table(result: Result, console: Console | None = None) -> None:
     table = Table(title=f"{result.steps} steps, a checkpoint every {result.every}", title_justify="left", box=None)
     for heading in ("", "each", "share"):
         table.add_column(heading)
-    in_the_run = result.held_s + result.write_s
+    in_run_s = result.held_s + result.write_s
     rows = [
-        ("a mean step", result.step_s, ""),
-        ("held up by the copy", result.held_s, f"{result.share_of_step:.2%} of a step (limit {STALL_LIMIT:.0%})"),
-        ("", None, f"{result.share_of_interval:.3%} of an interval"),
-        ("writing the learner's files, in the background", result.write_s, ""),
-        ("until the checkpoint is committed, in the background", result.whole_s, ""),
-        ("a save that blocks: copy and files of this run", in_the_run, f"{in_the_run / result.step_s:.2%} of a step"),
-        ("a save that blocks, measured alone", result.blocking_s, f"{result.blocking_s / result.step_s:.2%} of a step"),
+        ("mean step", result.step_s, ""),
+        ("learner blocked by copy", result.held_s, f"{result.share_of_step:.2%} of a step (limit {STALL_LIMIT:.0%})"),
+        ("", None, f"{result.share_of_interval:.3%} of a checkpoint interval"),
+        ("write learner files, in the background", result.write_s, ""),
+        ("until commit, in the background", result.whole_s, ""),
+        ("blocking save: copy and files of this run", in_run_s, f"{in_run_s / result.step_s:.2%} of a step"),
+        ("blocking save, measured alone", result.blocking_s, f"{result.blocking_s / result.step_s:.2%} of a step"),
     ]
     for name, seconds, share in rows:
         table.add_row(name, "" if seconds is None else f"{seconds * 1000:.2f} ms", share)
     console = console or Console(width=120)
     console.print(table)
-    parts = {"appending": result.append_cpu_s, "reading": result.read_cpu_s, "recording answers": result.turns_cpu_s}
+    parts = {"appending": result.append_cpu_s, "reading": result.read_cpu_s, "logging turns": result.turns_cpu_s}
     words = ", ".join(f"{name} {seconds:.3f}" for name, seconds in parts.items())
-    share = f"{result.journal_share:.2%} of {result.cpu_s:.1f} processor seconds (limit {JOURNAL_LIMIT:.0%})"
+    share = f"{result.journal_share:.2%} of {result.cpu_s:.1f} CPU seconds (limit {JOURNAL_LIMIT:.0%})"
     console.print(f"journal: {share}: {words}")

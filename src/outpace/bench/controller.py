@@ -1,13 +1,13 @@
-"""`outpace bench controller`: what the controller's process costs, per episode.
+"""`outpace bench controller`: CPU cost of the controller process per episode event.
 
-The real driver, core, recorder and calls over real sockets; the parts live in a child process and answer at once. So
-the processor time of this process, from the first order to the last record, is all controller. What is counted:
+Uses the real driver, scheduler, recorder and RPC over real sockets. The components run in a child process and answer
+immediately, so the CPU time of this process from the first group to the last record is all controller:
 
-    an episode event = an episode that was started or has finished: two per episode, group_size episodes per group
-    cost             = processor seconds of this process (all threads, user and system) / episode events
+    episode event = the start or end of an episode: two per episode, group_size episodes per group
+    cost          = CPU seconds of this process (all threads, user and system) / episode events
 
-With it, how fast the simulator is: a modelled cluster of 10,000 devices with 100,000 rollouts at once, in simulated
-seconds per processor second.
+Also measures the simulator: a simulated cluster of 10,000 devices with 100,000 concurrent rollouts, in simulated
+seconds per CPU second.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ from outpace.simulate.settings import SimulationSettings
 from outpace.tasks.order import Order
 from outpace.types import Version
 
-AIM_US = 50.0
-"""Microseconds per episode event."""
+TARGET_US = 50.0
+"""Target: microseconds per episode event."""
 
 TASKS = 100_000
 WORKERS = 4
@@ -65,14 +65,14 @@ LARGE = SimulationSettings.model_validate(
         "run": {"steps": 6},
     }
 )
-"""1,250 engines with 80 slots each: 100,000 rollouts at once, until the last steps need no more."""
+"""1,250 engines with 80 slots each: 100,000 concurrent rollouts, fewer during the last steps."""
 
 
 @dataclass(frozen=True)
 class Cost:
     groups: int
     episodes: int
-    outstanding: int  # groups, as many as the admission rule allows
+    outstanding: int  # groups; as many as admission allows
     seconds: float
     cpu_s: float
 
@@ -96,11 +96,11 @@ def main(words: Sequence[str]) -> int:
         cost = asyncio.run(measure(directory / "run", settings))
     console.print(_controller_table(cost))
     figures = Run(LARGE.changed("run", steps=max(2, options["large_steps"]))).run()
-    assert figures is not None, "nothing dies in it, so it ends with its steps"
+    assert figures is not None, "without faults the simulation completes its steps"
     console.print(_simulator_table(figures))
     missed = _missed(cost, figures)
-    for bar in missed:
-        console.print(f"missed: {bar}")
+    for message in missed:
+        console.print(f"missed: {message}")
     return 1 if missed else 0
 
 
@@ -126,38 +126,38 @@ def core_settings(groups: int, group_size: int, groups_per_step: int) -> CoreSet
     )
 
 
-# ------------------------------------------------------------------------------------------------------- the controller
+# ----------------------------------------------------------------------------------------------------------- controller
 
 
 async def measure(directory: Path, settings: CoreSettings) -> Cost:
-    """One run of nothing but control."""
+    """Run the controller over idle components and return its cost."""
     log = RunLog.claim(directory)
     log.start("")
     recorder = Recorder(log, ProgressConsole(None, quiet=True), CallbackRunner([]), 2, 0)
-    core = Core(settings, Order(settings.tasks, 0, shuffle=True))
-    care = CareSettings(SuperviseSettings(0, window_s=60.0), probe_s=10.0, silent_s=120.0)
+    scheduler = Core(settings, Order(settings.tasks, 0, shuffle=True))
+    supervision = CareSettings(SuperviseSettings(0, window_s=60.0), probe_s=10.0, silent_s=120.0)
     limits = Limits(failed=64, filtered=None, notice_every=1000)
-    making = MakingSettings(settings.group_size, 0, limits)
-    async with idle_parts() as parts:
-        await recorder.training_begins(parts.engines, parts.learner)
-        driver = Driver(core, parts, recorder, Evaluator(0, 1), _saved, DriverSettings(60.0, making, care))
+    driver_settings = DriverSettings(60.0, MakingSettings(settings.group_size, 0, limits), supervision)
+    async with idle_components() as components:
+        await recorder.training_begins(components.engines, components.learner)
+        driver = Driver(scheduler, components, recorder, Evaluator(0, 1), _save_nothing, driver_settings)
         garbage.settle()
         began, cpu_began = time.monotonic(), time.process_time()
-        await driver.run(dict.fromkeys(parts.engines, 0))
+        await driver.run(dict.fromkeys(components.engines, 0))
         seconds, cpu_s = time.monotonic() - began, time.process_time() - cpu_began
     log.close()
-    groups = core.counts["trained"]
+    groups = scheduler.counts["trained"]
     most = int((1 + settings.depth) * settings.groups_per_step)
     return Cost(groups, groups * settings.group_size, most, seconds, cpu_s)
 
 
-async def _saved(version: Version, memory: Callable[[], Awaitable[Memory | None]]) -> bool:
-    """A checkpoint of nothing: the learner has none, but the controller's part is made."""
-    return await memory() is not None
+async def _save_nothing(version: Version, state: Callable[[], Awaitable[Memory | None]]) -> bool:
+    """Save no checkpoint, but build the controller's state for one, which is part of the cost."""
+    return await state() is not None
 
 
-class StillRuntime:
-    """A child that nobody starts again."""
+class FixedRuntime:
+    """Runtime of the idle components. Supports ping only; nothing is started or restarted."""
 
     def __init__(self, proxies: dict[str, object]) -> None:
         self.deaths: asyncio.Queue[PartFailed] = asyncio.Queue()
@@ -182,8 +182,8 @@ class StillRuntime:
 
 
 @contextlib.asynccontextmanager
-async def idle_parts() -> AsyncIterator[Parts]:
-    """Parts in a child process, each at the other end of a socket of its own."""
+async def idle_components() -> AsyncIterator[Parts]:
+    """Start the idle components in a child process, each behind its own socket."""
     names = ["learner", "engine-0", *(f"worker-{number}" for number in range(WORKERS))]
     pairs = {name: socket.socketpair() for name in names}
     theirs = {name: pair[1].fileno() for name, pair in pairs.items()}
@@ -198,7 +198,7 @@ async def idle_parts() -> AsyncIterator[Parts]:
             proxies[name] = proxy(protocol, await open_channel(ours.detach()), name)
         engines = {"engine-0": proxies["engine-0"]}
         workers = {name: proxies[name] for name in names if name.startswith("worker")}
-        yield Parts(proxies["learner"], engines, workers, StillRuntime(proxies))  # type: ignore[arg-type]
+        yield Parts(proxies["learner"], engines, workers, FixedRuntime(proxies))  # type: ignore[arg-type]
     finally:
         for each in proxies.values():
             close_proxy(each)
@@ -209,12 +209,12 @@ async def idle_parts() -> AsyncIterator[Parts]:
 
 
 def _controller_table(cost: Cost) -> Table:
-    table = Table(title="the controller, with parts that answer at once")
+    table = Table(title="controller, with components that answer immediately")
     table.add_column("")
     table.add_column("", justify="right")
     table.add_row("groups", f"{cost.groups:,}")
     table.add_row("episode events (started or finished)", f"{cost.events:,}")
-    table.add_row("groups under way, at most", f"{cost.outstanding:,}")
+    table.add_row("running groups, at most", f"{cost.outstanding:,}")
     table.add_row("CPU µs per episode event", f"{cost.us_per_event:.1f}")
     table.add_row("CPU µs per group", f"{cost.cpu_s / cost.groups * 1e6:.0f}")
     table.add_row("episode events per second", f"{cost.events / cost.seconds:,.0f}")
@@ -222,12 +222,12 @@ def _controller_table(cost: Cost) -> Table:
 
 
 def _simulator_table(figures: Figures) -> Table:
-    table = Table(title="the simulator")
+    table = Table(title="simulator")
     table.add_column("")
     table.add_column("", justify="right")
     table.add_row("devices", f"{figures.generating + figures.training:,}")
     table.add_row("engines", f"{figures.engines:,}")
-    table.add_row("rollouts at once: most, mean", f"{figures.running_most:,}, {figures.running_mean:,.0f}")
+    table.add_row("concurrent rollouts: max, mean", f"{figures.running_most:,}, {figures.running_mean:,.0f}")
     table.add_row("simulated seconds", f"{figures.simulated_s:,.0f}")
     table.add_row("CPU seconds", f"{figures.cpu_s:,.1f}")
     table.add_row("simulated seconds per CPU second", f"{figures.simulated_s / figures.cpu_s:,.1f}")
@@ -236,8 +236,8 @@ def _simulator_table(figures: Figures) -> Table:
 
 def _missed(cost: Cost, figures: Figures) -> list[str]:
     missed = []
-    if cost.us_per_event > AIM_US:
-        missed.append(f"an episode event costs {cost.us_per_event:.1f} µs, not {AIM_US:g}")
+    if cost.us_per_event > TARGET_US:
+        missed.append(f"an episode event costs {cost.us_per_event:.1f} µs, target {TARGET_US:g}")
     if figures.simulated_s < figures.cpu_s:
         missed.append("the simulator is slower than real time")
     return missed

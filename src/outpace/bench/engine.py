@@ -1,10 +1,14 @@
-"""The embedded engine against transformers' `generate`, on the same weights in one run.
+"""`outpace bench engine`: the embedded engine compared with transformers' `generate` on the same weights.
 
-Two loads: requests of equal length, where only the cost of a step counts, and long-tailed ones, where `generate`
-keeps decoding rows that are done and the engine refills them. Both sides sample from the plain softmax with the same
-number of threads, take turns, and report medians. Before that: greedy output must be `generate`'s, except where the two
-best logits are closer than 1e-4, and sampled logprobs must be within 1e-4 of a teacher-forced forward. A bar that is
-missed is named, and the command exits with 1.
+Two loads: requests of equal length, where only the cost of a decode step counts, and long-tailed lengths, where
+`generate` keeps decoding finished rows while the engine refills their slots. Both sides sample from the plain softmax
+with the same number of threads, run alternately and report medians.
+
+Correctness comes first: greedy output must equal `generate`'s, except where the two best logits are closer than 1e-4,
+and sampled logprobs must be within 1e-4 of a teacher-forced forward pass. The command prints every missed target and
+then exits with 1.
+
+`take_options` splits the options of any benchmark, `--name N` or `--name=N`, from the settings of the runs it starts.
 """
 
 from __future__ import annotations
@@ -34,12 +38,12 @@ PROMPT_TOKENS = 16
 EQUAL, LONG_TAILED = "equal lengths", "long-tailed"
 MAX_LOGPROB_ERROR = 1e-4
 MIN_RATIO = {EQUAL: 1.5, LONG_TAILED: 2.5}
-"""Per load, how many times as fast as `generate` the engine must be."""
+"""Required speedup over `generate`, by load."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """Prompts, and how many tokens each is to get."""
+    """Prompts and the number of tokens to sample for each."""
 
     name: str
     prompts: list[Ints]
@@ -53,39 +57,39 @@ class Load:
 def main(words: Sequence[str]) -> int:
     """`outpace bench engine [--threads N] [--repeats N] [--model PATH]`."""
     parser = BenchParser(prog="outpace bench engine", allow_abbrev=False)
-    parser.add_argument("--model", default="starter", help="what model.path takes")
+    parser.add_argument("--model", default="starter", help="model to load, as in model.path")
     parser.add_argument("--threads", type=int, default=cores())
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args(words)
     result = run(options.model, threads=options.threads, repeats=options.repeats)
     print_table(result)
     missed = missed_bars(result)
-    for bar in missed:
-        print(f"missed: {bar}")
+    for message in missed:
+        print(f"missed: {message}")
     return 1 if missed else 0
 
 
 def run(
     model: str | None = None, *, threads: int = 2, repeats: int = 3, slots: int = BATCH, seed: int = 0
 ) -> dict[str, Any]:
-    """Measure and return everything; `model` is a `model.path`, without it a random 0.9M Llama."""
+    """Run the benchmark and return all results. `model` is a `model.path`; None uses a random 0.9M-parameter Llama."""
     torch.set_num_threads(threads)
     policy = _small_llama(seed) if model is None else load_model(model, device="cpu")
     assert policy.generation_config is not None
-    policy.generation_config.eos_token_id = None  # lengths are part of the load: nobody may stop early
+    policy.generation_config.eos_token_id = None  # lengths are part of the load: no early stop
     return asyncio.run(_measure(policy, threads=threads, repeats=repeats, slots=slots, seed=seed))
 
 
 def missed_bars(result: dict[str, Any]) -> list[str]:
-    """What the engine does not live up to, in words; a number that is not one misses its bar."""
+    """Return a message per missed target. NaN counts as missed."""
     check = result["correctness"]
     missed = []
     if check["greedy_wrong"] > 0:
-        missed.append(f"{check['greedy_wrong']} greedy outputs are not those of generate")
+        missed.append(f"{check['greedy_wrong']} greedy outputs differ from generate")
     if not check["logprob_error"] <= MAX_LOGPROB_ERROR:
-        missed.append(f"logprobs are off by up to {check['logprob_error']:.1e}, more than {MAX_LOGPROB_ERROR:.0e}")
+        missed.append(f"logprobs differ by up to {check['logprob_error']:.1e}, more than {MAX_LOGPROB_ERROR:.0e}")
     missed += [
-        f"{row['load']}: {row['ratio']:.2f} times as fast as generate, not {MIN_RATIO[row['load']]}"
+        f"{row['load']}: {row['ratio']:.2f} times as fast as generate, target {MIN_RATIO[row['load']]}"
         for row in result["loads"]
         if not row["ratio"] >= MIN_RATIO[row["load"]]
     ]
@@ -96,7 +100,7 @@ def print_table(result: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"engine against generate: {result['parameters'] / 1e6:.2f}M parameters, "
+    table = Table(title=f"engine and generate: {result['parameters'] / 1e6:.2f}M parameters, "
                         f"{result['threads']} threads, medians of {result['repeats']}")  # fmt: skip
     for column in ("load", "requests", "tokens", "engine tok/s", "generate tok/s", "ratio"):
         table.add_column(column, justify="left" if column == "load" else "right")
@@ -110,7 +114,7 @@ def print_table(result: dict[str, Any]) -> None:
     check = result["correctness"]
     console.print(
         f"greedy: {check['greedy_equal']} of {check['greedy_requests']} outputs equal, "
-        f"{check['greedy_ties']} part at a tie, {check['greedy_wrong']} wrong; "
+        f"{check['greedy_ties']} differ at a tie, {check['greedy_wrong']} wrong; "
         f"logprobs: largest error {check['logprob_error']:.1e}"
     )
 
@@ -161,7 +165,7 @@ def _equal_load(policy: PreTrainedModel, seed: int) -> Load:
 
 
 def _long_tailed_load(policy: PreTrainedModel, seed: int) -> Load:
-    """Most short, few long: a log-normal with median 16, cut at 256."""
+    """Mostly short, few long: log-normal lengths with median 16, clipped at 256."""
     random = np.random.default_rng(seed + 1)
     lengths = np.clip(random.lognormal(np.log(16), 0.9, 8 * BATCH), 2, 256).astype(int)
     return Load(LONG_TAILED, _prompts(policy, len(lengths), seed + 2), lengths.tolist())
@@ -178,7 +182,7 @@ async def _race(engine: EmbeddedEngine, policy: PreTrainedModel, load: Load, rep
         await _through_engine(engine, load, temperature=1.0, key=f"{load.name}-{repeat}")
         between = time.perf_counter()
         await asyncio.to_thread(_through_generate, policy, load)
-        if repeat:  # the first turn warms both sides up
+        if repeat:  # the first round is warm-up
             engine_s.append(between - started)
             generate_s.append(time.perf_counter() - between)
     engine_speed = load.tokens / statistics.median(engine_s)
@@ -209,14 +213,14 @@ async def _through_engine(engine: EmbeddedEngine, load: Load, *, temperature: fl
 
 
 def _through_generate(policy: PreTrainedModel, load: Load) -> None:
-    """Batches in the order given; each runs until its longest request is done, useful tokens alone are counted."""
+    """Run batches in order, each until its longest request is done. Only requested tokens count."""
     for start in range(0, len(load.prompts), BATCH):
         longest = max(load.lengths[start : start + BATCH])
         _generate(policy, load.prompts[start : start + BATCH], longest, do_sample=True)
 
 
 def _generate(policy: PreTrainedModel, prompts: list[Ints], length: int, *, do_sample: bool) -> torch.Tensor:
-    """`generate` as a user would call it for plain sampling."""
+    """Call `generate` as a user would for plain sampling."""
     tokens = torch.from_numpy(np.stack(prompts).astype(np.int64))
     options = {"do_sample": True, "top_k": 0, "temperature": 1.0} if do_sample else {"do_sample": False}
     with torch.inference_mode():
@@ -240,7 +244,7 @@ async def _correctness(engine: EmbeddedEngine, policy: PreTrainedModel, seed: in
     expected = _generate(policy, load.prompts, 48, do_sample=False).numpy()
     equal = [bool(np.array_equal(mine.tokens, theirs)) for mine, theirs in zip(greedy, expected, strict=True)]
     ties = sum(
-        _parts_at_a_tie(policy, prompt, mine.tokens, theirs)
+        _differs_at_tie(policy, prompt, mine.tokens, theirs)
         for prompt, mine, theirs, same in zip(load.prompts, greedy, expected, equal, strict=True)
         if not same
     )
@@ -256,15 +260,15 @@ async def _correctness(engine: EmbeddedEngine, policy: PreTrainedModel, seed: in
 
 
 def _logits(policy: PreTrainedModel, prompt: Ints, output: Ints) -> torch.Tensor:
-    """Teacher-forced: row i holds the logits from which output token i was drawn."""
+    """Run a teacher-forced forward pass. Row i holds the logits from which output token i was drawn."""
     tokens = torch.from_numpy(np.concatenate((prompt, output)).astype(np.int64)).unsqueeze(0)
     with torch.inference_mode():
         logits: torch.Tensor = policy(input_ids=tokens, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
     return logits
 
 
-def _parts_at_a_tie(policy: PreTrainedModel, prompt: Ints, mine: Ints, theirs: Ints) -> bool:
-    """Whether the two outputs first differ where the two best logits are too close to call."""
+def _differs_at_tie(policy: PreTrainedModel, prompt: Ints, mine: Ints, theirs: Ints) -> bool:
+    """Return whether the outputs first differ where the two best logits are within `TIE`."""
     first = int(np.argmax(mine != theirs))
     best = _logits(policy, prompt, mine)[first].topk(2).values
     return bool(best[0] - best[1] < TIE)

@@ -1,14 +1,14 @@
-"""`outpace bench episodes`: how many episodes of several turns does one rollout worker carry?
+"""`outpace bench episodes`: how many concurrent multi-turn episodes one rollout worker can run.
 
-    modelled engine ◀── rollout worker: 2,000 episodes at once ──▶ tool that takes a second
-    (no compute)            │ rendering, parsing, environment, rewards, closing groups
+    scripted engine ◀── rollout worker: 2,000 concurrent episodes ──▶ tool that takes a second
+    (no compute)            │ rendering, parsing, environment, rewards, group scoring
                             ▼
                          journal
 
-Everything but the engine is the real thing, built as in a run. So what is measured is the worker itself: how late its
-event loop gets to what is due (a probe sleeps 5 ms and looks at the clock), the processor time of a turn, memory.
-The bound on the time is what engine and tool alone need for the slowest episode. The command exits with 1 when the 99th
-percentile of the lateness is above 100 ms, or an episode failed.
+Everything but the engine is real and built as in a run. The benchmark measures the worker itself: event-loop lag (a
+probe sleeps 5 ms and checks the clock), CPU time per turn, and memory. The lower bound on wall time is what engine and
+tool need for the slowest episode. The command exits with 1 if the 99th percentile of the lag is above 100 ms or an
+episode fails.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from outpace.runtime.threads import steady_executor
 from outpace.types import GroupOrder, GroupReport
 
 PROBE_S = 0.005
-LOOK_EVERY = 20  # probes
+USAGE_EVERY = 20  # probes
 MAX_LAG_S = 0.1
 MIB = 1 << 20
 
@@ -62,19 +62,19 @@ SETTINGS = {
 
 def main(words: Sequence[str]) -> int:
     options, settings = take_options(words, {"episodes": 2000, "turns": 4, "tokens": 64, "tool_ms": 1000})
-    os.environ.update(child_environment(1) | {VARIABLE: ""})  # a worker's own; its tokenizer has no threads, for one
+    os.environ.update(child_environment(1) | {VARIABLE: ""})  # as in a worker, e.g. no tokenizer threads
     load = Load(options["episodes"], options["turns"], options["tokens"], options["tool_ms"])
     result = run(load, settings)
     print_table(result)
     print(json.dumps(result))
     missed = missed_bars(result)
-    for bar in missed:
-        print(f"missed: {bar}")
+    for message in missed:
+        print(f"missed: {message}")
     return 1 if missed else 0
 
 
 def run(load: Load, settings: Sequence[str] = ()) -> dict[str, Any]:
-    """Measure and return everything; `settings` are those of the worker, as `--section.key value`."""
+    """Run the benchmark and return all results. `settings` are the worker's, as `--section.key value`."""
     logging.getLogger("outpace").setLevel(logging.ERROR)
     with temporary_directory("episodes") as folder:
         return asyncio.run(_measure(load, settings_of(load, settings), folder))
@@ -85,73 +85,73 @@ def settings_of(load: Load, settings: Sequence[str] = ()) -> Config:
     return resolve(load_config(None, [*(f"--{key}={value}" for key, value in own.items()), *settings]))
 
 
-# ------------------------------------------------------------------------------------------------------------ measuring
+# ---------------------------------------------------------------------------------------------------------- measurement
 
 
-class Held(NamedTuple):
-    """What this process holds: resident bytes, and threads."""
+class ProcessUsage(NamedTuple):
+    """Resident memory in bytes and number of threads of this process."""
 
     rss: int
     threads: int
 
 
-def held() -> Held:
+def process_usage() -> ProcessUsage:
     process = psutil.Process()
-    return Held(process.memory_info().rss, process.num_threads())
+    return ProcessUsage(process.memory_info().rss, process.num_threads())
 
 
 @dataclass
 class Probe:
-    """How late the loop gets to what is due, and the most that the process holds meanwhile."""
+    """Samples event-loop lag and peak process usage."""
 
     lateness: list[float] = field(default_factory=list)
-    most: Held = field(default_factory=held)
+    peak: ProcessUsage = field(default_factory=process_usage)
 
     async def watch(self) -> None:
         while True:
             due = time.perf_counter() + PROBE_S
             await asyncio.sleep(PROBE_S)
             self.lateness.append(max(0.0, time.perf_counter() - due))
-            if len(self.lateness) % LOOK_EVERY == 0:
-                self.look()
+            if len(self.lateness) % USAGE_EVERY == 0:
+                self.sample_usage()
 
-    def look(self) -> None:
-        self.most = Held(*map(max, zip(self.most, held(), strict=True)))
+    def sample_usage(self) -> None:
+        self.peak = ProcessUsage(*map(max, zip(self.peak, process_usage(), strict=True)))
 
     def lag(self, share: float) -> float:
         return percentile(Counter(self.lateness), share)
 
     def late_s(self) -> float:
-        """For how long whatever came due would have waited longer than the bar: few probes fall into long waits."""
+        """Return the total lag beyond the limit. Weights long stalls, which only few probes hit."""
         return sum(max(0.0, late - MAX_LAG_S) for late in self.lateness)
 
 
 async def _measure(
     load: Load, config: Config, folder: Path, before_work: Callable[[], None] = garbage.settle
 ) -> dict[str, Any]:
-    asyncio.get_running_loop().set_default_executor(steady_executor())  # as in a child that holds a worker
+    asyncio.get_running_loop().set_default_executor(steady_executor())  # as in a worker process
     engine = ModelledEngine(Script(load, config.model.path), load.pace)
     worker = await make_worker(config, folder, engine)
     try:
-        await play(worker, range(load.groups, load.groups + 2))  # warm: what is made once is not an episode's
-        bound = bound_of(load, engine)
+        await play(worker, range(load.groups, load.groups + 2))  # warm-up: one-time allocations do not count
+        bound = wall_time_bound(load, engine)
         before_work()
-        before, turns_before, probe = held(), engine.requests, Probe()
+        before, turns_before, probe = process_usage(), engine.requests, Probe()
         watching = asyncio.create_task(probe.watch())
         cpu, started = time.process_time(), time.perf_counter()
         reports = await play(worker, range(load.groups))
         wall, cpu = time.perf_counter() - started, time.process_time() - cpu
-        probe.look()
+        probe.sample_usage()
         watching.cancel()
     finally:
         await worker.close()
     gc.collect()
-    measured = _account(load, reports, probe, (wall, cpu, bound), engine.requests - turns_before)
-    return measured | _memory(load, probe, before, held())
+    measured = _timings(load, reports, probe, (wall, cpu, bound), engine.requests - turns_before)
+    return measured | _memory(load, probe, before, process_usage())
 
 
 async def make_worker(config: Config, folder: Path, engine: ModelledEngine) -> RolloutWorker:
-    """As in a run, but for the engine."""
+    """Build a worker as in a run, but with this engine."""
     (spec, _), *_ = PartSpecs(config, folder, folder).workers()
     worker = await build_worker(spec, {engine_name(0): engine})
     assert isinstance(worker, RolloutWorker)
@@ -159,18 +159,18 @@ async def make_worker(config: Config, folder: Path, engine: ModelledEngine) -> R
 
 
 async def play(worker: RolloutWorker, groups: Sequence[int]) -> list[GroupReport]:
-    """All groups at once; group n plays task n."""
+    """Run all groups concurrently; group n uses task n."""
     orders = [GroupOrder(group, task=group, epoch=0, min_version=0, size=GROUP) for group in groups]
     return await asyncio.gather(*(worker.run(order) for order in orders))
 
 
-def bound_of(load: Load, engine: ModelledEngine) -> float:
-    """The seconds that engine and tool alone need: those of the slowest episode, as all run at once."""
+def wall_time_bound(load: Load, engine: ModelledEngine) -> float:
+    """Return the lower bound on wall time: engine and tool time of the slowest of the concurrent episodes."""
     episodes = [(group, episode) for group in range(load.groups) for episode in range(GROUP)]
     return max(engine.seconds(*each, load.turns) for each in episodes) + (load.turns - 1) * load.tool_ms / 1000
 
 
-def _account(
+def _timings(
     load: Load, reports: list[GroupReport], probe: Probe, seconds: tuple[float, float, float], turns: int
 ) -> dict[str, Any]:
     wall, cpu, bound = seconds
@@ -194,14 +194,14 @@ def _account(
     }
 
 
-def _memory(load: Load, probe: Probe, before: Held, after: Held) -> dict[str, Any]:
+def _memory(load: Load, probe: Probe, before: ProcessUsage, after: ProcessUsage) -> dict[str, Any]:
     kib_per_episode = 1 / 1024 / (load.groups * GROUP)
     return {
         "rss_mib_before": before.rss / MIB,
-        "rss_kib_per_episode": (probe.most.rss - before.rss) * kib_per_episode,
+        "rss_kib_per_episode": (probe.peak.rss - before.rss) * kib_per_episode,
         "rss_kib_per_episode_after": (after.rss - before.rss) * kib_per_episode,
         "threads_before": before.threads,
-        "threads": probe.most.threads,
+        "threads": probe.peak.threads,
         "threads_after": after.threads,
     }
 
@@ -210,18 +210,18 @@ def _memory(load: Load, probe: Probe, before: Held, after: Held) -> dict[str, An
 
 
 def missed_bars(result: dict[str, Any]) -> list[str]:
-    """What the worker does not live up to, in words."""
+    """Return a message per missed target."""
     missed = []
     late, failed = result["lag_ms"]["p99"], result["failed_episodes"]
     if not late <= MAX_LAG_S * 1000:
-        missed.append(f"the loop is {late:.0f} ms late at the 99th percentile, more than {MAX_LAG_S * 1000:.0f}")
+        missed.append(f"event-loop lag is {late:.0f} ms at the 99th percentile, more than {MAX_LAG_S * 1000:.0f}")
     if failed or result["finished_groups"] < result["groups"]:
         missed.append(f"{failed} episodes failed, {result['finished_groups']} of {result['groups']} groups finished")
     return missed
 
 
 def print_table(result: dict[str, Any], console: Console | None = None) -> None:
-    table = Table(title=f"{result['episodes']:,} episodes at once on one worker, {result['cores']} cores")
+    table = Table(title=f"{result['episodes']:,} concurrent episodes on one worker, {result['cores']} cores")
     table.add_column("quantity")
     table.add_column("measured", justify="right")
     for name, keys, form in ROWS:
@@ -231,13 +231,13 @@ def print_table(result: dict[str, Any], console: Console | None = None) -> None:
 
 
 ROWS = (
-    ("lateness of the loop, p50, p99, max", "p50 p99 max", "{:.1f}, {:.1f}, {:.1f} ms"),
-    ("later than the bar, of the wall time", "late_of_wall", "{:.1%}"),
-    ("processor time per turn", "cpu_us_per_turn", "{:,.0f} µs"),
-    ("processor time, of the wall time", "cpu_of_wall", "{:.0%}"),
-    ("turns, per second", "turns turns_per_s", "{:,}, {:,.0f}"),
-    ("wall time, bound, ratio", "wall_s bound_s bound_of_wall", "{:.1f} s, {:.1f} s, {:.2f}"),
-    ("memory per episode: under way, after", "rss_kib_per_episode rss_kib_per_episode_after", "{:.1f}, {:.1f} KiB"),
-    ("threads: before, at most, after", "threads_before threads threads_after", "{}, {}, {}"),
+    ("event-loop lag: p50, p99, max", "p50 p99 max", "{:.1f}, {:.1f}, {:.1f} ms"),
+    ("lag beyond the limit, share of wall time", "late_of_wall", "{:.1%}"),
+    ("CPU time per turn", "cpu_us_per_turn", "{:,.0f} µs"),
+    ("CPU time, share of wall time", "cpu_of_wall", "{:.0%}"),
+    ("turns, turns per second", "turns turns_per_s", "{:,}, {:,.0f}"),
+    ("wall time, lower bound, ratio", "wall_s bound_s bound_of_wall", "{:.1f} s, {:.1f} s, {:.2f}"),
+    ("memory per episode: peak, after", "rss_kib_per_episode rss_kib_per_episode_after", "{:.1f}, {:.1f} KiB"),
+    ("threads: before, peak, after", "threads_before threads threads_after", "{}, {}, {}"),
 )
-"""What the table says, with which numbers, and how they are written."""
+"""Table rows: label, result keys, format."""

@@ -1,8 +1,8 @@
-"""Parts that do nothing but answer, in a process of their own: what remains is what the controller costs.
+"""Idle components for `outpace bench controller`: they answer every call immediately, in a process of their own.
 
     python -m outpace.bench.idle_parts learner=FD engine-0=FD worker-0=FD …
 
-Each is served over the socket with that descriptor, by the calls that real parts are served by, until it is closed.
+Each is served with the same RPC as real components, over the socket with that file descriptor, until it is closed.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from outpace.types import (
 )
 
 SEGMENT_GROUPS = 256
-TOKENS = 500  # of one episode
+TOKENS = 500  # per episode
 
 
 class IdleWorker:
-    """Answers an order at once, with as much as a real group's report says."""
+    """Returns a report of realistic size for every group immediately."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -111,8 +111,8 @@ class IdleLearner:
         return LearnerStats(self._version, 0.0, 0.0, 0, 1, 1)
 
 
-def part_of(name: str) -> tuple[object, type]:
-    """The part of that name, and what it promises."""
+def idle_component(name: str) -> tuple[object, type]:
+    """Return the component with that name and its protocol."""
     if name.startswith("worker"):
         return IdleWorker(name), Worker
     return (IdleEngine(), Engine) if name.startswith("engine") else (IdleLearner(), Learner)
@@ -126,7 +126,7 @@ async def open_channel(descriptor: int) -> Channel:
 
 async def _serve_all(descriptors: dict[str, int]) -> None:
     async def serve_one(name: str, descriptor: int) -> None:
-        target, protocol = part_of(name)
+        target, protocol = idle_component(name)
         await serve(target, protocol, await open_channel(descriptor))
 
     await asyncio.gather(*(serve_one(name, descriptor) for name, descriptor in descriptors.items()))

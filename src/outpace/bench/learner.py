@@ -1,8 +1,8 @@
-"""`outpace bench learner`: what corrections and anchors cost, as a share of a learner step.
+"""`outpace bench learner`: cost of off-policy corrections and old-policy choices, as a share of a learner step.
 
-All variants train on the same rows in one process, one after the other in every round and each round in another order,
-so that a noisy machine hits all of them alike. Compared are medians over the rounds, and the share of a step that the
-mathematics itself takes: everything between the forward pass and the backward pass.
+All variants train on the same rows in one process. Every round runs each variant once, in shuffled order, so that noise
+hits all variants alike. The report compares medians over rounds, and the share of a step spent on the loss: everything
+between the forward and the backward pass.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     DEFAULT: {},
     "every mask": {"correction.masks": ["token", "sequence", "geometric", "veto", "opsm"]},
     "decoupled ppo, one update": {"algorithm.preset": "decoupled_ppo"},
-    "two updates, rollout anchor": {"algorithm.preset": "bypass_ppo", "algorithm.updates": 2},
-    "two updates, proximal anchor": {"algorithm.preset": "decoupled_ppo", "algorithm.updates": 2},
+    "two updates, rollout old policy": {"algorithm.preset": "bypass_ppo", "algorithm.updates": 2},
+    "two updates, recomputed old policy": {"algorithm.preset": "decoupled_ppo", "algorithm.updates": 2},
     "m2po": {"algorithm.preset": "m2po"},
     "KL to a reference": {"kl.coefficient": 0.01},
     "entropy bonus": {"algorithm.entropy": 0.001},
@@ -41,16 +41,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 LIMIT = 0.03
-"""The share of a step that the default corrections may cost."""
+"""Largest share of a step that the default corrections may cost."""
 
 
 @dataclass
 class Variant:
-    """Seconds of whole steps, and of the mathematics inside them."""
+    """Seconds of whole steps, and of the loss within them."""
 
     name: str
     steps: list[float] = field(default_factory=list)
-    mathematics: list[float] = field(default_factory=list)
+    loss_seconds: list[float] = field(default_factory=list)
 
     @property
     def median(self) -> float:
@@ -58,7 +58,7 @@ class Variant:
 
     @property
     def share(self) -> float:
-        return statistics.median(inside / whole for inside, whole in zip(self.mathematics, self.steps, strict=True))
+        return statistics.median(loss_s / whole for loss_s, whole in zip(self.loss_seconds, self.steps, strict=True))
 
 
 def main(words: Sequence[str]) -> int:
@@ -66,15 +66,16 @@ def main(words: Sequence[str]) -> int:
     variants = run(parse_arguments(settings), **options)
     print_table(variants)
     extra = extra_cost(variants)
-    print(f"the default corrections cost {extra:.2%} of a step without any; the limit is {LIMIT:.0%}")
+    print(f"default corrections add {extra:.2%} to a step without corrections; the limit is {LIMIT:.0%}")
     return 0 if extra < LIMIT else 1
 
 
 def extra_cost(variants: dict[str, Variant]) -> float:
-    """What the default's mathematics takes more than that of no correction, as a share of the latter's step. Steps as
-    wholes differ by more from one round to the next than this does."""
+    """Return the extra loss time of the default corrections, as a share of a step without corrections.
+
+    Compares loss times, because whole steps vary more between rounds than this difference."""
     base, default = variants[BASE], variants[DEFAULT]
-    more = statistics.median(default.mathematics) - statistics.median(base.mathematics)
+    more = statistics.median(default.loss_seconds) - statistics.median(base.loss_seconds)
     return max(0.0, more / base.median)
 
 
@@ -84,21 +85,21 @@ def run(settings: dict[str, Any], rounds: int, groups: int, threads: int) -> dic
     torch.set_num_threads(threads)
     configs = {name: resolve(make_config({**settings, **own})) for name, own in VARIANTS.items()}
     records = make_records(next(iter(configs.values())), groups)
-    trained = {name: _Trained(config) for name, config in configs.items()}
+    trained = {name: _TimedLearner(config) for name, config in configs.items()}
     found = {name: Variant(name) for name in VARIANTS}
     for number in range(rounds + 1):
         names = list(VARIANTS)
         random.Random(number).shuffle(names)
         for name in names:
-            whole, inside = trained[name].step(records)
-            if number:  # the first round allocates
+            whole, loss_s = trained[name].step(records)
+            if number:  # the first round is warm-up
                 found[name].steps.append(whole)
-                found[name].mathematics.append(inside)
+                found[name].loss_seconds.append(loss_s)
     return found
 
 
-class _Trained:
-    """A learner of one variant, timed."""
+class _TimedLearner:
+    """A learner of one variant, with timing."""
 
     def __init__(self, config: Config) -> None:
         from outpace.learn.closed import ClosedBatch
@@ -108,32 +109,32 @@ class _Trained:
 
         model = load_model(config.model.path, dtype="float32", device="cpu")
         self._core = LearnerCore(model, CoreSettings.of(config))
-        self._closed = None if config.learner.stream else ClosedBatch(self._core, config)
-        self._inside = 0.0
-        objective = self._core._objective
-        gradient = objective.gradient
+        self._batch_learner = None if config.learner.stream else ClosedBatch(self._core, config)
+        self._loss_s = 0.0
+        loss = self._core._objective
+        gradient = loss.gradient
 
         def timed(*arguments: Any) -> Any:
             started = time.perf_counter()
             result = gradient(*arguments)
-            self._inside += time.perf_counter() - started
+            self._loss_s += time.perf_counter() - started
             return result
 
-        objective.gradient = timed  # type: ignore[method-assign,assignment]
+        loss.gradient = timed  # type: ignore[method-assign,assignment]
 
     def step(self, records: list[GroupRecord]) -> tuple[float, float]:
-        started, self._inside = time.perf_counter(), 0.0
-        if self._closed is None:
+        started, self._loss_s = time.perf_counter(), 0.0
+        if self._batch_learner is None:
             self._core.accumulate([row for record in records for row in record.rows])
             self._core.step()
         else:
-            self._closed.add(records, replayed=False)
-            self._closed.train()
-        return time.perf_counter() - started, self._inside
+            self._batch_learner.add(records, replayed=False)
+            self._batch_learner.train()
+        return time.perf_counter() - started, self._loss_s
 
 
 def make_records(config: Config, groups: int) -> list[GroupRecord]:
-    """Groups shaped like those of the built-in puzzles: prompts of about 25 tokens, answers of 4 to 12."""
+    """Make groups shaped like the built-in task: prompts of about 25 tokens, completions of 4 to 12."""
     noise = np.random.default_rng(0)
     records = []
     for group in range(groups):
@@ -159,13 +160,13 @@ def _row(noise: np.random.Generator, prompt: int, episode: int) -> Row:
 
 def print_table(variants: dict[str, Variant]) -> None:
     base = variants[BASE].median
-    table = Table("variant", "step", "of no correction", "mathematics", "share of its step", box=None)
+    table = Table("variant", "step", "relative to no correction", "loss", "share of step", box=None)
     for variant in variants.values():
         table.add_row(
             variant.name,
             f"{variant.median * 1000:.1f} ms",
             f"{variant.median / base:.2f}x",
-            f"{statistics.median(variant.mathematics) * 1000:.2f} ms",
+            f"{statistics.median(variant.loss_seconds) * 1000:.2f} ms",
             f"{variant.share:.2%}",
         )
     Console(width=120).print(table)

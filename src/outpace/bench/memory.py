@@ -1,11 +1,11 @@
-"""Is memory flat? A toy run of some thousand steps, watched from outside.
+"""`outpace bench memory`: check for memory growth over a toy run of a few thousand steps, measured from outside.
 
 Growth is the Theil-Sen slope (the median of all pairwise slopes) over block medians of the samples between two
-steps, with Sen's distribution-free 95 % interval. Blocks, because neighbouring samples are not independent.
-The verdict is about the interval, not the estimate:
-- flat: even its upper end is below the tolerance (1 % of the level over the whole window);
+steps, with Sen's distribution-free 95 % interval. Blocks, because neighboring samples are not independent.
+The verdict depends on the interval, not on the estimate:
+- flat: its upper end is below the tolerance (1 % of the level over the whole window);
 - growing: its lower end is above zero, and it is not flat;
-- unclear: the noise hides the answer, so nothing is claimed.
+- unclear: too noisy to decide.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ TOY = {
     "pacing.groups_per_step": "2",
     "pacing.chunk_groups": "2",
     "engine.slots": "8",
-    "learner.lr": "1e-9",  # the policy stays as it is, so that a step late in the run waits no longer for useful groups
+    "learner.lr": "1e-9",  # the policy hardly changes, so late steps do not wait longer for trainable groups
     "eval.every": "100",
     "eval.count": "32",
     "checkpoint.every": "100",
@@ -63,7 +63,7 @@ class MemorySample(msgspec.Struct, frozen=True):
 
 
 class Growth(msgspec.Struct, frozen=True):
-    """How one quantity went over a window of steps."""
+    """Growth of one quantity over a window of steps."""
 
     first_step: int
     last_step: int
@@ -75,9 +75,9 @@ class Growth(msgspec.Struct, frozen=True):
 
 
 def growth(steps: Sequence[float], values: Sequence[float], tolerance: float = TOLERANCE) -> Growth:
-    """Slope, interval and verdict; at least four samples."""
+    """Return slope, interval and verdict. Needs at least four samples."""
     if len(steps) < 4:
-        raise ValueError(f"{len(steps)} samples do not show a slope")
+        raise ValueError(f"{len(steps)} samples are too few to estimate a slope")
     xs, ys = _block_medians(steps, values)
     level = statistics.median(values)
     per_step, low, high = _theil_sen(xs, ys)
@@ -87,10 +87,10 @@ def growth(steps: Sequence[float], values: Sequence[float], tolerance: float = T
 
 
 def analyse(samples: Sequence[MemorySample], start: int = 1000, end: int = 2000) -> dict[str, Any]:
-    """The account of steps `start` to `end`; `flat` is the claim, true only if nothing grows."""
+    """Return the report for steps `start` to `end`. `flat` is true only if nothing grows."""
     window = [sample for sample in samples if start <= sample.step <= end]
     if len(window) < 4:
-        raise ValueError(f"{len(window)} samples between steps {start} and {end} do not show a slope")
+        raise ValueError(f"{len(window)} samples between steps {start} and {end} are too few to estimate a slope")
     steps = [float(sample.step) for sample in window]
     memory = growth(steps, [float(sample.pss) for sample in window])
     counts = {
@@ -111,12 +111,12 @@ def main(settings: Sequence[str]) -> int:
     parser.add_argument("--steps", type=int, default=2000)
     arguments, rest = parser.parse_known_args(settings)
     if arguments.steps < MIN_STEPS:
-        raise BadInput(f"--steps: {arguments.steps} steps do not show a slope; give at least {MIN_STEPS}")
+        raise BadInput(f"--steps: {arguments.steps} steps are too few to estimate a slope; use at least {MIN_STEPS}")
     return 0 if run(arguments.steps, rest)["flat"] else 1
 
 
 def run(steps: int = 2000, settings: Sequence[str] = ()) -> dict[str, Any]:
-    """Train a toy for so many steps in a child process, watch its whole tree, print and return the account."""
+    """Train a toy model in a child process, sample its process tree, print and return the report."""
     with temporary_directory("memory") as folder:
         run_dir = folder / "run"
         toy = TOY | {"run.dir": str(run_dir), "run.steps": str(steps)}
@@ -126,7 +126,7 @@ def run(steps: int = 2000, settings: Sequence[str] = ()) -> dict[str, Any]:
                 [sys.executable, "-m", "outpace.cli", "train", *flags], stdout=output, stderr=subprocess.STDOUT
             )
             try:
-                samples = _watch(child, run_dir / "metrics.jsonl")
+                samples = _sample_memory(child, run_dir / "metrics.jsonl")
             finally:
                 _end(child)
             if child.returncode:
@@ -161,7 +161,7 @@ def print_table(result: dict[str, Any], console: Console | None = None) -> None:
 # ------------------------------------------------------------------------------------------------------------- sampling
 
 
-def _watch(child: subprocess.Popen[bytes], metrics: Path) -> list[MemorySample]:
+def _sample_memory(child: subprocess.Popen[bytes], metrics: Path) -> list[MemorySample]:
     tree = ProcessTree(child.pid)
     tail = StepTail(metrics)
     samples: list[MemorySample] = []
@@ -173,14 +173,14 @@ def _watch(child: subprocess.Popen[bytes], metrics: Path) -> list[MemorySample]:
             try:
                 sample = tree.sample()
             except psutil.NoSuchProcess:
-                break  # it ended between the two questions
+                break  # it has just exited
             samples.append(MemorySample(step, sample.pss, sample.processes, sample.threads, sample.fds))
         time.sleep(POLL_S)
     return samples
 
 
 class StepTail:
-    """The newest step of a growing metrics.jsonl, reading each byte once."""
+    """Follows the newest step in a growing metrics.jsonl. Reads each byte once."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -220,7 +220,7 @@ def _block_medians(steps: Sequence[float], values: Sequence[float]) -> tuple[lis
 
 
 def _theil_sen(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float, float]:
-    """The median pairwise slope and Sen's 95 % interval, by the variance of Kendall's S."""
+    """Return the median pairwise slope and Sen's 95 % interval, from the variance of Kendall's S."""
     points = list(zip(xs, ys, strict=True))
     slopes = sorted((y2 - y1) / (x2 - x1) for (x1, y1), (x2, y2) in itertools.combinations(points, 2) if x2 > x1)
     n = len(points)
@@ -231,6 +231,6 @@ def _theil_sen(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float, 
 
 
 def _count_change(counts: Sequence[int]) -> tuple[float, float]:
-    """The median of the first and of the last third: a passing thread or file is no leak."""
+    """Return the medians of the first and last third, so that a short-lived thread or file does not count as a leak."""
     third = max(len(counts) // 3, 1)
     return statistics.median(counts[:third]), statistics.median(counts[-third:])

@@ -1,11 +1,11 @@
-"""An engine that computes nothing: scripted answers, each after the time that a model would take for it.
+"""Engine without compute: returns scripted completions after the time a model would take.
 
-    request ─▶ first token ─▶ one token after the other ─▶ the answer of its turn
-               first_token_s   tokens / tokens_per_s
+    request ─▶ first token ─▶ decode ─▶ completion of this turn
+               first_token_s  tokens / tokens_per_s
 
 Invariants
-- There is always a free slot, so what a request takes depends on the request alone.
-- How long that is, is a pure function of the request id: what the requests of an episode take is known beforehand.
+- There is always a free slot, so the latency of a request depends on the request alone.
+- Latency is a pure function of the request id and length, so the time of an episode is known in advance.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from outpace.types import EngineStats, Generation, Ints, LoadReport, Manifest, S
 
 @dataclass(frozen=True)
 class Pace:
-    """How fast the engine seems to be. The times of single requests are spread by up to `spread`, both ways."""
+    """Simulated engine speed. Request times vary by up to the fraction `jitter` in both directions."""
 
     first_token_s: float
     tokens_per_s: float
-    spread: float = 0.5
+    jitter: float = 0.5
 
     def seconds(self, request_id: str, tokens: int) -> float:
-        """The same for a request whenever it is asked."""
-        around = 1 + self.spread * random.Random(request_id).uniform(-1, 1)
-        return around * (self.first_token_s + tokens / self.tokens_per_s)
+        """Return the latency of a request. Deterministic per request id."""
+        factor = 1 + self.jitter * random.Random(request_id).uniform(-1, 1)
+        return factor * (self.first_token_s + tokens / self.tokens_per_s)
 
 
 class ModelledEngine:
-    """Implements `outpace.protocols.Engine`, as far as a rollout worker uses it."""
+    """Implements the methods of `outpace.protocols.Engine` that a rollout worker uses."""
 
     def __init__(self, script: Callable[[int, int, int], Sequence[int]], pace: Pace) -> None:
-        """`script` has the answer to a request by group, episode and turn."""
+        """`script` returns the completion for a group, episode and turn."""
         self._script = script
         self._pace = pace
         self.requests = 0
@@ -60,23 +60,23 @@ class ModelledEngine:
         )
 
     def seconds(self, group: int, episode: int, turns: int) -> float:
-        """What all requests of an episode take."""
+        """Return the total latency of an episode's requests."""
         return sum(
             self._pace.seconds(f"{group}.{episode}.{turn}", len(self._script(group, episode, turn)))
             for turn in range(turns)
         )
 
     async def abort(self, request_ids: list[str]) -> None:
-        """Nothing is computed that could be stopped."""
+        """Do nothing: there is no compute to stop."""
 
     async def peek(self, request_id: str, after: int) -> Ints:
         return np.zeros(0, dtype=np.int32)
 
     async def load(self, manifest: Manifest, pinned: bool) -> LoadReport:
-        raise NotImplementedError("a modelled engine has no weights")
+        raise NotImplementedError("a scripted engine has no weights")
 
     async def release_pinned(self) -> None:
-        raise NotImplementedError("a modelled engine has no weights")
+        raise NotImplementedError("a scripted engine has no weights")
 
     async def stats(self) -> EngineStats:
-        raise NotImplementedError("a modelled engine computes nothing")
+        raise NotImplementedError("a scripted engine has no statistics")

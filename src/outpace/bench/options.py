@@ -1,4 +1,4 @@
-"""Options of a benchmark, `--name N` or `--name=N`, set apart from settings of the runs it starts."""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from outpace.references import nearest
 
 
 class BenchParser(argparse.ArgumentParser):
-    """A usage error is one line, as everywhere else."""
+    """Reports a usage error as one line, like every other command."""
 
     def error(self, message: str) -> NoReturn:
         raise BadInput(f"{message}; `{self.prog} --help` lists the options")
 
 
 def take_options(words: Sequence[str], defaults: Mapping[str, int]) -> tuple[dict[str, int], list[str]]:
-    """The options, defaults filled in, and the words that are not options."""
+    """Split `--name N` and `--name=N` options from settings of the benchmark's runs. Missing options get defaults."""
     if "--help" in words or "-h" in words:
         print("options: " + ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in defaults.items()))
-        print("and settings of the runs it starts, as --section.key value")
+        print("also takes settings for its runs, as --section.key value")
         raise SystemExit(0)
     options = dict(defaults)
     others: list[str] = []
@@ -38,13 +38,13 @@ def take_options(words: Sequence[str], defaults: Mapping[str, int]) -> tuple[dic
         if not equals:
             value = rest.pop(0) if rest else ""
         if not value.isdecimal() or int(value) < 1:
-            raise BadInput(f"--{name}: needs a whole number of at least 1, not {value!r}")
+            raise BadInput(f"--{name}: must be a positive integer, not {value!r}")
         options[name] = int(value)
     return options, others
 
 
 def _no_such_option(word: str, defaults: Mapping[str, int]) -> str:
     names = [f"--{name.replace('_', '-')}" for name in defaults]
-    meant = nearest(word, names)
-    hint = f"did you mean {meant[0]}?" if meant else f"there are {', '.join(names)}"
-    return f"{word}: no such option; {hint} (settings are written --section.key value)"
+    similar = nearest(word, names)
+    hint = f"did you mean {similar[0]}?" if similar else f"the options are {', '.join(names)}"
+    return f"{word}: no such option; {hint} (write settings as --section.key value)"

@@ -1,16 +1,18 @@
-"""`outpace bench overlap`: are default threads as fast as the best fixed ones, and is asynchronous training faster?
+"""`outpace bench overlap`: compare default with fixed thread counts, and asynchronous with synchronous training.
 
-Two comparisons on this machine, in one command:
+Two comparisons on this machine:
 
-    threads   default thread counts against every fixed split, in both modes, on the machine as it is and beside a
-              program that keeps one core busy: `--repeats` blocks of `--block` steps for each
-    modes     synchronous against asynchronous training with default threads, over `--seeds` seeds and `--steps` steps:
-              seconds of training, final held-out accuracy, T*/T
+    threads   default thread counts and every fixed split, in both modes, on the idle machine and beside a program that
+              keeps one core busy: `--repeats` blocks of `--block` steps each
+    modes     synchronous and asynchronous training with default threads, over `--seeds` seeds and `--steps` steps:
+              training seconds, final held-out accuracy, T*/T
 
-The speed of a shared machine drifts from minute to minute. So thread counts change every few steps inside one run,
-every block with fixed threads is compared with the default ones right before and after it, and the median of these
-ratios counts; modes alternate. The command exits with 1 when default threads are slower than `THREADS_BAR` of the best
-split, when asynchronous training is not the faster mode, or when its accuracy differs by more than the seeds explain.
+The speed of a shared machine drifts from minute to minute. Thread counts therefore change every few steps within one
+run, every block with fixed threads is compared with the default blocks right before and after it, and the median of
+these ratios counts. Modes alternate.
+
+The command exits with 1 if default threads reach less than `MIN_DEFAULT_RATIO` of the best split's speed, if
+asynchronous training is not faster, or if its accuracy differs by more than the seeds explain.
 """
 
 from __future__ import annotations
@@ -41,39 +43,39 @@ from outpace.runtime.core_sharing import BOARD, Board
 from outpace.runtime.scratch import memory_root, temporary_directory
 
 MODES = {"synchronous": 0, "asynchronous": 2}
-"""The name of a mode and its `pacing.max_lag`."""
+"""`pacing.max_lag` of each mode."""
 
 LOADS = ("idle", "one core busy")
 
-THREADS_BAR = 0.95
-"""The speed of default threads, as a part of the best fixed split's."""
+MIN_DEFAULT_RATIO = 0.95
+"""Required speed of default threads, relative to the best fixed split."""
 
 ACCURACY_TOLERANCE = 0.03
-"""Final accuracies may differ by so much, or by as much as the synchronous seeds do among themselves."""
+"""Allowed difference in final accuracy, unless the synchronous seeds differ by more among themselves."""
 
 BUSY_LOOP = """
 import os
 parent = os.getppid()
-while os.getppid() == parent:  # it ends with the benchmark
+while os.getppid() == parent:  # exit with the benchmark
     for _ in range(1_000_000):
         pass
 """
 
-WIDTH = 120  # columns: the comparison needs about 100, and a pipe has 80 unless told
-DASH = "-"  # nothing was measured
+WIDTH = 120  # columns; the table needs about 100, and rich assumes 80 for a pipe
+DASH = "-"  # not measured
 DEFAULT = "default"
 
 WARM_UP_STEPS = 6
 CHANGE_STEPS = 2
-"""Steps at the start of a block that belong to two thread counts, and are left out."""
+"""Steps at the start of a block that overlap a change of thread counts. They are not counted."""
 
 Split = tuple[int, int] | None
-"""Threads of the engine and of the learner; None: the default, by load."""
+"""Thread counts of engine and learner. None: the default, which adapts to the load."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """Some steps of a run with one thread count for engine and learner."""
+    """Consecutive steps of a run with fixed thread counts."""
 
     mode: str
     load: str
@@ -93,8 +95,8 @@ def main(settings: Sequence[str]) -> int:
     result = run(options["steps"], options["block"], options["repeats"], options["seeds"], settings)
     print_tables(result)
     missed = missed_bars(result["blocks"], result["trials"])
-    for bar in missed:
-        print(f"missed: {bar}")
+    for message in missed:
+        print(f"missed: {message}")
     return 1 if missed else 0
 
 
@@ -112,7 +114,7 @@ def run(steps: int, block: int, repeats: int, seeds: int, settings: Sequence[str
 
 
 def _splits() -> list[tuple[int, int]]:
-    """Half of the cores or all of them, for engine and learner."""
+    """Return the fixed splits: half or all of the cores, for engine and learner."""
     counts = sorted({max(1, cores() // 2), cores()})
     return [(engine, learner) for engine in counts for learner in counts]
 
@@ -120,12 +122,12 @@ def _splits() -> list[tuple[int, int]]:
 def _blocks(
     mode: str, load: str, block: int, repeats: int, settings: Sequence[str], console: Console
 ) -> Iterator[Block]:
-    """One run, in which thread counts change after every `block` steps: default, fixed, default, the next fixed."""
+    """Measure one run whose thread counts change every `block` steps: default, fixed, default, next fixed, …"""
     repetition = [each for split in _splits() for each in (None, split)]
     with temporary_directory("bench") as directory, _loaded(load):
-        # Every group is trained and hardly changes the model, so that each step is the same work.
+        # Every group is trained and hardly changes the model, so that all steps do the same work.
         same_work = ("--eval.count=0", "--filter.uniform=false", "--learner.lr=1e-12", "--checkpoint.every=0")
-        with _RunUnderWay(directory / "run", [*settings, *same_work, f"--pacing.max_lag={MODES[mode]}"]) as run:
+        with _ActiveRun(directory / "run", [*settings, *same_work, f"--pacing.max_lag={MODES[mode]}"]) as run:
             run.wait_for_steps(WARM_UP_STEPS)
             for split in [*repetition * repeats, None]:
                 run.board.fix(*(split or (0, 0)))
@@ -135,8 +137,8 @@ def _blocks(
                 yield Block(mode, load, split, step_s)
 
 
-class _RunUnderWay:
-    """`outpace train` without an end, which is stopped when the context is left."""
+class _ActiveRun:
+    """`outpace train` without a step limit, stopped at the end of the context."""
 
     def __init__(self, directory: Path, settings: Sequence[str]) -> None:
         self._metrics = directory / "metrics.jsonl"
@@ -154,16 +156,16 @@ class _RunUnderWay:
 
     @cached_property
     def board(self) -> Board:
-        """The board that a child of the run is on."""
+        """The core-sharing board that this run's processes use."""
         children = {child.pid for child in psutil.Process(self._process.pid).children(recursive=True)}
         boards = [Board(path) for path in memory_root().glob(f"*/{BOARD}")]
         for board in boards:
             if board.pids() & children:
                 return board
-        raise BadInput("thread counts do not follow the load with these settings; leave out threads and run.device")
+        raise BadInput("thread counts are fixed by these settings; remove the threads settings and run.device")
 
     def wait_for_steps(self, count: int) -> list[float]:
-        """Seconds of the next `count` steps, once they are done."""
+        """Wait for the next `count` steps and return their seconds."""
         until = self._steps + count
         while len(lines := self._lines()) < until:
             if self._process.poll() is not None:
@@ -201,7 +203,7 @@ def _train(mode: str, seed: int, steps: int, settings: Sequence[str], console: C
 
 @contextmanager
 def _loaded(load: str) -> Iterator[None]:
-    """Beside a program that keeps one core busy, if that is the load."""
+    """Keep one core busy during the context if `load` says so."""
     if load == LOADS[0]:
         yield
         return
@@ -221,8 +223,8 @@ def _text(split: Split) -> str:
 
 @dataclass(frozen=True)
 class ThreadsResult:
-    """One load and mode. By the name of a split: median seconds per step, and the median speed of the default as a part
-    of the split's."""
+    """Results of one load and mode, by split: median seconds per step, and median speed of the default relative to the
+    split."""
 
     load: str
     mode: str
@@ -231,7 +233,7 @@ class ThreadsResult:
 
     @property
     def ratio(self) -> float:
-        """The speed of the default as a part of the best fixed split's."""
+        """Speed of the default relative to the best fixed split."""
         return min(self.ratios.values())
 
 
@@ -244,7 +246,7 @@ def threads_results(blocks: Sequence[Block]) -> list[ThreadsResult]:
 
 
 def _threads_result(load: str, mode: str, blocks: Sequence[Block]) -> ThreadsResult:
-    """`blocks` in their order."""
+    """`blocks` must be in the order they ran."""
     steps: dict[str, list[float]] = {}
     ratios: dict[str, list[float]] = {}
     for index, block in enumerate(blocks):
@@ -266,7 +268,7 @@ def print_tables(result: dict[str, Any], console: Console | None = None) -> None
     console = console or Console(width=WIDTH)
     results = threads_results(result["blocks"])
     title = (
-        f"seconds per step (default's speed as a part of it) by threads of engine + learner, {result['cores']} cores, "
+        f"seconds per step (relative speed of the default) by threads of engine + learner, {result['cores']} cores, "
         f"blocks of {result['block']} steps"
     )
     threads = Table(title=title)
@@ -308,7 +310,7 @@ def _number(value: float | None, digits: int) -> str:
 
 @dataclass(frozen=True)
 class Medians:
-    """Over the seeds of one mode. None: a seed lacks the number."""
+    """Medians over the seeds of one mode. None if a seed has no value."""
 
     seconds: float
     accuracy: float | None
@@ -330,7 +332,7 @@ def _median(values: Sequence[float | None]) -> float | None:
 
 
 def _accuracies(trials: Sequence[Trial]) -> tuple[float, float] | None:
-    """By how much the final accuracy of asynchronous training is higher, and the range of the synchronous seeds."""
+    """Return the accuracy gain of asynchronous training and the range over the synchronous seeds, or None."""
     sync, asyn = medians(trials, "synchronous").accuracy, medians(trials, "asynchronous").accuracy
     if sync is None or asyn is None:
         return None
@@ -340,28 +342,28 @@ def _accuracies(trials: Sequence[Trial]) -> tuple[float, float] | None:
 
 def verdict(trials: Sequence[Trial]) -> str:
     sync, asyn = medians(trials, "synchronous").seconds, medians(trials, "asynchronous").seconds
-    speed = f"asynchronous takes {asyn / sync:.2f} of the synchronous time ({sync / asyn:.2f}x faster)"
+    speed = f"asynchronous training takes {asyn / sync:.2f} of the synchronous time ({sync / asyn:.2f}x as fast)"
     accuracies = _accuracies(trials)
     if accuracies is None:
         return f"{speed}; accuracy was not measured"
-    difference, spread = accuracies
-    return f"{speed}; final accuracy differs by {difference:+.3f}, synchronous seeds by up to {spread:.3f}"
+    difference, seed_range = accuracies
+    return f"{speed}; final accuracy differs by {difference:+.3f}, synchronous seeds by up to {seed_range:.3f}"
 
 
 def missed_bars(blocks: Sequence[Block], trials: Sequence[Trial]) -> list[str]:
-    """What does not hold, in words."""
+    """Return a message per missed target."""
     missed = [
-        f"{row.load}, {row.mode}: default threads reach {row.ratio:.2f} of the best split's speed, not {THREADS_BAR}"
+        f"{row.load}, {row.mode}: default threads reach {row.ratio:.2f} of the best split, target {MIN_DEFAULT_RATIO}"
         for row in threads_results(blocks)
-        if not row.ratio >= THREADS_BAR
+        if not row.ratio >= MIN_DEFAULT_RATIO
     ]
     sync, asyn = medians(trials, "synchronous").seconds, medians(trials, "asynchronous").seconds
     if not asyn < sync:
         missed.append(f"asynchronous training is not faster: {asyn:.1f} s, synchronous {sync:.1f} s")
     accuracies = _accuracies(trials)
     if accuracies is not None:
-        difference, spread = accuracies
-        allowed = max(spread, ACCURACY_TOLERANCE)
+        difference, seed_range = accuracies
+        allowed = max(seed_range, ACCURACY_TOLERANCE)
         if not abs(difference) <= allowed:
             missed.append(f"final accuracy differs by {difference:+.3f}, more than {allowed:.3f}")
     return missed

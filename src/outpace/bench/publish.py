@@ -1,9 +1,9 @@
-"""`outpace bench publish`: how long publishing holds the learner up, against one copy of the same weights in memory.
+"""`outpace bench publish`: how long publishing blocks the learner, compared with one in-memory copy of the weights.
 
-A policy of SmolLM2-135M's shape, with random weights, in the real learner. In every round, on the learner's own compute
-thread, its tensors are copied once into memory that is in use already, then a little of them is changed, then they are
-published. So both sides are of one process, one thread count and one moment; a busy machine slows both. Publishes into
-a buffer that was never used before are shown apart: they are the first two or three of a run.
+Uses the real learner with a randomly initialized policy of SmolLM2-135M's shape. Every round runs on the learner's
+compute thread: copy the tensors once into memory that is already mapped, change some of them, publish. Both sides are
+thus measured in one process, with one thread count and at the same time; a busy machine slows both. Publishes into a
+buffer that was never used before, the first two or three of a run, are reported separately.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from outpace.learn.learner import TorchLearner
 
 LIMIT = 1.5
-"""How many copies of the weights a publish may hold the learner up for."""
+"""Longest time that a publish may block the learner, in copies of the weights."""
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 49152,
@@ -47,27 +47,27 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 3,
     "tie_word_embeddings": True,
 }
-"""SmolLM2-135M's, which has 30 such layers."""
+"""Shape of SmolLM2-135M, which has 30 such layers."""
 
 CHANGED = 50
-"""One weight in so many is changed by a step, as in reinforcement learning with bfloat16 weights."""
+"""A step changes one weight in this many, as in reinforcement learning with bfloat16 weights."""
 
 WARM_UP = 1  # rounds
 
 PAUSE_S = 0.5
-"""Between rounds, in place of the step: what is done beside training has some time for it."""
+"""Pause between rounds in place of a training step, during which background work can finish."""
 
 CASES: dict[str, dict[str, Any]] = {"whole": {"weights.delta": False}, "with deltas": {"weights.delta": True}}
 
 
 @dataclass(frozen=True)
 class Round:
-    """Seconds. `held_s` is of the compute thread, `sealed_s` what came after it on another."""
+    """Times in seconds. `held_s` is spent on the compute thread, `sealed_s` afterwards on another thread."""
 
     copy_s: float
     held_s: float
     sealed_s: float
-    fresh: bool  # into a buffer that was never used before
+    fresh: bool  # published into a buffer that was never used before
 
     @property
     def ratio(self) -> float:
@@ -79,7 +79,7 @@ class Case:
     parameters: int
     nbytes: int  # of one snapshot
     threads: int
-    delta_nbytes: int  # of the last delta; 0: there was none
+    delta_nbytes: int  # of the last delta; 0 without deltas
     rounds: list[Round] = field(repr=False)
 
     @property
@@ -105,9 +105,9 @@ def _median(rounds: Sequence[Round], name: str) -> float:
     return float(statistics.median(getattr(each, name) for each in rounds))
 
 
-HELP = """how long publishing holds the learner up, against one copy of the same weights in memory
-  --parameters N   size of the model in millions (32 or more; 135M means the same as 135)
-  --rounds N       publishes that are measured, with whole weights and again with deltas; each takes a second or so
+HELP = """how long publishing blocks the learner, compared with one in-memory copy of the weights
+  --parameters N   model size in millions (at least 32; 135M means the same as 135)
+  --rounds N       publishes to measure, once with whole weights and once with deltas; each takes about a second
 """
 
 
@@ -116,26 +116,26 @@ def main(words: Sequence[str]) -> int:
         print(HELP)
     numbers = [re.sub(r"(?<=\d)M$", "", word) for word in words]
     options, settings = take_options(numbers, {"parameters": 135, "rounds": 15})
-    _layers(options["parameters"])  # refused before anything is loaded
+    _layers(options["parameters"])  # rejects a bad size before anything is loaded
     cases = run(parse_arguments(settings), **options)
     print_table(cases)
     print(json.dumps({name: case.summary() for name, case in cases.items()}))
     missed = missed_bars(cases)
-    for bar in missed:
-        print(f"missed: {bar}")
+    for message in missed:
+        print(f"missed: {message}")
     return 1 if missed else 0
 
 
 def missed_bars(cases: dict[str, Case]) -> list[str]:
     return [
-        f"publishing ({name}) holds the learner up for {case.ratio:.2f} copies of its weights, the limit is {LIMIT}"
+        f"publishing ({name}) blocks the learner for {case.ratio:.2f} copies of its weights, the limit is {LIMIT}"
         for name, case in cases.items()
         if not case.ratio <= LIMIT
     ]
 
 
 def run(settings: dict[str, Any], parameters: int, rounds: int) -> dict[str, Case]:
-    """`parameters` in millions."""
+    """Run all cases. `parameters` is in millions."""
     return {
         name: asyncio.run(_measure(resolve(make_config({**settings, **own})), parameters, rounds))
         for name, own in CASES.items()
@@ -143,26 +143,26 @@ def run(settings: dict[str, Any], parameters: int, rounds: int) -> dict[str, Cas
 
 
 async def _measure(config: Config, parameters: int, rounds: int) -> Case:
-    scratch = await asyncio.to_thread(Scratch)
+    runtime_dir = await asyncio.to_thread(Scratch)
     try:
         with temporary_directory("publish") as journal:
-            learner = await asyncio.to_thread(_learner, config, parameters, scratch.path, journal)
+            learner = await asyncio.to_thread(_learner, config, parameters, runtime_dir.path, journal)
             try:
                 return await _rounds(learner, config, rounds)
             finally:
                 await learner.close()
     finally:
-        await asyncio.to_thread(scratch.remove)
+        await asyncio.to_thread(runtime_dir.remove)
 
 
-def _learner(config: Config, parameters: int, scratch: Path, journal: Path) -> TorchLearner:
+def _learner(config: Config, parameters: int, directory: Path, journal: Path) -> TorchLearner:
     from outpace.learn.learner import TorchLearner
     from outpace.learn.settings import LearnerSettings
 
     settings = LearnerSettings(
         config=config,
         journal=journal,
-        snapshots=scratch / "weights",
+        snapshots=directory / "weights",
         incarnation="bench",
         threads=learner_threads(config),
     )
@@ -170,7 +170,7 @@ def _learner(config: Config, parameters: int, scratch: Path, journal: Path) -> T
 
 
 def _policy(parameters: int) -> PreTrainedModel:
-    """With as many layers as come nearest to so many millions of parameters."""
+    """Build a model with the number of layers that comes closest to this many million parameters."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(LlamaConfig(**SHAPE, num_hidden_layers=_layers(parameters)))  # type: ignore[no-untyped-call]
@@ -184,7 +184,7 @@ def _layers(parameters: int) -> int:
     layers: int = round((parameters * 1e6 - embeddings) / layer)
     if layers < 1:
         smallest = math.ceil((embeddings + layer) / 1e6)
-        raise BadInput(f"--parameters: {parameters} million are too few for this shape; use {smallest} or more")
+        raise BadInput(f"--parameters: {parameters} million is too small for this model shape; use at least {smallest}")
     return layers
 
 
@@ -216,7 +216,7 @@ def _without_warm_up(rounds: list[Round]) -> list[Round]:
 
 
 class _Copy:
-    """One memory copy of the tensors that are published, into memory that is there, in the dtype of publishing."""
+    """Copies the published tensors once, into memory that is already mapped, in the published dtype."""
 
     def __init__(self, core: LearnerCore, dtype: str) -> None:
         import torch
@@ -237,7 +237,7 @@ class _Copy:
 
 
 def _step(core: LearnerCore) -> None:
-    """As far as publishing can tell."""
+    """Change the weights and the version as a training step does."""
     import torch
 
     with torch.no_grad():
@@ -249,7 +249,9 @@ def _step(core: LearnerCore) -> None:
 def print_table(cases: dict[str, Case], console: Console | None = None) -> None:
     some = next(iter(cases.values()))
     title = f"{some.parameters / 1e6:.1f}M parameters, {some.nbytes / 1e6:.0f} MB, {some.threads} threads"
-    table = Table("", "one copy", "publish holds the learner", "copies", "first ones", "sealing, beside it", box=None)
+    table = Table(
+        "", "one copy", "publish blocks the learner", "copies", "first ones", "sealing (background)", box=None
+    )
     for name, case in cases.items():
         table.add_row(
             name,

@@ -1,1 +1,1 @@
-"""What survives: the journal of finished groups, atomic checkpoints, export."""
+"""Durable state: atomic checkpoints, the journal of finished groups, the turn log, model export."""

@@ -1,18 +1,24 @@
-"""Atomic checkpoint directories.
+"""Atomic checkpoint directories, durable writes, and which checkpoint is the best.
 
-A checkpoint is written into a hidden temporary directory and becomes `step-000100` by one rename, after everything
-in it has reached the disk and `manifest.json` lists every file with its size and CRC-32.
+    begin ─▶ .unfinished-step-000100 ─▶ fsync files, manifest.json, directories ─▶ rename ─▶ step-000100
+
+`manifest.json` lists every file with its size and CRC-32. The directory is renamed only after everything in it is on
+the disk.
 
 Invariants
-- A directory named `step-…` was whole when it got its name. What a kill leaves behind has another name, and goes with
-  the next `clean`.
-- A checkpoint that makes way for another one of its step is called `.replaced-step-…` until that has its name: there is
-  a whole one to be found at any moment.
-- `newest_complete` checks every byte, and falls back to the newest one that passes.
-- A complete checkpoint is removed only while a newer complete one stays, and loses its name before its first file.
-- One process writes, and only it changes anything; whoever reads only looks, also while a run is at it.
+- A directory named `step-…` was complete when it got its name. A killed writer leaves only directories with other
+  names, which the next `clean` removes.
+- A checkpoint being replaced by another one of the same step is named `.replaced-step-…` until the new one has its
+  name, so a complete one can be found at any moment.
+- `newest_complete` checks every byte, and falls back to the newest checkpoint that passes.
+- A complete checkpoint is removed only while a newer complete one remains. It is renamed before its first file is
+  deleted.
+- One process writes. Readers change nothing and may read while a run is writing.
 
-Everything here but `begin` blocks on the disk: call it off the event loop.
+The best checkpoint is the one with the highest held-out reward. Only evaluated versions with a checkpoint are compared;
+of equals, the newest wins.
+
+Everything here except `begin` blocks on the disk: call it off the event loop.
 """
 
 from __future__ import annotations
@@ -56,37 +62,37 @@ class CheckpointManifest(msgspec.Struct, frozen=True):
 
 
 def begin(root: str | Path, step: int) -> Path:
-    """An empty directory to write the checkpoint of `step` into. Takes no time: nothing is removed here."""
+    """Create an empty directory to write the checkpoint of `step` into. Fast: it deletes nothing."""
     root = Path(root)
     root.mkdir(parents=True, exist_ok=True)
     temporary = root / f"{_UNFINISHED}{_name(step)}"
-    if temporary.exists():  # its writer was killed
-        _set_apart(temporary)
+    if temporary.exists():  # left by a killed writer
+        _unname(temporary)
     temporary.mkdir()
     crash.reached("commit.begin")
     return temporary
 
 
 def commit(temporary: Path) -> Path:
-    """Make it a checkpoint, or raise and leave nothing of it; complete ones stay whatever happens."""
+    """Turn the directory into a checkpoint. On error, discard it and raise. Complete checkpoints are never lost."""
     root, target = temporary.parent, temporary.parent / temporary.name.removeprefix(_UNFINISHED)
     try:
-        _complete(temporary, step_of(target))
+        _write_manifest(temporary, step_of(target))
         crash.reached("commit.before_rename")
-        _settle_replaced(root)
-        _give_name(temporary, target)
+        _finish_replacement(root)
+        _rename_to_step(temporary, target)
     except BaseException:
         discard(temporary)
-        _settle_replaced(root)
+        _finish_replacement(root)
         raise
     crash.reached("commit.after_rename")
-    _settle_replaced(root)
+    _finish_replacement(root)
     return target
 
 
-def _complete(temporary: Path, step: int) -> None:
-    """Everything on the disk, and listed."""
-    entries = [_seal(path, temporary) for path in sorted(temporary.rglob("*")) if path.is_file()]
+def _write_manifest(temporary: Path, step: int) -> None:
+    """Fsync all files and directories, and write the manifest."""
+    entries = [_sync_and_hash(path, temporary) for path in sorted(temporary.rglob("*")) if path.is_file()]
     crash.reached("commit.before_manifest")
     manifest = CheckpointManifest(step=step, files=entries)
     (temporary / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
@@ -95,26 +101,26 @@ def _complete(temporary: Path, step: int) -> None:
         sync(folder)
 
 
-def _give_name(temporary: Path, target: Path) -> None:
+def _rename_to_step(temporary: Path, target: Path) -> None:
     if target.exists():
-        os.rename(target, _aside(target))
+        os.rename(target, _replaced_path(target))
         crash.reached("commit.set_aside")
     os.rename(temporary, target)
     try:
         sync(target.parent)
     except OSError:
-        os.rename(target, temporary)  # a name that may be gone with the power is none to rely on
+        os.rename(target, temporary)  # not durable: a power loss could undo the rename
         raise
 
 
 def discard(temporary: Path) -> None:
-    """Give up a checkpoint that was begun."""
+    """Delete an unfinished checkpoint."""
     shutil.rmtree(temporary, ignore_errors=True)
 
 
 def clean(root: str | Path) -> None:
-    """Remove what killed writers left behind. One writer per directory: nobody else's work is in there."""
-    _settle_replaced(Path(root))
+    """Remove what killed writers left. Safe because a directory has only one writer."""
+    _finish_replacement(Path(root))
     for path in Path(root).glob(f"{_UNFINISHED}*"):
         log.warning("removing %s: its writer did not finish", path)
         _erase(path)
@@ -123,30 +129,32 @@ def clean(root: str | Path) -> None:
 
 
 def prune(root: str | Path, keep: int, best: int | None = None) -> list[Path]:
-    """Remove all but the newest `keep` whole checkpoints and that of step `best`, and broken ones older than the newest
-    whole one.
+    """Remove all complete checkpoints except the newest `keep` and step `best`, and incomplete ones older than the
+    newest complete one.
 
-    Wholeness is judged by names and sizes: the newest was just written and read back when it was sealed."""
+    Checks only file names and sizes: the newest checkpoint was read back for its checksums when it was written."""
     assert keep >= 1, "the last complete checkpoint is never removed"
     crash.reached("prune.before")
-    removed, whole = [], 0
+    removed, complete = [], 0
     for path in _newest_first(Path(root)):
-        is_whole = _is_plausible(path)
-        whole += is_whole
-        is_wanted = is_whole and (whole <= keep or step_of(path) == best)
-        if whole and not is_wanted:
+        is_complete = _sizes_match(path)
+        complete += is_complete
+        is_wanted = is_complete and (complete <= keep or step_of(path) == best)
+        if complete and not is_wanted:
             _remove(path)
             removed.append(path)
     return removed
 
 
 def go_back(root: str | Path, step: int) -> None:
-    """The run goes on from this step: what killed writers left goes, and so do newer checkpoints. They are damaged, or
-    the newest would have been taken; counted as newest, they would keep `prune` from keeping the good ones."""
+    """Prepare to resume from `step`: clean up, and remove newer checkpoints.
+
+    Newer ones are damaged, or the run would resume from them. If kept, `prune` would count them as newest and delete
+    good ones."""
     clean(root)
     for path in _newest_first(Path(root)):
         if step_of(path) > step:
-            log.warning("removing %s: it is damaged, and the run goes on from step %d", path, step)
+            log.warning("removing damaged checkpoint %s: resuming from step %d", path, step)
             _remove(path)
 
 
@@ -154,30 +162,30 @@ def go_back(root: str | Path, step: int) -> None:
 
 
 def newest_complete(root: str | Path) -> Path | None:
-    """The newest checkpoint whose every byte is as it was written; None if there is none."""
+    """Return the newest checkpoint whose files all match the manifest, or None."""
     for path in _newest_first(Path(root)):
         try:
             verify(path)
         except CorruptData as error:
-            log.warning("checkpoint %s is not complete (%s); trying the one before", path, error)
+            log.warning("checkpoint %s is incomplete or damaged (%s); trying the previous one", path, error)
         else:
             return path
     return None
 
 
 def verify(checkpoint: str | Path) -> CheckpointManifest:
-    """Check every file against the manifest, or raise CorruptData."""
+    """Check every file against the manifest. Raises `CorruptData`."""
     checkpoint = Path(checkpoint)
     manifest = read_manifest(checkpoint)
     for entry in manifest.files:
         try:
-            if not _has_size(checkpoint, entry):
-                raise CorruptData(f"{entry.path} is missing or has another size")
+            if not _size_matches(checkpoint, entry):
+                raise CorruptData(f"{entry.path} is missing or has the wrong size")
             found = _crc32(checkpoint / entry.path)
-        except OSError as error:  # a broken disk, or another process that has just removed it
+        except OSError as error:  # disk error, or removed by another process meanwhile
             raise CorruptData(f"{entry.path} cannot be read: {error}") from None
         if found != entry.crc32:
-            raise CorruptData(f"{entry.path} is not what was written")
+            raise CorruptData(f"{entry.path} does not match its checksum")
     return manifest
 
 
@@ -185,11 +193,11 @@ def read_manifest(checkpoint: str | Path) -> CheckpointManifest:
     try:
         manifest = msgspec.json.decode((Path(checkpoint) / MANIFEST).read_bytes(), type=CheckpointManifest)
     except (OSError, msgspec.DecodeError) as error:
-        raise CorruptData(f"no readable {MANIFEST}: {error}") from None
+        raise CorruptData(f"cannot read {MANIFEST}: {error}") from None
     for entry in manifest.files:
-        parts = PurePosixPath(entry.path)
-        if parts.is_absolute() or ".." in parts.parts:
-            raise CorruptData(f"{MANIFEST} names {entry.path!r}, outside the checkpoint")
+        relative = PurePosixPath(entry.path)
+        if relative.is_absolute() or ".." in relative.parts:
+            raise CorruptData(f"{MANIFEST} lists {entry.path!r}, which is outside the checkpoint")
     return manifest
 
 
@@ -198,14 +206,14 @@ def step_of(checkpoint: str | Path) -> int:
 
 
 def steps(root: str | Path) -> list[int]:
-    """Of all checkpoints, the newest first; whether they are whole is another question."""
+    """Return the steps of all checkpoints, newest first. They may be incomplete."""
     return [step_of(path) for path in _newest_first(Path(root))]
 
 
 def of_step(root: str | Path, step: int) -> Path:
-    """Where that checkpoint lies, if there is one."""
+    """Return the path of the checkpoint of `step`, whether or not it exists."""
     path = Path(root) / _name(step)
-    return _aside(path) if not path.exists() and _aside(path).exists() else path
+    return _replaced_path(path) if not path.exists() and _replaced_path(path).exists() else path
 
 
 # ------------------------------------------------------------------------------------------------------------ details
@@ -224,27 +232,27 @@ def _step_of(name: str) -> int:
 def _newest_first(root: Path) -> list[Path]:
     if not root.is_dir():
         return []
-    # Twice: what a writer sets aside and replaces meanwhile must not be missed under both names.
+    # List twice: a checkpoint renamed during one listing could be missed under both names.
     there = {path.name for _ in range(2) for path in root.iterdir() if path.is_dir()}
     found = {name.removeprefix(_REPLACED) for name in there if _STEP.fullmatch(name.removeprefix(_REPLACED))}
-    paths = [root / name if name in there else _aside(root / name) for name in found]
+    paths = [root / name if name in there else _replaced_path(root / name) for name in found]
     return sorted(paths, key=step_of, reverse=True)
 
 
-def _is_plausible(checkpoint: Path) -> bool:
+def _sizes_match(checkpoint: Path) -> bool:
     try:
         files = read_manifest(checkpoint).files
     except CorruptData:
         return False
-    return all(_has_size(checkpoint, entry) for entry in files)
+    return all(_size_matches(checkpoint, entry) for entry in files)
 
 
-def _has_size(checkpoint: Path, entry: FileEntry) -> bool:
+def _size_matches(checkpoint: Path, entry: FileEntry) -> bool:
     path = checkpoint / entry.path
     return path.is_file() and path.stat().st_size == entry.size
 
 
-def _seal(path: Path, root: Path) -> FileEntry:
+def _sync_and_hash(path: Path, root: Path) -> FileEntry:
     sync(path)
     return FileEntry(path.relative_to(root).as_posix(), path.stat().st_size, _crc32(path))
 
@@ -258,34 +266,34 @@ def _crc32(path: Path) -> int:
 
 
 def _remove(checkpoint: Path) -> None:
-    nameless = _set_apart(checkpoint)
-    sync(nameless.parent)
+    unnamed = _unname(checkpoint)
+    sync(unnamed.parent)
     crash.reached("prune.middle")
-    _erase(nameless)
+    _erase(unnamed)
 
 
-def _set_apart(directory: Path) -> Path:
-    """Take its name from it: half of a checkpoint must never be taken for one, not even for one that is broken."""
-    nameless = directory.parent / f"{_REMOVED}{uuid.uuid4().hex}"
-    os.rename(directory, nameless)
-    return nameless
+def _unname(directory: Path) -> Path:
+    """Rename the directory, so that a half-deleted checkpoint is never taken for a checkpoint."""
+    unnamed = directory.parent / f"{_REMOVED}{uuid.uuid4().hex}"
+    os.rename(directory, unnamed)
+    return unnamed
 
 
 def _erase(directory: Path) -> None:
-    """What stays, for whatever reason, has a name that nobody looks for, and is tried again by the next `clean`."""
+    """Delete a directory. What cannot be deleted is logged, and the next `clean` tries again."""
     shutil.rmtree(directory, onerror=lambda _, path, error: log.warning("cannot remove %s: %s", path, error[1]))
 
 
-def _aside(target: Path) -> Path:
-    """Where a checkpoint is while another one of the same step takes its name."""
+def _replaced_path(target: Path) -> Path:
+    """Return the path of a checkpoint while another one of the same step replaces it."""
     return target.parent / f"{_REPLACED}{target.name}"
 
 
-def _settle_replaced(root: Path) -> None:
-    """After a replacement, or a kill in the middle of one: back to its name if the other one did not get there."""
-    for aside in root.glob(f"{_REPLACED}*"):
-        target = root / aside.name.removeprefix(_REPLACED)
+def _finish_replacement(root: Path) -> None:
+    """Finish a replacement: delete the old checkpoint, or restore its name if the new one was never renamed."""
+    for replaced in root.glob(f"{_REPLACED}*"):
+        target = root / replaced.name.removeprefix(_REPLACED)
         if target.exists():
-            _erase(aside)
+            _erase(replaced)
         else:
-            os.rename(aside, target)
+            os.rename(replaced, target)

@@ -1,4 +1,4 @@
-"""Bytes and names that outlast the power going off."""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def sync(path: Path) -> None:
-    """Return when a file's bytes, or a directory's names, are on the disk."""
+    """Fsync a file, or a directory and the names in it."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -16,7 +16,7 @@ def sync(path: Path) -> None:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """The file is on the disk, not merely in a cache, when this returns."""
+    """Write a file and fsync it."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()

@@ -1,18 +1,4 @@
-"""Files of checksummed entries, which one process appends to and others read.
-
-    entry = mark, length of head, length of body, crc32 of all that follows the mark ─▶ head ─▶ body
-
-Heads are small and tell what an entry is about; whoever only looks for entries decodes no body.
-
-Invariants
-- An entry is whole or it is passed over: the checksum covers both lengths and every byte of both parts.
-- What is torn lies at the end of a file: an append that fails is undone, or nothing follows it.
-- The files of an owner are numbered upwards from the highest that exists. Whoever never removes its newest file never
-  gives a name twice, and places stay good as long as their files.
-
-A kill of the process loses nothing that was appended. Nothing waits for the disk: a machine that loses its power may
-lose the newest entries, and the checksums say which.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -39,11 +25,11 @@ _LENGTHS = struct.Struct("<II")
 _HEADER = struct.Struct("<4sIII")
 _NAME = re.compile(r"(?P<owner>.+)-(?P<number>\d{5,})\.(?P<kind>\w+)")
 _UNFINISHED = ".unfinished"
-_TEARS = ".torn" in os.environ.get("OUTPACE_CRASH", "")
+_TEAR_APPENDS = ".torn" in os.environ.get("OUTPACE_CRASH", "")
 
 
 class Entry(NamedTuple):
-    """One whole entry, as it lies in its file."""
+    """One complete entry of a file."""
 
     place: Place
     head: memoryview
@@ -51,20 +37,20 @@ class Entry(NamedTuple):
 
 
 class Named(NamedTuple):
-    """What the name of a file says: who wrote it, and which of theirs it is."""
+    """Parsed file name: the owner that writes it, and its number."""
 
     owner: str
     number: int
 
 
 def named(file: str, kind: str) -> Named | None:
-    """None: it is none of ours, or of another kind."""
+    """Parse a file name. Returns None for foreign files and other kinds."""
     match = _NAME.fullmatch(file)
     return Named(match["owner"], int(match["number"])) if match and match["kind"] == kind else None
 
 
 def files_of(directory: Path, kind: str) -> list[Path]:
-    """All files of that kind, by owner and number. Foreign files are none of our business."""
+    """Return all files of that kind, sorted by owner and number. Foreign files are ignored."""
     found = [(name, path) for path in directory.glob("*") if (name := named(path.name, kind))]
     return [path for _, path in sorted(found)]
 
@@ -73,32 +59,33 @@ def files_of(directory: Path, kind: str) -> list[Path]:
 
 
 def packed(head: bytes, body: bytes) -> list[bytes]:
-    """The pieces of an entry."""
+    """Return the header, head and body of an entry."""
     checksum = zlib.crc32(body, zlib.crc32(head, _crc_of_lengths(len(head), len(body))))
     return [_HEADER.pack(_MARK, len(head), len(body), checksum), head, body]
 
 
 class EntryFile:
-    """The file that its owner appends to. One thread at a time."""
+    """File that one owner appends entries to. Not thread-safe."""
 
     def __init__(self, directory: Path, owner: str, kind: str) -> None:
         self.path = directory / _next_name(directory, owner, kind)
         self.size = 0
-        self._torn = f"{kind}.torn"
+        self._crash_point = f"{kind}.torn"
         self._file = io.FileIO(self.path, "xb")
 
     def append(self, pieces: list[bytes]) -> Place:
-        """After an `OSError` the end of the file may be torn: nothing may follow unless it is `undone`."""
-        if _TEARS:
-            self._append_in_two(pieces)
+        """Append an entry. After an `OSError` the end of the file may be torn: append nothing more before `undo_append`
+        has returned True."""
+        if _TEAR_APPENDS:
+            self._append_in_two_steps(pieces)
         elif os.writev(self._file.fileno(), pieces) != sum(map(len, pieces)):
-            raise OSError(f"{self.path} took a part of an entry only: is the disk full?")
+            raise OSError(f"{self.path}: only part of an entry was written; is the disk full?")
         place = Place(self.path.name, self.size, sum(map(len, pieces)))
         self.size += place.length
         return place
 
     def undone(self) -> bool:
-        """Whether what a failed append left could be cut off."""
+        """Cut off what a failed append left. Returns whether that succeeded."""
         try:
             self._file.truncate(self.size)
             self._file.seek(self.size)
@@ -109,17 +96,18 @@ class EntryFile:
     def close(self) -> None:
         self._file.close()
 
-    def _append_in_two(self, pieces: list[bytes]) -> None:
-        """For those who want to see what a kill in between leaves."""
+    def _append_in_two_steps(self, pieces: list[bytes]) -> None:
+        """Write in two steps with a crash point between them, for fault-injection tests."""
         whole = b"".join(pieces)
         self._file.write(whole[: len(whole) // 2])
-        crash.reached(self._torn)
+        crash.reached(self._crash_point)
         self._file.write(whole[len(whole) // 2 :])
 
 
 def copied(directory: Path, owner: str, kind: str, places: Iterable[Place], limit: int) -> list[Place]:
-    """Entries copied byte for byte into fresh files of about `limit` bytes; each file gets its name once all of it is
-    on the disk. The originals stay: whoever is killed meanwhile leaves some entries in two files."""
+    """Copy entries byte for byte into new files of about `limit` bytes, and return their new places.
+
+    Each file gets its name once it is on the disk. The originals stay, so a kill leaves some entries in two files."""
     result: list[Place] = []
     pending: list[memoryview] = []
     size = 0
@@ -127,13 +115,14 @@ def copied(directory: Path, owner: str, kind: str, places: Iterable[Place], limi
         pending.append(_verified(directory / place.segment, place))
         size += place.length
         if size >= limit:
-            result += _sealed(directory, owner, kind, pending)
+            result += _write_file(directory, owner, kind, pending)
             pending, size = [], 0
-    return result + (_sealed(directory, owner, kind, pending) if pending else [])
+    return result + (_write_file(directory, owner, kind, pending) if pending else [])
 
 
 def remove_but(directory: Path, kind: str, keep: set[str]) -> None:
-    """Delete every other file of that kind, and what killed writers left unfinished. Nobody else may be writing."""
+    """Delete all files of that kind not in `keep`, and unfinished files of killed writers. Requires that no other
+    process is writing."""
     for path in directory.glob(f".*.{kind}{_UNFINISHED}"):
         path.unlink()
     for path in files_of(directory, kind):
@@ -148,7 +137,7 @@ def _next_name(directory: Path, owner: str, kind: str) -> str:
     return f"{owner}-{max(taken, default=-1) + 1:05d}.{kind}"
 
 
-def _sealed(directory: Path, owner: str, kind: str, entries: list[memoryview]) -> list[Place]:
+def _write_file(directory: Path, owner: str, kind: str, entries: list[memoryview]) -> list[Place]:
     name = _next_name(directory, owner, kind)
     unfinished = directory / f".{name}{_UNFINISHED}"
     try:
@@ -158,7 +147,7 @@ def _sealed(directory: Path, owner: str, kind: str, entries: list[memoryview]) -
             file.flush()
             os.fsync(file.fileno())
     except OSError:
-        unfinished.unlink(missing_ok=True)  # on a full disk somebody needs the space
+        unfinished.unlink(missing_ok=True)  # free the space on a full disk
         raise
     crash.reached(f"{kind}.copied")
     os.rename(unfinished, directory / name)
@@ -172,20 +161,20 @@ def _sealed(directory: Path, owner: str, kind: str, entries: list[memoryview]) -
 
 
 def read_entry(path: Path, place: Place) -> Entry:
-    """The entry at `place`; raises `CorruptData` unless it is whole."""
+    """Return the entry at `place`. Raises `CorruptData` if it is torn or damaged."""
     return _split(place, _verified(path, place))
 
 
 def scan(path: Path, start: int = 0) -> Iterator[Entry]:
-    """Every whole entry, one at a time in memory. What is torn or damaged is passed over, with a word in the log."""
+    """Yield every complete entry, holding one in memory at a time. Torn or damaged bytes are skipped with a warning."""
     with open(path, "rb") as file:
         size, offset = os.fstat(file.fileno()).st_size, start
         while offset < size:
-            entry = _whole_at(file, path.name, offset)
+            entry = _entry_at(file, path.name, offset)
             if entry is None:
-                entry = _next_whole(file, path.name, offset + 1)
+                entry = _next_entry(file, path.name, offset + 1)
                 until = size if entry is None else entry.place.offset
-                log.warning("%s: bytes %d to %d are torn or damaged, and passed over", path, offset, until)
+                log.warning("%s: skipping bytes %d to %d, which are torn or damaged", path, offset, until)
                 if entry is None:
                     return
             yield entry
@@ -196,36 +185,36 @@ def _verified(path: Path, place: Place) -> memoryview:
     with open(path, "rb") as file:
         data = os.pread(file.fileno(), place.length, place.offset)
     if len(data) != place.length:
-        raise CorruptData(f"journal entry {place} is cut short")
-    if not _is_whole(data):
+        raise CorruptData(f"journal entry {place} is truncated")
+    if not _is_intact(data):
         raise CorruptData(f"journal entry {place} does not match its checksum")
     return memoryview(data)
 
 
-def _whole_at(file: BinaryIO, name: str, offset: int) -> Entry | None:
+def _entry_at(file: BinaryIO, name: str, offset: int) -> Entry | None:
     header = os.pread(file.fileno(), _HEADER.size, offset)
     if len(header) < _HEADER.size or not header.startswith(_MARK):
         return None
     _, head, body, _ = _HEADER.unpack(header)
     length = _HEADER.size + head + body
     if offset + length > os.fstat(file.fileno()).st_size:
-        return None  # before memory is taken for what a damaged length promises
+        return None  # checked before reading: a damaged length could allocate huge memory
     data = os.pread(file.fileno(), length, offset)
-    return _split(Place(name, offset, length), memoryview(data)) if _is_whole(data) else None
+    return _split(Place(name, offset, length), memoryview(data)) if _is_intact(data) else None
 
 
-def _next_whole(file: BinaryIO, name: str, start: int) -> Entry | None:
+def _next_entry(file: BinaryIO, name: str, start: int) -> Entry | None:
     file.seek(start)
     rest = file.read()
     found = rest.find(_MARK)
     while found >= 0:
-        if entry := _whole_at(file, name, start + found):
+        if entry := _entry_at(file, name, start + found):
             return entry
         found = rest.find(_MARK, found + 1)
     return None
 
 
-def _is_whole(data: bytes) -> bool:
+def _is_intact(data: bytes) -> bool:
     if len(data) < _HEADER.size:
         return False
     header: tuple[bytes, int, int, int] = _HEADER.unpack_from(data)

@@ -1,9 +1,10 @@
-"""A trained policy as a Hugging Face directory, or its adapters as a PEFT folder.
+"""Exports a trained policy as a Hugging Face model directory, or its LoRA adapters as a PEFT directory.
 
-Weights come from the newest complete checkpoint, or from the best one by held-out reward; config, tokenizer and chat
-template from the model the run started from. The directory is made under another name and renamed when it is whole.
+Weights come from the newest complete checkpoint, or from the best one by held-out reward. Config, tokenizer and chat
+template come from the base model of the run. The directory is written under a temporary name and renamed when it is
+complete.
 
-Only a checkpoint of adapters that is to be a whole model needs torch: the adapters are worked into that model.
+torch is needed only to merge adapters into the base model.
 """
 
 from __future__ import annotations
@@ -41,20 +42,21 @@ _COMPANIONS = (
     "LICENSE*",
 )
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
-_MAX_HEADER = 100_000_000  # the limit of the format
+_MAX_HEADER = 100_000_000  # limit of the safetensors format
 
 
 def export(run_or_checkpoint_dir: str | Path, out_dir: str | Path, best: bool = False, adapter: bool = False) -> Path:
-    """Write the policy of a run, or of one of its checkpoints, to `out_dir`. With `best`, of a run's checkpoints the
-    one with the best held-out reward, and not the newest. With `adapter`, the adapters that were trained and not the
-    model that they make."""
+    """Write the policy of a run or checkpoint to `out_dir`.
+
+    `best` selects the checkpoint with the best held-out reward instead of the newest. `adapter` writes only the trained
+    adapters instead of the merged model."""
     given, out = Path(run_or_checkpoint_dir), Path(out_dir)
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise BadInput(f"export: {out} exists and is not an empty directory")
     run, checkpoint = _find(given, best)
     adapters = next(iter(sorted(checkpoint.rglob(ADAPTER_WEIGHTS))), None)
     if adapter and adapters is None:
-        raise BadInput(f"--adapter: {checkpoint} holds no adapters; the run trained the model itself")
+        raise BadInput(f"--adapter: {checkpoint} has no adapters; the run trained the full model")
     weights = adapters or _find_weights(checkpoint)
     model = _model_of(run)
     try:
@@ -76,12 +78,12 @@ def export(run_or_checkpoint_dir: str | Path, out_dir: str | Path, best: bool = 
 
 
 def _find(given: Path, best: bool) -> tuple[Path, Path]:
-    """The run directory and the checkpoint to export."""
+    """Return the run directory and the checkpoint to export."""
     if not given.is_dir():
-        raise BadInput(f"export: there is no directory {given}")
+        raise BadInput(f"export: {given} is not a directory")
     if (given / MANIFEST).is_file():
         if best:
-            raise BadInput(f"--best: chooses among the checkpoints of a run, and {given} is one of them")
+            raise BadInput(f"--best: needs a run directory, but {given} is a checkpoint")
         try:
             verify(given)
         except CorruptData as error:
@@ -101,7 +103,7 @@ def _best_complete(run: Path) -> Path | None:
         try:
             verify(checkpoint)
         except CorruptData as error:
-            log.warning("checkpoint %s is not complete (%s); trying the next best", checkpoint, error)
+            log.warning("checkpoint %s is incomplete or damaged (%s); trying the next best", checkpoint, error)
         else:
             return checkpoint
     return None
@@ -110,24 +112,24 @@ def _best_complete(run: Path) -> Path | None:
 def _find_weights(checkpoint: Path) -> Path:
     found = sorted(checkpoint.rglob(WEIGHTS))
     if not found:
-        raise BadInput(f"export: {checkpoint} holds no {WEIGHTS}")
+        raise BadInput(f"export: {checkpoint} has no {WEIGHTS}")
     return found[0]
 
 
 def _model_of(run: Path) -> dict[str, Any]:
-    """The settings of the model that the run started from."""
+    """Return the `[model]` settings of the run."""
     try:
         config = tomllib.loads((run / "config.toml").read_text())
     except (OSError, ValueError) as error:
         raise BadInput(f"export: cannot read {run / 'config.toml'}: {error}") from None
     model: dict[str, Any] = config.get("model", {})
     if not isinstance(model.get("path"), str):
-        raise BadInput(f"export: {run / 'config.toml'} does not say model.path")
+        raise BadInput(f"export: {run / 'config.toml'} does not set model.path")
     return model
 
 
 def _copy(model: dict[str, Any], weights: Path, target: Path) -> None:
-    from outpace.models.loading import resolve_model  # may build or unpack a model: only when asked for
+    from outpace.models.loading import resolve_model  # lazy: may build or unpack a model
 
     source = Path(resolve_model(model["path"]))
     for companion in _companions(source):
@@ -138,7 +140,7 @@ def _copy(model: dict[str, Any], weights: Path, target: Path) -> None:
         shutil.copyfile(weights, target / WEIGHTS)
     config_path = target / "config.json"
     if not config_path.is_file():
-        raise BadInput(f"export: {source} holds no config.json")
+        raise BadInput(f"export: {source} has no config.json")
     config = json.loads(config_path.read_text())
     dtype = _dtype(target / WEIGHTS)
     if dtype is not None:
@@ -157,13 +159,15 @@ def _merge(model: dict[str, Any], adapters: Path, target: Path) -> None:
 
     trusted = bool(model.get("trust_remote_code", False))
     loaded = load_model(model["path"], dtype="float32", device="cpu", trust_remote_code=trusted)
-    inside = Adapters(loaded, read_adapter(adapters.with_name(ADAPTER_CONFIG).read_bytes()))
-    inside.load(load_file(adapters))
-    save_file(distinct_tensors(inside.merged(torch.float32)), target, metadata={"format": "pt"})
+    adapted = Adapters(loaded, read_adapter(adapters.with_name(ADAPTER_CONFIG).read_bytes()))
+    adapted.load(load_file(adapters))
+    save_file(distinct_tensors(adapted.merged(torch.float32)), target, metadata={"format": "pt"})
 
 
 def _copy_adapters(model: str, adapters: Path, target: Path) -> None:
-    """What peft, transformers and vLLM load on top of the model. It is named by its place unless it is on the hub."""
+    """Write the files that peft, transformers and vLLM load on top of the base model.
+
+    The base model is referenced by its hub name, or by its path if it is not on the hub."""
     from outpace.models.loading import resolve_model
 
     on_hub = "/" in model and not Path(model).expanduser().exists()
@@ -178,7 +182,7 @@ def _companions(source: Path) -> Iterator[Path]:
 
 
 def _dtype(weights: Path) -> str | None:
-    """The dtype most weights are stored in, by bytes; None if the format has no name for it here."""
+    """Return the dtype of most weight bytes, or None if it is not in `_DTYPES`."""
     nbytes: dict[str, int] = {}
     for entry in _header(weights).values():
         begin, end = entry["data_offsets"]

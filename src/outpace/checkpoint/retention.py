@@ -1,7 +1,4 @@
-"""Which checkpoint is the best one, by held-out reward.
-
-Only versions that were evaluated and have a checkpoint are compared. Of equals the newest is the best.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -16,19 +13,19 @@ REWARD = "eval/reward"
 
 
 def best_step(run: str | Path) -> int | None:
-    """The step of the best checkpoint of a run; None if none was evaluated."""
+    """Return the step of the best checkpoint of a run, or None if none was evaluated."""
     return next(iter(best_first(run)), None)
 
 
 def best_first(run: str | Path) -> list[int]:
-    """The steps of all checkpoints that were evaluated. Whether they are whole is another question."""
+    """Return the steps of all evaluated checkpoints, best first. They may be incomplete."""
     rewards = _rewards(Path(run) / EVALUATIONS)
     evaluated = [step for step in commit.steps(Path(run) / CHECKPOINTS) if step in rewards]
     return sorted(evaluated, key=lambda step: (rewards[step], step), reverse=True)
 
 
 def _rewards(path: Path) -> dict[int, float]:
-    """By version. One that was evaluated twice, before and after a resume, has its later reward."""
+    """Return held-out rewards by version. After a resume, the later evaluation of a version counts."""
     return {
         line["step"]: float(line[REWARD])
         for line in read_lines(path)

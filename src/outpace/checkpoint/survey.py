@@ -1,7 +1,4 @@
-"""What an earlier start of the run has left in its journal, and keeping only what is still of use.
-
-Everything here blocks on the disk: call it off the event loop, before any worker writes.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from outpace.types import Kept, Place
 log = logging.getLogger(__name__)
 
 NOBODY = "kept"
-"""The owner of what was compacted: no worker is called so, and nobody appends to it."""
+"""Owner of compacted files. No worker has this name, so nothing is appended to them."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +27,14 @@ class Found:
 
 
 def survey(directory: Path) -> list[Found]:
-    """Every finished group, by segment and place; what is torn or damaged is passed over, with a word in the log.
+    """Return every finished group in the journal, sorted by place. Torn or damaged entries are skipped with a warning.
 
-    A group that is there several times (its worker died before it could report, or a compaction was killed) is found
-    once: the copy whose newest token is the oldest, which fits every checkpoint that any of the others fits."""
+    A group stored several times (its worker died before reporting, or a compaction was killed) is returned once: the
+    copy with the lowest newest version, which is valid for every checkpoint that any other copy is valid for.
+
+    Blocks on the disk: call it off the event loop, before any worker writes."""
     chosen: dict[tuple[int, int], Found] = {}
-    for found in _everything(directory):
+    for found in _all_groups(directory):
         key = found.kept.order.position, found.kept.order.group
         known = chosen.get(key)
         if known is None or found.kept.report.newest < known.kept.report.newest:
@@ -44,18 +43,19 @@ def survey(directory: Path) -> list[Found]:
 
 
 def compact(directory: Path, keep: list[Found]) -> list[Found]:
-    """Copy what is kept into fresh segments, then delete all others; returns what is kept at its new places.
+    """Copy the groups in `keep` to new segments, then delete all others. Returns the groups at their new places.
 
-    Whenever this is killed, everything in `keep` is still there to be surveyed, some of it perhaps twice."""
+    After a kill at any point, a survey still finds everything in `keep`, possibly some of it twice. Blocks on the disk:
+    call it off the event loop, before any worker writes."""
     places = copied(directory, NOBODY, KIND, [found.place for found in keep], SEGMENT_BYTES)
     remove_but(directory, KIND, {place.segment for place in places})
     return [replace(found, place=place) for found, place in zip(keep, places, strict=True)]
 
 
-def _everything(directory: Path) -> Iterator[Found]:
+def _all_groups(directory: Path) -> Iterator[Found]:
     for path in files_of(directory, KIND):
         for entry in scan(path):
             try:
                 yield Found(entry.place, wire.decode(entry.head, Kept))
             except wire.WireError as error:
-                log.warning("%s: the entry at byte %d is passed over: %s", path, entry.place.offset, error)
+                log.warning("%s: skipping the entry at byte %d: %s", path, entry.place.offset, error)

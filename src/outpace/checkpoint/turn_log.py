@@ -1,12 +1,4 @@
-"""Recording the answers of one worker as they come, on a thread of its own.
-
-    record, close_group ─▶ queue ─▶ thread ─▶ a file under the worker's name
-    find ◀───────────────────────── thread ◀─ the files of all workers, of this start of the run and of earlier ones
-
-Invariants
-- Whoever records does not wait for the disk, and nothing that goes wrong there costs more than a line in the log.
-- The files of a worker hold at most as much of closed groups as of open ones, and `SPARE_BYTES` more.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -37,14 +29,14 @@ log = logging.getLogger(__name__)
 
 SPARE_BYTES = 4 << 20
 MOST_WAITING = 2_000
-"""Answers that wait to be written; more than that are not recorded."""
+"""Maximum number of queued jobs. When it is reached, answers are not recorded."""
 GATHER_S = 0.05
-"""What comes within so short a time is written in one go: waking a thread costs more than writing."""
+"""Pause of the writer thread between batches: waking a thread costs more than writing."""
 
 Recorded = list[tuple[Answered, Generation]]
 
 
-class _Answer(NamedTuple):  # made on the event loop, and cheaper to make than others
+class _RecordJob(NamedTuple):  # created on the event loop; cheaper than a dataclass
     order: GroupOrder
     episode: int
     number: int
@@ -54,60 +46,60 @@ class _Answer(NamedTuple):  # made on the event loop, and cheaper to make than o
 
 
 @dataclass(frozen=True)
-class _Closing:
+class _CloseGroupJob:
     position: int
 
 
 @dataclass(frozen=True)
-class _Wanted:
+class _FindJob:
     position: int
     found: Future[Recorded]
 
 
-class _End:
+class _StopJob:
     pass
 
 
-_Job = _Answer | _Closing | _Wanted | _End
+_Job = _RecordJob | _CloseGroupJob | _FindJob | _StopJob
 
 
 class TurnLog:
-    """The answers of one worker, on the disk; only one log uses a name. Nothing is touched before the first job."""
+    """Records the answers of one worker. A name must have only one log. Creates no files before the first job."""
 
     def __init__(self, directory: Path, name: str, spare_bytes: int = SPARE_BYTES) -> None:
         self._writer = _Writer(directory, name, spare_bytes)
         self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
-        self._hurry = threading.Event()
+        self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
-        self._overrun = False
+        self._overflowed = False
 
     def record(
         self, order: GroupOrder, episode: int, number: int, prompt: Ints, sampling: Sampling, answer: Generation
     ) -> None:
         if self._jobs.qsize() < MOST_WAITING:
-            self._put(_Answer(order, episode, number, prompt, sampling, answer))
-        elif not self._overrun:
-            self._overrun = True
-            log.warning("the disk does not keep up: some answers of unfinished groups are not recorded")
+            self._put(_RecordJob(order, episode, number, prompt, sampling, answer))
+        elif not self._overflowed:
+            self._overflowed = True
+            log.warning("the disk is too slow: some answers of unfinished groups are not recorded")
 
     def close_group(self, position: int) -> None:
-        """What was recorded of this group is of no more use."""
+        """Mark the recorded answers of this group as no longer needed."""
         if self._thread is not None:
-            self._put(_Closing(position))
+            self._put(_CloseGroupJob(position))
 
     def find(self, position: int) -> Recorded:
-        """Everything there is of this position, also what still waits to be written. Blocks: call it off the loop."""
+        """Return all answers of this position, including queued ones. Blocks: call it off the event loop."""
         found: Future[Recorded] = Future()
-        self._put(_Wanted(position, found))
-        self._hurry.set()
+        self._put(_FindJob(position, found))
+        self._wake.set()
         return found.result()
 
     def close(self) -> None:
-        """What was recorded is on its way to the disk when this returns."""
+        """Write everything that is queued and stop the thread. Does not wait for the disk."""
         if self._thread is not None:
-            self._put(_End())
-            self._hurry.set()
+            self._put(_StopJob())
+            self._wake.set()
             self._thread.join()
             self._thread = None
 
@@ -125,49 +117,49 @@ class TurnLog:
     def _work(self) -> None:
         while True:
             job = self._jobs.get()
-            if isinstance(job, _End):
-                self._writer.leave()
+            if isinstance(job, _StopJob):
+                self._writer.stop()
                 return
-            self._writer.do(job)
+            self._writer.run(job)
             if self._jobs.empty():
-                self._hurry.wait(GATHER_S)
-                self._hurry.clear()
+                self._wake.wait(GATHER_S)
+                self._wake.clear()
 
 
 class _Writer:
-    """The thread's side: the files of this log, and what of them is still of use."""
+    """Runs on the writer thread: owns the files of this log and tracks which entries are still needed."""
 
     def __init__(self, directory: Path, name: str, spare_bytes: int) -> None:
         self._directory = directory
         self._name = name
-        self._spare = spare_bytes
-        self._shelf = Shelf(directory)
+        self._spare_bytes = spare_bytes
+        self._index = Shelf(directory)
         self._file: EntryFile | None = None
-        self._open: dict[int, list[Place]] = {}  # what of our own is of use, by position
+        self._open: dict[int, list[Place]] = {}  # entries of this log that are still needed, by position
         self._open_bytes = 0
         self._all_bytes = 0
-        self._adopted = False
-        self._troubled = False
+        self._took_over = False
+        self._failing = False
 
-    def do(self, job: _Answer | _Closing | _Wanted) -> None:
+    def run(self, job: _RecordJob | _CloseGroupJob | _FindJob) -> None:
         try:
-            self._adopt()
-            if isinstance(job, _Wanted):
+            self._take_over_files()
+            if isinstance(job, _FindJob):
                 job.found.set_result(self._find(job.position))
-            elif isinstance(job, _Closing):
+            elif isinstance(job, _CloseGroupJob):
                 self._close_group(job.position)
             else:
                 self._record(job)
-                self._troubled = False
-        except Exception as error:  # the boundary of the thread: recording is no reason to end a run
-            self._do_without(error)
-            if isinstance(job, _Wanted) and not job.found.done():
+                self._failing = False
+        except Exception as error:  # a recording error must not end the run
+            self._log_failure(error)
+            if isinstance(job, _FindJob) and not job.found.done():
                 job.found.set_result([])
 
-    def leave(self) -> None:
-        """For good. Files with nothing of use in them go."""
+    def stop(self) -> None:
+        """Close the file. Delete the files of this log if nothing in them is needed."""
         self._close()
-        if not self._open and self._adopted and not self._troubled:
+        if not self._open and self._took_over and not self._failing:
             for path in self._files():
                 path.unlink(missing_ok=True)
 
@@ -176,23 +168,23 @@ class _Writer:
             self._file.close()
             self._file = None
 
-    def _adopt(self) -> None:
-        """A worker that died has left files under our name: they are ours to tidy up."""
-        if self._adopted:
+    def _take_over_files(self) -> None:
+        """Take over files left under this name by a worker that died."""
+        if self._took_over:
             return
         self._directory.mkdir(parents=True, exist_ok=True)
-        self._shelf.refresh()
+        self._index.refresh()
         self._all_bytes = sum(path.stat().st_size for path in self._files())
-        self._adopted = True
-        for position in self._shelf.positions():
-            for place, _ in self._shelf.of(position):
+        self._took_over = True
+        for position in self._index.positions():
+            for place, _ in self._index.of(position):
                 if owner_of(place.segment) == self._name:
-                    self._note(position, place)
+                    self._add(position, place)
 
-    def _record(self, job: _Answer) -> None:
+    def _record(self, job: _RecordJob) -> None:
         asked = question(job.prompt, job.sampling)
         place = self._append(packed_answer(job.order, job.episode, job.number, asked, job.answer))
-        self._note(job.order.position, place)
+        self._add(job.order.position, place)
 
     def _close_group(self, position: int) -> None:
         closed = self._open.pop(position, None)
@@ -200,12 +192,12 @@ class _Writer:
             return
         self._open_bytes -= sum(place.length for place in closed)
         self._append(packed_closing(position))
-        if self._all_bytes - self._open_bytes > self._open_bytes + self._spare:
+        if self._all_bytes - self._open_bytes > self._open_bytes + self._spare_bytes:
             self._rewrite()
 
     def _find(self, position: int) -> Recorded:
-        self._shelf.refresh()
-        return list(read_answers(self._directory, self._shelf.of(position)))
+        self._index.refresh()
+        return list(read_answers(self._directory, self._index.of(position)))
 
     def _append(self, pieces: list[bytes]) -> Place:
         if self._file is None:
@@ -219,13 +211,14 @@ class _Writer:
         self._all_bytes += place.length
         return place
 
-    def _note(self, position: int, place: Place) -> None:
+    def _add(self, position: int, place: Place) -> None:
         self._open.setdefault(position, []).append(place)
         self._open_bytes += place.length
 
     def _rewrite(self) -> None:
-        """What is of use moves to fresh files, and the others go. One file stays in any case: it keeps its number from
-        being given again, under which another worker may remember what was there before."""
+        """Copy the needed entries to new files and delete the others.
+
+        One file always stays, so that its number is not reused: other workers may have indexed the old file."""
         self._close()
         before = [(position, place) for position, places in self._open.items() for place in places]
         before = [known for known in before if _is_readable(self._directory, known[1])]
@@ -237,23 +230,23 @@ class _Writer:
                 path.unlink()
         self._open, self._open_bytes = {}, 0
         for (position, _), place in zip(before, places, strict=True):
-            self._note(position, place)
+            self._add(position, place)
         self._all_bytes = self._open_bytes
 
     def _files(self) -> list[Path]:
         return [path for path in files_of(self._directory, KIND) if owner_of(path.name) == self._name]
 
-    def _do_without(self, error: Exception) -> None:
-        """One entry is lost; the next may do better. Of many in a row the first has a word in the log."""
-        if not self._troubled:
-            log.warning("answers of unfinished groups cannot be recorded: %s", error, exc_info=error)
-        self._troubled = True
+    def _log_failure(self, error: Exception) -> None:
+        """Log a lost entry. Of several failures in a row, only the first is logged."""
+        if not self._failing:
+            log.warning("cannot record answers of unfinished groups: %s", error, exc_info=error)
+        self._failing = True
 
 
 def _is_readable(directory: Path, place: Place) -> bool:
     try:
         read_entry(directory / place.segment, place)
     except (CorruptData, OSError) as error:
-        log.warning("a recorded answer is lost: %s", error)
+        log.warning("lost a recorded answer: %s", error)
         return False
     return True

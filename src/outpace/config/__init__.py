@@ -1,12 +1,11 @@
-"""Every setting, typed and strict; importing it loads no torch.
+"""Configuration: typed, strict settings. Importing this package does not load torch.
 
-sections, algorithm     what can be set
-loading, files          from files, command lines and dicts, and back
-text_values             text as a value of a type
-equivalents             names of other libraries' settings, for error messages
-presets, dependent      recipes, and defaults that follow from other settings
-rules, algorithm_rules  what is refused, in one line that starts with the key to change
-methods                 the functions that a config names, with the settings each takes
+sections, algorithm, engines      settings, one class per section; `algorithm` also looks up the configured functions
+load                              read files, command lines and dicts into a `Config`, and write it back as TOML
+section                           base class of the sections; parse command-line text by type
+other_libraries                   setting names of other libraries, for error messages
+presets, defaults                 named recipes, and defaults that depend on other settings
+validation, algorithm_validation  reject invalid combinations, in one line that starts with the key to change
 """
 
 from __future__ import annotations

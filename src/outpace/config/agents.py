@@ -1,4 +1,4 @@
-"""The settings of everything around an agent: its tools, its environment, its gateway, and judges of what it did."""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -10,81 +10,85 @@ from outpace.config.section import Section
 
 
 class ToolsConfig(Section):
-    """Functions and MCP servers that the model may call."""
+    """Tools: Python functions and MCP servers that the model can call."""
 
     functions: list[str] = []
-    """Typed, documented Python functions that the model may call, `package.module:function`; sync or async."""
+    """Python functions offered as tools, as `package.module:function`. They need type hints and a docstring; sync or
+    async."""
     mcp: list[str] = []
-    """MCP servers whose tools the model may call: each a URL, or a command line that speaks on its standard streams."""
+    """MCP servers offered as tools: each a URL, or a command line that uses the stdio transport."""
     timeout_s: float = Field(default=30.0, gt=0)
-    """How long one call may take before the model is told that it did not come back."""
+    """Timeout of one tool call. On timeout the model gets an error as the tool result."""
     max_result_chars: int = Field(default=16384, ge=16)
-    """A longer result is cut, and the model is told so."""
+    """Longer results are truncated, with a note to the model."""
 
 
 class EnvironmentConfig(Section):
-    """Multi-turn environments: kinds, isolation, limits."""
+    """Multi-turn environments: classes, isolation and limits.
+
+    To use a single environment, set `rollout.environment`.
+    """
 
     kinds: dict[str, str] = {}
-    """Several environments in one run: a name for each, `package.module:Class`. A column of the task chooses."""
+    """Several environments in one run: name to `package.module:Class`. The task column `column` selects one."""
     column: str = "environment"
-    """The column that names the kind."""
+    """Task column that holds the environment name."""
     isolation: Literal["thread", "process"] = "thread"
-    """Where plain methods run: on threads of the worker, or each environment in a process that can be killed."""
+    """Where sync methods run: on threads of the worker, or each environment in its own process, which can be killed."""
     reuse: bool = False
-    """Use an instance again for later episodes, after another `reset`, instead of making a fresh one each time."""
+    """Reuse an instance for later episodes after another `reset`, instead of creating a new one each time."""
     timeout_s: float = Field(default=60.0, gt=0)
-    """How long making an environment, `reset` or `get_reward` may take; a tool call has tools.timeout_s."""
+    """Timeout of the constructor, `reset` and `get_reward`. Tool calls use tools.timeout_s."""
     memory_mb: int | None = Field(default=None, ge=256)
-    """Address space of each environment's process; no limit when absent."""
+    """Address space limit of each environment process. Default: no limit."""
 
 
 class GatewayConfig(Section):
-    """The OpenAI-compatible endpoint for agents."""
+    """OpenAI-compatible endpoint for agents."""
 
     host: str = "127.0.0.1"
-    """The address on which a worker offers its OpenAI-compatible endpoint, once an agent asks for it."""
+    """Address that each worker binds its endpoint to. The endpoint starts when an agent first needs it."""
     port: int = Field(default=0, ge=0, le=65535)
-    """Its port; 0 takes a free one. With several workers the next ones take the following ports."""
+    """Port of the first worker's endpoint; further workers use the following ports. 0 picks free ports."""
 
 
 class JudgeConfig(Section):
-    """The model behind the reward function `judge`."""
+    """LLM judge used by the reward function `judge`."""
 
     base_url: str | None = None
-    """An OpenAI-compatible endpoint, such as `http://host:8000/v1`, for the reward function `judge`."""
+    """OpenAI-compatible endpoint of the judge, such as `http://host:8000/v1`."""
     model: str | None = None
-    """The name of the model that judges."""
+    """Model name sent to the endpoint."""
     api_key_env: str = "OPENAI_API_KEY"
-    """The environment variable that holds the key; a server that wants none may leave it unset."""
+    """Environment variable that holds the API key. May be unset if the server needs no key."""
     prompt: str | None = None
-    """What the judge is asked, with `{prompt}`, `{completion}` and columns in braces; absent: a question of our own."""
+    """Prompt template with `{prompt}`, `{completion}` and task columns in braces. Default: a built-in template."""
     scale: float = Field(default=10.0, gt=0)
-    """The score that counts as 1. The judge's number is divided by it, and cut to 0 and 1."""
+    """Score that counts as reward 1. The judge's score is divided by it and clamped to [0, 1]."""
     max_tokens: int = Field(default=512, ge=1)
-    """Token limit of a judgement."""
+    """Token limit of one judge completion."""
     temperature: float = Field(default=0.0, ge=0)
     """Sampling temperature of the judge."""
     timeout_s: float = Field(default=60.0, gt=0)
-    """How long one request to the judge may take."""
+    """Timeout of one judge request."""
     retries: int = Field(default=2, ge=0)
-    """How often a request is tried again that failed on the way or with a 5xx or 429; 4xx is final."""
+    """Retries after a connection error, a 5xx or a 429. Other 4xx responses are not retried."""
     concurrency: int = Field(default=16, ge=1)
-    """Requests to the judge under way at once, per rollout worker."""
+    """Maximum concurrent judge requests per rollout worker."""
 
 
 class SandboxConfig(Section):
-    """Limits of programs that the model wrote."""
+    """Sandbox limits for model-written programs."""
 
     timeout_s: float = Field(default=5.0, gt=0)
-    """How long a model-written program may run, per test."""
+    """Timeout of a program, per test."""
     memory_mb: int = Field(default=512, ge=64)
-    """Its address space."""
+    """Address space limit of a program."""
     processes: int = Field(default=16, ge=1)
-    """Processes and threads that it may have at once, where the system can count them."""
+    """Maximum concurrent processes and threads of a program, where the system supports this limit."""
     output_kb: int = Field(default=64, ge=1)
-    """What is kept of its output; more is dropped."""
+    """Output kept from a program; the rest is dropped."""
     file_mb: int = Field(default=16, ge=0)
-    """The largest file that it may write."""
+    """Maximum size of a file that a program writes."""
     workers: int = Field(default=2, ge=1)
-    """Programs that run at once, per rollout worker."""
+    """Programs run concurrently per rollout worker."""

@@ -1,8 +1,12 @@
-"""The settings of the mathematics: what is learned from which tokens, how strongly, and what is done about staleness.
+"""Algorithm settings (loss, advantages, off-policy correction, data selection), and lookup of the configured functions.
 
-Most keys are None until they are resolved (`outpace.config.dependent`): whether they mean anything, and what they
-default to, depends on the functions chosen (`outpace.algorithms.registry`). A key that nothing would read is refused,
-and stays None in a resolved config. See docs/algorithms.md.
+Most keys are None until `outpace.config.defaults` fills them in: whether a key applies, and its default, depend on the
+configured functions (`outpace.algorithms.registry`). A key that nothing reads is rejected if set, and stays None in a
+resolved config. See docs/algorithms.md.
+
+`configured_policy_loss`, `configured_advantage`, `configured_normalizer` and `configured_masks` return the functions
+that a config names, bound to the settings they take. They work on resolved and unresolved configs alike: an unset key
+has the default of the function that takes it.
 """
 
 from __future__ import annotations
@@ -15,178 +19,210 @@ from outpace.algorithms.registry import Aggregation, Anchor, Credit
 from outpace.config.section import Section
 
 Mask = Literal["token", "sequence", "geometric", "veto", "opsm", "m2po"]
-Name = Literal["none"] | str
-"""The name of a function, where `none` is one of the names and not a setting left out."""
+FunctionName = Literal["none"] | str
+"""A function name. `none` is a valid name; it does not mean "not set"."""
 
 
 class AlgorithmConfig(Section):
-    """The policy loss and the advantage estimator."""
+    """Policy loss and advantage estimator.
+
+    Which keys apply depends on the configured functions: each takes its own parameters, and a key that none of them
+    takes is rejected. A name with a colon is a custom function.
+    """
 
     preset: str | None = None
-    """A known recipe by name, such as `grpo`, `dapo` or `gspo`: it fills every key of this kind that you leave out."""
-    advantage: Name | None = None
-    """How rewards become advantages: a built-in estimator or `package.module:function`. Default: dr_grpo."""
-    normalise: Name | None = None
-    """What is done to the advantages of a closed batch: none, batch_std, whiten_tokens, whiten_sequences, or yours.
-    Default: the estimator's own, mostly none."""
+    """Named recipe, such as `grpo`, `dapo` or `gspo`. It sets the defaults of the algorithm keys that you leave out."""
+    advantage: FunctionName | None = None
+    """Advantage estimator: none, dr_grpo, grpo, rloo, reinforce_pp, reinforce_pp_baseline, maxrl, opo, gdpo, pass_at_k,
+    gae or `package.module:function`. Default: dr_grpo."""
+    normalise: FunctionName | None = None
+    """Normalization of advantages over the complete batch: none, batch_std, whiten_tokens, whiten_sequences or
+    `package.module:function`. Default: set by the estimator, mostly none."""
     credit: Credit | None = None
-    """What an advantage is for: the whole episode, each turn (return from there on), or each token. Default: the
-    estimator's own, mostly episode."""
+    """Unit that gets an advantage: the whole episode, each turn (return from that turn on) or each token. Default: set
+    by the estimator, mostly episode."""
     gamma: float | None = Field(default=None, ge=0, le=1)
-    """Discount of later rewards, for turn and token credit and for gae. Default: 1."""
+    """Discount factor, for turn and token credit and for gae. Default: 1."""
     gae_lambda: float | None = Field(default=None, ge=0, le=1)
-    """gae's trade of variance for bias. Default: 1."""
+    """GAE lambda: lower values trade variance for bias. Default: 1."""
     pass_k: int | None = Field(default=None, ge=1)
-    """The k of pass_at_k; all attempts of the group when absent."""
+    """k of pass_at_k. Default: all attempts of the group."""
     std_epsilon: float | None = Field(default=None, gt=0)
-    """Added to a standard deviation before dividing by it. Default: 1e-4."""
+    """Epsilon added to a standard deviation before dividing by it. Default: 1e-4."""
     surrogate: str | None = None
-    """The policy loss: a built-in surrogate or `package.module:function`. Default: truncated_is."""
+    """Policy loss: reinforce, truncated_is, cispo, importance, ppo, gspo, gmpo, sapo, vespo, dppo or
+    `package.module:function`. Default: truncated_is."""
     anchor: Anchor | None = None
-    """What the surrogate's ratio is taken to: the policy at the start of the step, the one that sampled, or a guess at
-    the former. Default: the surrogate's own."""
+    """Old policy in the denominator of the loss's probability ratio: `proximal` is the policy at the start of the step,
+    `rollout` the policy that sampled, `approximate` an interpolated estimate of `proximal`. Default: set by the policy
+    loss."""
     cap: float | None = Field(default=None, gt=0)
-    """truncated_is and cispo: importance weights are truncated here. Default: 2, and 5 for cispo."""
+    """truncated_is and cispo: upper truncation of importance weights. Default: 2, and 5 for cispo."""
     clip_low: float | None = Field(default=None, ge=0, le=1)
-    """The ratio is clipped at 1 - clip_low (gmpo: its logarithm at -clip_low). Default: the surrogate's own."""
+    """The ratio is clipped at 1 - clip_low (gmpo: its log at -clip_low). Default: set by the policy loss."""
     clip_high: float | None = Field(default=None, ge=0)
-    """The ratio is clipped at 1 + clip_high (gmpo: its logarithm at clip_high). Default: the surrogate's own."""
+    """The ratio is clipped at 1 + clip_high (gmpo: its log at clip_high). Default: set by the policy loss."""
     dual_clip: float | None = Field(default=None, gt=1)
-    """ppo: the loss of a token with a negative advantage is at most this many times that advantage."""
+    """ppo: dual clip; bounds the loss of a token with a negative advantage at this multiple of the advantage."""
     tau_positive: float | None = Field(default=None, gt=0)
-    """sapo's temperature where the advantage is positive."""
+    """sapo: temperature for positive advantages."""
     tau_negative: float | None = Field(default=None, gt=0)
-    """sapo's temperature where the advantage is negative."""
+    """sapo: temperature for negative advantages."""
     divergence: Literal["tv", "kl"] | None = None
-    """dppo: the distance to the sampler's probability that decides which tokens are masked."""
+    """dppo: divergence from the sampler's probability that decides which tokens are masked."""
     trust_low: float | None = Field(default=None, ge=0)
-    """dppo: tokens whose probability fell by more than this are masked where the advantage is negative."""
+    """dppo: mask tokens with a negative advantage whose probability fell by more than this."""
     trust_high: float | None = Field(default=None, ge=0)
-    """dppo: tokens whose probability rose by more than this are masked where the advantage is positive."""
+    """dppo: mask tokens with a positive advantage whose probability rose by more than this."""
     ratio_penalty: float | None = Field(default=None, ge=0)
-    """dppo: coefficient of a squared log-ratio to the sampler, added to the loss."""
+    """dppo: coefficient of the squared log-ratio to the sampler that is added to the loss."""
     aggregation: Aggregation | None = None
-    """How token losses of the whole step become one. Default: the surrogate's own, mostly token_mean."""
+    """Aggregation of token losses over the whole step. Default: set by the policy loss, mostly token_mean."""
     updates: int = Field(default=1, ge=1)
-    """Optimizer updates per pass over a batch; more than one needs the closed batch."""
+    """Optimizer updates per pass over a batch. More than one needs the complete batch."""
     passes: int = Field(default=1, ge=1)
     """Passes over each batch."""
     entropy: float = 0.0
-    """Coefficient of an entropy bonus; negative is a penalty."""
+    """Entropy bonus coefficient; a negative value is a penalty."""
     force: bool = False
-    """Allow importance weights without a bound although max_lag is above 1."""
+    """Allow unbounded importance weights even if pacing.max_lag is above 1."""
 
 
 class CorrectionConfig(Section):
-    """Off-policy correction: importance weights and masks."""
+    """Off-policy correction: importance weights and masks.
+
+    The weight corrects for the distance between the sampler and the old policy (`algorithm.anchor`). With
+    `algorithm.anchor = "rollout"` the policy loss contains that ratio already: only masks apply, to the ratio of the
+    current policy to the sampler.
+    """
 
     weight: Literal["none", "token", "sequence"] | None = None
-    """Multiply the loss by anchor / sampler, per token or as the product over a sequence, truncated. Default: token,
-    or none when algorithm.anchor is rollout."""
+    """Multiply the loss by the truncated ratio old policy / sampler, per token or as the product over a sequence.
+    Default: token, or none when algorithm.anchor is rollout."""
     cap: float | None = Field(default=None, ge=0)
-    """Upper truncation of that weight; 0: none, which needs algorithm.force or a mask above max_lag 1. Default: 2."""
+    """Upper truncation of the weight. 0 disables it, which needs algorithm.force or a mask if pacing.max_lag is above
+    1. Default: 2."""
     floor: float | None = Field(default=None, ge=0)
-    """Lower truncation of that weight. Default: 0."""
+    """Lower truncation of the weight. Default: 0."""
     masks: list[Mask] | None = None
-    """What is rejected, tokens or whole sequences by their ratio to the sampler; denominators still count all tokens.
-    Default: the surrogate's own, opsm for truncated_is and nothing for the others."""
+    """Masks that reject tokens or whole sequences by their ratio to the sampler. Rejected tokens still count in the
+    loss denominators. Default: set by the policy loss; opsm for truncated_is, none for the others."""
     token_low: float | None = Field(default=None, ge=0)
-    """mask `token`: smallest ratio kept. Default: 0.5."""
+    """Mask `token`: smallest ratio kept. Default: 0.5."""
     token_high: float | None = Field(default=None, gt=0)
-    """mask `token`: largest ratio kept. Default: 5."""
+    """Mask `token`: largest ratio kept. Default: 5."""
     sequence_low: float | None = Field(default=None, ge=0)
-    """mask `sequence`: smallest product of ratios kept. Default: 0.5."""
+    """Mask `sequence`: smallest product of ratios kept. Default: 0.5."""
     sequence_high: float | None = Field(default=None, gt=0)
-    """mask `sequence`: largest product of ratios kept. Default: 2."""
+    """Mask `sequence`: largest product of ratios kept. Default: 2."""
     geometric_low: float | None = Field(default=None, ge=0)
-    """mask `geometric`: smallest geometric mean of ratios kept. Default: 0.99."""
+    """Mask `geometric`: smallest geometric mean of ratios kept. Default: 0.99."""
     geometric_high: float | None = Field(default=None, gt=0)
-    """mask `geometric`: largest geometric mean of ratios kept. Default: 1.01."""
+    """Mask `geometric`: largest geometric mean of ratios kept. Default: 1.01."""
     veto_below: float | None = Field(default=None, gt=0)
-    """mask `veto`: a sequence with any ratio below this is rejected. Default: 1e-4."""
+    """Mask `veto`: reject sequences in which any ratio is below this. Default: 1e-4."""
     opsm_delta: float | None = Field(default=None, ge=0)
-    """mask `opsm`: sequences of negative advantage are rejected when mean log(sampler / current) is above this.
+    """Mask `opsm`: reject sequences with a negative advantage whose mean log(sampler / current) is above this.
     Default: 0.1."""
     m2po_limit: float | None = Field(default=None, gt=0)
-    """mask `m2po`: the largest squared log-ratios of the batch are rejected until the rest have a mean below this.
-    Default: 0.04."""
+    """Mask `m2po`: reject the tokens with the largest squared log-ratios of the batch until the mean of the rest is
+    below this. Default: 0.04."""
 
 
 class KlConfig(Section):
-    """The KL penalty to a reference policy."""
+    """KL penalty to a reference policy.
+
+    The other keys apply only if `kl.coefficient` is above 0.
+    """
 
     coefficient: float = Field(default=0.0, ge=0)
-    """Strength of the pull to the reference policy; 0: there is none, and no reference is kept."""
+    """KL penalty coefficient. 0 disables the penalty; no reference model is kept."""
     estimator: Literal["k1", "k2", "k3", "unbiased"] | None = None
-    """Which estimate of the divergence. Default: k3 in the loss, k1 in the reward."""
+    """KL estimator. Default: k3 in the loss, k1 in the reward."""
     place: Literal["loss", "reward"] | None = None
-    """Where it acts. Default: loss."""
+    """Where the penalty is applied. Default: loss."""
     sync_every: int | None = Field(default=None, ge=0)
-    """The reference becomes the current policy after every so many steps; 0: it stays the first one. Default: 0."""
+    """Interval in steps at which the reference is replaced by the current policy; 0 keeps the initial policy.
+    Default: 0."""
 
 
 class CriticConfig(Section):
-    """The value head, for algorithm.advantage = "gae"."""
+    """Value head, for algorithm.advantage = "gae".
+
+    The value head is trained with the policy. These keys apply only to an estimator that has a critic.
+    """
 
     lr: float | None = Field(default=None, gt=0)
     """Learning rate of the value head. Default: ten times learner.lr."""
     coefficient: float | None = Field(default=None, gt=0)
-    """Weight of the value loss beside the policy loss. Default: 0.5."""
+    """Coefficient of the value loss. Default: 0.5."""
     clip: float | None = Field(default=None, gt=0)
-    """Values may move this far from what they were at the start of the step. Default: 0.2."""
+    """Value clipping range around the values at the start of the step. Default: 0.2."""
     shared: bool | None = None
-    """Let the value loss shape the model itself too, not only the head. Default: false."""
+    """Backpropagate the value loss into the model, not only into the value head. Default: false."""
 
 
 class FilterConfig(Section):
-    """Which groups and attempts are trained on."""
+    """Filtering of groups and attempts.
+
+    A group that is filtered out or fails is replaced by the next task.
+    """
 
     uniform: bool | None = None
-    """Filter and replace groups whose rewards are all equal. Default: on where the estimator compares attempts with one
-    another, as such groups teach nothing then."""
+    """Filter out and replace groups whose rewards are all equal. Default: on if the estimator compares the attempts of
+    a group, because such groups have zero advantage."""
     tolerance: float | None = Field(default=None, ge=0)
-    """Rewards closer than this count as equal. Default: 1e-6."""
+    """Rewards that differ by less than this count as equal. Default: 1e-6."""
     min_group: int | None = Field(default=None, ge=1)
-    """A group with fewer attempts left after failures fails. Default: 2 where attempts are compared, 1 otherwise."""
+    """A group with fewer remaining attempts than this fails. Default: 2 if the estimator compares attempts, else 1."""
     truncated: Literal["train", "mask"] = "train"
-    """Whether attempts that ran into the token limit are trained on; masked ones still count for the baseline."""
+    """Train on attempts that hit the token limit, or mask them. Masked attempts still count for the baseline."""
     longer_than: int | None = Field(default=None, ge=1)
-    """Attempts with more sampled tokens than this are not trained on."""
+    """Do not train on attempts with more sampled tokens than this."""
 
 
 class DifficultyConfig(Section):
     """Skipping tasks that are too easy or too hard."""
 
     easy_above: float | None = None
-    """Tasks whose attempts had a mean reward of at least this are left out for a while."""
+    """Skip tasks whose mean reward was at least this for `rest_epochs` epochs."""
     hard_below: float | None = None
-    """Tasks whose attempts had a mean reward of at most this are left out for a while."""
+    """Skip tasks whose mean reward was at most this for `rest_epochs` epochs."""
     rest_epochs: int | None = Field(default=None, ge=1)
-    """For how many epochs a task that was too easy or too hard is skipped. Default: 1."""
+    """Number of epochs to skip a task that was too easy or too hard. Default: 1."""
 
 
 class ReplayConfig(Section):
-    """Training on past groups again."""
+    """Replay of groups that were already trained on.
+
+    Old-policy logprobs of replayed groups are recomputed. Checkpoints keep the replay pool, so a resumed run continues
+    with it.
+    """
 
     fraction: float = Field(default=0.0, ge=0, lt=1)
-    """Groups trained once more, beside each batch's own, as a share of groups_per_step; beyond max_lag on purpose."""
+    """Replayed groups added to each batch, as a fraction of pacing.groups_per_step. Replayed groups may exceed
+    pacing.max_lag."""
     max_age: int | None = Field(default=None, ge=1)
-    """Groups that were first trained at most so many versions ago may be replayed. Default: 8."""
+    """Maximum age of a replayed group, in versions since it was first trained on. Default: 8."""
     times: int | None = Field(default=None, ge=1)
-    """How often one group may be replayed. Default: 1."""
+    """Maximum replays of one group. Default: 1."""
 
 
 class GovernorConfig(Section):
-    """Lowering the lag while data is too far off policy."""
+    """Adaptive staleness limit: lower the lag while data is too far off-policy.
+
+    The effective max lag follows the effective sample size and the mismatch KL, between `governor.min_lag` and
+    `pacing.max_lag`. It decides which groups are admitted, and never changes a batch in progress.
+    """
 
     enabled: bool | None = None
-    """Lower the lag in force when the data no longer fits the policy, raise it again later. Default: on, unless
-    run.deterministic or max_lag 0."""
+    """Lower the effective max lag when the data is too far off-policy, and raise it again later. Default: on, unless
+    run.deterministic is set or pacing.max_lag is 0."""
     ess_min: float | None = Field(default=None, ge=0, le=1)
-    """Below this effective sample size (a share of the tokens) the lag in force goes down by one. Default: 0.5."""
+    """Lower the lag by one if the effective sample size (as a fraction of tokens) is below this. Default: 0.5."""
     kl_max: float | None = Field(default=None, gt=0)
-    """Above this mismatch KL per token the lag in force goes down by one. Default: 0.1."""
+    """Lower the lag by one if the mismatch KL per token is above this. Default: 0.1."""
     patience: int | None = Field(default=None, ge=1)
-    """So many good steps in a row raise the lag in force by one. Default: 5."""
+    """Raise the lag by one after this many good steps in a row. Default: 5."""
     min_lag: int | None = Field(default=None, ge=0)
-    """The lag in force is never lowered below this. Default: 0."""
+    """The lag is never lowered below this. Default: 0."""

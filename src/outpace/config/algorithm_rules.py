@@ -1,7 +1,7 @@
-"""Combinations of the mathematics that are refused: what would count something twice, be ignored, or diverge.
+"""Validation of algorithm settings: reject combinations that count a ratio twice, have no effect, or diverge.
 
-Every rule takes a settled config (`outpace.config.dependent`): the functions are chosen and their settings filled in.
-Like all rules, each yields lines that start with the key to change.
+Every rule takes a config with its defaults filled in (`outpace.config.defaults`) and yields error lines that start with
+the key to change.
 """
 
 from __future__ import annotations
@@ -14,79 +14,81 @@ from outpace.wording import plural
 
 Rule = Callable[[Config], Iterator[str]]
 
-OTHER_SURROGATES = "a surrogate with the anchor proximal, such as reinforce or ppo"
+PROXIMAL_LOSSES = "use a policy loss with algorithm.anchor = proximal, such as reinforce or ppo"
 
 
-def _the_anchor_fits(config: Config) -> Iterator[str]:
+def _check_anchor(config: Config) -> Iterator[str]:
     anchor, facts = config.algorithm.anchor, chosen_surrogate(config.algorithm).facts
     if anchor not in facts.anchors:
-        yield f"algorithm.anchor: {facts.name} cannot take its ratio to {anchor}; use {' or '.join(facts.anchors)}"
+        yield f"algorithm.anchor: {facts.name} does not support {anchor}; use {' or '.join(facts.anchors)}"
 
 
-def _no_ratio_counts_twice(config: Config) -> Iterator[str]:
+def _check_double_counting(config: Config) -> Iterator[str]:
     weight, facts = config.correction.weight, chosen_surrogate(config.algorithm).facts
     if config.algorithm.anchor == "rollout" and weight != "none":
         others = [anchor for anchor in facts.anchors if anchor != "rollout"]
-        instead = f"the anchor {' or '.join(others)}" if others else OTHER_SURROGATES
+        instead = f"set algorithm.anchor to {' or '.join(others)}" if others else PROXIMAL_LOSSES
         yield (
-            f'correction.weight: algorithm.anchor = "rollout" puts the ratio to the sampler into the surrogate, '
-            f'"{weight}" would count it twice; use "none", or {instead}'
+            f'correction.weight: "{weight}" counts the ratio to the sampler twice: algorithm.anchor = "rollout" '
+            f'already puts it into the policy loss; use "none", or {instead}'
         )
     if config.kl.place == "reward" and config.kl.estimator == "unbiased":
         yield (
-            'kl.estimator: "unbiased" weighs by the ratio to the sampler, as the surrogate does to all rewards, so it '
-            'would count twice; use "k1" in the reward'
+            'kl.estimator: "unbiased" in the reward counts the ratio to the sampler twice, because the policy loss '
+            'already applies it to all rewards; use "k1"'
         )
 
 
-def _weights_have_a_bound(config: Config) -> Iterator[str]:
-    """Where tokens may be older than one version. A mask of tokens bounds what is weighted token by token, one of
-    sequences what is weighted by sequence; with the anchor `rollout` masks look at the surrogate's own ratio."""
-    age, why, remedy = _oldest(config)
+def _check_unbounded_weights(config: Config) -> Iterator[str]:
+    """Reject unbounded importance weights if tokens may be more than one version old. The mask `token` bounds
+    per-token weights, the mask `sequence` per-sequence weights. With algorithm.anchor = rollout, masks apply to the
+    policy loss's own ratio."""
+    age, why, remedy = _max_token_age(config)
     if age <= 1 or config.algorithm.force:
         return
     correction, masks = config.correction, config.correction.masks or []
     facts = chosen_surrogate(config.algorithm).facts
-    ending, remedy = f"without an upper bound, and {why}", f"{remedy}, or set algorithm.force = true"
+    ending, remedy = f"unbounded, and {why}", f"{remedy}, or set algorithm.force = true"
     if facts.unbounded and not (config.algorithm.anchor == "rollout" and "token" in masks):
         mask = 'add the mask "token", ' if config.algorithm.anchor == "rollout" else ""
-        yield f"algorithm.surrogate: {facts.name} has importance weights {ending}; use truncated_is, {mask}{remedy}"
+        yield f"algorithm.surrogate: weights of {facts.name} are {ending}; use truncated_is, {mask}{remedy}"
     if correction.weight != "none" and correction.cap == 0 and correction.weight not in masks:
         yield f'correction.cap: 0 leaves weights {ending}; set a cap, add the mask "{correction.weight}", {remedy}'
 
 
-def _oldest(config: Config) -> tuple[int, str, str]:
-    """Age in versions of the oldest token that may be trained, which settings allow it, and how to lower it. A replayed
-    group was first trained up to `max_age` versions ago, and its tokens sampled up to `max_lag` before that."""
+def _max_token_age(config: Config) -> tuple[int, str, str]:
+    """Return the age in versions of the oldest token that may be trained on, the settings that allow it, and how to
+    lower it. A replayed group was first trained on up to `max_age` versions ago, and its tokens were sampled up to
+    `max_lag` versions before that."""
     max_lag, max_age = config.pacing.max_lag, config.replay.max_age
     if config.replay.fraction == 0 or max_age is None:
         return max_lag, f"pacing.max_lag allows tokens {plural(max_lag, 'version')} old", "set pacing.max_lag to 1"
     age = max_lag + max_age
     why = f"pacing.max_lag and replay.max_age allow tokens {max_lag} + {max_age} versions old"
-    return age, why, "lower the two to 1 in all"
+    return age, why, "lower them until their sum is 1"
 
 
-BOUNDED = {"token": "tokens", "sequence": "sequences", "geometric": "sequences"}
-"""Masks with a lower and an upper bound of what they keep, and what they reject."""
+RANGE_MASKS = {"token": "tokens", "sequence": "sequences", "geometric": "sequences"}
+"""Masks that keep a range of ratios, and what they reject."""
 
 
-def _masks_keep_what_is_on_policy(config: Config) -> Iterator[str]:
+def _check_masks_keep_on_policy(config: Config) -> Iterator[str]:
     correction = config.correction
-    for name, what in BOUNDED.items():
+    for name, what in RANGE_MASKS.items():
         low, high = getattr(correction, f"{name}_low"), getattr(correction, f"{name}_high")
-        ending = f"would reject {what} on policy, whose ratio is 1; use at"
+        ending = f"rejects on-policy {what}, whose ratio is 1; use at"
         if low is not None and low > 1:
             yield f"correction.{name}_low: {low} {ending} most 1"
         if high is not None and high < 1:
             yield f"correction.{name}_high: {high} {ending} least 1"
     if (bound := correction.veto_below) is not None and bound > 1:
-        yield f"correction.veto_below: {bound} would reject sequences on policy, whose ratios are 1; use at most 1"
+        yield f"correction.veto_below: {bound} rejects on-policy sequences, whose ratios are 1; use at most 1"
 
 
-def _bounds_are_in_order(config: Config) -> Iterator[str]:
+def _check_bounds_order(config: Config) -> Iterator[str]:
     correction = config.correction
     pairs = [("floor", correction.floor, "cap", correction.cap or None)]
-    for name in BOUNDED:
+    for name in RANGE_MASKS:
         low, high = getattr(correction, f"{name}_low"), getattr(correction, f"{name}_high")
         pairs.append((f"{name}_low", low, f"{name}_high", high))
     for low_key, low, high_key, high in pairs:
@@ -94,115 +96,115 @@ def _bounds_are_in_order(config: Config) -> Iterator[str]:
             yield f"correction.{low_key}: {low} is not below correction.{high_key}, which is {high}; lower it"
 
 
-def _masks_differ(config: Config) -> Iterator[str]:
+def _check_duplicate_masks(config: Config) -> Iterator[str]:
     masks = config.correction.masks or []
     for name in masks:
         if masks.count(name) > 1:
-            yield f"correction.masks: {name} is there twice; once is enough"
+            yield f"correction.masks: {name} is listed twice; remove one"
 
 
-def _credit_fits(config: Config) -> Iterator[str]:
+def _check_credit(config: Config) -> Iterator[str]:
     credit, gamma, facts = config.algorithm.credit, config.algorithm.gamma, chosen_advantage(config.algorithm).facts
     if credit not in facts.credits:
-        yield f"algorithm.credit: {facts.name} gives no credit by {credit}; use {' or '.join(facts.credits)}"
+        yield f"algorithm.credit: {facts.name} does not support {credit}; use {' or '.join(facts.credits)}"
     elif credit != "episode" and facts.parts:
-        yield f'algorithm.credit: {facts.name} looks at single rewards, which are of whole episodes; use "episode"'
+        yield f'algorithm.credit: {facts.name} uses individual rewards, which exist per episode only; use "episode"'
     elif credit == "token" and facts.needs_peers and gamma is not None and gamma < 1:
         turn = '"turn" credit, ' if "turn" in facts.credits else ""
         yield (
-            f"algorithm.gamma: the baseline of {facts.name} is one number for all tokens, so discounted returns would "
-            f"fall below it early on; leave this out, or use {turn}"
-            'the estimator "none" or "reinforce_pp"'
+            f"algorithm.gamma: {facts.name} has one baseline for all tokens, so the discounted returns of early tokens "
+            f"would fall below it; leave this out, or use {turn}"
+            'the advantage "none" or "reinforce_pp"'
         )
 
 
-def _the_pull_reaches_the_estimator(config: Config) -> Iterator[str]:
+def _check_kl_in_reward(config: Config) -> Iterator[str]:
     facts = chosen_advantage(config.algorithm).facts
     if config.kl.place == "reward" and facts.parts:
-        yield f'kl.place: {facts.name} looks at single rewards, of which the KL is none; use "loss"'
+        yield f'kl.place: {facts.name} uses individual rewards, and the KL is not one of them; use "loss"'
     if config.kl.place == "reward" and (config.filter.truncated == "mask" or config.filter.longer_than is not None):
-        yield 'kl.place: attempts that are not trained on have no KL, but count for the baseline; use "loss"'
+        yield 'kl.place: attempts that are filtered from training have no KL but count for the baseline; use "loss"'
 
 
-def _groups_can_teach(config: Config) -> Iterator[str]:
+def _check_group_size(config: Config) -> Iterator[str]:
     size, facts, filters = config.rollout.group_size, chosen_advantage(config.algorithm).facts, config.filter
     if size == 1 and facts.needs_peers:
-        yield 'rollout.group_size: 1 leaves nothing to compare with; use 2 or more, or algorithm.advantage = "none"'
+        yield 'rollout.group_size: 1 leaves no attempts to compare; use 2 or more, or algorithm.advantage = "none"'
     elif size == 1 and filters.uniform:
-        yield "filter.uniform: a group of one is always uniform, so all would be filtered; set it to false"
+        yield "filter.uniform: a group of one attempt is always uniform and would be filtered; set it to false"
     if filters.min_group is not None and filters.min_group > size:
         attempts = plural(filters.min_group, "attempt")
         yield f"filter.min_group: no group has {attempts}; use at most rollout.group_size, {size}"
     elif filters.min_group == 1 and facts.needs_peers:
-        yield f"filter.min_group: {facts.name} has nothing to compare a lone attempt with; use 2 or more"
+        yield f"filter.min_group: {facts.name} compares attempts and needs at least 2; use 2 or more"
     if (k := config.algorithm.pass_k) is not None and k > size:
         yield f"algorithm.pass_k: no group has {plural(k, 'attempt')}; use at most rollout.group_size, {size}"
 
 
-def _streaming_changes_nothing(config: Config) -> Iterator[str]:
+def _check_streaming(config: Config) -> Iterator[str]:
     if config.learner.stream:
         for reason in closed_batch_reasons(config):
-            yield f"learner.stream: {reason}, which must be closed first; leave this out or set it to false"
+            yield f"learner.stream: {reason}, so streaming is not possible; leave this out or set it to false"
 
 
-def _updates_have_groups(config: Config) -> Iterator[str]:
+def _check_updates(config: Config) -> Iterator[str]:
     updates, groups = config.algorithm.updates, config.pacing.groups_per_step
     if updates > groups:
-        yield f"algorithm.updates: a batch has {plural(groups, 'group')} to share out; use at most {groups}"
+        yield f"algorithm.updates: a batch has only {plural(groups, 'group')} to split; use at most {groups}"
 
 
-def _shaping_fits(config: Config) -> Iterator[str]:
+def _check_overlong_buffer(config: Config) -> Iterator[str]:
     buffer, limit = config.rewards.overlong_buffer, config.rollout.max_tokens
     if limit is not None and buffer > limit:
-        yield f"rewards.overlong_buffer: {buffer} tokens do not fit into rollout.max_tokens, {limit}; lower it"
+        yield f"rewards.overlong_buffer: {buffer} is larger than rollout.max_tokens, which is {limit}; lower it"
 
 
-def _difficulty_leaves_tasks(config: Config) -> Iterator[str]:
+def _check_difficulty(config: Config) -> Iterator[str]:
     easy, hard = config.difficulty.easy_above, config.difficulty.hard_below
     if easy is not None and hard is not None and easy <= hard:
         yield f"difficulty.easy_above: every task is too easy or too hard; set it above difficulty.hard_below, {hard}"
     if config.run.epochs == 1 and (easy is not None or hard is not None):
         key = "hard_below" if easy is None else "easy_above"
-        yield f"difficulty.{key}: run.epochs is 1, so no task comes again to be left out; raise that, or leave this out"
+        yield f"difficulty.{key}: run.epochs is 1, so no task repeats; raise run.epochs, or leave this out"
 
 
-def _the_governor_can_act(config: Config) -> Iterator[str]:
+def _check_governor(config: Config) -> Iterator[str]:
     governor, max_lag = config.governor, config.pacing.max_lag
     if not governor.enabled:
         return
     if config.run.deterministic:
-        yield "governor.enabled: run.deterministic holds the lag constant; leave this out"
+        yield "governor.enabled: run.deterministic keeps the lag constant; leave this out"
     elif max_lag == 0:
-        yield "governor.enabled: pacing.max_lag is 0, so there is no lag to lower; raise that, or leave this out"
+        yield "governor.enabled: pacing.max_lag is 0, so there is no lag to lower; raise it, or leave this out"
     elif governor.min_lag is not None and governor.min_lag >= max_lag:
         yield (
-            f"governor.min_lag: {governor.min_lag} is not below pacing.max_lag, so the lag in force could not change; "
+            f"governor.min_lag: {governor.min_lag} is not below pacing.max_lag, so the lag could never change; "
             f"use at most {max_lag - 1}, or governor.enabled = false"
         )
 
 
-def _replay_has_groups(config: Config) -> Iterator[str]:
+def _check_replay(config: Config) -> Iterator[str]:
     fraction, size = config.replay.fraction, config.pacing.groups_per_step
     if fraction > 0 and round(fraction * size, 6) < 1:
         yield f"replay.fraction: {fraction:g} of {plural(size, 'group')} is less than one; use at least {1 / size:.3g}"
     elif fraction > 0 and config.rollout.group_size == 1:
-        yield "replay.fraction: a group of one attempt has no spread of rewards to be chosen by; leave this out"
+        yield "replay.fraction: replay ranks groups by reward_std, which needs 2 or more attempts; leave this out"
 
 
 ALGORITHM_RULES: tuple[Rule, ...] = (
-    _the_anchor_fits,
-    _no_ratio_counts_twice,
-    _weights_have_a_bound,
-    _masks_keep_what_is_on_policy,
-    _bounds_are_in_order,
-    _masks_differ,
-    _credit_fits,
-    _the_pull_reaches_the_estimator,
-    _groups_can_teach,
-    _streaming_changes_nothing,
-    _updates_have_groups,
-    _shaping_fits,
-    _difficulty_leaves_tasks,
-    _the_governor_can_act,
-    _replay_has_groups,
+    _check_anchor,
+    _check_double_counting,
+    _check_unbounded_weights,
+    _check_masks_keep_on_policy,
+    _check_bounds_order,
+    _check_duplicate_masks,
+    _check_credit,
+    _check_kl_in_reward,
+    _check_group_size,
+    _check_streaming,
+    _check_updates,
+    _check_overlong_buffer,
+    _check_difficulty,
+    _check_governor,
+    _check_replay,
 )

@@ -1,12 +1,14 @@
-"""Settings that mean something only beside others: what they default to, and their refusal where nothing reads them.
+"""Dependent defaults: settings whose default, or whether they apply at all, depends on other settings.
 
-A dependent key is None unless it is set. `settled` goes through the choices in order; each stage sees those before it
-and says which keys they bring, with a default for each. So one table decides what is filled in and what is ignored:
+A dependent key is None unless it is set. `fill_defaults` runs the stages in order. Each stage sees the result of those
+before it and returns the keys that now apply, with their defaults:
 
-- a key that a stage names and nobody set gets the preset's value, or else the default;
-- a key that no stage names stays None, and is refused if somebody set it.
+- an unset key that a stage returns gets the preset's value if there is one, otherwise the default;
+- a key that no stage returns stays None, and is rejected if it was set, because nothing would read it.
 
-Settling is idempotent, and a settled config that was dumped and loaded settles to itself.
+Invariants
+- `fill_defaults` is idempotent.
+- A filled config that is dumped and loaded again fills to itself.
 """
 
 from __future__ import annotations
@@ -33,37 +35,40 @@ Values = Mapping[str, Any]
 """Settings by dotted key."""
 
 INDEPENDENT = {"algorithm.preset", "filter.longer_than", "difficulty.easy_above", "difficulty.hard_below"}
-"""Keys of these sections that may be None and always mean something."""
+"""Keys of these sections that may be None but always apply."""
 
-SECTIONS = ("algorithm", "correction", "kl", "critic", "filter", "difficulty", "replay", "governor", "lora")
+DEPENDENT_SECTIONS = ("algorithm", "correction", "kl", "critic", "filter", "difficulty", "replay", "governor", "lora")
 
 DEPENDENT = [
     f"{section}.{key}"
-    for section in SECTIONS
+    for section in DEPENDENT_SECTIONS
     for key, info in type(getattr(Config(), section)).model_fields.items()
     if info.default is None and f"{section}.{key}" not in INDEPENDENT
 ] + ["rewards.overlong_penalty"]
 
 
 def settled(config: Config) -> Config:
-    """The config with its preset and every dependent default filled in. Raises for a key that nothing would read."""
-    whole, defaults = _filled(config)
+    """Return the config with its preset and every dependent default filled in. Raises `BadInput` for a set key that
+    nothing would read."""
+    filled, defaults = _fill(config)
     for key in DEPENDENT:
-        if key not in defaults and value_of(whole, key) is not None:
-            raise BadInput(f"{key}: {_why_ignored(whole, key)}")
-    return whole
+        if key not in defaults and value_of(filled, key) is not None:
+            raise BadInput(f"{key}: {_why_unused(filled, key)}")
+    return filled
 
 
 def redundant(config: Config) -> set[str]:
-    """Keys that are set to what they would be if they were left out, all of them together. A resolved config is full of
-    them; without, it means the same, and a choice made on top of it brings its own defaults."""
-    return {key for key, default in _filled(config)[1].items() if value_of(config, key) == default}
+    """Return the keys that are set to the default they would get if all of them were left out.
+
+    A resolved config spells out many such keys. Dropping them before applying an override does not change the config's
+    meaning, and lets the override bring its own defaults."""
+    return {key for key, default in _fill(config)[1].items() if value_of(config, key) == default}
 
 
-def _filled(config: Config) -> tuple[Config, Values]:
-    """The config with every default filled in, and these defaults, also of keys that are set."""
+def _fill(config: Config) -> tuple[Config, Values]:
+    """Return the config with every default filled in, and the defaults of all keys that apply, including set ones."""
     preset = _preset(config)
-    config = with_values(config, {key: value for key, value in preset.items() if _is_silent(config, key)})
+    config = with_values(config, {key: value for key, value in preset.items() if _has_unset_default(config, key)})
     all_defaults: dict[str, Any] = {}
     for stage in STAGES:
         defaults = {key: preset.get(key, default) for key, default in stage(config).items()}
@@ -78,7 +83,7 @@ def value_of(config: Config, dotted: str) -> Any:
 
 
 def with_values(config: Config, values: Values) -> Config:
-    """A copy without validation: the values are ours, and combinations are checked afterwards."""
+    """Return a copy with these values, without validation. Callers pass trusted values and check combinations later."""
     by_section: dict[str, dict[str, Any]] = {}
     for dotted, value in values.items():
         section, _, key = dotted.partition(".")
@@ -92,22 +97,22 @@ def with_values(config: Config, values: Values) -> Config:
 
 
 def _preset(config: Config) -> dict[str, Any]:
-    """What the preset says, less what it says of a surrogate or an estimator that is not the chosen one."""
+    """Return the preset's values, without the parameters of a policy loss or estimator that the config overrides."""
     if config.algorithm.preset is None:
         return {}
     values = dict(find_preset(config.algorithm.preset).values)
-    owned = {
+    parameters = {
         "algorithm.surrogate": ("anchor", "aggregation", *SURROGATES.find(values["algorithm.surrogate"]).parameters),
         "algorithm.advantage": ("normalise", "credit", *ADVANTAGES.find(values["algorithm.advantage"]).parameters),
     }
-    for choice, keys in owned.items():
+    for choice, keys in parameters.items():
         if value_of(config, choice) not in (None, values[choice]):
             values = {key: value for key, value in values.items() if key.removeprefix("algorithm.") not in keys}
     return values
 
 
-def _is_silent(config: Config, dotted: str) -> bool:
-    """Whether the key has a plain default that nobody has overridden. (Keys of None are the stages' business.)"""
+def _has_unset_default(config: Config, dotted: str) -> bool:
+    """Return whether the key has a non-None default and is not set. (The stages handle keys that default to None.)"""
     section, _, key = dotted.partition(".")
     settings = getattr(config, section)
     return type(settings).model_fields[key].default is not None and key not in settings.model_fields_set
@@ -120,7 +125,7 @@ def _functions(config: Config) -> Values:
     return {"algorithm.surrogate": DEFAULT_SURROGATE, "algorithm.advantage": DEFAULT_ADVANTAGE}
 
 
-def _what_functions_bring(config: Config) -> Values:
+def _function_defaults(config: Config) -> Values:
     surrogate = chosen_surrogate(config.algorithm).facts
     estimator = chosen_advantage(config.algorithm).facts
     return {
@@ -136,7 +141,7 @@ def _what_functions_bring(config: Config) -> Values:
 
 
 def _parameters(config: Config) -> Values:
-    """Of the chosen functions; the discount is the credit's, whatever the estimator."""
+    """Parameters of the configured functions. The discount depends on the credit, not on the estimator."""
     algorithm = config.algorithm
     critic = chosen_advantage(algorithm).facts.critic
     values: dict[str, Any] = {"algorithm.gamma": 1.0} if critic or algorithm.credit != "episode" else {}
@@ -155,7 +160,7 @@ def _corrections(config: Config) -> Values:
     return weight | ({"kl.place": "loss", "kl.sync_every": 0} if config.kl.coefficient > 0 else {})
 
 
-def _their_parameters(config: Config) -> Values:
+def _correction_parameters(config: Config) -> Values:
     masks = chosen_masks(config.correction).values()
     values = {f"correction.{name}": default for mask in masks for name, default in mask.facts.parameters.items()}
     if config.correction.weight != "none":
@@ -166,7 +171,7 @@ def _their_parameters(config: Config) -> Values:
 
 
 def _data(config: Config) -> Values:
-    """Which groups are trained on, and when."""
+    """Filtering, curriculum, replay, reward shaping and the governor."""
     values: dict[str, Any] = {}
     if config.filter.uniform:
         values["filter.tolerance"] = 1e-6
@@ -192,50 +197,50 @@ def _streaming(config: Config) -> Values:
 
 STAGES: tuple[Callable[[Config], Values], ...] = (
     _functions,
-    _what_functions_bring,
+    _function_defaults,
     _parameters,
     _corrections,
-    _their_parameters,
+    _correction_parameters,
     _data,
     _serving,
     _streaming,
 )
 
 
-# ----------------------------------------------------------------------------------------------------------- refusal
+# ------------------------------------------------------------------------------------------------------- unused keys
 
-WHY_IGNORED = {
+WHY_UNUSED = {
     "algorithm.gamma": 'whole episodes have no later rewards to discount; use algorithm.credit = "turn" or "token"',
-    "algorithm.gae_lambda": 'only an estimator with a critic takes it; use algorithm.advantage = "gae"',
+    "algorithm.gae_lambda": 'only an advantage estimator with a critic uses it; use algorithm.advantage = "gae"',
     "correction": "there is no weight to truncate; set correction.weight to token or sequence",
-    "kl": "kl.coefficient is 0, so there is no reference to be pulled to; raise it",
-    "lora": "lora.rank is 0, so the model itself is trained; set a rank",
-    "critic": 'no values are learned; use algorithm.advantage = "gae"',
-    "filter": "filter.uniform is off, so no rewards are compared; set it to true",
-    "difficulty": "no task is ever too easy or too hard; set difficulty.easy_above or difficulty.hard_below",
+    "kl": "kl.coefficient is 0, so there is no KL penalty; raise it",
+    "lora": "lora.rank is 0, so the full model is trained; set a rank",
+    "critic": 'there is no critic; use algorithm.advantage = "gae"',
+    "filter": "filter.uniform is off, so rewards are not compared; set it to true",
+    "difficulty": "no tasks are skipped; set difficulty.easy_above or difficulty.hard_below",
     "replay": "replay.fraction is 0, so nothing is replayed; raise it",
-    "governor": "governor.enabled is off, so the lag in force never changes; set it to true",
-    "rewards": "rewards.overlong_buffer is 0, so nothing is penalised; raise it",
+    "governor": "governor.enabled is off, so the lag never changes; set it to true",
+    "rewards": "rewards.overlong_buffer is 0, so there is no length penalty; raise it",
 }
-"""By key or by section."""
+"""Why a key has no effect, by key or by section."""
 
 
-def _why_ignored(config: Config, dotted: str) -> str:
+def _why_unused(config: Config, dotted: str) -> str:
     section, _, key = dotted.partition(".")
-    if dotted in WHY_IGNORED:
-        why = WHY_IGNORED[dotted]
+    if dotted in WHY_UNUSED:
+        why = WHY_UNUSED[dotted]
     elif section == "algorithm":
-        why = _why_not_taken(config, key)
+        why = _why_not_a_parameter(config, key)
     elif dotted in ("correction.cap", "correction.floor") and config.algorithm.anchor == "rollout":
-        return "there is no weight to truncate with the anchor rollout; leave this out"
+        return "algorithm.anchor is rollout, so there is no weight to truncate; leave this out"
     else:
         masks = [name for name, mask in MASKS.items() if section == "correction" and key in mask.parameters]
-        why = f"the mask {masks[0]} is not in correction.masks; add it" if masks else WHY_IGNORED[section]
+        why = f"the mask {masks[0]} is not in correction.masks; add it" if masks else WHY_UNUSED[section]
     return f"{why}, or leave this out"
 
 
-def _why_not_taken(config: Config, key: str) -> str:
-    """Whose parameter it is, and which functions were chosen instead."""
+def _why_not_a_parameter(config: Config, key: str) -> str:
+    """Return which functions are configured, and which ones take the key."""
     takers = dict.fromkeys(
         name
         for registry in (SURROGATES, ADVANTAGES, NORMALISERS)
@@ -244,6 +249,6 @@ def _why_not_taken(config: Config, key: str) -> str:
     )
     algorithm = config.algorithm
     return (
-        f"surrogate {algorithm.surrogate}, advantage {algorithm.advantage} and normalise {algorithm.normalise} "
-        f"do not take it; choose one that does ({', '.join(takers) or 'of your own'})"
+        f"surrogate = {algorithm.surrogate}, advantage = {algorithm.advantage} and normalise = {algorithm.normalise} "
+        f"do not take it; use one that does ({', '.join(takers) or 'a custom function'})"
     )

@@ -1,7 +1,7 @@
-"""Setting names of TRL, verl, prime-rl, OpenRLHF and Axolotl, with the outpace setting that does the same.
+"""Setting names of TRL, verl, prime-rl, OpenRLHF and Axolotl, with the equivalent outpace settings.
 
-`equivalent(name)` returns the remedy to print beside an unknown name. No foreign name is accepted as a setting: the
-values do not always mean the same, and the note says where they differ.
+`equivalent_setting(name)` returns the hint to print for an unknown name. Names of other libraries are never accepted as
+settings, because their values do not always mean the same; the note says where they differ.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 
 class Equivalent(NamedTuple):
-    """`settings` are dotted keys of `Config`; none means that outpace has no such thing, and `note` says so."""
+    """Dotted keys of `Config` to use instead. Empty `settings`: outpace has no equivalent, and `note` explains."""
 
     settings: tuple[str, ...]
     note: str = ""
@@ -37,27 +37,27 @@ RENAMED = {
     "algorithm.filter_uniform": "filter.uniform",
     "algorithm.uniform_tolerance": "filter.tolerance",
 }
-"""Settings of outpace 0.1."""
+"""Settings of outpace 0.1 that have a new name."""
 
-_ONE_DEVICE = _absent("the learner has one device, there is no sharding yet; leave this out")
-_NO_TRACKER = _absent("there are no trackers yet; metrics are in metrics.jsonl of run.dir")
-_AUTOMATIC = _absent("batches are packed by tokens; leave this out, or set learner.tokens_per_pass")
+_ONE_DEVICE = _absent("the learner runs on one device; sharding is not supported yet; leave this out")
+_NO_TRACKER = _absent("trackers are not supported yet; metrics are in metrics.jsonl in run.dir")
+_AUTOMATIC = _absent("micro-batches are packed by token count; leave this out, or set learner.tokens_per_pass")
 _NO_TRUNCATED_SAMPLING = _absent("truncated or reshaped sampling biases the importance weights; leave this out")
-_GROUPS = "it counts groups: samples per optimizer step divided by rollout.group_size"
+_GROUPS = "counts groups: samples per optimizer step divided by rollout.group_size"
 _TENSOR_PARALLEL = _use("launch.args", note='["--tensor-parallel-size", "2"]')
 _ESTIMATORS = "grpo, rloo, gae and opo keep their names, reinforce_plus_plus is reinforce_pp"
-_CHOSEN_URLS = 'a list such as ["http://host:8000"], with engine.kind = "vllm"'
+_SERVER_URLS = 'a list such as ["http://host:8000"], with engine.kind = "vllm"'
 
 TRL: Mapping[str, Equivalent] = {
     "model_name_or_path": _use("model.path"),
-    "model_init_kwargs": _use("model.dtype", "model.trust_remote_code", note="other arguments are not passed on"),
+    "model_init_kwargs": _use("model.dtype", "model.trust_remote_code", note="other arguments are not supported"),
     "torch_dtype": _use("model.dtype"),
     "bf16": _use("model.dtype", note='"bfloat16"'),
-    "fp16": _use("model.dtype", note='"float32" or "bfloat16"; there is no fp16'),
-    "attn_implementation": _absent("attention is chosen by device; leave this out"),
+    "fp16": _use("model.dtype", note='"float32" or "bfloat16"; fp16 is not supported'),
+    "attn_implementation": _absent("the attention implementation is chosen by device; leave this out"),
     "trust_remote_code": _use("model.trust_remote_code"),
     "system_prompt": _use("model.system"),
-    "chat_template_kwargs": _use("model.renderer", note="arguments of the chat template are not passed on"),
+    "chat_template_kwargs": _use("model.renderer", note="chat template arguments are not supported"),
     "dataset_name": _use("tasks.path"),
     "dataset_config": _use("tasks.path", note='"owner/name:configuration"'),
     "dataset_train_split": _use("tasks.split"),
@@ -71,14 +71,14 @@ TRL: Mapping[str, Equivalent] = {
     "environment_factory": _use("rollout.environment", note="or Trainer(environment=...)"),
     "rollout_func": _use("rollout.function", note="or Trainer(rollout=...)"),
     "num_generations": _use("rollout.group_size"),
-    "num_generations_eval": _absent("each held-out task gets one attempt; leave this out"),
+    "num_generations_eval": _absent("evaluation makes one attempt per task; leave this out"),
     "max_completion_length": _use("rollout.max_tokens"),
     "max_prompt_length": _use("engine.context", note="prompt and completion together"),
     "max_tool_calling_iterations": _use("rollout.max_turns"),
-    "generation_kwargs": _use("rollout.temperature", "rollout.stop", note="other arguments are not passed on"),
+    "generation_kwargs": _use("rollout.temperature", "rollout.stop", note="other arguments are not supported"),
     "temperature": _use("rollout.temperature"),
-    "top_p": _use("rollout.top_p", note="it has to stay 1 for training"),
-    "top_k": _use("rollout.top_k", note="it has to stay 0 for training"),
+    "top_p": _use("rollout.top_p", note="must stay 1 for training"),
+    "top_k": _use("rollout.top_k", note="must stay 0 for training"),
     "min_p": _NO_TRUNCATED_SAMPLING,
     "repetition_penalty": _NO_TRUNCATED_SAMPLING,
     "request_timeout": _use("rollout.timeout_s"),
@@ -104,9 +104,9 @@ TRL: Mapping[str, Equivalent] = {
     "max_grad_norm": _use("learner.max_grad_norm"),
     "gradient_checkpointing": _use("learner.gradient_checkpointing"),
     "beta": _use("kl.coefficient"),
-    "sync_ref_model": _use("kl.sync_every", note="in steps; the reference becomes a copy, it is not mixed"),
+    "sync_ref_model": _use("kl.sync_every", note="in steps; the reference is replaced, not mixed"),
     "ref_model_sync_steps": _use("kl.sync_every"),
-    "ref_model_mixup_alpha": _use("kl.sync_every", note="the reference becomes a copy, it is not mixed"),
+    "ref_model_mixup_alpha": _use("kl.sync_every", note="the reference is replaced, not mixed"),
     "use_bias_correction_kl": _use("kl.estimator", note='"unbiased"'),
     "epsilon": _use("algorithm.clip_low", "algorithm.clip_high"),
     "epsilon_high": _use("algorithm.clip_high", note="with cispo: algorithm.cap"),
@@ -121,7 +121,7 @@ TRL: Mapping[str, Equivalent] = {
     "sapo_temperature_pos": _use("algorithm.tau_positive"),
     "sapo_temperature_neg": _use("algorithm.tau_negative"),
     "entropy_coef": _use("algorithm.entropy"),
-    "top_entropy_quantile": _absent("every sampled token is trained on; leave this out"),
+    "top_entropy_quantile": _absent("outpace trains on every sampled token; leave this out"),
     "vllm_importance_sampling_correction": _use("correction.weight", note='"token", "sequence" or "none"'),
     "vllm_importance_sampling_mode": _use("correction.weight", "correction.masks"),
     "vllm_importance_sampling_cap": _use("correction.cap"),
@@ -129,10 +129,10 @@ TRL: Mapping[str, Equivalent] = {
     "vllm_importance_sampling_clip_min": _use("correction.floor"),
     "off_policy_mask_threshold": _use("correction.opsm_delta", note='with correction.masks = ["opsm"]'),
     "use_vllm": _use("engine.kind", note='"vllm"'),
-    "vllm_mode": _use("engine.urls", note="for running servers; without it outpace starts them"),
-    "vllm_server_base_url": _use("engine.urls", note=_CHOSEN_URLS),
-    "vllm_server_host": _use("engine.urls", note=_CHOSEN_URLS),
-    "vllm_server_port": _use("engine.urls", note=_CHOSEN_URLS),
+    "vllm_mode": _use("engine.urls", note="for running servers; if not set, outpace starts servers"),
+    "vllm_server_base_url": _use("engine.urls", note=_SERVER_URLS),
+    "vllm_server_host": _use("engine.urls", note=_SERVER_URLS),
+    "vllm_server_port": _use("engine.urls", note=_SERVER_URLS),
     "vllm_server_timeout": _use("launch.start_s"),
     "vllm_gpu_memory_utilization": _use("launch.gpu_memory"),
     "vllm_max_model_length": _use("engine.context"),
@@ -142,7 +142,7 @@ TRL: Mapping[str, Equivalent] = {
     "lora_r": _use("lora.rank"),
     "lora_alpha": _use("lora.alpha"),
     "lora_target_modules": _use("lora.targets"),
-    "lora_dropout": _absent("adapters have no dropout; leave this out"),
+    "lora_dropout": _absent("LoRA dropout is not supported; leave this out"),
     "output_dir": _use("run.dir"),
     "overwrite_output_dir": _use("run.overwrite"),
     "max_steps": _use("run.steps"),
@@ -153,8 +153,8 @@ TRL: Mapping[str, Equivalent] = {
     "use_cpu": _use("run.device", note='"cpu"'),
     "eval_steps": _use("eval.every"),
     "eval_strategy": _use("eval.every", note="in steps"),
-    "eval_on_start": _absent("every run is evaluated before the first step; leave this out"),
-    "per_device_eval_batch_size": _use("eval.max_running", note="episodes at once"),
+    "eval_on_start": _absent("every run evaluates before the first step; leave this out"),
+    "per_device_eval_batch_size": _use("eval.max_running", note="concurrent episodes"),
     "save_steps": _use("checkpoint.every"),
     "save_strategy": _use("checkpoint.every", note="in steps"),
     "save_total_limit": _use("checkpoint.keep"),
@@ -162,10 +162,10 @@ TRL: Mapping[str, Equivalent] = {
     "resume_from_checkpoint": _absent("resume with `outpace train --resume RUN`, or Trainer.train(resume=True)"),
     "log_completions": _use("run.show_rollouts", note="groups per step"),
     "num_completions_to_print": _use("run.show_rollouts", note="groups per step"),
-    "logging_steps": _absent("every step is logged, in metrics.jsonl of run.dir; leave this out"),
+    "logging_steps": _absent("every step is logged to metrics.jsonl in run.dir; leave this out"),
     "report_to": _NO_TRACKER,
     "run_name": _use("run.dir"),
-    "push_to_hub": _absent("write the model with `outpace export`, then upload it; leave this out"),
+    "push_to_hub": _absent("export the model with `outpace export` and upload it; leave this out"),
     "deepspeed": _ONE_DEVICE,
     "fsdp": _ONE_DEVICE,
     "fsdp_config": _ONE_DEVICE,
@@ -214,7 +214,7 @@ VERL: Mapping[str, Equivalent] = {
     "rollout_correction.rollout_is_threshold": _use("correction.cap"),
     "rollout_correction.rollout_rs": _use("correction.masks"),
     "tis_imp_ratio_cap": _use("correction.cap"),
-    "ppo_mini_batch_size": _use("algorithm.updates", note="the number of parts: batch divided by mini-batch"),
+    "ppo_mini_batch_size": _use("algorithm.updates", note="mini-batches per batch: batch divided by mini-batch"),
     "ppo_epochs": _use("algorithm.passes"),
     "ppo_micro_batch_size": _AUTOMATIC,
     "ppo_micro_batch_size_per_gpu": _AUTOMATIC,
@@ -229,18 +229,18 @@ VERL: Mapping[str, Equivalent] = {
     "data.max_response_length": _use("rollout.max_tokens"),
     "data.shuffle": _use("tasks.shuffle"),
     "data.seed": _use("run.seed"),
-    "data.prompt_key": _absent('the column has to be called "prompt"'),
+    "data.prompt_key": _absent('the column must be named "prompt"'),
     "custom_reward_function.path": _use("rewards.functions", note='["path/to/file.py:function"]'),
     "custom_reward_function.name": _use("rewards.functions", note='["path/to/file.py:function"]'),
     "overlong_buffer.len": _use("rewards.overlong_buffer"),
     "overlong_buffer.penalty_factor": _use("rewards.overlong_penalty"),
-    "async_training.staleness_threshold": _use("pacing.max_lag", note="in versions, not a share of samples"),
+    "async_training.staleness_threshold": _use("pacing.max_lag", note="in versions, not a fraction of samples"),
     "async_training.trigger_parameter_sync_step": _use("weights.every"),
     "trainer.total_epochs": _use("run.epochs"),
     "trainer.total_training_steps": _use("run.steps"),
     "trainer.save_freq": _use("checkpoint.every"),
     "trainer.test_freq": _use("eval.every"),
-    "trainer.val_before_train": _absent("every run is evaluated before the first step; leave this out"),
+    "trainer.val_before_train": _absent("every run evaluates before the first step; leave this out"),
     "trainer.max_actor_ckpt_to_keep": _use("checkpoint.keep"),
     "trainer.default_local_dir": _use("run.dir"),
     "trainer.resume_mode": _absent("resume with `outpace train --resume RUN`"),
@@ -252,7 +252,7 @@ VERL: Mapping[str, Equivalent] = {
     "trainer.nnodes": _ONE_DEVICE,
     "fsdp_config.param_offload": _ONE_DEVICE,
 }
-"""Dotted keys of verl's Hydra config; the last part alone where it is unmistakable."""
+"""Dotted keys of verl's Hydra config; only the last part where it is unambiguous."""
 
 PRIME_RL: Mapping[str, Equivalent] = {
     "model.name": _use("model.path"),
@@ -264,8 +264,8 @@ PRIME_RL: Mapping[str, Equivalent] = {
     "orchestrator.batch_size": _use("pacing.groups_per_step", note=_GROUPS),
     "micro_batch_size": _AUTOMATIC,
     "max_inflight_rollouts": _use("pacing.max_running"),
-    "oversampling_factor": _use("pacing.depth", note="batches under way beside the one being filled"),
-    "seq_len": _use("engine.context", note="learner.tokens_per_pass is the size of a packed pass"),
+    "oversampling_factor": _use("pacing.depth", note="batches in flight in addition to the one being filled"),
+    "seq_len": _use("engine.context", note="learner.tokens_per_pass limits a packed pass"),
     "max_model_len": _use("engine.context"),
     "sampling.max_tokens": _use("rollout.max_tokens"),
     "max_completion_tokens": _use("rollout.max_tokens"),
@@ -285,12 +285,12 @@ PRIME_RL: Mapping[str, Equivalent] = {
     "eval.interval": _use("eval.every"),
     "eval.num_examples": _use("eval.count"),
     "weight_broadcast.type": _use("weights.transport", note='"files" or "collective"'),
-    "client.base_url": _use("engine.urls", note=_CHOSEN_URLS),
+    "client.base_url": _use("engine.urls", note=_SERVER_URLS),
     "inference.parallel.tp": _TENSOR_PARALLEL,
     "clean_output_dir": _use("run.overwrite"),
     "wandb": _NO_TRACKER,
 }
-"""Keys of prime-rl's TOML files, without the name of the process where several have them."""
+"""Keys of prime-rl's TOML files, without the process name where several processes share a key."""
 
 OPENRLHF: Mapping[str, Equivalent] = {
     "pretrain": _use("model.path"),
@@ -362,16 +362,16 @@ GENERAL: Mapping[str, Equivalent] = {
     "max_new_tokens": _use("rollout.max_tokens"),
     "max_length": _use("engine.context"),
 }
-"""Names that several libraries share."""
+"""Names shared by several libraries."""
 
 EQUIVALENTS: Mapping[str, Equivalent] = {**GENERAL, **AXOLOTL, **OPENRLHF, **PRIME_RL, **VERL, **TRL}
 
 
 def equivalent(name: str, prefix: str = "") -> str | None:
-    """What to use for a setting of another library: `use rollout.group_size` for `num_generations`. `prefix` goes
-    before each setting, as `--` does on the command line.
+    """Return a hint for a setting name of another library, such as `use rollout.group_size` for `num_generations`, or
+    None. `prefix` is put before each setting, for example `--` on the command line.
 
-    Dotted names are looked up by ever shorter ends, so `trainer.optim.lr` finds `optim.lr`."""
+    Dotted names are looked up by successively shorter suffixes, so `trainer.optim.lr` finds `optim.lr`."""
     parts = name.lstrip("-+").replace("-", "_").split(".")
     for start in range(len(parts)):
         found = EQUIVALENTS.get(".".join(parts[start:]))
@@ -381,7 +381,7 @@ def equivalent(name: str, prefix: str = "") -> str | None:
 
 
 def foreign_names(name: str, value: Any) -> Iterator[str]:
-    """Dotted names in a table of another library's config, `value` under `name`, for which there is an equivalent."""
+    """Yield the dotted names at or below `name`, in a config of another library, that have an equivalent."""
     if equivalent(name) is not None:
         yield name
     elif isinstance(value, Mapping):

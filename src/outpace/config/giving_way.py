@@ -1,9 +1,4 @@
-"""Settings of a file that give way to a choice made on top of it, because only another choice would take them.
-
-The config of a run says everything, also what only its kind of engine reads. Whoever resumes it with another kind, or
-with servers of his own in place of those that it started, has made a choice against these; to refuse them one by one
-would teach nobody anything. Settings that are given beside the choice never give way.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -15,23 +10,28 @@ from outpace.config.serving import LaunchConfig
 Values = Mapping[str, Any]
 """Settings by dotted key."""
 
-LAUNCHED = {f"launch.{key}" for key in LaunchConfig.model_fields}
-"""What only servers that outpace starts have."""
+LAUNCH_KEYS = {f"launch.{key}" for key in LaunchConfig.model_fields}
+"""Settings that apply only to servers that outpace starts."""
 
-OF_ONE_KIND = {
-    "engine.urls", "engine.count", "engine.path", "engine.api_key_env", "engine.seeded", "weights.transport", *LAUNCHED,
+ENGINE_KIND_KEYS = {
+    "engine.urls", "engine.count", "engine.path", "engine.api_key_env", "engine.seeded", "weights.transport",
+    *LAUNCH_KEYS,
 }  # fmt: skip
-"""What only one kind of engine has, or what names engines of one kind."""
+"""Settings that apply to, or name, engines of one kind."""
 
 
-def given_way(file: Values, on_top: Values) -> set[str]:
-    """Keys of the file that what is on top has decided against."""
+def given_way(file: Values, overrides: Values) -> set[str]:
+    """Return the file settings that the overrides replace.
+
+    The saved config of a run spells out every setting, including those that only its engine kind reads. Resuming it
+    with another engine kind, or with running servers instead of launched ones, drops the settings of the old choice
+    instead of rejecting each of them. Settings given in the overrides are never dropped."""
     before = file.get("engine.kind", "embedded")
-    if on_top.get("engine.kind", before) != before:
-        reads_files = on_top["engine.kind"] != "embedded" or {**file, **on_top}.get("weights.delta")
-        return OF_ONE_KIND | (set() if reads_files else {"weights.dir"})
-    if on_top.get("engine.urls"):
-        return {"engine.count", *LAUNCHED}
-    if any(on_top.get(key) is not None for key in LAUNCHED):
+    if overrides.get("engine.kind", before) != before:
+        uses_dir = overrides["engine.kind"] != "embedded" or {**file, **overrides}.get("weights.delta")
+        return ENGINE_KIND_KEYS | (set() if uses_dir else {"weights.dir"})
+    if overrides.get("engine.urls"):
+        return {"engine.count", *LAUNCH_KEYS}
+    if any(overrides.get(key) is not None for key in LAUNCH_KEYS):
         return {"engine.urls"}
     return set()

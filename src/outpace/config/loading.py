@@ -1,16 +1,4 @@
-"""From files, command lines and dicts to a `Config`, and back.
-
-Values come, later ones winning, from: the defaults of `outpace.config`, a TOML or YAML file, overrides. Inside,
-settings are one flat mapping from dotted keys (`pacing.max_lag`) to values, so that merging is dict merging.
-
-Invariants:
-- An unknown key is an error with a suggestion, never ignored.
-- A choice on top of a file brings its own defaults, also where the file spells out those of another, as the config of
-  a run does; settings that only the other choice takes give way to it.
-- Every error is a `BadInput` of exactly one line that starts with the dotted key, or the file if no key is to blame.
-- Text given for a setting that is not text is read as on the command line, wherever it comes from: YAML takes
-  `1e-5` for text. Nothing else is converted.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -18,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import pydantic
 from pydantic.fields import FieldInfo
@@ -51,24 +39,24 @@ FIELDS: dict[str, FieldInfo] = {
 
 
 def load_config(file: Path | None = None, overrides: Sequence[str] | Mapping[str, Any] = ()) -> Config:
-    """The config of a file (optional) and overrides: command-line arguments, or a nested or dotted dict."""
+    """Return the checked config of a file and overrides: command-line arguments, or a nested or dotted dict."""
     from_file = flatten(read_file(file)) if file is not None else {}
-    on_top = flatten(overrides) if isinstance(overrides, Mapping) else parse_arguments(overrides)
-    another_task = on_top.get("tasks.name") is not None
-    stays = _without_defaults(from_file, another_task) if on_top else from_file
-    chosen_against = given_way(from_file, on_top)
-    return make_config({key: value for key, value in stays.items() if key not in chosen_against} | on_top)
+    overriding = flatten(overrides) if isinstance(overrides, Mapping) else parse_arguments(overrides)
+    another_task = overriding.get("tasks.name") is not None
+    kept = _without_defaults(from_file, another_task) if overriding else from_file
+    replaced = given_way(from_file, overriding)
+    return make_config({key: value for key, value in kept.items() if key not in replaced} | overriding)
 
 
 def make_config(values: Mapping[str, Any]) -> Config:
-    """A checked config from a nested or dotted dict: `{"pacing": {"max_lag": 2}, "run.steps": 10}`."""
+    """Return the checked config of a nested or dotted dict: `{"pacing": {"max_lag": 2}, "run.steps": 10}`."""
     config = _validated(flatten(values))
     check(config)
     return config
 
 
 def _validated(flat: Flat) -> Config:
-    """Key by key; no combination is looked at."""
+    """Validate each key by itself; combinations are not checked."""
     nested: dict[str, dict[str, Any]] = {}
     for dotted, value in flat.items():
         section, _, key = dotted.partition(".")
@@ -80,38 +68,38 @@ def _validated(flat: Flat) -> Config:
 
 
 def _without_defaults(flat: Flat, another_task: bool) -> Flat:
-    """The same without keys that say what would be filled in anyway, or what came with a task that is not the one."""
+    """Drop keys that equal their default, or the default of the file's built-in task. `another_task` says whether the
+    overrides name another task."""
     try:
         config = _validated(flat)
-        unneeded = redundant(config) | brought_by_task(config, another_task)
-    except BadInput:  # what is wrong may be overridden; if not, it is told when the whole is checked
+        droppable = redundant(config) | brought_by_task(config, another_task)
+    except BadInput:  # an override may fix it; otherwise the check of the merged config reports it
         return flat
-    return {key: value for key, value in flat.items() if key not in unneeded}
+    return {key: value for key, value in flat.items() if key not in droppable}
 
 
-OBJECTS = "# with objects of a Python program: "
+OBJECTS_COMMENT = "# with objects of a Python program: "
 
 
 def dump_toml(config: Config, objects: Sequence[str] = ()) -> str:
-    """The config as TOML that loads back to an equal one. None is left out: it is the default wherever it is legal.
+    """Return the config as TOML that loads back to an equal config. None is omitted: it is the default where allowed.
 
-    `objects` names what a Python caller has brought beside it, for `objects_beside`."""
-    lines = [f"{OBJECTS}{', '.join(objects)}"] if objects else []
+    `objects` names the Python objects that the caller passed in addition; `python_objects_of` reads the names back."""
+    lines = [f"{OBJECTS_COMMENT}{', '.join(objects)}"] if objects else []
     for section, values in config.model_dump(exclude_none=True).items():
         lines += [f"[{section}]", *(f"{key} = {_toml(value)}" for key, value in values.items()), ""]
     return "\n".join(lines)
 
 
 def objects_beside(file: Path) -> str:
-    """What a config that was dumped is not complete without; nothing, if it is."""
+    """Return the names of the Python objects that a dumped config needs in addition, or "" if it is complete."""
     with file.open(encoding="utf-8", errors="replace") as lines:
         first = lines.readline().strip()
-    return first.removeprefix(OBJECTS) if first.startswith(OBJECTS) else ""
+    return first.removeprefix(OBJECTS_COMMENT) if first.startswith(OBJECTS_COMMENT) else ""
 
 
 def _toml(value: Any) -> str:
-    """JSON's notation of text, numbers, booleans and lists is TOML's, but for one control character and what is no
-    finite number."""
+    """Return the value in TOML. JSON notation works except for DEL (0x7f), tables, and non-finite numbers."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_toml(key)} = {_toml(each)}" for key, each in value.items()) + "}"
     if isinstance(value, list):
@@ -125,7 +113,7 @@ def _toml(value: Any) -> str:
 
 
 def flatten(values: Mapping[str, Any]) -> Flat:
-    """Settings by dotted key, from nested or dotted ones; unknown keys are refused, text is read by type."""
+    """Return settings by dotted key, from nested or dotted ones. Rejects unknown keys; parses text by type."""
     return {key: _read_by_type(key, value) for key, value in _pairs(values)}
 
 
@@ -136,11 +124,11 @@ def _pairs(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         elif name not in SECTIONS:
             raise unknown_key(str(name), value)
         elif value is None:
-            continue  # YAML's reading of a section with nothing in it
+            continue  # YAML reads an empty section as None
         elif isinstance(value, Mapping):
             yield from ((f"{name}.{key}", inner) for key, inner in value.items())
         else:
-            raise BadInput(f"{name}: is a section with keys of its own, not a single value ({_shown(value)})")
+            raise BadInput(f"{name}: is a section, not a single setting ({_shown(value)}); set its keys instead")
 
 
 def _read_by_type(dotted: str, value: Any) -> Any:
@@ -151,10 +139,10 @@ def _read_by_type(dotted: str, value: Any) -> Any:
 
 
 def unknown_key(dotted: str, value: Any = None) -> BadInput:
-    """The error for a key that does not exist, with the one to use instead: of another library's name the equivalent,
-    also of one inside a table `value`, otherwise the nearest name."""
+    """Return the error for an unknown key, with a suggestion: the equivalent of another library's name, also for names
+    inside a table `value`; otherwise the nearest name."""
     if dotted in RENAMED:
-        return BadInput(f"{dotted}: is now {RENAMED[dotted]}")
+        return BadInput(f"{dotted}: was renamed; use {RENAMED[dotted]}")
     for name in foreign_names(dotted, value):
         return BadInput(f"{one_line(name)}: no such setting; {equivalent(name)}")
     section, dot, last = dotted.rpartition(".")
@@ -174,7 +162,7 @@ def unknown_key(dotted: str, value: Any = None) -> BadInput:
 
 
 def settings_like(word: str) -> list[str]:
-    """What a key without its section may mean."""
+    """Return the settings that a key without its section may refer to."""
     exact = _settings_called(word)
     return exact or [key for name in nearest(word, map(_last, FIELDS)) for key in _settings_called(name)]
 
@@ -195,13 +183,13 @@ def parse_arguments(
     fields: Mapping[str, FieldInfo] = FIELDS,
     unknown: Callable[[str], BadInput] = unknown_key,
 ) -> Flat:
-    """Overrides as on the command line: `--section.key value`, `--section.key=value`, or a bare `--section.flag`."""
+    """Parse command-line overrides: `--section.key value`, `--section.key=value`, or a bare `--section.flag`."""
     flat: Flat = {}
     rest = list(arguments)
     while rest:
         argument = rest.pop(0)
         if not argument.startswith("--"):
-            raise BadInput(f"{one_line(argument)}: unexpected argument; settings are written --section.key value")
+            raise BadInput(f"{one_line(argument)}: unexpected argument; write settings as --section.key value")
         name, equals, text = argument[2:].partition("=")
         dotted = name.replace("-", "_")
         if dotted not in fields:
@@ -218,55 +206,69 @@ def _next_value(dotted: str, annotation: Any, rest: list[str]) -> str:
         return rest.pop(0)
     if annotation is bool or bool in get_args(annotation):
         return "true"
-    raise BadInput(f"{dotted}: needs a value after it, {type_name(annotation)}")
+    raise BadInput(f"{dotted}: missing value; expected {type_name(annotation)}")
 
 
-# ---------------------------------------------------------------------------------------------------- for the reader
+# -------------------------------------------------------------------------------------------------------------- help
 
 
 def describe(sections: Mapping[str, type[Section]] = SECTIONS) -> str:
-    """Every setting with its type, default and meaning, by section."""
+    """Return the help text of all settings: type, default and description, by section."""
     return "\n\n".join(describe_section(name, section) for name, section in sections.items())
 
 
 def describe_section(name: str, section: type[Section]) -> str:
-    """The settings of one section, under its name and summary."""
+    """Return the help text of one section."""
     lines = [f"[{name}]  {summary(section)}".rstrip()]
     for key, info in section.model_fields.items():
-        default = "not set" if info.default is None else f"default {_toml(info.default)}"
-        lines.append(f"  --{name}.{key}  {type_name(info.annotation)}  ({default})")
-        lines.append(f"      {one_line(info.description)}")
+        setting = setting_help(info)
+        default = "not set" if setting.default is None else f"default {setting.default}"
+        lines.append(f"  --{name}.{key}  {setting.type}  ({default})")
+        lines.append(f"      {setting.description}")
     return "\n".join(lines)
 
 
+class SettingHelp(NamedTuple):
+    """A setting as help and documentation show it. `default` is in TOML notation, or None if the setting is not set."""
+
+    type: str
+    default: str | None
+    description: str
+
+
+def setting_help(info: FieldInfo) -> SettingHelp:
+    default = None if info.default is None else _toml(info.default)
+    return SettingHelp(type_name(info.annotation), default, " ".join((info.description or "").split()))
+
+
 def index(sections: Mapping[str, type[Section]] = SECTIONS) -> str:
-    """One line for each section."""
+    """Return one line per section: its name and summary."""
     return "\n".join(f"  {name:<13}{summary(section)}".rstrip() for name, section in sections.items())
 
 
 def summary(section: type[Section]) -> str:
-    """What a section is about: the first line of its class's docstring."""
+    """Return the first line of the section's docstring."""
     return (section.__doc__ or "").strip().partition("\n")[0]
 
 
 def _explain(error: pydantic.ValidationError) -> str:
-    """The first complaint of the validator as one line, with the number of those left unsaid."""
+    """Return the first validation error as one line, with the number of further ones."""
     by_key: dict[str, list[Any]] = {}
     for each in error.errors(include_url=False):
         by_key.setdefault(".".join(str(part) for part in each["loc"][:2]), []).append(each)
-    key, about = next(iter(by_key.items()))
-    # Of the alternatives of a name, text is the one that was meant.
-    first = next((each for each in about if each["type"] == "string_type"), about[0])
+    key, errors = next(iter(by_key.items()))
+    # For a union of types, report the error of the text alternative.
+    first = next((each for each in errors if each["type"] == "string_type"), errors[0])
     more = f" (and {len(by_key) - 1} more)" if len(by_key) > 1 else ""
     if callable(first["input"]) and key.startswith("algorithm."):
-        return f"{key}: name it as path/to/file.py:function; functions of algorithm are not sent by value{more}"
+        return f"{key}: is a function object; pass its name instead, such as path/to/file.py:function{more}"
     item = "".join(f"item {part + 1} " for part in first["loc"][2:] if isinstance(part, int))
-    complaint = first["msg"].replace("Input should", "should", 1)
+    problem = first["msg"].replace("Input should", "should", 1)
     if first["type"] in ("bool_type", "bool_parsing"):
-        complaint = "should be true or false"
+        problem = "should be true or false"
     if first["type"] == "dict_type":
-        complaint = "should be a table: name=value between commas, or a JSON object"
-    return f"{key}: {item}{one_line(complaint)}, not {_shown(first['input'])}{more}"
+        problem = "should be a table: comma-separated name=value pairs, or a JSON object"
+    return f"{key}: {item}{one_line(problem)}, not {_shown(first['input'])}{more}"
 
 
 def _shown(value: Any) -> str:

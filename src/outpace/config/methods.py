@@ -1,13 +1,10 @@
-"""What a config means: the functions it names, with the settings each of them takes, and what follows from the choice.
-
-Works on resolved and unresolved configs alike: a key that is not set has the default of the function that takes it.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, get_args
 
 import pydantic
 
@@ -23,9 +20,11 @@ from outpace.algorithms.registry import (
     Registry,
     SurrogateFacts,
 )
-from outpace.config import Config
 from outpace.config.algorithm import AlgorithmConfig, CorrectionConfig
 from outpace.errors import BadInput, one_line
+
+if TYPE_CHECKING:
+    from outpace.config import Config
 
 DEFAULT_SURROGATE = "truncated_is"
 DEFAULT_ADVANTAGE = "dr_grpo"
@@ -34,7 +33,7 @@ CHOICES = ("preset", "surrogate", "advantage", "normalise", "credit", "anchor", 
 PARAMETERS = tuple(
     key for key, info in AlgorithmConfig.model_fields.items() if info.default is None and key not in CHOICES
 )
-"""The keys of `[algorithm]` that a function may take as keyword-only arguments."""
+"""Keys of `[algorithm]` that a function may take as keyword-only arguments."""
 
 T = TypeVar("T", bound=Facts, covariant=True)
 F = TypeVar("F", bound=Facts)
@@ -42,7 +41,7 @@ F = TypeVar("F", bound=Facts)
 
 @dataclass(frozen=True)
 class Chosen(Generic[T]):
-    """A registered function and the keyword arguments that the config gives it."""
+    """A registered function bound to the keyword arguments that the config sets."""
 
     facts: T
     settings: dict[str, Any]
@@ -52,94 +51,95 @@ class Chosen(Generic[T]):
 
 
 def chosen_surrogate(config: AlgorithmConfig) -> Chosen[SurrogateFacts]:
-    return _chosen(_find(SURROGATES, config.surrogate or DEFAULT_SURROGATE), config)
+    return _bind(_lookup(SURROGATES, config.surrogate or DEFAULT_SURROGATE), config)
 
 
 def chosen_advantage(config: AlgorithmConfig) -> Chosen[AdvantageFacts]:
-    return _chosen(_find(ADVANTAGES, config.advantage or DEFAULT_ADVANTAGE), config)
+    return _bind(_lookup(ADVANTAGES, config.advantage or DEFAULT_ADVANTAGE), config)
 
 
 def chosen_normaliser(config: AlgorithmConfig) -> Chosen[NormaliserFacts]:
-    return _chosen(_find(NORMALISERS, config.normalise or chosen_advantage(config).facts.normalise), config)
+    return _bind(_lookup(NORMALISERS, config.normalise or chosen_advantage(config).facts.normalise), config)
 
 
 def chosen_masks(config: CorrectionConfig) -> dict[str, Chosen[MaskFacts]]:
-    """Every mask that is named, those of the batch too: their facts say which is which."""
-    return {name: _chosen(MASKS[name], config) for name in config.masks or []}
+    """Return every configured mask by name, both per-sequence and whole-batch masks: see `registration.scope`."""
+    return {name: _bind(MASKS[name], config) for name in config.masks or []}
 
 
-def _chosen(facts: F, config: AlgorithmConfig | CorrectionConfig) -> Chosen[F]:
+def _bind(facts: F, config: AlgorithmConfig | CorrectionConfig) -> Chosen[F]:
     given = {name: getattr(config, name) for name in facts.parameters}
     return Chosen(facts, {name: facts.parameters[name] if value is None else value for name, value in given.items()})
 
 
-def _find(registry: Registry, name: str) -> Any:
-    """The registration of that name. What a user wrote may hold anything, so the complaint is made one line."""
+def _lookup(registry: Registry, name: str) -> Any:
+    """Return the registration of `name`, after checking a user's own. The name may hold line breaks, so the error is
+    reduced to one line."""
     try:
         facts = registry.find(name)
     except BadInput as error:
         raise BadInput(one_line(error, limit=600)) from error
     if name not in registry.built_in:
         _check_parameters(facts, registry.setting)
-        for complaint in _complaints(facts):
-            raise BadInput(f"{registry.setting}: {facts.name} {complaint}")
+        for problem in _decorator_problems(facts):
+            raise BadInput(f"{registry.setting}: {facts.name} {problem}")
     return facts
 
 
 def _check_parameters(facts: Facts, setting: str) -> None:
-    """A user's function asks for settings that exist, and its defaults are values that they may have."""
+    """Check that a user's function takes only existing settings, and that its defaults are valid values of them."""
     for name, default in facts.parameters.items():
         if name not in PARAMETERS:
             raise BadInput(
-                f"{setting}: {facts.name} takes {name}, which is no setting of algorithm; "
-                f"name it after one of {', '.join(PARAMETERS)}, or make it a constant"
+                f"{setting}: {facts.name} takes {name}, which is not a setting of [algorithm]; "
+                f"rename it to one of {', '.join(PARAMETERS)}, or make it a constant"
             )
         try:
             AlgorithmConfig.model_validate({name: default})
         except pydantic.ValidationError:
             raise BadInput(
                 f"{setting}: {facts.name} has the default {name} = {one_line(repr(default), limit=60)}, "
-                f"which algorithm.{name} does not allow"
+                f"which is not a valid value of algorithm.{name}; change the default"
             ) from None
 
 
-def _complaints(facts: Facts) -> Iterator[str]:
-    """What is wrong with the arguments of a user's decorator: types are not checked when it runs."""
+def _decorator_problems(facts: Facts) -> Iterator[str]:
+    """Yield what is wrong with the arguments of a user's decorator, which does not check types when it runs."""
     if isinstance(facts, SurrogateFacts):
-        yield from _odd_names("anchors", facts.anchors, get_args(Anchor), needed=True)
-        yield from _odd_names("masks", facts.masks, tuple(MASKS))
-        yield from _odd_names("aggregation", (facts.aggregation,), get_args(Aggregation))
+        yield from _name_problems("anchors", facts.anchors, get_args(Anchor), needed=True)
+        yield from _name_problems("masks", facts.masks, tuple(MASKS))
+        yield from _name_problems("aggregation", (facts.aggregation,), get_args(Aggregation))
     if isinstance(facts, AdvantageFacts):
-        yield from _odd_names("credits", facts.credits, get_args(Credit), needed=True)
+        yield from _name_problems("credits", facts.credits, get_args(Credit), needed=True)
         if "token" in facts.credits and not facts.additive:
             yield (
-                'has "token" among its credits, which needs a return minus a baseline; '
-                'declare additive=True if it is one, or drop "token"'
+                'lists "token" in credits, which requires an advantage of the form return minus baseline; '
+                'set additive=True if it has this form, or remove "token"'
             )
 
 
-def _odd_names(argument: str, given: Any, known: tuple[str, ...], *, needed: bool = False) -> Iterator[str]:
+def _name_problems(argument: str, given: Any, known: tuple[str, ...], *, needed: bool = False) -> Iterator[str]:
     if not isinstance(given, tuple | list):
         yield f"has {argument} = {one_line(repr(given), limit=60)}; give a tuple of {', '.join(known)}"
         return
     if needed and not given:
-        yield f"has no {argument}; give at least one of {', '.join(known)}"
+        yield f"has an empty {argument}; give at least one of {', '.join(known)}"
     for name in given:
         if name not in known:
-            yield f"has {argument} of {one_line(repr(name), limit=60)}; there are {', '.join(known)}"
+            yield f"has an unknown value in {argument}: {one_line(repr(name), limit=60)}; use {', '.join(known)}"
 
 
 def closed_batch_reasons(config: Config) -> Iterator[str]:
-    """Why the learner cannot start on a batch before it is closed, if there is a reason."""
+    """Yield the reasons why the learner needs the complete batch before it can start; none if it can stream."""
     algorithm = config.algorithm
     if (estimator := chosen_advantage(algorithm).facts).critic:
-        yield f"the estimator {estimator.name} takes values of the whole batch"
-    if (normaliser := chosen_normaliser(algorithm).facts) is not NORMALISERS.find("none"):
-        yield f"the normaliser {normaliser.name} takes statistics of the whole batch"
+        yield f"the advantage estimator {estimator.name} needs the values of the whole batch"
+    if (normalizer := chosen_normaliser(algorithm).facts) is not NORMALISERS.find("none"):
+        yield f"the normalizer {normalizer.name} needs statistics of the whole batch"
     if algorithm.updates * algorithm.passes > 1:
-        yield "several updates with one batch need all of it"
+        yield "several updates per batch need the whole batch"
     for name, mask in chosen_masks(config.correction).items():
         if mask.facts.scope == "batch":
-            yield f"the mask {name} looks at the tokens of the whole batch"
+            yield f"the mask {name} needs the tokens of the whole batch"
     if config.kl.coefficient > 0 and config.kl.place == "reward":
-        yield 'kl.place = "reward" changes rewards before advantages are made of them'
+        yield 'kl.place = "reward" changes rewards before advantages are computed'

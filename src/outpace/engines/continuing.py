@@ -1,13 +1,13 @@
-"""One answer that is made in several parts, because whoever was sampling it went away or was interrupted.
+"""Continuation: one generation sampled in several parts, after its engine was lost or interrupted.
 
-    asked ─▶ partial output ─▶ asked again for the rest: prompt + what there is, fewer tokens ─▶ … ─▶ one answer
+    request ─▶ partial output ─▶ request for the rest: prompt + output so far, fewer tokens ─▶ … ─▶ one generation
 
 Invariants
-- A token that was sampled stays, with its logprob and its version, and is sampled by nobody else. Only what lies behind
-  a stop string goes: one that begins in one part and ends in another is seen by neither sampler, so it is found here.
-- No part asks for more than is left. `ended` says that none is to be asked for.
-- No part draws the noise of another: the seed of each comes from the request's and from how many tokens there are.
-  Until there is one the request is asked for as it is.
+- A sampled token stays, with its logprob and version, and is never sampled again. Only tokens after a stop string are
+  dropped: neither engine can see a stop string that begins in one part and ends in the next, so it is found here.
+- No part requests more tokens than are left. `ended` is set when no further part is needed.
+- Parts use independent noise: the seed of a part derives from the seed of the request and the number of tokens so far.
+  Until there is a token, the request is sent unchanged.
 """
 
 from __future__ import annotations
@@ -22,29 +22,31 @@ from outpace.wording import plural
 
 
 class Continued:
+    """A request, the output so far, and the prompt and sampling parameters of the next part."""
+
     def __init__(self, token_ids: Ints, sampling: Sampling, decode: Decode | None = None) -> None:
-        """Without `decode` stop strings are left to the samplers."""
-        self._asked = np.asarray(token_ids, dtype=np.int32)
+        """Without `decode`, stop strings are found by the engines only."""
+        self._token_ids = np.asarray(token_ids, dtype=np.int32)
         self._sampling = sampling
         self._strings = StopStrings(sampling.stop_strings, decode) if decode and sampling.stop_strings else None
-        self._spoken = False  # a stop string has been completed
+        self._stop_string_found = False
         self._tokens: Ints = np.zeros(0, dtype=np.int32)
         self._logprobs: Floats = np.zeros(0, dtype=np.float32)
         self._versions: Ints = np.zeros(0, dtype=np.int32)
 
     def __len__(self) -> int:
-        """How many tokens of the answer there are."""
+        """Return the number of tokens so far."""
         return len(self._tokens)
 
     def add(self, generation: Generation) -> None:
-        """Another part: what became of asking for `prompt` with `sampling`."""
+        """Append a part: the result of a request with `prompt` and `sampling`."""
         if not len(generation.tokens) == len(generation.logprobs) == len(generation.versions):
-            raise ValueError("a part has one logprob and one version for each of its tokens")
+            raise ValueError("a part needs one logprob and one version per token")
         if len(generation.tokens) and self.ended == "stop":
-            raise ValueError("a part behind the end of the answer")
+            raise ValueError("got a part after the end of the generation")
         if len(generation.tokens) > self.left:
             raise ValueError(
-                f"a part of {plural(len(generation.tokens), 'token')}, but {self.left} were left to sample"
+                f"got a part of {plural(len(generation.tokens), 'token')}, but only {self.left} were left to sample"
             )
         kept = self._until_stop_string(generation.tokens)
         self._tokens = np.concatenate([self._tokens, generation.tokens[:kept]], dtype=np.int32)
@@ -53,12 +55,12 @@ class Continued:
 
     @property
     def prompt(self) -> Ints:
-        """What the next part goes on from."""
-        return np.concatenate([self._asked, self._tokens], dtype=np.int32) if len(self) else self._asked
+        """Prompt of the next part."""
+        return np.concatenate([self._token_ids, self._tokens], dtype=np.int32) if len(self) else self._token_ids
 
     @property
     def sampling(self) -> Sampling:
-        """How the next part is sampled."""
+        """Sampling parameters of the next part."""
         if not len(self):
             return self._sampling
         seed = request_seed(self._sampling.seed, len(self), 0, 0)
@@ -66,29 +68,28 @@ class Continued:
 
     @property
     def left(self) -> int:
-        """How many tokens may still be sampled."""
+        """Number of tokens that may still be sampled."""
         return self._sampling.max_tokens - len(self)
 
     @property
     def ended(self) -> StopReason | None:
-        """Why there is nothing to go on with, although perhaps no part says so: one that was lost has lost its last
-        word too. None: there is."""
-        if self._spoken or (len(self) and int(self._tokens[-1]) in self._sampling.stop_ids):
+        """Why the generation is complete, or None. Needed because a lost part has no stop reason of its own."""
+        if self._stop_string_found or (len(self) and int(self._tokens[-1]) in self._sampling.stop_ids):
             return "stop"
         return "length" if self.left <= 0 else None
 
     def generation(self, stop: StopReason) -> Generation:
-        """The answer as far as it goes."""
+        """Return the tokens so far as a generation."""
         return Generation(self._tokens, self._logprobs, self._versions, stop)
 
     def _until_stop_string(self, tokens: Ints) -> int:
-        """How many of these belong to the answer."""
+        """Return how many of these tokens belong to the generation, up to and including a stop string."""
         if self._strings is None:
             return len(tokens)
         answer: list[int] = self._tokens.tolist()
         for number, token in enumerate(tokens.tolist(), start=1):
             answer.append(token)
             if self._strings.completed_by_last(answer):
-                self._spoken = True
+                self._stop_string_found = True
                 return number
         return len(tokens)

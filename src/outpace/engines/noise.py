@@ -1,9 +1,4 @@
-"""Noise as a pure function of where it is used: a counter hash, so any draw can be made without the ones before.
-
-Token i of a request draws from (request seed, i) alone, and the request's seed from (run seed, group, episode, turn):
-neither slot nor batch nor process order can change what is sampled. No torch: workers, which name the seeds, do not
-load it. Shapes: B rows.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -20,7 +15,7 @@ _MIX_2: Final = 0x94D049BB133111EB
 
 
 def _mix(words_B: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finaliser of splitmix64: every input bit reaches every output bit."""
+    """The splitmix64 finalizer: every input bit affects every output bit."""
     words_B = (words_B ^ (words_B >> np.uint64(30))) * np.uint64(_MIX_1)
     words_B = (words_B ^ (words_B >> np.uint64(27))) * np.uint64(_MIX_2)
     return words_B ^ (words_B >> np.uint64(31))
@@ -33,7 +28,10 @@ def _mix_int(word: int) -> int:
 
 
 def noise(seed_B: NDArray[np.int64], index_B: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Uniforms in [0, 1) with 53 random bits: a counter hash, so any draw can be made without the ones before."""
+    """Return uniforms in [0, 1) with 53 random bits, as a counter-based hash of (seed, index).
+
+    Token i of a request uses (request seed, i) only, so the sampled tokens do not depend on slot, batch or process
+    order. Shapes: B rows."""
     key_B = _mix(seed_B.astype(np.uint64))
     word_B = _mix(key_B + (index_B.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN))
     uniform_B: NDArray[np.float64] = (word_B >> np.uint64(11)).astype(np.float64) * (1.0 / (1 << 53))
@@ -41,7 +39,7 @@ def noise(seed_B: NDArray[np.int64], index_B: NDArray[np.int64]) -> NDArray[np.f
 
 
 def request_seed(run_seed: int, group: int, episode: int, turn: int) -> int:
-    """The 63-bit key of one request's noise stream."""
+    """Return the 63-bit seed of a request's noise stream. Workers compute it without loading torch."""
     word = _mix_int(run_seed & _WORD_MASK)
     for part in (group, episode, turn):
         word = _mix_int((word + ((part & _WORD_MASK) + 1) * _GOLDEN) & _WORD_MASK)

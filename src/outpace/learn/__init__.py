@@ -1,1 +1,1 @@
-"""How gradients are made: advantages, losses, packing, the torch learner."""
+"""The torch learner: packing, forward passes, loss assembly, optimizer, state."""

@@ -1,13 +1,4 @@
-"""Causal attention inside each document of a packed row, registered with transformers under `DOCUMENTS`.
-
-Documents of similar length are gathered into one right-padded bucket and attended together. Padding needs no mask:
-under causal attention a padded key lies after every real query of its document, so no real query sees it; padded
-queries are never read back, so they pass no gradient. That holds for any bucket width, which is why the widths can be
-chosen for speed alone.
-
-Legend: _T packed tokens, _P padded tokens of all buckets, B documents of a bucket, W its width, H query heads,
-K key/value heads, D head size.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -24,19 +15,19 @@ from outpace.errors import OutpaceError
 from outpace.learn.packing import Longs
 
 DOCUMENTS = "outpace_documents"
-"""The name this attention has in transformers."""
+"""Name of this attention in transformers."""
 
 MIN_WIDTH = 16
 WIDTHS_PER_OCTAVE = 8
 
 
 class PackingUnsupported(OutpaceError):
-    """This model's attention does something that the packed path does not do."""
+    """The model uses an attention feature that packing does not support."""
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Documents attended together. `gather` are indices into T, document by document, `width` for each."""
+    """Documents attended together. `gather` are indices into T, `width` per document."""
 
     count: int
     width: int
@@ -45,10 +36,10 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Documents:
-    """How one packed row falls into buckets; computed once per pass, used by every layer."""
+    """The buckets of a packed batch. Computed once per pass, used by every layer."""
 
     buckets: list[Bucket]
-    restore_T: Tensor  # where each packed token lies among the padded ones
+    restore_T: Tensor  # index of each packed token among the padded tokens
 
     @classmethod
     def plan(cls, cu_seqlens_D1: Longs, device: torch.device) -> Documents:
@@ -61,17 +52,17 @@ class Documents:
             members = np.flatnonzero(widths == width)
             width = min(int(width), int(lengths[members].max()))
             starts, ends = cu_seqlens_D1[members], cu_seqlens_D1[members + 1]
-            # Padding repeats the document's own last token: an index that exists and whose value nobody reads.
+            # Padding repeats the document's last token: a valid index whose result is never read.
             gather = np.minimum(starts[:, None] + np.arange(width), ends[:, None] - 1).reshape(-1)
-            for place, start, end in zip(range(len(members)), starts, ends, strict=True):
-                restore_T[start:end] = offset + place * width + np.arange(end - start)
+            for slot, start, end in zip(range(len(members)), starts, ends, strict=True):
+                restore_T[start:end] = offset + slot * width + np.arange(end - start)
             buckets.append(Bucket(len(members), width, torch.from_numpy(gather).to(device)))
             offset += len(members) * width
         return cls(buckets, torch.from_numpy(restore_T).to(device))
 
 
 def bucket_width(length: int) -> int:
-    """Round up to one of a few widths per octave: at most an eighth of padding, and few distinct shapes."""
+    """Round up to one of a few widths per octave: at most an eighth of padding, few distinct shapes."""
     octave = 1 << (length.bit_length() - 1)
     step = max(MIN_WIDTH, octave // WIDTHS_PER_OCTAVE)
     return -(-length // step) * step
@@ -91,12 +82,12 @@ def document_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: [1, heads, T, D] in, [1, T, H, D] out. Dropout is never applied: the
-    sampler has none, and the importance weights compare with the sampler."""
+    """Attention function for transformers: [1, heads, T, D] in, [1, T, H, D] out. Dropout is never applied: the sampler
+    has none, and importance weights compare with the sampler."""
     if documents is None or attention_mask is not None or query.shape[0] != 1:
-        raise PackingUnsupported("the attention was called without documents, with a mask, or with a batch")
+        raise PackingUnsupported("attention was called without documents, with a mask, or with a batch dimension")
     if softcap is not None or s_aux is not None:
-        raise PackingUnsupported("soft-capped attention and attention sinks are not packed")
+        raise PackingUnsupported("packing does not support soft-capped attention or attention sinks")
     heads = [states[0].transpose(0, 1) for states in (query, key, value)]  # [T, heads, D]
     padded = [
         _attend_bucket(bucket, *heads, scaling=scaling, sliding_window=sliding_window) for bucket in documents.buckets
@@ -125,7 +116,8 @@ def _attend_bucket(
 
 
 def _window_mask(width: int, sliding_window: int | None, device: torch.device) -> Tensor | None:
-    """None when the window reaches over the whole document: plain causal attention has the faster kernels."""
+    """Return the sliding-window mask, None if the window covers the whole width: causal attention without a mask has
+    faster kernels."""
     if sliding_window is None or sliding_window >= width:
         return None
     index = torch.arange(width, device=device)

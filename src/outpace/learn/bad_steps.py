@@ -1,11 +1,4 @@
-"""The groups of a step that could not be made, put where people can look at them.
-
-    bad_steps/step-000012/groups.json        tasks, rewards, and what of each row is out of the ordinary
-    bad_steps/step-000012/rows.safetensors   every row as the learner got it: GROUP/ROW/tokens, …/logprobs, …
-
-Only the first few of a start are kept: a run that goes wrong step after step must not fill the disk. Failing to keep
-them never fails the run.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -26,45 +19,47 @@ from outpace.types import GroupRecord, Place, Row
 
 log = logging.getLogger(__name__)
 
-FOLDER = "bad_steps"
+BAD_STEPS_FOLDER = "bad_steps"
 LIMIT = 8
 
 _ARRAYS = ("tokens", "mask", "logprobs", "versions", "advantages", "turn_rewards")
-_NUMBERS = ("logprobs", "advantages", "turn_rewards")
+_FLOAT_ARRAYS = ("logprobs", "advantages", "turn_rewards")
 
 
 class BadSteps:
+    """Writes the groups of bad steps to `bad_steps/` in the run directory, for at most `limit` steps."""
+
     def __init__(self, journal_directory: Path, limit: int = LIMIT) -> None:
         self._journal = journal_directory
-        self._folder = journal_directory.parent / FOLDER
-        self._left = limit
+        self._folder = journal_directory.parent / BAD_STEPS_FOLDER
+        self._remaining = limit
         self._steps = 0
 
     @property
     def kept(self) -> str:
-        """Where to look, in words; empty where there is nothing."""
-        return f"groups of such steps are in {self._folder}" if self._steps else ""
+        """Describe where groups were written; empty if none were."""
+        return f"the groups of these steps are in {self._folder}" if self._steps else ""
 
     def keep(self, step: int, places: Sequence[Place]) -> bool:
-        """Whether the groups of `step` are kept."""
-        if self._left == 0:
+        """Write the groups of `step`. Return whether that was done."""
+        if self._remaining == 0:
             return False
-        self._left -= 1
+        self._remaining -= 1
         target = self._folder / f"step-{step:06d}"
         try:
             records = [journal.read(self._journal, place) for place in places]
-            shutil.rmtree(target, ignore_errors=True)  # of an earlier start that got as far
+            shutil.rmtree(target, ignore_errors=True)  # left by an earlier start of this run
             target.mkdir(parents=True)
-            _write(target, records)
-        except Exception as error:  # whatever made the step impossible may make its groups impossible to write
-            log.warning("the groups of step %d, which could not be made, were not kept: %r", step, error)
+            _write_groups(target, records)
+        except Exception as error:  # what broke the step may also break writing its groups
+            log.warning("step %d had a non-finite loss or gradient; its groups could not be written: %r", step, error)
             return False
-        log.warning("step %d could not be made; its groups are in %s", step, target)
+        log.warning("step %d had a non-finite loss or gradient; its groups are in %s", step, target)
         self._steps += 1
         return True
 
 
-def _write(target: Path, records: Sequence[GroupRecord]) -> None:
+def _write_groups(target: Path, records: Sequence[GroupRecord]) -> None:
     tensors = {
         f"{record.group}/{number}/{name}": torch.tensor(getattr(row, name))
         for record in records
@@ -72,11 +67,11 @@ def _write(target: Path, records: Sequence[GroupRecord]) -> None:
         for name in _ARRAYS
     }
     write_tensors(target / "rows.safetensors", tensors)
-    text = json.dumps([_described(record) for record in records], indent=1)
+    text = json.dumps([_describe_group(record) for record in records], indent=1)
     write_bytes(target / "groups.json", text.encode() + b"\n")
 
 
-def _described(record: GroupRecord) -> dict[str, Any]:
+def _describe_group(record: GroupRecord) -> dict[str, Any]:
     return {
         "group": record.group,
         "task_id": record.task_id,
@@ -84,12 +79,12 @@ def _described(record: GroupRecord) -> dict[str, Any]:
         "admitted": record.admitted,
         "rewards": record.rewards,
         "parts": record.parts,
-        "rows": [_described_row(row) for row in record.rows],
+        "rows": [_describe_row(row) for row in record.rows],
     }
 
 
-def _described_row(row: Row) -> dict[str, Any]:
-    values = {name: np.asarray(getattr(row, name)) for name in _NUMBERS}
+def _describe_row(row: Row) -> dict[str, Any]:
+    values = {name: np.asarray(getattr(row, name)) for name in _FLOAT_ARRAYS}
     finite = {name: np.abs(array[np.isfinite(array)]) for name, array in values.items()}
     return {
         "episode": row.episode,

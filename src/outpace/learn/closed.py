@@ -1,11 +1,11 @@
-"""Training on a closed batch: for whatever needs all of it before the first gradient.
+"""BatchLearner: training on a complete batch, for algorithms that need all of it before the first gradient.
 
-Groups are collected, and scored where that is needed, as they stream in. When the batch closes they are put into the
-order of admission, so that nothing below depends on how they arrived:
+Groups are collected, and scored if needed, as they stream in. Once the batch is complete they are sorted by admission,
+so that nothing below depends on arrival order:
 
     score (policy, critic, reference at the start of the step)
-      ─▶ advantages: KL in the reward, gae, statistics of the batch
-      ─▶ which tokens the masks of the batch reject
+      ─▶ advantages: KL in the reward, gae, batch normalizer
+      ─▶ batch masks
       ─▶ passes × updates: accumulate, update
 """
 
@@ -41,7 +41,7 @@ Doubles = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Entry:
-    """One group of the batch, with what the learner itself said of each row's trained tokens."""
+    """One group of the batch, with the learner's own scores of each row's trained tokens."""
 
     record: GroupRecord
     scores: list[dict[str, Floats]]
@@ -50,7 +50,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Example:
-    """A row that is ready to be trained on."""
+    """A row ready for training, with its final advantages."""
 
     row: Row
     extras: dict[str, Floats]
@@ -59,8 +59,8 @@ class Example:
 
 @dataclass(frozen=True)
 class Credited:
-    """Of one group: what its attempts returned, and per row, with one value per trained token, the advantages and what
-    the critic should have said (nothing without one)."""
+    """Returns of a group's attempts and, per row with one value per trained token, advantages and critic targets (empty
+    without a critic)."""
 
     returns: Doubles
     advantages: list[Doubles]
@@ -68,7 +68,7 @@ class Credited:
 
 
 class ClosedBatch:
-    """Collects the groups of one batch after another, and trains on each as a whole."""
+    """Collects the groups of a batch, then trains on the whole batch."""
 
     def __init__(self, core: LearnerCore, config: Config) -> None:
         self._core = core
@@ -83,9 +83,9 @@ class ClosedBatch:
     # ------------------------------------------------------------------------------------------------- collecting
 
     def add(self, records: Sequence[GroupRecord], replayed: bool) -> ChunkReport:
-        """Take groups in; the report counts what will be trained."""
+        """Add groups to the batch. The report counts the tokens that will be trained."""
         rows = [row for record in records for row in record.rows]
-        scores = iter(self._core.score(rows) if self._scored else [{} for _ in rows])
+        scores = iter(self._core.score(rows) if self._needs_scores else [{} for _ in rows])
         for record in records:
             self._entries.append(Entry(record, [next(scores) for _ in record.rows], replayed))
         lags = _lags(rows, self._core.version)
@@ -101,21 +101,22 @@ class ClosedBatch:
         self._entries.clear()
 
     @property
-    def _scored(self) -> bool:
-        """Whether the weights at the start of the step have to be asked. With one update they are the current ones."""
+    def _needs_scores(self) -> bool:
+        """Whether tokens need scores from the weights at the start of the step. With a single update the current
+        logprobs are the same."""
         algorithm = self._config.algorithm
-        several = algorithm.updates * algorithm.passes > 1 and algorithm.anchor == "proximal"
-        several = several and chosen_surrogate(algorithm).facts.ratio
-        return several or bool(self._masks) or self._pulls or self._core.critic is not None
+        needs_old_logp = algorithm.updates * algorithm.passes > 1 and algorithm.anchor == "proximal"
+        needs_old_logp = needs_old_logp and chosen_surrogate(algorithm).facts.ratio
+        return needs_old_logp or bool(self._masks) or self._kl_in_reward or self._core.critic is not None
 
     @property
-    def _pulls(self) -> bool:
+    def _kl_in_reward(self) -> bool:
         return self._config.kl.coefficient > 0 and self._config.kl.place == "reward"
 
     # --------------------------------------------------------------------------------------------------- training
 
     def train(self) -> StepReport:
-        """Train on everything collected: all passes, all updates, one version."""
+        """Train on everything collected: all passes and updates, one new version."""
         entries = sorted(self._entries, key=lambda entry: (entry.replayed, entry.record.group))
         self._entries = []
         groups = self._examples(entries)
@@ -126,10 +127,9 @@ class ClosedBatch:
         return self._core.close()
 
     def _parts(self, groups: list[list[Example]], number: int) -> Iterator[list[list[Example]]]:
-        """The groups of each update, near-equal in number; shuffled, the same way whenever this batch is trained.
+        """Yield the groups of each update, near-equal in number. The shuffle depends on seed, version and pass only.
 
-        Replayed ones are shared out apart, so that every update has groups of the batch's own: they tell how stale it
-        was."""
+        Replayed groups are distributed separately, so that every update has fresh groups to measure staleness on."""
         updates = self._config.algorithm.updates
         shuffle = np.random.default_rng([self._config.run.seed, self._core.version, number])
         shares: list[list[int]] = [[] for _ in range(updates)]
@@ -151,20 +151,20 @@ class ClosedBatch:
     # ------------------------------------------------------------------------------------------------- advantages
 
     def _examples(self, entries: list[Entry]) -> list[list[Example]]:
-        """The rows of every group with their final advantages and whatever else the loss needs."""
-        credited = [self._credited(entry) for entry in entries]
-        advantages = self._normalised(credited)
-        kept = self._kept(entries)
+        """Return the rows of every group with final advantages and the extras the loss needs."""
+        by_group = [self._group_advantages(entry) for entry in entries]
+        advantages = self._normalized(by_group)
+        keep = self._keep_masks(entries)
         examples = []
-        for entry, credit in zip(entries, credited, strict=True):
+        for entry, group in zip(entries, by_group, strict=True):
             count = len(entry.record.rows)
             rows = map(with_advantages, entry.record.rows, advantages[:count])
-            extras = map(self._extras, entry.scores, credit.targets, kept[:count])
+            extras = map(self._extras, entry.scores, group.targets, keep[:count])
             examples.append([Example(row, extra, entry.replayed) for row, extra in zip(rows, extras, strict=True)])
-            advantages, kept = advantages[count:], kept[count:]
+            advantages, keep = advantages[count:], keep[count:]
         return examples
 
-    def _credited(self, entry: Entry) -> Credited:
+    def _group_advantages(self, entry: Entry) -> Credited:
         rows, rewards, penalties = entry.record.rows, entry.record.rewards, self._penalties(entry)
         returns = attempt_returns(rows, rewards, penalties)
         if self._core.critic is not None:
@@ -180,37 +180,37 @@ class ClosedBatch:
             advantages = group_advantages(rows, rewards, entry.record.parts, self._credit, penalties)
         return Credited(returns, advantages, [np.zeros(0)] * len(rows))
 
-    def _normalised(self, credited: list[Credited]) -> list[Doubles]:
-        """The advantages of all rows, after the stage over the whole batch, which may be a user's."""
-        before = [values for credit in credited for values in credit.advantages]
+    def _normalized(self, by_group: list[Credited]) -> list[Doubles]:
+        """Apply the batch normalizer to the advantages of all rows and validate its result; it may be user code."""
+        before = [values for group in by_group for values in group.advantages]
         if self._normalise.facts is NORMALISERS.built_in["none"] or not before:
             return before
-        returns = np.concatenate([credit.returns for credit in credited])
+        returns = np.concatenate([group.returns for group in by_group])
         name = f"algorithm.normalise: {self._normalise.facts.name}"
         try:
             after = [np.asarray(values, dtype=np.float64) for values in self._normalise(BatchSignal(before, returns))]
         except (TypeError, ValueError) as error:
             raise BadInput(f"{name} failed on {plural(len(before), 'row')}: {one_line(error)}") from error
         if [values.shape for values in after] != [values.shape for values in before]:
-            raise BadInput(f"{name} must give one array per row, with one value per trained token")
+            raise BadInput(f"{name} must return one array per row, with one value per trained token")
         if not all(np.isfinite(values).all() for values in after):
-            raise BadInput(f"{name} gave an advantage that is not finite")
+            raise BadInput(f"{name} returned a non-finite advantage")
         return after
 
     def _penalties(self, entry: Entry) -> list[Doubles] | None:
-        """What every trained token costs for its distance from the reference."""
-        if not self._pulls:
+        """Return the KL penalty of every trained token, None unless KL is part of the reward."""
+        if not self._kl_in_reward:
             return None
         kl = self._config.kl
-        assert kl.estimator is not None, "the config was resolved"
+        assert kl.estimator is not None, "the config must be resolved"
         penalties = []
         for score in entry.scores:
             logp_N, reference_N = (torch.from_numpy(score[name]).double() for name in (OLD_LOGP, REFERENCE_LOGP))
             penalties.append(kl.coefficient * penalty(kl.estimator, logp_N, reference_N, torch.zeros(())).numpy())
         return penalties
 
-    def _kept(self, entries: list[Entry]) -> list[Floats | None]:
-        """Which tokens the masks of the batch keep, by row: they look at all of its tokens at once."""
+    def _keep_masks(self, entries: list[Entry]) -> list[Floats | None]:
+        """Return which tokens the batch masks keep, per row. They see all tokens of the batch at once."""
         pairs = [pair for entry in entries for pair in zip(entry.record.rows, entry.scores, strict=True)]
         if not self._masks or not pairs:
             return [None] * len(pairs)

@@ -1,14 +1,14 @@
-"""The learner without processes, files or event loops: rows in, sums of gradients, one version per batch.
+"""LearnerCore: the training step without processes, files or event loops.
 
-Exactness by linearity: `accumulate` adds gradients of un-normalised sums, `update` divides once by the denominator of
-everything accumulated. So an update is the same however its rows were cut into chunks and passes, up to rounding; with
-the same chunks in the same order and the same threads it is the same bits.
+Exact by linearity: `accumulate` adds gradients of unnormalized sums, `update` divides once by the denominator of
+everything accumulated. An update therefore does not depend on how its rows were split into chunks and passes, up to
+rounding. With the same chunks in the same order and the same thread count it is bit-identical.
 
     accumulate* ─▶ update ─▶ close        one update per batch: groups are trained as they arrive
-    (accumulate* ─▶ update)* ─▶ close     several: the batch is closed first (`outpace.learn.closed`)
+    (accumulate* ─▶ update)* ─▶ close     several updates: the whole batch is collected first (`BatchLearner`)
 
-Parameters are float32, whatever dtype the matrix products run in. Where adapters are trained, `parameters` are theirs
-and the model's own stay as they are.
+Parameters are float32, independent of the dtype of matrix products. With LoRA, `parameters` are those of the adapter,
+and the model's own stay frozen.
 """
 
 from __future__ import annotations
@@ -44,27 +44,27 @@ Update = tuple[float, float]
 
 
 class NotFinite(OutpaceError):
-    """Step after step had a loss or gradient that is not finite."""
+    """`learner.max_bad_steps` consecutive steps had a non-finite loss or gradient."""
 
 
 class LearnerCore:
-    """Owns the model, its optimizer and, where the algorithm has them, a reference and a critic. For one thread."""
+    """Owns the model, the optimizer and, if the algorithm needs them, a reference and a critic. Not thread-safe."""
 
     def __init__(self, model: PreTrainedModel, settings: CoreSettings) -> None:
         self.settings = settings
         self.model = model
         self.version: Version = 0
-        self.tokens = 0  # trained since the start
-        self.bad_steps = 0  # in a row, of which an update could not be made
-        self.engine_kl = 0.0  # mismatch of tokens that were sampled by the very weights that train on them, last seen
+        self.tokens = 0  # trained since the start of the run
+        self.bad_steps = 0  # consecutive steps with a skipped update
+        self.engine_kl = 0.0  # latest KL on tokens sampled by the version being trained
         dtype = getattr(torch, settings.dtype)
         self.adapters = Adapters(model, settings.adapter) if settings.adapter else None
         _prepare(model, settings.learner.gradient_checkpointing, torch.float64 if dtype == torch.float64 else None)
-        wanted = Wanted(settings.temperature, dtype, settings.algorithm.entropy != 0, settings.has_critic)
-        plain = Wanted(settings.temperature, dtype)
-        self._forward = choose_forward(model, wanted)
+        options = Wanted(settings.temperature, dtype, settings.algorithm.entropy != 0, settings.has_critic)
+        logprobs_only = Wanted(settings.temperature, dtype)
+        self._forward = choose_forward(model, options)
         self.reference: Reference | None = (
-            make_reference(model, self.adapters, self._forward, plain) if settings.kl.coefficient > 0 else None
+            make_reference(model, self.adapters, self._forward, logprobs_only) if settings.kl.coefficient > 0 else None
         )
         self.critic = _make_critic(model, settings)
         self._objective = Objective(settings)
@@ -73,20 +73,20 @@ class LearnerCore:
             {f"critic.{name}": p for name, p in self.critic.named_parameters()} if self.critic else {}
         )
         self.optimizer = make_optimizer(self.parameters, self.critic_parameters, settings)
-        self._open = Totals()  # since the last update
+        self._accumulated = Totals()  # since the last update
         self._step = Totals()  # since the last version
-        self._updates: list[Update] = []  # of this step
+        self._updates: list[Update] = []  # since the last version
         self._seconds = 0.0
 
     # ------------------------------------------------------------------------------------------------- gradients
 
     def accumulate(self, rows: Sequence[Row], extras: Sequence[Extras] = (), replayed: bool = False) -> ChunkReport:
-        """Forward and backward over these rows as part of the next update."""
+        """Run forward and backward over these rows, adding to the gradient of the next update."""
         started = time.perf_counter()
         chunk = Totals()
         for packed in pack(rows, self.settings.learner.tokens_per_pass, extras):
             chunk.add(self._train_pass(packed, replayed))
-        self._open.add(chunk)
+        self._accumulated.add(chunk)
         seconds = time.perf_counter() - started
         self._seconds += seconds
         return ChunkReport(
@@ -121,8 +121,8 @@ class LearnerCore:
 
     @torch.no_grad()
     def score(self, rows: Sequence[Row]) -> list[dict[str, Floats]]:
-        """What the weights at the start of a step say of every trained token, row by row: logprob, and value and
-        reference logprob where there are such."""
+        """Score every trained token with the current weights. Per row: logprobs, and values and reference logprobs if
+        the algorithm needs them."""
         started = time.perf_counter()
         empty = np.zeros(0, dtype=np.float32)
         scores = [dict.fromkeys(self._score_names, empty) for _ in rows]
@@ -137,11 +137,11 @@ class LearnerCore:
 
     @property
     def _score_names(self) -> list[str]:
-        names = {OLD_LOGP: True, OLD_VALUES: self.critic is not None, REFERENCE_LOGP: self._refers_in_reward}
+        names = {OLD_LOGP: True, OLD_VALUES: self.critic is not None, REFERENCE_LOGP: self._kl_in_reward}
         return [name for name, wanted in names.items() if wanted]
 
     @property
-    def _refers_in_reward(self) -> bool:
+    def _kl_in_reward(self) -> bool:
         return self.reference is not None and not self.settings.pulls_in_loss
 
     def _score_pass(self, packed: Packed) -> dict[str, Floats]:
@@ -149,16 +149,17 @@ class LearnerCore:
         found = {OLD_LOGP: outputs.logp_N}
         if (values_N := self._values(outputs)) is not None:
             found[OLD_VALUES] = values_N
-        if self.reference is not None and self._refers_in_reward:
+        if self.reference is not None and self._kl_in_reward:
             found[REFERENCE_LOGP] = self.reference.logp(packed)
         return {name: values.cpu().numpy() for name, values in found.items()}
 
     # --------------------------------------------------------------------------------------------------- updates
 
     def update(self) -> None:
-        """One normalisation and one optimizer step over everything accumulated since the last."""
+        """Normalize what was accumulated since the last update and take one optimizer step. The step is skipped if loss
+        or gradient norm is not finite."""
         started = time.perf_counter()
-        totals, self._open = self._open, Totals()
+        totals, self._accumulated = self._accumulated, Totals()
         denominator = aggregation.denominator(
             self.settings.aggregation, totals.tokens, totals.sequences, self.settings.longest
         )
@@ -176,19 +177,19 @@ class LearnerCore:
         limit = self.settings.learner.max_grad_norm
         torch._foreach_mul_(gradients, clipped_norm(grad_norm, limit) / denominator)
         if self.critic_parameters:
-            of_critic = [p.grad for p in self.critic_parameters.values() if p.grad is not None]
-            norm = float(nn.utils.get_total_norm(of_critic)) / denominator
-            torch._foreach_mul_(of_critic, clipped_norm(norm, limit) / denominator)
+            critic_gradients = [p.grad for p in self.critic_parameters.values() if p.grad is not None]
+            norm = float(nn.utils.get_total_norm(critic_gradients)) / denominator
+            torch._foreach_mul_(critic_gradients, clipped_norm(norm, limit) / denominator)
         lr = self._learning_rate()
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["ratio"]
         self.optimizer.step()
 
     def close(self) -> StepReport:
-        """All updates of the batch are made: one version more."""
+        """Finish the batch after its last update: increment the version and report."""
         step, self._step = self._step, Totals()
         updates, self._updates = self._updates, []
-        skipped = self._count_bad_steps(updates)
+        skipped = self._check_finite(updates)
         if fresh := step.sums["tokens_fresh"]:
             self.engine_kl = step.sums["kl_fresh"] / fresh
         lr = self._learning_rate()
@@ -211,28 +212,28 @@ class LearnerCore:
         )
 
     def step(self) -> StepReport:
-        """Close a batch that takes one update."""
+        """Update and close, for a batch with one update."""
         self.update()
         return self.close()
 
     def drop_gradients(self) -> None:
-        self.optimizer.zero_grad(set_to_none=False)  # kept allocated: the next batch needs the same memory
-        self._open = Totals()
+        self.optimizer.zero_grad(set_to_none=False)  # stay allocated for the next batch
+        self._accumulated = Totals()
 
     def _learning_rate(self) -> float:
         config = self.settings.learner
-        assert config.lr is not None, "the config was resolved"
+        assert config.lr is not None, "the config must be resolved"
         return learning_rate(
             config.lr, self.version, self.settings.total_steps, config.schedule, config.lr_warmup_steps
         )
 
-    def _count_bad_steps(self, updates: list[Update]) -> bool:
-        """Whether an update of this step could not be made; too many such steps in a row are no accident."""
+    def _check_finite(self, updates: list[Update]) -> bool:
+        """Return whether an update of this step was skipped. Raise `NotFinite` after too many such steps in a row."""
         bad = [update for update in updates if not _is_finite(update)]
         self.bad_steps = self.bad_steps + 1 if bad else 0
         if self.bad_steps >= self.settings.learner.max_bad_steps:
             raise NotFinite(
-                f"{plural(self.bad_steps, 'step')} in a row had a loss or gradient that is not finite "
+                f"{plural(self.bad_steps, 'consecutive step')} with a non-finite loss or gradient "
                 f"(version {self.version}: loss {bad[-1][0]}, gradient norm {bad[-1][1]})"
             )
         return bool(bad)
@@ -252,12 +253,12 @@ def _make_critic(model: PreTrainedModel, settings: CoreSettings) -> ValueHead | 
 
 
 def _prepare(model: PreTrainedModel, gradient_checkpointing: bool, dtype: torch.dtype | None) -> None:
-    """Float32 parameters, no dropout anywhere: the sampler has none, and the weights compare with the sampler."""
+    """Set float32 parameters and disable dropout: the sampler has none, and importance weights compare with it."""
     nn.Module.to(model, dtype or torch.float32)
     nn.Module.eval(model)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        # transformers checkpoints only what is in training mode; everything inside stays in evaluation mode.
+        # transformers only checkpoints modules in training mode; their submodules stay in evaluation mode.
         for module in model.modules():
             if getattr(module, "gradient_checkpointing", False):
                 module.training = True

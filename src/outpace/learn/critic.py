@@ -1,4 +1,4 @@
-"""The value head: one linear layer on the hidden state that predicts a token, saying what the rest will return."""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from torch import Tensor, nn
 
 
 class ValueHead(nn.Linear):
-    """Starts at zero, so that before anything is learned gae is the discounted return.
+    """Value head: one linear layer from the hidden state that predicts a token to the expected return.
 
-    Unless `shared`, the head reads the hidden states and leaves them alone."""
+    Initialized to zero, so GAE starts as the discounted return. Unless `shared`, no gradient flows into the hidden
+    states."""
 
     def __init__(self, width: int, shared: bool) -> None:
         super().__init__(width, 1)

@@ -1,13 +1,13 @@
-"""From a packed pass to the logprobs of its trained tokens, for any causal language model.
+"""Forward pass: from a packed batch to the logprobs of its trained tokens, for any causal language model.
 
-Two ways, the same result:
-- packed: padding-free, attention per document, head applied in slices. For models whose attention goes through
-  transformers' interface and whose logits are the output head times the last hidden state.
-- padded: length-bucketed right-padded batches through the model's own forward. For every other model.
+Two implementations with the same result:
+- packed: no padding, attention per document, output head applied in slices. For models whose attention uses the
+  transformers interface and whose logits are the output head times the last hidden state.
+- padded: length-bucketed right-padded batches through the model's own forward. For all other models.
 
-Which one a model gets is not guessed from its name: `choose_forward` runs two short documents both ways and takes the
-packed way only if the logprobs agree and if those of the second document do not feel the first. A model that leaks
-between documents cannot pass.
+The choice does not depend on the model's name. `choose_forward` runs two short documents through both and selects
+packed only if the logprobs match and those of the second document do not change with the first. A model that leaks
+between documents does not pass.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Outputs:
-    """Of a pass's trained tokens: logprobs, entropies, the hidden states that predicted them (None unless wanted)."""
+    """Logprobs, entropies and hidden states (None unless requested) of the trained tokens of a pass."""
 
     logp_N: Tensor
     entropy_N: Tensor
@@ -40,7 +40,7 @@ class Outputs:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a forward pass is for. Entropies carry a gradient, and hidden states are given, only where asked for."""
+    """Options of a forward pass. `entropy_gradient`: entropies carry a gradient. `hidden`: return hidden states."""
 
     temperature: float = 1.0
     dtype: torch.dtype = torch.float32
@@ -51,134 +51,134 @@ class Wanted:
 Forward = Callable[[Packed], Outputs]
 
 PROBE_TOLERANCE = 1e-3
-"""Packed and unpacked float32 logprobs differ by rounding, about 1e-5; by a leak, about 1."""
+"""Packed and padded float32 logprobs differ by about 1e-5 from rounding, by about 1 from a leak."""
 
 LEAK_TOLERANCE = 1e-5
-"""How much a document's logprobs may move when its neighbour changes: rounding of another batch shape at most."""
+"""How much a document's logprobs may change with its neighbor: at most by rounding."""
 
 PROBE_LENGTHS = (7, 12)
 
-_LAYERS_PACKED = {"full_attention", "sliding_attention"}
+_PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 
 
 class PackedForward:
-    def __init__(self, model: PreTrainedModel, wanted: Wanted) -> None:
+    def __init__(self, model: PreTrainedModel, options: Wanted) -> None:
         head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         if not isinstance(head, nn.Linear):
-            raise PackingUnsupported("the output head is not one linear layer")
+            raise PackingUnsupported("the output head is not a single linear layer")
         layer_types = set(getattr(model.config, "layer_types", None) or ())
-        if not layer_types <= _LAYERS_PACKED:
-            raise PackingUnsupported(f"layers of type {', '.join(sorted(layer_types - _LAYERS_PACKED))}")
+        if not layer_types <= _PACKABLE_LAYERS:
+            raise PackingUnsupported(f"unsupported layer types: {', '.join(sorted(layer_types - _PACKABLE_LAYERS))}")
         model.set_attn_implementation(DOCUMENTS)
         self._decoder: Any = model.base_model
         self._head = head
         self._device = model.device
-        self._wanted = wanted
+        self._wanted = options
 
     def __call__(self, packed: Packed) -> Outputs:
-        device, wanted = self._device, self._wanted
-        with autocast(device, wanted.dtype):
+        device, options = self._device, self._wanted
+        with autocast(device, options.dtype):
             hidden_TD = self._decoder(
                 input_ids=torch.from_numpy(packed.tokens_T).to(device)[None],
                 position_ids=torch.from_numpy(packed.position_ids_T).to(device)[None],
-                use_cache=False,  # a cache makes transformers' own mask forget the document boundaries
+                use_cache=False,  # with a cache, the transformers mask ignores document boundaries
                 documents=Documents.plan(packed.cu_seqlens_D1, device),
             ).last_hidden_state[0]
-        hidden_ND = hidden_TD.index_select(0, torch.from_numpy(packed.sources_N).to(device)).to(wanted.dtype)
+        hidden_ND = hidden_TD.index_select(0, torch.from_numpy(packed.sources_N).to(device)).to(options.dtype)
         targets_N = torch.from_numpy(packed.targets_N).to(device)
         logp_N, entropy_N = chosen_logprobs(
-            hidden_ND, self._head.weight, self._head.bias, targets_N, wanted.temperature, wanted.entropy_gradient
+            hidden_ND, self._head.weight, self._head.bias, targets_N, options.temperature, options.entropy_gradient
         )
-        return Outputs(logp_N, entropy_N, hidden_ND if wanted.hidden else None)
+        return Outputs(logp_N, entropy_N, hidden_ND if options.hidden else None)
 
 
 class PaddedForward:
-    def __init__(self, model: PreTrainedModel, wanted: Wanted) -> None:
+    def __init__(self, model: PreTrainedModel, options: Wanted) -> None:
         self._model: Any = model
-        self._wanted = wanted
+        self._wanted = options
 
     def __call__(self, packed: Packed) -> Outputs:
-        device, wanted = self._model.device, self._wanted
+        device, options = self._model.device, self._wanted
         documents = Documents.plan(packed.cu_seqlens_D1, device)
         lengths_T = torch.from_numpy(np.repeat(np.diff(packed.cu_seqlens_D1), np.diff(packed.cu_seqlens_D1))).to(device)
         tokens_T = torch.from_numpy(packed.tokens_T).to(device)
         sources_P = documents.restore_T[torch.from_numpy(packed.sources_N).to(device)]
         chosen: list[Tensor] = []
         hidden: list[Tensor] = []
-        places: list[Tensor] = []
+        indices: list[Tensor] = []
         offset = 0
         for bucket in documents.buckets:
             shape = (bucket.count, bucket.width)
             positions = torch.arange(bucket.width, device=device).expand(shape)
             lengths = lengths_T[bucket.gather].view(shape)
-            with autocast(device, wanted.dtype):
-                given = self._model(
+            with autocast(device, options.dtype):
+                output = self._model(
                     input_ids=tokens_T[bucket.gather].view(shape),
                     attention_mask=(positions < lengths).long(),
                     position_ids=positions,
                     use_cache=False,
-                    output_hidden_states=wanted.hidden,
+                    output_hidden_states=options.hidden,
                 )
-            logits = given.logits.flatten(0, 1)
+            logits = output.logits.flatten(0, 1)
             inside = torch.nonzero((sources_P >= offset) & (sources_P < offset + len(logits))).squeeze(-1)
             chosen.append(logits.index_select(0, sources_P[inside] - offset))
-            if wanted.hidden:
-                hidden.append(given.hidden_states[-1].flatten(0, 1).index_select(0, sources_P[inside] - offset))
-            places.append(inside)
+            if options.hidden:
+                hidden.append(output.hidden_states[-1].flatten(0, 1).index_select(0, sources_P[inside] - offset))
+            indices.append(inside)
             offset += len(logits)
         targets_N = torch.from_numpy(packed.targets_N).to(device)
-        order = torch.cat(places)
+        order = torch.cat(indices)
         logp, entropy = logprobs_of_logits(
-            torch.cat(chosen), targets_N[order], wanted.temperature, wanted.entropy_gradient
+            torch.cat(chosen), targets_N[order], options.temperature, options.entropy_gradient
         )
         back = torch.argsort(order)
-        hidden_ND = torch.cat(hidden).index_select(0, back) if wanted.hidden else None
+        hidden_ND = torch.cat(hidden).index_select(0, back) if options.hidden else None
         return Outputs(logp.index_select(0, back), entropy.index_select(0, back), hidden_ND)
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
-    """Parameters stay float32 (small updates would be lost in bfloat16); matrix products run in `dtype`."""
+    """Run matrix products in `dtype`. Parameters stay float32: bfloat16 would lose small updates."""
     return torch.autocast(device.type, dtype=dtype, enabled=dtype == torch.bfloat16)
 
 
-def choose_forward(model: PreTrainedModel, wanted: Wanted) -> Forward:
-    """The packed way if it provably gives this model's own logprobs, otherwise the padded way."""
+def choose_forward(model: PreTrainedModel, options: Wanted) -> Forward:
+    """Return the packed forward if it reproduces this model's logprobs, else the padded one."""
     own_attention = model.config._attn_implementation
     try:
-        _prove_packing(model)
-    except (PackingUnsupported, ValueError, TypeError) as error:  # what transformers raises for refused arguments
-        logger.info("rows are padded, not packed: %s", error)
+        _verify_packing(model)
+    except (PackingUnsupported, ValueError, TypeError) as error:  # raised by transformers for unsupported arguments
+        logger.info("packing disabled for this model, rows are padded: %s", error)
         model.set_attn_implementation(own_attention)
-        return PaddedForward(model, wanted)
-    return PackedForward(model, wanted)
+        return PaddedForward(model, options)
+    return PackedForward(model, options)
 
 
-def same_way(chosen: Forward, model: PreTrainedModel, wanted: Wanted) -> Forward:
-    """The way that was chosen for this model, or for one of the same kind, to another end."""
-    return PackedForward(model, wanted) if isinstance(chosen, PackedForward) else PaddedForward(model, wanted)
+def same_way(chosen: Forward, model: PreTrainedModel, options: Wanted) -> Forward:
+    """Return a forward for `model` of the same kind (packed or padded) as `chosen`, with other options."""
+    return PackedForward(model, options) if isinstance(chosen, PackedForward) else PaddedForward(model, options)
 
 
 @torch.no_grad()
-def _prove_packing(model: PreTrainedModel) -> None:
+def _verify_packing(model: PreTrainedModel) -> None:
     vocabulary = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[index]
-    documents = _probe(vocabulary)
+    documents = _probe_documents(vocabulary)
     plain = Wanted(dtype=model.dtype)
     expected_N = PaddedForward(model, plain)(documents).logp_N
     packed = PackedForward(model, plain)
     found_N = packed(documents).logp_N
     error = float((found_N - expected_N).abs().max())
     if not error <= PROBE_TOLERANCE:
-        raise PackingUnsupported(f"packed logprobs differ by {error:.2g}")
+        raise PackingUnsupported(f"packed and padded logprobs differ by {error:.2g}")
     other_tokens_T = documents.tokens_T.copy()
     other_tokens_T[: PROBE_LENGTHS[0]] = (other_tokens_T[: PROBE_LENGTHS[0]] + 1) % vocabulary
-    moved_N = packed(replace(documents, tokens_T=other_tokens_T)).logp_N
-    leak = float((moved_N - found_N)[PROBE_LENGTHS[0] :].abs().max())
+    changed_N = packed(replace(documents, tokens_T=other_tokens_T)).logp_N
+    leak = float((changed_N - found_N)[PROBE_LENGTHS[0] :].abs().max())
     if not leak <= LEAK_TOLERANCE:
-        raise PackingUnsupported(f"a document's logprobs move by {leak:.2g} with its neighbour's tokens")
+        raise PackingUnsupported(f"a document's logprobs change by {leak:.2g} with its neighbor's tokens")
 
 
-def _probe(vocabulary: int) -> Packed:
-    """Two documents of unequal length with a prediction at every position."""
+def _probe_documents(vocabulary: int) -> Packed:
+    """Return two documents of different lengths with a prediction at every position."""
     generator = np.random.default_rng(0)
     count = sum(PROBE_LENGTHS)
     return Packed(

@@ -1,13 +1,13 @@
-"""Logprobs of chosen tokens without ever holding all their logits.
+"""Logprobs and entropies of target tokens without materializing all logits.
 
-The head is applied to a slice of the tokens at a time, forward and again in backward: memory is one slice of logits,
-whatever the batch. Only positions that are trained reach this module.
+The output head is applied to one slice of tokens at a time, in forward and again in backward, so memory is bounded by
+one slice of logits. Only trained positions get here.
 
-Arithmetic: matrix products in the dtype of the hidden states, everything from the logits on in float32 at least.
-Logits are divided by the sampling temperature, because that is the distribution the tokens were drawn from; at
-temperature 0 the sampler records the logprobs of the softmax at 1, and so does this.
+Precision: matrix products in the dtype of the hidden states, everything from the logits on in at least float32. Logits
+are divided by the sampling temperature, because tokens were drawn from that distribution. At temperature 0 the sampler
+records logprobs of the softmax at temperature 1, and so does this module.
 
-Legend: _N chosen tokens, D hidden size, V vocabulary.
+Legend: _N target tokens, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 LOGITS_PER_SLICE = 1 << 24
-"""Logits held at once: 64 MiB in float32."""
+"""Logits in memory at once: 64 MiB in float32."""
 
 
 def chosen_logprobs(
@@ -30,9 +30,10 @@ def chosen_logprobs(
     temperature: float,
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Logprob of each target, and the entropy of its distribution (the latter without gradient unless asked for)."""
-    scale = sampling_scale(temperature)
-    results: tuple[Tensor, Tensor] = _ChosenLogprobs.apply(  # type: ignore[no-untyped-call]
+    """Return the logprob of each target and the entropy of its distribution, the latter without gradient unless
+    `entropy_gradient`."""
+    scale = _logit_scale(temperature)
+    results: tuple[Tensor, Tensor] = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden_ND, head_VD, bias_V, targets_N, scale, entropy_gradient
     )
     return results
@@ -41,19 +42,19 @@ def chosen_logprobs(
 def logprobs_of_logits(
     logits_NV: Tensor, targets_N: Tensor, temperature: float, entropy_gradient: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The same by the plain formula, for models whose logits are not simply head times hidden state."""
-    log_probs_NV = (wide(logits_NV) * sampling_scale(temperature)).log_softmax(-1)
+    """Like `token_logprobs`, from logits: for models whose logits are not just head times hidden state."""
+    log_probs_NV = (_at_least_float32(logits_NV) * _logit_scale(temperature)).log_softmax(-1)
     measured_NV = log_probs_NV if entropy_gradient else log_probs_NV.detach()
     entropy_N = -(measured_NV.exp() * measured_NV).sum(-1)
     return log_probs_NV.gather(-1, targets_N[:, None]).squeeze(-1), entropy_N
 
 
-def wide(values: Tensor) -> Tensor:
-    """In float32 at least."""
+def _at_least_float32(values: Tensor) -> Tensor:
+    """Cast to at least float32."""
     return values if values.dtype == torch.float64 else values.float()
 
 
-def sampling_scale(temperature: float) -> float:
+def _logit_scale(temperature: float) -> float:
     return 1.0 / temperature if temperature > 0 else 1.0
 
 
@@ -63,13 +64,13 @@ def _slices(count: int, vocabulary: int) -> list[slice]:
 
 
 def _scaled_logits(hidden_ND: Tensor, head_VD: Tensor, bias_V: Tensor | None, scale: float) -> Tensor:
-    logits_NV = wide(hidden_ND @ head_VD.t())
+    logits_NV = _at_least_float32(hidden_ND @ head_VD.t())
     if bias_V is not None:
-        logits_NV = logits_NV + wide(bias_V)
+        logits_NV = logits_NV + _at_least_float32(bias_V)
     return logits_NV.mul_(scale)
 
 
-class _ChosenLogprobs(torch.autograd.Function):
+class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -83,7 +84,7 @@ class _ChosenLogprobs(torch.autograd.Function):
         ctx.save_for_backward(hidden_ND, head_VD, bias_V, targets_N)
         ctx.scale = scale
         ctx.entropy_gradient = entropy_gradient
-        logp_N = wide(hidden_ND.new_empty(len(targets_N)))
+        logp_N = _at_least_float32(hidden_ND.new_empty(len(targets_N)))
         entropy_N = torch.empty_like(logp_N)
         for part in _slices(len(targets_N), len(head_VD)):
             logits = _scaled_logits(hidden_ND[part], head_VD.to(hidden_ND.dtype), bias_V, scale)
@@ -108,13 +109,13 @@ class _ChosenLogprobs(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias_V) if trains_bias else None
         for part in _slices(len(targets_N), len(head)):
             logits = _scaled_logits(hidden_ND[part], head, bias_V, ctx.scale)
-            surprise = _entropy_part(logits, grad_entropy_N[part]) if ctx.entropy_gradient else None
+            grad_entropy = _entropy_gradient(logits, grad_entropy_N[part]) if ctx.entropy_gradient else None
             # d logp / d logits = scale * (onehot - softmax)
             grad_logits = logits.softmax(-1).neg_()
             grad_logits.scatter_add_(-1, targets_N[part, None], torch.ones_like(grad_logits[:, :1]))
             grad_logits.mul_((grad_N[part] * ctx.scale)[:, None])
-            if surprise is not None:
-                grad_logits.add_(surprise, alpha=ctx.scale)
+            if grad_entropy is not None:
+                grad_logits.add_(grad_entropy, alpha=ctx.scale)
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0).to(grad_bias.dtype)
             grad_logits = grad_logits.to(hidden_ND.dtype)
@@ -124,8 +125,8 @@ class _ChosenLogprobs(torch.autograd.Function):
         return grad_hidden, grad_head, grad_bias, None, None, None
 
 
-def _entropy_part(logits_NV: Tensor, grad_N: Tensor) -> Tensor:
-    """d entropy / d logits = -softmax * (log softmax + entropy), times the gradient that arrives."""
+def _entropy_gradient(logits_NV: Tensor, grad_N: Tensor) -> Tensor:
+    """Return the incoming gradient times d entropy / d logits = -softmax * (log softmax + entropy)."""
     log_probs_NV = logits_NV.log_softmax(-1)
     probs_NV = log_probs_NV.exp()
     entropy_N = -(probs_NV * log_probs_NV).sum(-1)

@@ -1,14 +1,14 @@
-"""From the logprobs of one pass to the gradient that its backward starts with.
+"""Loss assembly: from the logprobs of one pass to the gradient that backward starts with.
 
-The mathematics works on vectors, one entry per trained token, cut off from the model: the derivative of the whole
-objective with respect to logprob, entropy and value is computed here and then handed to one backward through the
-model. So surrogates, corrections, KL and aggregation cost a few vector operations, whatever the model.
+The loss works on vectors with one entry per trained token, detached from the model. Its derivatives with respect to
+logprob, entropy and value are computed here and passed to a single backward through the model. Policy loss,
+corrections, KL and aggregation therefore cost a few vector operations, independent of the model.
 
-    logp ──▶ surrogate(current / anchor) ─▶ × correction weight × kept? × aggregation weight ─┐
-         ──▶ KL to the reference ──────────▶ × aggregation weight ────────────────────────────┼─▶ sum ─▶ d/d logp
-    entropy, values ───────────────────────▶ × aggregation weight ────────────────────────────┘       d/d entropy, value
+    logp ──▶ policy loss(current / old) ──▶ × correction weight × kept? × aggregation weight ─┐
+         ──▶ KL to the reference ─────────▶ × aggregation weight ─────────────────────────────┼─▶ sum ─▶ d/d logp
+    entropy, values ──────────────────────▶ × aggregation weight ─────────────────────────────┘       d/d entropy, value
 
-Everything is a sum. The step divides once, by the denominator of the whole batch; a rejected token leaves the
+Everything is a sum. The step divides once, by the denominator of the whole batch. A masked token is removed from the
 numerator only.
 
 Legend: _N one entry per trained token.
@@ -38,12 +38,12 @@ OLD_LOGP = "old_logp"
 OLD_VALUES = "old_values"
 RETURNS = "returns"
 KEEP = "keep"
-"""Names of what a closed batch knows beforehand of every trained token: `Packed.extras`."""
+"""Keys of `PackedBatch.extras`: per-token values that `BatchLearner` computes before training."""
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """What backward starts with, and what the pass adds to the batch's totals. `loss_sum` is the whole objective."""
+    """Gradients that backward starts with, and the sums of the pass. `loss_sum` is the total loss of all terms."""
 
     logp_N: Tensor
     entropy_N: Tensor | None
@@ -54,11 +54,13 @@ class Gradient:
 
 
 class Objective:
+    """Combines policy loss, corrections, KL, entropy and value loss into one loss."""
+
     def __init__(self, settings: CoreSettings) -> None:
         self._settings = settings
         self._surrogate = chosen_surrogate(settings.algorithm)
-        self._anchor = settings.anchor
-        masks = chosen_masks(settings.correction)  # those of the batch come as `KEEP`
+        self._old_policy = settings.anchor
+        masks = chosen_masks(settings.correction)  # batch masks arrive as `KEEP`
         self._masks = {name: mask.settings for name, mask in masks.items() if mask.facts.scope != "batch"}
 
     def gradient(
@@ -71,8 +73,8 @@ class Objective:
     ) -> Gradient:
         tokens = self._tokens(packed, outputs.logp_N, version)
         weights_N = aggregation.token_weights(self._settings.aggregation, tokens)
-        correction_N, keep_N = self._correct(tokens, packed.extras)
-        policy = (self._losses(tokens) * (correction_N * weights_N)).sum(dtype=torch.float64)
+        correction_N, keep_N = self._corrections(tokens, packed.extras)
+        policy = (self._policy_losses(tokens) * (correction_N * weights_N)).sum(dtype=torch.float64)
         (coefficient_N,) = torch.autograd.grad(policy, tokens.logp_N)
         sums, maxima = staleness_sums(
             tokens.logp_N.detach(),
@@ -86,27 +88,27 @@ class Objective:
         sums["entropy"] = outputs.entropy_N.detach().sum(dtype=torch.float64).item()
         sums["policy"] = total
         if reference_logp_N is not None:
-            pull_N, coefficients_N = self._pull(tokens, reference_logp_N, weights_N)
+            kl_N, coefficients_N = self._kl_to_reference(tokens, reference_logp_N, weights_N)
             coefficient_N = coefficient_N + coefficients_N
-            sums["kl_reference"] = pull_N.sum(dtype=torch.float64).item()
-            total += self._settings.kl.coefficient * (pull_N * weights_N).sum(dtype=torch.float64).item()
+            sums["kl_reference"] = kl_N.sum(dtype=torch.float64).item()
+            total += self._settings.kl.coefficient * (kl_N * weights_N).sum(dtype=torch.float64).item()
         entropy_N, entropy_loss = self._entropy(outputs.entropy_N, weights_N)
         value_N, value_loss, error_sum = self._values(packed.extras, values_N, weights_N)
         if values_N is not None:
             sums["value"] = error_sum
         return Gradient(coefficient_N, entropy_N, value_N, total + entropy_loss + value_loss, sums, maxima)
 
-    def _losses(self, tokens: Tokens) -> Tensor:
-        """What the surrogate says, which may be a user's."""
+    def _policy_losses(self, tokens: Tokens) -> Tensor:
+        """Call the policy loss and validate its result; it may be user code."""
         name, loss_N = self._surrogate.facts.name, self._surrogate(tokens)
         if not isinstance(loss_N, Tensor) or loss_N.shape != tokens.logp_N.shape:
             found = f"a tensor of shape {tuple(loss_N.shape)}" if isinstance(loss_N, Tensor) else type(loss_N).__name__
             raise BadInput(
-                f"algorithm.surrogate: {name} gave {found} for {plural(len(tokens.logp_N), 'token')}; "
-                "return one loss per token"
+                f"algorithm.surrogate: {name} returned {found} for {plural(len(tokens.logp_N), 'token')}; "
+                "return a tensor with one loss per token"
             )
         if not loss_N.requires_grad:
-            raise BadInput(f"algorithm.surrogate: the loss of {name} has no gradient; make it of tokens.logp_N")
+            raise BadInput(f"algorithm.surrogate: the loss of {name} has no gradient; compute it from tokens.logp_N")
         return loss_N
 
     def _tokens(self, packed: Packed, logp_N: Tensor, version: Version) -> Tokens:
@@ -122,21 +124,22 @@ class Objective:
         )
 
     def _anchor_logp(self, packed: Packed, logp_N: Tensor, sampler_logp_N: Tensor, version: Version) -> Tensor:
-        """Before the first update of a step the current policy is the proximal one: no second forward is needed."""
-        if self._anchor == "rollout":
+        """Return logprobs of the old policy. Before the first update of a step it is the current policy, so no second
+        forward is needed."""
+        if self._old_policy == "rollout":
             return sampler_logp_N
-        if self._anchor == "approximate":
+        if self._old_policy == "approximate":
             nearness_N = _like(nearness(packed.versions_N, version), logp_N)
             return sampler_logp_N + nearness_N * (logp_N - sampler_logp_N)
         old = packed.extras.get(OLD_LOGP)
         return logp_N if old is None else _like(old, logp_N)
 
-    def _correct(self, tokens: Tokens, extras: Mapping[str, Floats]) -> tuple[Tensor, Tensor]:
-        """The weight of every token (0 where it is rejected), and which are kept."""
+    def _corrections(self, tokens: Tokens, extras: Mapping[str, Floats]) -> tuple[Tensor, Tensor]:
+        """Return the correction weight of every token (0 if rejected), and which tokens are kept."""
         correction = self._settings.correction
         current_N = tokens.logp_N.detach()
-        counted = self._anchor != "rollout" and self._surrogate.facts.ratio  # current / anchor is in the surrogate
-        log_rho_N = (tokens.anchor_logp_N if counted else current_N) - tokens.sampler_logp_N
+        corrected = self._old_policy != "rollout" and self._surrogate.facts.ratio  # the loss itself uses current / old
+        log_rho_N = (tokens.anchor_logp_N if corrected else current_N) - tokens.sampler_logp_N
         keep_N = corrections.keep(tokens, log_rho_N, self._masks)
         if KEEP in extras:
             keep_N = keep_N & _like(extras[KEEP], current_N).bool()
@@ -145,13 +148,13 @@ class Objective:
         )
         return weight_N * keep_N, keep_N
 
-    def _pull(self, tokens: Tokens, reference_logp_N: Tensor, weights_N: Tensor) -> tuple[Tensor, Tensor]:
-        """The divergence from the reference at every token, and its gradient with coefficient and weights."""
+    def _kl_to_reference(self, tokens: Tokens, reference_logp_N: Tensor, weights_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the KL to the reference per token, and its gradient including coefficient and weights."""
         config = self._settings.kl
         leaf_N = tokens.logp_N
-        pull_N = kl.penalty(config.estimator or "k3", leaf_N, reference_logp_N, leaf_N - tokens.sampler_logp_N)
-        (gradient_N,) = torch.autograd.grad((pull_N * weights_N).sum(), leaf_N)
-        return pull_N.detach(), config.coefficient * gradient_N
+        kl_N = kl.penalty(config.estimator or "k3", leaf_N, reference_logp_N, leaf_N - tokens.sampler_logp_N)
+        (gradient_N,) = torch.autograd.grad((kl_N * weights_N).sum(), leaf_N)
+        return kl_N.detach(), config.coefficient * gradient_N
 
     def _entropy(self, entropy_N: Tensor, weights_N: Tensor) -> tuple[Tensor | None, float]:
         bonus = self._settings.algorithm.entropy
@@ -163,8 +166,9 @@ class Objective:
     def _values(
         self, extras: Mapping[str, Floats], values_N: Tensor | None, weights_N: Tensor
     ) -> tuple[Tensor | None, float, float]:
-        """Half the squared error, of the value or of the value clipped near the old one, whichever is worse: its
-        gradient, its part of the objective, and its sum over the tokens."""
+        """Clipped value loss: half the larger squared error of the value and of the value clipped around the old one.
+
+        Returns its gradient, its contribution to the loss, and its unweighted sum over tokens."""
         if values_N is None:
             return None, 0.0, 0.0
         critic = self._settings.critic
@@ -180,12 +184,13 @@ class Objective:
 
 
 def nearness(versions_N: Ints, version: Version) -> Floats:
-    """How far between sampler and current policy the proximal one is assumed to lie, log-linearly by version.
+    """Return the weight of the current policy in the log-linear interpolation between sampler and current policy that
+    approximates the policy at the start of the step (`algorithm.anchor = "approximate"`).
 
-    The step that makes version v + 1 starts from v: of the v + 1 - b versions between the one that sampled and the one
-    being made, v - b lie before the step."""
-    made = version + 1
-    distance = np.maximum(made - versions_N, 1).astype(np.float64)
+    The step from version v to v + 1 is the last of v + 1 - b steps since the sampling version b, so v - b of them lie
+    before it."""
+    next_version = version + 1
+    distance = np.maximum(next_version - versions_N, 1).astype(np.float64)
     return np.clip((distance - 1) / distance, 0.0, 1.0).astype(np.float32)
 
 

@@ -1,4 +1,7 @@
-"""AdamW over the policy and, at a learning rate of its own, the critic."""
+"""AdamW over policy and critic, the learning-rate schedule, and the critic's value head.
+
+The learning rate is a pure function of the step: there is no scheduler state to save or restore.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,8 @@ Parameters = Mapping[str, nn.Parameter]
 
 
 def make_optimizer(policy: Parameters, critic: Parameters, settings: CoreSettings) -> torch.optim.AdamW:
-    """Weight decay is for matrices: biases and norms stay. Each update sets its learning rate; `ratio` is a group's
-    own as a multiple of it."""
+    """Create the optimizer. Weight decay applies to matrices only, not to biases and norms. Each update sets the
+    learning rate of a parameter group to the scheduled rate times its `ratio`."""
     config = settings.learner
     decay = config.weight_decay
     groups: list[dict[str, Any]] = [
@@ -24,12 +27,12 @@ def make_optimizer(policy: Parameters, critic: Parameters, settings: CoreSetting
     ]
     if critic:
         assert settings.critic.lr is not None
-        assert config.lr is not None, "the config was resolved"
+        assert config.lr is not None, "the config must be resolved"
         groups.append({"params": [*critic.values()], "weight_decay": 0.0, "ratio": settings.critic.lr / config.lr})
     groups = [group for group in groups if group["params"]]
     return torch.optim.AdamW(groups, betas=(config.beta1, config.beta2), fused=True)
 
 
 def clipped_norm(norm: float, limit: float) -> float:
-    """The factor that brings a gradient of this norm within the limit."""
+    """Return the factor that clips a gradient of this norm to the limit."""
     return min(1.0, limit / (norm + 1e-6))

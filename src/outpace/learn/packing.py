@@ -1,12 +1,18 @@
-"""Rows of different lengths, laid end to end without padding.
+"""Packing rows of different lengths without padding, and attention within each packed document.
 
 Invariants
-- The packing is a function of the rows in the order given and of `tokens_per_pass`, and of nothing else.
-- A row is never split: one that is longer than a pass gets a pass of its own.
+- The packing depends only on the rows in their given order and on `tokens_per_pass`.
+- A row is never split: a row longer than a pass gets its own pass.
 - The token at index t of a row is predicted at index t - 1 of the same document; nothing is predicted across documents.
-- A document ends before its last trained token: that token, and whatever follows it, is an input to nothing trained.
+- A document ends before its last trained token: no trained token depends on that token or on anything after it.
 
-No torch here. Legend: _T packed input tokens, _N trained tokens, _D1 documents + 1.
+Attention is causal within each document and registered with transformers as `ATTENTION_NAME`. Documents of similar
+length are gathered into a right-padded bucket and attended together. Padding needs no mask: under causal attention a
+padded key comes after every real query of its document, so no real query sees it, and padded queries are never read
+back, so they have no gradient. This holds for any bucket width, so widths are chosen for speed alone.
+
+Legend: _T packed input tokens, _N trained tokens, _D1 documents + 1, _P padded tokens of all buckets, B documents of a
+bucket, W its width, H query heads, K key/value heads, D head size.
 """
 
 from __future__ import annotations
@@ -22,15 +28,15 @@ from outpace.types import Floats, Ints, Row
 Longs = NDArray[np.int64]
 
 Extras = Mapping[str, Floats]
-"""What else is known of a row, by name: one value per trained token."""
+"""Additional values of a row by name, one per trained token."""
 
-NOTHING: Extras = {}
+_NO_EXTRAS: Extras = {}
 
 
 @dataclass(frozen=True)
 class Packed:
-    """One forward/backward pass. `sources_N` are indices into T: where each trained token is predicted;
-    `sequence_N` numbers the document each is of."""
+    """The input of one forward/backward pass. `sources_N` are indices into T: the position that predicts each trained
+    token. `sequence_N` is the index of each token's document."""
 
     tokens_T: Longs
     position_ids_T: Longs
@@ -49,27 +55,27 @@ class Packed:
 
 
 def input_length(row: Row) -> int:
-    """How many tokens of the row the model has to read; 0 when the row trains nothing."""
+    """Return how many tokens of the row are model input; 0 if the row has no trained token."""
     trained = np.flatnonzero(row.mask)
     return int(trained[-1]) if trained.size else 0
 
 
 def pack(rows: Sequence[Row], tokens_per_pass: int, extras: Sequence[Extras] = ()) -> list[Packed]:
-    """Fill passes greedily in the order of the rows; rows that train nothing take no part.
+    """Fill passes greedily in row order. Rows without trained tokens are left out.
 
-    `extras` belong to the rows, one to one, and all have the same names; none at all is fine."""
-    known = extras or [NOTHING] * len(rows)
-    return [_join(documents) for documents in _passes(zip(rows, known, strict=True), tokens_per_pass)]
-
-
-Document = tuple[Row, Extras]
+    `extras` is empty or has one entry per row, all with the same names."""
+    extras = extras or [_NO_EXTRAS] * len(rows)
+    return [_join(documents) for documents in _passes(zip(rows, extras, strict=True), tokens_per_pass)]
 
 
-def _passes(documents: Iterable[Document], tokens_per_pass: int) -> Iterator[list[Document]]:
-    current: list[Document] = []
+_Document = tuple[Row, Extras]
+
+
+def _passes(documents: Iterable[_Document], tokens_per_pass: int) -> Iterator[list[_Document]]:
+    current: list[_Document] = []
     filled = 0
     for row, extras in documents:
-        _check(row)
+        _check_row(row)
         length = input_length(row)
         if length == 0:
             continue
@@ -82,22 +88,22 @@ def _passes(documents: Iterable[Document], tokens_per_pass: int) -> Iterator[lis
         yield current
 
 
-def _check(row: Row) -> None:
+def _check_row(row: Row) -> None:
     count = len(row.tokens)
     parts = (row.mask, row.logprobs, row.versions, row.advantages)
     if any(len(part) != count for part in parts):
-        raise ValueError(f"a row of {count} tokens has arrays of lengths {[len(part) for part in parts]}")
+        raise ValueError(f"a row of {count} tokens has arrays of other lengths: {[len(part) for part in parts]}")
     if count and row.mask[0]:
-        raise ValueError("the first token of a row cannot be trained: nothing predicts it")
+        raise ValueError("the first token of a row cannot be trained: no token predicts it")
 
 
-def _join(documents: list[Document]) -> Packed:
+def _join(documents: list[_Document]) -> Packed:
     rows = [row for row, _ in documents]
     lengths = [input_length(row) for row in rows]
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     trained = [np.flatnonzero(row.mask) for row in rows]
 
-    def pick(name: str) -> NDArray[np.generic]:
+    def trained_values(name: str) -> NDArray[np.generic]:
         return np.concatenate([getattr(row, name)[index] for row, index in zip(rows, trained, strict=True)])
 
     return Packed(
@@ -105,10 +111,10 @@ def _join(documents: list[Document]) -> Packed:
         position_ids_T=np.concatenate([np.arange(n, dtype=np.int64) for n in lengths]),
         cu_seqlens_D1=starts,
         sources_N=np.concatenate([start + index - 1 for start, index in zip(starts[:-1], trained, strict=True)]),
-        targets_N=pick("tokens").astype(np.int64),
-        sampler_logp_N=pick("logprobs").astype(np.float32),
-        advantages_N=pick("advantages").astype(np.float32),
-        versions_N=pick("versions").astype(np.int32),
+        targets_N=trained_values("tokens").astype(np.int64),
+        sampler_logp_N=trained_values("logprobs").astype(np.float32),
+        advantages_N=trained_values("advantages").astype(np.float32),
+        versions_N=trained_values("versions").astype(np.int32),
         sequence_N=np.repeat(np.arange(len(rows)), [len(index) for index in trained]),
         extras={name: np.concatenate([extras[name] for _, extras in documents]) for name in documents[0][1]},
     )

@@ -1,10 +1,4 @@
-"""What of the policy is published: the one place that decides it, whoever then carries it to the engines.
-
-all weights are trained                     the model
-adapters are trained, engines hold the      the adapters alone, by the names of a PEFT file
-model and take adapters (`bare`)
-adapters are trained, other engines         the model with the adapters worked in, by its own names
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -16,7 +10,7 @@ from outpace.types import Adapter
 
 
 def published(core: LearnerCore) -> dict[str, Tensor]:
-    """The tensors of the policy as it is now, good until the next update or the next call."""
+    """Return the tensors of the current policy to publish, valid until the next update or the next call."""
     if core.adapters is None:
         return core.model.state_dict()
     if core.settings.bare:
@@ -25,5 +19,5 @@ def published(core: LearnerCore) -> dict[str, Tensor]:
 
 
 def published_adapter(core: LearnerCore) -> Adapter | None:
-    """What these tensors are an adapter of; None: they are a whole model."""
+    """Return the adapter that the published tensors belong to, None if they are a whole model."""
     return core.settings.adapter if core.settings.bare else None

@@ -1,4 +1,4 @@
-"""The policy that a KL term pulls to: the first one for ever, or a later one that is renewed now and then."""
+"""The reference policy of the KL term: the initial policy, or a later one updated every `kl.sync_every` steps."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ class Reference(Protocol):
     def logp(self, packed: Packed) -> Tensor: ...
 
     def renew(self) -> None:
-        """Become the policy as it is now."""
+        """Set the reference to the current policy."""
         ...
 
     def tensors(self) -> Tensors:
-        """What of it cannot be had from the model that the run began with; nobody changes them but `renew`."""
+        """Return the tensors that the initial model does not provide. Only `refresh` changes them."""
         ...
 
     def load(self, tensors: Tensors) -> None:
-        """Be again what gave these tensors."""
+        """Restore the reference from `tensors()`."""
         ...
 
 
-def make_reference(model: PreTrainedModel, adapters: Adapters | None, chosen: Forward, wanted: Wanted) -> Reference:
-    """The policy as it is before anything is trained. `chosen` is the way that it goes forward."""
+def make_reference(model: PreTrainedModel, adapters: Adapters | None, chosen: Forward, options: Wanted) -> Reference:
+    """Return a reference to the policy before training. `chosen` is the policy's forward."""
     if adapters is not None:
-        return AdapterReference(adapters, same_way(chosen, model, wanted))
+        return AdapterReference(adapters, same_way(chosen, model, options))
     copied = copy.deepcopy(model).requires_grad_(False)
-    return CopiedReference(model, copied, same_way(chosen, copied, wanted))
+    return CopiedReference(model, copied, same_way(chosen, copied, options))
 
 
 class CopiedReference:
-    """A second set of weights, none of which is trained."""
+    """A frozen second copy of the weights."""
 
     def __init__(self, policy: PreTrainedModel, copied: PreTrainedModel, forward: Forward) -> None:
         self.model = copied
@@ -69,33 +69,33 @@ class CopiedReference:
     def load(self, tensors: Tensors) -> None:
         own = self.tensors()
         if not tensors:
-            raise CorruptData("it was saved without a reference; kl.coefficient must stay 0")
+            raise CorruptData("the checkpoint has no reference policy; set kl.coefficient = 0")
         if own.keys() != tensors.keys() or any(own[name].shape != tensors[name].shape for name in own):
-            raise CorruptData("its reference is of another model; model.path must stay")
+            raise CorruptData("the checkpoint's reference policy is from another model; do not change model.path")
         for name, tensor in own.items():
             tensor.copy_(tensors[name])
 
 
 class AdapterReference:
-    """The policy's own model with its adapters off or, once it was renewed, with the adapters of that time. The model
-    is lent for one pass and given back as it was."""
+    """The policy's own model with its adapter disabled or, after `refresh`, with the adapter of that time. The model is
+    switched for one pass and restored afterwards."""
 
     def __init__(self, adapters: Adapters, forward: Forward) -> None:
         self._adapters = adapters
         self._forward = forward
-        self._kept: Tensors = {}  # empty: it is the model without adapters
+        self._adapter_tensors: Tensors = {}  # empty: the model without adapter
 
     @torch.no_grad()
     def logp(self, packed: Packed) -> Tensor:
-        with self._adapters.replaced(self._kept) if self._kept else self._adapters.off():
+        with self._adapters.replaced(self._adapter_tensors) if self._adapter_tensors else self._adapters.off():
             return self._forward(packed).logp_N
 
     def renew(self) -> None:
-        self._kept = {name: tensor.detach().clone() for name, tensor in self._adapters.tensors().items()}
+        self._adapter_tensors = {name: tensor.detach().clone() for name, tensor in self._adapters.tensors().items()}
 
     def tensors(self) -> Tensors:
-        return self._kept
+        return self._adapter_tensors
 
     def load(self, tensors: Tensors) -> None:
         device = next(iter(self._adapters.tensors().values())).device
-        self._kept = {name: tensor.to(device) for name, tensor in tensors.items()}
+        self._adapter_tensors = {name: tensor.to(device) for name, tensor in tensors.items()}

@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step: nothing to save, nothing to restore."""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ Schedule = Literal["constant", "linear", "cosine"]
 
 
 def learning_rate(peak: float, step: int, total_steps: int | None, schedule: Schedule, warmup_steps: int) -> float:
-    """The rate of step number `step`, counted from 0.
+    """Return the learning rate of step `step`, counted from 0.
 
-    Warm-up rises linearly to `peak`, which step `warmup_steps` is the first to have; the very first step already
-    moves. `linear` and `cosine` then fall towards 0, which the step after the last would reach. Without a known
-    end, and beyond it, they have nowhere to fall from or to: constant, and 0.
+    Warm-up rises linearly; step 0 is already above 0, and step `warmup_steps` is the first at `peak`. `linear` and
+    `cosine` then decay to 0, reached one step after the last. Without `total_steps` they stay at `peak`; beyond
+    `total_steps` they stay at 0.
     """
     if step < warmup_steps:
         return peak * (step + 1) / (warmup_steps + 1)

@@ -1,4 +1,4 @@
-"""What the learner is told. No torch here: whoever builds these settings need not load it."""
+"""Learner settings. No torch, so that building them does not load it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ from outpace.types import Adapter
 
 @dataclass(frozen=True, kw_only=True)
 class CoreSettings:
-    """The mathematics, from a resolved config. `dtype` is that of matrix products and of published weights; the
-    learner's own parameters, gradients and optimizer state are float32 always (float64 is for proofs). `temperature` is
-    the sampler's. `total_steps` is where linear and cosine schedules end; None: nowhere, they stay at their peak.
-    `longest` is the most tokens of one completion: what dr_grpo divides by. With an `adapter` only that is trained;
-    `bare` says that engines hold the model already, and are given the adapter alone."""
+    """Settings of `LearnerCore`, from a resolved config.
+
+    - `dtype`: of matrix products and published weights. The learner's parameters, gradients and optimizer state are
+      always float32 (float64 is for tests)
+    - `temperature`: of the sampler
+    - `total_steps`: where linear and cosine schedules end; None: they stay at their peak
+    - `max_completion_tokens`: token limit of one completion, which dr_grpo divides by
+    - `adapter`: if set, only the adapter is trained
+    - `adapter_only`: publish the adapter alone; the engines already have the model"""
 
     learner: LearnerConfig
     algorithm: AlgorithmConfig
@@ -35,7 +39,7 @@ class CoreSettings:
 
     @classmethod
     def of(cls, config: Config) -> CoreSettings:
-        assert config.rollout.max_tokens is not None, "the config was resolved"
+        assert config.rollout.max_tokens is not None, "the config must be resolved"
         return cls(
             learner=config.learner,
             algorithm=config.algorithm,
@@ -52,12 +56,12 @@ class CoreSettings:
 
     @property
     def anchor(self) -> Anchor:
-        assert self.algorithm.anchor is not None, "the config was resolved"
+        assert self.algorithm.anchor is not None, "the config must be resolved"
         return self.algorithm.anchor
 
     @property
     def aggregation(self) -> Aggregation:
-        assert self.algorithm.aggregation is not None, "the config was resolved"
+        assert self.algorithm.aggregation is not None, "the config must be resolved"
         return self.algorithm.aggregation
 
     @property
@@ -72,20 +76,20 @@ class CoreSettings:
 def _adapter_of(lora: LoraConfig) -> Adapter | None:
     if lora.rank == 0:
         return None
-    assert lora.alpha is not None, "the config was resolved"
+    assert lora.alpha is not None, "the config must be resolved"
     return Adapter(lora.rank, lora.alpha, list(lora.targets))
 
 
 @dataclass(frozen=True, kw_only=True)
 class LearnerSettings:
-    """The mathematics and where things lie: the journal to read from, the directory for snapshots (in memory).
-    `config` is resolved."""
+    """Settings of `TorchLearner`. `config` is resolved, `journal` is the directory to read groups from, `snapshots` a
+    directory in memory for published weights."""
 
     config: Config
     journal: Path
     snapshots: Path
     incarnation: str
     device: str = "cpu"
-    gpu_memory: float = 1.0  # of the GPU's memory, what the learner may take
-    threads: int | None = None  # None: torch's own choice
-    share_cores: Path | None = None  # the run's board of compute threads, where their number follows the load
+    gpu_memory: float = 1.0  # fraction of the GPU memory that the learner may use
+    threads: int | None = None  # None: torch's default
+    share_cores: Path | None = None  # file of the run's core-sharing board; None: fixed thread count

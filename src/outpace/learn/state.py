@@ -1,12 +1,20 @@
-"""A learner's state on disk: safetensors for everything that is a tensor, JSON for the rest, pickle for nothing.
+"""Learner state on disk: safetensors for tensors, JSON for the rest, no pickle.
 
-    copy (on the thread that trains) ─▶ write (on any other) ─▶ a directory that somebody else makes and commits
+    copy (on the training thread) ─▶ write (on any other thread) ─▶ directory, created and committed by the caller
 
-A directory without all files is not a state. What `restore` gives back is exact: training on from it produces the same
-bits as never having stopped. That includes what random numbers come next, from torch, numpy and Python.
+Invariants
+- A directory is only a valid state with all its files.
+- `restore` is exact: training on from it is bit-identical to never having stopped. That includes the random state of
+  torch, numpy and Python.
+- A copy is never modified between `make` and `release`. Its memory is reused for the next copy, because allocating new
+  memory (a page fault per 4 KiB) costs more than copying. There is more than one copy only while several are written.
+- Tensors that never change during the run are not copied.
 
-Where adapters are trained they are all that is kept of the weights, in the files of a PEFT folder. What they stand
-beside is the model that the run began with; a few of its values are remembered, to tell it from another.
+With LoRA only the adapter's weights are saved, in the files of a PEFT folder. A checksum over some values of the base
+model is saved with them, to detect a different base model.
+
+Safetensors files are written here, not by the safetensors package: this makes no second copy in memory, releases the
+GIL during slow writes, and reports a full disk as `OSError`.
 """
 
 from __future__ import annotations
@@ -46,19 +54,19 @@ class Counters(msgspec.Struct, frozen=True):
     tokens: int
     bad_steps: int
     engine_kl: float = 0.0
-    frozen: int = 0  # `Adapters.frozen_sum` of the model that the adapters belong to
+    frozen: int = 0  # `Adapters.frozen_sum` of the base model
 
 
 # -------------------------------------------------------------------------------------------------------------- saving
 
 
 def save(core: LearnerCore, directory: str | Path) -> None:
-    """Copy and write in one go; every file is on the disk, not merely in a cache, when this returns."""
+    """Copy and write the state. All files are synced to disk on return."""
     write(copy(core, Copies()), Path(directory))
 
 
 def copy(core: LearnerCore, copies: Copies) -> StateCopy:
-    """The state as it is now. Only for this the weights have to hold still."""
+    """Copy the current state. Weights must not change during this call only."""
     frozen = core.adapters.frozen_sum if core.adapters else 0
     counters = Counters(core.version, core.tokens, core.bad_steps, core.engine_kl, frozen)
     small = {
@@ -67,11 +75,11 @@ def copy(core: LearnerCore, copies: Copies) -> StateCopy:
     }
     if core.adapters is not None:
         small[ADAPTER_CONFIG] = describe_adapter(core.adapters.adapter)
-    return copies.make(_changing(core), _lasting(core), small)
+    return copies.make(_changing_tensors(core), _constant_tensors(core), small)
 
 
 def write(state: StateCopy, directory: Path) -> None:
-    """Raises `OSError` when the disk does not take it; what is there by then is not a state."""
+    """Write a copied state. On `OSError` the directory is left incomplete and is not a valid state."""
     for name, tensors in state.files.items():
         write_tensors(directory / name, tensors)
         crash.reached(f"save.{name.removesuffix('.safetensors')}")
@@ -81,11 +89,11 @@ def write(state: StateCopy, directory: Path) -> None:
 
 
 def layout(core: LearnerCore) -> tuple[Layout, bool]:
-    """What memory a copy of this state takes."""
-    return plan(_changing(core))
+    """Return the memory layout of a copy of this state, and whether to pin it."""
+    return plan(_changing_tensors(core))
 
 
-def _changing(core: LearnerCore) -> dict[str, Tensors]:
+def _changing_tensors(core: LearnerCore) -> dict[str, Tensors]:
     weights = (
         {MODEL_FILE: distinct_tensors(core.model.state_dict())}
         if core.adapters is None
@@ -95,7 +103,7 @@ def _changing(core: LearnerCore) -> dict[str, Tensors]:
     return weights | optimizer | (_reference_file(core) if core.settings.kl.sync_every else {})
 
 
-def _lasting(core: LearnerCore) -> dict[str, Tensors]:
+def _constant_tensors(core: LearnerCore) -> dict[str, Tensors]:
     return {} if core.settings.kl.sync_every else _reference_file(core)
 
 
@@ -127,7 +135,7 @@ def _generators(core: LearnerCore) -> Tensors:
 
 
 def restore(core: LearnerCore, directory: str | Path) -> Version:
-    """Put the state back and say its version; gradients of an open batch are dropped."""
+    """Restore the state and return its version. Accumulated gradients are dropped."""
     directory = Path(directory)
     weights_file = _weights_file(core, directory)
     weights = load_tensors(weights_file)
@@ -154,12 +162,13 @@ def restore(core: LearnerCore, directory: str | Path) -> Version:
 
 
 def _weights_file(core: LearnerCore, directory: Path) -> Path:
-    """Raises for a state of the other kind: a model where adapters are trained, or adapters where the model is."""
+    """Return the weights file. Raises `CorruptData` if one of saved state and learner uses LoRA and the other does
+    not."""
     file = directory / (MODEL_FILE if core.adapters is None else ADAPTER_WEIGHTS)
     if core.adapters is None and (directory / ADAPTER_WEIGHTS).exists():
-        raise CorruptData(f"it was saved with adapters; lora.rank must stay {_saved_adapter(directory).rank}")
+        raise CorruptData(f"the checkpoint was saved with LoRA; set lora.rank = {_saved_adapter(directory).rank}")
     if core.adapters is not None and (directory / MODEL_FILE).exists():
-        raise CorruptData("it was saved without adapters; lora.rank must stay 0")
+        raise CorruptData("the checkpoint was saved without LoRA; set lora.rank = 0")
     return file
 
 
@@ -174,9 +183,9 @@ def _check_adapters(adapters: Adapters, directory: Path, counters: Counters) -> 
     own, saved = adapters.adapter, _saved_adapter(directory)
     for key in ("rank", "alpha", "targets"):
         if (value := getattr(saved, key)) != getattr(own, key):
-            raise CorruptData(f"it was saved with other adapters; lora.{key} must stay {value}")
+            raise CorruptData(f"the checkpoint was saved with another adapter; set lora.{key} = {value}")
     if counters.frozen != adapters.frozen_sum:
-        raise CorruptData("its adapters belong to another model than is at model.path; both must stay")
+        raise CorruptData("the checkpoint's adapter belongs to another base model; do not change model.path")
 
 
 def _read_small(directory: Path) -> tuple[Counters, bytes]:
@@ -199,15 +208,13 @@ def _restore_generators(core: LearnerCore, states: Tensors) -> None:
 
 
 def _copy_into_critic(core: LearnerCore, tensors: Tensors) -> None:
-    """Takes the critic's own weights out of `tensors`."""
+    """Restore the critic's weights and remove them from `tensors`."""
     saved = {name: tensors.pop(name) for name in list(tensors) if name.startswith(CRITIC)}
     if saved.keys() != _critic_tensors(core).keys():
-        kept = (
-            "with a critic; algorithm.advantage must stay"
-            if saved
-            else "without a critic; algorithm.advantage cannot be"
+        problem = (
+            "with a critic; set algorithm.advantage =" if saved else "without a critic; algorithm.advantage cannot be"
         )
-        raise CorruptData(f"it was saved {kept} gae")
+        raise CorruptData(f"the checkpoint was saved {problem} gae")
     with torch.no_grad():
         for name, parameter in core.critic_parameters.items():
             parameter.copy_(saved[CRITIC + name])
@@ -216,7 +223,7 @@ def _copy_into_critic(core: LearnerCore, tensors: Tensors) -> None:
 def _copy_into_model(model: PreTrainedModel, weights: Tensors, file: Path) -> None:
     own = distinct_tensors(model.state_dict())
     if own.keys() != weights.keys() or any(own[name].shape != weights[name].shape for name in own):
-        raise CorruptData(f"{file} does not hold the weights of this model; model.path must stay")
+        raise CorruptData(f"{file} holds the weights of another model; do not change model.path")
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(weights[name])

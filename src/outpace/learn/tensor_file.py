@@ -1,8 +1,4 @@
-"""Files of named tensors in the safetensors format.
-
-Written here and not by the package: no second copy is made in memory, the interpreter is free for other threads while
-the disk is slow, and a disk that is full is an `OSError` like everywhere else.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ from torch import Tensor
 from outpace.errors import CorruptData
 
 _LENGTH = struct.Struct("<Q")
-_ALIGNMENT = 8  # of the data, by the format
+_DATA_ALIGNMENT = 8  # required by the format
 
 _DTYPES = {
     torch.float64: "F64",
@@ -38,13 +34,13 @@ _DTYPES = {
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """The file is on the disk, not merely in a cache, when this returns."""
-    # The format wants the data without holes: the widest dtypes first keep every tensor aligned.
+    """Write a safetensors file. It is synced to disk on return."""
+    # The format allows no gaps between tensors: writing the widest dtypes first keeps all of them aligned.
     ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])))
     with path.open("wb") as file:
         file.write(_header(ordered))
         for tensor in ordered.values():
-            file.write(_bytes_of(tensor))
+            file.write(_raw_bytes(tensor))
         file.flush()
         os.fsync(file.fileno())
 
@@ -64,10 +60,10 @@ def _header(tensors: Mapping[str, Tensor]) -> bytes:
         entries[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
+    text += b" " * (-len(text) % _DATA_ALIGNMENT)
     return _LENGTH.pack(len(text)) + text
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def _raw_bytes(tensor: Tensor) -> memoryview:
     array: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)

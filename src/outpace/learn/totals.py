@@ -1,4 +1,4 @@
-"""What the tokens of a batch add up to, and the metrics of a step that follow from the sums."""
+"""Sums over the tokens of a step, and the step metrics computed from them."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from outpace.learn.packing import Packed
 from outpace.observe.metrics import percentile
 from outpace.types import Version
 
-LOSSES = ("policy", "entropy", "kl_reference", "value")
-"""Sums about the loss: over everything that is trained."""
+LOSS_SUMS = ("policy", "entropy", "kl_reference", "value")
+"""Sums of loss terms, over all trained tokens."""
 
-STALENESS = ("weight", "weight_sq", "kl", "kl_fresh", "tokens_fresh", *RATIO_BINS)
-"""Sums about the distance to the sampler: over the batch's own groups, before the first update of the step. Replayed
-groups are older on purpose, and later updates find a distance that the step itself has made.
+STALENESS_SUMS = ("weight", "weight_sq", "kl", "kl_fresh", "tokens_fresh", *RATIO_BINS)
+"""Sums about off-policyness: over fresh (not replayed) groups, before the first update of the step. Replayed groups are
+older on purpose, and later updates would measure a distance that the step itself created.
 
-All others, such as what was masked or clipped, are over the batch's own groups in every update."""
+All other sums, such as masked or clipped tokens, are over fresh groups in every update."""
 
-MEASURED = "measured"
-"""How many tokens the sums of staleness are over."""
+MEASURED_TOKENS = "measured"
+"""Number of tokens in the `STALENESS_SUMS` sums."""
 
 
 @dataclass
 class Totals:
-    """Of one pass, one chunk, one update or one step: sums add up, so all of them are of this form."""
+    """Sums over a pass, a chunk, an update or a step. They are additive."""
 
     tokens: int = 0
     sequences: int = 0
@@ -38,19 +38,19 @@ class Totals:
 
     @classmethod
     def of_pass(cls, packed: Packed, gradient: Gradient, version: Version, replayed: bool, untouched: bool) -> Totals:
-        """`untouched`: no update of this step has been made yet."""
+        """Return the totals of one pass. `untouched`: before the first update of the step."""
         tokens, measured = len(packed.targets_N), untouched and not replayed
         lags = Counter((version - packed.versions_N).tolist())
         counted = {
             name: value
             for name, value in gradient.sums.items()
-            if name in LOSSES or (measured if name in STALENESS else not replayed)
+            if name in LOSS_SUMS or (measured if name in STALENESS_SUMS else not replayed)
         }
         return cls(
             tokens=tokens,
             sequences=packed.documents,
             loss_sum=gradient.loss_sum,
-            sums=defaultdict(float, counted, **{MEASURED: tokens * measured}),
+            sums=defaultdict(float, counted, **{MEASURED_TOKENS: tokens * measured}),
             maxima=gradient.maxima if measured else {},
             lag_counts=Counter() if replayed else lags,
             replay_lag_counts=lags if replayed else Counter(),
@@ -69,9 +69,9 @@ class Totals:
 
 
 def step_metrics(step: Totals, engine_kl: float, passes: int = 1) -> dict[str, float]:
-    """Means and shares over the tokens of a step; all finite and defined for one that trained nothing."""
-    own, measured = sum(step.lag_counts.values()), int(step.sums[MEASURED])
-    over = dict.fromkeys(LOSSES, step.tokens) | dict.fromkeys(STALENESS, measured)
+    """Return means and fractions over the tokens of a step. All are finite, also for a step without tokens."""
+    own, measured = sum(step.lag_counts.values()), int(step.sums[MEASURED_TOKENS])
+    over = dict.fromkeys(LOSS_SUMS, step.tokens) | dict.fromkeys(STALENESS_SUMS, measured)
     mean = {name: value / max(1, over.get(name, own)) for name, value in step.sums.items()}
     metrics = {
         "offpolicy/ess": effective_sample_size(step.sums, measured),
@@ -85,17 +85,17 @@ def step_metrics(step: Totals, engine_kl: float, passes: int = 1) -> dict[str, f
     for sums_name, metric in (("kl_reference", "loss/kl"), ("value", "loss/value")):
         if sums_name in mean:
             metrics[metric] = mean[sums_name]
-    return metrics | _lost_shares(step, own) | _lag_metrics(step.lag_counts, passes)
+    return metrics | _rejected_fractions(step, own) | _lag_metrics(step.lag_counts, passes)
 
 
-def _lost_shares(step: Totals, own: int) -> dict[str, float]:
-    """Tokens that a mask rejected and tokens that a clip left without gradient: of all, and by the sign of the
-    advantage, of those with that sign."""
+def _rejected_fractions(step: Totals, own: int) -> dict[str, float]:
+    """Return the fractions of masked and of clipped tokens: of all tokens, and of those with positive or negative
+    advantage."""
     sums = step.sums
     sums["clipped"] = sums["clipped_positive"] + sums["clipped_negative"]
     return {
-        f"{place}/{name}{suffix}": sums[f"{name}{suffix}"] / max(1.0, count)
-        for place, name in (("offpolicy", "masked"), ("loss", "clipped"))
+        f"{section}/{name}{suffix}": sums[f"{name}{suffix}"] / max(1.0, count)
+        for section, name in (("offpolicy", "masked"), ("loss", "clipped"))
         for suffix, count in (
             ("", own),
             ("_positive", sums["tokens_positive"]),
@@ -105,7 +105,7 @@ def _lost_shares(step: Totals, own: int) -> dict[str, float]:
 
 
 def _lag_metrics(lag_counts: Counter[int], passes: int) -> dict[str, float]:
-    """Every pass over a batch counts its tokens once more."""
+    """Return the distribution of lag. `lag_counts` counts each token once per pass over the batch."""
     lags = sorted(lag_counts.items())
     tokens = max(1, sum(lag_counts.values()))
     metrics = {

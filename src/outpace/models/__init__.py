@@ -1,1 +1,1 @@
-"""Which policy: loading models and tokenizers, rendering chats, the built-in starter."""
+"""Models: loading, chat formats, LoRA adapters, and the built-in starter models."""

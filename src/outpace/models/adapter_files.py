@@ -1,4 +1,4 @@
-"""The files of a low-rank adapter, as peft, transformers and vLLM read them. No torch here."""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
 ADAPTER_CONFIG: Final = "adapter_config.json"
 
 NAME_PREFIX: Final = "base_model.model."
-"""What stands before the model's own names in such a file."""
+"""Prefix of the model's own tensor names in a PEFT file."""
 
 
-class _Described(msgspec.Struct):
-    """The part of the description that is ours to read."""
+class _AdapterConfig(msgspec.Struct):
+    """The fields of `adapter_config.json` that outpace reads."""
 
     r: int
     lora_alpha: float
@@ -27,8 +27,8 @@ class _Described(msgspec.Struct):
 
 
 def describe_adapter(adapter: Adapter, model: str | None = None) -> bytes:
-    """The content of `adapter_config.json`; `model` says what the adapter was trained on."""
-    described = {
+    """Return the content of `adapter_config.json`; `model` is the base model of the adapter."""
+    config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": model,
@@ -40,18 +40,18 @@ def describe_adapter(adapter: Adapter, model: str | None = None) -> bytes:
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-    return json.dumps(described, indent=2).encode() + b"\n"
+    return json.dumps(config, indent=2).encode() + b"\n"
 
 
 def read_adapter(description: bytes) -> Adapter:
     try:
-        found = msgspec.json.decode(description, type=_Described)
+        found = msgspec.json.decode(description, type=_AdapterConfig)
     except msgspec.DecodeError as error:
         raise CorruptData(f"{ADAPTER_CONFIG}: {error}") from None
     return Adapter(found.r, found.lora_alpha, found.target_modules)
 
 
 def check_peft() -> None:
-    """Raise `BadInput` where adapters cannot be trained for want of a package."""
+    """Raise `BadInput` if peft is not installed."""
     if importlib.util.find_spec("peft") is None:
-        raise BadInput("lora.rank: adapters need the package peft: pip install 'outpace[lora]'")
+        raise BadInput("lora.rank: LoRA needs the package peft: pip install 'outpace[lora]'")

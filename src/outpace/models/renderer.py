@@ -1,14 +1,11 @@
-"""The families of the package `renderers`, which knows their chat templates token by token."""
+"""MERGED"""
 
 from __future__ import annotations
 
 import json
 import logging
 from collections.abc import Sequence
-from typing import Any
-
-from renderers import config_from_name, create_renderer
-from renderers.base import MODEL_RENDERER_MAP, RENDERER_REGISTRY, ParsedToolCall, ToolCallParseStatus
+from typing import TYPE_CHECKING, Any
 
 from outpace.errors import BadInput, RequestFailed, one_line
 from outpace.models.chat import Bridge, Schema
@@ -16,11 +13,17 @@ from outpace.models.dialect import SHAPE, Parsed, Said
 from outpace.references import nearest
 from outpace.types import Ints, Message, ToolCall
 
+if TYPE_CHECKING:
+    from renderers.base import ParsedToolCall
+
 log = logging.getLogger(__name__)
 
 
 def renderer_dialect(tokenizer: Any, stop_ids: Sequence[int], wanted: str | None) -> RendererDialect | None:
-    """The dialect of that family, or of the one that the model's name belongs to, if any does."""
+    """Return the format of the family `wanted`, or of the family of the model's name, or None."""
+    from renderers import config_from_name, create_renderer
+    from renderers.base import MODEL_RENDERER_MAP, RENDERER_REGISTRY
+
     family = wanted or MODEL_RENDERER_MAP.get(getattr(tokenizer, "name_or_path", ""))
     if family is None:
         return None
@@ -28,15 +31,17 @@ def renderer_dialect(tokenizer: Any, stop_ids: Sequence[int], wanted: str | None
         config = config_from_name(family)
     except (KeyError, ValueError):
         close = nearest(family, RENDERER_REGISTRY or MODEL_RENDERER_MAP.values())
-        hint = f"did you mean {close[0]}?" if close else "see the package renderers for the families it has"
-        raise BadInput(f"model.renderer: there is no family {family!r}; {hint}") from None
+        hint = f"did you mean {close[0]}?" if close else "see the package renderers for its families"
+        raise BadInput(f"model.renderer: unknown family {family!r}; {hint}") from None
     try:
         return RendererDialect(create_renderer(tokenizer, config), tokenizer, stop_ids)
-    except Exception as error:  # a tokenizer without the tokens of the family fails in whatever way it does
+    except Exception as error:  # boundary: an unsuitable tokenizer raises various exceptions
         raise BadInput(f"model.renderer: the tokenizer does not fit {family}: {one_line(error)}") from error
 
 
 class RendererDialect:
+    """Chat format of a model family of the package `renderers`."""
+
     def __init__(self, renderer: Any, tokenizer: Any, stop_ids: Sequence[int]) -> None:
         self._renderer = renderer
         self._tokenizer = tokenizer
@@ -49,17 +54,17 @@ class RendererDialect:
     def open(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> list[int]:
         try:
             return list(
-                self._renderer.render_ids(list(messages), tools=_specs(tools) or None, add_generation_prompt=True)
+                self._renderer.render_ids(list(messages), tools=_tool_specs(tools) or None, add_generation_prompt=True)
             )
-        except Exception as error:  # the boundary to the package: it raises what the family's own rules raise
-            raise RequestFailed(f"this conversation cannot be rendered: {one_line(error)}") from error
+        except Exception as error:  # boundary: each family raises its own exceptions
+            raise RequestFailed(f"cannot render this conversation: {one_line(error)}") from error
 
-    def extend(self, said: Said, new: Sequence[Message], tools: Sequence[Schema] = ()) -> Bridge | None:
-        prompt, answer = said.prompt.tolist(), said.answer.tolist()
+    def extend(self, state: Said, new: Sequence[Message], tools: Sequence[Schema] = ()) -> Bridge | None:
+        prompt, answer = state.prompt.tolist(), state.answer.tolist()
         try:
-            whole = self._renderer.bridge_to_next_turn(prompt, answer, list(new), tools=_specs(tools) or None)
-        except Exception:  # the boundary to the package; rendering it all anew may work, or says what is wrong
-            log.debug("a conversation cannot be continued", exc_info=True)
+            whole = self._renderer.bridge_to_next_turn(prompt, answer, list(new), tools=_tool_specs(tools) or None)
+        except Exception:  # boundary: rendering from the start may work, or raises a better error
+            log.debug("cannot continue a conversation, rendering it from the start", exc_info=True)
             return None
         ids = None if whole is None else list(whole.token_ids)
         before = [*prompt, *answer]
@@ -68,14 +73,14 @@ class RendererDialect:
     def parse(self, answer: Sequence[int], prompt: Sequence[int] | Ints, tools: Sequence[Schema] = ()) -> Parsed:
         try:
             parsed = self._renderer.parse_response(
-                list(answer), tools=_specs(tools) or None, prompt_ids=[int(token) for token in prompt]
+                list(answer), tools=_tool_specs(tools) or None, prompt_ids=[int(token) for token in prompt]
             )
-        except Exception:  # the boundary to the package: whatever a model writes is an answer
-            log.warning("an answer cannot be taken apart", exc_info=True)
+        except Exception:  # boundary: any text is a valid answer
+            log.warning("cannot parse an answer, using its text as it is", exc_info=True)
             return Parsed(self.decode(answer), self.decode(answer))
-        calls = tuple(map(_call, parsed.tool_calls))
-        unread = "".join(each.raw for each, call in zip(parsed.tool_calls, calls, strict=True) if call.problem)
-        return Parsed(self.decode(answer), (parsed.content or "") + unread, parsed.reasoning_content or "", calls)
+        calls = tuple(map(_tool_call, parsed.tool_calls))
+        unparsed = "".join(each.raw for each, call in zip(parsed.tool_calls, calls, strict=True) if call.problem)
+        return Parsed(self.decode(answer), (parsed.content or "") + unparsed, parsed.reasoning_content or "", calls)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
@@ -84,7 +89,9 @@ class RendererDialect:
         return [int(token) for token in self._tokenizer.encode(text, add_special_tokens=False)]
 
 
-def _call(parsed: ParsedToolCall) -> ToolCall:
+def _tool_call(parsed: ParsedToolCall) -> ToolCall:
+    from renderers.base import ToolCallParseStatus
+
     readable = parsed.status in (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL)
     if not readable or not parsed.name or isinstance(parsed.arguments, str):
         reason = "this tool call is not valid JSON" if parsed.status == ToolCallParseStatus.INVALID_JSON else SHAPE
@@ -92,6 +99,6 @@ def _call(parsed: ParsedToolCall) -> ToolCall:
     return ToolCall(parsed.id or "", parsed.name, json.dumps(parsed.arguments or {}, ensure_ascii=False))
 
 
-def _specs(tools: Sequence[Schema]) -> list[dict[str, Any]]:
-    """The package takes the inner half of OpenAI's form."""
+def _tool_specs(tools: Sequence[Schema]) -> list[dict[str, Any]]:
+    """Return the inner `function` objects of OpenAI's form, which the package expects."""
     return [dict(tool.get("function", tool)) for tool in tools]

@@ -1,4 +1,4 @@
-"""Which dialect a model speaks."""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from outpace.errors import BadInput
 from outpace.models.dialect import Dialect, TemplateDialect
 
 TEMPLATE = "template"
-"""The name of the dialect that goes by the model's own chat template."""
+"""Value of `model.renderer` for the model's own chat template."""
 
 
 def dialect_of(tokenizer: Any, stop_ids: Sequence[int], wanted: str | None = None) -> Dialect:
-    """The dialect that `model.renderer` names; without one, the family that the model's name is known to belong to."""
+    """Return the chat format that `model.renderer` names; by default that of the model's family, or its template."""
     if wanted == TEMPLATE:
         return TemplateDialect(tokenizer, stop_ids)
     if importlib.util.find_spec("renderers") is None:
@@ -24,11 +24,11 @@ def dialect_of(tokenizer: Any, stop_ids: Sequence[int], wanted: str | None = Non
         return TemplateDialect(tokenizer, stop_ids)
     if wanted is None and not _may_be_a_hub_name(tokenizer):
         return TemplateDialect(tokenizer, stop_ids)
-    from outpace.models.renderer import renderer_dialect  # which loads the package
+    from outpace.models.renderer import renderer_dialect
 
     return renderer_dialect(tokenizer, stop_ids, wanted) or TemplateDialect(tokenizer, stop_ids)
 
 
 def _may_be_a_hub_name(tokenizer: Any) -> bool:
-    """Families are known by the exact names of their models; the package takes a second to load."""
+    """Whether a family could match: families list exact hub names. Avoids loading `renderers`, which takes a second."""
     return bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(getattr(tokenizer, "name_or_path", ""))))

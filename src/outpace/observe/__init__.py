@@ -1,1 +1,1 @@
-"""What people see: metrics, console, the run directory's files, callbacks, the doctor."""
+"""Monitoring: metrics, console output, the files of the run directory and callbacks."""

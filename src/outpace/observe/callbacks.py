@@ -1,11 +1,11 @@
-"""User code that follows a run.
+"""User callbacks.
 
-Callbacks run one after another, in the order of their events, on one thread of their own with an event loop of its
-own: they may block or await without holding up the run.
+Callbacks run sequentially, in event order, on a dedicated thread with its own event loop: they may block or await
+without delaying the run.
 
-An exception in one ends the run: it is kept, passed to `on_failure` at once, and raised by `check` and `close` as
-PartFailed with the callback's own traceback; no callback is called after it. With `errors="report"` it is logged
-instead, and the run goes on.
+An exception in a callback ends the run. It is passed to `on_failure` immediately and raised by `check` and `close` as
+ComponentFailed with the callback's traceback; no further callback is called. With `errors="report"` the exception is
+logged and the run continues.
 """
 
 from __future__ import annotations
@@ -41,55 +41,56 @@ Event = Literal[
 ]
 
 MAX_BEHIND = 100_000
-"""Callbacks that fall so many events behind will not catch up: the run ends rather than grow without bound."""
+"""Maximum number of queued events. The run fails beyond it, since the queue would grow without bound."""
 
 POLL_S = 0.02
+"""Polling interval while waiting for callbacks at the end of a run."""
 NOTICE_S = 30.0
-"""At the end of a run: how often its callbacks are asked whether they are done, and when a wait is logged."""
+"""Wait at the end of a run after which a warning is logged."""
 
 
 class Callback:
-    """Override what you need; a method may be a plain function or a coroutine."""
+    """Base class for callbacks. Override any `on_` method, as a plain function or a coroutine."""
 
     _request_stop: Callable[[], object] | None = None
 
     def stop(self) -> None:
-        """End the run after the step under way, with a checkpoint: `train()` returns its summary."""
+        """End the run after the current step and save a checkpoint; `train()` returns the summary."""
         if self._request_stop is not None:
             self._request_stop()
 
     def on_run_start(self, info: Mapping[str, Any]) -> Any:
-        """The parts are up. `info` says at least `dir`, `steps`, `version` and `config`."""
+        """All components are up. `info` has at least `dir`, `steps`, `version` and `config`."""
 
     def on_run_end(self, summary: Summary) -> Any: ...
 
     def on_epoch_start(self, epoch: int) -> Any: ...
 
     def on_epoch_end(self, epoch: int) -> Any:
-        """Every task of this epoch is accounted for."""
+        """Every task of the epoch was trained on, filtered, failed, dropped or skipped."""
 
     def on_rollout_start(self, order: GroupOrder) -> Any: ...
 
     def on_rollout_end(self, report: GroupReport) -> Any: ...
 
     def on_batch_start(self, version: Version) -> Any:
-        """The first chunk of the batch that is trained from `version`."""
+        """Training on the first chunk of a batch starts, from weights of `version`."""
 
     def on_batch_end(self, metrics: Mapping[str, float]) -> Any:
-        """A step is done. `metrics` is its line of metrics.jsonl."""
+        """A step is done. `metrics` is its record in metrics.jsonl."""
 
     def on_policy_updated(self, version: Version) -> Any:
-        """Every serving engine has `version` or a newer one. Versions that were skipped are not reported."""
+        """Every serving engine has loaded `version` or a newer one. Skipped versions are not reported."""
 
     def on_evaluation(self, version: Version, metrics: Mapping[str, float]) -> Any:
-        """`metrics` is the evaluation's line of evals.jsonl."""
+        """An evaluation is done. `metrics` is its record in evals.jsonl."""
 
     def on_checkpoint(self, step: int, path: Path) -> Any:
-        """The checkpoint of `step` is complete, in the directory `path`."""
+        """The checkpoint of `step` is complete in the directory `path`."""
 
 
 class CallbackRunner:
-    """Owns the thread. Without callbacks there is none, and posting costs nothing."""
+    """Runs callbacks on a dedicated thread. Without callbacks no thread is started and `post` does nothing."""
 
     def __init__(
         self,
@@ -98,7 +99,7 @@ class CallbackRunner:
         on_stop: Callable[[], object] | None = None,
         errors: Literal["raise", "report"] = "raise",
     ) -> None:
-        """`on_failure` and `on_stop` (a callback called `stop`) are called on the callbacks' thread."""
+        """`on_failure`, and `on_stop` after `Callback.stop()`, are called on the callback thread."""
         self._callbacks = list(callbacks)
         for callback in self._callbacks:
             callback._request_stop = on_stop
@@ -114,13 +115,13 @@ class CallbackRunner:
         self._queue: asyncio.Queue[tuple[Event, tuple[Any, ...]] | None]
         self._thread: threading.Thread | None = None
         if self._callbacks:
-            # A daemon: user code that never returns must not keep the process alive.
+            # Daemon thread: user code that never returns must not keep the process alive.
             self._thread = threading.Thread(target=self._run, name="outpace-callbacks", daemon=True)
             self._thread.start()
             self._ready.wait()
 
     def post(self, event: Event, *args: Any) -> None:
-        """Call this method of every callback, soon. Never blocks."""
+        """Queue a call of the method `event` of every callback. Never blocks."""
         if self._thread is None or self._failure is not None or not self._thread.is_alive():
             return
         with self._lock:
@@ -132,40 +133,40 @@ class CallbackRunner:
         self._loop.call_soon_threadsafe(self._queue.put_nowait, (event, args))
 
     def check(self) -> None:
-        """Raise what a callback raised."""
+        """Raise if a callback has failed."""
         if self._failure is not None:
             raise self._failure
 
     async def close(self, timeout_s: float = 30.0) -> None:
-        """Wait until the callbacks have handled what was posted; raise if one failed or is not done in time."""
+        """Wait until all posted events are handled. Raise if a callback failed or exceeds `timeout_s`."""
         thread, self._thread = self._thread, None
         if thread is not None:
             if thread.is_alive():
                 self._loop.call_soon_threadsafe(self._queue.put_nowait, None)
-            await self._ended(thread, timeout_s)
+            await self._wait_for_thread(thread, timeout_s)
             for name, count in self._reported.items():
                 if count > 1:
-                    logger.error("callback %s raised %d times in all", name, count)
+                    logger.error("callback %s raised %d exceptions in total", name, count)
         for callback in self._callbacks:
             callback._request_stop = None
         self.check()
 
-    async def _ended(self, thread: threading.Thread, timeout_s: float) -> None:
-        """Poll: a thread that waits for user code could not be left when the run is interrupted."""
+    async def _wait_for_thread(self, thread: threading.Thread, timeout_s: float) -> None:
+        """Wait by polling: joining in a helper thread could not be cancelled when the run is interrupted."""
         waited_s = 0.0
         while thread.is_alive() and waited_s < timeout_s:
             await asyncio.sleep(POLL_S)
             waited_s += POLL_S
             if waited_s - POLL_S < NOTICE_S <= waited_s:
-                logger.warning("the run has ended; waiting for callback %s", self._current)
+                logger.warning("the run has ended, still waiting for callback %s", self._current)
         if thread.is_alive():
-            late = f"{self._current} was still running {timeout_s:g} s after the end of the run"
+            late = f"{self._current} was still running {timeout_s:g} s after the run ended"
             if self._errors == "report":
                 logger.error("callback %s", late)
             else:
                 self._fail(PartFailed("callback", late))
 
-    # ------------------------------------------------------------------------------------------ the callbacks' thread
+    # ------------------------------------------------------------------------------------------ callback thread
 
     def _run(self) -> None:
         asyncio.run(self._serve())
@@ -186,7 +187,7 @@ class CallbackRunner:
                 result = getattr(callback, event)(*args)
                 if inspect.isawaitable(result):
                     await result
-            except BaseException as error:  # the boundary to user code: sys.exit in a callback is a failure too
+            except BaseException as error:  # user code: sys.exit in a callback is a failure too
                 text = "".join(traceback.format_exception(error))
                 if self._errors == "report":
                     self._report(text)
@@ -195,10 +196,10 @@ class CallbackRunner:
                 return
 
     def _report(self, text: str) -> None:
-        """The first traceback of each method; further ones are counted."""
+        """Log the first traceback of each method and count the rest."""
         self._reported[self._current] += 1
         if self._reported[self._current] == 1:
-            logger.error("callback %s raised, and the run goes on:\n%s", self._current, text.rstrip())
+            logger.error("callback %s raised an exception, the run continues:\n%s", self._current, text.rstrip())
 
     def _fail(self, failure: PartFailed) -> None:
         if self._failure is None:

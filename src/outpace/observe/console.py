@@ -1,8 +1,22 @@
-"""Live progress for people.
+"""Console output of a run: live progress, startup messages and the final report.
 
-On a terminal a calm panel that redraws itself a few times a second, in a notebook the same panel in one output that is
-updated in place; elsewhere a plain line now and then, first and last step always. `quiet` prints nothing but the final
-report's last line. On a terminal, drawing happens on rich's own thread; what the run calls here only notes numbers.
+    terminal     a panel that redraws itself four times a second, on rich's own thread
+    notebook     the same panel, in one output cell that is updated in place (`NotebookView`)
+    otherwise    a plain line at most every `LINE_EVERY_S` seconds, and always for the first and last step
+    quiet        one line at the end
+
+On a terminal the run's calls only store numbers; they never draw.
+
+Starting a server may take minutes. Meanwhile `EngineLogWatcher` follows the engines' logs and shows their messages:
+
+    engine-0: the server is starting, 35 s so far: Loading weights took 1.2 seconds
+
+The text after the elapsed seconds is the last line of the server's own log. It is shown only if it looks like a startup
+stage, and each stage only once.
+
+Invariants
+- Text from models, tasks and users is never interpreted: no markup, no control characters.
+- A closed pipe (`outpace train | head`) silences the output and does not end the run.
 """
 
 from __future__ import annotations
@@ -30,11 +44,11 @@ from outpace.types import EpisodeView, Failure
 from outpace.wording import plural
 
 LINE_EVERY_S = 2.0
-SMOOTHED_OVER = 10
-"""The reward shown is the plain mean of the first so many steps, then a running one that forgets at this pace."""
+SMOOTHING_STEPS = 10
+"""The displayed reward is the mean of all steps up to this many, then an exponential moving average (weight 1/10)."""
 
-STARTING_SHOWN_S = 10.0
-"""A start that took less is not worth a word."""
+MIN_STARTUP_SHOWN_S = 10.0
+"""The final report mentions the startup time only if it took at least this long."""
 
 HISTORY = 60
 EXAMPLES = 3
@@ -42,9 +56,10 @@ SHOWN_FAILURES = 5
 
 
 class RunView:
-    """What is known of the run so far, smoothed for reading.
+    """Displayed state of a run, with a smoothed reward.
 
-    The drawing thread reads while the run writes: values are replaced whole, and series copied before they are drawn.
+    The drawing thread reads while the run writes. Values are therefore replaced rather than mutated, and series are
+    copied before they are drawn.
     """
 
     def __init__(self, total_steps: int | None, clock: Callable[[], float]) -> None:
@@ -56,7 +71,7 @@ class RunView:
         self.step = 0
         self.metrics: dict[str, float] = {}
         self.reward: float | None = None
-        self.rewarded = 0  # steps with a reward
+        self.reward_steps = 0  # steps with a reward
         self.rewards: deque[float] = deque(maxlen=HISTORY)
         self.evals: list[EvalResult] = []
         self.status = "starting"
@@ -70,9 +85,9 @@ class RunView:
         self.metrics = dict(metrics)
         reward = metrics.get("reward/mean")
         if reward is not None:
-            self.rewarded += 1
+            self.reward_steps += 1
             before = self.reward or 0.0
-            self.reward = before + (reward - before) / min(self.rewarded, SMOOTHED_OVER)
+            self.reward = before + (reward - before) / min(self.reward_steps, SMOOTHING_STEPS)
             self.rewards.append(self.reward)
 
     @property
@@ -80,13 +95,14 @@ class RunView:
         return self.clock() - self.began
 
     @property
-    def starting_s(self) -> float:
-        """From the beginning until the parts were up: servers take minutes."""
+    def startup_s(self) -> float:
+        """Seconds until all components were up. Servers take minutes."""
         return self.training_began - self.began
 
     @property
     def remaining_s(self) -> float | None:
-        """By the pace since the first step seen, start-up left out; None before it, and without a known end."""
+        """Estimated seconds left, at the pace since the first step and without startup. None before the first step or
+        if the number of steps is unknown."""
         if self.total is None or self.first_step is None:
             return None
         if self.step == self.first_step:
@@ -95,24 +111,25 @@ class RunView:
             pace_s = (self.last_step_at - self.first_step_at) / (self.step - self.first_step)
         return pace_s * max(self.total - self.step, 0)
 
-    def rate(self, name: str) -> str:
+    def metric_text(self, name: str) -> str:
         return number(self.metrics.get(name))
 
     def wait_share(self, name: str) -> float | None:
+        """Return the share of the last step that the trainer or the engines spent waiting."""
         step_s, wait_s = self.metrics.get("time/step_s"), self.metrics.get(f"wait/{name}_s")
         return wait_s / step_s if step_s and wait_s is not None else None
 
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Whoever listened has gone, as in `outpace train | head`. The run goes on; its files have everything."""
+        """Go silent when the reader has closed the pipe (`outpace train | head`). The run continues."""
         self.quiet = True
         if self.file is sys.stdout:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class ProgressConsole:
-    """Shows a run. Use `start`, `step`, `evaluation`, `status`, `finish`; `close` always."""
+    """Displays a run. Call `start`, then `status`, `step` and `evaluation`, then `finish`; always call `close`."""
 
     def __init__(
         self,
@@ -142,46 +159,46 @@ class ProgressConsole:
             self._live.start()
 
     def status(self, text: str) -> None:
-        """What goes on outside the steps: starting, evaluating, saving."""
+        """Show what happens outside of steps: starting, evaluating, saving."""
         self.view.status = text
         self._redraw()
         if self._plain:
-            self._say(text)
+            self._print(text)
 
     def warning(self, text: str) -> None:
-        """What must not scroll past or be overwritten: on a terminal it stays above the panel."""
+        """Show a message that must not be overwritten: on a terminal it stays above the panel."""
         self.view.status = text
         if not self._quiet:
-            self._say(text)
+            self._print(text)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Step n is done: it made version n."""
+        """Show a finished step. Step n produces version n."""
         is_first = self.view.first_step is None
         self.view.update(step, metrics)
         self._redraw(now=is_first or step == self.view.total)
         is_due = self.view.clock() - self._last_line_s >= LINE_EVERY_S
         if self._plain and (is_first or is_due or step == self.view.total):
             self._last_line_s = self.view.clock()
-            self._say(plain_line(self.view))
+            self._print(plain_line(self.view))
 
     def evaluation(self, result: EvalResult) -> None:
         self.view.evals.append(result)
         self._redraw()
         if self._plain:
-            self._say(f"{_score_name([result])} at version {result.version}: {_score(result)}{_over_tasks(result)}")
+            self._print(f"{_score_name([result])} at version {result.version}: {_score(result)}{_task_count(result)}")
 
     def finish(self, summary: Summary, run_dir: str | Path, views: Sequence[EpisodeView] = ()) -> None:
-        """Close the live view and print the report."""
+        """Close the live view and print the final report."""
         notebook = self._notebook
         self.close()
         if notebook is not None:
-            notebook.show(Group(final_report(summary, self.view, views), Text(f"everything is in   {run_dir}")))
+            notebook.show(Group(final_report(summary, self.view, views), Text(f"run directory   {run_dir}")))
         elif self._quiet:
             held_out = f"{_score_name(summary.evals)} {_before_after(summary)}"
-            self._say(f"{run_dir}: {plural(summary.steps, 'step')}, {held_out}")
+            self._print(f"{run_dir}: {plural(summary.steps, 'step')}, {held_out}")
         else:
             self.console.print(final_report(summary, self.view, views))
-            self._say(f"everything is in   {run_dir}")  # a path is never cut, whatever the width
+            self._print(f"run directory   {run_dir}")  # outside of the table, which would truncate a long path
 
     def close(self) -> None:
         live, self._live = self._live, None
@@ -195,11 +212,11 @@ class ProgressConsole:
         return self._live is None and self._notebook is None and not self._quiet
 
     def _redraw(self, now: bool = True) -> None:
-        """In a notebook; a terminal's panel redraws itself."""
+        """Redraw the panel in a notebook. On a terminal it redraws itself."""
         if self._notebook is not None:
             self._notebook.show(self._panel(), now)
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         self.console.print(text, markup=False, soft_wrap=True)
 
     def _panel(self) -> RenderableType:
@@ -207,14 +224,14 @@ class ProgressConsole:
 
 
 def plain_line(view: RunView) -> str:
-    """One line for logs."""
+    """Format the current progress as one line."""
     parts = [f"step {view.step}{f'/{view.total}' if view.total else ''}", f"reward {number(view.reward)}"]
     if view.evals:
-        parts.append(f"held-out {_score(view.evals[-1])}{_over_tasks(view.evals[-1])}")
-    parts.append(f"lag {view.rate('lag/mean')} (max {view.rate('lag/max')})")
+        parts.append(f"held-out {_score(view.evals[-1])}{_task_count(view.evals[-1])}")
+    parts.append(f"lag {view.metric_text('lag/mean')} (max {view.metric_text('lag/max')})")
     sampled, trained = view.metrics.get("throughput/sampled_tok_s"), view.metrics.get("throughput/trained_tok_s")
     parts.append(f"tok/s {si(sampled)} sampled, {si(trained)} trained")
-    parts.append(f"waits trainer {percent(view.wait_share('trainer'))} engine {percent(view.wait_share('engine'))}")
+    parts.append(f"waiting: trainer {percent(view.wait_share('trainer'))}, engine {percent(view.wait_share('engine'))}")
     if view.remaining_s is not None:
         parts.append(f"{clock_text(view.remaining_s)} left")
     return "  ".join(parts)
@@ -239,14 +256,15 @@ def live_panel(view: RunView, title: str) -> Panel:
     if view.evals:
         *earlier, last = view.evals[-6:]
         history = "  ".join([*(_score(result, stderr=False) for result in earlier), _score(last)])
-        facts.add_row("held-out", Text.assemble((history, "bold"), _over_tasks(last)))
-    facts.add_row("lag", f"mean {view.rate('lag/mean')}   max {view.rate('lag/max')}")
+        facts.add_row("held-out", Text.assemble((history, "bold"), _task_count(last)))
+    facts.add_row("lag", f"mean {view.metric_text('lag/mean')}   max {view.metric_text('lag/max')}")
     sampled, trained = view.metrics.get("throughput/sampled_tok_s"), view.metrics.get("throughput/trained_tok_s")
     facts.add_row("tok/s", f"{si(sampled)} sampled   {si(trained)} trained")
     facts.add_row(
-        "waits", f"trainer {percent(view.wait_share('trainer'))}   engine {percent(view.wait_share('engine'))}"
+        "waiting", f"trainer {percent(view.wait_share('trainer'))}   engine {percent(view.wait_share('engine'))}"
     )
-    facts.add_row("groups", f"{view.rate('queue/running')} running   {view.rate('queue/finished')} finished")
+    running, finished = view.metric_text("queue/running"), view.metric_text("queue/finished")
+    facts.add_row("groups", f"{running} running   {finished} finished")
     body = Group(bar, Text(), facts)
     subtitle = f"[dim]version {view.step} · {escape(view.status)}[/dim]"
     return Panel(body, title=escape(title), title_align="left", subtitle=subtitle, subtitle_align="right", width=88)
@@ -263,9 +281,9 @@ def final_report(summary: Summary, view: RunView, views: Sequence[EpisodeView] =
     wasted = percent(summary.waste_fraction)
     filtered = si(summary.tokens_filtered)
     facts.add_row("tokens", f"{sampled} sampled: {trained} trained, {filtered} in filtered groups, {wasted} wasted")
-    facts.add_row("lag", f"at most {summary.lag_max}")
+    facts.add_row("lag", f"max {summary.lag_max}")
     if summary.efficiency is not None:
-        facts.add_row("T*/T", f"{percent(summary.efficiency)} of the fastest possible schedule")
+        facts.add_row("T*/T", f"{percent(summary.efficiency)} of the theoretical maximum speed")
     for label, line in zip(("failures", *[""] * SHOWN_FAILURES), _failures(summary.failures), strict=False):
         facts.add_row(label, Text(line))
     if summary.reason:
@@ -275,10 +293,10 @@ def final_report(summary: Summary, view: RunView, views: Sequence[EpisodeView] =
 
 
 def _steps_and_times(summary: Summary, view: RunView) -> str:
-    """How long training took, and before it the start, where there is something to wait for."""
-    if view.starting_s < STARTING_SHOWN_S:
+    """Format the number of steps and their duration, and the startup time if it was noticeable."""
+    if view.startup_s < MIN_STARTUP_SHOWN_S:
         return f"{summary.steps} in {clock_text(summary.wall_s)}"
-    return f"{summary.steps} in {clock_text(summary.train_s)}, after {clock_text(view.starting_s)} of starting"
+    return f"{summary.steps} in {clock_text(summary.train_s)}, after {clock_text(view.startup_s)} of startup"
 
 
 def _score_name(evals: Sequence[EvalResult]) -> str:
@@ -286,39 +304,40 @@ def _score_name(evals: Sequence[EvalResult]) -> str:
 
 
 def _score(result: EvalResult, stderr: bool = True) -> str:
-    shown = percent if result.binary else number
-    error = f" ± {shown(result.stderr)}" if stderr and result.stderr is not None else ""
-    return f"{shown(result.reward)}{error}"
+    formatted = percent if result.binary else number
+    error = f" ± {formatted(result.stderr)}" if stderr and result.stderr is not None else ""
+    return f"{formatted(result.reward)}{error}"
 
 
-def _over_tasks(result: EvalResult) -> str:
+def _task_count(result: EvalResult) -> str:
     return f" ({plural(result.tasks, 'task')})"
 
 
 def _before_after(summary: Summary) -> str:
-    """First and last held-out score, each with its standard error, and the number of tasks."""
+    """Format the first and last held-out score with standard errors and the number of tasks."""
     if not summary.evals:
-        return "not measured"
+        return "not evaluated"
     first, last = summary.evals[0], summary.evals[-1]
     if len(summary.evals) == 1:
-        return f"{_score(first)}{_over_tasks(first)} at version {first.version}, not measured since"
-    tasks = "" if first.tasks == last.tasks else _over_tasks(first)
-    return f"{_score(first)}{tasks} → {_score(last)}{_over_tasks(last)}"
+        return f"{_score(first)}{_task_count(first)} at version {first.version}, not evaluated since"
+    tasks = "" if first.tasks == last.tasks else _task_count(first)
+    return f"{_score(first)}{tasks} → {_score(last)}{_task_count(last)}"
 
 
 def _failures(failures: Sequence[Failure]) -> list[str]:
-    """The most frequent ones, a line each."""
+    """Format the most frequent failures, one line each."""
     lines = [
-        f"{failure.count:,} × {failure.source}: {_one_line(failure.reason).plain}"
+        f"{failure.count:,} × {failure.source}: {_safe_text(failure.reason).plain}"
         for failure in failures[:SHOWN_FAILURES]
     ]
     if rest := sum(failure.count for failure in failures[SHOWN_FAILURES:]):
-        lines.append(f"{rest:,} × others, all in summary.json")
+        lines.append(f"{rest:,} × other failures, listed in summary.json")
     return lines
 
 
 def _examples(views: Sequence[EpisodeView]) -> list[RenderableType]:
-    """A few of the best and a few of the rest. Rewards of 0 and 1 are shown as ✗ and ✓, others as numbers."""
+    """Show a few of the best episodes and a few of the others. Rewards appear as ✗ and ✓ if all are 0 or 1, otherwise
+    as numbers."""
     if not views:
         return []
     binary = all(view.reward in (0.0, 1.0) for view in views)
@@ -331,10 +350,10 @@ def _examples(views: Sequence[EpisodeView]) -> list[RenderableType]:
     table.add_column(overflow="ellipsis", no_wrap=True, max_width=50)
     for view in (*best, *rest):
         mark = (("✗", "red"), ("✓", "green"))[view.reward == 1.0] if binary else (number(view.reward), "")
-        table.add_row(Text(*mark), _one_line(view.prompt), _one_line(view.completion))
+        table.add_row(Text(*mark), _safe_text(view.prompt), _safe_text(view.completion))
     return [table, Text()]
 
 
-def _one_line(text: str) -> Text:
-    """Model and user text is shown, never interpreted: no markup, no control characters."""
+def _safe_text(text: str) -> Text:
+    """Put model or user text on one line, without markup or control characters."""
     return Text(printable(text))

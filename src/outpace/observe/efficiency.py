@@ -1,19 +1,26 @@
-"""How close a run comes to the limit: T*/T.
+"""Efficiency of a run (T*/T), and the measurements of time and resources behind it.
 
-With W_g and W_t the useful core-seconds of generation and of training on N cores (or devices), no schedule takes
-less than T* = (W_g + W_t) / N. `efficiency` is T*/T with T the wall time.
+With W_g and W_t the useful core-seconds of generation and training on N cores (or devices), no schedule takes less
+than T* = (W_g + W_t) / N. `efficiency` is T*/T, where T is the wall-clock time.
 
-What is counted, plainly
-- W_g: the processor seconds an engine spent computing for training rollouts, less the share of sampled
-  tokens that were thrown away (failed, dropped and requeued groups). Filtered groups are not thrown away: no
-  schedule can know a group teaches nothing without sampling it.
-- W_t: the processor seconds the learner spent on forward, backward and optimizer.
-- Evaluation is not counted as useful, and the time it takes is in T.
-- Processor seconds are what the operating system counted for the part's process: a thread that waits for its
-  siblings or for a core does not count, one that waits for memory or computes padding does. T*/T judges the schedule,
+Definitions
+- W_g: CPU seconds the engines spent on training rollouts, less the share of sampled tokens that were discarded
+  (failed, dropped and requeued groups). Filtered groups count as useful: no schedule can tell that a group has no
+  learning signal without sampling it.
+- W_t: CPU seconds the learner spent on forward, backward and optimizer.
+- Evaluation is not useful work, but its time is part of T.
+- CPU seconds are those the operating system counts for the component's process: a thread that waits for other threads
+  or for a core does not count, a thread that waits for memory or computes padding does. T*/T measures the schedule,
   not the kernels.
-- Where engine and learner share an accelerator nobody counts its seconds for either: T*/T is then left out rather
-  than guessed.
+- If engine and learner share an accelerator, its time cannot be attributed to either: T*/T is omitted, not estimated.
+
+Also here
+- `Timeline`: spans of every component as a Chrome trace (`chrome://tracing`, Perfetto). The newest `cap` spans are
+  kept in memory and written once at the end; overlapping spans of a component are drawn in separate lanes.
+- `ProcessTree`: memory, threads and open files of a process and its descendants. Memory is the proportional set size:
+  a page shared by n processes counts 1/n in each, so the sum over a tree counts every page once, shared weight buffers
+  included. Where the system does not report it, the unique set size is used.
+- `Stopwatch`: busy seconds and CPU seconds inside one process.
 """
 
 from __future__ import annotations
@@ -26,11 +33,11 @@ from outpace.types import EngineStats, LearnerStats
 
 @dataclass
 class Work:
-    """Running totals of one part, or of a span of time."""
+    """Work of one component, in total or over a period."""
 
     busy_s: float = 0.0
     eval_busy_s: float = 0.0
-    core_s: float = 0.0  # processor seconds of busy_s
+    core_s: float = 0.0  # CPU seconds within busy_s
     tokens: float = 0.0
 
     def __add__(self, other: Work) -> Work:
@@ -42,21 +49,21 @@ class Work:
 
 @dataclass(frozen=True)
 class Efficiency:
-    """The account of a span of time."""
+    """Efficiency over a period."""
 
     seconds: float  # T
-    ideal_s: float | None  # T*; None: the work cannot be counted
+    ideal_s: float | None  # T*; None: the work cannot be measured
     efficiency: float | None  # T*/T
-    engine_share: float  # of the wall time, the mean engine computes for training rollouts
-    eval_share: float  # ... for evaluation
-    learner_share: float  # of the wall time, the learner computes
-    engine_wait_s: float  # of the mean engine
+    engine_share: float  # share of wall-clock time spent on training rollouts, mean over engines
+    eval_share: float  # ... on evaluation
+    learner_share: float  # share of wall-clock time the learner is busy
+    engine_wait_s: float  # mean over engines
     trainer_wait_s: float
     sampled_tokens: float
     trained_tokens: float
 
     def metrics(self) -> dict[str, float]:
-        """Under the names of the contract."""
+        """Return the values under their documented metric names."""
         seconds = max(self.seconds, 1e-9)
         known = {} if self.efficiency is None else {"efficiency": self.efficiency}
         return known | {
@@ -73,23 +80,23 @@ class Efficiency:
 
 @dataclass(frozen=True)
 class Earlier:
-    """Training time of earlier starts of a run, and T* of that time; None: not known."""
+    """Training time of earlier starts of a run, and T* for that time (None if unknown)."""
 
     seconds: float = 0.0
     ideal_s: float | None = None
 
     @classmethod
     def of(cls, metrics: Mapping[str, float]) -> Earlier:
-        """As of the last step that was recorded."""
+        """Build from the metrics of the last recorded step."""
         seconds, efficiency = metrics.get("time/wall_s", 0.0), metrics.get("efficiency")
         return cls(seconds, None if efficiency is None else efficiency * seconds)
 
 
 class WorkAccount:
-    """Adds up what engines and learner say of themselves, across restarts of a part.
+    """Computes efficiency from the statistics of engines and learner, across restarts of a component.
 
-    A part reports totals since it started, so a total that falls is a restart: what came before is kept.
-    `lap` accounts for the time since the last lap, `whole` for all of it.
+    Components report totals since their start, so a total that falls means a restart: the earlier total is kept.
+    `lap` covers the time since the previous lap, `run_total` the whole run.
     """
 
     def __init__(self, cores: int | None, clock: Callable[[], float]) -> None:
@@ -106,9 +113,9 @@ class WorkAccount:
         self._origin = self._lap_start = (Work(), Work(), 0.0)
 
     def engines(self, stats: Mapping[str, EngineStats]) -> None:
-        """The newest word of these engines; of engines not named, the last word stands."""
-        for name, word in stats.items():
-            work = Work(word.busy_s, word.eval_busy_s, word.core_s, word.tokens)
+        """Record the latest statistics of these engines. Engines not included keep their last ones."""
+        for name, engine in stats.items():
+            work = Work(engine.busy_s, engine.eval_busy_s, engine.core_s, engine.tokens)
             before = self._engines.get(name)
             if before is not None and work.tokens < before.tokens:
                 self._engine_past += before
@@ -121,24 +128,25 @@ class WorkAccount:
         self._learner = work
 
     def start(self, earlier: Earlier = Earlier()) -> None:  # noqa: B008 (it is immutable)
-        """Count from here on: neither time nor work before this belongs to the account, but for what earlier starts of
-        the run have counted."""
+        """Start counting. Time and work before this call do not count, except those of `earlier` starts of the run."""
         self._earlier = earlier
         self._began = self._lap_began = self._clock()
         self._origin = self._lap_start = self._totals()
 
     def wasted(self, tokens: float) -> None:
-        """So many sampled tokens were thrown away."""
+        """Record sampled tokens that were discarded."""
         self._wasted += tokens
 
     def lap(self) -> Efficiency:
+        """Return the efficiency since the previous lap and start a new one."""
         now = self._clock()
         start, self._lap_start = self._lap_start, self._totals()
         began, self._lap_began = self._lap_began, now
         return self._account(now - began, start)
 
     def whole(self) -> Efficiency:
-        """Of the run, with its earlier starts: seconds and T*/T. The rest is of this start."""
+        """Return the efficiency of the run. Seconds and T*/T include earlier starts, everything else is of this start
+        only."""
         own, earlier = self._account(self._clock() - self._began, self._origin), self._earlier
         if not earlier.seconds:
             return own

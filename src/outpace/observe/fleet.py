@@ -1,11 +1,11 @@
-"""What people may say about the engines of a run that is under way, and what they are told of them.
+"""Orders to add or remove engines of an active run, and the published state of its fleet.
 
     RUN/fleet.jsonl   one order per line: {"add": "http://host:8000"}, {"add": ""} (start one), {"remove": "engine-1"}
-    RUN/fleet.json    {"engines": […], "orders": […]}: the engines as the controller sees them, and what has become of
-                      the orders; replaced as a whole, and gone when the run is
+    RUN/fleet.json    {"engines": […], "orders": […]}: the engines as the controller sees them and the outcomes of
+                      orders; replaced atomically, removed at the end of the run
 
-Orders are only ever appended; the run carries out those that were given while it is running. Whether an order can be
-carried out is looked at before it is given (`outpace.observe.fleet_orders`) and again by the run.
+Orders are only appended. The run carries out orders written while it is active and ignores older ones. An order is
+validated by its sender (`outpace.observe.fleet_orders`) and again by the run.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ ORDERS = "fleet.jsonl"
 STATE = "fleet.json"
 
 KEPT_OUTCOMES = 32
-"""Of the newest so many orders people can still read what has become of them."""
+"""Number of newest orders whose outcome stays in fleet.json."""
 
 
 class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Either `add` or `remove` is given."""
+    """An order to change the fleet: either `add` or `remove` is set."""
 
-    add: str | None = None
-    remove: str | None = None
-    id: str = ""  # by which whoever gave it finds out what has become of it
+    add: str | None = None  # URL of a server; empty: start an engine
+    remove: str | None = None  # name of an engine
+    id: str = ""  # identifies the outcome of this order
 
     @property
     def wish(self) -> str:
@@ -44,12 +44,12 @@ class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
 
 class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What has become of an order so far."""
+    """Current state of an order."""
 
     order: Order
-    state: Literal["asked", "joined", "left", "refused"]
-    why: str = ""  # it was refused
-    engine: str = ""  # which one joins or leaves, as soon as it has a name
+    state: Literal["asked", "joined", "left", "refused"]  # "asked": in progress
+    why: str = ""  # reason of a refusal
+    engine: str = ""  # the engine that joins or leaves, once it has a name
 
     @property
     def is_final(self) -> bool:
@@ -57,29 +57,29 @@ class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Seat(msgspec.Struct, frozen=True):
-    """An engine, for people."""
+    """Status of an engine."""
 
     name: str
-    url: str  # of its server; empty: it was started by the run
-    serves: bool
+    url: str  # of its server; empty: started by the run
+    serves: bool  # accepts requests
     version: int
     leaving: bool = False
 
 
 class Fleet(msgspec.Struct, frozen=True):
-    """All of `fleet.json`."""
+    """Content of `fleet.json`."""
 
     engines: list[Seat] = []
-    orders: list[Outcome] = []  # the oldest first
+    orders: list[Outcome] = []  # oldest first
 
 
-# ------------------------------------------------------------------------------------------------ whoever gives orders
+# ------------------------------------------------------------------------------------------------ sender of orders
 
 
 def give(run: Path, order: Order) -> Order:
-    """Tell a run that is under way. Comes back as it was given, with its id."""
+    """Append an order for an active run. Returns the order with its id."""
     if not (run / STATE).is_file():
-        raise BadInput(f"no run is under way in {run}")
+        raise BadInput(f"no run is active in {run}")
     order = msgspec.structs.replace(order, id=order.id or secrets.token_hex(4))
     with (run / ORDERS).open("ab") as file:
         file.write(msgspec.json.encode(order) + b"\n")
@@ -87,59 +87,59 @@ def give(run: Path, order: Order) -> Order:
 
 
 def read(run: Path) -> Fleet:
-    """Refused in one line where nobody would hear an order: there is no run, or none any more, or none yet."""
+    """Read `fleet.json`. Raises BadInput if no run is active, or if it is still starting or already ending."""
     if not is_held(run / LOCK):
-        raise BadInput(f"no run is under way in {run}")
+        raise BadInput(f"no run is active in {run}")
     try:
         return msgspec.json.decode((run / STATE).read_bytes(), type=Fleet)
     except (OSError, msgspec.DecodeError):
-        raise BadInput(f"the run in {run} is still starting, or ending; try again in a moment") from None
+        raise BadInput(f"the run in {run} is starting or ending; try again in a moment") from None
 
 
-# ------------------------------------------------------------------------------------------------------------- the run
+# ------------------------------------------------------------------------------------------------ run
 
 
 class OrdersRead:
-    """The orders of a file, each once, from its present end on."""
+    """Reads each order appended after construction once."""
 
     def __init__(self, run: Path) -> None:
         self._path = run / ORDERS
         self._offset = self._path.stat().st_size if self._path.exists() else 0
 
     def new(self) -> tuple[list[Order], list[str]]:
-        """Those that came since, and what could not be read as one."""
+        """Return the orders appended since the last call, and descriptions of lines that cannot be parsed."""
         if not self._path.exists():
             return [], []
         with self._path.open("rb") as file:
             file.seek(self._offset)
-            whole, newline, _ = file.read().rpartition(b"\n")  # a line that is still being written waits
-        self._offset += len(whole) + len(newline)
-        orders, rubbish = [], []
-        for line in whole.splitlines():
+            complete, newline, _ = file.read().rpartition(b"\n")  # leave a line that is still being written
+        self._offset += len(complete) + len(newline)
+        orders, unreadable = [], []
+        for line in complete.splitlines():
             try:
                 orders.append(msgspec.json.decode(line, type=Order))
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                rubbish.append(f"{line.decode(errors='replace')[:200]}: {error}")
-        return orders, rubbish
+                unreadable.append(f"{line.decode(errors='replace')[:200]}: {error}")
+        return orders, unreadable
 
 
 class FleetFile:
-    """`fleet.json`, for as long as the run lasts. Its methods may be called from any thread."""
+    """Writes `fleet.json` while the run is active. Thread-safe."""
 
     def __init__(self, run: Path) -> None:
         self._run = run
-        self._over = False
+        self._cleared = False
         self._lock = threading.Lock()
 
     def write(self, fleet: Fleet) -> None:
         temporary = self._run / f"{STATE}.new"
         with self._lock:
-            if not self._over:
+            if not self._cleared:
                 temporary.write_bytes(msgspec.json.format(msgspec.json.encode(fleet), indent=1))
                 os.replace(temporary, self._run / STATE)
 
     def clear(self) -> None:
-        """The run is over: nobody would hear an order."""
+        """Remove the file at the end of the run. Later writes do nothing."""
         with self._lock:
-            self._over = True
+            self._cleared = True
             (self._run / STATE).unlink(missing_ok=True)

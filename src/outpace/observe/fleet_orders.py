@@ -1,7 +1,7 @@
-"""Orders for the engines of a run, from the side of whoever gives them: checked, given, and waited for.
+"""`outpace fleet`: list, add and remove engines of an active run.
 
-Everything that can be known beforehand is refused here, in one line, before any order is given. The run looks again
-when it gets one, because things may have changed by then, and says what has become of it.
+All orders are validated before the first is sent; a bad one is rejected with a one-line error. The run validates each
+order again, because the fleet may have changed by then, and publishes the outcome (`outpace.observe.fleet`).
 """
 
 from __future__ import annotations
@@ -23,135 +23,139 @@ from outpace.observe.runlock import is_held
 from outpace.observe.runlog import LOCK
 
 WAIT_S = 10.0
-"""How long to wait for what becomes of an order; a server that is started takes longer."""
-LOOK_S = 0.2
+"""How long to wait for the outcome of an order. Starting a server takes longer."""
+POLL_S = 0.2
 
 
 @dataclass(frozen=True)
 class Terms:
-    """What the config of a run says of who may join it."""
+    """Settings of a run that decide which engines may join."""
 
     kind: str = "embedded"
     urls: tuple[str, ...] = ()
     python: str | None = None
-    in_lockstep: bool = False  # deterministic, or all in one process: nobody comes or goes
+    fixed_fleet: bool = False  # deterministic, or all in one process: engines can neither join nor leave
 
     @classmethod
-    def of(cls, run: Path) -> Terms:
+    def from_run(cls, run: Path) -> Terms:
+        """Read the settings from the run's config.toml."""
         file = run / "config.toml"
         values = tomllib.loads(file.read_text()) if file.is_file() else {}
-        engine, launch, its = (values.get(section, {}) for section in ("engine", "launch", "run"))
+        engine, launch, run_section = (values.get(section, {}) for section in ("engine", "launch", "run"))
         return cls(
             engine.get("kind", "embedded"),
             tuple(engine.get("urls", ())),
             launch.get("python"),
-            bool(its.get("deterministic")) or its.get("runtime") == "inline",
+            bool(run_section.get("deterministic")) or run_section.get("runtime") == "inline",
         )
 
 
-def order_all(run: Path, orders: Sequence[Order], say: Callable[[str], None], wait_s: float = WAIT_S) -> list[Outcome]:
-    """Check all, give all, and wait a while for what becomes of them; `BadInput` if one cannot be carried out."""
-    terms, seats = Terms.of(run), current(run).engines
+def order_all(
+    run: Path, orders: Sequence[Order], report: Callable[[str], None], wait_s: float = WAIT_S
+) -> list[Outcome]:
+    """Validate and send orders, then wait up to `wait_s` for their outcomes. Raises `BadInput` if one is invalid or is
+    refused by the run."""
+    rules, engines = Terms.from_run(run), current(run).engines
     for order in orders:
-        check(order, terms, seats)
-        seats = _after(order, seats)
-    given = [fleet.give(run, order) for order in orders]
+        check(order, rules, engines)
+        engines = _apply_order(order, engines)
+    sent = [fleet.give(run, order) for order in orders]
     deadline = time.monotonic() + wait_s
-    outcomes = _outcomes(run, given)
+    outcomes = _outcomes(run, sent)
     while not all(outcome.is_final for outcome in outcomes) and time.monotonic() < deadline:
-        time.sleep(LOOK_S)
-        outcomes = _outcomes(run, given)
+        time.sleep(POLL_S)
+        outcomes = _outcomes(run, sent)
     for outcome in outcomes:
         if outcome.state != "refused":
-            say(told(outcome))
+            report(told(outcome))
     if refused := [outcome for outcome in outcomes if outcome.state == "refused"]:
         raise BadInput(told(refused[0]))
     return outcomes
 
 
 def current(run: Path) -> fleet.Fleet:
-    """The engines of a run, and its orders; refused where engines do not come and go."""
+    """Read the engines and orders of an active run. Raises BadInput if the fleet of the run is fixed."""
     try:
         return fleet.read(run)
     except BadInput:
-        if is_held(run / LOCK) and Terms.of(run).in_lockstep:
+        if is_held(run / LOCK) and Terms.from_run(run).fixed_fleet:
             raise BadInput(
-                f"the engines of {run} stay as they are: run.deterministic or run.runtime inline keeps them in lockstep"
+                f"{run}: engines cannot join or leave a run with run.deterministic = true or run.runtime = inline"
             ) from None
         raise
 
 
-def check(order: Order, terms: Terms, seats: Sequence[Seat]) -> None:
-    """Refuse what the run would refuse, or what could never work."""
+def check(order: Order, rules: Terms, engines: Sequence[Seat]) -> None:
+    """Raise BadInput for an order that the run would refuse or that can never succeed."""
     if order.remove is not None:
-        _check_removal(order.remove, seats)
+        _check_removal(order.remove, engines)
     elif order.add:
-        _check_server(order.add, terms, seats)
-    elif terms.kind != "embedded" and terms.urls and not terms.python:
+        _check_server(order.add, rules, engines)
+    elif rules.kind != "embedded" and rules.urls and not rules.python:
         raise BadInput(
-            "--add: this run's servers were there before it (engine.urls), so it has none of its own to start; "
-            "start one with `outpace serve`, and add its URL"
+            "--add: this run uses existing servers (engine.urls) and cannot start one itself; "
+            "start a server with `outpace serve` and add its URL"
         )
 
 
-def _check_server(url: str, terms: Terms, seats: Sequence[Seat]) -> None:
-    if "@" in url:  # and not a word of what is in it
-        raise BadInput(f"--add: the address holds a user name or password; {KEY_REMEDY}")
+def _check_server(url: str, rules: Terms, engines: Sequence[Seat]) -> None:
+    if "@" in url:  # do not repeat the URL: it contains a secret
+        raise BadInput(f"--add: the URL contains a user name or password; {KEY_REMEDY}")
     if not is_server_url(url):
-        raise BadInput(f"--add: {url!r} is no server's address; write http://host:port")
-    if terms.kind == "embedded":
+        raise BadInput(f"--add: {url!r} is not a server URL; use http://host:port")
+    if rules.kind == "embedded":
         raise BadInput(
-            "--add: this run's engines are embedded; a server can join a run with engine.kind vllm or sglang "
-            '(--add "" starts another embedded one)'
+            "--add: this run uses embedded engines; a server can only join a run with engine.kind vllm or sglang "
+            '(--add "" starts another embedded engine)'
         )
-    for seat in seats:
-        if seat.url and server_address(seat.url) == server_address(url):
-            where = f"is {seat.name} already" if seat.name else "is there twice"
-            raise BadInput(f"--add: {url} {where}; a server takes part once")
+    for engine in engines:
+        if engine.url and server_address(engine.url) == server_address(url):
+            duplicate = f"is already in the fleet as {engine.name}" if engine.name else "is given twice"
+            raise BadInput(f"--add: {url} {duplicate}; add each server once")
 
 
-def _check_removal(name: str, seats: Sequence[Seat]) -> None:
-    staying = [seat for seat in seats if not seat.leaving and seat.name]
-    if name not in [seat.name for seat in staying]:
-        is_leaving = any(seat.name == name for seat in seats)
-        names = ", ".join(seat.name for seat in staying)
+def _check_removal(name: str, engines: Sequence[Seat]) -> None:
+    staying = [engine for engine in engines if not engine.leaving and engine.name]
+    if name not in [engine.name for engine in staying]:
+        is_leaving = any(engine.name == name for engine in engines)
+        names = ", ".join(engine.name for engine in staying)
         raise BadInput(
-            f"--remove: {name} leaves already"
+            f"--remove: {name} is already leaving"
             if is_leaving
-            else f"--remove: there is no engine {name}; there are {names}"
+            else f"--remove: there is no engine {name}; choose one of {names}"
         )
-    if not [seat for seat in staying if seat.serves and seat.name != name]:
-        raise BadInput(f"--remove: {name} cannot leave: nobody else serves; add an engine first")
+    if not [engine for engine in staying if engine.serves and engine.name != name]:
+        raise BadInput(f"--remove: {name} cannot leave: no other engine is serving; add an engine first")
 
 
-def _after(order: Order, seats: Sequence[Seat]) -> list[Seat]:
-    """The engines as they would be, for the check of the next order."""
+def _apply_order(order: Order, engines: Sequence[Seat]) -> list[Seat]:
+    """Return the fleet after `order`, to validate the next one against."""
     if order.add is not None:
-        return [*seats, Seat("", order.add, serves=False, version=0)]
+        return [*engines, Seat("", order.add, serves=False, version=0)]
     leaves = {"serves": False, "leaving": True}
-    return [msgspec.structs.replace(seat, **leaves) if seat.name == order.remove else seat for seat in seats]
+    return [msgspec.structs.replace(engine, **leaves) if engine.name == order.remove else engine for engine in engines]
 
 
-def _outcomes(run: Path, given: Sequence[Order]) -> list[Outcome]:
+def _outcomes(run: Path, sent: Sequence[Order]) -> list[Outcome]:
     known = {outcome.order.id: outcome for outcome in fleet.read(run).orders}
-    return [known.get(order.id, Outcome(order, "asked")) for order in given]
+    return [known.get(order.id, Outcome(order, "asked")) for order in sent]
 
 
 def told(outcome: Outcome) -> str:
-    """One line for people."""
+    """Describe the outcome of an order in one line."""
     match outcome.state:
         case "joined":
-            return f"{outcome.engine} has joined, and serves"
+            return f"{outcome.engine} has joined and is serving"
         case "left":
             return f"{outcome.engine} has left"
         case "refused":
-            return f"the fleet stays as it is: {outcome.why}"
+            return f"order refused, the fleet is unchanged: {outcome.why}"
         case "asked" if outcome.order.remove is not None:
-            return f"{outcome.order.remove} finishes what it has, and leaves then; `outpace fleet` says when"
+            return f"{outcome.order.remove} leaves after finishing its requests; check progress with `outpace fleet`"
         case _:
-            return f"asked to {outcome.order.wish}; it is under way, `outpace fleet` says when it serves"
+            return f"order to {outcome.order.wish} is in progress; check progress with `outpace fleet`"
 
 
-def shown(known: fleet.Fleet) -> str:
-    """The engines, as JSON."""
-    return msgspec.json.format(msgspec.json.encode(known.engines), indent=2).decode()
+def shown(state: fleet.Fleet) -> str:
+    """Format the engines as JSON."""
+    return msgspec.json.format(msgspec.json.encode(state.engines), indent=2).decode()

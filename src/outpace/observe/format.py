@@ -1,4 +1,4 @@
-"""Numbers and foreign text for people. None is a dash."""
+"""Formatting of numbers and untrusted text for the console. None is shown as a dash."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def number(value: float | None) -> str:
-    """Three significant digits, or the whole number it is."""
+    """Format with three significant digits, or as an integer if it is one."""
     if value is None:
         return DASH
     if float(value).is_integer() and abs(value) < 1e6:
@@ -22,7 +22,7 @@ def percent(share: float | None) -> str:
 
 
 def si(value: float | None) -> str:
-    """With k, M or G."""
+    """Format with an SI suffix: k, M or G."""
     if value is None:
         return DASH
     for factor, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -32,13 +32,14 @@ def si(value: float | None) -> str:
 
 
 def clock_text(seconds: float) -> str:
+    """Format as h:mm:ss or m:ss."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
 def sparkline(values: Iterable[float]) -> str:
-    """One character per value, between the smallest and the largest of them."""
+    """Draw one bar character per value, scaled between the minimum and the maximum."""
     series = list(values)
     if not series:
         return ""
@@ -50,8 +51,8 @@ def sparkline(values: Iterable[float]) -> str:
 
 
 def printable(text: str, lines: bool = False) -> str:
-    """Foreign text for a terminal: control characters, which could move the cursor or hide text, become `�`. On one
-    line, or with its `lines` (and tabs as spaces)."""
+    """Make untrusted text safe for a terminal: control characters, which could move the cursor or hide text, become
+    `�`. The result is one line; with `lines`, line breaks are kept and tabs expanded."""
     if not lines:
         return _visible(" ".join(text.split()))
     return "\n".join(_visible(line.expandtabs(4)) for line in text.replace("\r\n", "\n").split("\n"))

@@ -1,11 +1,11 @@
-"""Append-only files of JSON lines.
+"""Append-only JSON lines files, and atomic replacement of files.
 
 Invariants
-- A line is written whole or not at all, as far as this process goes: after a failed write the file is cut back.
-  Only a kill in the middle of a write can leave a torn last line, and readers skip it.
-- A full disk costs time, not lines and not the run: lines that could not be written are kept, in order and up to a
-  bound, and tried again with the next one.
-- `append` and `close` belong to one thread; `sync` may be called from another meanwhile.
+- A line is written completely or not at all: after a failed write the file is truncated to the last complete line.
+  Only a kill in the middle of a write can leave an incomplete last line; readers skip it.
+- A full disk loses neither lines nor the run: lines that cannot be written stay in memory, in order and up to
+  `MAX_PENDING`, and are retried with the next append.
+- Call `append` and `close` from one thread. `sync` may run concurrently on another.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ MAX_PENDING = 10_000
 
 
 class LineFile:
-    """One open handle; each append is a single small write to the page cache."""
+    """Appends records to one open file. Each append is a single small write to the page cache."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.lost = 0
         self._pending: deque[bytes] = deque()
-        self._trouble: OSError | None = None  # why the last write failed; None: everything is in the file
-        self._open = threading.Lock()  # against closing the descriptor under a sync
+        self._write_error: OSError | None = None  # of the last write; None: every line is in the file
+        self._fd_lock = threading.Lock()  # keeps `close` from closing the descriptor during `sync`
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def append(self, record: dict[str, Any]) -> None:
@@ -45,25 +45,24 @@ class LineFile:
         self._write_pending()
 
     def close(self) -> None:
-        """Try once more what is pending, then close; what still cannot be written is lost and logged."""
+        """Retry pending lines once, then close. Lines that still cannot be written are lost; their number is logged."""
         if self._fd < 0:
             return
         self._write_pending()
         self.lost += len(self._pending)
         if self.lost:
-            logger.warning("%s: %d lines could not be written", self.path, self.lost)
-        with self._open:
+            logger.warning("%s: lost %d lines that could not be written", self.path, self.lost)
+        with self._fd_lock:
             os.close(self._fd)
             self._fd = -1
 
     def sync(self) -> None:
-        """Return when all that was appended is on the disk; OSError if something could not be written. A closed file
-        has nothing to say."""
-        with self._open:
+        """Fsync all appended lines. Raises OSError if a line could not be written; does nothing on a closed file."""
+        with self._fd_lock:
             if self._fd < 0:
                 return
-            if self._trouble is not None:
-                raise OSError(self._trouble.errno, self._trouble.strerror, str(self.path))
+            if self._write_error is not None:
+                raise OSError(self._write_error.errno, self._write_error.strerror, str(self.path))
             os.fsync(self._fd)
 
     def _write_pending(self) -> None:
@@ -72,12 +71,12 @@ class LineFile:
             while self._pending:
                 length += _write_all(self._fd, self._pending[0])
                 self._pending.popleft()
-            self._trouble = None
+            self._write_error = None
         except OSError as error:
-            self._trouble = error
+            self._write_error = error
             if len(self._pending) == 1:
-                logger.warning("%s: %s; keeping the line for later", self.path, error)
-            with contextlib.suppress(OSError):  # cutting back can fail on the same broken disk; readers skip torn lines
+                logger.warning("%s: %s; will retry the write", self.path, error)
+            with contextlib.suppress(OSError):  # can fail on the same broken disk; readers skip incomplete lines
                 os.ftruncate(self._fd, length)
 
 
@@ -89,14 +88,15 @@ def _write_all(fd: int, data: bytes) -> int:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole records of a line file; a torn or foreign line is skipped with a warning. No file, no records."""
+    """Yield the records of a JSON lines file. Incomplete or invalid lines are skipped with a warning; a missing file
+    has no records."""
     if not path.exists():
         return
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             record = _parse(line)
             if record is None:
-                logger.warning("%s:%d: not a whole record, skipped", path, number)
+                logger.warning("%s:%d: skipped an incomplete or invalid line", path, number)
             else:
                 yield record
 
@@ -111,16 +111,17 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
-def keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
-    """Rewrite the file with the wanted whole records only, by one rename."""
+def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+    """Atomically rewrite the file with only the records for which `keep` is true."""
     if not path.exists():
         return
-    lines = (json.dumps(record, separators=(",", ":")) + "\n" for record in read_lines(path) if wanted(record))
+    lines = (json.dumps(record, separators=(",", ":")) + "\n" for record in read_lines(path) if keep(record))
     write_atomically(path, lines)
 
 
 def write_atomically(path: Path, parts: Iterator[str] | str, durable: bool = True) -> None:
-    """Replace `path` by this text, or leave it as it was. Not `durable`: a loss of power may still lose the text."""
+    """Replace the content of `path`, or leave it unchanged on failure. Without `durable` there is no fsync, and a power
+    failure may lose the new content."""
     fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with open(fd, "w", encoding="utf-8") as file:

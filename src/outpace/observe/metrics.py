@@ -1,12 +1,16 @@
-"""One number per metric and step, by a rule declared per name.
+"""Step metrics: `Meter` aggregates values into one number per metric and step; the `record_` functions feed it.
+
+    component reports -> record_group, record_chunk, record_step, ... -> Meter.add -> Meter.flush -> metrics.jsonl
 
 Invariants
-- The rule of a metric is a property of its name: the tables below are the only place that says it.
-- What `flush` returns is finite. A value that is not is dropped and counted in `faults/nan_metrics`.
-- A declared sum is there every step, as 0 when nothing happened. Any other metric is there only if it was fed:
-  a mean over nothing has no value.
+- The aggregation rule of a metric follows from its name. The tables below are the only place that defines it.
+- `flush` returns finite values only. Other values are dropped and counted in `faults/nan_metrics`.
+- A metric declared as a sum is present in every step, as 0 if nothing happened. Any other metric is present only if
+  values were added: a mean over nothing has no value.
+- The learner's metrics of a whole step are exact and carry final names (`Meter.put`). Of a chunk, only counts are used,
+  because they add up.
 
-A ratio of sums is a weighted mean: feed `value = part / whole` with `weight = whole`. No I/O, no clock.
+To average a ratio of sums, add `value = numerator / denominator` with `weight = denominator`. No I/O, no clock.
 """
 
 from __future__ import annotations
@@ -87,17 +91,17 @@ RULES: dict[str, Rule] = {
     NAN_METRICS: "sum",
     "efficiency": "last",
 }
-"""The metrics of the contract."""
+"""The documented metrics."""
 
 PREFIX_RULES: tuple[tuple[str, Rule], ...] = (
     ("faults/", "sum"),
-    ("offpolicy/ratio_", "mean"),  # the histogram of ratios: shares of the tokens
+    ("offpolicy/ratio_", "mean"),  # histogram of importance ratios, as shares of tokens
     ("queue/", "last"),
     ("fleet/", "last"),
     ("throughput/", "last"),
     ("share/", "last"),
 )
-"""For names not in the table; prefixes are asked before suffixes."""
+"""Rules for names not in RULES. Prefixes take precedence over suffixes."""
 
 SUFFIX_RULES: tuple[tuple[str, Rule], ...] = (
     ("/max", "max"),
@@ -114,7 +118,7 @@ DEFAULT_RULE: Rule = "mean"
 
 
 def rule_of(name: str) -> Rule:
-    """How values of this metric are put together."""
+    """Return the aggregation rule of a metric."""
     if name in RULES:
         return RULES[name]
     for prefix, rule in PREFIX_RULES:
@@ -127,16 +131,16 @@ def rule_of(name: str) -> Rule:
 
 
 class _Cell:
-    """The values of one metric in one step, folded as they come."""
+    """Incremental aggregate of one metric in one step."""
 
-    __slots__ = ("histogram", "last", "mean", "rule", "spread", "top", "total", "weight")
+    __slots__ = ("histogram", "last", "mean", "rule", "squares", "top", "total", "weight")
 
     def __init__(self, rule: Rule) -> None:
         self.rule = rule
         self.weight = 0.0
         self.total = 0.0
         self.mean = 0.0
-        self.spread = 0.0  # weighted sum of squared distances from the mean
+        self.squares = 0.0  # weighted sum of squared deviations from the mean
         self.top = -math.inf
         self.last = 0.0
         self.histogram: dict[float, float] = {}
@@ -144,9 +148,9 @@ class _Cell:
     def add(self, value: float, weight: float) -> None:
         self.weight += weight
         self.total += value * weight
-        distance = value - self.mean
-        self.mean += distance * (weight / self.weight)
-        self.spread += weight * distance * (value - self.mean)
+        deviation = value - self.mean
+        self.mean += deviation * (weight / self.weight)
+        self.squares += weight * deviation * (value - self.mean)
         self.top = max(self.top, value)
         self.last = value
         if self.rule == "p95":
@@ -159,7 +163,7 @@ class _Cell:
             case "mean":
                 return self.mean
             case "std":
-                return math.sqrt(max(self.spread, 0.0) / self.weight)
+                return math.sqrt(max(self.squares, 0.0) / self.weight)
             case "max":
                 return self.top
             case "last":
@@ -169,18 +173,18 @@ class _Cell:
 
 
 def percentile(counts: Mapping[float, float] | Mapping[int, int], share: float) -> float:
-    """The smallest value that at least `share` of the counted weight does not exceed."""
-    due = share * sum(counts.values())
+    """Return the smallest value such that at least `share` of the total weight does not exceed it."""
+    target = share * sum(counts.values())
     seen = 0.0
     for value, weight in sorted(counts.items()):
         seen += weight
-        if seen >= due * (1 - 1e-12):  # sums of weights round
+        if seen >= target * (1 - 1e-12):  # tolerance for rounding in the sum of weights
             return float(value)
-    raise ValueError("a percentile of nothing")
+    raise ValueError("percentile of an empty histogram")
 
 
 class Meter:
-    """Gathers the values of one step."""
+    """Aggregates the metrics of one step."""
 
     def __init__(self) -> None:
         self._cells: dict[str, _Cell] = {}
@@ -188,14 +192,14 @@ class Meter:
         self._dropped = 0
 
     def put(self, name: str, value: float) -> None:
-        """The value of the whole step, known exactly: whatever else was added under this name gives way."""
+        """Set the exact value for the step. It replaces anything added under this name."""
         if math.isfinite(value):
             self._exact[name] = float(value)
         else:
             self._dropped += 1
 
     def add(self, name: str, value: float, weight: float = 1.0) -> None:
-        """One value. A weight of 0 adds nothing; a value or weight that is not finite is dropped and counted."""
+        """Add a value. A weight of 0 adds nothing; a value or weight that is not finite is dropped and counted."""
         if not (math.isfinite(value) and math.isfinite(weight)):
             self._dropped += 1
             return
@@ -208,19 +212,19 @@ class Meter:
         cell.add(float(value), float(weight))
 
     def add_counts(self, name: str, counts: Mapping[int, int]) -> None:
-        """A histogram, value -> how often, as `name/mean`, `name/p95` and `name/max`."""
+        """Add a histogram (value -> count) as `name/mean`, `name/p95` and `name/max`."""
         for value, count in counts.items():
             for statistic in ("mean", "p95", "max"):
                 self.add(f"{name}/{statistic}", value, count)
 
     def flush(self) -> dict[str, float]:
-        """The metrics of the step, sorted by name; the next step starts empty."""
+        """Return the metrics of the step, sorted by name, and reset."""
         metrics = {name: 0.0 for name, rule in RULES.items() if rule == "sum"}
         for name, cell in self._cells.items():
             value = cell.result()
             if math.isfinite(value):
                 metrics[name] = value
-            else:  # finite values can still overflow in a sum
+            else:  # a sum of finite values can overflow
                 self._dropped += 1
         metrics |= self._exact
         metrics[NAN_METRICS] += self._dropped
@@ -231,7 +235,7 @@ class Meter:
 
 
 def _derived(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Metrics made of others, where nobody gave them directly."""
-    # A group dropped in this step may have been sampled in an earlier one, hence the bound.
+    """Compute metrics that derive from others. Values set directly take precedence."""
+    # A group dropped in this step may have been sampled in an earlier one, hence the max.
     sampled = max(metrics["throughput/sampled_tokens"], metrics["waste/tokens"])
     return {"waste/fraction": metrics["waste/tokens"] / sampled if sampled > 0 else 0.0}

@@ -1,8 +1,4 @@
-"""What a process and its children hold: memory, threads, open files.
-
-Memory is the proportional set size: a page shared by n processes counts 1/n in each, so the total over a tree counts
-every page once, shared weight buffers included. Where the system does not tell it, the unique set size stands in.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -13,23 +9,23 @@ import psutil
 
 
 class TreeSample(msgspec.Struct, frozen=True):
-    """A tree of processes at one moment."""
+    """Resources of a process tree at one moment."""
 
-    pss: int  # bytes
+    pss: int  # bytes; proportional set size
     processes: int
     threads: int
     fds: int
 
 
 class ProcessTree:
-    """A process and all its descendants, whoever they are at the moment of asking."""
+    """A process and its current descendants."""
 
     def __init__(self, pid: int | None = None) -> None:
         self._root = psutil.Process(os.getpid() if pid is None else pid)
 
     def sample(self) -> TreeSample:
-        """Costs a few milliseconds per process. A process that ends meanwhile is left out; without the root,
-        `psutil.NoSuchProcess`."""
+        """Measure the tree, at a few milliseconds per process. Processes that end meanwhile are left out; raises
+        `psutil.NoSuchProcess` if the root is gone."""
         members = [self._root, *self._root.children(recursive=True)]
         pss = processes = threads = fds = 0
         for process in members:

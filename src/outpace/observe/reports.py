@@ -1,7 +1,4 @@
-"""What the parts report, under the metric names of the contract.
-
-What a learner says of a whole step is exact and carries final names; of a chunk only counts are taken, which add up.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -13,9 +10,10 @@ from outpace.types import ChunkReport, EngineStats, GroupReport, LoadReport, Man
 
 
 def record_tokens(meter: Meter, report: GroupReport) -> None:
-    """The sampled tokens of a group, counted once: with the step that it is on record with, or at the end of the run.
+    """Record the sampled tokens of a group. Call it once per group: in the step that records it, or at the end of the
+    run.
 
-    Those of a failed group are waste; those of a filtered one are named apart."""
+    Tokens of a failed group are waste; tokens of a filtered group are counted separately."""
     meter.add("throughput/sampled_tokens", report.tokens_sampled)
     if report.outcome == "filtered":
         meter.add("waste/filtered_tokens", report.tokens_sampled)
@@ -24,7 +22,7 @@ def record_tokens(meter: Meter, report: GroupReport) -> None:
 
 
 def record_group(meter: Meter, report: GroupReport) -> None:
-    """A group is on record with this step: trained in it, or settled before it."""
+    """Record a group in the step that trained it, or in the next step if it was finalized without training."""
     record_tokens(meter, report)
     meter.add("groups/seconds", report.seconds)
     meter.add(f"groups/{report.outcome}", 1)
@@ -41,10 +39,10 @@ def record_group(meter: Meter, report: GroupReport) -> None:
         meter.add(name if "/" in name else f"episode/{name}", value, max(report.episodes, 1))
 
 
-def totals_of(settled: Iterable[tuple[str, GroupReport | None]]) -> dict[str, float]:
-    """The sums that these visits, by outcome, add to the metrics of their step."""
+def totals_of(visits: Iterable[tuple[str, GroupReport | None]]) -> dict[str, float]:
+    """Return what these prompt visits (outcome and report) add to the sums of their step."""
     meter = Meter()
-    for outcome, report in settled:
+    for outcome, report in visits:
         if report is not None:
             record_tokens(meter, report)
             meter.add(f"groups/{report.outcome}", 1)
@@ -55,7 +53,7 @@ def totals_of(settled: Iterable[tuple[str, GroupReport | None]]) -> dict[str, fl
 
 
 def record_given_up(meter: Meter, report: GroupReport) -> None:
-    """The tokens of a group that was dropped or requeued are waste, also where the group had finished."""
+    """Record the tokens of a group that was dropped or requeued as waste, even if the group had finished."""
     meter.add("throughput/sampled_tokens", report.tokens_sampled)
     meter.add("waste/tokens", report.tokens_sampled)
 
@@ -89,32 +87,33 @@ def record_load(meter: Meter, report: LoadReport) -> None:
 
 
 def record_engines(meter: Meter, stats: Iterable[EngineStats]) -> None:
-    """What the engines have in hand now, summed over them."""
-    words = list(stats)
-    meter.add("fleet/engines", len(words))
-    meter.add("fleet/healthy", sum(word.health == "healthy" for word in words))
-    meter.add("fleet/limit", sum(word.limit or word.slots for word in words))
-    meter.add("fleet/retries", sum(word.retries for word in words))
-    meter.add("queue/sequences", sum(word.running for word in words))
-    meter.add("queue/waiting", sum(word.waiting for word in words))
+    """Record the current state of the engines, summed over all of them."""
+    engines = list(stats)
+    meter.add("fleet/engines", len(engines))
+    meter.add("fleet/healthy", sum(engine.health == "healthy" for engine in engines))
+    meter.add("fleet/limit", sum(engine.limit or engine.slots for engine in engines))
+    meter.add("fleet/retries", sum(engine.retries for engine in engines))
+    meter.add("queue/sequences", sum(engine.running for engine in engines))
+    meter.add("queue/waiting", sum(engine.waiting for engine in engines))
 
 
 def record_queue(meter: Meter, running: int, finished: int) -> None:
-    """Groups under way and groups finished and not yet trained: together, what is outstanding."""
+    """Record running groups and groups that are finished but not trained yet. Their sum is outstanding."""
     meter.add("queue/running", running)
     meter.add("queue/finished", finished)
     meter.add("queue/outstanding", running + finished)
 
 
 def record_choices(meter: Meter, max_lag: int, resting: int, replayed: int) -> None:
-    """What the controller has decided: the lag in force, how many tasks are left out, how many groups came again."""
+    """Record the scheduler's current `max_lag`, the tasks excluded by difficulty and the replayed groups."""
     meter.add("governor/max_lag", max_lag)
     meter.add("difficulty/resting", resting)
     meter.add("replay/groups", replayed)
 
 
 def record_efficiency(meter: Meter, lap: Efficiency, whole: Efficiency) -> None:
-    """Waits and throughput of this step; T*/T of the run so far, since a single step can borrow from the next."""
+    """Record waits and throughput of the step, and T*/T of the run so far: within a single step it is not meaningful,
+    because work overlaps with the next one."""
     for name, value in lap.metrics().items():
         if name != "efficiency":
             meter.add(name, value)

@@ -1,14 +1,15 @@
-"""`rollouts/` in a run directory: what the policy was shown, what it sampled, and what became of it.
+"""Recorded rollouts (`rollouts/` in the run directory): prompts, completions, rewards and outcomes.
 
-    rollouts/step-000012.jsonl              groups that step 12 was trained on, `run.show_rollouts` of them
-    rollouts/filtered/group-000034.jsonl    a group with nothing to learn from; failed/ and dropped/ likewise
+    rollouts/step-000012.jsonl              groups that step 12 was trained on, up to `run.show_rollouts` of them
+    rollouts/filtered/group-000034.jsonl    a group without learning signal; likewise failed/ and dropped/
 
-One line is one attempt. The workers write these files, so neither text nor tokens pass through the controller.
+Each line is one attempt. Workers write these files, so that neither text nor tokens pass through the controller.
+`outpace.read_rollouts` and `outpace show` read them, also while the run is active.
 
 Invariants
-- A file appears whole, by a rename, and is never changed afterwards.
-- All of them together take no more than `run.rollouts_mb`, give or take one group per worker: the oldest are deleted.
-- `roll_back(c)` leaves what belongs to the steps up to c and to the visits that those have settled.
+- A file appears complete, by a rename, and never changes afterwards.
+- All files together take at most `run.rollouts_mb`, plus up to one group per worker: the oldest are deleted.
+- `roll_back(c)` keeps the files of steps up to c and of groups finalized by then.
 """
 
 from __future__ import annotations
@@ -24,27 +25,27 @@ from typing import Any, Literal, get_args
 import msgspec
 import numpy as np
 
-from outpace.observe.linefile import write_atomically
+from outpace.observe.linefile import read_lines, write_atomically
 from outpace.types import OBSERVED, Bools, Floats, Ints
 
 logger = logging.getLogger(__name__)
 
-FOLDER = "rollouts"
+ROLLOUTS_FOLDER = "rollouts"
 
 AttemptOutcome = Literal["trained", "filtered", "failed", "dropped"]
 OUTCOMES: tuple[AttemptOutcome, ...] = get_args(AttemptOutcome)
 UNTRAINED: tuple[AttemptOutcome, ...] = ("filtered", "failed", "dropped")
 
 SHARES = {"trained": 0.625, "filtered": 0.125, "failed": 0.125, "dropped": 0.125}
-"""Of `run.rollouts_mb`. Each outcome has its own, so that many filtered groups cannot displace the failed ones."""
+"""Shares of `run.rollouts_mb`. They are separate so that many filtered groups cannot displace the failed ones."""
 
 _NUMBERED = re.compile(r"(step|group)-(\d+)\.jsonl")
 
 
 class RecordedTurn(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Tokens that follow one another and have one source: `assistant`, `prompt`, `tool`, `user`, `observation`, …
+    """Consecutive tokens from one source: `assistant`, `prompt`, `tool`, `user`, `observation`, …
 
-    Only sampled turns have logprobs, versions and advantages. One number stands for a turn of equal ones."""
+    Only sampled turns have logprobs, versions and advantages. A single number stands for a list of equal values."""
 
     source: str
     text: str
@@ -56,11 +57,11 @@ class RecordedTurn(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class RecordedTrajectory(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One exact token sequence. The arrays have one entry per token."""
+    """One exact token sequence. The array properties have one entry per token."""
 
     turns: list[RecordedTurn]
     role: str = "policy"
-    reward: float | None = None  # its own; None: that of the attempt
+    reward: float | None = None  # of this trajectory; None: the reward of the attempt applies
     turn_rewards: list[float] = []
 
     @property
@@ -78,17 +79,17 @@ class RecordedTrajectory(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def logprobs(self) -> Floats:
-        """Those that the tokens were sampled with; 0 where the policy sampled nothing."""
+        """Logprobs at sampling time; 0 for tokens the policy did not sample."""
         return self._per_token(lambda turn: [_number(each) for each in turn.logprobs] if turn.sampled else 0.0)
 
     @property
     def versions(self) -> Ints:
-        """Those that sampled the tokens; -1 where the policy sampled nothing."""
+        """Policy versions that sampled the tokens; -1 for tokens the policy did not sample."""
         return self._per_token(lambda turn: turn.versions, np.int32)
 
     @property
     def advantages(self) -> Floats:
-        """Those of the group, before anything is normalised over the batch."""
+        """Advantages within the group, before normalization over the batch."""
         return self._per_token(lambda turn: turn.advantages)
 
     def _per_token(self, value: Any, dtype: type = np.float32) -> np.ndarray[Any, Any]:
@@ -99,45 +100,45 @@ class RecordedTrajectory(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class RecordedAttempt(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One attempt at a task: a line of `rollouts/`."""
+    """One attempt at a task: a line of a file in `rollouts/`."""
 
     outcome: AttemptOutcome
     group: int
     attempt: int  # within its group
-    task: int  # index
+    task: int  # index of the task
     task_id: str
     epoch: int
     reason: str = ""  # why it was not trained on
-    step: int | None = None  # that it was trained in, or by the end of which it was settled otherwise
-    reward: float | None = None  # in all; None: it was not judged
-    rewards: dict[str, float] = {}  # by function, unweighted
-    advantage: float | None = None  # mean over the sampled tokens; None: not trained on, or a critic makes it
-    oldest: int = OBSERVED  # version among the sampled tokens; -1: nothing was sampled
+    step: int | None = None  # step that trained it, or by which it was finalized without training
+    reward: float | None = None  # total; None: not scored
+    rewards: dict[str, float] = {}  # by reward function, unweighted
+    advantage: float | None = None  # mean over sampled tokens; None: not trained on, or computed by a critic
+    oldest: int = OBSERVED  # oldest version among the sampled tokens; -1: nothing was sampled
     newest: int = OBSERVED
     stop: str = "stop"
     trajectories: list[RecordedTrajectory] = []
-    task_prompt: str = ""  # where the policy was asked nothing
+    task_prompt: str = ""  # set only if the attempt made no request to the policy
 
     @property
     def prompt(self) -> str:
-        """What the policy was shown first, as rendered by its chat template."""
+        """The first prompt, as rendered by the chat template."""
         first = self.trajectories[0].turns[:1] if self.trajectories else []
         return first[0].text if first and not first[0].sampled else self.task_prompt
 
 
 def _number(value: float | None) -> float:
-    return math.nan if value is None else value  # JSON has no infinities
+    return math.nan if value is None else value  # JSON cannot represent infinity; it is written as null
 
 
 # ------------------------------------------------------------------------------------------------------------ writing
 
 
 class RolloutWriter:
-    """Writes the files of one worker; `writers` is how many workers there are. Call it from one thread at a time, or
-    from several; not on an event loop."""
+    """Writes the files of one worker; `writers` is the number of workers. Thread-safe, but blocking: do not call it on
+    an event loop."""
 
     def __init__(self, run: Path, max_bytes: int, writers: int = 1) -> None:
-        root = run / FOLDER
+        root = run / ROLLOUTS_FOLDER
         self._steps = _BoundedFolder(root, int(max_bytes * SHARES["trained"]), writers)
         self._untrained = {
             outcome: _BoundedFolder(root / outcome, int(max_bytes * SHARES[outcome]), writers) for outcome in UNTRAINED
@@ -151,11 +152,13 @@ class RolloutWriter:
 
 
 class _BoundedFolder:
+    """A folder of files whose total size is bounded, shared by `writers` processes."""
+
     def __init__(self, path: Path, limit: int, writers: int) -> None:
         self._path = path
         self._limit = limit
-        self._most_added = limit // (2 * writers)
-        self._added = self._most_added  # what is there already is not known
+        self._trim_after = limit // (2 * writers)  # bytes written between two trims
+        self._added = self._trim_after  # trim at the first write: the existing size is unknown
         self._lock = threading.Lock()
 
     def write(self, name: str, attempts: Sequence[RecordedAttempt]) -> None:
@@ -164,12 +167,12 @@ class _BoundedFolder:
         write_atomically(self._path / name, data.decode(), durable=False)
         with self._lock:
             self._added += len(data)
-            if self._added >= self._most_added:
+            if self._added >= self._trim_after:
                 self._added = 0
                 self._trim()
 
     def _trim(self) -> None:
-        """Delete the oldest files until the rest takes half of the limit; the newest stays in any case."""
+        """Delete the oldest files until the rest takes at most half of the limit. The newest file is always kept."""
         total = 0
         for index, path in enumerate(reversed(_numbered(self._path))):
             total += _size(path)
@@ -184,9 +187,9 @@ def _size(path: Path) -> int:
         return 0
 
 
-def roll_back(run: Path, step: int, settled: Collection[int]) -> None:
-    """Forget the steps after `step`, the groups that are not among the `settled`, and what a kill left unfinished."""
-    root = run / FOLDER
+def roll_back(run: Path, step: int, finalized: Collection[int]) -> None:
+    """Delete the files of steps after `step`, of groups not in `finalized`, and temporary files left by a kill."""
+    root = run / ROLLOUTS_FOLDER
     for folder in (root, *(root / outcome for outcome in UNTRAINED)):
         for path in folder.glob(".*"):
             path.unlink()
@@ -195,7 +198,7 @@ def roll_back(run: Path, step: int, settled: Collection[int]) -> None:
             path.unlink()
     for outcome in UNTRAINED:
         for path in _numbered(root / outcome):
-            if _number_of(path) not in settled:
+            if _number_of(path) not in finalized:
                 path.unlink()
 
 
@@ -203,38 +206,48 @@ def roll_back(run: Path, step: int, settled: Collection[int]) -> None:
 
 
 def recorded_steps(run: Path) -> list[int]:
-    return [_number_of(path) for path in _numbered(run / FOLDER)]
+    return [_number_of(path) for path in _numbered(run / ROLLOUTS_FOLDER)]
 
 
 def read_step(run: Path, step: int) -> Iterator[RecordedAttempt]:
-    return _read(run / FOLDER / f"step-{step:06d}.jsonl")
+    return _read(run / ROLLOUTS_FOLDER / f"step-{step:06d}.jsonl")
 
 
 def untrained_groups(run: Path) -> dict[int, AttemptOutcome]:
-    """What became of each recorded group that was not trained on, by number and in that order."""
-    found = {_number_of(path): outcome for outcome in UNTRAINED for path in _numbered(run / FOLDER / outcome)}
+    """Return the outcome of each recorded group that was not trained on, ordered by group number."""
+    found = {_number_of(path): outcome for outcome in UNTRAINED for path in _numbered(run / ROLLOUTS_FOLDER / outcome)}
     return dict(sorted(found.items()))
 
 
 def read_group(run: Path, group: int, outcome: AttemptOutcome) -> Iterator[RecordedAttempt]:
-    """Of a group that was not trained on."""
-    return _read(run / FOLDER / outcome / f"group-{group:06d}.jsonl")
+    """Read a group that was not trained on."""
+    return _read(run / ROLLOUTS_FOLDER / outcome / f"group-{group:06d}.jsonl")
+
+
+def steps_of_settled(run: Path) -> dict[int, int]:
+    """Map the number of each group that was not trained on to the step by which it was finalized (batches.jsonl)."""
+    return {
+        visit["group"]: line["step"]
+        for line in read_lines(run / "batches.jsonl")
+        for visit in line.get("settled", [])
+        if "group" in visit
+    }
 
 
 def _read(path: Path) -> Iterator[RecordedAttempt]:
     try:
         lines = path.read_bytes().splitlines()
-    except FileNotFoundError:  # a run that is going on has deleted it, to keep to its limit
+    except FileNotFoundError:  # deleted by an active run to stay within its limit
         return
     for number, line in enumerate(lines, 1):
         try:
             yield msgspec.json.decode(line, type=RecordedAttempt)
         except msgspec.DecodeError as error:
-            logger.warning("%s:%d: not an attempt, skipped: %s", path, number, error)
+            logger.warning("%s:%d: skipped a line that is not a recorded attempt: %s", path, number, error)
 
 
 def _numbered(folder: Path) -> list[Path]:
-    """The files of steps or groups in a folder, by number."""
+    """Return the step or group files in a folder, sorted by number."""
     return sorted((path for path in folder.glob("*.jsonl") if _NUMBERED.fullmatch(path.name)), key=_number_of)
 
 

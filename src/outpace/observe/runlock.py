@@ -1,8 +1,4 @@
-"""One run per directory: a lock that dies with its holder.
-
-The kernel holds the lock (`flock`), so that of a killed run is free at once and no reused pid can be mistaken for
-it; the file's text only names the holder for people. Where the file system knows no locks, the pid decides.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -19,23 +15,27 @@ _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
 class RunLock:
-    """Held from construction to `release`."""
+    """Exclusive lock on a run directory, held from construction to `release`.
+
+    It is a kernel lock (`flock`): a killed run releases it immediately, and a reused pid cannot be mistaken for the
+    holder. The pid in the file is only for messages, and for file systems without locks.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._fd = _acquire(path)
 
     def release(self) -> None:
-        """Free the lock and remove its file; a second call does nothing."""
+        """Remove the lock file and release the lock. Idempotent."""
         if self._fd < 0:
             return
-        self.path.unlink(missing_ok=True)  # while still held, so that nobody's fresh lock file is removed
+        self.path.unlink(missing_ok=True)  # while still locked, so that a new holder's file is never removed
         os.close(self._fd)
         self._fd = -1
 
 
 def is_held(path: Path) -> bool:
-    """Whether a run that lives has the lock. Looks, and takes nothing for longer than a moment."""
+    """Return whether an active run holds the lock. Takes a shared lock only momentarily."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -49,7 +49,7 @@ def is_held(path: Path) -> bool:
     except BlockingIOError:
         return True
     except OSError as error:
-        return error.errno in _NO_LOCKS  # then the pid has to do
+        return error.errno in _NO_LOCKS  # no lock support: rely on the pid
     finally:
         os.close(fd)
 
@@ -73,19 +73,19 @@ def _lock(fd: int, path: Path) -> None:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise _refusal(fd, path) from None
+        raise _in_use_error(fd, path) from None
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
         holder = _holder(fd)
         if holder is not None and holder != os.getpid() and psutil.pid_exists(holder):
-            raise _refusal(fd, path) from None
+            raise _in_use_error(fd, path) from None
 
 
-def _refusal(fd: int, path: Path) -> BadInput:
+def _in_use_error(fd: int, path: Path) -> BadInput:
     holder = _holder(fd)
-    who = "another run" if holder is None else f"process {holder}"
-    return BadInput(f"run.dir: {path.parent} is in use by {who}")
+    user = "another run" if holder is None else f"process {holder}"
+    return BadInput(f"run.dir: {path.parent} is in use by {user}; wait until it ends, or choose another directory")
 
 
 def _holder(fd: int) -> int | None:

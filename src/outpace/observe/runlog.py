@@ -1,12 +1,20 @@
-"""The run directory: who may write it, what is in it, how it is rolled back.
+"""The run directory: locking, log files, rollback.
+
+    run.lock         held while a run is active; contains the pid of its process
+    config.toml      resolved config
+    metrics.jsonl    one record per step
+    batches.jsonl    one record per batch: the groups trained, and the prompt visits finalized without training
+    evals.jsonl      one record per evaluation
+    summary.json     results, written at the end
+    rollouts/, checkpoints/, journal/, logs/
 
 Invariants
-- A directory belongs to one process at a time (`run.lock`).
-- `claim` changes nothing but the lock, so that a start-up check that fails afterwards costs nothing: `abandon` takes
-  back what this run has made. Only `start` clears what an earlier run left, by name: foreign files are never touched.
-- Every line carries its step. `roll_back(c)` leaves the logs as they were when step c was written.
-- batches.jsonl books every visit of a task once: as a group that was trained, or among the `settled`. `accounted` is
-  how many visits this line and those before it have booked; a checkpoint keeps that number and rolls back to it.
+- Only one process at a time uses a directory (`run.lock`, a kernel lock that a killed process releases).
+- `claim` creates nothing but the directory and its lock, so that a failed startup check has no effect: `abandon`
+  undoes it. Only `start` removes the files of an earlier run, and only by known names: other files are never touched.
+- Every record carries its step. `roll_back(c)` restores the logs to their state when step c was written.
+- batches.jsonl records every prompt visit exactly once: as a trained group, or under `settled`. `accounted` is the
+  number of visits recorded up to and including this record; a checkpoint stores it and rolls back to it.
 """
 
 from __future__ import annotations
@@ -35,53 +43,55 @@ logger = logging.getLogger(__name__)
 
 LOCK = "run.lock"
 MODEL = "model"
-"""The folder of a model that the run was given as an object."""
-OLD_MODEL = "model.old"
-"""That of an earlier run, while it is not certain that this run will start."""
+"""Folder of a model that was passed as an object."""
+OLD_MODEL_FOLDER = "model.old"
+"""Model folder of an earlier run, kept until this run has started."""
 FILES = (
     *("config.toml", "tasks.json", "metrics.jsonl", "batches.jsonl", "evals.jsonl", "summary.json", "timeline.json"),
     *("fleet.json", "fleet.jsonl", "objects.json", "heldout.jsonl"),
 )
-LINES = ("metrics.jsonl", "batches.jsonl", "evals.jsonl")
+LINE_FILES = ("metrics.jsonl", "batches.jsonl", "evals.jsonl")
 FOLDERS = ("rollouts", "checkpoints", "journal", "logs")
-ON_DEMAND = ("bad_steps", MODEL)
-"""What a run leaves, and all that overwriting one removes; some of it only where there is something to put in."""
+OPTIONAL_FOLDERS = ("bad_steps", MODEL)
+"""Folders that exist only in some runs. FILES, FOLDERS and OPTIONAL_FOLDERS are all that a run writes, and all that
+overwriting it removes."""
 
 
 class BatchGroup(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One group of a trained batch, as `batches.jsonl` names it; what has its default is left out."""
+    """A trained group in `batches.jsonl`. Fields with default values are omitted."""
 
     task_id: str
     epoch: int
     admitted_version: int
     lag: int
     episodes: int
-    replay: bool = False  # trained before, in an earlier batch: no visit, and its lag may exceed max_lag
-    task: int = -1  # its index among the tasks; -1: not noted
-    reward: float | None = None  # mean over its attempts
-    group: int = -1  # its number, as in rollouts/; -1: not noted
+    replay: bool = False  # trained in an earlier batch too: not a prompt visit, and its lag may exceed max_lag
+    task: int = -1  # index of the task; -1: not recorded
+    reward: float | None = None  # mean over the attempts
+    group: int = -1  # group number, as in rollouts/; -1: not recorded
 
 
 class BatchSettled(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A visit that ended without being trained, as `batches.jsonl` names it; what has its default is left out."""
+    """A prompt visit finalized without training, under `settled` in `batches.jsonl`. Fields with default values are
+    omitted."""
 
-    task: int  # its index among the tasks
+    task: int  # index of the task
     epoch: int
     outcome: str  # filtered, failed, dropped or skipped
     reason: str = ""
     task_id: str = ""  # empty: the task was never fetched
-    group: int = -1  # its number, as in rollouts/; -1: there was none, or it is not noted
+    group: int = -1  # group number, as in rollouts/; -1: there was no group, or it is not recorded
 
 
 class RunLog:
     """Owns the run directory from `claim` to `close`."""
 
-    def __init__(self, directory: Path, lock: RunLock, made: list[Path], resuming: bool) -> None:
+    def __init__(self, directory: Path, lock: RunLock, created: list[Path], resuming: bool) -> None:
         self.dir = directory
         self._lock = lock
-        self._made = made  # directories this run created, outermost first
+        self._created = created  # directories this run created, outermost first
         self._resuming = resuming
-        self._found = _content(directory)  # what was there before this run
+        self._initial_content = _content(directory)
         self.began = False
         self.written = {"logs"}  # folders that this run fills before `start`
         self._lines: dict[str, LineFile] = {}
@@ -90,63 +100,64 @@ class RunLog:
 
     @classmethod
     def claim(cls, directory: str | Path, *, overwrite: bool = False, resume: bool = False) -> RunLog:
-        """Take the directory for this process, or raise BadInput; nothing in it is changed yet."""
+        """Lock the directory for this process, or raise BadInput. Existing content is not changed yet."""
         path = Path(directory)
         if resume and not (path / "config.toml").is_file():
-            raise BadInput(f"run.dir: there is no run in {path}")
-        made = _make_directories(path)
+            raise BadInput(f"run.dir: there is no run to resume in {path}, config.toml is missing")
+        created = _make_directories(path)
         try:
             lock = RunLock(path / LOCK)
         except OSError as error:
-            _remove_if_empty(made)
+            _remove_if_empty(created)
             raise BadInput(f"run.dir: cannot write to {path}: {error.strerror}") from None
-        log = cls(path, lock, made, resume)
+        log = cls(path, lock, created, resume)
         if not resume and not overwrite and _content(path):
             log.abandon()
-            raise BadInput(f"run.dir: {path} is not empty; choose another, or set run.overwrite = true")
+            raise BadInput(f"run.dir: {path} is not empty; choose another directory, or set run.overwrite = true")
         return log
 
     def replace_model(self, new: Path) -> None:
-        """Put a directory in the place of `model/`. What an earlier run has there comes back with `abandon`."""
+        """Move a directory to `model/`. `abandon` restores the one of an earlier run."""
         if (self.dir / MODEL).exists():
-            shutil.rmtree(self.dir / OLD_MODEL, ignore_errors=True)
-            (self.dir / MODEL).rename(self.dir / OLD_MODEL)
+            shutil.rmtree(self.dir / OLD_MODEL_FOLDER, ignore_errors=True)
+            (self.dir / MODEL).rename(self.dir / OLD_MODEL_FOLDER)
         new.rename(self.dir / MODEL)
         self.written.add(MODEL)
 
     def start(self, config: str) -> None:
-        """Everything was checked: write the resolved config and open the logs. A resumed run keeps what it has."""
+        """Write the resolved config and open the logs, after all checks have passed. Removes the files of an earlier
+        run unless resuming."""
         self.began = True
-        shutil.rmtree(self.dir / OLD_MODEL, ignore_errors=True)
+        shutil.rmtree(self.dir / OLD_MODEL_FOLDER, ignore_errors=True)
         if not self._resuming:
             for name in FILES:
                 (self.dir / name).unlink(missing_ok=True)
-            for name in {*FOLDERS, *ON_DEMAND} - self.written:
+            for name in {*FOLDERS, *OPTIONAL_FOLDERS} - self.written:
                 if (self.dir / name).is_dir():
                     shutil.rmtree(self.dir / name)
         for name in FOLDERS:
             (self.dir / name).mkdir(exist_ok=True)
         write_atomically(self.dir / "config.toml", config)
-        for name in LINES:
+        for name in LINE_FILES:
             self._lines[name] = LineFile(self.dir / name)
 
     def abandon(self) -> None:
-        """Leave no trace, if this run has not logged a step; otherwise just close."""
-        untouched = self.began and not self._resuming and not any(read_lines(self.dir / "metrics.jsonl"))
+        """Remove everything this run has created if it has not logged a step; otherwise just close."""
+        is_unused = self.began and not self._resuming and not any(read_lines(self.dir / "metrics.jsonl"))
         self._close_lines()
-        if not self.began:  # parts that started before the refusal may have made folders
-            for name in {*FOLDERS, *ON_DEMAND} - set(self._found):
+        if not self.began:  # components started before the failed check may have created folders
+            for name in {*FOLDERS, *OPTIONAL_FOLDERS} - set(self._initial_content):
                 shutil.rmtree(self.dir / name, ignore_errors=True)
-            if (self.dir / OLD_MODEL).exists():
+            if (self.dir / OLD_MODEL_FOLDER).exists():
                 shutil.rmtree(self.dir / MODEL, ignore_errors=True)
-                (self.dir / OLD_MODEL).rename(self.dir / MODEL)
-        if untouched:
+                (self.dir / OLD_MODEL_FOLDER).rename(self.dir / MODEL)
+        if is_unused:
             for name in FILES:
                 (self.dir / name).unlink(missing_ok=True)
-            for name in (*FOLDERS, *ON_DEMAND):
+            for name in (*FOLDERS, *OPTIONAL_FOLDERS):
                 shutil.rmtree(self.dir / name, ignore_errors=True)
         self._lock.release()
-        _remove_if_empty(self._made)
+        _remove_if_empty(self._created)
 
     def close(self) -> None:
         self._close_lines()
@@ -157,11 +168,11 @@ class RunLog:
             lines.close()
         self._lines.clear()
 
-    # ----------------------------------------------------------------------------------------------------- the logs
+    # ------------------------------------------------------------------------------------------------ logs
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One line of metrics.jsonl: finite numbers only."""
-        self._lines["metrics.jsonl"].append({"step": step} | finite(metrics))
+        """Append a record to metrics.jsonl, with finite numbers only."""
+        self._lines["metrics.jsonl"].append({"step": step} | _finite(metrics))
 
     def batch(
         self,
@@ -173,9 +184,11 @@ class RunLog:
         failures: Iterable[Failure] = (),
         totals: Mapping[str, float] | None = None,
     ) -> None:
-        """One line of batches.jsonl: what this step was trained on, and what else came to an end since the line before.
-        `version` is the one it was trained from, `accounted` the number of visits that are settled with this line,
-        `failures` what failed in these groups, `totals` what the next line of metrics.jsonl will count of them."""
+        """Append a record to batches.jsonl: the groups this step trained, and the prompt visits finalized without
+        training since the previous record.
+
+        `version`: the version before the step. `accounted`: number of visits finalized up to and including this record.
+        `failures`: failures in these groups. `totals`: what they will add to the next record of metrics.jsonl."""
         record: dict[str, Any] = {"step": step, "version": version, "groups": msgspec.to_builtins(list(groups))}
         if accounted is not None:
             record |= {"settled": msgspec.to_builtins(list(settled)), "accounted": accounted}
@@ -183,44 +196,44 @@ class RunLog:
         self._lines["batches.jsonl"].append(record | _counted(failures))
 
     def evaluation(self, version: int, metrics: Mapping[str, float], failures: Iterable[Failure] = ()) -> None:
-        """One line of evals.jsonl: what an evaluation of this version came to. Its step is the version."""
-        self._lines["evals.jsonl"].append({"step": version} | finite(metrics) | _counted(failures))
+        """Append the result of an evaluation to evals.jsonl. The version is the step of the record."""
+        self._lines["evals.jsonl"].append({"step": version} | _finite(metrics) | _counted(failures))
 
     def summary(self, summary: Summary) -> None:
         text = msgspec.json.format(msgspec.json.encode(summary), indent=2).decode()
         write_atomically(self.dir / "summary.json", text + "\n")
 
     def stall(self, reason: str, dump: str) -> Path:
-        """Who waits for whom and what everybody is doing, for whoever wants to know why nothing moves."""
+        """Write diagnostics of a stalled run to logs/stall.txt and return its path."""
         path = self.dir / "logs" / "stall.txt"
         try:
             path.write_text(f"{reason}\n\n{dump}\n")
-        except OSError as error:  # a full disk is no reason to end a run, nor to hide why it ends
+        except OSError as error:  # a full disk must neither end the run nor hide why it ends
             logger.warning("%s: %s", path, error)
         return path
 
     def sync(self) -> None:
-        """Return when every line logged before is on the disk; OSError if one could not be written. Takes as long as
-        the disk does, so not on an event loop; lines may be logged meanwhile."""
+        """Fsync all records logged so far. Raises OSError if one could not be written. Blocking: do not call it on an
+        event loop. Records may be logged concurrently."""
         for lines in list(self._lines.values()):
             lines.sync()
 
     def roll_back(self, step: int, accounted: int | None = None) -> PastRun:
-        """Forget what was logged after `step`, and batches that book more than `accounted` visits; returns what
-        stays."""
+        """Remove records after `step`, and batches that record more than `accounted` visits. Returns what remains."""
         seconds = self._seconds()
         self._close_lines()
-        most = math.inf if accounted is None else accounted
-        for name in LINES:
-            keep_lines(self.dir / name, lambda record: _step_of(record) <= step and _accounted_by(record) <= most)
+        limit = math.inf if accounted is None else accounted
+        for name in LINE_FILES:
+            keep_lines(self.dir / name, lambda record: _step_of(record) <= step and _accounted_by(record) <= limit)
             if self.began:
                 self._lines[name] = LineFile(self.dir / name)
-        rollout_files.roll_back(self.dir, step, steps_of_settled(self.dir))
+        rollout_files.roll_back(self.dir, step, rollout_files.steps_of_settled(self.dir))
         (self.dir / "summary.json").unlink(missing_ok=True)
         return PastRun(self.dir, seconds, step)
 
     def _seconds(self) -> float:
-        """How long the run has taken in all its starts: by its summary, or by its last step if it was killed."""
+        """Return the wall-clock time over all starts of the run, from its summary or, if it was killed, its last
+        step."""
         try:
             ended = msgspec.json.decode((self.dir / "summary.json").read_bytes(), type=_Seconds).wall_s
         except (OSError, ValueError):
@@ -235,7 +248,7 @@ class _Seconds(msgspec.Struct):
 
 @dataclass(frozen=True)
 class PastRun:
-    """What the logs keep of earlier starts of a run. `seconds` is how long these took, `step` their last step."""
+    """Log records of earlier starts of a run. `seconds` is their wall-clock time, `step` their last step."""
 
     dir: Path
     seconds: float
@@ -243,7 +256,7 @@ class PastRun:
 
     @property
     def steps(self) -> Iterator[dict[str, Any]]:
-        """The lines of metrics.jsonl, one by one: a long run has many."""
+        """Records of metrics.jsonl, read lazily: a long run has many."""
         return read_lines(self.dir / "metrics.jsonl")
 
     @property
@@ -252,7 +265,7 @@ class PastRun:
 
     @property
     def totals(self) -> Iterator[tuple[str, float]]:
-        """What was settled after the last step: in no line of metrics.jsonl yet."""
+        """Metrics of visits finalized after the last step, which no record of metrics.jsonl contains yet."""
         for line in read_lines(self.dir / "batches.jsonl"):
             if line["step"] == self.step:
                 yield from line.get("totals", {}).items()
@@ -265,36 +278,26 @@ class PastRun:
 
 
 def _counted(failures: Iterable[Failure]) -> dict[str, Any]:
-    """For a line of a log: each source and reason once, nothing where nothing failed."""
+    """Build the `failures` field of a record, with a count per source and reason; empty if nothing failed."""
     counts: Counter[tuple[str, str]] = Counter()
     for failure in failures:
         counts[failure.source, failure.reason] += failure.count
     return {"failures": [msgspec.to_builtins(Failure(*key, count)) for key, count in counts.items()]} if counts else {}
 
 
-def steps_of_settled(run: Path) -> dict[int, int]:
-    """By the number of a group that was not trained on, the step by the end of which it was settled."""
-    return {
-        settled["group"]: line["step"]
-        for line in read_lines(run / "batches.jsonl")
-        for settled in line.get("settled", [])
-        if "group" in settled
-    }
-
-
-def finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Without what JSON cannot say."""
+def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Drop values that JSON cannot represent."""
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def _step_of(record: Mapping[str, Any]) -> float:
     step = record.get("step")
-    return step if isinstance(step, int) else math.inf  # a line of no step belongs to no kept step
+    return step if isinstance(step, int) else math.inf  # a record without a step is removed
 
 
 def _accounted_by(record: Mapping[str, Any]) -> float:
     accounted = record.get("accounted")
-    return accounted if isinstance(accounted, int) else -math.inf  # nothing is said: its step alone decides
+    return accounted if isinstance(accounted, int) else -math.inf  # not recorded: only the step decides
 
 
 def _content(path: Path) -> list[str]:
@@ -302,7 +305,7 @@ def _content(path: Path) -> list[str]:
 
 
 def _make_directories(path: Path) -> list[Path]:
-    """Create `path` and its missing parents; returns those created, outermost first."""
+    """Create `path` and its missing parents. Returns the created directories, outermost first."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()][::-1]
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -317,5 +320,5 @@ def _make_directories(path: Path) -> list[Path]:
 
 def _remove_if_empty(folders: list[Path]) -> None:
     for folder in reversed(folders):
-        with contextlib.suppress(OSError):  # somebody else has put something there: then it stays
+        with contextlib.suppress(OSError):  # not empty: something else put files there
             folder.rmdir()

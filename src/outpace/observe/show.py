@@ -1,6 +1,6 @@
-"""`outpace show`: recorded rollouts for people to read, on a terminal or in a pipe.
+"""`outpace show`: print recorded rollouts, to a terminal or a pipe.
 
-Whatever a model or a task has written is shown and never interpreted: no markup, no control characters.
+Text from models and tasks is never interpreted: no markup, no control characters.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from outpace.observe.rollout_files import (
     read_group,
     read_step,
     recorded_steps,
+    steps_of_settled,
     untrained_groups,
 )
-from outpace.observe.runlog import steps_of_settled
 
 STYLES = {"trained": "green", "filtered": "yellow", "failed": "red", "dropped": "magenta"}
 NEWEST_GROUPS = 4
-"""So many groups that were not trained on are shown where no step is recorded and none is asked for."""
+"""Number of untrained groups shown if no step is recorded and none is requested."""
 
 
 def show(
@@ -42,41 +42,41 @@ def show(
     max_chars: int = 2000,
     file: TextIO | None = None,
 ) -> None:
-    """Print what was asked for. Without an outcome or a task: the groups that a step was trained on, by default the
-    newest; where no step is recorded, the newest groups. `max_chars` limits the text of each turn; 0: all of it."""
+    """Print the matching rollouts. Without an outcome or task: the groups that a step was trained on, by default the
+    newest step, or the newest groups if no step is recorded. `max_chars` limits the text of each turn; 0: no limit."""
     console = Console(file=file, highlight=False, soft_wrap=True)
     attempts = read_rollouts(run, step=step, task=task, outcome=outcome)
-    others = ""
+    untrained = ""
     if task is None and outcome is None:
         steps = recorded_steps(run)
         newest = steps[-1] if step is None and steps else step
         if newest in steps:
-            attempts, others = read_step(run, newest), _others(run, newest)
+            attempts, untrained = read_step(run, newest), _untrained_counts(run, newest)
         elif step is None:
             attempts = _newest_groups(run)
     shown = False
     for _, group in itertools.groupby(attempts, key=lambda attempt: (attempt.step, attempt.group)):
         console.print(_group(list(group), max_chars))
         shown = True
-    if others:
-        console.print(others)
+    if untrained:
+        console.print(untrained)
     if not shown:
-        wanted = {"--step": step, "--task": task, "--outcome": outcome}
-        asked = " ".join(f"{option} {value}" for option, value in wanted.items() if value is not None)
-        what = f"nothing that is recorded matches {asked}" if asked else "no rollouts are recorded"
-        raise BadInput(f"{run}: {what}; {described_steps(run)}")
+        options = {"--step": step, "--task": task, "--outcome": outcome}
+        given = " ".join(f"{option} {value}" for option, value in options.items() if value is not None)
+        problem = f"no recorded rollouts match {given}" if given else "no rollouts are recorded"
+        raise BadInput(f"{run}: {problem}; {described_steps(run)}")
 
 
-def _others(run: Path, step: int) -> str:
-    """Groups of a step that were not trained on are counted, and shown only on request: there may be many."""
-    settled = steps_of_settled(run)
-    counts = Counter(outcome for group, outcome in untrained_groups(run).items() if settled.get(group) == step)
+def _untrained_counts(run: Path, step: int) -> str:
+    """Count the untrained groups of a step. They are shown only on request, since there may be many."""
+    finalized = steps_of_settled(run)
+    counts = Counter(outcome for group, outcome in untrained_groups(run).items() if finalized.get(group) == step)
     listed = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
-    return f"not trained on by the end of step {step}: {listed} (--outcome shows them)" if listed else ""
+    return f"groups not trained on by the end of step {step}: {listed} (show them with --outcome)" if listed else ""
 
 
 def _newest_groups(run: Path) -> Iterator[RecordedAttempt]:
-    """Where there is no step to show."""
+    """Read the newest untrained groups, for a run without recorded steps."""
     for group, outcome in list(untrained_groups(run).items())[-NEWEST_GROUPS:]:
         yield from read_group(run, group, outcome)
 
@@ -112,17 +112,20 @@ def _attempt(attempt: RecordedAttempt, shared_prompt: str | None, max_chars: int
 
 
 def _without_prompt(turns: Iterable[RecordedTurn], prompt: str | None) -> Iterator[RecordedTurn]:
-    """What all attempts of the group have been shown is printed once for all of them."""
+    """Skip the first turn if it is the prompt that all attempts of the group share: it is printed once."""
     for index, turn in enumerate(turns):
         if index or turn.text != prompt:
             yield turn
 
 
 def _numbers(attempt: RecordedAttempt) -> str:
-    """Rewards by function where there are several, or where the one is not the total."""
+    """Format reward, advantage, versions and stop reason. Rewards by function are included only if they differ from the
+    total."""
     facts = [f"reward {number(attempt.reward)}"]
     if attempt.rewards and list(attempt.rewards.values()) != [attempt.reward]:
-        facts.append("(" + ", ".join(f"{printable(name)} {number(of)}" for name, of in attempt.rewards.items()) + ")")
+        facts.append(
+            "(" + ", ".join(f"{printable(name)} {number(value)}" for name, value in attempt.rewards.items()) + ")"
+        )
     if attempt.advantage is not None:
         facts.append(f"advantage {number(attempt.advantage)}")
     if attempt.newest >= 0:

@@ -1,10 +1,4 @@
-"""What engines say while their servers start, which may take minutes: passed on from their logs to people.
-
-    the server is starting, 35 s so far: Loading weights took 1.2 seconds
-
-Behind the seconds stands the last line of the server's own log, whatever that is. It is shown where it reads like
-something that is being done, and once; otherwise the seconds have to do.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -15,85 +9,86 @@ from pathlib import Path
 
 from outpace.errors import one_line
 
-LOOK_S = 10.0
-TAIL_BYTES = 4096
+LOG_POLL_S = 10.0
+LOG_TAIL_BYTES = 4096
 
-_HOW_FAR = re.compile(r"(?P<seconds>the server is starting, \d+ s so far)(?::\s*(?P<doing>.*))?")
-_STAGE = re.compile(r"(?P<words>(?!Using\b)[A-Z][a-z]+ing\b[^{}=\[\]<>|]*)")
-"""What servers call the stages of their start begins so: "Loading weights", "Capturing CUDA graphs"."""
+_PROGRESS = re.compile(r"(?P<seconds>the server is starting, \d+ s so far)(?::\s*(?P<doing>.*))?")
+_STAGE = re.compile(r"(?P<stage>(?!Using\b)[A-Z][a-z]+ing\b[^{}=\[\]<>|]*)")
+"""Matches log lines that name a startup stage: "Loading weights", "Capturing CUDA graphs"."""
 
-STAGE_CHARS = 80
+MAX_STAGE_CHARS = 80
 
 
 class Telling:
-    """Says what one engine says of its server, without noise and without saying a stage twice."""
+    """Forwards the startup messages of one server. Drops repeated messages and reports each stage once."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
-        self._word = ""
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self._report = report
+        self._last_message = ""
         self._stage = ""
 
-    def __call__(self, word: str) -> None:
-        if not word or word == self._word:
+    def __call__(self, message: str) -> None:
+        if not message or message == self._last_message:
             return
-        self._word = word
-        how_far = _HOW_FAR.fullmatch(word)
-        if how_far is None:
-            self._say(word)
+        self._last_message = message
+        progress = _PROGRESS.fullmatch(message)
+        if progress is None:
+            self._report(message)
             return
-        stage = stage_in(how_far["doing"] or "")
-        is_told = stage in ("", self._stage)
+        stage = stage_in(progress["doing"] or "")
+        is_known = stage in ("", self._stage)
         self._stage = stage or self._stage
-        self._say(how_far["seconds"] + ("" if is_told else f": {stage}"))
+        self._report(progress["seconds"] + ("" if is_known else f": {stage}"))
 
 
 def stage_in(line: str) -> str:
-    """What the line of a log says is being done; empty where it says something else. Settings that follow are cut."""
+    """Return the startup stage that a log line names, without trailing settings; empty if it names none."""
     match = _STAGE.match(line.strip())
     if match is None:
         return ""
-    words = match["words"]
-    if words != line.strip():  # the last word belongs to what was cut: `… with config: model=`
-        words = words.rpartition(" ")[0]
-    words = re.split(r" with (?:config|args)\b|: ?\d+%", words)[0].rstrip(" .,:;(…")
-    return one_line(words, STAGE_CHARS) if " " in words else ""
+    stage = match["stage"]
+    if stage != line.strip():  # the last word belongs to the text that was cut: `… with config: model=`
+        stage = stage.rpartition(" ")[0]
+    stage = re.split(r" with (?:config|args)\b|: ?\d+%", stage)[0].rstrip(" .,:;(…")
+    return one_line(stage, MAX_STAGE_CHARS) if " " in stage else ""
 
 
 class EngineLogs:
-    """The newest word of each engine on its server, if there is one. What a log holds already is not news."""
+    """Reports the latest server message in each engine's log. Ignores what the logs contained at construction."""
 
-    def __init__(self, logs: Path, engines: Iterable[str], say: Callable[[str], None]) -> None:
-        self._telling = {logs / f"{name}.log": Telling(_in_the_name_of(name, say)) for name in engines}
-        self._old = {log: log.stat().st_size for log in self._telling if log.exists()}
+    def __init__(self, logs: Path, engines: Iterable[str], report: Callable[[str], None]) -> None:
+        self._reporters = {logs / f"{name}.log": Telling(_with_prefix(name, report)) for name in engines}
+        self._initial_sizes = {log: log.stat().st_size for log in self._reporters if log.exists()}
 
-    async def follow(self, every_s: float = LOOK_S) -> None:
-        """Until it is cancelled."""
+    async def follow(self, every_s: float = LOG_POLL_S) -> None:
+        """Poll the logs until cancelled."""
         while True:
             await asyncio.sleep(every_s)
-            await self._look()
+            await self._poll()
 
     async def finish(self) -> None:
-        """Once all engines have started: what was said since the last look, but for progress."""
-        await self._look(progress=False)
+        """Report messages since the last poll, without progress. Call when all engines have started."""
+        await self._poll(progress=False)
 
-    async def _look(self, progress: bool = True) -> None:
-        for log, tell in self._telling.items():
-            word = await asyncio.to_thread(newest_word, log, self._old.get(log, 0))
-            if progress or not _HOW_FAR.fullmatch(word):
-                tell(word)
+    async def _poll(self, progress: bool = True) -> None:
+        for log, report in self._reporters.items():
+            message = await asyncio.to_thread(newest_word, log, self._initial_sizes.get(log, 0))
+            if progress or not _PROGRESS.fullmatch(message):
+                report(message)
 
 
-def _in_the_name_of(name: str, say: Callable[[str], None]) -> Callable[[str], None]:
-    return lambda word: say(f"{name}: {word}")
+def _with_prefix(name: str, report: Callable[[str], None]) -> Callable[[str], None]:
+    return lambda message: report(f"{name}: {message}")
 
 
 def newest_word(log: Path, begin: int = 0) -> str:
-    """The last line from `begin` on that speaks of a server, without its date and place; empty if there is none."""
+    """Return the last server message ("the server is …") after byte `begin`, without timestamp and logger name; empty
+    if there is none."""
     try:
         with log.open("rb") as file:
-            file.seek(max(begin, log.stat().st_size - TAIL_BYTES))
+            file.seek(max(begin, log.stat().st_size - LOG_TAIL_BYTES))
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return ""
-    words = [line[line.index("the server is ") :] for line in lines if "the server is " in line]
-    return words[-1] if words else ""
+    messages = [line[line.index("the server is ") :] for line in lines if "the server is " in line]
+    return messages[-1] if messages else ""

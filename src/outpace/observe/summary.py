@@ -1,4 +1,4 @@
-"""`summary.json`: what a run came to, in one object."""
+"""`summary.json`: the results of a run."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import msgspec
 from outpace.types import Failure
 
 STOPPED = "stopped"
-"""The reason of a run that was asked to end early, and left a checkpoint to continue from."""
+"""`Summary.reason` of a run that was stopped early and saved a checkpoint to resume from."""
 
 WINDOW = 10
-"""`reward_first` and `reward_last` are means over so many steps at either end (over a quarter of a short run)."""
+"""`reward_first` and `reward_last` are means over this many steps at either end (a quarter of the steps if fewer)."""
 
-MOST_FAILURES = 100
-"""Different failures that are told apart; further reasons are counted together, by source."""
+MAX_DISTINCT_FAILURES = 100
+"""Number of distinct failures counted separately. Further reasons are counted together, per source."""
 
 
 class EvalResult(msgspec.Struct, frozen=True):
-    """Mean held-out reward of a version over `tasks` tasks, with its standard error (None for fewer than two)."""
+    """Mean held-out reward of a version over `tasks` tasks, with its standard error (None for fewer than two tasks)."""
 
     version: int
     reward: float
@@ -30,11 +30,11 @@ class EvalResult(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens, seconds and failures are of the whole run, over all its starts. None: there was nothing to measure."""
+    """Results of a run. Tokens, seconds and failures include all starts of the run. None: nothing to measure."""
 
     steps: int
     wall_s: float
-    train_s: float  # wall time of the training loop alone, without start-up and the last evaluation
+    train_s: float  # wall-clock time of the training loop, without startup and the last evaluation
     seed: int
     reward_first: float | None
     reward_last: float | None
@@ -42,23 +42,23 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     eval_last: float | None
     eval_first_stderr: float | None = None
     eval_last_stderr: float | None = None
-    eval_tasks: int = 0  # how many tasks the last evaluation judged
+    eval_tasks: int = 0  # number of tasks scored in the last evaluation
     tokens_trained: int
     tokens_sampled: int
-    tokens_filtered: int = 0  # of the sampled ones, in groups that were filtered
-    groups_skipped: int = 0  # visits left out because their tasks were at rest
+    tokens_filtered: int = 0  # sampled tokens of filtered groups
+    groups_skipped: int = 0  # prompt visits skipped by the difficulty curriculum
     waste_fraction: float
-    lag_max: int  # replayed groups apart
+    lag_max: int  # without replayed groups
     efficiency: float | None
-    exit: int  # the exit code of the process
+    exit: int  # exit code of the process
     reason: str = ""  # why the run ended: "done", "stopped", or the error
     evals: list[EvalResult] = []
-    failures: list[Failure] = []  # the most frequent first
+    failures: list[Failure] = []  # most frequent first
     extra: dict[str, float] = {}
 
 
 class SummaryBuilder:
-    """Folds the metrics of the steps. After a resume, feed it the kept lines of the logs first."""
+    """Accumulates step metrics into a `Summary`. After a resume, feed it the kept log records first."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -82,7 +82,7 @@ class SummaryBuilder:
         self._efficiency = metrics.get("efficiency", self._efficiency)
 
     def remainder(self, metrics: Mapping[str, float]) -> None:
-        """What is added up over a run, of a step or of what came after the last one."""
+        """Add the metrics that are summed over a run: those of a step, or those recorded after the last step."""
         self._trained += metrics.get("throughput/trained_tokens", 0.0)
         self._sampled += metrics.get("throughput/sampled_tokens", 0.0)
         self._wasted += metrics.get("waste/tokens", 0.0)
@@ -95,7 +95,7 @@ class SummaryBuilder:
     def failures(self, failures: Iterable[Failure]) -> None:
         for failure in failures:
             key = failure.source, failure.reason
-            if key not in self._failures and len(self._failures) >= MOST_FAILURES:
+            if key not in self._failures and len(self._failures) >= MAX_DISTINCT_FAILURES:
                 key = failure.source, "other reasons"
             self._failures[key] += failure.count
 
@@ -139,7 +139,7 @@ class SummaryBuilder:
 
 
 def eval_result(version: int, metrics: Mapping[str, float]) -> EvalResult | None:
-    """The result in a line of evals.jsonl; None if no task could be judged."""
+    """Parse the result from a record of evals.jsonl; None if no task could be scored."""
     if "eval/reward" not in metrics:
         return None
     return EvalResult(

@@ -1,8 +1,4 @@
-"""What every part did when, as a Chrome trace (`chrome://tracing`, Perfetto).
-
-Spans are kept in memory, the newest `cap` of them, and written once at the end. Spans of one part that overlap are
-drawn in lanes below one another.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -16,11 +12,11 @@ from typing import Any, NamedTuple
 
 from outpace.observe.linefile import write_atomically
 
-CAP = 100_000
+MAX_SPANS = 100_000
 
 
 class Span(NamedTuple):
-    part: str
+    component: str
     name: str
     start: float
     end: float
@@ -28,9 +24,9 @@ class Span(NamedTuple):
 
 
 class Timeline:
-    """Collects spans; `start` and `end` are readings of `clock`."""
+    """Collects spans and writes them as a Chrome trace. `start` and `end` are readings of `clock`."""
 
-    def __init__(self, cap: int = CAP, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, cap: int = MAX_SPANS, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self.dropped = 0
         self._origin = clock()
@@ -39,37 +35,38 @@ class Timeline:
     def __len__(self) -> int:
         return len(self._spans)
 
-    def span(self, part: str, name: str, start: float, end: float, **notes: Any) -> None:
-        """`part` did `name` from `start` to `end`."""
+    def span(self, component: str, name: str, start: float, end: float, **notes: Any) -> None:
+        """Record that `component` did `name` from `start` to `end`."""
         if len(self._spans) == self._spans.maxlen:
             self.dropped += 1
-        self._spans.append(Span(part, name, start, max(end, start), notes))
+        self._spans.append(Span(component, name, start, max(end, start), notes))
 
     @contextlib.contextmanager
-    def measure(self, part: str, name: str, **notes: Any) -> Iterator[None]:
+    def measure(self, component: str, name: str, **notes: Any) -> Iterator[None]:
+        """Record the body of the `with` block as a span."""
         start = self.clock()
         try:
             yield
         finally:
-            self.span(part, name, start, self.clock(), **notes)
+            self.span(component, name, start, self.clock(), **notes)
 
     def write(self, path: str | Path) -> None:
-        """Write the trace. Blocks; call it off the event loop."""
+        """Write the trace. Blocking; do not call it on an event loop."""
         events = self._events()
         head = json.dumps({"displayTimeUnit": "ms", "otherData": {"dropped": self.dropped}})[:-1]
-        write_atomically(Path(path), _document(head, events))
+        write_atomically(Path(path), _trace_text(head, events))
 
     def _events(self) -> Iterator[dict[str, Any]]:
         lanes = _Lanes()
         for span in sorted(self._spans, key=lambda span: span.start):
             lane, is_new = lanes.place(span)
             if is_new:
-                yield {"ph": "M", "name": "thread_name", "pid": 1, "tid": lane, "args": {"name": span.part}}
+                yield {"ph": "M", "name": "thread_name", "pid": 1, "tid": lane, "args": {"name": span.component}}
                 yield {"ph": "M", "name": "thread_sort_index", "pid": 1, "tid": lane, "args": {"sort_index": lane}}
             yield {
                 "ph": "X",
                 "name": span.name,
-                "cat": span.part,
+                "cat": span.component,
                 "pid": 1,
                 "tid": lane,
                 "ts": round((span.start - self._origin) * 1e6, 1),
@@ -79,14 +76,14 @@ class Timeline:
 
 
 class _Lanes:
-    """Gives each span the first lane of its part that is free when it starts."""
+    """Assigns each span to the first lane of its component that is free when the span starts."""
 
     def __init__(self) -> None:
         self._ends: dict[str, dict[int, float]] = {}
         self._count = 0
 
     def place(self, span: Span) -> tuple[int, bool]:
-        lanes = self._ends.setdefault(span.part, {})
+        lanes = self._ends.setdefault(span.component, {})
         for lane, end in lanes.items():
             if end <= span.start:
                 lanes[lane] = span.end
@@ -96,7 +93,7 @@ class _Lanes:
         return self._count, True
 
 
-def _document(head: str, events: Iterator[dict[str, Any]]) -> Iterator[str]:
+def _trace_text(head: str, events: Iterator[dict[str, Any]]) -> Iterator[str]:
     yield head + ', "traceEvents": [\n'
     separator = ""
     for event in events:

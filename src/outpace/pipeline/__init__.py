@@ -1,1 +1,1 @@
-"""When things happen: a pure core that turns events into actions, and the driver that carries them out."""
+"""The controller: a pure scheduler that turns events into actions, and the driver that carries them out."""

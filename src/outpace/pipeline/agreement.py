@@ -1,9 +1,24 @@
-"""Asking an engine and the learner for the logprobs of the same tokens.
+"""Logprob check: compare an engine's logprobs with the learner's on the same tokens.
 
-    engine: a few short completions ──▶ learner: the same tokens ──▶ `verdicts.compare`
+    engine: a few short completions ──▶ learner: logprobs of the same tokens ──▶ `compare_logprobs` ──▶ a verdict
 
-The sampler's logprobs are half of every importance weight. One that reports them before the temperature, from cut-off
-distributions or from other weights spoils a run without failing anywhere, so each engine is checked before training.
+The sampler's logprobs are half of every importance weight. An engine that reports them before temperature, from
+truncated distributions or from other weights ruins a run without any error, so every engine is checked before training.
+
+Each cause leaves its own pattern. They are tested in this order, the most specific first:
+
+    answers     lengths that do not match, or numbers that are not logprobs
+    vocabulary  token ids that the learner's model does not have
+    weights     the engine itself reports another version
+    raw         at a temperature other than 1, the engine's logprobs match the softmax at temperature 1
+    cut         the engine's logprobs are higher on nearly all tokens: renormalized after top_p, top_k or min_p
+    agrees      differences within the rounding of the run's dtype
+    dtype       larger differences, but no larger than lower precision explains
+    weights     anything beyond
+
+Each temperature is judged separately, so that a match at one cannot hide a mismatch at another.
+
+Legend: _N sampled tokens.
 """
 
 from __future__ import annotations
@@ -25,16 +40,18 @@ from outpace.types import Generation, Ints, Sampling, Version
 OPENINGS = 8
 COMPLETION = 16  # tokens
 LONGEST_OPENING = 256
-"""Of a longer one the end is taken: what is compared does not depend on where a sequence began."""
+"""Longer prompts keep their last tokens only: the comparison does not depend on where a sequence starts."""
 
 OTHER_TEMPERATURE = 0.7
-"""Asked for besides temperature 1, at which logprobs before and after the temperature are the same."""
+"""Sampled in addition to temperature 1, where logprobs before and after temperature are the same."""
 
 DEADLINE_S = 120.0
 
 
 @dataclass(frozen=True)
 class Question:
+    """A request for a short completion to compare."""
+
     opening: Ints
     sampling: Sampling
 
@@ -51,21 +68,22 @@ async def agreement(
     kind: str = "embedded",
     deadline_s: float = DEADLINE_S,
 ) -> Agreement:
-    """Whether the engine samples with what the learner has at `version`."""
+    """Compare one engine's logprobs with those of the learner at `version`."""
     terms = Terms(dtype, kind)
-    asked = questions(openings, temperature, seed)
+    requests = questions(openings, temperature, seed)
     try:
         async with asyncio.timeout(deadline_s):
-            answers = await together(*(_ask(engine, number, question) for number, question in enumerate(asked)))
+            answers = await together(*(_generate(engine, number, request) for number, request in enumerate(requests)))
     except TimeoutError:
-        return Agreement("answers", f"it gave no answer within {deadline_s:g} s; {remedy('answers', terms)}")
+        return Agreement("answers", f"it did not reply within {deadline_s:g} s; {remedy('answers', terms)}")
     except RequestFailed as error:
-        return Agreement("answers", f"it refused a request: {error}")
-    return compare(await _scored(learner, asked, answers), version, terms)
+        return Agreement("answers", f"it rejected a request: {error}")
+    return compare(await _score(learner, requests, answers), version, terms)
 
 
 def questions(openings: Sequence[Ints], temperature: float, seed: int) -> list[Question]:
-    """Without stop tokens: what comes after the end of an answer is less certain, and so tells more."""
+    """Build the requests, without stop tokens: text after the end of an answer is less certain and so more
+    informative."""
     temperatures = [temperature] if temperature != 1.0 else [temperature, OTHER_TEMPERATURE]
     return [
         Question(opening, Sampling(max_tokens=COMPLETION, seed=(seed + number) % 2**63, temperature=each))
@@ -74,30 +92,30 @@ def questions(openings: Sequence[Ints], temperature: float, seed: int) -> list[Q
     ]
 
 
-async def _ask(engine: Engine, number: int, question: Question) -> Generation:
-    """Of whatever version it has: an engine that lacks the learner's would have to be waited for."""
-    return await engine.generate(f"agreement-{number}", question.opening, question.sampling, 0, None)
+async def _generate(engine: Engine, number: int, request: Question) -> Generation:
+    """Generate with whatever version the engine has: waiting for the learner's version could block."""
+    return await engine.generate(f"agreement-{number}", request.opening, request.sampling, 0, None)
 
 
-async def _scored(learner: Learner, asked: Sequence[Question], answers: Sequence[Generation]) -> list[Sample]:
-    sequences = [np.concatenate((q.opening, a.tokens)).astype(np.int32) for q, a in zip(asked, answers, strict=True)]
+async def _score(learner: Learner, requests: Sequence[Question], answers: Sequence[Generation]) -> list[Sample]:
+    sequences = [np.concatenate((q.opening, a.tokens)).astype(np.int32) for q, a in zip(requests, answers, strict=True)]
     plain = await learner.logprobs(sequences, 1.0)
     by_temperature = {1.0: plain}
-    for temperature in {question.sampling.temperature for question in asked} - {1.0}:
+    for temperature in {request.sampling.temperature for request in requests} - {1.0}:
         by_temperature[temperature] = await learner.logprobs(sequences, temperature)
     return [
         Sample(
-            temperature=question.sampling.temperature,
-            most=question.sampling.max_tokens,
+            temperature=request.sampling.temperature,
+            most=request.sampling.max_tokens,
             generation=answer,
-            learner_N=by_temperature[question.sampling.temperature][number][len(question.opening) - 1 :],
-            plain_N=plain[number][len(question.opening) - 1 :],
+            learner_N=by_temperature[request.sampling.temperature][number][len(request.opening) - 1 :],
+            plain_N=plain[number][len(request.opening) - 1 :],
         )
-        for number, (question, answer) in enumerate(zip(asked, answers, strict=True))
+        for number, (request, answer) in enumerate(zip(requests, answers, strict=True))
     ]
 
 
-# ------------------------------------------------------------------------------------------------------- all engines
+# --------------------------------------------------------------------------------------------------- all engines
 
 
 async def check_engines(
@@ -108,24 +126,25 @@ async def check_engines(
     version: Version,
     say: Callable[[str], None],
 ) -> None:
-    """Refuse to train on an engine whose logprobs cannot be the learner's. Coarser arithmetic is corrected for by the
-    importance weights, and is only told of. Afterwards all have `version`, which is the learner's."""
+    """Raise `BadInput` if an engine's logprobs cannot be the learner's. Afterwards every engine has `version`.
+
+    Lower precision is only reported, because the importance weights correct for it."""
     found = await agreements(engines, learner, worker, config, version)
     for name, result in found.items():
         if result.verdict == "dtype":
-            say(f"{name} and the learner differ: {result.line}")
+            say(f"{name}: logprobs differ from the learner's: {result.line}")
         elif not result.agrees:
-            raise BadInput(f"{name} does not agree with the learner: {result.line}")
+            raise BadInput(f"{name}: logprobs do not match the learner's: {result.line}")
 
 
 async def agreements(
     engines: Mapping[str, Engine], learner: Learner, worker: Worker, config: Config, version: Version
 ) -> dict[str, Agreement]:
-    """What each engine and the learner, which is at `version`, say of the same tokens. Engines that have another
-    version, or whatever was served before, get the learner's first."""
-    await _bring_up(engines.values(), learner, version)
+    """Compare every engine with the learner, which is at `version`. Engines that serve anything else load the learner's
+    weights first."""
+    await _load_version(engines.values(), learner, version)
     given = await worker.openings(OPENINGS)
-    openings = [_cropped(opening, config.engine.context) for opening in islice(cycle(given), OPENINGS)]
+    openings = [_crop(opening, config.engine.context) for opening in islice(cycle(given), OPENINGS)]
 
     def one(engine: Engine) -> Coroutine[None, None, Agreement]:
         return agreement(
@@ -143,13 +162,13 @@ async def agreements(
     return dict(zip(engines, await together(*map(one, engines.values())), strict=True))
 
 
-async def _bring_up(engines: Iterable[Engine], learner: Learner, version: Version) -> None:
+async def _load_version(engines: Iterable[Engine], learner: Learner, version: Version) -> None:
     behind = [engine for engine in engines if (await engine.stats()).version != version]
     if behind:
         manifest = await learner.publish([])
         await together(*(engine.load(manifest, False) for engine in behind))
 
 
-def _cropped(opening: Ints, context: int | None) -> Ints:
+def _crop(opening: Ints, context: int | None) -> Ints:
     room = LONGEST_OPENING if context is None else min(LONGEST_OPENING, context - COMPLETION)
     return opening[-max(room, 1) :]

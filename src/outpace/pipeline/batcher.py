@@ -1,19 +1,33 @@
-"""Which groups make the open batch.
+"""Batch formation: which finished groups make up the open batch, and which past groups are replayed in it.
 
-Invariants (v = the open batch, B = its size, k = the groups it has)
-- For every d >= v, the outstanding groups outside the batch with a deadline <= d, running ones included, number at most
-  (d - v) * B + (B - k): they fit into the batches up to d. A finished group is taken only if this still holds
-  afterwards; so due groups come first, waiting for a running one if need be, and no early group crowds out a due one.
-- Among finished groups the earliest deadline goes first, ties by admission. When nothing runs, the first in this order
-  may always be taken: waiting is always for a running group.
-- With `in_order`, groups are taken strictly in admission order and sent in chunks of a fixed size: who finishes first
-  changes nothing. Here, and only here, deadlines must not fall in admission order.
+Batcher invariants (v = open batch, B = batch size, k = groups already in the open batch)
+- For every d >= v, the outstanding groups outside the batch with deadline <= d, running ones included, number at most
+  (d - v) * B + (B - k), so they fit into the batches up to d. A finished group is taken only if this still holds
+  afterwards. Due groups therefore come first, waiting for a running one if necessary, and no early group crowds out a
+  due one.
+- Finished groups are taken by earliest deadline, ties by admission. When nothing is running, the first in this order
+  can always be taken, so the batch only ever waits for a running group.
+- With `in_order`, groups are taken strictly in admission order and sent in chunks of a fixed size, so completion order
+  has no effect. In this mode, and only in this mode, deadlines must not decrease in admission order.
 
-Elsewhere deadlines may fall from one group to the next (a governor lowers the lag in force). The first invariant does
-not mind: a group is admitted with deadline D only while all outstanding groups, whatever their deadlines, number less
-than (D + 1 - v) * B. With it, those outside the batch are at most (D + 1 - v) * B - k, which bounds the groups due by
-any d >= D; for d < D nothing changes. Taking a group raises k by one: for d at or past its deadline it leaves the count
-as well, and for d before it that is what is checked.
+Otherwise deadlines may decrease from one group to the next (the governor lowers the allowed lag). The first invariant
+still holds: a group with deadline D is admitted only while all outstanding groups, whatever their deadlines, number
+less than (D + 1 - v) * B. Including it, those outside the batch are at most (D + 1 - v) * B - k, which bounds the
+groups due by any d >= D; for d < D nothing changes. Taking a group raises k by one: for d at or past its deadline it
+also leaves the count, and for earlier d the condition is checked explicitly.
+
+Replay invariants
+- Batch v replays at most floor(fraction * B) groups, each first trained in one of the batches v - max_age to v - 1, and
+  each at most `times` times in total. It replays fewer if the pool is smaller.
+- Groups with the largest reward standard deviation go first, ties by newest. Groups with zero deviation carry no
+  signal and never enter the pool. The choice depends only on what was trained.
+- A replayed group is not a prompt visit: the ledger does not change, and its lag may exceed max_lag by design.
+- Every trained group is retired exactly once, at the end of some batch. Until then its journal entry must be kept.
+- The pool is part of a checkpoint. After a resume it holds those of its groups that the journal still has: all of them
+  for the newest checkpoint, possibly fewer for an older one.
+
+The pool holds numbers only. Tokens and sampling logprobs stay in the journal. Old-policy logprobs are recomputed from
+the current weights each time a group is trained and are never stored.
 """
 
 from __future__ import annotations
@@ -22,20 +36,23 @@ from collections import Counter
 from heapq import heappop, heappush
 
 from outpace.types import Version
+from outpace.wording import plural
 
 
 class Batcher:
+    """Fills the open batch from finished groups by deadline, and splits it into chunks for the learner."""
+
     def __init__(self, size: int, chunk_groups: int, in_order: bool, version: Version) -> None:
         self.size = size
         self.chunk_groups = chunk_groups
         self.in_order = in_order
         self.version = version
         self.batch: list[int] = []
-        self._sent = 0  # groups of the batch that went to the learner
-        self._deadlines: dict[int, Version] = {}  # outstanding and outside the batch, in admission order
-        self._due: Counter[Version] = Counter()  # how many of them by deadline
+        self._sent = 0  # groups of the batch sent to the learner
+        self._deadlines: dict[int, Version] = {}  # of outstanding groups outside the batch, in admission order
+        self._due: Counter[Version] = Counter()  # number of those groups by deadline
         self._running: dict[int, None] = {}  # in admission order
-        self._ready: list[tuple[Version, int]] = []  # heap of the finished ones
+        self._ready: list[tuple[Version, int]] = []  # heap of finished groups
 
     @property
     def running(self) -> int:
@@ -43,7 +60,7 @@ class Batcher:
 
     @property
     def finished(self) -> int:
-        """Finished groups that are not yet trained, those of the open batch included."""
+        """Number of finished groups that are not yet trained, those of the open batch included."""
         return len(self._ready) + len(self.batch)
 
     @property
@@ -52,10 +69,10 @@ class Batcher:
 
     @property
     def missing(self) -> int:
-        """How many groups the open batch lacks."""
+        """Number of groups the open batch still needs."""
         return self.size - len(self.batch)
 
-    # ------------------------------------------------------------------------------------------- groups come and go
+    # ------------------------------------------------------------------------------------------------------ groups
 
     def admit(self, group: int, deadline: Version) -> None:
         assert group not in self._deadlines
@@ -65,7 +82,7 @@ class Batcher:
         self._running[group] = None
 
     def adopt(self, group: int, deadline: Version) -> None:
-        """A group that had finished before this start of the run."""
+        """Add a group that finished before this start of the run."""
         self.admit(group, deadline)
         self.finish(group)
 
@@ -74,16 +91,16 @@ class Batcher:
         heappush(self._ready, (self._deadlines[group], group))
 
     def discard(self, group: int) -> None:
-        """A running group leaves without being trained."""
+        """Remove a running group that will not be trained."""
         del self._running[group]
         self._forget(group)
 
     def extend(self, group: int) -> None:
-        """Let a running group be trained one version later than it should."""
+        """Move the deadline of a running group one version later."""
         assert group in self._running
         deadline = self._deadlines[group]
         self._uncount(deadline)
-        self._deadlines[group] = deadline + 1  # in place: the admission order stays
+        self._deadlines[group] = deadline + 1  # in place: keeps the admission order
         self._due[deadline + 1] += 1
 
     def _forget(self, group: int) -> Version:
@@ -108,12 +125,13 @@ class Batcher:
 
     def _may_take_first(self) -> bool:
         deadline, group = self._ready[0]
-        if self.in_order:  # deadlines do not fall here, so the first ready is the oldest finished group
+        if self.in_order:  # deadlines never decrease here, so the first ready group is the oldest finished one
             return group == next(iter(self._deadlines))
         return self._crowded(deadline) is None
 
     def _crowded(self, deadline: Version) -> Version | None:
-        """The first deadline whose groups would no longer fit if a group with this later `deadline` were taken."""
+        """Return the first deadline whose groups would no longer fit if a group with this later `deadline` were
+        taken."""
         outstanding = 0
         for due in sorted(self._due):
             if due >= deadline:
@@ -124,24 +142,32 @@ class Batcher:
         return None
 
     def overdue(self) -> int | None:
-        """A running group that alone keeps finished groups from completing the batch; the oldest, if several."""
+        """Return the oldest running group that alone keeps finished groups from completing the batch, if any."""
         if self.in_order or not self.missing or len(self._ready) < self.missing:
             return None
         due = self._crowded(self._ready[0][0])
         if due is None:
             return None
-        # Whatever is finished has a later deadline, so whoever has this one is running.
+        # Finished groups have later deadlines, so the group with this one is running.
         return next(group for group in self._running if self._deadlines[group] == due)
 
-    def awaited(self) -> list[int]:
-        """The running groups that the open batch cannot do without."""
+    def waiting_for(self) -> str:
+        """Describe what the open batch waits for."""
+        if not (due := self._awaited()):
+            return f"{plural(self.missing, 'more group')} for batch {self.version}"
+        names = ", ".join(map(str, due[:10])) + (", …" if len(due) > 10 else "")
+        return f"running group{'' if len(due) == 1 else 's'} {names} (needed for batch {self.version})"
+
+    def _awaited(self) -> list[int]:
+        """Return the running groups that the open batch cannot close without."""
         if not self.missing:
             return []
         due = self._crowded(self._ready[0][0]) if self._ready and not self.in_order else self.version
         return [group for group in self._running if due is not None and self._deadlines[group] <= due]
 
     def next_chunk(self, complete: bool) -> tuple[int, ...]:
-        """The groups to send to an idle learner; none while there are too few. `complete`: the batch gets no more."""
+        """Return the groups to send to an idle learner, or () if there are too few. `complete`: the batch gets no
+        more groups."""
         unsent = self.batch[self._sent :]
         if len(unsent) < self.chunk_groups and not complete:
             return ()
@@ -150,7 +176,7 @@ class Batcher:
         return chunk
 
     def close(self) -> list[int]:
-        """The step is done: returns the groups it trained and opens the next batch."""
+        """Return the groups that the step trained, and open the next batch."""
         assert self._sent == len(self.batch)
         trained, self.batch, self._sent = self.batch, [], 0
         self.version += 1

@@ -1,4 +1,7 @@
-"""When groups that fail or teach nothing end a run. Pure: counts what groups came to."""
+"""Failure budget: end the run after too many failed or filtered groups in a row, and warn early if no group is usable.
+
+Pure: both classes only count group reports.
+"""
 
 from __future__ import annotations
 
@@ -11,30 +14,31 @@ from outpace.types import GroupReport
 from outpace.wording import plural
 
 FIRST_FILTERED = 512
-"""Filtered groups in a row that end a run in which no group was usable yet, where `pacing.max_filtered` is not set. If
-2 % of the groups are usable, 512 in a row are filtered once in 30,000 times."""
+"""Default `pacing.max_filtered` while no group was usable yet. If 2 % of the groups are usable, 512 in a row are
+filtered once in 30,000 runs."""
 
 FILTERED = 1024
-"""The same once a group was usable. This is tried after every usable group, so it must be rarer: once in 10^9."""
+"""Default `pacing.max_filtered` once a group was usable. The count restarts after every usable group, so the limit must
+be hit more rarely: once in 10^9."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Groups in a row. `filtered` None: `FIRST_FILTERED`, and `FILTERED` once a group was usable."""
+    """Limits in groups in a row. `filtered` None: `FIRST_FILTERED`, then `FILTERED` once a group was usable."""
 
     failed: int
     filtered: int | None
     notice_every: int
-    resumed: bool = False  # after a step: a group was usable before
+    resumed: bool = False  # resumed after a step, so a group was usable before
 
 
 class LimitReached(PartFailed):
-    """Too many groups in a row failed or were filtered. What was trained until then is worth a checkpoint."""
+    """Too many groups in a row failed or were filtered. The steps trained so far are worth a checkpoint."""
 
 
 class Budget:
-    """Failed groups in a row end the run, since user code is broken; so do filtered ones, since the policy cannot learn
-    from these tasks."""
+    """Ends the run after failed groups in a row (user code is broken) or filtered ones (the policy cannot learn from
+    these tasks)."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -43,22 +47,22 @@ class Budget:
         self._filtered = 0
         self._causes: Counter[tuple[str, str]] = Counter()  # of the failed groups in a row
         self._rewards: Counter[float] = Counter()  # of the filtered groups in a row
-        self._example: GroupReport | None = None  # a filtered group that can be shown
-        self._failures = 0  # of the whole run
-        self._next_failure = 1
-        self._next_notice = limits.notice_every
+        self._example: GroupReport | None = None  # a filtered group with a rollout to show
+        self._failures = 0  # over the whole run
+        self._next_failure_notice = 1
+        self._next_filtered_notice = limits.notice_every
 
     def note(self, report: GroupReport) -> str | None:
-        """A message for the console, if one is due; raises when a limit is reached."""
+        """Count a group and return a console message if one is due. Raise `LimitReached` at a limit."""
         self._count(report)
         if self._failed >= self._limits.failed:
             raise LimitReached("rollouts", self._why_failed(report), report.traceback)
-        if self._filtered >= self._most_filtered:
+        if self._filtered >= self._filtered_limit:
             raise LimitReached("rollouts", self._why_filtered(report))
-        return self._notice_of_failures(report) or self._notice_of_dry_spell(report)
+        return self._failure_notice(report) or self._filtered_notice(report)
 
     @property
-    def _most_filtered(self) -> int:
+    def _filtered_limit(self) -> int:
         return self._limits.filtered or (FILTERED if self._usable else FIRST_FILTERED)
 
     def _count(self, report: GroupReport) -> None:
@@ -81,67 +85,67 @@ class Budget:
     # ------------------------------------------------------------------------------------------------ why the run ends
 
     def _why_failed(self, last: GroupReport) -> str:
-        """Which function failed, why, and where in the user's code."""
+        """Name the function that failed, the reason, and the line of user code."""
         causes = [
             f"{source}: {one_line(reason, 200)} ({count} of {self._failed})"
             for (source, reason), count in self._causes.most_common(2)
         ]
-        where = f" [{place}]" if (place := _last_place(last.traceback)) else ""
+        where = f" [{place}]" if (place := _last_code_line(last.traceback)) else ""
         return (
             f"{plural(self._failed, 'group')} in a row failed (pacing.max_failed): "
             f"{'; '.join(causes) or one_line(last.reason)}{where}"
         )
 
     def _why_filtered(self, last: GroupReport) -> str:
-        """Which rewards there were, an example, and what to change."""
+        """List the rewards, an example, and what to change."""
         values = ", ".join(f"{number(reward)} ({count:,} times)" for reward, count in self._rewards.most_common(4))
         others = ", …" if len(self._rewards) > 4 else ""
         rewards = f"; rewards: {values}{others}" if values else ""
         return (
             f"{plural(self._filtered, 'group')} in a row were filtered (pacing.max_filtered): "
-            f"{one_line(last.reason)}{rewards}{self._shown_example()}. {self._advice()}"
+            f"{one_line(last.reason)}{rewards}{self._describe_example()}. {self._advice()}"
         )
 
-    def _shown_example(self) -> str:
+    def _describe_example(self) -> str:
         if self._example is None:
             return ""
         view = self._example.views[0]
         prompt, completion = (one_line(text, 160) for text in (view.prompt, view.completion))
-        return f"; example: {prompt!r} was answered {completion!r}, reward {number(view.reward)}"
+        return f"; example: prompt {prompt!r}, completion {completion!r}, reward {number(view.reward)}"
 
     def _advice(self) -> str:
         if len(self._rewards) > 1:
-            return "Attempts at one task all get the same reward: use a larger rollout.group_size or temperature"
+            return "All attempts at a task get the same reward: increase rollout.group_size or rollout.temperature"
         if self._usable:
-            return "The tasks teach nothing any more: use harder or easier ones, or stop here"
+            return "The tasks give no training signal any more: use harder or easier ones, or stop here"
         return (
-            "Check that the reward function recognises a good answer; if it does, use easier tasks, a better model or "
-            "a larger rollout.group_size"
+            "Check that the reward function recognizes a good completion; if it does, use easier tasks, a better model "
+            "or a larger rollout.group_size"
         )
 
     # -------------------------------------------------------------------------------------------------------- notices
 
-    def _notice_of_failures(self, report: GroupReport) -> str | None:
-        """The first, the second, the fourth …: a few bad tasks come round again in every epoch."""
+    def _failure_notice(self, report: GroupReport) -> str | None:
+        """Report failure 1, 2, 4, …: a few bad tasks fail again in every epoch."""
         self._failures += report.outcome == "failed"
-        if report.outcome != "failed" or self._failures < self._next_failure:
+        if report.outcome != "failed" or self._failures < self._next_failure_notice:
             return None
-        self._next_failure *= 2
-        count = "a group" if self._failures == 1 else f"{self._failures} groups so far have"
+        self._next_failure_notice *= 2
+        count = "a group" if self._failures == 1 else f"{self._failures} groups so far"
         return f"{count} failed: {report.reason}"
 
-    def _notice_of_dry_spell(self, report: GroupReport) -> str | None:
-        """At ever longer intervals."""
-        if self._filtered < self._next_notice:
+    def _filtered_notice(self, report: GroupReport) -> str | None:
+        """Report long runs of filtered groups, at doubling intervals."""
+        if self._filtered < self._next_filtered_notice:
             return None
-        self._next_notice *= 2
+        self._next_filtered_notice *= 2
         return (
             f"the last {plural(self._filtered, 'group')} were all filtered: {report.reason}; "
-            f"the run ends after {self._most_filtered} (pacing.max_filtered)"
+            f"the run ends after {self._filtered_limit} (pacing.max_filtered)"
         )
 
 
-def _last_place(traceback: str) -> str:
-    """The innermost line of user code in a traceback, such as `File "rewards.py", line 3, in score`."""
+def _last_code_line(traceback: str) -> str:
+    """Return the innermost line of user code in a traceback, such as `File "rewards.py", line 3, in score`."""
     places = [line.strip() for line in traceback.splitlines() if line.strip().startswith("File ")]
     return one_line(places[-1], 200) if places else ""

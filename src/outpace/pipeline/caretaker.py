@@ -1,12 +1,19 @@
-"""Keeps the parts of a run alive, as far as the supervisor allows.
+"""Supervision: restart engines and workers that die or hang, within a restart budget, and detect stalls.
 
-    runtime.deaths ─▶ supervisor ─┬▶ restart, EngineLost … EngineJoined     calls that were under way are made again
-          ▲                       └▶ the run ends with the part's own account
-          └── killed ◀── silent for too long ◀── a sign of life from everybody, every probe_s
+    runtime.deaths ─▶ RestartPolicy ─┬▶ restart, EngineLost … EngineJoined     calls in progress are made again
+          ▲                          └▶ the run ends with the component's own error
+          └── killed ◀── unresponsive for silent_s ◀── every component is probed every probe_s
 
-An engine gives a sign of life when its event loop turns and, if it has requests running, its compute thread gets on.
+    learner    its death ends the run, which can be resumed: only a checkpoint can replace the learner
+    engine     restarted; serves nothing before its first load
+    worker     restarted; its groups are rolled out again
 
-Engines may come and go while the run lasts. One that cannot be kept alive ends the run only when it is the last.
+A component that dies more than `restarts` times within `window_s` is given up. That ends the run, except for an engine
+while another one is up. Engines may join and leave during the run.
+
+A probe succeeds if the component's event loop replies and, for an engine with running requests, its compute thread has
+made progress. Both the probe and the stall watchdog count only time in which this process was awake (`AwakeClock`): a
+suspended machine or a stopped and continued process has not stalled, however far the clocks advanced.
 """
 
 from __future__ import annotations
@@ -27,7 +34,7 @@ T = TypeVar("T")
 
 
 class PartGone(PartFailed):
-    """A part has left the run for good, and the run goes on without it."""
+    """A component left the run for good, and the run continues without it."""
 
 
 @dataclass(frozen=True)
@@ -35,97 +42,101 @@ class CareSettings:
     supervise: SuperviseSettings
     probe_s: float
     silent_s: float
-    all_engines: bool = False  # the run cannot do without any of them
+    all_engines: bool = False  # the run cannot continue without every engine
 
 
 class Caretaker:
+    """Watches all components, restarts dead ones and repeats the calls they lost."""
+
     def __init__(
         self,
         runtime: Runtime,
         roles: Mapping[str, Role],
         engines: Mapping[str, Engine],
         settings: CareSettings,
-        tell: Callable[[Event | BaseException], None],
+        post: Callable[[Event | BaseException], None],
         notice: Callable[[str, str], None],
-        back: Callable[[str], None] = lambda part: None,
+        on_restart: Callable[[str], None] = lambda component: None,
     ) -> None:
-        """`tell` is for the driver, `notice` (a part's role, and what became of it) for people; `back` hears of parts
-        that were replaced."""
+        """`post` puts an event or error into the driver's queue. `notice` reports a component's role and what
+        happened to it. `on_restart` is called with the name of a restarted component."""
         self._runtime = runtime
         self._roles: dict[str, Role] = {}
         self._engines = engines
         self._settings = settings
-        self._tell = tell
+        self._post = post
         self._notice = notice
-        self._back = back
-        self._supervisor = Supervisor(settings.supervise)
+        self._on_restart = on_restart
+        self._policy = Supervisor(settings.supervise)
         self._up: dict[str, asyncio.Event] = {}
-        self._lives: dict[str, int] = {}
+        self._restart_counts: dict[str, int] = {}
         self._silent: dict[str, float] = {}
-        self._turns: dict[str, int] = {}  # of engines, when they were last asked
-        self._replaced: dict[str, asyncio.Event] = {}  # the next life begins
-        self._gone: dict[str, PartGone] = {}  # engines that will not come back
+        self._turns: dict[str, int] = {}  # progress counter of each engine at its last probe
+        self._replaced: dict[str, asyncio.Event] = {}  # set when the component is replaced
+        self._gone: dict[str, PartGone] = {}  # components that will not come back
         self._replacing: dict[str, asyncio.Task[None]] = {}
         for name, role in roles.items():
             self.enter(name, role)
 
     def enter(self, name: str, role: Role) -> None:
-        """This part is up, and cared for from here on."""
+        """Supervise a component that is up."""
         self._roles[name] = role
-        self._lives[name] = 0
+        self._restart_counts[name] = 0
         self._silent[name] = 0.0
         self._up[name], self._replaced[name] = asyncio.Event(), asyncio.Event()
         self._up[name].set()
 
     def leave(self, name: str, why: str) -> None:
-        """It is not cared for any more; whoever waits for it hears why."""
+        """Stop supervising a component. Calls that wait for it fail with `why`."""
         del self._roles[name]
         self._gone[name] = PartGone(name, why)
         replacing = self._replacing.get(name)
         if replacing is not None and replacing is not asyncio.current_task():
             replacing.cancel()
-        self._lives[name] += 1
+        self._restart_counts[name] += 1
         self._up[name].set()
         self._replaced[name].set()
 
     async def called_off(self, name: str) -> None:
-        """Nobody is starting it again any more."""
+        """Wait until a cancelled restart of this component has ended."""
         if (replacing := self._replacing.pop(name, None)) is not None:
             await asyncio.wait({replacing})
 
-    def cares_for(self, part: str) -> bool:
-        return part in self._roles
+    def cares_for(self, component: str) -> bool:
+        return component in self._roles
 
-    def life(self, part: str) -> int:
-        """How often this part was replaced."""
-        return self._lives[part]
+    def life(self, component: str) -> int:
+        """Return how often this component was replaced."""
+        return self._restart_counts[component]
 
-    def lives_on(self, part: str, life: int) -> bool:
-        """Whether it is still the one that it was in that life, as far as is known."""
-        return part not in self._gone and self._lives[part] == life and self._up[part].is_set()
+    def lives_on(self, component: str, restarts: int) -> bool:
+        """Return whether the component is up and has not been replaced since `restarts`."""
+        same = component not in self._gone and self._restart_counts[component] == restarts
+        return same and self._up[component].is_set()
 
-    async def ask(self, part: str, call: Callable[[], Awaitable[T]]) -> T:
-        """What a part answers. If it dies over the call, its successor is asked the same; `PartGone`: there is none."""
+    async def ask(self, component: str, call: Callable[[], Awaitable[T]]) -> T:
+        """Call a component and return its reply. If it dies, repeat the call on its replacement; `ComponentRemoved`
+        if there is none."""
         while True:
-            await self._up[part].wait()
-            if part in self._gone:
-                raise self._gone[part]
-            life = self._lives[part]
+            await self._up[component].wait()
+            if component in self._gone:
+                raise self._gone[component]
+            restarts = self._restart_counts[component]
             try:
                 return await call()
             except PartFailed as error:
-                if part in self._gone:
-                    raise self._gone[part] from error
+                if component in self._gone:
+                    raise self._gone[component] from error
                 if not isinstance(error, PartLost):
                     raise
-                # If its process lives all the same, it will be found silent.
-                while self._lives[part] == life and part not in self._gone:
-                    await self._replaced[part].wait()
+                # If its process is still alive, the probe will find it unresponsive.
+                while self._restart_counts[component] == restarts and component not in self._gone:
+                    await self._replaced[component].wait()
 
-    # ----------------------------------------------------------------------------------------------------- deaths
+    # ---------------------------------------------------------------------------------------------------- restarts
 
     async def watch(self) -> None:
-        """For as long as the run lasts: replace whoever dies."""
+        """Restart components that die, for as long as the run lasts."""
         async with asyncio.TaskGroup() as replacing:
             while True:
                 lost = await self._runtime.deaths.get()
@@ -134,25 +145,25 @@ class Caretaker:
     async def _replace(self, lost: PartFailed) -> None:
         name = lost.part
         if name not in self._roles:
-            return  # it was leaving anyway
+            return  # it was leaving
         self._up[name].clear()
         is_engine = self._roles[name] == "engine"
         if is_engine:
-            self._tell(EngineLost(name))
-        if not await self._restarted(name, lost):
+            self._post(EngineLost(name))
+        if not await self._restart(name, lost):
             return
-        self._lives[name] += 1
+        self._restart_counts[name] += 1
         self._silent[name] = 0.0
         self._up[name].set()
         self._replaced[name].set()
         self._replaced[name] = asyncio.Event()
-        self._back(name)
+        self._on_restart(name)
         if is_engine:
-            self._tell(EngineJoined(name))
+            self._post(EngineJoined(name))
 
-    async def _restarted(self, name: str, lost: PartFailed) -> bool:
+    async def _restart(self, name: str, lost: PartFailed) -> bool:
         while True:
-            decision = self._supervisor.died(name, self._roles[name], asyncio.get_running_loop().time())
+            decision = self._policy.died(name, self._roles[name], asyncio.get_running_loop().time())
             if isinstance(decision, GiveUp):
                 self._give_up(name, PartFailed(name, f"{lost.message}; {decision.reason}", lost.remote_traceback))
                 return False
@@ -163,47 +174,47 @@ class Caretaker:
                 return True
             except PartFailed as error:
                 lost = error
-            except (OSError, OutpaceError) as error:  # no process can be had just now, or what it needs is gone
+            except (OSError, OutpaceError) as error:  # no process can be started now, or a resource it needs is gone
                 lost = PartFailed(name, f"could not be started: {error}")
 
     def _give_up(self, name: str, failure: PartFailed) -> None:
-        others = [part for part, role in self._roles.items() if role == "engine" and part != name]
+        others = [component for component, role in self._roles.items() if role == "engine" and component != name]
         if self._roles[name] != "engine" or self._settings.all_engines or not any(self._up[o].is_set() for o in others):
-            self._tell(failure)
+            self._post(failure)
             return
-        self._notice("engine", f"{failure}; the run goes on without it")
+        self._notice("engine", f"{failure}; the run continues without it")
         self.leave(name, failure.message)
-        self._tell(EngineLeft(name))
+        self._post(EngineLeft(name))
 
-    # ----------------------------------------------------------------------------------------------- signs of life
+    # ----------------------------------------------------------------------------------------------------- probes
 
     async def probe(self) -> None:
-        """For as long as the run lasts: end whoever is silent for too long, for `watch` to replace."""
+        """Kill components that do not respond, for as long as the run lasts; `watch` restarts them."""
         awake = Awake(asyncio.get_running_loop().time, self._settings.probe_s)
         while True:
             await asyncio.sleep(self._settings.probe_s)
             names = list(self._roles)
-            alive = await asyncio.gather(*(self._gives_sign(name) for name in names))
+            alive = await asyncio.gather(*(self._is_alive(name) for name in names))
             seconds = awake.lap()
-            for name, lives in zip(names, alive, strict=True):
+            for name, is_alive in zip(names, alive, strict=True):
                 if name in self._roles:
-                    await self._judge(name, lives, seconds)
+                    await self._kill_if_silent(name, is_alive, seconds)
 
-    async def _judge(self, name: str, lives: bool, seconds: float) -> None:
-        self._silent[name] = 0.0 if lives else self._silent[name] + seconds
+    async def _kill_if_silent(self, name: str, is_alive: bool, seconds: float) -> None:
+        self._silent[name] = 0.0 if is_alive else self._silent[name] + seconds
         if self._silent[name] >= self._settings.silent_s:
             self._silent[name] = 0.0
-            self._notice(self._roles[name], f"{name} gave no sign of life for {self._settings.silent_s:g} s")
+            self._notice(self._roles[name], f"{name} did not respond for {self._settings.silent_s:g} s and is killed")
             await self._runtime.kill(name)
 
-    async def _gives_sign(self, name: str) -> bool:
+    async def _is_alive(self, name: str) -> bool:
         if not self._up[name].is_set():
-            return True  # it is known to be down, and taken care of
+            return True  # known to be down and being restarted
         if not await self._runtime.ping(name, self._settings.probe_s):
             return False
-        return name not in self._engines or await self._gets_on(name)
+        return name not in self._engines or await self._makes_progress(name)
 
-    async def _gets_on(self, name: str) -> bool:
+    async def _makes_progress(self, name: str) -> bool:
         try:
             async with asyncio.timeout(self._settings.probe_s):
                 stats = await self._engines[name].stats()

@@ -1,104 +1,60 @@
-"""The controller's mind: one event in, the actions it calls for out. No clock, no I/O, no tensors.
+"""Scheduler: the controller's pure state machine. `handle(event)` returns the actions to take.
 
-         tasks ──▶ pacing: may a group start? ──Admit──▶ workers ──GroupClosed──▶ batcher: which batch takes it?
-                      ▲ oldest version that serves                                    │ TrainChunk … CloseBatch
-                      │                                                               ▼
-         courier ──LoadWeights──▶ engines        Publish, Checkpoint, Evaluate ◀── learner: BatchTrained
-            ▲                                        │
-            └──────────── Published ◀────────────────┘
+No clock, no I/O, no tensors: the driver and the simulator run the same code.
 
-What pacing and batches are bent by, each a machine of its own: the governor (the lag in force, by BatchTrained), the
-tasks at rest (visits skipped at admission, by GroupClosed), the pool of groups to train once more (the last chunk of a
-batch).
+     tasks ──▶ pacing: start a group? ──Admit──▶ workers ──GroupClosed──▶ batcher: which batch trains it?
+                  ▲ oldest serving version                                    │ TrainChunk … CloseBatch
+                  │                                                           ▼
+     weight publisher ──LoadWeights──▶ engines   Publish, Checkpoint, Evaluate ◀── learner: BatchTrained
+        ▲                                            │
+        └──────────────── Published ◀────────────────┘
 
-Who waits for whom, and who ends the wait
-- admission waits for room (a group trained or gone), or for an engine to load (EngineLoaded);
-- the open batch waits for running groups (GroupClosed);
-- the learner is serial: one chunk or step at a time (ChunkTrained, BatchTrained). Its calls run in the order given, so
-  a Publish or Checkpoint needs no waiting: whatever is ordered after it happens after it;
-- an engine waits for nobody but, when draining or in lockstep, for its running groups;
-- an evaluation waits for its version to be published and for the one under way (EvaluationDone);
-- the end waits for the learner, publications and evaluations; a requested stop not for evaluations.
+Three further machines adjust pacing and batches: the governor (allowed lag, updated by BatchTrained), the curriculum
+(tasks skipped at admission, updated by GroupClosed) and the replay pool (groups trained again, last chunk of a batch).
 
-After every event everything is looked at again, in a fixed order, so no event can be missed.
+What waits for what
+- admission: room (a group is trained or leaves), or an engine loading weights (EngineLoaded);
+- the open batch: running groups (GroupClosed);
+- the learner: it runs one call at a time, in the order given (ChunkTrained, BatchTrained). Publish and Checkpoint need
+  no wait: whatever is ordered after them runs after them;
+- an engine: nothing, except for its running groups when draining or in deterministic mode;
+- an evaluation: its version to be published and the running evaluation to finish (EvaluationDone);
+- the end of the run: the learner, publications and evaluations. A requested stop does not wait for evaluations.
+
+Every event re-evaluates everything in a fixed order, so no wakeup can be missed.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, Self
+from dataclasses import replace
+from typing import Literal, Self
 
 import msgspec
 
+from outpace.pipeline import events as ev
 from outpace.pipeline.batcher import Batcher
 from outpace.pipeline.courier import Courier, Evaluations
 from outpace.pipeline.difficulty import Difficulty
-from outpace.pipeline.events import (
-    Action,
-    Admit,
-    BatchTrained,
-    Cancel,
-    Checkpoint,
-    ChunkTrained,
-    CloseBatch,
-    EngineJoined,
-    EngineLeft,
-    EngineLoaded,
-    EngineLost,
-    EpochEnded,
-    EpochStarted,
-    Evaluate,
-    EvaluationDone,
-    Event,
-    Finish,
-    GroupClosed,
-    LagChanged,
-    LoadFailed,
-    LoadLate,
-    LoadWeights,
-    PolicyUpdated,
-    Publish,
-    Published,
-    Retire,
-    Settle,
-    Started,
-    StopRequested,
-    TrainChunk,
-)
 from outpace.pipeline.governor import Governor
 from outpace.pipeline.ledger import Ledger, Settled
 from outpace.pipeline.pacing import CoreSettings, Load, Pacing
 from outpace.pipeline.records import Records
 from outpace.pipeline.replay import Replay
-from outpace.pipeline.state import CoreState, state_of
+from outpace.pipeline.state import Admitted, CoreState, Visit, state_of
 from outpace.pipeline.survivors import NOTHING, Survivors, group_closed
 from outpace.tasks.order import Order
 from outpace.types import Kept, Version
+from outpace.wording import plural
 
 __all__ = ["Core", "CoreSettings"]
 
-MAX_WAITING = 2
-"""Evaluations that may wait in lockstep before nothing is loaded any more: each of them leases a snapshot."""
-
-
-class Visit(NamedTuple):
-    """A task at its turn: `position` counts over all epochs."""
-
-    position: int
-    epoch: int
-    task: int
-
-
-@dataclass(frozen=True)
-class Admitted:
-    """An outstanding group."""
-
-    visit: Visit
-    stamp: Version
-    spread: float = 0.0  # of its rewards, once it has finished
+MAX_QUEUED_EVALUATIONS = 2
+"""Deterministic mode stops loading weights when more evaluations wait than this: each leases a snapshot."""
 
 
 class Core:
+    """Turns each event into actions. `state` and `recovered` restore an earlier start of the run."""
+
     def __init__(
         self,
         settings: CoreSettings,
@@ -107,11 +63,10 @@ class Core:
         survivors: Survivors = NOTHING,
         evaluated: Version = -1,
     ) -> None:
-        """`state` and `survivors` are what an earlier start has left; `evaluated` is the newest version of which the
-        result is known."""
+        """`evaluated` is the newest version whose evaluation result is known, -1 if none."""
         self.settings = settings
         self.order = order
-        self._committed = state  # what was last ordered to be committed
+        self._last_checkpoint = state  # the state of the newest checkpoint ordered
         state = state or CoreState(order.count, order.seed, order.shuffle)
         state.check(order)
         assert settings.tasks == order.count
@@ -119,41 +74,41 @@ class Core:
         self._next_group = max([state.next_group, *(kept.order.group + 1 for kept in survivors.finished)])
         self._groups: dict[int, Admitted] = {}
         self._cancelled: set[int] = set()
-        self._requeued: set[int] = set()  # positions
+        self._requeued: set[int] = set()  # positions of prompt visits
         self._pacing = Pacing(settings)
         self._batcher = Batcher(
             settings.groups_per_step, settings.chunk_groups, in_order=settings.deterministic, version=state.version
         )
         finished = {kept.order.position for kept in survivors.finished}
         self._ledger = Ledger(order.count, settings.epochs, state.ledger, finished)
-        self._recorded = dict(survivors.recorded or {})
+        self._recorded_versions = dict(survivors.recorded or {})
         self._governor = Governor(settings.governor, settings.max_lag, state.governor)
         self._difficulty = Difficulty(settings.difficulty, order.count, settings.deterministic, state.difficulty)
         pool = {kept.order.group: state.replay[kept.order.group] for kept in survivors.pooled}
         self._replay = Replay(settings.replay, settings.groups_per_step, pool)
-        self._replayed: tuple[int, ...] | None = None  # in the open batch; None: not chosen yet
-        self._courier = Courier("lockstep" if settings.deterministic else settings.update)
+        self._replayed: tuple[int, ...] | None = None  # groups replayed in the open batch; None: not chosen yet
+        self._publisher = Courier("lockstep" if settings.deterministic else settings.update)
         self._evaluations = Evaluations(settings.deterministic, evaluated)
         self._evaluated = evaluated
-        self._policy = state.version  # the newest version that every serving engine has had
+        self._announced = state.version  # newest version that every serving engine has reached
         self._learner: Literal["idle", "chunk", "step"] = "idle"
         self._publishing: set[Version] = set()
         self._started = self._stopping = self._finished = False
         self._records = Records(settings.deterministic, self._ledger.settled)
-        self._actions: list[Action] = []
+        self._actions: list[ev.Action] = []
         for kept in survivors.finished:
-            self._adopt(kept)
-        self._boundary = self._state()  # lockstep: the newest one that can be gone on from exactly
+            self._restore_group(kept)
+        self._exact_state = self._state()  # deterministic mode: newest state that resumes exactly
 
-    def _adopt(self, kept: Kept) -> None:
-        """A group that an earlier start has finished; how long it may wait is a matter of its stamp, as ever."""
+    def _restore_group(self, kept: Kept) -> None:
+        """Restore a group that an earlier start finished. Its deadline still follows from its `min_version`."""
         order, closed = kept.order, group_closed(kept.report)
         visit = Visit(order.position, order.epoch, order.task)
         self._groups[order.group] = Admitted(visit, order.min_version, closed.spread)
         self._batcher.adopt(order.group, order.min_version + self._pacing.lag(self._load))
         self._difficulty.hear(order.group, order.task, order.epoch, closed.reward)
 
-    # ---------------------------------------------------------------------------------------------- state and facts
+    # -------------------------------------------------------------------------------------------------------- state
 
     @classmethod
     def restore(
@@ -164,8 +119,8 @@ class Core:
         survivors: Survivors = NOTHING,
         evaluated: Version = -1,
     ) -> Self:
-        """Go on from the state of a `Checkpoint`: tasks under way then are issued again, first and in order, unless
-        their groups have survived."""
+        """Resume from the state in a `Checkpoint`. Prompt visits that were in flight are issued again first, in order,
+        unless their groups were recovered."""
         return cls(settings, order, state_of(snapshot), survivors, evaluated)
 
     def _state(self) -> CoreState:
@@ -183,12 +138,12 @@ class Core:
 
     @property
     def running(self) -> int:
-        """Groups being rolled out."""
+        """Number of groups being rolled out."""
         return self._batcher.running
 
     @property
     def finished(self) -> int:
-        """Groups finished and not yet trained."""
+        """Number of groups finished and not yet trained."""
         return self._batcher.finished
 
     @property
@@ -197,51 +152,51 @@ class Core:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Since the run began: visits trained, filtered, failed, dropped, skipped; requeued; deadlines extended."""
+        """Totals over the whole run: visits by final outcome, visits requeued, deadlines extended."""
         return self._ledger.counts()
 
     @property
     def max_lag(self) -> int:
-        """The lag that the governor allows now."""
+        """The lag the governor allows now."""
         return self._governor.lag
 
     @property
     def resting(self) -> int:
-        """Tasks that are left out for now."""
+        """Number of tasks that the curriculum skips for now."""
         return self._difficulty.resting
 
     def evaluates(self, version: Version) -> bool:
-        """Whether the evaluation of this version or of an older one is still to come or under way."""
+        """Return whether an evaluation of this or an older version is pending or running."""
         return self._evaluations.is_open(version)
 
     @property
     def pools(self) -> bool:
-        """Whether trained groups are kept to be replayed, until a Retire names them."""
+        """Whether trained groups are kept for replay until a `Retire` names them."""
         return self._replay.pools
 
     @property
     def pool(self) -> tuple[int, ...]:
-        """The groups that may be replayed."""
+        """Groups that may be replayed."""
         return tuple(self._replay.state())
 
     @property
-    def _over(self) -> bool:
-        """Training is: the steps are done, or the data and all that came of it."""
+    def _training_done(self) -> bool:
+        """Whether all steps are done, or all tasks are used up and nothing is outstanding."""
         return self.settings.is_last(self.version) or (self._ledger.left == 0 and not self.outstanding)
 
     @property
-    def _serving(self) -> Version:
-        """The oldest version that groups are admitted for. One that is too old to be trained in time, and whose engine
-        is behind, is not counted on: it must not hold up the others."""
+    def _oldest_serving(self) -> Version:
+        """Oldest version that groups are admitted for. Ignores a lagging engine whose version is too old to be trained
+        in time, so that it does not hold up the others."""
         if self.settings.deterministic:
-            return self._courier.oldest
-        return self._courier.oldest_from(self.version - self._pacing.lag_at(self.version, self._governor.lag))
+            return self._publisher.oldest
+        return self._publisher.oldest_from(self.version - self._pacing.lag_at(self.version, self._governor.lag))
 
     @property
     def _load(self) -> Load:
         return Load(
             version=self.version,
-            oldest=self._serving,
+            oldest=self._oldest_serving,
             running=self.running,
             outstanding=self.outstanding,
             tasks_left=self._ledger.left,
@@ -250,94 +205,86 @@ class Core:
 
     # ------------------------------------------------------------------------------------------------------- events
 
-    def handle(self, event: Event) -> list[Action]:
+    def handle(self, event: ev.Event) -> list[ev.Action]:
+        """Apply an event and return the actions it leads to, in the order to carry them out."""
         if self._finished:
             return []
-        self._hear(event)
+        self._apply(event)
         self._announce_policy()
         if self._stopping:
-            self._leave()
+            self._stop()
         elif self._started:
             self._advance()
         actions, self._actions = self._actions, []
         return actions
 
-    def _hear(self, event: Event) -> None:
+    def _apply(self, event: ev.Event) -> None:
         match event:
-            case Started(engines):
+            case ev.Started(engines):
                 self._start(engines)
-            case GroupClosed():
+            case ev.GroupClosed():
                 self._group_closed(event)
-            case ChunkTrained(version):
+            case ev.ChunkTrained(version):
                 assert (self._learner, version) == ("chunk", self.version)
                 self._learner = "idle"
-            case BatchTrained():
+            case ev.BatchTrained():
                 self._batch_trained(event)
-            case Published(version):
+            case ev.Published(version):
                 self._publishing.remove(version)
-                self._courier.published(version)
+                self._publisher.published(version)
                 self._evaluations.published(version)
-            case EngineLoaded(engine, version):
-                self._courier.loaded(engine, version)
-            case LoadLate(engine, version):
-                self._courier.late(engine, version)
-            case LoadFailed(engine, _, torn):
-                self._courier.failed(engine, torn)
-            case EngineLost(engine):
-                self._courier.lost(engine)
-            case EngineJoined(engine):
-                self._courier.joined(engine)
-            case EngineLeft(engine):
-                self._courier.left(engine)
-            case EvaluationDone(version):
+            case ev.EvaluationDone(version):
                 self._evaluations.done(version)
-            case StopRequested():
+            case ev.StopRequested():
                 self._stopping = True
+            case _:
+                self._publisher.handle(event)
 
     def _announce_policy(self) -> None:
-        served = self._courier.served_by_all
-        if served is not None and served > self._policy:
-            self._policy = served
-            self._actions.append(PolicyUpdated(served))
+        served = self._publisher.served_by_all
+        if served is not None and served > self._announced:
+            self._announced = served
+            self._actions.append(ev.PolicyUpdated(served))
 
     def _start(self, engines: dict[str, Version]) -> None:
         assert not self._started
         self._started = True
-        self._courier.start(engines, self.version)
-        self._actions.extend(EpochStarted(epoch) for epoch in self._ledger.begun)
+        self._publisher.start(engines, self.version)
+        self._actions.extend(ev.EpochStarted(epoch) for epoch in self._ledger.begun)
         self._publish()
         if self.settings.newest_evaluated(self.version) > self._evaluated:
             self._evaluations.ask(self.version, published=False)
 
-    def _group_closed(self, event: GroupClosed) -> None:
+    def _group_closed(self, event: ev.GroupClosed) -> None:
         if event.group in self._cancelled:
             self._cancelled.remove(event.group)
             return
         group = self._groups[event.group]
         self._difficulty.hear(event.group, group.visit.task, group.visit.epoch, event.reward)
         if event.outcome == "finished":
-            assert event.oldest >= group.stamp, f"group {event.group} has tokens older than its stamp {group.stamp}"
-            self._groups[event.group] = replace(group, spread=event.spread)
+            least = group.min_version
+            assert event.oldest >= least, f"group {event.group} has tokens older than its min_version {least}"
+            self._groups[event.group] = replace(group, reward_std=event.spread)
             self._batcher.finish(event.group)
             self._ledger.finish(group.visit.position)
         else:
             self._batcher.discard(event.group)
-            self._settle(event.group, event.outcome)
+            self._finalize_group(event.group, event.outcome)
 
-    def _batch_trained(self, event: BatchTrained) -> None:
+    def _batch_trained(self, event: ev.BatchTrained) -> None:
         version = event.version
         assert (self._learner, version) == ("step", self.version + 1)
         self._learner = "idle"
         trained = self._batcher.close()
-        self._govern(event, oldest_group=min(trained))
+        self._update_governor(event, oldest_group=min(trained))
         self._difficulty.batch_trained(version, last_group=max(trained))
         self._update_pool(version, trained)
         for group in trained:
-            self._settle(group, "trained")
+            self._finalize_group(group, "trained")
         self.version = version
         self._actions += self._records.step(version, max(trained), self._ledger.settled)
         if not self.outstanding and self.settings.is_boundary(version) and self._records.complete:
-            self._boundary = self._state()
+            self._exact_state = self._state()
         if self._stopping:
             return
         if self.settings.is_published(version, self._governor.lag):
@@ -347,30 +294,30 @@ class Core:
         if self.settings.is_checkpointed(version):
             self._checkpoint()
 
-    def _govern(self, event: BatchTrained, oldest_group: int) -> None:
-        if event.version <= self.settings.warmup_steps:  # no lag in it, so nothing to be learned about lag
+    def _update_governor(self, event: ev.BatchTrained, oldest_group: int) -> None:
+        if event.version <= self.settings.warmup_steps:  # warmup batches have no lag to learn from
             return
         if by := self._governor.hear(event.ess, event.kl, oldest_group, self._next_group):
-            self._actions.append(LagChanged(self._governor.lag, by))
+            self._actions.append(ev.LagChanged(self._governor.lag, by))
 
     def _update_pool(self, version: Version, trained: list[int]) -> None:
-        spreads = {group: self._groups[group].spread for group in trained}
-        gone = self._replay.batch_trained(version - 1, spreads, self._replayed or ())
+        reward_stds = {group: self._groups[group].reward_std for group in trained}
+        gone = self._replay.batch_trained(version - 1, reward_stds, self._replayed or ())
         self._replayed = None
         if gone:
-            self._actions.append(Retire(gone))
+            self._actions.append(ev.Retire(gone))
 
-    def _settle(self, group: int, outcome: Settled) -> None:
-        self._book(self._groups.pop(group).visit, outcome, group)
+    def _finalize_group(self, group: int, outcome: Settled) -> None:
+        self._finalize_visit(self._groups.pop(group).visit, outcome, group)
 
-    def _book(self, visit: Visit, outcome: Settled, group: int | None = None) -> None:
+    def _finalize_visit(self, visit: Visit, outcome: Settled, group: int | None = None) -> None:
         self._requeued.discard(visit.position)
         ended = self._ledger.settle(visit.position, outcome)
         if outcome != "trained":
-            settle = Settle(visit.task, visit.epoch, outcome, group)
+            settle = ev.Settle(visit.task, visit.epoch, outcome, group)
             self._actions += self._records.settle(settle, self._next_group)
         if ended:
-            self._actions.append(EpochEnded(visit.epoch))
+            self._actions.append(ev.EpochEnded(visit.epoch))
 
     # ------------------------------------------------------------------------------------------------------ actions
 
@@ -378,174 +325,167 @@ class Core:
         self._fill_batch()
         self._admit()
         self._feed_learner()
-        if self._over:
-            self._wind_up()
-        awaited = self._courier.stale or not self.settings.eval_pinned
-        if not self._over or (awaited and not self._evaluations.idle):
-            # In lockstep all evaluations wait their turn, and loading waits before their snapshots fill the memory.
-            busy = self.running or (self.settings.deterministic and self._evaluations.waiting > MAX_WAITING)
-            loads = self._courier.deliver(busy=bool(busy))
-            self._actions.extend(LoadWeights(engine, version) for engine, version in loads)
+        if self._training_done:
+            self._finish_training()
+        awaited = self._publisher.stale or not self.settings.eval_pinned
+        if not self._training_done or (awaited and not self._evaluations.idle):
+            # In deterministic mode no evaluation is skipped, so stop loading before their snapshots fill the memory.
+            busy = self.running or (self.settings.deterministic and self._evaluations.waiting > MAX_QUEUED_EVALUATIONS)
+            loads = self._publisher.deliver(busy=bool(busy))
+            self._actions.extend(ev.LoadWeights(engine, version) for engine, version in loads)
         if (version := self._evaluations.next()) is not None:
-            self._actions.append(Evaluate(version))
-        if self._over and self._learner == "idle" and not self._publishing and self._evaluations.idle:
+            self._actions.append(ev.Evaluate(version))
+        if self._training_done and self._learner == "idle" and not self._publishing and self._evaluations.idle:
             self._finish("done")
 
     def _fill_batch(self) -> None:
         self._batcher.fill()
         while self.settings.on_stale != "wait" and (group := self._batcher.overdue()) is not None:
-            self._give_up(group)
+            self._handle_overdue(group)
             self._batcher.fill()
 
-    def _give_up(self, group: int) -> None:
-        """A running group keeps a batch from closing: let it miss its deadline, one way or another."""
+    def _handle_overdue(self, group: int) -> None:
+        """Resolve a running group that keeps a batch from closing, as `on_stale` says."""
         if self.settings.on_stale == "train":
             self._batcher.extend(group)
             self._ledger.extended += 1
             return
         self._batcher.discard(group)
         self._cancelled.add(group)
-        self._actions.append(Cancel(group))
+        self._actions.append(ev.Cancel(group))
         if self.settings.on_stale == "requeue":
             position = self._groups.pop(group).visit.position
             self._requeued.add(position)
             self._ledger.requeue(position)
         else:
-            self._settle(group, "dropped")
+            self._finalize_group(group, "dropped")
 
     def _admit(self) -> None:
-        if self._courier.holds_admission:
+        if self._publisher.holds_admission:
             return
-        self._difficulty.catch_up(self._serving)
+        self._difficulty.catch_up(self._oldest_serving)
         lag = self._pacing.lag(self._load)
         for _ in range(self._pacing.room(self._load)):
             if (visit := self._next_visit()) is None:
                 return
-            stamp, recorded = self._stamp(visit.position)
+            min_version, recorded = self._min_version(visit.position)
             group, self._next_group = self._next_group, self._next_group + 1
-            self._groups[group] = Admitted(visit, stamp)
-            self._batcher.admit(group, stamp + lag)
+            self._groups[group] = Admitted(visit, min_version)
+            self._batcher.admit(group, min_version + lag)
             again = visit.position in self._requeued
-            self._actions.append(Admit(group, visit.task, visit.epoch, stamp, visit.position, recorded, again))
+            self._actions.append(ev.Admit(group, visit.task, visit.epoch, min_version, visit.position, recorded, again))
 
-    def _stamp(self, position: int) -> tuple[Version, bool]:
-        """The oldest version that may serve this visit, and whether an earlier start has recorded answers of it: these
-        keep the stamp that they were sampled under, where it leaves the group time enough."""
-        newest = self._serving
-        stamp = self._recorded.pop(position, None)
-        if stamp is None:
+    def _min_version(self, position: int) -> tuple[Version, bool]:
+        """Return the minimum version for this visit, and whether an earlier start recorded completions for it.
+
+        Recorded completions keep the minimum version they were sampled under if that leaves the group enough time."""
+        newest = self._oldest_serving
+        min_version = self._recorded_versions.pop(position, None)
+        if min_version is None:
             return newest, False
-        return (stamp if self._pacing.may_start(self._load, stamp) else newest), True
+        return (min_version if self._pacing.may_start(self._load, min_version) else newest), True
 
     def _next_visit(self) -> Visit | None:
-        """The next one whose task is not at rest; those passed over are settled. None: the data has ended."""
+        """Return the next visit to run; finalize skipped ones on the way. None when no task is left."""
         while self._ledger.left != 0:
             position, epoch_begins = self._ledger.issue()
             visit = Visit(position, *self.order.task(position))
             if epoch_begins:
-                self._actions.append(EpochStarted(visit.epoch))
+                self._actions.append(ev.EpochStarted(visit.epoch))
             if not self._difficulty.skips(visit.task, visit.epoch):
                 return visit
-            self._book(visit, "skipped")
+            self._finalize_visit(visit, "skipped")
         return None
 
     def _feed_learner(self) -> None:
         if self._learner != "idle" or not self._batcher.batch:
             return
-        # Only the last batch of a run may lack groups: no task is left, and all that ran are in the batch.
+        # Only the last batch of a run may be short: no task is left and every outstanding group is in the batch.
         last = self._ledger.left == 0 and self.outstanding == len(self._batcher.batch)
         complete = not self._batcher.missing or last
         if chunk := self._batcher.next_chunk(complete):
             self._learner = "chunk"
-            self._actions.append(TrainChunk(self.version, chunk))
+            self._actions.append(ev.TrainChunk(self.version, chunk))
         elif complete:
             self._complete_batch()
 
     def _complete_batch(self) -> None:
-        """The batch's own groups are trained: what is replayed beside them goes next, then the step."""
+        """Order the replayed chunk, then the optimizer step: the batch's own groups are trained."""
         if self._replayed is None:
             self._replayed = self._replay.choose()
             if self._replayed:
                 self._learner = "chunk"
-                self._actions.append(TrainChunk(self.version, self._replayed, replayed=True))
+                self._actions.append(ev.TrainChunk(self.version, self._replayed, replayed=True))
                 return
         self._learner = "step"
-        self._actions.append(CloseBatch(self.version, tuple(self._batcher.batch), self._replayed))
+        self._actions.append(ev.CloseBatch(self.version, tuple(self._batcher.batch), self._replayed))
 
     def _publish(self) -> None:
-        leased = self._courier.leases() | self._evaluations.leases() | self._publishing
+        leased = self._publisher.leases() | self._evaluations.leases() | self._publishing
         self._publishing.add(self.version)
-        self._actions.append(Publish(self.version, tuple(sorted(leased))))
+        self._actions.append(ev.Publish(self.version, tuple(sorted(leased))))
 
     def _checkpoint(self) -> None:
-        """Order a checkpoint, unless the last one ordered says the same.
+        """Order a checkpoint, unless the newest one ordered has the same state.
 
-        In lockstep a stop between two periodic checkpoints can be gone on from exactly only where the last step has
-        left a boundary. Otherwise the newest checkpoint stands, and what came after it is done again."""
+        In deterministic mode, a stop between two periodic checkpoints can be resumed exactly only if the last step left
+        nothing outstanding. Otherwise the newest checkpoint stands and later work is redone."""
         state = self._state()
-        if self.settings.deterministic and self._stopping and not self._over:
-            state = self._boundary
+        if self.settings.deterministic and self._stopping and not self._training_done:
+            state = self._exact_state
             if state.version != self.version or self.evaluates(self.version - 1):
                 return
         else:
             self._actions += self._records.between(self.version, self._ledger.settled)
-        if state != self._committed:
-            self._committed = state
-            self._actions.append(Checkpoint(self.version, msgspec.to_builtins(state, str_keys=True)))
+        if state != self._last_checkpoint:
+            self._last_checkpoint = state
+            self._actions.append(ev.Checkpoint(self.version, msgspec.to_builtins(state, str_keys=True)))
 
-    def _wind_up(self) -> None:
-        """Training is over: publish, commit and evaluate what it made. The commit does not wait for the evaluation."""
-        published = self._courier.newest == self.version
+    def _finish_training(self) -> None:
+        """Publish, checkpoint and evaluate the final version. The checkpoint does not wait for the evaluation."""
+        published = self._publisher.newest == self.version
         if not published and self.version not in self._publishing:
             self._publish()
         self._checkpoint()
         if self.settings.eval_enabled:
             self._evaluations.ask(self.version, published)
 
-    def _leave(self) -> None:
-        """Stop as soon as the learner is between two orders; an open batch is abandoned, its tasks stay open."""
+    def _stop(self) -> None:
+        """Stop once the learner is idle. The open batch is abandoned; its visits stay open for a resume."""
         if self._learner == "idle" and not self._publishing:
             self._checkpoint()
             self._finish("stopped")
 
     def _finish(self, reason: str) -> None:
         self._finished = True
-        self._actions.append(Finish(reason))
+        self._actions.append(ev.Finish(reason))
 
-    # -------------------------------------------------------------------------------------------------- for people
+    # -------------------------------------------------------------------------------------------------- diagnostics
 
     def waiting_reason(self) -> str:
-        """Who waits for whom, in one line."""
+        """Return one line saying what the run waits for."""
         if not self._started:
-            return "the parts have not started"
+            return "the components have not started"
         reasons = [self._learner_state(), *self._admission_state()]
-        reasons += [f"the snapshot of version {version} is being taken" for version in sorted(self._publishing)]
-        reasons += [f"engine {name} is loading version {load}" for name, load in self._courier.loading.items()]
+        reasons += [f"learner is publishing version {version}" for version in sorted(self._publishing)]
+        reasons += [f"engine {name} is loading version {load}" for name, load in self._publisher.loading.items()]
         if self._evaluations.current is not None:
             reasons.append(f"version {self._evaluations.current} is being evaluated")
         return "; ".join(reasons)
 
     def _learner_state(self) -> str:
         if self._learner == "chunk":
-            return f"learner works on a chunk of batch {self.version}"
+            return f"learner is training a chunk of batch {self.version}"
         if self._learner == "step":
-            return f"learner takes the step of batch {self.version}"
-        if self._over:
+            return f"learner is taking the optimizer step of batch {self.version}"
+        if self._training_done:
             return "training is over"
-        if due := self._batcher.awaited():
-            names = ", ".join(map(str, due[:10])) + (", …" if len(due) > 10 else "")
-            return f"learner waits for {_groups(len(due), 'running due ')} {names}"
-        return f"learner waits for {_groups(self._batcher.missing, 'more ')} of batch {self.version}"
+        return f"learner waits for {self._batcher.waiting_for()}"
 
     def _admission_state(self) -> list[str]:
-        if self._over or self._stopping:
+        if self._training_done or self._stopping:
             return []
-        if self._courier.holds_admission:
-            return ["admission waits for the engines to load"]
-        limits = self._pacing.limits(self._load)
-        rule = min(limits, key=limits.__getitem__)
-        return [f"{_groups(self.running)} running, admission is full by {rule}"] if limits[rule] <= 0 else []
-
-
-def _groups(count: int, which: str = "") -> str:
-    return f"{count} {which}group{'' if count == 1 else 's'}"
+        if self._publisher.holds_admission:
+            return ["admission waits for the engines to load weights"]
+        rule = self._pacing.limited_by(self._load)
+        return [f"{plural(self.running, 'group')} running, admission is limited by {rule}"] if rule else []

@@ -1,22 +1,21 @@
-"""Who reads published snapshots: the courier brings them to the engines, the evaluation measures them.
+"""Weight publication: which engine loads which published version, and which versions are evaluated. Pure.
 
 Invariants
-- Publishing waits for nobody: an engine that is slow, stopped or dead only serves older weights, or none.
-- An engine whose weights are not the learner's (a resumed run, a restart, an engine that has just joined, a load that
-  was torn) is stale: it serves nothing until its next load is done. The others serve meanwhile; where none does,
-  admission waits.
-- An engine whose load has failed or takes too long is behind: once what it serves is too old to be trained in time,
-  groups are admitted for the others alone. Others that are about to load are waited for, lest the first to have the
-  newest weights get all the work.
-- A snapshot that somebody may still read is leased: its buffer must not be reused.
-- In flight, what an event costs does not depend on how many engines there are, except when a version is published.
+- Publishing never waits: a slow, stopped or dead engine only serves older weights, or none.
+- An engine whose weights are not the learner's (resumed run, restart, new engine, torn load) is stale: it serves
+  nothing until its next load completes. The others serve meanwhile; if none does, admission waits.
+- An engine whose load failed or takes too long is behind: once its version is too old to be trained in time, groups
+  are admitted for the other engines only. Engines that are about to load are waited for, so that the first engine
+  with the newest weights does not get all the work.
+- A snapshot that may still be read is leased: its buffer must not be reused.
+- In `inflight` mode the cost of an event does not depend on the number of engines, except when a version is published.
 
-Ways to update
-- inflight: an engine that is not loading is sent the newest version at once; intermediate ones may be skipped.
-- drain: a newer version holds admission; it is loaded when no group runs.
-- lockstep: every version is loaded, one by one in publication order, when no group runs after admission had its chance,
-  that is when the stamp in force has all its groups; until all engines have the next one, there is none to admit. An
-  engine that died is given the very version back that it had, so that what it was at comes out the same.
+Update modes
+- inflight: an engine that is not loading gets the newest version at once. Intermediate versions may be skipped.
+- drain: a newer version blocks admission and is loaded when no group is running.
+- lockstep (deterministic mode): every version is loaded, one by one in publication order, when no group is running
+  after admission had its chance, that is when all groups of the current version exist. Nothing is admitted until all
+  engines have the next version. A restarted engine gets back exactly the version it had, so its work is reproduced.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from outpace.pipeline import events as ev
 from outpace.types import Version
 
 Update = Literal["inflight", "drain", "lockstep"]
@@ -33,10 +33,10 @@ Update = Literal["inflight", "drain", "lockstep"]
 
 @dataclass
 class EngineState:
-    version: Version | None  # the newest it was given in this start of the run; None: none yet
+    version: Version | None  # newest version loaded in this start of the run; None: none yet
     up: bool = True
-    stale: bool = False  # what it holds is not `version`
-    behind: bool = False  # a newer version has not reached it when it should have
+    stale: bool = False  # its weights are not `version`
+    behind: bool = False  # it failed to load a newer version in time
 
     @property
     def serves(self) -> bool:
@@ -44,21 +44,23 @@ class EngineState:
 
 
 class Courier:
+    """Tracks the version of each engine and decides which engine loads which version."""
+
     def __init__(self, update: Update) -> None:
         self.update = update
         self.engines: dict[str, EngineState] = {}
         self.loading: dict[str, Version] = {}
-        self._published: list[Version] = []  # ascending; in lockstep from the version in force, else one
-        self._versions: Counter[Version] = Counter()  # of the engines that serve; in lockstep of all that were loaded
-        self._behind: Counter[Version] = Counter()  # those of them that are behind
-        self._waiting: dict[str, None] = {}  # engines that may want a load
-        self._stale = 0  # engines that do not serve, whether up or not
+        self._published: list[Version] = []  # ascending; lockstep: from the version in use on, otherwise one
+        self._versions: Counter[Version] = Counter()  # of serving engines; lockstep: of all loaded engines
+        self._behind: Counter[Version] = Counter()  # of those engines that are behind
+        self._waiting: dict[str, None] = {}  # engines that may need a load
+        self._stale = 0  # number of engines that do not serve, up or not
 
     def start(self, engines: dict[str, Version], version: Version) -> None:
-        """The engines are up; the learner is at `version`."""
+        """Register the engines that are up; the learner is at `version`."""
         assert engines, "a run needs at least one engine"
         for name, has in engines.items():
-            self._enter(name, EngineState(version if has == version else None))
+            self._set_state(name, EngineState(version if has == version else None))
 
     @property
     def newest(self) -> Version | None:
@@ -66,35 +68,52 @@ class Courier:
 
     @property
     def oldest(self) -> Version:
-        """The oldest version that may serve a group now; where no engine serves, what the first to do so will get."""
+        """Oldest version that may serve a group now. If no engine serves, the version the first one will get."""
         if self._versions:
             return min(self._versions)
         return self.newest or 0
 
     @property
     def served_by_all(self) -> Version | None:
-        """The newest version that every serving engine has reached; None if no engine serves."""
+        """Newest version that every serving engine has reached; None if no engine serves."""
         return min(self._versions, default=None)
 
     def oldest_from(self, floor: Version) -> Version:
-        """The oldest version that serves, without those older than `floor` that are behind, if there is any other."""
+        """Return the oldest serving version, ignoring engines that are behind and older than `floor` if there are
+        others."""
         counted = [v for v, count in self._versions.items() if v >= floor or count > self._behind[v]]
         return min(counted, default=self.oldest)
 
     @property
     def stale(self) -> bool:
-        """Whether there is an engine that does not serve."""
+        """Whether any engine does not serve."""
         return self._stale > 0
 
     @property
     def holds_admission(self) -> bool:
         if not self._versions or (self.update == "lockstep" and self._stale):
             return True
-        # One that is behind holds up nobody, as long as there is another.
+        # An engine that is behind does not block admission while another one serves.
         fit = [version for version, count in self._versions.items() if count > self._behind[version]]
         return self.update == "drain" and self.newest is not None and (min(fit, default=self.oldest) < self.newest)
 
-    # --------------------------------------------------------------------------------------------------------- news
+    # ------------------------------------------------------------------------------------------------------- events
+
+    def handle(self, event: ev.Event) -> None:
+        """Apply an event about an engine; ignore all others."""
+        match event:
+            case ev.EngineLoaded(engine, version):
+                self.loaded(engine, version)
+            case ev.LoadLate(engine, version):
+                self.late(engine, version)
+            case ev.LoadFailed(engine, _, torn):
+                self.failed(engine, torn)
+            case ev.EngineLost(engine):
+                self.lost(engine)
+            case ev.EngineJoined(engine):
+                self.joined(engine)
+            case ev.EngineLeft(engine):
+                self.left(engine)
 
     def published(self, version: Version) -> None:
         insort(self._published, version)
@@ -103,43 +122,43 @@ class Courier:
 
     def loaded(self, engine: str, version: Version) -> None:
         expected = self.loading.pop(engine, None)
-        assert expected == version, f"engine {engine} loaded {version} but was sent {expected}"
-        self._enter(engine, EngineState(version))
+        assert expected == version, f"engine {engine} loaded version {version}, expected {expected}"
+        self._set_state(engine, EngineState(version))
         self._prune()
 
     def failed(self, engine: str, torn: bool) -> None:
-        """A load has come to nothing; the next one is ordered at once."""
+        """Record a failed load. The next load is ordered at once."""
         if self.loading.pop(engine, None) is None:
-            return  # it was lost over it, and that is known already
+            return  # the engine died during the load and EngineLost came first
         known = self.engines[engine]
         kept = known.version if self.update == "lockstep" or not torn else None
-        self._enter(engine, EngineState(kept, stale=known.stale or torn, behind=True))
+        self._set_state(engine, EngineState(kept, stale=known.stale or torn, behind=True))
 
     def late(self, engine: str, version: Version) -> None:
-        """A load takes long; it is not waited for any more, but may still come to its end."""
+        """Record a slow load: it is no longer waited for, but may still complete."""
         if self.loading.get(engine) == version:
-            self._enter(engine, replace(self.engines[engine], behind=True))
+            self._set_state(engine, replace(self.engines[engine], behind=True))
 
     def joined(self, engine: str) -> None:
-        """It is up, and stale."""
+        """Record that an engine is up, and stale."""
         known = self.engines.get(engine)
         assert known is None or not known.up, f"engine {engine} joined twice"
-        self._enter(engine, EngineState(known.version if known else None, stale=True))
+        self._set_state(engine, EngineState(known.version if known else None, stale=True))
 
     def lost(self, engine: str) -> None:
-        """It is gone, and what it was loading with it."""
+        """Record that an engine is gone, along with the load in progress."""
         self.loading.pop(engine, None)
         kept = self.engines[engine].version if self.update == "lockstep" else None
-        self._enter(engine, EngineState(kept, up=False, stale=True))
+        self._set_state(engine, EngineState(kept, up=False, stale=True))
 
     def left(self, engine: str) -> None:
-        """It will not come back."""
+        """Record that an engine will not come back."""
         self.lost(engine)
         self._stale -= 1
         del self.engines[engine]
 
-    def _enter(self, name: str, state: EngineState) -> None:
-        """Replace what is known of an engine, and what is counted."""
+    def _set_state(self, name: str, state: EngineState) -> None:
+        """Replace an engine's state and update the counters."""
         before = self.engines.get(name)
         if before is not None:
             self._stale -= not before.serves
@@ -166,23 +185,24 @@ class Courier:
         keep_from = self.oldest if self.update == "lockstep" else self._published[-1]
         self._published = [version for version in self._published[:-1] if version >= keep_from] + self._published[-1:]
 
-    # ------------------------------------------------------------------------------------------------------- orders
+    # -------------------------------------------------------------------------------------------------------- loads
 
     def deliver(self, busy: bool) -> list[tuple[str, Version]]:
-        """Which engines load which version now. In drain and lockstep, `busy` engines (groups run) keep what they have;
-        ask after admission had its chance."""
+        """Return which engines load which version now. In drain and lockstep modes, `busy` engines (groups are running)
+        keep their weights; call this after admission."""
         if self.newest is None or not self._waiting:
             return []
         if self.update != "inflight" and busy and not self._stale:
             return []
-        orders = [(name, version) for name in self._waiting if (version := self._wanted(name, busy)) is not None]
+        wanted = ((name, self._version_to_load(name, busy)) for name in self._waiting)
+        orders = [(name, version) for name, version in wanted if version is not None]
         if self.update == "inflight":
-            self._waiting.clear()  # whoever got no order has the newest, or is loading
+            self._waiting.clear()  # engines without an order have the newest version or are loading it
         for name, version in orders:
             self.loading[name] = version
         return orders
 
-    def _wanted(self, name: str, busy: bool) -> Version | None:
+    def _version_to_load(self, name: str, busy: bool) -> Version | None:
         engine = self.engines[name]
         if name in self.loading or self.newest is None:
             return None
@@ -198,21 +218,23 @@ class Courier:
         return target if target is not None and target > engine.version and not blocked else None
 
     def leases(self) -> set[Version]:
-        """The newest (for whoever asks next), those being loaded, and in lockstep those in force or still to come."""
+        """Return the versions to keep: the newest, those being loaded and, in lockstep, those in use or still to
+        come."""
         return {*self._published, *self.loading.values()}
 
 
 class Evaluations:
-    """At most one evaluation under way and one waiting; a newer one that is due replaces the one that waits. With
-    `keep_all` all wait their turn: which versions are evaluated is then no question of speed."""
+    """Queue of evaluations: at most one running and one waiting; a newer request replaces the waiting one.
+
+    With `keep_all` every request waits for its turn, so which versions are evaluated does not depend on speed."""
 
     def __init__(self, keep_all: bool, evaluated: Version) -> None:
-        """`evaluated`: the newest version of which the result is known already, -1 if none."""
+        """`evaluated` is the newest version whose result is already known, -1 if none."""
         self.current: Version | None = None
         self._keep_all = keep_all
         self._waiting: list[Version] = []  # ascending
         self._unpublished: set[Version] = set()
-        self._asked = evaluated  # the newest version anybody asked for
+        self._requested = evaluated  # newest version requested
 
     @property
     def idle(self) -> bool:
@@ -223,15 +245,15 @@ class Evaluations:
         return len(self._waiting)
 
     def is_open(self, version: Version) -> bool:
-        """Whether an evaluation of this version or an older one is still to come or under way."""
-        under_way = {*self._unpublished, *self._waiting} | ({self.current} if self.current is not None else set())
-        return min(under_way, default=version + 1) <= version
+        """Return whether an evaluation of this or an older version is pending or running."""
+        pending = {*self._unpublished, *self._waiting} | ({self.current} if self.current is not None else set())
+        return min(pending, default=version + 1) <= version
 
     def ask(self, version: Version, published: bool) -> None:
-        """Evaluate this version, as soon as it is published; asking again changes nothing."""
-        if version <= self._asked:
+        """Request an evaluation of this version once it is published. Repeated requests have no effect."""
+        if version <= self._requested:
             return
-        self._asked = version
+        self._requested = version
         self._unpublished.add(version)
         if published:
             self.published(version)
@@ -244,11 +266,11 @@ class Evaluations:
                 del self._waiting[:-1]
 
     def done(self, version: Version) -> None:
-        assert self.current == version, f"evaluation of {version} is done, but {self.current} was under way"
+        assert self.current == version, f"evaluation of {version} is done, but {self.current} was running"
         self.current = None
 
     def next(self) -> Version | None:
-        """The evaluation to start now, if any."""
+        """Return the evaluation to start now, if any."""
         if self.current is not None or not self._waiting:
             return None
         self.current = self._waiting.pop(0)

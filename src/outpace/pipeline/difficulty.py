@@ -1,21 +1,22 @@
-"""Which tasks are left out for a while, because the policy always solves them, or never does.
+"""Curriculum: skip tasks for a while that the policy always or never solves.
 
-A group that closes with a mean reward of at least `easy_above` or at most `hard_below` sends its task to rest: the
-visits of the next `rest_epochs` epochs are skipped. Groups that failed say nothing of their task.
+A group whose mean reward is at least `easy_above` or at most `hard_below` puts its task to rest: the visits of the next
+`rest_epochs` epochs are skipped. Failed groups say nothing about their task.
 
 Invariants
 - A visit of epoch e is skipped only if a visit of one of the epochs e - rest_epochs to e - 1 was too easy or too hard.
-  What came of its own epoch or a later one never skips it. This holds for visits that are made again too (requeued, or
-  after a resume): such a one is skipped if an earlier epoch's group has closed as too easy or too hard meanwhile.
-- At most `tasks` visits in a row are skipped. If all of these were, an epoch's worth of visits brought nothing: every
-  rest ends there, and the next visit is made.
-- Only tasks at rest are remembered: a task is forgotten at the visit it returns with.
-- In lockstep, an admission with stamp s knows what came of the groups up to the last one of batch s - 1, and of no
-  others. That batch is trained before any engine serves s; batches are filled in admission order, so all those groups
-  have closed; and which they are depends on outcomes alone. So who closes first changes nothing. What is heard earlier
-  waits. (The learner's own version would not do: within a stamp, a step may be done before or after an admission.)
+  Results of its own or a later epoch never skip it. This holds for repeated visits too (requeued, or after a resume):
+  they are skipped if a group of an earlier epoch has meanwhile turned out too easy or too hard.
+- At most `tasks` visits in a row are skipped. After that, a whole epoch produced nothing: all rests end and the next
+  visit runs.
+- Only resting tasks are remembered: a task is forgotten at the visit it returns with.
+- In deterministic mode, an admission with min_version s sees the results of the groups up to the last one of batch
+  s - 1, and no others. That batch is trained before any engine serves s, and batches are filled in admission order, so
+  all those groups have closed and which they are depends on outcomes only. Completion order has no effect; results
+  that arrive earlier wait. (The learner's own version would not do: within one min_version, a step may complete
+  before or after an admission.)
 
-Rests are folded by their latest end, so in any order they come to the same.
+Rests are merged by their latest end, so the order in which they arrive does not matter.
 """
 
 from __future__ import annotations
@@ -36,47 +37,47 @@ class DifficultySettings:
 
 
 class DifficultyState(msgspec.Struct, frozen=True):
-    """What a checkpoint keeps: tasks at rest with the epoch of their return, and how many visits in a row were skipped.
+    """Checkpointed curriculum state: resting tasks with the epoch of their return, and visits skipped in a row.
 
-    All that was heard is in it: in lockstep a periodic checkpoint finds nothing outstanding, hence nothing waiting."""
+    It is complete: in deterministic mode nothing is outstanding at a periodic checkpoint, so no result is waiting."""
 
     resting: list[list[int]] = []  # [task, epoch], by task; lists, as JSON has them
     skipped: int = 0
 
 
 class Difficulty:
-    """Without settings nothing is ever skipped and nothing remembered."""
+    """Decides which visits to skip. Without settings it skips nothing and remembers nothing."""
 
     def __init__(self, settings: DifficultySettings | None, tasks: int, lockstep: bool, state: DifficultyState) -> None:
         self._settings = settings
         self._tasks = tasks
-        self._lockstep = lockstep
+        self._deterministic = lockstep
         self._returns: dict[int, int] = {}  # task -> epoch of its return
         self._skipped = 0  # visits in a row
-        self._heard: list[tuple[int, int, int]] = []  # lockstep: (group, task, epoch of return), not yet folded in
-        self._trained: deque[tuple[Version, int]] = deque()  # lockstep: (version, last group of the batch that made it)
+        self._pending: list[tuple[int, int, int]] = []  # deterministic: (group, task, epoch of return), not yet applied
+        self._trained: deque[tuple[Version, int]] = deque()  # deterministic: (version, its last group)
         if settings is not None:
             self._returns = {task_epoch[0]: task_epoch[1] for task_epoch in state.resting}
             self._skipped = state.skipped
 
     def state(self) -> DifficultyState:
         returns = dict(self._returns)
-        for _, task, epoch in self._heard:
+        for _, task, epoch in self._pending:
             returns[task] = max(epoch, returns.get(task, 0))
         return DifficultyState([[task, epoch] for task, epoch in sorted(returns.items())], self._skipped)
 
     @property
     def resting(self) -> int:
-        """How many tasks are at rest."""
+        """Number of resting tasks."""
         return len(self._returns)
 
     def hear(self, group: int, task: int, epoch: int, reward: float | None) -> None:
-        """A group of this task and epoch closed; None: it failed."""
+        """Record the mean reward of a closed group of this task and epoch; None if the group failed."""
         if self._settings is None or reward is None or not self._is_extreme(reward, self._settings):
             return
         returns = epoch + 1 + self._settings.rest_epochs
-        if self._lockstep:
-            self._heard.append((group, task, returns))
+        if self._deterministic:
+            self._pending.append((group, task, returns))
         else:
             self._rest(task, returns)
 
@@ -90,24 +91,24 @@ class Difficulty:
         self._returns[task] = max(returns, self._returns.get(task, 0))
 
     def batch_trained(self, version: Version, last_group: int) -> None:
-        """The batch that made `version` is trained; `last_group` was its last in admission order."""
-        if self._lockstep and self._settings is not None:
+        """Record that the batch that made `version` is trained; `last_group` was its last in admission order."""
+        if self._deterministic and self._settings is not None:
             self._trained.append((version, last_group))
 
-    def catch_up(self, stamp: Version) -> None:
-        """Groups are about to be admitted with this stamp: fold in what they may know."""
+    def catch_up(self, min_version: Version) -> None:
+        """Apply the results that groups admitted with this `min_version` may see."""
         last_group = -1
-        while self._trained and self._trained[0][0] <= stamp:
+        while self._trained and self._trained[0][0] <= min_version:
             _, last_group = self._trained.popleft()
-        known = [word for word in self._heard if word[0] <= last_group]
-        if known:
-            self._heard = [word for word in self._heard if word[0] > last_group]
-        for _, task, returns in known:
+        visible = [result for result in self._pending if result[0] <= last_group]
+        if visible:
+            self._pending = [result for result in self._pending if result[0] > last_group]
+        for _, task, returns in visible:
             self._rest(task, returns)
 
     def skips(self, task: int, epoch: int) -> bool:
-        """Whether this visit, the next in order, is left out. Ask once per visit."""
-        if self._settings is None or not self._is_at_rest(task, epoch, self._settings.rest_epochs):
+        """Return whether to skip this visit, the next in order. Call exactly once per visit: it counts skips."""
+        if self._settings is None or not self._is_resting(task, epoch, self._settings.rest_epochs):
             self._skipped = 0
             return False
         if self._skipped == self._tasks:
@@ -117,7 +118,7 @@ class Difficulty:
         self._skipped += 1
         return True
 
-    def _is_at_rest(self, task: int, epoch: int, rest_epochs: int) -> bool:
+    def _is_resting(self, task: int, epoch: int, rest_epochs: int) -> bool:
         returns = self._returns.get(task)
         if returns is None:
             return False

@@ -1,23 +1,24 @@
-"""The controller's loop over real parts: one queue of events in, actions carried out as supervised tasks.
+"""Driver: the controller's event loop over real components. One event queue in; actions run as supervised tasks.
 
                          ┌───────────────────────── events ─────────────────────────┐
                          ▼                                                           │
-    queue ─▶ core.handle(event) ─▶ actions ─▶ one task each ─▶ worker.run ───────────┤ GroupClosed
+    queue ─▶ scheduler.handle(event) ─▶ actions ─▶ one task each ─▶ worker.run ──────┤ GroupClosed
                                                             ─▶ learner.chunk, .step ─┤ ChunkTrained, BatchTrained
                                                             ─▶ learner.publish ──────┤ Published
                                                             ─▶ engine.load ──────────┤ EngineLoaded
                                                             ─▶ evaluate ─────────────┤ EvaluationDone
                                                             ─▶ learner.save, commit ─┘
-    by whom: `Making` (groups), `Training` (the learner, records, checkpoints), `Serving` (weights, evaluations);
-    beside it: the caretaker replaces engines and workers that died (EngineLost, EngineJoined), the roster tells workers
-    who samples, the enrolment lets engines come and go, the watchdog looks whether anything still moves
+    actions are carried out by `GroupTracker` (groups), `Training` (learner, records, checkpoints) and `PolicyVersions`
+    (weights, evaluations). Beside them: `ComponentSupervisor` restarts dead engines and workers (EngineLost,
+    EngineJoined), `EngineRegistry` keeps the workers' view of the fleet current, `FleetMembership` adds and removes
+    engines, `Watchdog` detects stalls.
 
-The loop waits for nothing but the queue. What fills it: the tasks above, the caretaker, a signal. If nothing arrives
-for `stall_s`, the run ends as stalled, naming who waits on whom.
+The loop waits for the queue only. It is filled by the tasks above, the supervisor and signals. If nothing arrives for
+`stall_s`, the run ends as stalled, and the error says what each component waits for.
 
 Invariants
-- No tensor and no user code here: the controller holds metadata only.
-- A task's exception ends the run with the failing part's own traceback.
+- No tensors and no user code in this process: the controller holds metadata only.
+- An exception in a task ends the run with the failing component's own traceback.
 """
 
 from __future__ import annotations
@@ -46,10 +47,10 @@ from outpace.pipeline.watchdog import Awake, Watchdog
 from outpace.types import Version
 
 DEATH_NOTICE_S = 2.0
-"""How long to wait for a part's own account of its death before settling for "connection closed"."""
+"""How long to wait for the cause of a component's death before reporting "connection closed"."""
 
 WATCH_S = 1.0
-"""How often the watchdog looks, at most."""
+"""Maximum interval between watchdog ticks."""
 
 
 @dataclass(frozen=True)
@@ -57,14 +58,16 @@ class DriverSettings:
     stall_s: float
     making: MakingSettings
     care: CareSettings
-    leaving_s: float = 60.0  # how long an engine that leaves may take to finish what it has
+    leaving_s: float = 60.0  # how long a leaving engine may take to finish its requests
 
 
 class Driver:
+    """Runs the scheduler against real components until it finishes."""
+
     def __init__(
         self,
-        core: Core,
-        parts: Parts,
+        scheduler: Core,
+        components: Parts,
         recorder: Recorder,
         evaluator: Evaluator,
         save: Saver,
@@ -72,41 +75,48 @@ class Driver:
         survivors: Survivors = NOTHING,
         recruit: Recruit | None = None,
     ) -> None:
-        """`survivors` are what the core was told of: where they lie in the journal. `recruit` brings further engines to
-        life; None: there will be none."""
-        self._core = core
-        self._parts = parts
+        """`recovered` is the work recovered from the journal, as given to the scheduler. `start_engine` starts further
+        engines; None: the fleet is fixed."""
+        self._scheduler = scheduler
+        self._components = components
         self._recorder = recorder
         self._queue: asyncio.Queue[ev.Event | BaseException] = asyncio.Queue()
-        tell = self._queue.put_nowait
+        post = self._queue.put_nowait
         self._tasks: set[asyncio.Task[None]] = set()
-        self._lasting: set[asyncio.Task[None]] = set()  # those that the end waits for
+        self._awaited_tasks: set[asyncio.Task[None]] = set()  # tasks that the end of the run waits for
         self._watchdog = Watchdog(settings.stall_s)
-        self._roster = Roster({name: parts.sockets.get(name, "") for name in parts.engines}, parts.workers)
-        self._care = Caretaker(
-            parts.runtime, parts.roles, parts.engines, settings.care, tell, self._notice, self._roster.tell_again
+        sockets = {name: components.sockets.get(name, "") for name in components.engines}
+        self._registry = Roster(sockets, components.workers)
+        self._supervisor = Caretaker(
+            components.runtime,
+            components.roles,
+            components.engines,
+            settings.care,
+            post,
+            self._notice,
+            self._registry.tell_again,
         )
-        self._making = Making(parts, self._care, recorder, settings.making, survivors, tell)
-        self._training = Training(core, parts, self._care, recorder, self._making, save, tell)
-        self._serving = Serving(
-            parts,
-            self._care,
-            self._roster,
+        self._groups = Making(components, self._supervisor, recorder, settings.making, survivors, post)
+        self._training = Training(scheduler, components, self._supervisor, recorder, self._groups, save, post)
+        self._policy_versions = Serving(
+            components,
+            self._supervisor,
+            self._registry,
             recorder,
             evaluator,
-            self._making.made,
+            self._groups.made,
             self._watchdog.moved,
-            tell,
-            core.settings.eval_pinned,
+            post,
+            scheduler.settings.eval_pinned,
         )
-        self._enrolment = (
+        self._membership = (
             Enrolment(
                 recorder.log.dir,
-                parts,
-                self._care,
-                self._roster,
+                components,
+                self._supervisor,
+                self._registry,
                 recruit,
-                tell,
+                post,
                 recorder.console.status,
                 settings.leaving_s,
             )
@@ -117,32 +127,32 @@ class Driver:
         self._limit_reached: LimitReached | None = None
 
     async def run(self, served: dict[str, Version]) -> str:
-        """Drive the core from start to finish; returns why it finished."""
-        for lookout in (self._care.watch(), self._care.probe(), self._watch(), self._roster.tell()):
-            self._spawn(lookout)
-        if self._enrolment is not None:
-            self._spawn(self._enrolment.watch())
+        """Drive the scheduler from start to finish; return the reason it finished."""
+        for task in (self._supervisor.watch(), self._supervisor.probe(), self._watch(), self._registry.tell()):
+            self._spawn(task)
+        if self._membership is not None:
+            self._spawn(self._membership.watch())
         try:
             self._handle(ev.Started(served))
             crash.reached("controller.started")
             while self._finish is None:
                 self._handle(await self._next())
-            await self._settle()
+            await self._complete()
         finally:
-            await self._cancel_everything()
+            await self._cancel_tasks()
         if self._limit_reached is not None:
             raise self._limit_reached
         return self._finish
 
     def stop(self) -> None:
-        """Ask the run to stop after the step under way."""
+        """Request a stop after the current step."""
         self._queue.put_nowait(ev.StopRequested())
 
     # ------------------------------------------------------------------------------------------------ the loop
 
     def _handle(self, event: ev.Event) -> None:
-        self._roster.hear(event, self._core.version)
-        for action in self._core.handle(event):
+        self._registry.hear(event, self._scheduler.version)
+        for action in self._scheduler.handle(event):
             self._carry_out(action)
         if isinstance(event, ev.EvaluationDone):
             self._training.evaluated()
@@ -150,15 +160,15 @@ class Driver:
     async def _next(self) -> ev.Event:
         item = await self._queue.get()
         self._watchdog.moved()
-        if isinstance(item, LimitReached) and self._core.version > 0:
+        if isinstance(item, LimitReached) and self._scheduler.version > 0:
             self._limit_reached = item
-            return ev.StopRequested()  # so that a checkpoint is made; the error is raised after it
+            return ev.StopRequested()  # write a checkpoint first; the error is raised after it
         if isinstance(item, BaseException):
-            raise await self._best_account(item)
+            raise await self._find_cause(item)
         return item
 
     async def _watch(self) -> None:
-        """For as long as the run lasts: look whether anything moves."""
+        """Tick the watchdog for as long as the run lasts."""
         interval_s = min(WATCH_S, self._watchdog.patience_s / 20)
         awake = Awake(asyncio.get_running_loop().time, interval_s)
         while True:
@@ -166,14 +176,15 @@ class Driver:
             verdict = self._watchdog.tick(awake.lap())
             if verdict == "fine":
                 continue
-            reason = f"nothing has moved for {self._watchdog.still_s:.1f} s: {self._core.waiting_reason()}"
+            reason = f"no progress for {self._watchdog.still_s:.1f} s: {self._scheduler.waiting_reason()}"
             self._recorder.console.status(reason)
-            path = await asyncio.to_thread(self._recorder.log.stall, reason, await self._parts.runtime.dump())
+            path = await asyncio.to_thread(self._recorder.log.stall, reason, await self._components.runtime.dump())
             if verdict == "end":
-                raise Stalled(f"{reason}; what everybody was doing is in {path}")
+                raise Stalled(f"{reason}; stack traces of all components are in {path}")
 
-    async def _best_account(self, error: BaseException) -> BaseException:
-        """A part that dies closes its connections first; its own account of its death comes a moment later."""
+    async def _find_cause(self, error: BaseException) -> BaseException:
+        """Return the best available error for a lost component: its connections close first, the cause of its death
+        arrives a moment later."""
         if not isinstance(error, PartLost):
             return error
         try:
@@ -191,27 +202,27 @@ class Driver:
     def _carry_out(self, action: ev.Action) -> None:
         match action:
             case ev.Admit():
-                self._spawn(self._making.run(action))
+                self._spawn(self._groups.run(action))
             case ev.Cancel():
-                self._spawn(self._making.cancel(action.group))
+                self._spawn(self._groups.cancel(action.group))
             case ev.TrainChunk():
                 self._spawn(self._training.chunk(action))
             case ev.CloseBatch():
-                self._lasting.add(self._spawn(self._training.step(action)))
+                self._awaited_tasks.add(self._spawn(self._training.step(action)))
             case ev.Settle():
-                self._making.book(action)
+                self._groups.book(action)
             case ev.Account():
-                self._lasting.add(self._spawn(self._training.record(action, self._making.booked())))
+                self._awaited_tasks.add(self._spawn(self._training.record(action, self._groups.booked())))
             case ev.Retire():
-                self._making.retire(action.groups)
+                self._groups.retire(action.groups)
             case ev.Publish():
-                self._spawn(self._serving.publish(action))
+                self._spawn(self._policy_versions.publish(action))
             case ev.LoadWeights():
-                self._spawn(self._serving.load(action))
+                self._spawn(self._policy_versions.load(action))
             case ev.Evaluate():
-                self._spawn(self._serving.evaluate(action))
+                self._spawn(self._policy_versions.evaluate(action))
             case ev.Checkpoint():
-                self._lasting.add(self._spawn(self._training.checkpoint(action, self._making.journal.cut())))
+                self._awaited_tasks.add(self._spawn(self._training.checkpoint(action, self._groups.journal.cut())))
             case ev.LagChanged():
                 self._recorder.lag_changed(action.by)
             case ev.EpochStarted():
@@ -227,35 +238,35 @@ class Driver:
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._supervise)
+        task.add_done_callback(self._task_done)
         return task
 
-    def _supervise(self, task: asyncio.Task[None]) -> None:
+    def _task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        self._lasting.discard(task)
+        self._awaited_tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._queue.put_nowait(error)
 
-    async def _settle(self) -> None:
-        """Steps are recorded and checkpoints committed; whatever else is under way serves nobody any more."""
+    async def _complete(self) -> None:
+        """Wait for step records and checkpoints, then cancel all other tasks."""
         crash.reached("controller.finishing")
-        while self._lasting:  # and the watchdog still watches
-            done, _ = await asyncio.wait(self._lasting, timeout=WATCH_S, return_when=asyncio.FIRST_COMPLETED)
+        while self._awaited_tasks:  # the watchdog is still running
+            done, _ = await asyncio.wait(self._awaited_tasks, timeout=WATCH_S, return_when=asyncio.FIRST_COMPLETED)
             if done:
                 self._watchdog.moved()
             await self._raise_failures()
-        if self._training.unsaved is not None:  # and nothing will make up for it
+        if self._training.unsaved is not None:  # no later checkpoint will replace it
             raise self._training.unsaved
-        await self._cancel_everything()
+        await self._cancel_tasks()
         await self._raise_failures()
 
     async def _raise_failures(self) -> None:
         while not self._queue.empty():
             item = self._queue.get_nowait()
             if isinstance(item, BaseException) and not (self._limit_reached and isinstance(item, LimitReached)):
-                raise await self._best_account(item)
+                raise await self._find_cause(item)
 
-    async def _cancel_everything(self) -> None:
+    async def _cancel_tasks(self) -> None:
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

@@ -1,10 +1,4 @@
-"""Engines that come and go while the run lasts, as people ask for it.
-
-    add      asked ─▶ started or connected ─▶ EngineJoined: stale ─▶ its first load ─▶ serves: it has joined
-    remove   gets nothing more ─▶ finishes what it has, within a bound ─▶ stopped ─▶ EngineLeft
-
-Leaving costs nobody more than the requests that an engine could not finish in time: these are gone on with elsewhere.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -22,151 +16,155 @@ from outpace.pipeline.staff import Parts, Tell
 from outpace.protocols import Engine
 
 LOOK_S = 1.0
-"""How often orders are looked for."""
+"""Polling interval for orders."""
 
 LOOK_AT_LEAVING_S = 0.2
 LOOK_AT_JOINING_S = 0.2
 
 Recruit = Callable[[str], Awaitable[tuple[str, str, Engine]]]
-"""Brings an engine to life over the server at this URL, or with one of its own: its name, its socket, and itself."""
+"""Starts an engine for the server at this URL, or with a server of its own if ""; returns its name, socket and
+proxy."""
 
 
 class Enrolment:
+    """Carries out orders to add or remove engines, and publishes the fleet's state for `outpace fleet`."""
+
     def __init__(
         self,
         run: Path,
-        parts: Parts,
-        care: Caretaker,
-        roster: Roster,
+        components: Parts,
+        supervisor: Caretaker,
+        registry: Roster,
         recruit: Recruit,
-        tell: Tell,
-        say: Callable[[str], None],
-        patience_s: float,
+        post: Tell,
+        report: Callable[[str], None],
+        drain_s: float,
     ) -> None:
-        """`patience_s`: how long an engine that leaves may take to finish what it has."""
-        self._parts = parts
-        self._care = care
-        self._roster = roster
-        self._recruit = recruit
-        self._tell = tell
-        self._say = say
-        self._patience_s = patience_s
+        """`drain_s`: how long a leaving engine may take to finish its requests."""
+        self._components = components
+        self._supervisor = supervisor
+        self._registry = registry
+        self._start_engine = recruit
+        self._post = post
+        self._report = report
+        self._drain_s = drain_s
         self._orders = fleet.OrdersRead(run)
         self._file = fleet.FleetFile(run)
         self._shown: fleet.Fleet | None = None
-        self._outcomes: dict[str, fleet.Outcome] = {}  # by id of the order
+        self._outcomes: dict[str, fleet.Outcome] = {}  # by order id
         self._joining: list[str] = []  # URLs
 
     async def watch(self) -> None:
-        """For as long as the run lasts."""
+        """Carry out orders for as long as the run lasts."""
         try:
-            async with asyncio.TaskGroup() as at_work:
+            async with asyncio.TaskGroup() as tasks:
                 while True:
                     await self._show()
-                    orders, rubbish = await asyncio.to_thread(self._orders.new)
-                    for line in rubbish:
-                        self._say(f"an order for the fleet cannot be read: {line}")
+                    orders, unreadable = await asyncio.to_thread(self._orders.new)
+                    for line in unreadable:
+                        self._report(f"ignoring a fleet order that cannot be parsed: {line}")
                     for order in orders:
-                        at_work.create_task(self._carry_out(order))
+                        tasks.create_task(self._carry_out(order))
                     await asyncio.sleep(LOOK_S)
         finally:
             self._file.clear()
 
     async def _carry_out(self, order: fleet.Order) -> None:
-        """What cannot be done is said, and harms nobody."""
-        self._note(fleet.Outcome(order, "asked"))
+        """Carry out an order. A failure is reported and leaves the run unaffected."""
+        self._record_outcome(fleet.Outcome(order, "asked"))
         try:
             if order.add is not None:
                 await self._add(order)
             if order.remove is not None:
                 await self._remove(order)
         except (OutpaceError, OSError) as error:
-            self._note(fleet.Outcome(order, "refused", one_line(error)))
-            self._say(f"the fleet stays as it is: {error}")
+            self._record_outcome(fleet.Outcome(order, "refused", one_line(error)))
+            self._report(f"fleet order failed, the fleet is unchanged: {error}")
 
-    def _note(self, outcome: fleet.Outcome) -> None:
-        """For whoever gave the order."""
-        self._outcomes.pop(outcome.order.id, None)  # what has changed last is kept longest
+    def _record_outcome(self, outcome: fleet.Outcome) -> None:
+        """Record the outcome for the sender of the order."""
+        self._outcomes.pop(outcome.order.id, None)  # the latest change is kept longest
         self._outcomes[outcome.order.id] = outcome
         for oldest in list(self._outcomes)[: -fleet.KEPT_OUTCOMES]:
             del self._outcomes[oldest]
 
-    # ------------------------------------------------------------------------------------------------ coming
+    # ------------------------------------------------------------------------------------------------ joining
 
     async def _add(self, order: fleet.Order) -> None:
         url = (order.add or "").rstrip("/")
         if url and self._has(url):
-            raise OutpaceError(f"{url} is one of the engines already")
+            raise OutpaceError(f"{url} is already an engine of this run")
         self._joining.append(url)
         try:
-            name = await self._let_in(url)
+            name = await self._start(url)
         finally:
             self._joining.remove(url)
-        self._note(fleet.Outcome(order, "asked", engine=name))
+        self._record_outcome(fleet.Outcome(order, "asked", engine=name))
         if await self._serves(name):
-            self._note(fleet.Outcome(order, "joined", engine=name))
-            self._say(f"{name} has joined")
+            self._record_outcome(fleet.Outcome(order, "joined", engine=name))
+            self._report(f"{name} has joined")
         else:
-            self._note(fleet.Outcome(order, "refused", f"{name} has left before it served", engine=name))
+            self._record_outcome(fleet.Outcome(order, "refused", f"{name} left before it served", engine=name))
 
     def _has(self, url: str) -> bool:
-        return server_address(url) in map(server_address, filter(None, (*self._joining, *self._parts.urls.values())))
+        known = filter(None, (*self._joining, *self._components.urls.values()))
+        return server_address(url) in map(server_address, known)
 
-    async def _let_in(self, url: str) -> str:
-        self._say(f"asked to add {url or 'an engine'}")
-        name, socket, engine = await self._recruit(url)
-        self._parts.engines[name] = engine
-        self._parts.sockets[name] = socket
-        self._parts.urls[name] = url
-        self._care.enter(name, "engine")
-        self._roster.enter(name, socket)
-        self._tell(ev.EngineJoined(name))
+    async def _start(self, url: str) -> str:
+        self._report(f"adding {url or 'an engine'}")
+        name, socket, engine = await self._start_engine(url)
+        self._components.engines[name] = engine
+        self._components.sockets[name] = socket
+        self._components.urls[name] = url
+        self._supervisor.enter(name, "engine")
+        self._registry.enter(name, socket)
+        self._post(ev.EngineJoined(name))
         return name
 
     async def _serves(self, name: str) -> bool:
-        """Once it has its first weights; never, if it leaves before."""
-        while name in self._parts.engines:
-            if name in self._roster.serving:
+        """Return True once the engine has its first weights, False if it leaves before that."""
+        while name in self._components.engines:
+            if name in self._registry.serving:
                 return True
             await asyncio.sleep(LOOK_AT_JOINING_S)
         return False
 
-    # ------------------------------------------------------------------------------------------------ going
+    # ------------------------------------------------------------------------------------------------ leaving
 
     async def _remove(self, order: fleet.Order) -> None:
         name = order.remove or ""
-        if not self._care.cares_for(name) or name not in self._parts.engines:
-            names = [member.name for member in self._roster.members if not member.leaving]
-            raise OutpaceError(f"there is no engine {name}, or it leaves already; there are {', '.join(names)}")
-        if not set(self._roster.serving) - {name}:
-            raise OutpaceError(f"{name} cannot leave: nobody else serves")
-        self._say(f"{name} leaves, when it has finished what it has")
-        self._roster.leave(name)
-        self._care.leave(name, "has left the run")
-        self._tell(ev.EngineLost(name))
-        await self._care.called_off(name)
-        await self._idle(name)
-        await self._parts.runtime.retire(name)
-        for known in (self._parts.engines, self._parts.sockets, self._parts.urls):
+        if not self._supervisor.cares_for(name) or name not in self._components.engines:
+            names = [member.name for member in self._registry.members if not member.leaving]
+            raise OutpaceError(f"no engine {name}, or it is already leaving; engines: {', '.join(names)}")
+        if not set(self._registry.serving) - {name}:
+            raise OutpaceError(f"{name} cannot leave: no other engine serves; add one first")
+        self._report(f"{name} leaves after finishing its requests")
+        self._registry.leave(name)
+        self._supervisor.leave(name, "has left the run")
+        self._post(ev.EngineLost(name))
+        await self._supervisor.called_off(name)
+        await self._drain(name)
+        await self._components.runtime.retire(name)
+        for known in (self._components.engines, self._components.sockets, self._components.urls):
             known.pop(name, None)
-        self._tell(ev.EngineLeft(name))
-        self._note(fleet.Outcome(order, "left", engine=name))
-        self._say(f"{name} has left")
+        self._post(ev.EngineLeft(name))
+        self._record_outcome(fleet.Outcome(order, "left", engine=name))
+        self._report(f"{name} has left")
 
-    async def _idle(self, name: str) -> None:
+    async def _drain(self, name: str) -> None:
         try:
-            async with asyncio.timeout(self._patience_s):
-                while (await self._parts.engines[name].stats()).running:  # noqa: ASYNC110 (it is another process)
+            async with asyncio.timeout(self._drain_s):
+                while (await self._components.engines[name].stats()).running:  # noqa: ASYNC110 (state of another process)
                     await asyncio.sleep(LOOK_AT_LEAVING_S)
         except (TimeoutError, PartFailed) as error:
-            self._say(f"{name} leaves, and others go on with what it had: {error or 'it took too long'}")
+            self._report(f"{name} leaves with unfinished requests, which continue elsewhere: {error or 'timed out'}")
 
-    # ------------------------------------------------------------------------------------------------ for people
+    # ------------------------------------------------------------------------------------------------ reporting
 
     async def _show(self) -> None:
         seats = [
-            fleet.Seat(m.name, self._parts.urls.get(m.name, ""), m.serves, m.version, m.leaving)
-            for m in self._roster.members
+            fleet.Seat(m.name, self._components.urls.get(m.name, ""), m.serves, m.version, m.leaving)
+            for m in self._registry.members
         ]
         shown = fleet.Fleet(seats, list(self._outcomes.values()))
         if shown == self._shown:
@@ -174,5 +172,5 @@ class Enrolment:
         try:
             await asyncio.to_thread(self._file.write, shown)
             self._shown = shown
-        except OSError as error:  # a full disk passes
-            self._say(f"{fleet.STATE} is out of date: {error.strerror}")
+        except OSError as error:  # retried; a full disk may recover
+            self._report(f"{fleet.STATE} is out of date: {error.strerror}")

@@ -1,4 +1,4 @@
-"""Held-out evaluation of one pinned version, beside training: bounded in concurrency, never pausing anything."""
+"""Held-out evaluation of one policy version. Runs beside training with bounded concurrency, and never pauses it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from outpace.runtime.together import together
 from outpace.types import EpisodeView, Failure, GroupOrder, GroupReport, Version
 
 MAX_VIEWS = 512
-"""Rollouts of an evaluation that are kept to be read: those of the first so many tasks."""
+"""Maximum number of tasks whose rollouts are kept for inspection."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The result of one evaluation. `reward` is the mean over the `count` tasks that could be judged, None if none
-    could; `stderr` is its standard error over these tasks, None for fewer than two; `rewards` are the means of the
-    single reward functions, before weights."""
+    """The result of one evaluation.
+
+    `reward` is the mean over the `count` tasks that were scored, None if there are none. `stderr` is its standard
+    error over those tasks, None for fewer than two. `rewards` are the means of the single reward functions,
+    before weighting."""
 
     version: Version
     reward: float | None
@@ -27,10 +29,10 @@ class Evaluation:
     failed: int
     tokens: int
     views: list[EpisodeView] = field(default_factory=list)
-    reason: str = ""  # why one failed, if any did
-    newest: Version = 0  # of all that was sampled; `version` where that was pinned
+    reason: str = ""  # why an attempt failed, if any did
+    newest: Version = 0  # newest version that sampled; `version` if pinned
     stderr: float | None = None
-    binary: bool = False  # every reward is 0 or 1, so the mean is an accuracy
+    binary: bool = False  # all rewards are 0 or 1, so the mean is an accuracy
 
     failures: list[Failure] = field(default_factory=list)
     rewards: dict[str, float] = field(default_factory=dict)
@@ -40,10 +42,10 @@ class Evaluation:
         return eval_result(self.version, self.metrics())
 
     def metrics(self) -> dict[str, float]:
-        judged = {} if self.reward is None else {"eval/reward": self.reward}
+        scored = {} if self.reward is None else {"eval/reward": self.reward}
         if self.stderr is not None:
-            judged["eval/stderr"] = self.stderr
-        return judged | {
+            scored["eval/stderr"] = self.stderr
+        return scored | {
             "eval/version": float(self.version),
             "eval/version_newest": float(max(self.version, self.newest)),
             "eval/count": float(self.count),
@@ -54,7 +56,7 @@ class Evaluation:
 
 
 class Evaluator:
-    """Every evaluation takes the same tasks with the same noise, so two of them differ by the policy alone."""
+    """Runs evaluations on the same tasks with the same sampling seeds, so results differ only by the policy."""
 
     def __init__(self, count: int, max_running: int) -> None:
         self._count = count
@@ -67,14 +69,14 @@ class Evaluator:
         pinned: bool = True,
         progress: Callable[[], None] = lambda: None,
     ) -> Evaluation:
-        """Measure `version`: by the engine's pinned weight set, or by whatever serves where nothing is training.
+        """Evaluate `version`, on the engines' pinned weights or, if nothing is training, on whatever they serve.
 
-        `make` has a worker carry out an order. At most `max_running` orders exist at a time."""
+        `make` runs an order on a worker. At most `max_running` orders are in flight."""
         waiting = iter(range(self._count))
         reports: dict[int, GroupReport] = {}
 
-        async def take_turns() -> None:
-            for index in waiting:  # shared: each index is taken once
+        async def run_tasks() -> None:
+            for index in waiting:  # shared iterator: each index is taken once
                 order = GroupOrder(
                     index,
                     index,
@@ -88,7 +90,7 @@ class Evaluator:
                 reports[index] = await make(order)
                 progress()
 
-        await together(*(take_turns() for _ in range(min(self._max_running, self._count))))
+        await together(*(run_tasks() for _ in range(min(self._max_running, self._count))))
         return summarise(version, [reports[index] for index in range(self._count)])
 
 

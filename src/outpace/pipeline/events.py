@@ -1,7 +1,7 @@
-"""What the controller hears (events) and what it orders (actions).
+"""Events that go into the scheduler, and actions that come out of it.
 
-The core turns one event into a list of actions and does nothing else. Whoever drives it (asyncio for real parts, a
-virtual clock for modelled ones) carries the actions out and reports back with further events.
+The scheduler turns one event into a list of actions and does nothing else. The driver (asyncio, real components) or the
+simulator (virtual clock, modelled components) carries the actions out and reports back with further events.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from outpace.types import Outcome, Version
 
 @dataclass(frozen=True)
 class Started:
-    """The parts are up: `engines` maps each engine's name to the version it serves."""
+    """All components are up. `engines` maps each engine's name to the version it serves."""
 
     engines: dict[str, Version]
 
 
 @dataclass(frozen=True)
 class GroupClosed:
-    """A worker has closed a group. `oldest` is the smallest version among its trainable tokens."""
+    """A worker is done with a group. `oldest` is the smallest version among its trainable tokens."""
 
     group: int
     outcome: Outcome
     oldest: Version = 0
-    reward: float | None = None  # mean over its attempts; None: it failed, or nothing was judged
+    reward: float | None = None  # mean over its attempts; None: it failed or no attempt was scored
     spread: float = 0.0  # standard deviation of the rewards over its attempts
 
 
@@ -38,10 +38,10 @@ class ChunkTrained:
 
 @dataclass(frozen=True)
 class BatchTrained:
-    """The optimizer step is done: the learner is now at `version`. The rest says how well the batch fitted it."""
+    """The optimizer step is done and the learner is at `version`. `ess` and `kl` say how off-policy the batch was."""
 
     version: Version
-    ess: float = 1.0  # effective sample size, as a share of the tokens
+    ess: float = 1.0  # effective sample size, as a fraction of the tokens
     kl: float = 0.0  # mismatch KL per token
 
 
@@ -60,7 +60,7 @@ class EngineLoaded:
 
 @dataclass(frozen=True)
 class LoadLate:
-    """A load takes much longer than loads do. It may still succeed."""
+    """A load takes much longer than usual. It may still succeed."""
 
     engine: str
     version: Version
@@ -68,7 +68,8 @@ class LoadLate:
 
 @dataclass(frozen=True)
 class LoadFailed:
-    """A load has failed: the engine serves the version that it had or, when `torn`, nothing before the next one."""
+    """A load failed. The engine still serves its old version; if `torn`, its weights are inconsistent and it serves
+    nothing until the next load."""
 
     engine: str
     version: Version
@@ -77,21 +78,21 @@ class LoadFailed:
 
 @dataclass(frozen=True)
 class EngineLost:
-    """An engine has died or left: it serves nothing, and a load that was under way will not be heard of."""
+    """An engine died or is leaving. It serves nothing, and a load in progress will not be reported."""
 
     engine: str
 
 
 @dataclass(frozen=True)
 class EngineJoined:
-    """An engine has come up, for the first time or again. It serves nothing before its first load."""
+    """An engine came up, for the first time or after a restart. It serves nothing before its first load."""
 
     engine: str
 
 
 @dataclass(frozen=True)
 class EngineLeft:
-    """An engine has been lost for good: nobody expects it back."""
+    """An engine is gone for good and will not come back."""
 
     engine: str
 
@@ -103,7 +104,7 @@ class EvaluationDone:
 
 @dataclass(frozen=True)
 class StopRequested:
-    """Somebody asked the run to stop: no further admission, the step under way completes, then finish."""
+    """A stop was requested: admit nothing more, complete the current step, then finish."""
 
 
 Event = (
@@ -127,10 +128,11 @@ Event = (
 
 @dataclass(frozen=True)
 class Admit:
-    """Start this group: task number `task` of the source, served by versions >= `min_version` only.
+    """Start this group: task number `task` of the source, sampled by versions >= `min_version` only.
 
-    `position` is the visit in the order of tasks over all epochs. `recorded`: an earlier start of the run was at it,
-    and what it has recorded may be used again. `again`: it was given up before, for taking too long."""
+    `position` is the prompt visit's index in the task order over all epochs. `recorded`: an earlier start of the
+    run worked on it and its recorded completions may be reused. `again`: it was cancelled before because it was
+    too slow."""
 
     group: int
     task: int
@@ -143,16 +145,16 @@ class Admit:
 
 @dataclass(frozen=True)
 class Cancel:
-    """Stop a running group that has outlived its deadline (on_stale = drop or requeue). No event is expected back."""
+    """Cancel a running group that missed its deadline (on_stale = drop or requeue). No event is expected back."""
 
     group: int
 
 
 @dataclass(frozen=True)
 class TrainChunk:
-    """Forward and backward over these groups, in this order, as part of batch `version`. Answer: ChunkTrained.
+    """Run forward and backward over these groups, in this order, as part of batch `version`. Reply: ChunkTrained.
 
-    `replayed`: they were trained before, in another batch; such a chunk is the last of its batch."""
+    `replayed`: the groups were trained before, in another batch. Such a chunk is the last of its batch."""
 
     version: Version
     groups: tuple[int, ...]
@@ -161,9 +163,9 @@ class TrainChunk:
 
 @dataclass(frozen=True)
 class CloseBatch:
-    """Take the optimizer step of batch `version`, made of its own `groups` and of the `replayed` ones in all.
+    """Take the optimizer step of batch `version`, which consists of its own `groups` and the `replayed` ones.
 
-    Answer: BatchTrained(version + 1)."""
+    Reply: BatchTrained(version + 1)."""
 
     version: Version
     groups: tuple[int, ...]
@@ -172,14 +174,14 @@ class CloseBatch:
 
 @dataclass(frozen=True)
 class Retire:
-    """These trained groups will not be replayed any more: their journal segments may go. Only where there is replay."""
+    """These trained groups will not be replayed again, so their journal segments may go. Only with replay enabled."""
 
     groups: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Publish:
-    """Snapshot the learner's weights, now of `version`; buffers of `leased` versions must stay. Answer: Published."""
+    """Snapshot the learner's weights, now at `version`. Buffers of `leased` versions must be kept. Reply: Published."""
 
     version: Version
     leased: tuple[Version, ...] = ()
@@ -187,7 +189,7 @@ class Publish:
 
 @dataclass(frozen=True)
 class LoadWeights:
-    """Bring a published version to an engine. Answer: EngineLoaded or LoadFailed; before that perhaps LoadLate."""
+    """Load a published version into an engine. Reply: EngineLoaded or LoadFailed, possibly LoadLate before that."""
 
     engine: str
     version: Version
@@ -195,14 +197,14 @@ class LoadWeights:
 
 @dataclass(frozen=True)
 class Evaluate:
-    """Measure held-out reward on exactly this published version. Answer: EvaluationDone."""
+    """Measure held-out reward on exactly this published version. Reply: EvaluationDone."""
 
     version: Version
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Commit everything as of `version`. `state` is the core's own part of it."""
+    """Commit everything as of `version`. `state` is the scheduler's own state."""
 
     version: Version
     state: dict[str, object] = field(default_factory=dict)
@@ -210,7 +212,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Settle:
-    """This visit has come to its end without being trained, and goes on record; a `skipped` one has no group."""
+    """A prompt visit ended without being trained and goes on record. A `skipped` visit has no group."""
 
     task: int
     epoch: int
@@ -220,11 +222,12 @@ class Settle:
 
 @dataclass(frozen=True)
 class Account:
-    """What was named by `Settle` since the last of these is put on record with step `version`, and with it `settled`
-    visits since the run began.
+    """Write the visits named by `Finalize` since the last record to the record of step `version`. `finalized` counts
+    all finalized visits since the run began.
 
-    `trained`: together with the groups that this step has trained. Otherwise a checkpoint is about to be made between
-    two steps, and they get a record of their own. The record comes before the checkpoint that relies on it."""
+    `trained`: they share the record with the groups that this step trained. Otherwise a checkpoint is about to be
+    made between two steps and they get a record of their own. The record is written before the checkpoint that
+    relies on it."""
 
     version: Version
     settled: int
@@ -233,7 +236,7 @@ class Account:
 
 @dataclass(frozen=True)
 class LagChanged:
-    """The governor moved the lag in force, to `lag`: for people to know."""
+    """The governor changed the allowed lag to `lag`. For metrics only."""
 
     lag: int
     by: int
@@ -246,7 +249,7 @@ class EpochStarted:
 
 @dataclass(frozen=True)
 class EpochEnded:
-    """Every task of this epoch is accounted for."""
+    """Every task of this epoch is finalized."""
 
     epoch: int
 

@@ -1,12 +1,4 @@
-"""Which journal segments still hold a group that somebody needs. Pure bookkeeping.
-
-A group is needed until it is closed and a committed checkpoint knows that it is: whoever resumes from an older one
-trains it again. So a checkpoint takes two words: `cut` when its state is taken, `committed` when it has its name.
-
-A segment goes when it holds no such group and its writer has moved on to another. Reports may overtake each other: one
-of an older segment may be on its way when the first of the next arrives. So a writer has moved on once a checkpoint was
-both begun and committed after that: every worker is asked for its random state in between.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -15,62 +7,64 @@ from collections import Counter
 from outpace.types import GroupReport
 
 Mark = int
-"""A moment at which the state of a checkpoint was taken."""
+"""Identifies the moment at which the state of a checkpoint was taken."""
 
 
 class JournalUse:
+    """Tracks which journal segments still hold a needed group. Pure."""
+
     def __init__(self) -> None:
-        self._open: Counter[str] = Counter()  # groups that are not closed, by segment
-        self._closed_at: dict[str, Mark] = {}  # how many cuts there were when a group of the segment was last closed
-        self._written: dict[str, str] = {}  # the segment that each writer is at
-        self._left_at: dict[str, Mark] = {}  # how many cuts there were when its writer was known to have moved on
-        self._cuts: Mark = 0
-        self._covered: Mark = 0
+        self._open: Counter[str] = Counter()  # open groups by segment
+        self._closed_at: dict[str, Mark] = {}  # newest mark when a group of the segment was last closed
+        self._written: dict[str, str] = {}  # current segment of each writer
+        self._abandoned_at: dict[str, Mark] = {}  # newest mark when its writer was seen to have moved on
+        self._marks: Mark = 0
+        self._newest_committed: Mark = 0
 
     def opened(self, report: GroupReport) -> None:
-        """A worker has journalled a group."""
-        segment = self._note(report)
+        """Record that a worker journaled a group."""
+        segment = self._add(report)
         writer = _writer(segment)
         older, newer = sorted((self._written.get(writer, segment), segment), key=_number)
         self._written[writer] = newer
         if older != newer:
-            self._left_at.setdefault(older, self._cuts)
+            self._abandoned_at.setdefault(older, self._marks)
 
     def restored(self, report: GroupReport) -> None:
-        """A group was found in the journal, in a segment that nobody writes to."""
-        self._left_at.setdefault(self._note(report), self._cuts)
+        """Record a group found in the journal, in a segment that no worker writes to."""
+        self._abandoned_at.setdefault(self._add(report), self._marks)
 
     def closed(self, report: GroupReport) -> None:
-        """A journalled group is accounted for, one way or another."""
+        """Record that a journaled group is finalized."""
         assert report.place is not None
         self._open[report.place.segment] -= 1
-        self._closed_at[report.place.segment] = self._cuts
+        self._closed_at[report.place.segment] = self._marks
 
     def cut(self) -> Mark:
-        """The state of a checkpoint is being taken: it knows of everything that was closed so far."""
-        self._cuts += 1
-        return self._cuts
+        """Mark the start of a checkpoint: its state contains everything closed so far."""
+        self._marks += 1
+        return self._marks
 
     def committed(self, mark: Mark) -> None:
-        """The checkpoint whose state was taken then is complete."""
-        self._covered = max(self._covered, mark)
+        """Record that the checkpoint with this mark is complete."""
+        self._newest_committed = max(self._newest_committed, mark)
 
     def releasable(self) -> list[str]:
-        """Segments to delete; each is named once. Any worker can delete them."""
-        free = [segment for segment in self._left_at if self._is_covered(segment)]
+        """Return the segments to delete; each is returned once. Any worker can delete them."""
+        free = [segment for segment in self._abandoned_at if self._is_releasable(segment)]
         for segment in free:
-            del self._open[segment], self._closed_at[segment], self._left_at[segment]
+            del self._open[segment], self._closed_at[segment], self._abandoned_at[segment]
         return free
 
-    def _note(self, report: GroupReport) -> str:
+    def _add(self, report: GroupReport) -> str:
         assert report.place is not None
         self._open[report.place.segment] += 1
         return report.place.segment
 
-    def _is_covered(self, segment: str) -> bool:
+    def _is_releasable(self, segment: str) -> bool:
         if self._open[segment] > 0:
             return False
-        return max(self._closed_at[segment], self._left_at[segment]) < self._covered
+        return max(self._closed_at[segment], self._abandoned_at[segment]) < self._newest_committed
 
 
 def _writer(segment: str) -> str:

@@ -1,12 +1,15 @@
-"""What became of every task: the book in which nothing is lost and nothing happens twice.
+"""Ledger: the state of every prompt visit. No visit is lost and none is counted twice.
 
-A task's visit is a position in the order of tasks (position // tasks = its epoch). Each goes
-planned -> running -> finished -> trained, or leaves on the way as filtered, failed, dropped or (its task being at rest)
-skipped: exactly once. A visit that is given up to be made again (`requeue`, or a resumed run) is planned again, before
-any new one; one whose finished group has survived a resume is finished from the start.
+A visit is a position in the task order (position // tasks is its epoch). Each visit goes
+planned -> running -> finished -> trained, or leaves early as filtered, failed, dropped or (task resting) skipped. It is
+finalized exactly once. A visit to be repeated (`requeue`, or a resumed run) is planned again, before any new one. A
+visit whose finished group was recovered by a resume starts as finished.
 
-Memory is bounded: fresh positions are issued in order, so a position below the cursor that is not open is settled, and
-counts are all that remains of it. Epochs that ended long ago share one tally.
+Memory is bounded: new positions are issued in order, so a position below the cursor that is not open is finalized and
+only counts remain of it. Epochs that ended long ago share one set of counts.
+
+`OutcomeRecords` decides which record in batches.jsonl a finalized visit belongs to. `ledger_report` (`outpace ledger`)
+shows the ledger of a run's newest complete checkpoint.
 """
 
 from __future__ import annotations
@@ -20,11 +23,11 @@ import msgspec
 Settled = Literal["trained", "filtered", "failed", "dropped", "skipped"]
 
 KEPT_EPOCHS = 256
-"""So many ended epochs keep a tally of their own; it would be a leak to keep all where an epoch is a few tasks."""
+"""Number of ended epochs that keep their own counts. Keeping all would leak memory when an epoch is a few tasks."""
 
 
 class Tally(msgspec.Struct):
-    """How many visits of one epoch ended in which way."""
+    """Number of visits of one epoch by final outcome."""
 
     epoch: int
     trained: int = 0
@@ -51,43 +54,45 @@ class Tally(msgspec.Struct):
 
 
 class LedgerState(msgspec.Struct, frozen=True):
-    """The ledger as a checkpoint keeps it: after a restore all that was open is planned, first and in order."""
+    """Checkpointed ledger. After a restore every open visit is planned again, first and in order."""
 
     cursor: int = 0
     queued: list[int] = []
     running: list[int] = []
     finished: list[int] = []
     epochs: list[Tally] = []  # started, oldest first
-    earlier: Tally = msgspec.field(default_factory=lambda: Tally(epoch=-1))  # sum over ended epochs not in the list
-    requeued: int = 0  # visits given up to be made again
-    extended: int = 0  # deadlines moved
+    earlier: Tally = msgspec.field(default_factory=lambda: Tally(epoch=-1))  # sum over ended epochs not in `epochs`
+    requeued: int = 0  # visits cancelled and planned again
+    extended: int = 0  # deadlines extended
 
     @property
     def open(self) -> set[int]:
-        """Visits that were issued and have not come to their end."""
+        """Visits that were issued and are not finalized."""
         return {*self.queued, *self.running, *self.finished}
 
 
 class Ledger:
+    """Tracks visits from issue to final outcome. Every transition asserts the state it starts from."""
+
     def __init__(
         self, tasks: int, epochs: int | None, state: LedgerState, finished: Collection[int] = frozenset()
     ) -> None:
-        """`finished`: open visits whose groups are there already, those issued after `state` was taken among them."""
+        """`finished`: open visits whose groups were recovered, including those issued after `state` was taken."""
         self.tasks = tasks
         self.limit = None if epochs is None else tasks * epochs
         self.cursor = max([state.cursor, *(position + 1 for position in finished)])
         self.requeued = state.requeued
         self.extended = state.extended
         opened = state.open | set(range(state.cursor, self.cursor))
-        assert opened.issuperset(finished), "a visit that came to its end cannot be finished again"
+        assert opened.issuperset(finished), "a finalized visit cannot be finished again"
         self._queue = deque(sorted(opened.difference(finished)))
         self._open: dict[int, Literal["running", "finished"]] = dict.fromkeys(sorted(finished), "finished")
         self._earlier = msgspec.structs.replace(state.earlier)
         self._epochs = {tally.epoch: msgspec.structs.replace(tally) for tally in state.epochs}
         self.begun = sorted({position // tasks for position in finished} - self._epochs.keys())
-        """Epochs that begin with the visits that are finished from the start."""
+        """Epochs that start with recovered visits."""
         self._epochs |= {epoch: Tally(epoch) for epoch in self.begun}
-        self._settled = self._earlier.settled + sum(tally.settled for tally in self._epochs.values())
+        self._finalized = self._earlier.settled + sum(tally.settled for tally in self._epochs.values())
 
     def state(self) -> LedgerState:
         return LedgerState(
@@ -103,12 +108,12 @@ class Ledger:
 
     @property
     def settled(self) -> int:
-        """Visits that came to their end, since the run began."""
-        return self._settled
+        """Number of visits finalized since the run began."""
+        return self._finalized
 
     @property
     def left(self) -> int | None:
-        """How many visits can still be issued; None: without end."""
+        """Number of visits that can still be issued; None: no limit."""
         if self.limit is None:
             return None
         return max(0, self.limit - self.cursor) + len(self._queue)
@@ -116,14 +121,14 @@ class Ledger:
     # ------------------------------------------------------------------------------------------------- transitions
 
     def issue(self) -> tuple[int, bool]:
-        """planned -> running: the next position, and whether it is the first of its epoch."""
-        assert self.left != 0, "there is no task left to issue"
+        """planned -> running. Return the next position, and whether it is the first of its epoch."""
+        assert self.left != 0, "no task left to issue"
         if self._queue:
             position = self._queue.popleft()
         else:
             position = self.cursor
             self.cursor += 1
-        assert position not in self._open, f"position {position} is open already"
+        assert position not in self._open, f"position {position} is already open"
         self._open[position] = "running"
         epoch = position // self.tasks
         if begins := epoch not in self._epochs:
@@ -135,34 +140,34 @@ class Ledger:
         self._open[position] = "finished"
 
     def requeue(self, position: int) -> None:
-        """running -> planned, before all others."""
+        """running -> planned, ahead of all others."""
         assert self._open.pop(position, None) == "running", f"position {position} is not running"
         self._queue.appendleft(position)
         self.requeued += 1
 
     def settle(self, position: int, outcome: Settled) -> bool:
-        """running or finished -> its end. Returns whether every task of its epoch is now accounted for."""
+        """running or finished -> final outcome. Return whether every task of its epoch is now finalized."""
         before = self._open.pop(position, None)
         expected = "finished" if outcome == "trained" else "running"
         assert before == expected, f"position {position} cannot be {outcome}: it is {before or 'not open'}"
         tally = self._epochs[position // self.tasks]
         tally.add(outcome)
-        self._settled += 1
+        self._finalized += 1
         assert tally.settled <= self.tasks
         if ended := tally.settled == self.tasks:
-            self._collapse()
+            self._merge_old_epochs()
         return ended
 
-    def _collapse(self) -> None:
+    def _merge_old_epochs(self) -> None:
         ended = [epoch for epoch, tally in self._epochs.items() if tally.settled == self.tasks]
         for epoch in ended[: max(0, len(ended) - KEPT_EPOCHS)]:
             for outcome, count in self._epochs.pop(epoch).as_counts().items():
                 self._earlier.add(outcome, count)
 
-    # ----------------------------------------------------------------------------------------------------- reading
+    # ----------------------------------------------------------------------------------------------------- queries
 
     def counts(self) -> dict[str, int]:
-        """Over the whole run: visits by outcome, and how often one was requeued or its deadline moved."""
+        """Return totals over the whole run: visits by final outcome, visits requeued, deadlines extended."""
         total = msgspec.structs.replace(self._earlier)
         for tally in self._epochs.values():
             for outcome, count in tally.as_counts().items():
@@ -171,7 +176,8 @@ class Ledger:
 
 
 def by_epoch(tasks: int, state: LedgerState) -> list[dict[str, int]]:
-    """Per epoch, for people: planned, running, finished, and the settled by outcome. They sum to `tasks`."""
+    """Return one row per epoch for display: planned, running, finished, and finalized by outcome. They sum to
+    `tasks`."""
     rows: list[dict[str, int]] = []
     for tally in state.epochs:
         running = sum(position // tasks == tally.epoch for position in state.running)

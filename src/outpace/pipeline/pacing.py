@@ -1,21 +1,38 @@
-"""How many groups may be started now, and until when each must be trained.
+"""Pacing: how many groups may start now, by when each must be trained, and how much lag is allowed.
 
-Invariants (B = groups in a batch, v = the learner's version, e = the oldest version that serves)
-- A group admitted while the lag in force is l gets the stamp a = e and the deadline a + l: none of its tokens is older
-  than a, so training it in a batch v <= a + l keeps every token's lag within l. The lag in force is 0 in warm-up, else
-  the governor's, which is at most max_lag. When it falls, later groups may be due before earlier ones.
-- Outstanding groups never exceed (l + 1 - (v - e)) * B at admission, those with later deadlines counted too. Hence
-  whatever is admitted can still be trained in time, in whatever order deadlines come: for every d, the groups with a
-  deadline <= d fit into the batches up to d. The batcher keeps it that way (proof there).
+Admission invariants (B = groups per batch, v = learner version, e = oldest serving version)
+- A group admitted while the allowed lag is l gets min_version a = e and deadline a + l. None of its tokens is older
+  than a, so training it in a batch v <= a + l keeps every token's lag within l. The allowed lag is 0 during warmup and
+  the governor's otherwise, which is at most max_lag. When it decreases, later groups may be due before earlier ones.
+- At admission, outstanding groups never exceed (l + 1 - (v - e)) * B, those with later deadlines included. Hence every
+  admitted group can still be trained in time, in whatever order deadlines come: for every d, the groups with a
+  deadline <= d fit into the batches up to d. The batcher preserves this (proof there).
 - Nothing is admitted that the remaining steps or epochs do not need.
-- Nobody waits for ever when the lag in force falls. If B groups or more are outstanding, they make the open batch. If
-  fewer are, admission lacks room only because e < v - l, and ends so when the engines have loaded the newest published
-  version p: where l >= publish_every - 1, v - p is at most that; where l is smaller, every version is published, from
-  the very step that lowered it.
+- A decrease of the allowed lag cannot deadlock. If B or more groups are outstanding, they make the open batch. If
+  fewer are, admission lacks room only because e < v - l, which ends when the engines have loaded the newest published
+  version p: if l >= publish_every - 1, v - p is at most that; if l is smaller, every version is published, starting
+  with the step that lowered it.
 
-In lockstep (`deterministic`) the depth does not limit admission, so that the groups of a stamp depend on nothing but
-outcomes; and no group is admitted before a checkpoint for a batch behind it, so that a checkpoint finds nothing
-outstanding and a resumed run repeats exactly what the uninterrupted one does.
+In deterministic mode, depth does not limit admission, so the groups of a version depend on outcomes only. No group is
+admitted before a checkpoint for a batch behind it, so a checkpoint finds nothing outstanding and a resumed run repeats
+exactly what the uninterrupted one does.
+
+Governor: after every step it looks at how off-policy the batch was. If the effective sample size is too low or the
+mismatch KL too high, the allowed lag decreases by one; `patience` good batches in a row raise it by one. It affects
+later admissions only, never the deadline of an admitted group.
+
+Governor invariants
+- min_lag <= allowed lag <= max_lag, and it changes by at most one per step.
+- Between two decreases there is a bad batch that consists only of groups admitted after the first one. A decrease shows
+  in batches only when the groups admitted before it are used up, `lag` versions later; until then bad batches carry no
+  new information and are ignored.
+- Between a change and the next raise there are `patience` good batches and no bad one, made only of groups admitted
+  since that change: groups sampled under another lag say nothing about this one.
+- A bad batch from before a raise does count: it was bad at less than the current lag.
+
+Groups are numbered in admission order, across resumes too, so "since" is a comparison of numbers. Every group admitted
+before a change is trained or gone within `max_lag` + 1 batches (later only if on_stale = train moves deadlines), so the
+governor never ignores batches forever.
 """
 
 from __future__ import annotations
@@ -53,10 +70,10 @@ class CoreSettings:
     eval_every: int  # 0: only the first and the last version
     eval_enabled: bool
     checkpoint_every: int  # 0: only at the end
-    governor: GovernorSettings | None = None  # None: the lag in force is max_lag
-    difficulty: DifficultySettings | None = None  # None: no task is left out
+    governor: GovernorSettings | None = None  # None: the allowed lag is always max_lag
+    difficulty: DifficultySettings | None = None  # None: no task is skipped
     replay: ReplaySettings | None = None  # None: no group is trained twice
-    eval_pinned: bool = True  # False: engines have one weight set, and evaluation goes by what serves
+    eval_pinned: bool = True  # False: engines have one weight set, and evaluation uses the serving one
 
     def __post_init__(self) -> None:
         for name in ("groups_per_step", "group_size", "chunk_groups", "max_running", "publish_every", "tasks"):
@@ -68,10 +85,10 @@ class CoreSettings:
         if self.max_lag < self.publish_every - 1:
             raise BadInput(
                 f"publishing every {plural(self.publish_every, 'version')} needs max_lag >= {self.publish_every - 1}, "
-                f"not {self.max_lag}: else the engines never become fresh enough to serve"
+                f"not {self.max_lag}: otherwise the engines never get weights fresh enough to serve"
             )
         if self.governor is not None and self.deterministic:
-            raise BadInput("the governor follows what was measured: in lockstep the lag must be fixed")
+            raise BadInput("governor: run.deterministic needs a fixed lag; turn the governor or run.deterministic off")
 
     def is_last(self, version: Version) -> bool:
         return self.steps is not None and version >= self.steps
@@ -80,8 +97,10 @@ class CoreSettings:
         return self.checkpoint_every > 0 and version % self.checkpoint_every == 0
 
     def is_boundary(self, version: Version) -> bool:
-        """Whether in lockstep, with nothing outstanding, the next group is bound to get this version as its stamp, as
-        it does after a resume, which loads no other."""
+        """Return whether a resume from this version is exact in deterministic mode.
+
+        With nothing outstanding, the next group then has this version as its minimum, as it does after a resume, which
+        loads no other version."""
         return self.max_lag == 0 or version <= self.warmup_steps or self.is_checkpointed(version)
 
     def is_evaluated(self, version: Version) -> bool:
@@ -89,7 +108,7 @@ class CoreSettings:
         return self.eval_enabled and due
 
     def newest_evaluated(self, version: Version) -> Version:
-        """The newest version up to this one that is to be evaluated; -1 if none is."""
+        """Return the newest version up to this one that is to be evaluated, -1 if none."""
         if not self.eval_enabled:
             return -1
         if self.is_evaluated(version):
@@ -97,9 +116,11 @@ class CoreSettings:
         return version // self.eval_every * self.eval_every if self.eval_every else 0
 
     def is_published(self, version: Version, lag: int) -> bool:
-        """Every k-th version, and each that somebody needs: warm-up and the step after it (they know no older weights),
-        an evaluation, in lockstep a checkpoint (a resumed run starts from those weights), and the last. While the
-        governor holds the lag below what every k-th version needs, all of them."""
+        """Return whether this version is published: every k-th version and every version that is needed.
+
+        Needed are warmup versions and the one after them (no older weights are allowed), evaluated versions,
+        checkpoints in deterministic mode (a resumed run starts from those weights), the last version, and every
+        version while the governor holds the lag below what publishing every k-th version needs."""
         return (
             version % self.publish_every == 0
             or version <= self.warmup_steps
@@ -112,44 +133,44 @@ class CoreSettings:
 
 @dataclass(frozen=True)
 class Load:
-    """What admission looks at, in groups."""
+    """The state of the pipeline that admission depends on, in groups."""
 
-    version: Version  # the learner's
-    oldest: Version  # of the engines
+    version: Version  # of the learner
+    oldest: Version  # oldest serving version
     running: int
     outstanding: int  # running, or finished and not yet trained
-    tasks_left: int | None  # None: endless
-    lag: int  # the governor's word on the most there may be; warm-up can lower it further
+    tasks_left: int | None  # None: no limit
+    lag: int  # the governor's limit; warmup can lower it further
 
 
 class Pacing:
-    """The admission rule. It holds no state: the load comes with every question."""
+    """The admission rule. Stateless: every call takes the current load."""
 
     def __init__(self, settings: CoreSettings) -> None:
         self.settings = settings
-        # Rounded, lest 1.1 * 10 admit a twelfth group for the sake of 11.000000000000002.
+        # Rounded, so that 1.1 * 10 = 11.000000000000002 does not admit a twelfth group.
         self._depth_limit = ceil(round((1 + settings.depth) * settings.groups_per_step, 6))
         self._running_limit = max(1, settings.max_running // settings.group_size)
 
     def lag(self, load: Load) -> int:
-        """The lag in force. In lockstep it is a matter of the stamp, not of how far the learner happens to be."""
+        """Return the allowed lag. In deterministic mode it depends on min_version, not on the learner's progress."""
         return self.lag_at(load.oldest if self.settings.deterministic else load.version, load.lag)
 
     def lag_at(self, version: Version, lag: int) -> int:
         return 0 if version < self.settings.warmup_steps else lag
 
     def deadline(self, load: Load) -> Version:
-        """The last batch that may train a group admitted now."""
+        """Return the last batch that may train a group admitted now."""
         return load.oldest + self.lag(load)
 
-    def may_start(self, load: Load, stamp: Version) -> bool:
-        """Whether a group with an older stamp than that of the hour, and so with an earlier deadline, can be admitted:
-        there is time enough even if everything outstanding is trained first."""
-        batches = stamp + self.lag(load) + 1 - load.version
-        return stamp <= load.oldest and batches * self.settings.groups_per_step > load.outstanding
+    def may_start(self, load: Load, min_version: Version) -> bool:
+        """Return whether a group with an older `min_version` than the current one, and so an earlier deadline, can
+        be admitted: there must be time even if everything outstanding is trained first."""
+        batches = min_version + self.lag(load) + 1 - load.version
+        return min_version <= load.oldest and batches * self.settings.groups_per_step > load.outstanding
 
     def limits(self, load: Load) -> dict[str, int]:
-        """How many more groups each rule would admit; the smallest of them counts."""
+        """Return how many more groups each rule would admit. The smallest number applies."""
         size = self.settings.groups_per_step
         limits = {
             "max_running": self._running_limit - load.running,
@@ -167,6 +188,12 @@ class Pacing:
             limits["epochs"] = load.tasks_left
         return limits
 
+    def limited_by(self, load: Load) -> str:
+        """Return the rule that admits no more groups now, or ""."""
+        limits = self.limits(load)
+        rule = min(limits, key=limits.__getitem__)
+        return rule if limits[rule] <= 0 else ""
+
     def room(self, load: Load) -> int:
-        """How many groups may be admitted now."""
+        """Return how many groups may be admitted now."""
         return max(0, min(self.limits(load).values()))

@@ -1,6 +1,6 @@
-"""What the driver tells people: one place that turns reports into metrics, files, the console and callbacks.
+"""Recorder: turns reports into metrics, run files, console lines and callbacks.
 
-Every method is cheap: small appends to open files and in-memory sums. What is slow (user callbacks) runs elsewhere.
+Every method is cheap: small appends to open files and in-memory sums. User callbacks run elsewhere.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from outpace.types import (
 )
 
 TIMELINE_SPANS = 4096
-"""The newest so many spans are kept: enough to look at, and memory stays flat over a long run."""
+"""Number of newest spans kept, so that memory stays flat over a long run."""
 
 Settled = tuple[BatchSettled, GroupReport | None]
 """A visit that was not trained, and the report on its group if there is one."""
@@ -49,10 +49,12 @@ Settled = tuple[BatchSettled, GroupReport | None]
 
 @dataclass
 class Recorder:
+    """Records everything the controller reports about a run."""
+
     log: RunLog
     console: ProgressConsole
     callbacks: CallbackRunner
-    cores: int | None  # None: the work of engine and learner cannot be counted
+    cores: int | None  # None: the work of engines and learner cannot be measured
     seed: int
 
     def __post_init__(self) -> None:
@@ -63,12 +65,12 @@ class Recorder:
         self._began = time.monotonic()
         self._training_began = self._trained_at = self._began
         self._account = WorkAccount(self.cores, time.monotonic)
-        self._closed: dict[int, GroupReport] = {}  # groups that are not on record yet
+        self._closed: dict[int, GroupReport] = {}  # not on record yet
         self._earlier = Earlier()
         self._earlier_wall_s = 0.0
 
     def resume(self, past: PastRun, finished: Iterable[GroupReport]) -> None:
-        """Go on with the totals of the run's earlier starts, and with the groups that these have finished."""
+        """Continue the totals of the run's earlier starts, and take over the groups they finished."""
         for line in past.steps:
             self.summary.step(line["step"], line)
             self._earlier = Earlier.of(line)
@@ -82,16 +84,16 @@ class Recorder:
         self._closed |= {report.group: report for report in finished}
 
     async def training_begins(self, engines: dict[str, Engine], learner: Learner) -> None:
-        """The parts are up: the clock of training starts, and what they did before does not count."""
+        """Start the training clock: all components are up, and their work so far does not count."""
         self._account.engines({name: await engine.stats() for name, engine in engines.items()})
         self._account.learner(await learner.stats())
         self._account.start(self._earlier)
         self._trained_at = self._training_began = time.monotonic()
 
-    # ------------------------------------------------------------------------------------------------ as it happens
+    # ------------------------------------------------------------------------------------------------ events
 
-    def span(self, part: str, name: str) -> contextlib.AbstractContextManager[None]:
-        return self.timeline.measure(part, name)
+    def span(self, component: str, name: str) -> contextlib.AbstractContextManager[None]:
+        return self.timeline.measure(component, name)
 
     def fault(self, name: str) -> None:
         self._meter.add(f"faults/{name}", 1)
@@ -112,7 +114,7 @@ class Recorder:
         self.callbacks.post("on_rollout_end", report)
 
     def group_given_up(self, report: GroupReport) -> None:
-        """A group that nobody will train, though nothing was wrong with it: its tokens are waste."""
+        """Record a cancelled group: its tokens are wasted although nothing failed."""
         self._closed.pop(report.group, None)
         to_metrics.record_given_up(self._meter, report)
         self._account.wasted(report.tokens_sampled)
@@ -192,13 +194,13 @@ class Recorder:
         self.callbacks.post("on_batch_end", {"step": step.version} | metrics)
 
     def settled(self, version: Version, settled: list[Settled], accounted: int) -> None:
-        """What came to its end between two steps, where a checkpoint relies on it."""
+        """Write a record of the visits finalized between two steps, for the checkpoint that relies on it."""
         failures = self._record_groups(report for _, report in settled)
         totals = to_metrics.totals_of((visit.outcome, report) for visit, report in settled)
         self.log.batch(version, version, [], [visit for visit, _ in settled], accounted, failures, totals)
 
     def _record_groups(self, reports: Iterable[GroupReport | None]) -> list[Failure]:
-        """Count these groups, and return what failed in them."""
+        """Count these groups and return their failures."""
         failures: list[Failure] = []
         for report in filter(None, reports):
             self._closed.pop(report.group, None)

@@ -1,9 +1,9 @@
-"""The policy on its way to whoever samples from it: snapshots, loads, evaluations.
+"""Policy versions in use: publish snapshots, load them into engines, and evaluate them.
 
-Publish ─▶ Published     LoadWeights ─▶ EngineLoaded | LoadFailed     Evaluate ─▶ EvaluationDone
+    Publish ─▶ Published     LoadWeights ─▶ EngineLoaded | LoadFailed     Evaluate ─▶ EvaluationDone
 
-A load that fails is told after a pause that grows while it keeps failing; an engine that takes none is replaced.
-Neither holds up a publication, another engine's load, or the learner.
+A failed load is reported after an exponential backoff. An engine whose loads keep failing is killed and restarted.
+Neither delays a publication, another engine's load, or the learner.
 """
 
 from __future__ import annotations
@@ -29,43 +29,45 @@ FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 15.0
 LATE_S = 5.0
 LATE_TIMES = 4
-"""A load is late after this many times as long as the longest that has succeeded, and not before LATE_S."""
+"""A load is late after this many times the longest successful load, but not before LATE_S."""
 
 MOST_FAILURES = 6
-"""After so many failed loads in a row an engine is taken for broken, and replaced."""
+"""Number of failed loads in a row after which an engine is killed and restarted."""
 
 
 class Serving:
+    """Carries out the scheduler's actions for publications, loads and evaluations."""
+
     def __init__(
         self,
-        parts: Parts,
-        care: Caretaker,
-        roster: Roster,
+        components: Parts,
+        supervisor: Caretaker,
+        registry: Roster,
         recorder: Recorder,
         evaluator: Evaluator,
-        make: Callable[[GroupOrder], Awaitable[GroupReport]],
-        moved: Callable[[], None],
-        tell: Tell,
+        run_order: Callable[[GroupOrder], Awaitable[GroupReport]],
+        on_progress: Callable[[], None],
+        post: Tell,
         pins: bool,
     ) -> None:
-        """`make` has a worker carry out an order; `moved` is called whenever an evaluation gets on. `pins`:
-        engines have a second weight set for evaluation."""
-        self._parts = parts
-        self._care = care
-        self._roster = roster
+        """`run_order` runs an order on a worker; `on_progress` is called as an evaluation advances. `pins`: engines
+        have a second weight set for evaluation."""
+        self._components = components
+        self._supervisor = supervisor
+        self._registry = registry
         self._recorder = recorder
         self._evaluator = evaluator
-        self._make = make
-        self._moved = moved
-        self._tell = tell
+        self._run_order = run_order
+        self._on_progress = on_progress
+        self._post = post
         self._pins = pins
         self._manifests: dict[Version, Manifest] = {}
-        self._failures: Counter[tuple[str, int]] = Counter()  # loads in a row, by engine and its life
-        self._longest_s = 0.0  # of the loads that have succeeded
+        self._failures: Counter[tuple[str, int]] = Counter()  # failed loads in a row, by engine and restart count
+        self._longest_s = 0.0  # longest successful load
 
     async def publish(self, action: ev.Publish) -> None:
         with self._recorder.span("learner", f"publish {action.version}"):
-            manifest = await self._parts.learner.publish(list(action.leased))
+            manifest = await self._components.learner.publish(list(action.leased))
         crash.reached("controller.published")
         assert manifest.version == action.version, f"published {manifest.version}, not {action.version}"
         for version in list(self._manifests):
@@ -73,63 +75,63 @@ class Serving:
                 del self._manifests[version]
         self._manifests[action.version] = manifest
         self._recorder.published(manifest)
-        self._tell(ev.Published(action.version))
+        self._post(ev.Published(action.version))
 
     # -------------------------------------------------------------------------------------------------------- loads
 
     async def load(self, action: ev.LoadWeights) -> None:
-        engine, version, life = action.engine, action.version, self._care.life(action.engine)
-        if engine not in self._parts.engines:
-            return  # it has left the run since the order; EngineLeft is in the queue
+        engine, version, restarts = action.engine, action.version, self._supervisor.life(action.engine)
+        if engine not in self._components.engines:
+            return  # the engine left after the order; EngineLeft is in the queue
         with self._recorder.span(engine, f"load {version}"):
             late = asyncio.get_running_loop().call_later(
-                max(LATE_S, LATE_TIMES * self._longest_s), self._late, action, life
+                max(LATE_S, LATE_TIMES * self._longest_s), self._report_late, action, restarts
             )
             try:
-                report = await self._loaded(engine, self._manifests[version], pinned=False)
+                report = await self._load(engine, self._manifests[version], pinned=False)
             except PartLost:
-                return  # the core hears of it as EngineLost, and orders the next one when it is back
+                return  # the scheduler gets EngineLost, and orders the next load when the engine is back
             except (UpdateFailed, CorruptData, PartFailed) as error:
-                await self._failed(action, life, error)
+                await self._load_failed(action, restarts, error)
                 return
             finally:
                 late.cancel()
         crash.reached("controller.loaded")
-        if not self._care.lives_on(engine, life):
-            return  # it died with its answer under way
-        self._failures.pop((engine, life), None)
+        if not self._supervisor.lives_on(engine, restarts):
+            return  # the engine died while its reply was in flight
+        self._failures.pop((engine, restarts), None)
         self._longest_s = max(self._longest_s, report.seconds)
         self._recorder.loaded(engine, report)
-        self._tell(ev.EngineLoaded(engine, version))
+        self._post(ev.EngineLoaded(engine, version))
 
-    async def _loaded(self, engine: str, manifest: Manifest, pinned: bool) -> LoadReport:
-        """A snapshot that does not match its checksums is read once more; the engine keeps its version meanwhile."""
+    async def _load(self, engine: str, manifest: Manifest, pinned: bool) -> LoadReport:
+        """Load a snapshot. On a checksum mismatch, read it once more; the engine keeps its version meanwhile."""
         try:
-            return await self._parts.engines[engine].load(manifest, pinned)
+            return await self._components.engines[engine].load(manifest, pinned)
         except CorruptData:
             self._recorder.fault("corrupt_weights")
-            return await self._parts.engines[engine].load(manifest, pinned)
+            return await self._components.engines[engine].load(manifest, pinned)
 
-    def _late(self, action: ev.LoadWeights, life: int) -> None:
-        if self._care.lives_on(action.engine, life):
-            self._tell(ev.LoadLate(action.engine, action.version))
+    def _report_late(self, action: ev.LoadWeights, restarts: int) -> None:
+        if self._supervisor.lives_on(action.engine, restarts):
+            self._post(ev.LoadLate(action.engine, action.version))
 
-    async def _failed(self, action: ev.LoadWeights, life: int, error: Exception) -> None:
-        """Nothing is told of an engine that is gone: its successor may be loading already."""
+    async def _load_failed(self, action: ev.LoadWeights, restarts: int, error: Exception) -> None:
+        """Report a failed load, unless the engine was replaced meanwhile: its successor may already be loading."""
         engine, torn = action.engine, isinstance(error, UpdateTorn)
-        if not self._care.lives_on(engine, life):
+        if not self._supervisor.lives_on(engine, restarts):
             return
-        self._failures[engine, life] += 1
+        self._failures[engine, restarts] += 1
         self._recorder.fault("torn_loads" if torn else "failed_loads")
         self._recorder.console.status(f"{engine} did not take version {action.version}: {error}")
-        if self._failures[engine, life] >= MOST_FAILURES:
-            await self._parts.runtime.kill(engine)
+        if self._failures[engine, restarts] >= MOST_FAILURES:
+            await self._components.runtime.kill(engine)
             return
         if torn:
-            self._roster.stands_still(engine)
-        await asyncio.sleep(_pause_s(self._failures[engine, life]))
-        if self._care.lives_on(engine, life):
-            self._tell(ev.LoadFailed(engine, action.version, torn))
+            self._registry.stands_still(engine)
+        await asyncio.sleep(_pause_s(self._failures[engine, restarts]))
+        if self._supervisor.lives_on(engine, restarts):
+            self._post(ev.LoadFailed(engine, action.version, torn))
 
     # -------------------------------------------------------------------------------------------------- evaluations
 
@@ -137,57 +139,60 @@ class Serving:
         crash.reached("controller.evaluate")
         with self._recorder.span("evaluation", f"version {action.version}"):
             if self._pins:
-                result = await self._measured(self._manifests[action.version])
+                result = await self._evaluate_pinned(self._manifests[action.version])
             else:
-                result = await self._evaluator.run(action.version, self._make, pinned=False, progress=self._moved)
+                result = await self._evaluator.run(
+                    action.version, self._run_order, pinned=False, progress=self._on_progress
+                )
         self._recorder.evaluated(result)
         crash.reached("controller.evaluated")
-        self._tell(ev.EvaluationDone(action.version))
+        self._post(ev.EvaluationDone(action.version))
 
-    async def _measured(self, manifest: Manifest) -> Evaluation:
-        """By engines that hold this very version beside the one they serve. If one of them is replaced meanwhile, it
-        has lost that: then all of it is done again."""
+    async def _evaluate_pinned(self, manifest: Manifest) -> Evaluation:
+        """Evaluate on engines that hold this version beside the one they serve. If one of them is restarted
+        meanwhile it has lost the pinned weights, and the whole evaluation is repeated."""
         while True:
-            engines = await self._pinned(manifest)
-            alive = [engine for engine, life in engines.items() if self._care.lives_on(engine, life)]
-            self._roster.pin(alive, manifest.version)
-            result = await self._evaluator.run(manifest.version, self._make, progress=self._moved)
-            whole = self._roster.all_pinned(engines, manifest.version)
-            self._roster.pin(engines, None)
-            await self._of_all(engines, lambda engine: self._parts.engines[engine].release_pinned())
-            if whole and all(self._care.lives_on(engine, life) for engine, life in engines.items()):
+            engines = await self._pin(manifest)
+            alive = [engine for engine, restarts in engines.items() if self._supervisor.lives_on(engine, restarts)]
+            self._registry.pin(alive, manifest.version)
+            result = await self._evaluator.run(manifest.version, self._run_order, progress=self._on_progress)
+            complete = self._registry.all_pinned(engines, manifest.version)
+            self._registry.pin(engines, None)
+            await self._call_all(engines, lambda engine: self._components.engines[engine].release_pinned())
+            if complete and all(self._supervisor.lives_on(name, restarts) for name, restarts in engines.items()):
                 return result
 
-    async def _pinned(self, manifest: Manifest) -> dict[str, int]:
-        """Those that have taken it, by their lives before that. One that does not take it is left out; where none does,
-        it is tried again, and the last failure goes up."""
+    async def _pin(self, manifest: Manifest) -> dict[str, int]:
+        """Pin this version and return the engines that hold it, with their restart counts from before.
+
+        Engines that fail are left out. If all fail, retry; after `MAX_FAILURES` attempts raise the last error."""
         failures: dict[str, Exception] = {}
 
         async def pin(name: str) -> None:
             try:
-                await self._loaded(name, manifest, pinned=True)
+                await self._load(name, manifest, pinned=True)
             except (UpdateFailed, CorruptData) as error:
                 failures[name] = error
 
         for attempt in range(1, MOST_FAILURES + 1):
-            names = self._roster.serving or [member.name for member in self._roster.members][:1]
-            lives = {name: self._care.life(name) for name in names}
+            names = self._registry.serving or [member.name for member in self._registry.members][:1]
+            restart_counts = {name: self._supervisor.life(name) for name in names}
             failures.clear()
-            await self._of_all(names, pin)
-            if taken := {name: life for name, life in lives.items() if name not in failures}:
-                return taken
+            await self._call_all(names, pin)
+            if pinned := {name: count for name, count in restart_counts.items() if name not in failures}:
+                return pinned
             self._recorder.fault("failed_pins")
             if attempt < MOST_FAILURES:
                 await asyncio.sleep(_pause_s(attempt))
         raise next(iter(failures.values()))
 
-    async def _of_all(self, engines: Iterable[str], call: Callable[[str], Awaitable[object]]) -> None:
-        """Each of them, or whoever takes its place, has done it, unless it has left."""
-        await together(*(self._of_one(engine, partial(call, engine)) for engine in engines))
+    async def _call_all(self, engines: Iterable[str], call: Callable[[str], Awaitable[object]]) -> None:
+        """Make a call to each of these engines, or to its replacement. Engines that left are skipped."""
+        await together(*(self._call_one(engine, partial(call, engine)) for engine in engines))
 
-    async def _of_one(self, engine: str, call: Callable[[], Awaitable[object]]) -> None:
+    async def _call_one(self, engine: str, call: Callable[[], Awaitable[object]]) -> None:
         with contextlib.suppress(PartGone):
-            await self._care.ask(engine, call)
+            await self._supervisor.ask(engine, call)
 
 
 def _pause_s(failures: int) -> float:

@@ -1,4 +1,4 @@
-"""The parts of a running system, as the driver's helpers use them."""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from outpace.runtime.spec import Runtime
 LEARNER = "learner"
 
 Tell = Callable[[Event | BaseException], None]
-"""Put something into the driver's queue: what happened, or why the run must end."""
+"""Puts an event into the driver's queue, or the error that must end the run."""
 
 
 @dataclass(frozen=True)
 class Parts:
+    """The components of a running system."""
+
     learner: Learner
     engines: dict[str, Engine]
     workers: dict[str, Worker]
     runtime: Runtime
-    sockets: dict[str, str] = field(default_factory=dict)  # where workers call each engine
-    urls: dict[str, str] = field(default_factory=dict)  # of the server behind an engine, if it was running before
+    sockets: dict[str, str] = field(default_factory=dict)  # on which workers call each engine
+    urls: dict[str, str] = field(default_factory=dict)  # of the server behind an engine, if it was already running
 
     @property
     def roles(self) -> dict[str, Role]:

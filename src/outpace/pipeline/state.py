@@ -1,6 +1,9 @@
-"""What a checkpoint keeps of the controller."""
+"""Scheduler state: the records of outstanding groups, and what a checkpoint stores."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -14,8 +17,26 @@ from outpace.types import Version
 from outpace.wording import plural
 
 
+class Visit(NamedTuple):
+    """One scheduled use of a task. `position` counts over all epochs."""
+
+    position: int
+    epoch: int
+    task: int
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """An outstanding group."""
+
+    visit: Visit
+    min_version: Version
+    reward_std: float = 0.0  # set when the group finishes
+
+
 class CoreState(msgspec.Struct, frozen=True):
-    """What a checkpoint keeps of the core. Tokens are in the journal, which keeps them as long as this needs them."""
+    """Checkpointed scheduler state. Tokens stay in the journal, which keeps them as long as this state refers to
+    them."""
 
     tasks: int
     seed: int
@@ -28,16 +49,16 @@ class CoreState(msgspec.Struct, frozen=True):
     replay: dict[int, Pooled] = {}
 
     def check(self, order: Order) -> None:
-        """Refuse to go on with tasks in another order."""
+        """Raise `BadInput` if the tasks or their order differ from the run's."""
         if self.tasks != order.count:
-            raise BadInput(f"--resume: the run began with {plural(self.tasks, 'task')}, now there are {order.count}")
+            raise BadInput(f"--resume: the run started with {plural(self.tasks, 'task')}, there are {order.count} now")
         if self.seed != order.seed:
-            raise BadInput(f"--resume: run.seed is {order.seed}, the run began with {self.seed}")
+            raise BadInput(f"--resume: run.seed is {order.seed}, but the run started with {self.seed}")
         if self.shuffle != order.shuffle:
-            began, now = str(self.shuffle).lower(), str(order.shuffle).lower()
-            raise BadInput(f"--resume: tasks.shuffle is {now}, the run began with {began}")
+            before, now = str(self.shuffle).lower(), str(order.shuffle).lower()
+            raise BadInput(f"--resume: tasks.shuffle is {now}, but the run started with {before}")
 
 
 def state_of(snapshot: dict[str, object]) -> CoreState:
-    """The state of a `Checkpoint`, after a way through JSON."""
-    return msgspec.convert(snapshot, CoreState, strict=False)  # whose keys are text
+    """Decode the state of a `Checkpoint` after a round trip through JSON."""
+    return msgspec.convert(snapshot, CoreState, strict=False)  # JSON keys are strings

@@ -1,11 +1,4 @@
-"""What to do about a part that has died. Pure: the time comes with every question.
-
-    learner    the run ends, resumable: nothing but its checkpoint can replace it, and a failed learner never commits
-    engine     it is started again and serves nothing before its first load
-    worker     it is started again, and what it was at is done anew
-
-A part that keeps dying is no bad luck: `restarts` within `window_s` is the budget of each.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -29,14 +22,14 @@ class SuperviseSettings:
 
 @dataclass(frozen=True)
 class Restart:
-    """Start it again after a pause, which grows while it keeps dying."""
+    """Restart the component after a pause, which doubles while it keeps dying."""
 
     pause_s: float
 
 
 @dataclass(frozen=True)
 class GiveUp:
-    """The run ends; `reason` goes behind the part's own account."""
+    """End the run; `reason` is appended to the component's own error."""
 
     reason: str
 
@@ -45,26 +38,29 @@ Decision = Restart | GiveUp
 
 
 class Supervisor:
+    """Decides whether to restart a dead component: at most `restarts` times within `window_s`. Pure: takes the time
+    as an argument."""
+
     def __init__(self, settings: SuperviseSettings) -> None:
         self._settings = settings
         self._deaths: defaultdict[str, deque[float]] = defaultdict(deque)
         self.restarts = 0
 
-    def died(self, part: str, role: Role, now: float) -> Decision:
+    def died(self, component: str, role: Role, now: float) -> Decision:
         if role == "learner":
             return GiveUp("the run can be resumed from its newest checkpoint")
-        recent = self._deaths[part]
+        recent = self._deaths[component]
         while recent and recent[0] <= now - self._settings.window_s:
             recent.popleft()
         if len(recent) >= self._settings.restarts:
-            return GiveUp(self._spent())
+            return GiveUp(self._budget_spent())
         pause_s = 0.0 if not recent else min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (len(recent) - 1))
         recent.append(now)
         self.restarts += 1
         return Restart(pause_s)
 
-    def _spent(self) -> str:
+    def _budget_spent(self) -> str:
         if self._settings.restarts == 0:
             return "supervise.restarts = 0"
         times = plural(self._settings.restarts, "time")
-        return f"it was started again {times} within {self._settings.window_s:g} s already"
+        return f"it was already restarted {times} within {self._settings.window_s:g} s (supervise.restarts)"

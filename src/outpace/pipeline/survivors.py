@@ -1,15 +1,15 @@
-"""What of an earlier start's work can still be used when its run goes on. Pure: a selection among what the journal has.
+"""Recovery: which work of an earlier start can still be used on resume. Pure: a selection from the journal's contents.
 
-A run goes on from a checkpoint of version c, and the journal knows more than it: groups that were finished later, and
-even trained, in versions that are no more. Invariants of what is chosen:
+A run resumes from a checkpoint of version c. The journal holds more than that: groups finished later, and even trained
+in versions that no longer exist. Invariants of the selection:
 
-- No token is newer than c: the weights that sampled it exist, or are the ancestors of those that do.
-- Each group makes a visit that is open in the checkpoint's ledger, and no two make the same one.
-- All of them can be trained before their deadlines: of those due by d, there are at most B for each batch from c to d.
-  The earlier start had found such a schedule; after a change of settings the last ones may have to go.
-- In lockstep none: what was under way comes out the same when it is done again, under its own number.
+- No token is newer than c: the weights that sampled it are the checkpoint's or older.
+- Each group belongs to a visit that is open in the checkpoint's ledger, and no two belong to the same visit.
+- All groups can be trained before their deadlines: of those due by d, there are at most B per batch from c to d. The
+  earlier start had found such a schedule; after a change of settings the last ones may have to go.
+- In deterministic mode nothing is recovered: in-flight work gives the same result when repeated under its own number.
 
-What is pooled to be replayed was trained before c; the checkpoint names it by group.
+Groups in the replay pool were trained before c; the checkpoint lists them by number.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ from outpace.types import GroupReport, Kept, Version
 
 @dataclass(frozen=True)
 class Survivors:
+    """Work of an earlier start that this start continues with."""
+
     finished: tuple[Kept, ...] = ()
     pooled: tuple[Kept, ...] = ()
-    recorded: Mapping[int, Version] | None = None  # visits of which there are answers -> the stamp these have
+    recorded: Mapping[int, Version] | None = None  # visits with recorded completions -> their minimum version
 
 
 NOTHING = Survivors()
@@ -38,12 +40,12 @@ NOTHING = Survivors()
 
 @dataclass(frozen=True)
 class Rules:
-    """What decides about a group, as of the checkpoint."""
+    """What decides whether a group is recovered, as of the checkpoint."""
 
     version: Version
-    open: frozenset[int]  # visits below the cursor that have not come to their end
+    open: frozenset[int]  # visits below the cursor that are not finalized
     cursor: int
-    limit: int | None  # of positions; None: endless
+    limit: int | None  # of positions; None: no limit
     lag: int
     groups_per_step: int
     steps: int | None
@@ -52,7 +54,7 @@ class Rules:
 
     @classmethod
     def of(cls, state: CoreState | None, settings: CoreSettings) -> Self:
-        """`state` is the checkpoint's; None: there is none yet, and the run begins anew."""
+        """Build the rules for a checkpoint's `state`; None: there is no checkpoint, and the run starts over."""
         state = state or CoreState(settings.tasks, 0, False)
         allowed = settings.max_lag if state.governor.lag is None else min(state.governor.lag, settings.max_lag)
         return cls(
@@ -69,7 +71,7 @@ class Rules:
 
 
 def choose(found: Iterable[Kept], rules: Rules) -> Survivors:
-    """Of two groups that make the same visit the first one counts."""
+    """Select the groups to recover. If two groups belong to the same visit, the first one counts."""
     finished: dict[int, Kept] = {}
     pooled: dict[int, Kept] = {}
     for kept in found:
@@ -77,20 +79,20 @@ def choose(found: Iterable[Kept], rules: Rules) -> Survivors:
             continue
         if kept.order.group in rules.pool and kept.order.position < rules.cursor:
             pooled.setdefault(kept.order.group, kept)
-        elif not rules.lockstep and _is_wanted(kept, rules):
+        elif not rules.lockstep and _is_usable(kept, rules):
             finished.setdefault(kept.order.position, kept)
-    return Survivors(tuple(_in_time(finished.values(), rules)), tuple(pooled.values()))
+    return Survivors(tuple(_trainable_in_time(finished.values(), rules)), tuple(pooled.values()))
 
 
-def recorded(stamps: Mapping[int, Version], finished: Iterable[Kept], rules: Rules) -> dict[int, Version]:
-    """Of the visits that answers were recorded of (with the stamp they have), those that are still to be made."""
+def recorded(min_versions: Mapping[int, Version], finished: Iterable[Kept], rules: Rules) -> dict[int, Version]:
+    """Return the visits with recorded completions (and their minimum version) that still have to run."""
     if rules.lockstep:
         return {}
-    there = {kept.order.position for kept in finished}
+    recovered = {kept.order.position for kept in finished}
     return {
-        position: stamp
-        for position, stamp in stamps.items()
-        if position not in there and _is_open(position, rules) and stamp <= rules.version
+        position: min_version
+        for position, min_version in min_versions.items()
+        if position not in recovered and _is_open(position, rules) and min_version <= rules.version
     }
 
 
@@ -99,12 +101,12 @@ def _is_open(position: int, rules: Rules) -> bool:
     return later or position in rules.open
 
 
-def _is_wanted(kept: Kept, rules: Rules) -> bool:
+def _is_usable(kept: Kept, rules: Rules) -> bool:
     return _is_open(kept.order.position, rules) and kept.order.min_version + rules.lag >= rules.version
 
 
-def _in_time(finished: Iterable[Kept], rules: Rules) -> list[Kept]:
-    """As many as fit, the earliest deadline first: the n-th to be trained goes into batch version + n // B."""
+def _trainable_in_time(finished: Iterable[Kept], rules: Rules) -> list[Kept]:
+    """Return as many groups as fit, earliest deadline first: the n-th one is trained in batch version + n // B."""
     room = None if rules.steps is None else max(0, rules.steps - rules.version) * rules.groups_per_step
     fitting: list[Kept] = []
     for kept in sorted(finished, key=lambda kept: (kept.order.min_version, kept.order.group)):
@@ -115,8 +117,8 @@ def _in_time(finished: Iterable[Kept], rules: Rules) -> list[Kept]:
 
 
 def group_closed(report: GroupReport) -> GroupClosed:
-    """What the core needs to know of a closed group. One that failed says nothing about its task."""
-    judged = report.rewards if report.outcome != "failed" else []
-    reward = fmean(judged) if judged else None
-    spread = sqrt(fmean((value - reward) ** 2 for value in judged)) if reward is not None else 0.0
-    return GroupClosed(report.group, report.outcome, report.oldest, reward, spread)
+    """Return the `GroupClosed` event for a report. A failed group has no reward."""
+    rewards = report.rewards if report.outcome != "failed" else []
+    reward = fmean(rewards) if rewards else None
+    reward_std = sqrt(fmean((value - reward) ** 2 for value in rewards)) if reward is not None else 0.0
+    return GroupClosed(report.group, report.outcome, report.oldest, reward, reward_std)

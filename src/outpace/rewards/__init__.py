@@ -1,1 +1,1 @@
-"""How an episode is judged."""
+"""Reward functions and grading."""

@@ -1,8 +1,4 @@
-"""The arguments of a reward function on their way to a grader process.
-
-All completions of a group have the same prompt and columns: what is the same object many times is sent once, and is
-the same object many times on the other side.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -15,21 +11,23 @@ Arguments = dict[str, list[Any]]
 
 
 def packed(arguments: Arguments) -> tuple[bytes, bool]:
-    """The bytes, and whether they are by value; see `outpace.runtime.values`."""
-    same = {name: each[0] for name, each in arguments.items() if _are_one(each)}
+    """Encode the arguments of a call. Returns the bytes and whether they are by value (`outpace.runtime.by_value`).
+
+    A list that repeats one object is sent as that object once."""
+    same = {name: each[0] for name, each in arguments.items() if _is_repeated(each)}
     parts = {"same": same, "each": {name: each for name, each in arguments.items() if name not in same}}
     try:
         return values.packed(parts)
     except BadInput:
-        code.pack(arguments)  # says which column it is
+        code.pack(arguments)  # raises an error that names the column
         raise
 
 
 def unpacked(body: bytes, by_value: bool, count: int) -> Arguments:
-    """The arguments again, each a list of `count`."""
+    """Decode arguments; each becomes a list of `count` values."""
     parts = values.unpacked(body, by_value)
     return {**{name: [value] * count for name, value in parts["same"].items()}, **parts["each"]}
 
 
-def _are_one(each: list[Any]) -> bool:
+def _is_repeated(each: list[Any]) -> bool:
     return bool(each) and all(value is each[0] for value in each)

@@ -1,7 +1,17 @@
-"""The countdown grader: does an expression use exactly the given numbers and equal the target?
+"""Built-in reward functions that need no settings: `countdown`, `number` and `math`.
 
-Completions are untrusted text. Whatever a model writes is graded 0.0 or 1.0 and never raises: what the parser of
-`outpace.tasks.expressions` refuses solves nothing.
+    countdown   the expression uses exactly the given numbers and equals the target
+    number      the last integer of the completion equals `answer`
+    math        the answer is mathematically equal to `answer` (package math-verify)
+
+        gold, completion ─▶ parse (LaTeX, \\boxed, expressions, numbers) ─▶ equal? ─▶ 1.0 | 0.0;   no gold ─▶ None
+
+Completions are untrusted text. Any text is scored; none of these functions raises on it.
+
+Hazard: `9^{9^{9^9}}` keeps a computer algebra system busy forever. math-verify limits itself with SIGALRM, which Python
+handles only between bytecode instructions and which counts wall-clock time, so a busy machine would turn right answers
+into wrong ones. `math` therefore scores in forks of the grader process (`score_in_forks`). It needs the main thread of
+its own process; the registry ensures both.
 """
 
 from collections.abc import Sequence

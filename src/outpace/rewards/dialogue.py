@@ -1,22 +1,23 @@
-"""Both ends of the conversation between a program under test and its tests: each runs in a sandbox of its own.
+"""Protocol between a program under test and its asserts, each in its own sandbox. Both ends are in this script.
 
     tests ── get name · call · item · next … ──▶ program          plain data only, both ways
-          ◀── value, or "something I keep for you" ──
+          ◀── value, or a reference to an object that stays in the program ──
 
-A script of the standard library alone, run as `program.py serve FD` and `program.py ask FD`, the latter with the tests
-for its input. The process of the tests is judged: it ends with 0 if they all passed, with UNASKED if they never used a
-name of the program. No object of the program ever enters it, so the program can neither read the tests, nor patch what
-they use, nor end their process, nor answer with something that equals everything.
+Uses only the standard library. Runs as `program.py serve FD` (the program) and `program.py ask FD` (the tests, which
+are read from stdin). The score comes from the tests' process: it exits with 0 if all tests passed, and with
+EXIT_PROGRAM_UNUSED if they never used a name of the program. No object of the program ever enters that process, so the
+program cannot read the tests, patch what they use, end their process, or return an object that equals everything.
 
 Invariants
-- Plain are None, booleans, numbers, text, bytes, and lists, tuples, sets and dicts of these; of exactly these types.
-- Anything else stays where it is: the tests hold a `Kept`, whose operations are done by the program.
-- No operation of a `Kept` hands the program a value that it is compared with: it never equals plain data, is never
-  ordered by it or reckoned with it, and what is in it is found by iterating. Between two of the program's own objects
-  the program decides.
-- A name that the tests do not define is Python's own if there is one, else the program's. The other way round a program
-  could bring an `abs` or a `sorted` that suits it.
-- What comes from the program is decoded by hand; an exception is of the nearest of Python's own kinds.
+- Plain data: None, booleans, numbers, text, bytes, and lists, tuples, sets and dicts of these; exactly these types, no
+  subclasses.
+- Any other object stays in the program. The tests hold a `RemoteObject`, whose operations run in the program.
+- No operation of a `RemoteObject` sends the program the value it is compared with: it never equals plain data, and
+  ordering and arithmetic with plain data are not supported; `in` iterates. Between two objects of the program, the
+  program decides.
+- A name that the tests do not define is the Python builtin if there is one, else the program's. In the reverse order, a
+  program could define its own `abs` or `sorted`.
+- Data from the program is decoded by hand; its exceptions become the nearest builtin exception type.
 """
 
 from __future__ import annotations
@@ -37,21 +38,23 @@ from types import ModuleType
 from typing import Any
 
 UNASKED = 113
-"""How the process of the tests ends if they never used a name of the program."""
+"""Exit code of the tests' process if they never used a name of the program."""
 MAX_LINE, MAX_DEPTH = 1 << 24, 64
-READ: dict[str, Any] = {"int": lambda text: int(text, 16), "float": float, "complex": complex, "bytes": bytes.fromhex}
+DECODERS: dict[str, Any] = {"int": lambda text: int(text, 16), "float": float, "complex": complex}
+DECODERS["bytes"] = bytes.fromhex
 CONTAINERS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 
 
 class Refused(Exception):
-    """A value that does not travel."""
+    """A value that cannot be sent: not plain data."""
 
 
 # ---------------------------------------------------------------------------------------------------------- plain data
 
 
 def encode(value: Any, keep: Any = None, depth: int = 0) -> Any:
-    """`value` as JSON with the types told apart; what is not plain goes through `keep`, or is `Refused`."""
+    """Encode `value` as JSON with explicit types. Objects that are not plain data go through `keep`; without it they
+    raise `NotPlainData`."""
     if depth > MAX_DEPTH:
         raise Refused("nested too deeply")
     kind = type(value)
@@ -70,27 +73,27 @@ def encode(value: Any, keep: Any = None, depth: int = 0) -> Any:
     if isinstance(value, Kept):
         return {"kept": object.__getattribute__(value, "_number")}
     if keep is None:
-        raise Refused(f"a {kind.__name__} cannot be handed to the program; only plain data can")
+        raise Refused(f"a {kind.__name__} cannot be passed to the program; only plain data can")
     return {"kept": keep(value)}
 
 
-def decode(data: Any, kept: Any) -> Any:
-    """What `encode` made; `kept` turns a number into what stands for it on this side."""
+def decode(data: Any, resolve: Any) -> Any:
+    """Decode the output of `encode`. `resolve` maps an object number to its object or `RemoteObject` on this side."""
     if data is None or isinstance(data, bool | str):
         return data
     ((kind, body),) = data.items()
-    if kind in READ:
-        return READ[kind](body)
+    if kind in DECODERS:
+        return DECODERS[kind](body)
     if kind in CONTAINERS:
-        return CONTAINERS[kind](decode(each, kept) for each in body)
+        return CONTAINERS[kind](decode(each, resolve) for each in body)
     if kind == "dict":
-        return {decode(key, kept): decode(value, kept) for key, value in body}
+        return {decode(key, resolve): decode(value, resolve) for key, value in body}
     if kind == "kept":
-        return kept(int(body))
-    raise Refused(f"there is no {kind}")
+        return resolve(int(body))
+    raise Refused(f"unknown type {kind}")
 
 
-class Line:
+class JsonLines:
     """JSON lines over an inherited socket."""
 
     def __init__(self, descriptor: int) -> None:
@@ -104,14 +107,14 @@ class Line:
         line = self._file.readline(MAX_LINE)
         if line.endswith(b"\n"):
             return json.loads(line)
-        raise EOFError("the other side has ended")
+        raise EOFError("the other side has exited")
 
 
 # --------------------------------------------------------------------------------------------------------- the program
 
 
-def serve(line: Line) -> None:
-    """Run the program, then do what the tests ask, with everything that is not plain kept here."""
+def serve(channel: JsonLines) -> None:
+    """Run the program, then execute requests of the tests. Objects that are not plain data are stored here."""
     store: list[Any] = []
 
     def keep(value: Any) -> int:
@@ -120,19 +123,19 @@ def serve(line: Line) -> None:
 
     names, failure = run_program()
     while True:
-        what, *given = line.receive()
+        what, *given = channel.receive()
         try:
             if failure is not None:
                 raise failure
             arguments = decode(given[0], store.__getitem__)
             value = names[arguments[0]] if what == "name" else OPERATIONS[what](*arguments)
-            line.send({"value": encode(value, keep), "arguments": encode(arguments, keep)})
-        except Exception as error:  # of whatever kind: it belongs to the tests
-            line.send({"error": [kind.__name__ for kind in type(error).__mro__], "given": _given(error)})
+            channel.send({"value": encode(value, keep), "arguments": encode(arguments, keep)})
+        except Exception as error:  # any exception is reported to the tests
+            channel.send({"error": [kind.__name__ for kind in type(error).__mro__], "given": _error_arguments(error)})
 
 
 def run_program() -> tuple[dict[str, Any], Exception | None]:
-    """The names that it defines as a module, or what went wrong: told when the tests ask for the first name."""
+    """Return the names that the program defines, or its failure, which is raised at the first request."""
     try:
         return vars(run_module("answer", Path("answer.py").read_bytes(), {"__file__": "answer.py"})), None
     except Exception as error:
@@ -140,8 +143,8 @@ def run_program() -> tuple[dict[str, Any], Exception | None]:
 
 
 @dataclass
-class Text(ExecutionLoader):
-    """Makes a module of a text, in the sandbox and nowhere else."""
+class SourceLoader(ExecutionLoader):
+    """Module loader for source text; used only inside the sandbox."""
 
     source: bytes
 
@@ -155,12 +158,12 @@ class Text(ExecutionLoader):
 def run_module(name: str, source: bytes, names: dict[str, Any]) -> ModuleType:
     sys.modules[name] = module = ModuleType(name)
     vars(module).update(names)
-    Text(source).exec_module(module)
+    SourceLoader(source).exec_module(module)
     return module
 
 
-def _given(error: Exception) -> Any:
-    """What the exception was made of if that is plain, else its text; both may be code of the program."""
+def _error_arguments(error: Exception) -> Any:
+    """Encode the exception's arguments if they are plain data, else its text. Both may run code of the program."""
     for given in (lambda: list(error.args), lambda: [str(error)]):
         with suppress(Exception):
             return encode(given())
@@ -171,11 +174,11 @@ def _given(error: Exception) -> Any:
 
 
 class Kept:
-    """Something that stays with the program."""
+    """Proxy for an object that stays in the program. Its own attributes `_number` and `_ask` shadow the object's."""
 
-    def __init__(self, number: int, ask: Any) -> None:
+    def __init__(self, number: int, request: Any) -> None:
         object.__setattr__(self, "_number", number)
-        object.__setattr__(self, "_ask", ask)
+        object.__setattr__(self, "_ask", request)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         return self._ask("call", self, list(arguments), named)
@@ -197,101 +200,102 @@ class Kept:
         return isinstance(instance, Kept) and bool(self._ask("isinstance", instance, self))
 
 
-ALONE: tuple[Callable[..., Any], ...] = (next, len, bool, int, float, str, repr, hash, abs, setattr, delattr)
-ALONE += (operator.getitem, operator.setitem, operator.delitem, operator.neg, operator.pos, operator.invert)
-BETWEEN: tuple[str, ...] = ("eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "mul", "matmul", "truediv", "floordiv")
-BETWEEN += ("mod", "pow", "and_", "or_", "xor", "lshift", "rshift")
-"""What two objects of the program can do with each other."""
+SINGLE_OBJECT: tuple[Callable[..., Any], ...] = (next, len, bool, int, float, str, repr, hash, abs, setattr, delattr)
+SINGLE_OBJECT += (operator.getitem, operator.setitem, operator.delitem, operator.neg, operator.pos, operator.invert)
+BINARY: tuple[str, ...] = ("eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "mul", "matmul", "truediv", "floordiv")
+BINARY += ("mod", "pow", "and_", "or_", "xor", "lshift", "rshift")
+"""Operators that work only between two objects of the program."""
 OPERATIONS: dict[str, Callable[..., Any]] = {"getattr": getattr, "iter": iter, "isinstance": isinstance}
 OPERATIONS["call"] = lambda target, arguments, named: target(*arguments, **named)
-OPERATIONS |= {does.__name__: does for does in ALONE} | {name: getattr(operator, name) for name in BETWEEN}
+OPERATIONS |= {does.__name__: does for does in SINGLE_OBJECT} | {name: getattr(operator, name) for name in BINARY}
 
 
 def _method(name: str) -> Callable[..., Any]:
     def method(self: Kept, *given: Any) -> Any:
-        if name in BETWEEN and not isinstance(given[0], Kept):
+        if name in BINARY and not isinstance(given[0], Kept):
             return NotImplemented
         return self._ask(name, self, *given)
 
     return method
 
 
-for _name in (*(does.__name__ for does in ALONE), *BETWEEN):
+for _name in (*(does.__name__ for does in SINGLE_OBJECT), *BINARY):
     setattr(Kept, f"__{_name.rstrip('_')}__", _method(_name))
 
 
-def ask_over(line: Line) -> Any:
-    def ask(what: str, *arguments: Any) -> Any:
-        line.send([what, encode(list(arguments))])
-        answer = line.receive()
+def ask_over(channel: JsonLines) -> Any:
+    def request(what: str, *arguments: Any) -> Any:
+        channel.send([what, encode(list(arguments))])
+        answer = channel.receive()
         if "error" in answer:
-            raise _error(answer["error"], decode(answer["given"], None))
-        _take_over(list(arguments), decode(answer["arguments"], lambda number: Kept(number, ask)))
-        return decode(answer["value"], lambda number: Kept(number, ask))
+            raise _make_error(answer["error"], decode(answer["given"], None))
+        _copy_back(list(arguments), decode(answer["arguments"], lambda number: Kept(number, request)))
+        return decode(answer["value"], lambda number: Kept(number, request))
 
-    return ask
+    return request
 
 
-def _error(kinds: list[str], given: list[Any]) -> Exception:
-    """Under its own name, but of the nearest kind that Python has itself."""
+def _make_error(kinds: list[str], given: list[Any]) -> Exception:
+    """Build an exception with the original name, derived from the nearest builtin exception type."""
     for kind in kinds:
         found = getattr(builtins, str(kind), None)
         if isinstance(found, type) and issubclass(found, Exception):
             own: type[Exception] = found if kind == kinds[0] else type(str(kinds[0]), (found,), {})
             try:
                 return own(*given)
-            except Exception:  # a few are particular about what they are made of
+            except Exception:  # some constructors require specific arguments
                 break
     return RuntimeError(f"{kinds[0]}: {given}")
 
 
-def _take_over(before: Any, after: Any) -> Any:
-    """A function may change the lists, dicts and sets that it is given. Bring these here, which are the originals, up
-    to date and return them; where there is nothing that can change, what came back."""
+def _copy_back(before: Any, after: Any) -> Any:
+    """Copy changes that the program made to its arguments back into the tests' own lists, dicts and sets.
+
+    Returns the updated original, or `after` if the value is immutable."""
     if isinstance(before, Kept):
         return before
     if type(before) is not type(after) or not isinstance(before, list | dict | set):
         return after
     if isinstance(before, list):
         pairs = zip(before, after, strict=False)
-        before[:] = [_take_over(old, new) for old, new in pairs] + after[len(before) :]
+        before[:] = [_copy_back(old, new) for old, new in pairs] + after[len(before) :]
         return before
     if isinstance(before, dict):
-        after = {key: _take_over(before[key], new) if key in before else new for key, new in after.items()}
+        after = {key: _copy_back(before[key], new) if key in before else new for key, new in after.items()}
     before.clear()
     before.update(after)
     return before
 
 
-class Names(dict[str, Any]):
-    """Python's own names; any other is looked up in the program."""
+class TestGlobals(dict[str, Any]):
+    """Builtins of the tests; any other name is looked up in the program."""
 
-    def __init__(self, ask: Any) -> None:
+    def __init__(self, request: Any) -> None:
         super().__init__(vars(builtins))
-        self._ask = ask
-        self.asked = False
+        self._request = request
+        self.program_used = False
 
     def __missing__(self, name: str) -> Any:
-        if name.startswith("__"):  # of the tests themselves, if anybody's
+        if name.startswith("__"):  # dunder names never come from the program
             raise NameError(f"name {name!r} is not defined")
-        self.asked = True
+        self.program_used = True
         try:
-            return self._ask("name", name)
+            return self._request("name", name)
         except KeyError:
             raise NameError(f"name {name!r} is not defined") from None
 
 
-def run_tests(line: Line) -> None:
-    names = Names(ask_over(line))
+def run_tests(channel: JsonLines) -> None:
+    names = TestGlobals(ask_over(channel))
     try:
         run_module("tests", sys.stdin.buffer.read(), {"__builtins__": names})
-    except BaseException:  # also an exit
-        if names.asked:
+    except BaseException:  # including SystemExit
+        if names.program_used:
             raise
         traceback.print_exc()
-    if not names.asked:
+    if not names.program_used:
         sys.exit(UNASKED)
 
 
 if __name__ == "__main__":
-    {"serve": serve, "ask": run_tests}[sys.argv[1]](Line(int(sys.argv[2])))
+    {"serve": serve, "ask": run_tests}[sys.argv[1]](JsonLines(int(sys.argv[2])))

@@ -1,11 +1,4 @@
-"""Requests to somebody else's HTTP endpoint, which may be slow, overloaded or wrong.
-
-Invariants
-- One session per event loop while anybody uses it; the last one to leave closes it.
-- At most so many requests are under way at once; the time of one counts from when it is sent, and includes its retries.
-- Tried again, after a pause with jitter, is what failed on the way, 429 and 5xx. Any other refusal is final.
-- What comes back is of bounded size.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -22,12 +15,12 @@ if TYPE_CHECKING:
     import aiohttp
 
 FIRST_PAUSE_S = 0.5
-"""Before the first retry, more or less; twice as long before each further one."""
+"""Backoff before the first retry, before jitter; doubles with each retry."""
 MAX_ANSWER = 1 << 22
 
 
 class _Retry(Exception):
-    """It may work later. `after_s` is what the server asked for."""
+    """A failure worth retrying. `after_s` is the server's Retry-After."""
 
     def __init__(self, why: str, after_s: float = 0.0) -> None:
         super().__init__(why)
@@ -35,11 +28,13 @@ class _Retry(Exception):
 
 
 class Endpoint:
+    """HTTP client with a concurrency limit, retries and bounded responses."""
+
     def __init__(self, concurrency: int) -> None:
         import aiohttp
 
         self.users = 0
-        self._places = asyncio.Semaphore(concurrency)
+        self._slots = asyncio.Semaphore(concurrency)
         self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=concurrency))
 
     async def close(self) -> None:
@@ -48,8 +43,8 @@ class Endpoint:
     async def post(
         self, address: str, body: dict[str, Any], headers: Mapping[str, str], timeout_s: float, retries: int
     ) -> bytes:
-        """The body of a good answer; `RequestFailed`, naming the address, otherwise."""
-        async with self._places:
+        """Return the body of a 200 response; raises `RequestFailed` that names the address otherwise."""
+        async with self._slots:
             last = ""
             try:
                 async with asyncio.timeout(timeout_s) as limit:
@@ -59,10 +54,10 @@ class Endpoint:
                         except _Retry as error:
                             last = str(error)
                             if attempt < retries:
-                                await _pause(attempt, error.after_s, limit)
+                                await _back_off(attempt, error.after_s, limit)
             except TimeoutError:
-                said = f"; before, it {last}" if last else ""
-                raise RequestFailed(f"{address} gave no answer within {timeout_s:g} s{said}") from None
+                earlier = f"; earlier it {last}" if last else ""
+                raise RequestFailed(f"{address} did not answer within {timeout_s:g} s{earlier}") from None
             raise RequestFailed(f"{address} {last}")
 
     async def _once(self, address: str, body: dict[str, Any], headers: Mapping[str, str]) -> bytes:
@@ -70,16 +65,16 @@ class Endpoint:
 
         try:
             async with self._session.post(address, json=body, headers=headers, allow_redirects=False) as response:
-                answer = await _bounded(response)
+                content = await _read_bounded(response)
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError) as error:
             raise _Retry(f"cannot be reached: {one_line(error) or type(error).__name__}") from error
         except aiohttp.ClientError as error:
-            raise RequestFailed(f"{address} cannot be asked: {type(error).__name__}: {one_line(error)}") from error
+            raise RequestFailed(f"request to {address} failed: {type(error).__name__}: {one_line(error)}") from error
         if response.status == 200:
-            return answer
-        why = f"answered {response.status}: {one_line(answer.decode('utf-8', 'replace'))}"
+            return content
+        why = f"answered {response.status}: {one_line(content.decode('utf-8', 'replace'))}"
         if response.status == 429 or response.status >= 500:
-            raise _Retry(why, _seconds(response.headers.get("Retry-After", "")))
+            raise _Retry(why, _retry_after_s(response.headers.get("Retry-After", "")))
         raise RequestFailed(f"{address} {why}")
 
 
@@ -88,7 +83,7 @@ _endpoints: PerLoop[dict[int, Endpoint]] = PerLoop()
 
 @asynccontextmanager
 async def shared_endpoint(concurrency: int) -> AsyncIterator[Endpoint]:
-    """The one of the running loop with that limit."""
+    """Yield the endpoint of the running event loop with that concurrency limit."""
     endpoints = _endpoints.get(dict)
     if concurrency not in endpoints:
         endpoints[concurrency] = Endpoint(concurrency)
@@ -103,22 +98,22 @@ async def shared_endpoint(concurrency: int) -> AsyncIterator[Endpoint]:
             await endpoint.close()
 
 
-async def _bounded(response: aiohttp.ClientResponse) -> bytes:
-    answer = bytearray()
+async def _read_bounded(response: aiohttp.ClientResponse) -> bytes:
+    content = bytearray()
     async for chunk in response.content.iter_any():
-        answer += chunk
-        if len(answer) > MAX_ANSWER:
+        content += chunk
+        if len(content) > MAX_ANSWER:
             raise RequestFailed(f"{response.url} sent more than {MAX_ANSWER} bytes")
-    return bytes(answer)
+    return bytes(content)
 
 
 def pause_s(attempt: int, asked_s: float) -> float:
-    """What the server asked for, and no less than our own pause, which grows."""
+    """Return the wait before the next retry: exponential backoff with jitter, but at least the server's Retry-After."""
     return max(asked_s, FIRST_PAUSE_S * 2.0**attempt * random.uniform(0.5, 1.5))
 
 
-async def _pause(attempt: int, asked_s: float, limit: asyncio.Timeout) -> None:
-    """Wait before the next attempt, unless that would be after the time limit."""
+async def _back_off(attempt: int, asked_s: float, limit: asyncio.Timeout) -> None:
+    """Wait before the next attempt; raise `TimeoutError` at once if the wait would exceed the timeout."""
     pause = pause_s(attempt, asked_s)
     ends = asyncio.get_running_loop().time() + pause
     if ends >= (limit.when() or 0.0):
@@ -126,6 +121,6 @@ async def _pause(attempt: int, asked_s: float, limit: asyncio.Timeout) -> None:
     await asyncio.sleep(pause)
 
 
-def _seconds(header: str) -> float:
-    """Of Retry-After. It may also be a date, which is not worth a clock that is right."""
+def _retry_after_s(header: str) -> float:
+    """Parse Retry-After in seconds. A date is ignored, because it would require synchronized clocks."""
     return float(header) if header.isdigit() else 0.0

@@ -1,54 +1,47 @@
-"""Judging answers in a fork, where one that never comes to an end costs nothing but its own score.
-
-    this process ── fork ──▶ judge, one answer after the other ── a number each ──▶ this process
-                 ── `cpu_s` used up, or nothing heard for SILENCE_S: that answer is 0.0, fork again for the rest
-
-Computer algebra can be kept busy for ever by a short text, in one step that hears no Python signal. The limit is
-processor time, kept by the kernel, so that a busy machine makes no answer wrong; the clock is only for a fork that
-waits for something.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
-import math
 import os
 import select
 import signal
 import struct
 from collections.abc import Callable, Sequence
+from math import isnan, nan
 from typing import TypeVar
 
 from outpace.runtime.lifeline import die_with_parent
 
 SILENCE_S = 25.0
+"""Wall-clock time without a score after which a fork counts as blocked."""
 
-VERDICT = struct.Struct("<d")
-"""One score; None is not a number."""
+SCORE_RECORD = struct.Struct("<d")
+"""One score; NaN encodes None."""
 
 T = TypeVar("T")
 
 
-def judged(judge: Callable[[T], float | None], answers: Sequence[T], cpu_s: float) -> list[float | None]:
-    """What `judge` says of each answer; 0.0 for one that takes longer than `cpu_s` or breaks the process."""
+def judged(scorer: Callable[[T], float | None], answers: Sequence[T], cpu_s: float) -> list[float | None]:
+    """Return `scorer(answer)` for each answer; 0.0 for one that exceeds `cpu_s` of CPU time or crashes the fork."""
     scores: list[float | None] = []
     while len(scores) < len(answers):
-        scores += _judged_in_one(judge, answers[len(scores) :], cpu_s)
+        scores += _score_in_one_fork(scorer, answers[len(scores) :], cpu_s)
     return scores
 
 
-def _judged_in_one(judge: Callable[[T], float | None], answers: Sequence[T], cpu_s: float) -> list[float | None]:
-    """The scores of the first answers, at least one: all, or up to the one that took too long or broke the process."""
+def _score_in_one_fork(scorer: Callable[[T], float | None], answers: Sequence[T], cpu_s: float) -> list[float | None]:
+    """Score answers in one fork until all are done or one times out or crashes, inclusive: at least one score."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
-        _be_judge(judge, answers, cpu_s, writing)
+        _run_fork(scorer, answers, cpu_s, writing)
     os.close(writing)
     try:
         scores: list[float | None] = []
         while len(scores) < len(answers):
-            said = os.read(reading, VERDICT.size) if select.select([reading], [], [], SILENCE_S)[0] else b""
-            scores.append(_score(said))
-            if not said:
+            record = os.read(reading, SCORE_RECORD.size) if select.select([reading], [], [], SILENCE_S)[0] else b""
+            scores.append(_decode_score(record))
+            if not record:
                 break
         return scores
     finally:
@@ -57,20 +50,20 @@ def _judged_in_one(judge: Callable[[T], float | None], answers: Sequence[T], cpu
         os.waitpid(child, 0)
 
 
-def _score(said: bytes) -> float | None:
-    if len(said) < VERDICT.size:
+def _decode_score(record: bytes) -> float | None:
+    if len(record) < SCORE_RECORD.size:
         return 0.0
-    (score,) = VERDICT.unpack(said)
-    return None if math.isnan(score) else float(score)
+    (score,) = SCORE_RECORD.unpack(record)
+    return None if isnan(score) else float(score)
 
 
-def _be_judge(judge: Callable[[T], float | None], answers: Sequence[T], cpu_s: float, writing: int) -> None:
-    """In the fork, which never returns; whatever goes wrong, the answer at hand stays without a verdict."""
+def _run_fork(scorer: Callable[[T], float | None], answers: Sequence[T], cpu_s: float, writing: int) -> None:
+    """Body of the fork; never returns. On any failure the current answer gets no score."""
     try:
         die_with_parent()
         for answer in answers:
-            signal.setitimer(signal.ITIMER_PROF, cpu_s)  # at its end the kernel ends this process
-            score = judge(answer)
-            os.write(writing, VERDICT.pack(math.nan if score is None else score))
+            signal.setitimer(signal.ITIMER_PROF, cpu_s)  # on expiry the kernel ends this process
+            score = scorer(answer)
+            os.write(writing, SCORE_RECORD.pack(nan if score is None else score))
     finally:
         os._exit(0)

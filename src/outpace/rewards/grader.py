@@ -1,8 +1,10 @@
-"""The inside of a grader process: `python -m outpace.rewards.grader FD MEMORY_MB`.
+"""Entry point of a grader process: `python -m outpace.rewards.grader FD MEMORY_MB`.
 
-Load(reference or code) ─▶ import ─▶ Done          Ask(arguments) ─▶ call, check ─▶ Scores | Refused | Raised
+    LoadReward(reference or code) ─▶ import ─▶ Done
+    ScoreRequest(arguments)       ─▶ call, check ─▶ ScoreReply | ScoresRejected | Raised
 
-It is a servant (`outpace.runtime.servant_child`) that knows reward functions.
+The request loop is that of every user-code process (`outpace.runtime.user_code_child`). Keep imports light: they delay
+the start of every grader process.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ SETTING = "rewards.functions"
 
 
 class Load(msgspec.Struct, tag="load"):
-    """Make a function known: by `reference`, or where that is empty by `code` (see `outpace.runtime.code`)."""
+    """Load a function from `reference`, or from `code` if that is empty (see `outpace.runtime.by_value`)."""
 
     id: int
     function: str
@@ -34,8 +36,8 @@ class Load(msgspec.Struct, tag="load"):
 
 
 class Ask(msgspec.Struct, tag="ask"):
-    """Call a function for `count` completions, the first of which is number `first` of its group. `arguments` and
-    `by_value` are those of `outpace.rewards.arguments`."""
+    """Call a function on `count` completions, starting at sample `first` of the group. `arguments` and `by_value` come
+    from `pack_arguments`."""
 
     id: int
     function: str
@@ -51,7 +53,7 @@ class Scores(msgspec.Struct, tag="scores"):
 
 
 class Refused(msgspec.Struct, tag="refused"):
-    """The function returned something unusable; the message names it and the sample."""
+    """The function returned an invalid value; the message names the value and the sample."""
 
     id: int
     message: str
@@ -62,31 +64,31 @@ Answer = Done | Scores | Refused | Raised
 
 
 def main() -> None:
-    serve("grader", Order, partial(_obey, {}))
+    serve("grader", Order, partial(_handle, {}))
 
 
-def _obey(functions: dict[str, Any], order: Order) -> Done | Scores | Refused:
-    if isinstance(order, Load):
-        functions[order.function] = Source(order.reference, order.code).load(SETTING)
-        return Done(order.id)
-    returned = _call(order, functions[order.function])
+def _handle(functions: dict[str, Any], request: Order) -> Done | Scores | Refused:
+    if isinstance(request, Load):
+        functions[request.function] = Source(request.reference, request.code).load(SETTING)
+        return Done(request.id)
+    returned = _call(request, functions[request.function])
     try:
-        return Scores(order.id, checked(order.function, returned, order.count, order.first))
+        return Scores(request.id, checked(request.function, returned, request.count, request.first))
     except RewardFailed as error:
-        return Refused(order.id, sendable(str(error)))
+        return Refused(request.id, sendable(str(error)))
 
 
-def _call(order: Ask, function: Any) -> Any:
-    arguments = unpacked(order.arguments, order.by_value, order.count)
-    alone = is_evaluator(function)
-    returned = call_wired(function, arguments) if alone else function(**arguments)
-    returned = _awaited(returned) if inspect.isawaitable(returned) else returned
-    return [returned] if alone else returned
+def _call(request: Ask, function: Any) -> Any:
+    arguments = unpacked(request.arguments, request.by_value, request.count)
+    single = is_evaluator(function)
+    returned = call_wired(function, arguments) if single else function(**arguments)
+    returned = _await_result(returned) if inspect.isawaitable(returned) else returned
+    return [returned] if single else returned
 
 
-def _awaited(returned: Any) -> Any:
-    """What a plain function that hands out a coroutine meant to return."""
-    import asyncio  # here, because few need it and it is slow to load
+def _await_result(returned: Any) -> Any:
+    """Await the coroutine that a plain function returned."""
+    import asyncio  # slow to import and rarely needed
 
     async def wait() -> Any:
         return await returned

@@ -1,15 +1,21 @@
-"""Judging the completions of one group by several reward functions.
+"""Grading: score the completions of one group with all reward functions, then apply the overlong penalty.
 
-A function is called once for the whole group, in TRL's signature; an evaluator (`outpace.rewards.evaluator`) once for
-each episode, all at once. What it returns is data from outside: one finite number or None per completion, anything else
-is a `RewardFailed` that names the function and the sample.
+    completions ─▶ each reward function ─▶ check_scores ─▶ weighted sum ─▶ GradedCompletion
+    episode     ─▶ apply_overlong_penalty ─▶ episode with a lower reward (training only)
+
+A function in TRL's signature is called once per group; an evaluator once per episode, all concurrently. Return values
+are untrusted: one finite number or None per completion, anything else raises a `RewardFailed` that names the function
+and the sample.
 
 Invariants:
 - The event loop never runs a synchronous reward function; async ones run on it.
-- A call takes at most `timeout_s`; only built-in functions that wait in queues of their own count their time
-  themselves. A grader process that hangs is killed. A thread cannot be, so it is abandoned: it holds neither a place
-  among the running calls nor the end of the process.
-- None means "does not apply" and is left out of the sum. A completion to which nothing applies has no total.
+- A call takes at most `timeout_s`, except built-in functions that enforce their own timeout per request. A grader
+  process that hangs is killed. A hanging thread cannot be killed, so it is abandoned: it does not occupy one of the
+  `MAX_THREADS` slots and does not delay process exit.
+- None means "does not apply" and is left out of the sum. A completion with only Nones has no total.
+
+Overlong shaping: truncation is a cliff, where one token decides between the full reward and none, and the policy gets
+no signal as it approaches. The penalty turns the cliff into a slope. Evaluation reports unshaped rewards.
 """
 
 from __future__ import annotations
@@ -40,12 +46,12 @@ from outpace.runtime.threads import in_thread
 from outpace.types import Episode, Task
 
 MAX_THREADS = 8
-"""Synchronous calls that run at once, per event loop; further ones wait, and their time does not count yet."""
+"""Concurrent synchronous calls per event loop. Further calls wait; their timeout starts when they run."""
 
 
 @dataclass(frozen=True)
 class Graded:
-    """The judgement of one completion. `parts` has the functions that applied, unweighted."""
+    """Scores of one completion. `parts` holds the unweighted scores of the functions that applied."""
 
     total: float | None
     parts: dict[str, float]
@@ -62,15 +68,15 @@ async def grade(
     attempts: tuple[Task, Sequence[Episode]] | None = None,
     on_request: Mapping[str, Sequence[Any]] | None = None,
 ) -> list[Graded]:
-    """Judge `completions`. Prompts and every column have one value per completion; weights are 1 when absent.
+    """Grade `completions`. Prompts and every column have one value per completion; weights default to 1.
 
-    The functions that `pool` knows run in its processes. `attempts` are the same completions as episodes, and their
-    task, for evaluators; `on_request` is for functions that spell it out."""
+    Functions contained in `pool` run in its processes. `attempts` holds the task and the same completions as episodes,
+    for evaluators. `on_request` holds arguments passed only to functions that name them."""
     count = len(completions)
     arguments = {**columns, "prompts": prompts, "completions": completions}
     assert all(len(values) == count for values in arguments.values())
-    # Every function is heard before the first failure is raised, so that no call is left running unwatched.
-    scores = await _all_heard(
+    # Wait for all functions before raising the first failure, so that no call keeps running unobserved.
+    scores = await _gather_all(
         _score_each(_Call(name, function, timeout_s, pool), attempts)
         if is_evaluator(function)
         else _score(_Call(name, function, timeout_s, pool, count), arguments, on_request or {})
@@ -78,19 +84,19 @@ async def grade(
     )
     by_name = dict(zip((name for name, _ in functions), scores, strict=True))
     weighted = dict(zip(by_name, weights or [1.0] * len(by_name), strict=True))
-    return [_combine(by_name, weighted, sample) for sample in range(count)]
+    return [_weighted_total(by_name, weighted, sample) for sample in range(count)]
 
 
-async def _all_heard(calls: Iterable[Coroutine[Any, Any, Scores]]) -> list[Scores]:
-    """What all of them gave, or the first failure once none of them runs any more."""
-    answers = await asyncio.gather(*calls, return_exceptions=True)
-    for answer in answers:
-        if isinstance(answer, BaseException):
-            raise answer
-    return cast(list[Scores], answers)
+async def _gather_all(calls: Iterable[Coroutine[Any, Any, Scores]]) -> list[Scores]:
+    """Wait for all calls, then return their results or raise the first failure."""
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return cast(list[Scores], results)
 
 
-def _combine(by_name: dict[str, Scores], weights: dict[str, float], sample: int) -> Graded:
+def _weighted_total(by_name: dict[str, Scores], weights: dict[str, float], sample: int) -> Graded:
     given = {name: scores[sample] for name, scores in by_name.items()}
     parts = {name: score for name, score in given.items() if score is not None}
     if not parts:
@@ -103,7 +109,7 @@ def _combine(by_name: dict[str, Scores], weights: dict[str, float], sample: int)
 
 @dataclass(frozen=True)
 class _Call:
-    """One function and the samples that it is to judge: `count` of them from `first` on."""
+    """One call of a function on `count` samples, starting at sample `first`."""
 
     name: str
     function: Reward
@@ -122,44 +128,44 @@ class _Call:
         return self.pool if self.pool is not None and self.name in self.pool else None
 
 
-SAMPLES = re.compile(r" (?:on|for) samples? \d+(?: to \d+)?")
+SAMPLE_RANGE = re.compile(r" (?:on|for) samples? \d+(?: to \d+)?")
 
 
-def _attributed(call: _Call, error: RewardFailed) -> RewardFailed:
-    """The failure with the name of its function, and with a reason that does not depend on the sample."""
+def _with_function_name(call: _Call, error: RewardFailed) -> RewardFailed:
+    """Return the failure with its function's name and a reason that does not depend on the sample."""
     message = str(error)
     if call.name not in message:
         message = f"reward {call.name}: {message}"
-    reason = SAMPLES.sub("", message).removeprefix(f"reward {call.name}").removeprefix(":").strip()
+    reason = SAMPLE_RANGE.sub("", message).removeprefix(f"reward {call.name}").removeprefix(":").strip()
     return RewardFailed(message, call.name, reason)
 
 
 async def _score(
     call: _Call, arguments: Mapping[str, Sequence[Any]], on_request: Mapping[str, Sequence[Any]]
 ) -> Scores:
-    taken = {key: arguments[key] for key in accepted(call.function, arguments)}
-    taken |= {key: on_request[key] for key in named(call.function, on_request)}
-    given = {key: list(values) for key, values in taken.items()}
+    chosen = {key: arguments[key] for key in accepted(call.function, arguments)}
+    chosen |= {key: on_request[key] for key in named(call.function, on_request)}
+    given = {key: list(values) for key, values in chosen.items()}
     if call.process is not None:
         return await _in_process(call, call.process, lambda: given)
-    return _checked(call, await _in_worker(call, partial(_with_own, call.function, given)))
+    return _checked(call, await _in_worker(call, partial(_call_with_copies, call.function, given)))
 
 
-def _with_own(function: Reward, given: dict[str, list[Any]]) -> Any:
-    """Copied where the function runs, which for a plain one is a thread."""
-    return function(**{key: list(map(_own, values)) for key, values in given.items()})
+def _call_with_copies(function: Reward, given: dict[str, list[Any]]) -> Any:
+    """Call with copied arguments. The copying runs where the function runs: on a thread if it is synchronous."""
+    return function(**{key: list(map(_copy_containers, values)) for key, values in given.items()})
 
 
-def _own(value: Any) -> Any:
-    """Messages and other plain containers are copied: what one function does to them, no other sees, nor a rollout that
-    people read. Everything else, an environment for instance, is the thing itself."""
+def _copy_containers(value: Any) -> Any:
+    """Deep-copy lists and dicts, so that a function cannot change what other functions or the saved rollouts see.
+    Other objects, such as environments, are passed as they are."""
     return deepcopy(value) if type(value) in (list, dict) else value
 
 
 async def _score_each(call: _Call, attempts: tuple[Task, Sequence[Episode]] | None) -> Scores:
     assert attempts is not None, "an evaluator needs the episodes"
     task, episodes = attempts
-    scores = await _all_heard(
+    scores = await _gather_all(
         _score_one(replace(call, first=sample), task, episode) for sample, episode in enumerate(episodes)
     )
     return [score for (score,) in scores]
@@ -168,8 +174,8 @@ async def _score_each(call: _Call, attempts: tuple[Task, Sequence[Episode]] | No
 async def _score_one(call: _Call, task: Task, episode: Episode) -> Scores:
     if call.process is not None:
         return await _in_process(call, call.process, lambda: wired(task, episode))
-    seen = msgspec.structs.replace(episode, completion=_own(episode.completion))
-    return _checked(call, [await _in_worker(call, partial(call.function, task, seen))])
+    copied = msgspec.structs.replace(episode, completion=_copy_containers(episode.completion))
+    return _checked(call, [await _in_worker(call, partial(call.function, task, copied))])
 
 
 # ----------------------------------------------------------------------------------------------------------- calling
@@ -179,59 +185,60 @@ async def _in_process(call: _Call, pool: GraderPool, given: Callable[[], dict[st
     try:
         return await pool.call(call.name, given(), call.count, call.timeout_s, call.first)
     except TimeLimitError:
-        raise _too_long(call) from None
+        raise _timed_out(call) from None
     except CallRaised as error:
         raise _failed(call, f"raised {error.kind} on {call.samples}: {error.message}") from error
     except ServantDied as error:
-        raise _attributed(call, RewardFailed(f"the process of reward {call.name} {error} on {call.samples}")) from None
-    except BadInput as error:  # a column that cannot be copied into another process
-        raise _failed(call, f"needs rewards.isolation = thread: {error}") from error
+        failure = RewardFailed(f"the grader process of reward {call.name} {error} on {call.samples}")
+        raise _with_function_name(call, failure) from None
+    except BadInput as error:  # a column that cannot be sent to another process
+        raise _failed(call, f"requires rewards.isolation = thread: {error}") from error
     except RewardFailed as error:
-        raise _attributed(call, error) from error.__cause__
+        raise _with_function_name(call, error) from error.__cause__
 
 
 async def _in_worker(call: _Call, work: Callable[[], Any]) -> Any:
     limit = math.inf if keeps_own_time(call.function) else call.timeout_s
     try:
-        return await (within(limit, work()) if is_async(call.function) else _off_loop(work, limit))
+        return await (within(limit, work()) if is_async(call.function) else _run_in_thread(work, limit))
     except TimeLimitError:
-        raise _too_long(call) from None
-    except RewardFailed as error:  # of a built-in function
-        raise _attributed(call, error) from error.__cause__
-    # The boundary to the user's code, which may raise anything and may even try to exit.
+        raise _timed_out(call) from None
+    except RewardFailed as error:  # raised by a built-in function
+        raise _with_function_name(call, error) from error.__cause__
+    # Boundary to user code, which may raise anything, including SystemExit.
     except BaseException as error:
         if is_ours(error):
             raise
         raise _failed(call, f"raised {type(error).__name__} on {call.samples}: {one_line(error)}") from error
 
 
-def _too_long(call: _Call) -> RewardFailed:
+def _timed_out(call: _Call) -> RewardFailed:
     return _failed(call, f"took longer than {call.timeout_s:g} s on {call.samples}")
 
 
 def _failed(call: _Call, what: str) -> RewardFailed:
-    return _attributed(call, RewardFailed(f"reward {call.name} {what}"))
+    return _with_function_name(call, RewardFailed(f"reward {call.name} {what}"))
 
 
 def _checked(call: _Call, returned: Any) -> Scores:
     try:
         return checked(call.name, returned, call.count, call.first)
     except RewardFailed as error:
-        raise _attributed(call, error) from error.__cause__
+        raise _with_function_name(call, error) from error.__cause__
 
 
-async def _off_loop(call: Callable[[], Any], timeout_s: float) -> Any:
-    async with _places():
+async def _run_in_thread(call: Callable[[], Any], timeout_s: float) -> Any:
+    async with _thread_slots():
         returned, error = await within(timeout_s, in_thread(call))
     if error is not None:
         raise error
-    if inspect.isawaitable(returned):  # a plain function that hands out a coroutine
+    if inspect.isawaitable(returned):  # a plain function that returns a coroutine
         return await within(timeout_s, returned)
     return returned
 
 
-_places_of_loop: PerLoop[asyncio.Semaphore] = PerLoop()
+_slots_by_loop: PerLoop[asyncio.Semaphore] = PerLoop()
 
 
-def _places() -> asyncio.Semaphore:
-    return _places_of_loop.get(lambda: asyncio.Semaphore(MAX_THREADS))
+def _thread_slots() -> asyncio.Semaphore:
+    return _slots_by_loop.get(lambda: asyncio.Semaphore(MAX_THREADS))

@@ -1,7 +1,4 @@
-"""The number grader: is the last integer of the completion the right answer?
-
-Completions are untrusted text; whatever a model writes is graded and never raises.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from typing import Any
 from outpace.rewards.text import Completion, last_text
 
 INTEGER = re.compile(r"(?<![0-9])(?<![0-9]\.)[-−]?[0-9]{1,30}(?![0-9]|\.[0-9])")
-"""A sign belongs to the number unless a digit stands before it (`5-3`); parts of a decimal fraction are no integers."""
+"""A sign belongs to the number unless a digit precedes it (`5-3`). Digits of a decimal fraction do not match."""
 
 
 def number(completions: Sequence[Completion], *, answer: Sequence[int], **columns: Any) -> list[float]:

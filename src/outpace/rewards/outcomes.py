@@ -1,7 +1,4 @@
-"""What a call of a reward function may come to: one finite number or None per completion, or `RewardFailed`.
-
-Light: a grader process imports this before any code of the user.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -16,9 +13,9 @@ Scores = list[float | None]
 
 
 def checked(name: str, returned: Any, count: int, first: int = 0) -> Scores:
-    """The returned values as floats and Nones, one per completion. Runs code of the user: iteration, conversion.
+    """Convert a reward function's return value to one finite float or None per completion, or raise `RewardFailed`.
 
-    `first` is the number of the first sample, for messages."""
+    Runs user code: iteration and conversion to float. `first` is the index of the first sample, for messages."""
     if isinstance(returned, str | bytes | Mapping):
         raise RewardFailed(
             f"reward {name} returned {with_article(type(returned).__name__)}, not a list of {plural(count, 'number')}"

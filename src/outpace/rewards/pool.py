@@ -1,11 +1,17 @@
-"""A few grader processes of one rollout worker.
+"""Pool of grader processes of one rollout worker: user reward functions run in processes that can be killed.
+
+    GraderPool.call ─▶ idle or new GraderProcess ─▶ load, once per function ─▶ call ─▶ scores
 
 Invariants
-- At most `workers` calls run at once; further ones wait in the order in which they came, and their time does not count
-  yet. Nor does the time in which a process starts and imports a function.
-- A call that hangs, crashes or is cancelled costs its own process and no other. One whose process is killed by somebody
-  else is made once more in another.
-- After `close` no process is left, nor a task or a descriptor.
+- At most `workers` calls run at once; further calls wait in FIFO order. A call's timeout excludes this wait and the
+  time in which a process starts and imports the function.
+- A call that hangs, crashes or is cancelled ends only its own process. If a process is killed from outside (the OOM
+  killer, for example), the call is retried once in another process.
+- Replies of a grader process are validated again on this side.
+- After `close` no process, task or file descriptor is left.
+
+All completions of a group share prompt and columns: a list that repeats one object is sent as that object once, and
+becomes a list of one repeated object on the other side.
 """
 
 from __future__ import annotations
@@ -26,7 +32,7 @@ class GraderPool:
     def __init__(self, functions: Mapping[str, Source], workers: int = 2, memory_mb: int | None = None) -> None:
         """`memory_mb` limits the address space of each process."""
         self._functions = dict(functions)
-        self._places = asyncio.Semaphore(workers)
+        self._slots = asyncio.Semaphore(workers)
         self._graders = Household(partial(Grader, memory_mb))
 
     def __contains__(self, name: str) -> bool:
@@ -35,17 +41,19 @@ class GraderPool:
     async def call(
         self, name: str, arguments: dict[str, list[Any]], count: int, timeout_s: float, first: int = 0
     ) -> Scores:
-        """Scores of `count` completions, counted from `first` in messages. Raises `RewardFailed` for unusable values,
-        `CallRaised` for what the function raised, `TimeLimitError` and `ServantDied`."""
-        async with self._places:
+        """Score `count` completions; `first` is the index of the first one, for messages.
+
+        Raises `RewardFailed` for invalid scores, `CallRaised` for exceptions of the function, `TimeLimitError`, and
+        `ServantDied` when the process ended."""
+        async with self._slots:
             try:
-                return await self._called(name, arguments, count, timeout_s, first)
-            except ServantKilled:  # once more: the function need not have done anything wrong
+                return await self._call_once(name, arguments, count, timeout_s, first)
+            except ServantKilled:  # killed from outside: retry once
                 if self._graders.closed:
                     raise
-                return await self._called(name, arguments, count, timeout_s, first)
+                return await self._call_once(name, arguments, count, timeout_s, first)
 
-    async def _called(
+    async def _call_once(
         self, name: str, arguments: dict[str, list[Any]], count: int, timeout_s: float, first: int
     ) -> Scores:
         grader = self._graders.take()

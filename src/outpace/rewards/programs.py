@@ -1,20 +1,20 @@
-"""The reward `python`: does the program in the completion do what its tests say?
+"""The reward `python`: run the program in the completion against its tests.
 
-    completion ─▶ last fenced block, or all of it ─▶ sandbox ─▶ judged out here
+    completion ─▶ last fenced block, or the whole text ─▶ sandbox ─▶ score computed outside the sandbox
 
-The column `tests` is a list of `{"input": …, "output": …}`, what the program reads and must print, or the same as
-JSON, or a text of Python asserts about the names that the program defines. A program cannot give itself a reward:
+The column `tests` is a list of `{"input": …, "output": …}` (stdin and expected stdout), the same as JSON, or Python
+asserts about the names that the program defines. A program cannot reward itself:
 
-- With inputs and outputs the expected output never enters the sandbox; what was printed is compared out here.
-- With asserts, program and tests run in two sandboxes and exchange plain data (`outpace.rewards.dialogue`). What is
-  judged is the end of the tests' process, in which no code of the program runs. Where the two would share user and
-  files, so that one could look into the other, asserts are refused.
-- Tests that cannot be read, or that never use a name of the program, judge nobody: they are a `RewardFailed`.
+- With inputs and outputs, the expected output never enters the sandbox; stdout is compared outside.
+- With asserts, program and tests run in two sandboxes and exchange plain data (`outpace.rewards.test_protocol`). The
+  score is the exit code of the tests' process, in which no code of the program runs. Asserts are refused if the two
+  sandboxes would share user and files, because the program could then read the tests.
+- Tests that do not parse, or that never use a name of the program, raise `RewardFailed`.
 
-What stays possible: a program may recognise the inputs that it is asked about and answer only those; asserts that fetch
-their own judge from the program, such as a module that only the program imports or the equality of its own objects,
-believe what it says; and as an ordinary user without namespaces, a program may look for expected outputs in processes
-of yours that the system lets it trace.
+Remaining hazards: a program may hard-code answers to inputs it recognizes. Asserts that rely on the program for the
+check itself (a module that only the program imports, equality of the program's own objects) trust the program. As an
+ordinary user without namespaces, a program may search processes of that user, if the system allows tracing them, for
+expected outputs.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ from outpace.runtime.together import together
 
 FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})[ \t]*([^\s`{,:]*)([^`]*)")
 PYTHON = frozenset({"python", "python3", "py"})
-DIALOGUE = Path(__file__).with_name("dialogue.py")
+PROTOCOL_SCRIPT = Path(__file__).with_name("dialogue.py")
+"""The script that runs in both sandboxes when the tests are asserts."""
 
 COLUMN = "reward python: the column tests"
 
 Tests = str | Sequence[Mapping[str, Any]]
 
-_places: PerLoop[asyncio.Semaphore] = PerLoop()
+_slots_by_loop: PerLoop[asyncio.Semaphore] = PerLoop()
 
 
 def make_python(config: Config) -> ProgramReward:
@@ -55,12 +56,12 @@ def make_python(config: Config) -> ProgramReward:
 
 @dataclass(frozen=True)
 class ProgramReward:
-    """Asynchronous: the event loop only waits. `workers` programs run at once in this process, whoever asks."""
+    """Async: the event loop only waits. At most `workers` programs run at once per event loop."""
 
     limits: SandboxLimits
     workers: int
-    own_time: ClassVar[bool] = True
-    """Every program has its time limit, counted from when it starts; the time of a whole group depends on the queue."""
+    own_timeout: ClassVar[bool] = True
+    """Every program has its own timeout from the moment it starts; the time for a whole group depends on the queue."""
 
     async def __call__(
         self, completions: Sequence[Completion], tests: Sequence[Tests | None], **columns: Any
@@ -69,73 +70,74 @@ class ProgramReward:
         return await together(*(self._score(program_of(last_text(text)), given) for text, given in pairs))
 
     async def _score(self, program: str, tests: Tests | None) -> float | None:
-        tests = _as_list(tests) if isinstance(tests, str) else tests
+        tests = _parse_tests(tests) if isinstance(tests, str) else tests
         if tests is None or len(tests) == 0:
             return None
         if not isinstance(tests, str):
-            return await self._share(program, tests)
-        if fault := await asyncio.to_thread(_fault, tests):
-            raise RewardFailed(f"{COLUMN} has asserts that Python cannot read: {fault}")
-        async with self._place():
-            return _judged(await self._asked(program, tests))
+            return await self._pass_rate(program, tests)
+        if error := await asyncio.to_thread(_compile_error, tests):
+            raise RewardFailed(f"{COLUMN} has asserts that Python cannot compile: {error}")
+        async with self._slot():
+            return _assert_score(await self._run_asserts(program, tests))
 
-    def _place(self) -> asyncio.Semaphore:
-        return _places.get(lambda: asyncio.Semaphore(self.workers))
+    def _slot(self) -> asyncio.Semaphore:
+        return _slots_by_loop.get(lambda: asyncio.Semaphore(self.workers))
 
-    async def _share(self, program: str, tests: Sequence[Mapping[str, Any]]) -> float:
-        """The share of tests that are passed. One that runs out of time is the last: the others would take as long."""
+    async def _pass_rate(self, program: str, tests: Sequence[Mapping[str, Any]]) -> float:
+        """Return the fraction of tests passed. Stops at the first timeout: the other tests would take as long."""
         passed = 0
         for test in tests:
-            given, wanted = _texts(test)
-            async with self._place():
+            given, expected = _input_and_output(test)
+            async with self._slot():
                 result = await run_python(program, stdin=given, limits=self.limits)
             if result.status == "timeout":
                 break
-            passed += result.status == "ok" and not result.truncated and _lines(result.stdout) == _lines(wanted)
+            printed = _stripped_lines(result.stdout)
+            passed += result.status == "ok" and not result.truncated and printed == _stripped_lines(expected)
         return passed / len(tests)
 
-    async def _asked(self, program: str, tests: str) -> SandboxResult:
-        """How the tests ended."""
+    async def _run_asserts(self, program: str, tests: str) -> SandboxResult:
+        """Run program and asserts in two sandboxes; return the result of the asserts."""
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            answering = asyncio.create_task(self._side("serve", ours, files={"answer.py": program}))
-            asking = asyncio.create_task(self._side("ask", theirs, stdin=tests))
+            program_side = asyncio.create_task(self._run_side("serve", ours, files={"answer.py": program}))
+            test_side = asyncio.create_task(self._run_side("ask", theirs, stdin=tests))
             try:
-                await asyncio.wait({answering, asking}, return_when=asyncio.FIRST_COMPLETED)
-                for end in (ours, theirs):  # now only the sandboxes hold them: one side hears when the other ends
+                await asyncio.wait({program_side, test_side}, return_when=asyncio.FIRST_COMPLETED)
+                for end in (ours, theirs):  # only the sandboxes hold them now, so each side sees the other one end
                     end.close()
-                asked = await asking
-                if answering.done():
-                    answering.result()  # a sandbox that could not be had is no fault of the program
-                return asked
+                result = await test_side
+                if program_side.done():
+                    program_side.result()  # raises if the sandbox failed to start: not the program's fault
+                return result
             finally:
-                for task in (answering, asking):
+                for task in (program_side, test_side):
                     task.cancel()
-                await asyncio.gather(answering, asking, return_exceptions=True)
+                await asyncio.gather(program_side, test_side, return_exceptions=True)
 
-    async def _side(self, role: str, channel: socket.socket, **given: Any) -> SandboxResult:
-        code = await asyncio.to_thread(DIALOGUE.read_text)
+    async def _run_side(self, role: str, channel: socket.socket, **given: Any) -> SandboxResult:
+        code = await asyncio.to_thread(PROTOCOL_SCRIPT.read_text)
         arguments = [role, str(channel.fileno())]
         return await run_python(code, limits=self.limits, arguments=arguments, channel=channel, **given)
 
 
-def _judged(asked: SandboxResult) -> float:
-    if not (asked.isolation.files or asked.isolation.user):
+def _assert_score(result: SandboxResult) -> float:
+    if not (result.isolation.files or result.isolation.user):
         raise RewardFailed(
-            "reward python: asserts need namespaces or root, for here a program could read them; "
+            "reward python: asserts require namespaces or root, because without them the program could read the tests; "
             "give inputs and outputs in the column tests, or permit user namespaces"
         )
-    if asked.exit_code == UNASKED:
-        said = one_line(asked.stderr.rstrip().rpartition("\n")[2], 120)
+    if result.exit_code == UNASKED:
+        error = one_line(result.stderr.rstrip().rpartition("\n")[2], 120)
         raise RewardFailed(
-            f"{COLUMN} has asserts that never use a name of the program{said and f' ({said})'}; functions and "
-            "classes of tests must be called there, and a name that Python has itself is Python's"
+            f"{COLUMN} has asserts that never use a name of the program{error and f' ({error})'}; call test functions "
+            "and classes in the tests, and note that names of Python builtins refer to the builtins"
         )
-    return 1.0 if asked.exit_code == 0 else 0.0
+    return 1.0 if result.exit_code == 0 else 0.0
 
 
-def _as_list(tests: str) -> Tests:
-    """Inputs and outputs that were written as JSON; any other text as it is."""
+def _parse_tests(tests: str) -> Tests:
+    """Parse inputs and outputs written as JSON; return any other text unchanged."""
     if not tests.lstrip().startswith(("[", "{")):
         return tests
     try:
@@ -148,8 +150,8 @@ def _as_list(tests: str) -> Tests:
 
 
 @lru_cache(maxsize=1024)
-def _fault(tests: str) -> str:
-    """What is wrong with asserts before anything is run; empty if nothing is."""
+def _compile_error(tests: str) -> str:
+    """Return the compile error of the asserts; empty if there is none."""
     try:
         compile(tests, "tests", "exec", dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -158,16 +160,16 @@ def _fault(tests: str) -> str:
 
 
 def program_of(text: str) -> str:
-    """The last fenced block that says it is Python, else the last that says nothing, else the whole text."""
-    found = list(_blocks(text))
+    """Return the last fenced Python block, else the last block without a language, else the whole text."""
+    found = list(_fenced_blocks(text))
     chosen = [body for language, body in found if language in PYTHON] or [
         body for language, body in found if not language
     ]
     return (chosen or [text])[-1]
 
 
-def _blocks(text: str) -> Iterator[tuple[str, str]]:
-    """Language and content of every fenced block, whatever its language: fences come in pairs, in their order."""
+def _fenced_blocks(text: str) -> Iterator[tuple[str, str]]:
+    """Yield language and content of every fenced block, in order."""
     opening: re.Match[str] | None = None
     lines: list[str] = []
     for line in text.split("\n"):
@@ -181,14 +183,14 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
             lines.append(line)
 
 
-def _texts(test: Mapping[str, Any]) -> tuple[str, str]:
+def _input_and_output(test: Mapping[str, Any]) -> tuple[str, str]:
     if isinstance(test, Mapping):
-        given, wanted = test.get("input", ""), test.get("output")
-        if isinstance(given, str) and isinstance(wanted, str):
-            return given, wanted
-    raise ValueError(f'a test is {{"input": text, "output": text}}, not {test!r}')
+        given, expected = test.get("input", ""), test.get("output")
+        if isinstance(given, str) and isinstance(expected, str):
+            return given, expected
+    raise ValueError(f'a test must be {{"input": text, "output": text}}, got {test!r}')
 
 
-def _lines(text: str) -> list[str]:
-    """White space at the end of a line or of the whole is no difference."""
+def _stripped_lines(text: str) -> list[str]:
+    """Split into lines, ignoring trailing white space of lines and of the text."""
     return [line.rstrip() for line in text.rstrip().split("\n")]

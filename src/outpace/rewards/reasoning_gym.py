@@ -1,13 +1,19 @@
-"""The grader of reasoning-gym's tasks: the package's own score for each answer, between 0 and 1.
+"""The reward `reasoning_gym`: reasoning-gym's own score for each answer, between 0 and 1; and `score_in_forks`.
 
-The answer is what stands in the last `<answer>…</answer>`. Without these tags it is the last line that is not empty, or
-the whole text where the right answer has several lines.
+The answer is the content of the last `<answer>…</answer>`. Without these tags it is the last non-empty line, or the
+whole text if the correct answer has several lines.
 
-Some of the package's graders hand the answer to Python's `eval`, directly or through sympy. An answer to one of these
-tasks is first parsed, without being run: one that holds anything but lists of constants, or anything but arithmetic,
-counts as wrong and is not passed on. Arithmetic can still be made to last for ever, so answers to be evaluated as
-formulas are judged in forks (`outpace.rewards.forked`): one that is cut off costs itself and no other of its group. The
-grader as a whole runs in a process that can be killed.
+Security: some of the package's scorers pass the answer to Python's `eval`, directly or through sympy. Answers to those
+tasks are parsed first, without running them; an answer that contains anything but lists of constants, or anything but
+arithmetic, scores 0.0 and is not evaluated. Arithmetic can still run forever, so formulas are scored in forks, where a
+timeout affects one answer and not the group. The whole function runs in a grader process that can be killed.
+
+    grader process ── fork ──▶ score one answer after the other ── one number each ──▶ grader process
+                   ── CPU limit reached, or no score for FORK_TIMEOUT_S: that answer scores 0.0, fork again for the rest
+
+A short text can keep computer algebra busy forever inside one C call, where Python signal handlers do not run. The
+limit is CPU time, enforced by the kernel, so a busy machine does not turn right answers into wrong ones. The wall-clock
+timeout only catches a fork that is blocked.
 """
 
 from __future__ import annotations
@@ -28,16 +34,16 @@ EVALUATED_AS_LIST = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "st
 EVALUATED_AS_FORMULA = frozenset(
     {"countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration"}
 )
-"""The tasks whose graders evaluate the answer, by what it is supposed to be."""
+"""Tasks whose scorers evaluate the answer, by the expected kind of value."""
 
 COMPARES_TUPLES = frozenset({"arc_agi", "rearc"})
-"""Their graders compare grids with tuples, which a column of JSON types does not have."""
+"""Scorers that compare grids with tuples; JSON columns hold lists."""
 
 MAX_LENGTH = 10_000
 MAX_EXPONENT = 1000
 TINY = 1e-9
 CPU_LIMIT_S = 5.0
-"""For one formula."""
+"""CPU time per formula."""
 LIST_NODES = (ast.Expression, ast.List, ast.Tuple, ast.Constant, ast.UnaryOp, ast.USub, ast.UAdd, ast.Name, ast.Load)
 FORMULA_NODES = (
     *(ast.Expression, ast.Constant, ast.Name, ast.Load, ast.Call, ast.UnaryOp, ast.USub, ast.UAdd),
@@ -61,18 +67,18 @@ def reasoning_gym(
     options: Sequence[dict[str, Any]],
     **columns: Any,
 ) -> list[float]:
-    """The score that the data set gives to each answer."""
+    """Return the dataset's score for each answer."""
     entries = [
-        _Entry(last_text(completion), {"question": question, "answer": right, "metadata": told}, name, _key(chosen))
-        for question, completion, right, told, name, chosen in zip(
+        _Entry(last_text(completion), {"question": question, "answer": right, "metadata": data}, name, _as_key(chosen))
+        for question, completion, right, data, name, chosen in zip(
             prompts, completions, answer, metadata, source, options, strict=True
         )
     ]
     for entry in entries:
-        _grader(entry.source, entry.options)  # made here once, and not in every fork
+        _dataset(entry.source, entry.options)  # build once here, not in every fork
     formulas = [entry for entry in entries if entry.source in EVALUATED_AS_FORMULA]
-    slow = iter(judged(_score, formulas, CPU_LIMIT_S))
-    scores = [next(slow) if entry.source in EVALUATED_AS_FORMULA else _score(entry) for entry in entries]
+    forked = iter(judged(_score, formulas, CPU_LIMIT_S))
+    scores = [next(forked) if entry.source in EVALUATED_AS_FORMULA else _score(entry) for entry in entries]
     return [score or 0.0 for score in scores]
 
 
@@ -84,7 +90,7 @@ class _Entry:
     options: str
 
 
-def _key(options: dict[str, Any]) -> str:
+def _as_key(options: dict[str, Any]) -> str:
     return json.dumps(options, sort_keys=True)
 
 
@@ -97,18 +103,18 @@ def _score(entry: _Entry) -> float:
         grids = {key: tuple(map(tuple, problem["metadata"][key])) for key in ("input", "output")}
         problem = {**problem, "metadata": {**problem["metadata"], **grids}}
     try:
-        return float(_grader(entry.source, entry.options).score_answer(answer, problem))
-    except Exception:  # the boundary to the package: some graders raise on text that they cannot read
+        return float(_dataset(entry.source, entry.options).score_answer(answer, problem))
+    except Exception:  # boundary to the package: some scorers raise on text they cannot parse
         return 0.0
 
 
 @lru_cache(maxsize=16)
-def _grader(source: str, options: str) -> Any:
+def _dataset(source: str, options: str) -> Any:
     return make_generator(source, seed=0, size=1, **json.loads(options))
 
 
 def extracted(text: str, right: str | None) -> str:
-    """The answer in a completion; `right`, the right one, tells whether it may have several lines."""
+    """Extract the answer from a completion; it may have several lines only if the correct answer `right` does."""
     from reasoning_gym.utils import extract_answer
 
     tagged: str | None = extract_answer(text)
@@ -120,7 +126,7 @@ def extracted(text: str, right: str | None) -> str:
 
 
 def is_harmless(answer: str, source: str) -> bool:
-    """Whether nothing but arithmetic or a list can come of it when the grader of that task evaluates the answer."""
+    """Return whether evaluating the answer in that task's scorer can only do arithmetic or build a list."""
     if source not in EVALUATED_AS_LIST | EVALUATED_AS_FORMULA:
         return True
     if len(answer) > MAX_LENGTH:
@@ -128,18 +134,18 @@ def is_harmless(answer: str, source: str) -> bool:
     try:
         nodes = list(ast.walk(ast.parse(answer.strip(), mode="eval")))
     except (SyntaxError, ValueError):
-        # `eval` will refuse it too, and the list may also be written as plain text. Sympy reads more than Python.
+        # `eval` rejects it too, and a list may be plain text. Sympy accepts more than Python, so formulas are refused.
         return source in EVALUATED_AS_LIST
-    except (RecursionError, MemoryError):  # too deep to be looked at
+    except (RecursionError, MemoryError):  # nested too deeply to check
         return False
     if source in EVALUATED_AS_LIST:
-        return all(isinstance(node, LIST_NODES) and _is_no_variable(node) for node in nodes)
-    return all(isinstance(node, FORMULA_NODES) and _is_arithmetic(node) for node in nodes) and _is_low(nodes)
+        return all(isinstance(node, LIST_NODES) and _is_allowed_name(node) for node in nodes)
+    return all(isinstance(node, FORMULA_NODES) and _is_arithmetic(node) for node in nodes) and _powers_bounded(nodes)
 
 
-def _is_no_variable(node: ast.AST) -> bool:
-    """`eval` would also find the grader's own variables, such as the one with the right answer. Words that answers
-    consist of are in capitals, which those are not."""
+def _is_allowed_name(node: ast.AST) -> bool:
+    """Allow only all-caps names, as in valid answers: `eval` would also resolve the scorer's own lowercase variables,
+    including the one that holds the correct answer."""
     return not isinstance(node, ast.Name) or (node.id.isalpha() and node.id.isupper())
 
 
@@ -151,23 +157,23 @@ def _is_arithmetic(node: ast.AST) -> bool:
     return True
 
 
-def _is_low(nodes: list[ast.AST]) -> bool:
-    """Whether no power, nor power of powers, is above MAX_EXPONENT: a tower would take longer than anybody waits.
+def _powers_bounded(nodes: list[ast.AST]) -> bool:
+    """Return whether no power, including nested powers, exceeds MAX_EXPONENT: a power tower would run forever.
 
-    `nodes` has parents before their children. A degree is that of a polynomial, with every number for a variable."""
+    `nodes` lists parents before children. The degree is that of the polynomial in which every number is a variable."""
     degrees: dict[ast.AST, float] = {}
     for node in reversed(nodes):
         parts = [part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)]
         degrees[node] = max(1.0, sum(degrees[part] for part in parts))
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
-            degrees[node] = degrees[node.left] * _greatest(node.right)
+            degrees[node] = degrees[node.left] * _upper_bound(node.right)
             if degrees[node] > MAX_EXPONENT:
                 return False
     return True
 
 
-def _greatest(exponent: ast.AST) -> float:
-    """No arithmetic with these numbers gives more; without end where it has a power of its own."""
+def _upper_bound(exponent: ast.AST) -> float:
+    """Return an upper bound for an exponent built from these numbers; infinite if it contains a power."""
     parts = list(ast.walk(exponent))
     if any(isinstance(part, ast.Pow) for part in parts):
         return math.inf

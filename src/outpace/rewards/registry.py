@@ -1,7 +1,16 @@
-"""Reward functions by name: built in, `package.module:function`, `path/to/file.py:function`, or a Python callable.
+"""Reward functions: lookup by name, checks before the run starts, and the `@outpace.evaluator` decorator.
 
-Everything that can be known before a run starts is checked here, so that a misspelt function or a column that no task
-has ends in one line and not in a thousand failed groups.
+A reward function is a built-in name, `package.module:function`, `path/to/file.py:function`, or a Python callable:
+
+    @outpace.register_reward("name")   def f(prompts, completions, **columns) -> list[float | None]   TRL's signature
+    @outpace.evaluator                 def f(task, episode) -> float | None                           one episode
+
+A function in TRL's signature gets the texts of a whole group. An evaluator gets one attempt: its trajectories, metrics
+and the rewards it already has. It is called once per episode, all episodes of a group concurrently, sync or async, and
+runs where any other reward function would. Task and episode are sent to a grader process as msgpack.
+
+`check_rewards` finds every error that can be found before the run starts, so that a misspelled name or a missing
+column is reported as one line instead of a thousand failed groups.
 """
 
 from __future__ import annotations
@@ -24,31 +33,31 @@ from outpace.wording import with_article
 R = TypeVar("R", bound=Callable[..., Any])
 
 SETTING = "rewards.functions"
-ALWAYS_GIVEN = ("prompts", "completions")
-NOT_GIVEN = frozenset({"trainer_state", "log_metric", "log_extra"})
+ALWAYS_PASSED = ("prompts", "completions")
+NOT_PASSED = frozenset({"trainer_state", "log_metric", "log_extra"})
 ON_REQUEST = ("completion_ids", "environments")
-"""What TRL passes too: given to a function that spells it out. Environments are the instances themselves, so whoever
-asks for them is called in the worker's own process."""
+"""Arguments that TRL passes too, passed only to functions that name them. `environments` are the live instances, so a
+function that names them runs in the rollout worker's process."""
 BUILT_IN = {
     "countdown": "outpace.rewards.countdown:countdown",
     "number": "outpace.rewards.number:number",
     "math": "outpace.rewards.mathematics:math",
     "reasoning_gym": "outpace.rewards.reasoning_gym:reasoning_gym",
 }
-APART = frozenset({BUILT_IN["reasoning_gym"], BUILT_IN["math"]})
-"""Built-in functions that call the code of another package, and so run in processes like anybody's own."""
-MADE = {
+RUN_IN_PROCESS = frozenset({BUILT_IN["reasoning_gym"], BUILT_IN["math"]})
+"""Built-in functions that call third-party packages and therefore run in grader processes, like user functions."""
+BUILT_FROM_CONFIG = {
     "judge": "outpace.rewards.judge:make_judge",
     "python": "outpace.rewards.programs:make_python",
 }
-"""Built-in rewards with settings of their own: what makes each from the config."""
-PACKAGES = {"math": ("math_verify", "math")}
-"""What some need that is not always installed, and the extra of outpace that has it."""
+"""Built-in rewards with their own settings: the factory that builds each one from the config."""
+OPTIONAL_PACKAGES = {"math": ("math_verify", "math")}
+"""Optional packages of built-in rewards: (module, outpace extra)."""
 MAIN_THREAD = frozenset({BUILT_IN["math"]})
-"""Built-in functions that use signals, and so cannot run on a thread at all."""
+"""Built-in functions that use signals and therefore cannot run on a thread."""
 
 OWN: dict[str, Reward] = {}
-"""What the user has registered."""
+"""Functions registered by the user."""
 
 NamedReward = tuple[str, Reward]
 
@@ -56,19 +65,19 @@ NamedReward = tuple[str, Reward]
 def register(name: str) -> Callable[[R], R]:
     """Make a function available by `name` in `rewards.functions`."""
 
-    def keep(function: R) -> R:
-        if name in BUILT_IN or name in MADE:
+    def add(function: R) -> R:
+        if name in BUILT_IN or name in BUILT_FROM_CONFIG:
             raise ValueError(f"a reward named {name!r} is built in")
         OWN[name] = function
         return function
 
-    return keep
+    return add
 
 
 def resolve_rewards(names: Sequence[str | Reward], config: Config | None = None) -> list[NamedReward]:
-    """Each function with the short name it has in metrics; the full reference where two short names are equal.
+    """Return (name, function) pairs. The name is the short one used in metrics, or the full reference if two collide.
 
-    `config` has the settings of those that are made from it; its defaults when absent."""
+    `config` holds the settings of rewards that are built from it; defaults are used when absent."""
     functions = [(given, _load(given, config or Config())) for given in names]
     short = [_short_name(given) for given, _ in functions]
     named = [
@@ -77,7 +86,7 @@ def resolve_rewards(names: Sequence[str | Reward], config: Config | None = None)
     ]
     for name, _ in named:
         if [other for other, _ in named].count(name) > 1:
-            raise BadInput(f"{SETTING}: {name} is there twice; give it a weight of 2 instead")
+            raise BadInput(f"{SETTING}: {name} is listed twice; give it a weight of 2 instead")
     return named
 
 
@@ -87,35 +96,36 @@ def check_rewards(
     columns: Collection[str] | None = None,
     config: Config | None = None,
 ) -> list[NamedReward]:
-    """Resolve, and check weights and parameters against the columns of the tasks where these are known."""
+    """Resolve the functions and check weights and parameters, the latter against `columns` if given."""
     found = resolve_rewards(names, config)
     if weights is not None and len(weights) != len(found):
-        raise BadInput(f"rewards.weights: needs one per function, {len(found)} in all, not {len(weights)}")
+        raise BadInput(f"rewards.weights: expected one weight per function ({len(found)}), got {len(weights)}")
     for name, function in found:
         if config is not None and config.rewards.isolation == "thread" and _built_in(function) in MAIN_THREAD:
-            raise BadInput(f"rewards.isolation: {name} needs a process that can be killed; leave this out")
+            raise BadInput(f"rewards.isolation: {name} must run in a process that can be killed; remove this setting")
         if config is not None and named(function, ("environments",)):
-            _check_that_environments_are_here(name, config)
-        missing = set() if columns is None else _required(function) - {*columns, *ALWAYS_GIVEN, *ON_REQUEST}
-        if missing & NOT_GIVEN:
+            _check_environments_available(name, config)
+        missing = set() if columns is None else _required(function) - {*columns, *ALWAYS_PASSED, *ON_REQUEST}
+        if missing & NOT_PASSED:
             raise BadInput(
-                f"{SETTING}: {name} needs TRL's {', '.join(sorted(missing & NOT_GIVEN))}, which is not passed; "
-                "let it take **kwargs instead"
+                f"{SETTING}: {name} requires TRL's {', '.join(sorted(missing & NOT_PASSED))}, which is not passed; "
+                "accept **kwargs instead"
             )
         if missing:
             have = ", ".join(sorted(columns or ())) or "none"
-            raise BadInput(f"{SETTING}: {name} needs the columns {', '.join(sorted(missing))}; the tasks have {have}")
+            needs = ", ".join(sorted(missing))
+            raise BadInput(f"{SETTING}: {name} requires the columns {needs}; the tasks have {have}")
     return found
 
 
-def _check_that_environments_are_here(name: str, config: Config) -> None:
-    """An instance in another process cannot be handed over, nor one that the next episode resets meanwhile."""
+def _check_environments_available(name: str, config: Config) -> None:
+    """Raise if `environments` cannot be passed: instances in another process, or reset by the next episode."""
     if config.rewards.isolation == "process":
-        raise BadInput(f"rewards.isolation: {name} asks for environments, which stay in the worker; leave this out")
+        raise BadInput(f"rewards.isolation: {name} takes environments, which stay in the worker; remove this setting")
     if config.environment.isolation == "process":
-        raise BadInput(f'environment.isolation: {name} asks for the environments themselves; use "thread"')
+        raise BadInput(f'environment.isolation: {name} takes the environment instances; use "thread"')
     if config.environment.reuse:
-        raise BadInput(f"environment.reuse: {name} asks for environments after their episode; leave this out")
+        raise BadInput(f"environment.reuse: {name} takes environments after their episode; remove this setting")
 
 
 def is_async(function: Reward) -> bool:
@@ -123,8 +133,8 @@ def is_async(function: Reward) -> bool:
 
 
 def keeps_own_time(function: Reward) -> bool:
-    """Whether it is a built-in function whose single steps have limits of their own, however many wait in its queue."""
-    return getattr(function, "own_time", False) is True and type(function).__module__.startswith("outpace.rewards.")
+    """Return whether a built-in reward enforces its own timeout per request, excluding time spent queued."""
+    return getattr(function, "own_timeout", False) is True and type(function).__module__.startswith("outpace.rewards.")
 
 
 def isolated(
@@ -132,15 +142,15 @@ def isolated(
     isolation: Literal["process", "thread"] | None = None,
     references: Sequence[str] | None = None,
 ) -> dict[str, Source]:
-    """Which functions run in processes of their own, and how those get them.
+    """Return the functions that run in grader processes, with the source each process loads them from.
 
-    None stands for "all but the built-in ones", which can be trusted and take microseconds. Asynchronous functions
-    belong to the event loop whatever is said. Without `references` a function that is not built in goes by value."""
+    `isolation=None` isolates all but the built-in functions, which are trusted and take microseconds. Async functions
+    always run on the event loop. Without `references`, functions that are not built in are sent by value."""
     found: dict[str, Source] = {}
     for (name, function), reference in zip(functions, references or [""] * len(functions), strict=True):
         built_in = _built_in(function)
-        stays = is_async(function) or bool(named(function, ("environments",)))
-        if stays or isolation == "thread" or (isolation is None and built_in and built_in not in APART):
+        in_worker = is_async(function) or bool(named(function, ("environments",)))
+        if in_worker or isolation == "thread" or (isolation is None and built_in and built_in not in RUN_IN_PROCESS):
             continue
         reference = built_in or (reference if is_reference(reference) else "")
         found[name] = Source(reference) if reference else by_value(function)
@@ -148,7 +158,7 @@ def isolated(
 
 
 def _built_in(function: Reward) -> str:
-    """The reference of a built-in function, whoever named it; empty for others."""
+    """Return the reference of a built-in function, however it was named; empty for others."""
     reference = f"{getattr(function, '__module__', '')}:{getattr(function, '__qualname__', '')}"
     return reference if reference in BUILT_IN.values() else ""
 
@@ -167,31 +177,28 @@ def _load(given: str | Reward, config: Config) -> Callable[..., Any]:
     if not isinstance(given, str):
         if callable(given):
             return given
-        raise BadInput(
-            f"{SETTING}: {given!r} is {with_article(type(given).__name__)}, not a function or the name of one"
-        )
+        raise BadInput(f"{SETTING}: {given!r} is {with_article(type(given).__name__)}, not a function or its name")
     if is_reference(given):
         return load_function(given, SETTING)
     if given in OWN:
         return OWN[given]
     _check_built_in(given)
-    if given in MADE:
-        return cast(Reward, load_function(MADE[given], SETTING)(config))
+    if given in BUILT_FROM_CONFIG:
+        return cast(Reward, load_function(BUILT_FROM_CONFIG[given], SETTING)(config))
     return load_function(BUILT_IN[given], SETTING)
 
 
 def _check_built_in(name: str) -> None:
-    known = [*BUILT_IN, *MADE, *OWN]
+    known = [*BUILT_IN, *BUILT_FROM_CONFIG, *OWN]
     if name not in known:
         close = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"built in are {', '.join(known)}."
+        hint = f"did you mean {close[0]}?" if close else f"known rewards: {', '.join(known)}."
         raise BadInput(
-            f"{SETTING}: there is no reward {name!r}; {hint} "
-            "Your own are written package.module:function or file.py:function"
+            f"{SETTING}: unknown reward {name!r}; {hint} Write your own as package.module:function or file.py:function"
         )
-    package, extra = PACKAGES.get(name, ("", ""))
+    package, extra = OPTIONAL_PACKAGES.get(name, ("", ""))
     if package and importlib.util.find_spec(package) is None:
-        raise BadInput(f'{SETTING}: {name} needs the package {package}: pip install "outpace[{extra}]"')
+        raise BadInput(f'{SETTING}: {name} requires the package {package}: pip install "outpace[{extra}]"')
 
 
 def _short_name(given: str | Reward) -> str:

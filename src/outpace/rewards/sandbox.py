@@ -1,26 +1,29 @@
-"""Running a program that a model wrote, as far from everything else as the system allows.
+"""Sandbox: run a program written by a model, isolated as far as the system allows.
 
-    run_python ─▶ keeper (outpace.rewards.sandboxed) ─▶ program
-        ▲            │ report: how it ended, what kept it apart
+    run_python ─▶ supervisor (outpace.rewards.sandboxed) ─▶ program
+        ▲            │ report: exit status and the isolation achieved
         └── stdout, stderr: the first `output_kb` of each
 
-What holds, given the namespaces (root, or a system that lets users have their own; `Isolation` says what was had):
-- No network. No file but those of Python and the system's libraries, read-only, and a small one in memory that goes
-  away with it. No other process to be seen. As root: another user, one per run.
-What holds always: limits of time, address space, processes, file size and output; an empty environment; no descriptor
-of ours; no way to gain rights; a filter of system calls on x86-64 and ARM, which alone forbids sockets too, but for
-connected pairs of streams; and the end of everything it started.
+Guarantees with namespaces (as root, or where user namespaces are permitted; `Isolation` reports what was achieved):
+- No network. No files except Python and the system libraries (read-only) and a small in-memory file system that is
+  discarded. No other processes visible. As root: a separate user per run.
+Guarantees in every case: limits on time, address space, processes, file size and output; an empty environment; no
+inherited file descriptors; no privilege escalation; a seccomp filter on x86-64 and ARM, which also forbids all sockets
+except connected stream pairs; every process the program started is killed.
 
-What this does NOT stop:
-- A hole in the kernel: the program makes system calls of the kernel that everybody shares.
-- Using what is granted: `processes` times `memory_mb` of memory, all cores for `timeout_s`.
-- Watching how busy the machine is (side channels).
-- Reading whatever lies among Python's own packages and in /usr.
-- Without namespaces: reading files that its user may read, and writing where all may write, `file_mb` a file and any
-  number of them. As root that is another user, and what it leaves in /tmp, /var/tmp and /dev/shm is removed. As an
-  ordinary user it is you, with your files: what it writes outside its directory stays, it may send signals to your
-  processes, and look into them where the system lets one process of yours trace another. One warning in the log says
-  so.
+NOT prevented:
+- Kernel exploits: the program makes system calls to the shared kernel.
+- Using the granted resources: `processes` times `memory_mb` of memory, all cores for `timeout_s`.
+- Side channels, such as machine load.
+- Reading Python's installed packages and /usr.
+- Without namespaces: reading files that its user may read, and writing to world-writable directories, any number of
+  files of up to `file_mb`. As root this is a separate user, and its files in /tmp, /var/tmp and /dev/shm are removed.
+  As an ordinary user it is your own user with your files: files written outside its directory remain, and it may
+  signal your processes, and trace them if the system allows it. The log warns about this once.
+
+Removing files is adversarial too (unreadable directories, trees deeper than PATH_MAX, links to other places):
+`remove_tree` moves the contents of subdirectories up to the top, one level at a time, through file descriptors and
+never through a link.
 """
 
 from __future__ import annotations
@@ -57,15 +60,15 @@ Status = Literal["ok", "error", "timeout", "memory", "killed"]
 
 KEEPER = Path(__file__).with_name("sandboxed.py")
 START_LIMIT_S = 20.0
-"""On top of the program's own time: what a busy machine may take to make the namespaces and start an interpreter."""
+"""Added to the program's own timeout: time to create the namespaces and start an interpreter on a busy machine."""
 END_LIMIT_S = 2.0
-"""How long to wait for the ends of pipes after everybody has been killed who could hold them."""
+"""How long to wait for pipes to close after every process that could hold them has been killed."""
 FIRST_UID, UIDS = 0x40000000, 0x20000000
-"""Users that no system gives out. One is drawn per run, so that nothing of any other run is counted or reached."""
+"""Range of user ids that no system assigns. One is drawn per run, so that runs share neither limits nor files."""
 
 
 class SandboxFailed(OutpaceError):
-    """The system would not start a program at all; nothing that the program did."""
+    """The sandbox could not start; not the program's fault."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ class SandboxLimits:
 
 @dataclass(frozen=True)
 class Isolation:
-    """What kept one program apart, beyond the limits that always hold."""
+    """Isolation achieved for one program, beyond the limits that always hold."""
 
     network: bool = False
     files: bool = False
@@ -93,20 +96,21 @@ class Isolation:
     syscalls: bool = False
 
     def missing(self) -> list[str]:
-        """In words for people; empty where nothing of yours can be reached."""
+        """Describe the missing isolation; empty if the program could not reach anything of this user."""
         lacks = {
-            "network access is not cut off": not (self.network or self.syscalls),
+            "network access is not blocked": not (self.network or self.syscalls),
             "files that its user may read are visible": not self.files,
             "other processes are visible": not (self.processes and self.files),
-            "it runs as your own user": not self.user and not (self.files and self.processes),
+            "the program runs as your own user": not self.user and not (self.files and self.processes),
         }
-        return [words for words, lack in lacks.items() if lack]
+        return [words for words, lacking in lacks.items() if lacking]
 
 
 @dataclass(frozen=True)
 class SandboxResult:
-    """`status` and the output are for people and for comparing; only `exit_code` says how the program ended, negative
-    for a signal and None where it was stopped. `truncated`: there was more output than is kept."""
+    """Result of one program. Only `exit_code` is authoritative: negative for a signal, None if the program was stopped.
+
+    `status` and the output are for people and for comparison. `truncated`: output beyond the limit was dropped."""
 
     status: Status
     exit_code: int | None
@@ -118,9 +122,9 @@ class SandboxResult:
 
 
 def check_available() -> None:
-    """Raise a `BadInput` where there is no sandbox to be had."""
+    """Raise `BadInput` if this system has no sandbox."""
     if sys.platform != "linux":
-        raise BadInput(f"sandbox: programs can be run on Linux only, this is {sys.platform}")
+        raise BadInput(f"sandbox: requires Linux, this is {sys.platform}")
 
 
 async def run_python(
@@ -132,11 +136,11 @@ async def run_python(
     files: Mapping[str, str] | None = None,
     channel: socket.socket | None = None,
 ) -> SandboxResult:
-    """Run `code` as a program. It finds `files` in its working directory, and inherits `channel` if one is given."""
+    """Run `code` as a program with `files` in its working directory. It inherits `channel` if given."""
     directory = tempfile.mkdtemp(prefix="outpace-sandbox-")
     try:
         run = _Run(directory, limits)
-        return await run.whole({"program.py": code, **(files or {})}, ["program.py", *arguments], stdin, channel)
+        return await run.execute({"program.py": code, **(files or {})}, ["program.py", *arguments], stdin, channel)
     finally:
         await asyncio.shield(asyncio.to_thread(remove_tree, directory))
 
@@ -150,35 +154,35 @@ class _Run:
         if os.geteuid() == 0:
             os.chown(directory, self._uid, self._uid)
 
-    async def whole(
+    async def execute(
         self, files: dict[str, str], command: list[str], stdin: str, channel: socket.socket | None
     ) -> SandboxResult:
         spec = self._spec(files, command, [] if channel is None else [channel.fileno()])
         started = time.monotonic()
-        process, told = await self._start(spec)
+        process, report_fd = await self._start(spec)
         out, err = Kept(self._limits.output_kb * 1024), Kept(self._limits.output_kb * 1024)
         pipes = [out.read(process.stdout), err.read(process.stderr), feed(process.stdin, stdin)]
         tasks = [asyncio.create_task(pipe) for pipe in pipes]
         report: dict[str, Any] = {}
         try:
-            report = await self._reported(told)
+            report = await self._read_report(report_fd)
         finally:
-            await asyncio.shield(self._finish(process, report, tasks))  # also for somebody who is cancelled meanwhile
+            await asyncio.shield(self._finish(process, report, tasks))  # even if cancelled
         return _result(report, out, err, time.monotonic() - started)
 
-    async def _reported(self, told: int) -> dict[str, Any]:
-        """What keeper and first said, all lines in one, as far as it came. Both have ended when it ends."""
-        stream, transport = await reader(told)
-        said = bytearray()
+    async def _read_report(self, report_fd: int) -> dict[str, Any]:
+        """Read the report of supervisor and init, merged into one dict. At end of file both have exited."""
+        stream, transport = await reader(report_fd)
+        lines = bytearray()
         try:
             async with asyncio.timeout(self._limits.timeout_s + START_LIMIT_S):
                 while chunk := await stream.read(CHUNK):
-                    said += chunk
+                    lines += chunk
         except TimeoutError:
-            log.warning("a sandbox did not report in time and was ended")
+            log.warning("a sandbox did not report in time and was killed")
         finally:
             transport.close()
-        return {key: value for line in said.splitlines() for key, value in json.loads(line).items()}
+        return {key: value for line in lines.splitlines() for key, value in json.loads(line).items()}
 
     def _spec(self, files: dict[str, str], command: list[str], channel: list[int]) -> dict[str, Any]:
         limits, home = self._limits, self._directory
@@ -195,7 +199,7 @@ class _Run:
         }  # fmt: skip
 
     async def _start(self, spec: dict[str, Any]) -> tuple[asyncio.subprocess.Process, int]:
-        """The keeper, and the descriptor of its report."""
+        """Start the supervisor; return its process and the file descriptor of its report."""
         reading, writing = os.pipe()
         spec_fd = os.memfd_create("outpace-sandbox")
         try:
@@ -218,39 +222,39 @@ class _Run:
     async def _finish(
         self, process: asyncio.subprocess.Process, report: dict[str, Any], tasks: list[asyncio.Task[None]]
     ) -> None:
-        """Nothing of the program is left afterwards, whatever became of the run."""
+        """Clean up: afterwards no process or file of the program is left, however the run ended."""
         isolation = report.get("isolation", {})
-        if not isolation.get("processes"):  # else the kernel has seen to it
-            await asyncio.to_thread(_end_all, process.pid, self._mark, self._uid)
+        if not isolation.get("processes"):  # otherwise the kernel killed them with the namespace
+            await asyncio.to_thread(_kill_all, process.pid, self._mark, self._uid)
         if not isolation.get("files") and os.geteuid() == 0:
             await asyncio.to_thread(remove_owned, self._uid)
-        tasks = [*tasks, asyncio.create_task(_ended(process))]
+        tasks = [*tasks, asyncio.create_task(_wait_for_exit(process))]
         await asyncio.wait(tasks, timeout=END_LIMIT_S)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _ended(process: asyncio.subprocess.Process) -> None:
-    await process.wait()  # which is also the end of its pipes
+async def _wait_for_exit(process: asyncio.subprocess.Process) -> None:
+    await process.wait()  # also waits for its pipes to close
 
 
-def _end_all(leader: int, mark: str, uid: int) -> None:
-    """The family, and whoever else is the run's own user: that mark cannot be dropped."""
-    gone = end_family(leader, mark)
+def _kill_all(leader: int, mark: str, uid: int) -> None:
+    """Kill the process tree and every process of the run's user id, which a process cannot shed."""
+    killed = end_family(leader, mark)
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             if process.uids().real == uid:
                 process.kill()
-    if not gone:
-        log.warning("a sandboxed program left processes of group %d that cannot be ended", leader)
+    if not killed:
+        log.warning("a sandboxed program left processes of group %d that cannot be killed", leader)
 
 
 def _result(report: dict[str, Any], out: Kept, err: Kept, seconds: float) -> SandboxResult:
     if "failure" in report:
-        raise SandboxFailed(f"the sandbox could not start a program: {report['failure']}")
-    if "isolation" not in report or "syscalls" not in report:  # the last that is said before the program begins
-        raise SandboxFailed(f"the sandbox did not come up: {one_line(err.text) or 'not a word from it'}")
+        raise SandboxFailed(f"the sandbox could not start the program: {report['failure']}")
+    if "isolation" not in report or "syscalls" not in report:  # both are reported before the program starts
+        raise SandboxFailed(f"the sandbox did not start: {one_line(err.text) or 'no output'}")
     isolation = Isolation(**report["isolation"], syscalls=report["syscalls"])
     exit_code = report.get("status")
     _warn_once(tuple(isolation.missing()))
@@ -279,4 +283,4 @@ def _status(exit_code: int | None, timed_out: bool, stderr: str) -> Status:
 @cache
 def _warn_once(missing: tuple[str, ...]) -> None:
     if missing:
-        log.warning("the sandbox is weaker than it could be on this system: %s", "; ".join(missing))
+        log.warning("the sandbox is not fully isolated on this system: %s", "; ".join(missing))

@@ -1,4 +1,4 @@
-"""The pipes of a sandboxed program: fed without waiting for it, read without growing with it."""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from contextlib import suppress
 
 CHUNK = 64 * 1024
 PAUSE_S = 0.01
-"""Between two chunks that are thrown away: a flood is read slowly, which holds the writer up."""
+"""Wait after each dropped chunk, so that backpressure slows down a program that floods its output."""
 
 
 class Kept:
-    """The first `limit` bytes of a stream; what comes after is read and dropped."""
+    """Keeps the first `limit` bytes of a stream; the rest is read and dropped."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -34,7 +34,7 @@ class Kept:
 
 
 async def feed(stream: asyncio.StreamWriter | None, text: str) -> None:
-    """Write all of `text` as far as somebody reads it, and close."""
+    """Write `text` to the stream as far as the program reads it, then close the stream."""
     assert stream is not None, "the process was started with pipes"
     with suppress(ConnectionError):  # a program need not read its input
         stream.write(text.encode("utf-8", "replace"))
@@ -43,7 +43,7 @@ async def feed(stream: asyncio.StreamWriter | None, text: str) -> None:
 
 
 async def reader(descriptor: int) -> tuple[asyncio.StreamReader, asyncio.ReadTransport]:
-    """Of the reading end of a pipe, which the transport closes."""
+    """Return a stream reader for the reading end of a pipe, and its transport, which closes the pipe."""
     stream = asyncio.StreamReader(limit=CHUNK)
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(descriptor, "rb", buffering=0)

@@ -1,11 +1,12 @@
-"""The system calls that a sandboxed program does not get, as a filter for the kernel (seccomp, classic BPF).
+"""Seccomp filter (classic BPF) of the sandbox: the system calls that a sandboxed program may not make.
 
-A second wall behind the namespaces, and where there are none the only one: no sockets but connected pairs of streams,
-which lead nowhere else; no memory that no limit counts; no tracing of other processes; no namespaces or mounts; none of
-the doors through which kernels are usually broken into. A refused call answers EPERM, as if for lack of rights;
-`clone3` answers ENOSYS, upon which libraries use `clone`, whose flags can be looked at.
+Second line of defense behind the namespaces, and the only one without them. Forbidden: sockets, except connected stream
+pairs, which cannot reach anything else; memory that escapes the limits; tracing other processes; namespaces and mounts;
+system calls commonly used for kernel exploits. A forbidden call fails with EPERM. `clone3` fails with ENOSYS, so that
+libraries fall back to `clone`, whose flags a filter can inspect.
 
-Not refused is what goes through files: with the same user and no namespaces, /proc shows what the system lets it show.
+Not covered: access through files. With the same user and without namespaces, the program can read /proc as far as the
+system permits.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ EPERM, ENOSYS = 1, 38
 ALLOW, REFUSE, KILL = 0x7FFF0000, 0x00050000, 0x80000000
 LOAD, RETURN, AND, IF_EQUAL, IF_AT_LEAST, IF_ANY_BIT = 0x20, 0x06, 0x54, 0x15, 0x35, 0x45
 NUMBER, ARCHITECTURE, FIRST_ARGUMENT, SECOND_ARGUMENT = 0, 4, 16, 24
-"""Offsets in what the kernel shows of a call."""
+"""Offsets into `struct seccomp_data`."""
 NAMESPACE_FLAGS = 0x7E020080
-AF_UNIX, SOCK_STREAM, KIND_OF_SOCKET = 1, 1, 0xF
+AF_UNIX, SOCK_STREAM, SOCKET_TYPE_MASK = 1, 1, 0xF
 CLONE3 = 435
 
 # socket connect | ptrace process_vm_readv process_vm_writev | mount umount2 pivot_root chroot unshare setns
@@ -30,53 +31,53 @@ _X86 = (41, 42, 101, 310, 311, 165, 166, 155, 161, 272, 308, 248, 249, 250, 321,
 _ARM = (198, 203, 117, 270, 271, 40, 39, 41, 51, 97, 268, 217, 218, 219, 280, 241, 282, 265, 194, 190, 186, 180,
         279, 104, 105, 273, 106)  # fmt: skip
 # pidfd_getfd | io_uring_setup io_uring_enter io_uring_register | open_tree move_mount fsopen fsconfig fsmount fspick
-# mount_setattr | memfd_secret: the same numbers everywhere
-_EVERYWHERE = (438, 425, 426, 427, 428, 429, 430, 431, 432, 433, 442, 447)
+# mount_setattr | memfd_secret: same numbers on all architectures
+_ALL_MACHINES = (438, 425, 426, 427, 428, 429, 430, 431, 432, 433, 442, 447)
 
 _MACHINES = {"x86_64": (0xC000003E, 56, 53, _X86), "aarch64": (0xC00000B7, 220, 199, _ARM)}
-"""The kernel's name of the architecture, its numbers of `clone` and `socketpair`, and what is refused."""
+"""Per machine: AUDIT_ARCH value, numbers of `clone` and `socketpair`, and the forbidden calls."""
 
 
 def compiled(machine: str | None = None) -> bytes:
-    """The filter for this machine; empty where its numbers are not known."""
+    """Return the filter for this machine; empty if its system call numbers are not known."""
     known = _MACHINES.get(machine or platform.machine())
     if known is None:
         return b""
     architecture, clone, socketpair, refused = known
     code = [
-        _step(LOAD, ARCHITECTURE),
-        _step(IF_EQUAL, architecture, skip_if=1),
-        _step(RETURN, KILL),
-        _step(LOAD, NUMBER),
-        _step(IF_AT_LEAST, 1 << 30, skip_unless=1),  # a second set of numbers for the same calls
-        _step(RETURN, REFUSE | EPERM),
-        _step(IF_EQUAL, clone, skip_unless=4),
-        _step(LOAD, FIRST_ARGUMENT),
-        _step(IF_ANY_BIT, NAMESPACE_FLAGS, skip_unless=1),
-        _step(RETURN, REFUSE | EPERM),
-        _step(RETURN, ALLOW),
-        *_only_streams(socketpair),
-        _step(IF_EQUAL, CLONE3, skip_unless=1),
-        _step(RETURN, REFUSE | ENOSYS),
+        _instruction(LOAD, ARCHITECTURE),
+        _instruction(IF_EQUAL, architecture, skip_if=1),
+        _instruction(RETURN, KILL),
+        _instruction(LOAD, NUMBER),
+        _instruction(IF_AT_LEAST, 1 << 30, skip_unless=1),  # x32 ABI: a second set of numbers for the same calls
+        _instruction(RETURN, REFUSE | EPERM),
+        _instruction(IF_EQUAL, clone, skip_unless=4),
+        _instruction(LOAD, FIRST_ARGUMENT),
+        _instruction(IF_ANY_BIT, NAMESPACE_FLAGS, skip_unless=1),
+        _instruction(RETURN, REFUSE | EPERM),
+        _instruction(RETURN, ALLOW),
+        *_allow_stream_pairs(socketpair),
+        _instruction(IF_EQUAL, CLONE3, skip_unless=1),
+        _instruction(RETURN, REFUSE | ENOSYS),
     ]
-    for number in (*refused, *_EVERYWHERE):
-        code += [_step(IF_EQUAL, number, skip_unless=1), _step(RETURN, REFUSE | EPERM)]
-    return b"".join([*code, _step(RETURN, ALLOW)])
+    for number in (*refused, *_ALL_MACHINES):
+        code += [_instruction(IF_EQUAL, number, skip_unless=1), _instruction(RETURN, REFUSE | EPERM)]
+    return b"".join([*code, _instruction(RETURN, ALLOW)])
 
 
-def _only_streams(socketpair: int) -> list[bytes]:
-    """A socket of any other kind could send to whoever has an address, connected or not."""
+def _allow_stream_pairs(socketpair: int) -> list[bytes]:
+    """Allow only stream pairs: datagram sockets could send to any address, connected or not."""
     return [
-        _step(IF_EQUAL, socketpair, skip_unless=7),
-        _step(LOAD, FIRST_ARGUMENT),
-        _step(IF_EQUAL, AF_UNIX, skip_unless=4),
-        _step(LOAD, SECOND_ARGUMENT),
-        _step(AND, KIND_OF_SOCKET),
-        _step(IF_EQUAL, SOCK_STREAM, skip_unless=1),
-        _step(RETURN, ALLOW),
-        _step(RETURN, REFUSE | EPERM),
+        _instruction(IF_EQUAL, socketpair, skip_unless=7),
+        _instruction(LOAD, FIRST_ARGUMENT),
+        _instruction(IF_EQUAL, AF_UNIX, skip_unless=4),
+        _instruction(LOAD, SECOND_ARGUMENT),
+        _instruction(AND, SOCKET_TYPE_MASK),
+        _instruction(IF_EQUAL, SOCK_STREAM, skip_unless=1),
+        _instruction(RETURN, ALLOW),
+        _instruction(RETURN, REFUSE | EPERM),
     ]
 
 
-def _step(operation: int, value: int, skip_if: int = 0, skip_unless: int = 0) -> bytes:
+def _instruction(operation: int, value: int, skip_if: int = 0, skip_unless: int = 0) -> bytes:
     return struct.pack("<HBBI", operation, skip_if, skip_unless, value)

@@ -1,4 +1,4 @@
-"""The text of a completion, which is a text or a chat."""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ Completion = str | list[dict[str, Any]]
 
 
 def last_text(completion: Completion) -> str:
-    """A chat is judged by its last message. One without text counts as empty, and so does what a tool said: an episode
-    that ran out of turns right after a call has given no answer, even if the tool's result is the right one."""
+    """Return the text to score: the completion itself, or the last message of a chat.
+
+    A tool message counts as empty: an episode that ran out of turns right after a tool call has not answered, even if
+    the tool result is correct. So does a message without text."""
     if isinstance(completion, str):
         return completion
     if not completion or completion[-1].get("role") == "tool":

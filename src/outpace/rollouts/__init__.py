@@ -1,1 +1,1 @@
-"""How an episode is made."""
+"""Rollouts: from a group order to scored episodes."""

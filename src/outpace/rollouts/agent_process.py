@@ -1,14 +1,14 @@
-"""A program as the agent of one episode: it knows nothing of outpace, only where its model is.
+"""Agent programs: an external program runs one episode, using only the URL of its model.
 
-    task, as JSON ─▶ standard input ┐
-    OPENAI_BASE_URL, _API_KEY, …  ──┴▶ program ─▶ exit code 0: the reward functions judge the last answer
-                                         │ otherwise: a failed episode, with the last line on standard error
-                                         └▶ standard output and error ─▶ the worker's log
+    task as JSON ─▶ stdin ────────┐
+    OPENAI_BASE_URL, _API_KEY, … ─┴▶ program ─▶ exit code 0: the reward functions grade the last answer
+                                       │ any other exit: a failed episode, with the last line of stderr
+                                       └▶ stdout and stderr ─▶ worker log
 
 Invariants
-- The program and all that it has started are gone when the episode ends, however it ends; a worker that closes waits
-  for that (`all_ended`), and a worker that is killed takes the programs with it (`outpace.runtime.lifeline`).
-- A program that cannot be there ends the run. A system that has nothing left to start it with fails the episode.
+- The program and all processes it started are gone when the episode ends, however it ends. A closing worker waits for
+  this (`wait_until_ended`). If the worker is killed, its programs die with it (`outpace.runtime.die_with_parent`).
+- A program that does not exist or is not executable ends the run. A lack of system resources fails the episode.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from outpace.types import Endpoint, Episode, Task
 log = logging.getLogger(__name__)
 
 END_LIMIT_S = 2.0
-"""How long a killed program may take to be gone."""
+"""How long to wait for a killed program to exit."""
 NO_PROGRAM = (errno.ENOENT, errno.EACCES, errno.ENOEXEC, errno.ENOTDIR)
-"""What the system says of something that it cannot start now or later."""
+"""Errno values that mean the program can never be started."""
 
-_endings: set[asyncio.Task[None]] = set()  # a task that nobody refers to may be collected before it is done
+_endings: set[asyncio.Task[None]] = set()  # keeps references: asyncio may garbage-collect an unreferenced task
 
 
 def as_rollout(command: Sequence[str]) -> Rollout:
-    """A rollout that starts `command` once per episode. The program gets every column of its task."""
+    """Return a rollout that starts `command` once per episode and passes it every column of the task."""
     if not command:
-        raise BadInput("rollout.agent: name the program to start, and its arguments")
+        raise BadInput("rollout.agent: empty; set the program to start and its arguments")
 
     async def run_agent(task: Task, client: ModelClient) -> Episode | None:
         endpoint = await client.endpoint()
@@ -59,7 +59,7 @@ def as_rollout(command: Sequence[str]) -> Rollout:
 
 
 async def all_ended() -> None:
-    """Wait until nothing is left of the programs of this event loop whose episodes have ended."""
+    """Wait until all programs of ended episodes on this event loop are gone, with their child processes."""
     loop = asyncio.get_running_loop()
     here = [ending for ending in _endings if ending.get_loop() is loop]
     await asyncio.gather(*here, return_exceptions=True)
@@ -74,81 +74,81 @@ class AgentProcess:
         self._environment = {**environment, MARK: self._mark}
         self._process: asyncio.subprocess.Process | None = None
         self._outputs: list[Output] = []
-        # A task of its own, so that whoever is cancelled while he waits for it leaves no half-started process.
+        # A separate task: cancelling the caller must not leave a half-started process.
         self._starting = asyncio.create_task(self._start())
 
-    async def run(self, given: bytes) -> str | None:
-        """Hand it its input and wait for its end; says what went wrong, if anything did."""
+    async def run(self, stdin_data: bytes) -> str | None:
+        """Send the input and wait for the program to exit. Returns what went wrong, or None."""
         try:
             process = await asyncio.shield(self._starting)
         except OSError as error:
             return f"could not be started: {error.strerror or one_line(error)}"
-        feeding = asyncio.create_task(_feed(process, given))
+        feeding = asyncio.create_task(_feed(process, stdin_data))
         try:
             status = await process.wait()
         finally:
             feeding.cancel()
         errors = self._outputs[-1]
         await errors.finish()
-        return None if status == 0 else _how_it_ended(status, errors.last_line)
+        return None if status == 0 else _exit_reason(status, errors.last_line)
 
     async def end(self) -> None:
-        """See to it that nothing of it is left, also for somebody who is cancelled meanwhile."""
+        """Kill the program and everything it started. Completes even if the caller is cancelled."""
         ending = asyncio.create_task(self._end())
         _endings.add(ending)
         ending.add_done_callback(_endings.discard)
         await asyncio.shield(ending)
 
     async def _start(self) -> asyncio.subprocess.Process:
-        with ExitStack() as theirs:  # the ends of pipes that are the program's
-            stdout, stderr = await self._hear(theirs), await self._hear(theirs)
-            problem, telling = os.pipe()
-            theirs.callback(os.close, telling)
-            told, transport = await reader(problem)
+        with ExitStack() as child_ends:  # the program's ends of the pipes
+            stdout, stderr = await self._open_log_pipe(child_ends), await self._open_log_pipe(child_ends)
+            error_reader, error_writer = os.pipe()
+            child_ends.callback(os.close, error_writer)
+            error_stream, transport = await reader(error_reader)
             try:
                 self._process = await asyncio.create_subprocess_exec(
-                    *launched(self._command, telling), pass_fds=[telling], env=self._environment,
+                    *launched(self._command, error_writer), pass_fds=[error_writer], env=self._environment,
                     start_new_session=True, stdin=asyncio.subprocess.PIPE, stdout=stdout, stderr=stderr,
                 )  # fmt: skip
-                theirs.close()
-                number = await told.read()
+                child_ends.close()
+                number = await error_stream.read()
             finally:
                 transport.close()
         if number:
             raise _not_started(self._command[0], int(number))
         return self._process
 
-    async def _hear(self, theirs: ExitStack) -> int:
-        """Where the program is to write, for the worker's log."""
+    async def _open_log_pipe(self, child_ends: ExitStack) -> int:
+        """Open a pipe to the worker log and return the end that the program writes to."""
         reading, writing = os.pipe()
-        theirs.callback(os.close, writing)
+        child_ends.callback(os.close, writing)
         self._outputs.append(await Output.of(reading, "an agent"))
         return writing
 
     async def _end(self) -> None:
         await asyncio.wait({self._starting})
         if not self._starting.cancelled():
-            self._starting.exception()  # whoever runs it has heard of it
+            self._starting.exception()  # mark as retrieved: `run` has reported it
         if self._process is not None:
-            await _gone(self._process, self._mark)
+            await _end_process_tree(self._process, self._mark)
         await asyncio.gather(*(output.finish() for output in self._outputs))
 
 
-async def _gone(process: asyncio.subprocess.Process, mark: str) -> None:
+async def _end_process_tree(process: asyncio.subprocess.Process, mark: str) -> None:
     gone = await family_ended(process.pid, mark)
     with suppress(TimeoutError):
         await asyncio.wait_for(process.wait(), END_LIMIT_S)
     if process.stdin is not None:
         process.stdin.close()
     if not gone or process.returncode is None:
-        log.warning("an agent left processes of group %d that cannot be ended", process.pid)
+        log.warning("cannot end all processes of an agent (process group %d)", process.pid)
 
 
-async def _feed(process: asyncio.subprocess.Process, given: bytes) -> None:
+async def _feed(process: asyncio.subprocess.Process, stdin_data: bytes) -> None:
     stdin = process.stdin
-    assert stdin is not None, "it was started with a pipe"
+    assert stdin is not None, "the program was started with a stdin pipe"
     with suppress(ConnectionError):  # a program need not read its input
-        stdin.write(given)
+        stdin.write(stdin_data)
         await stdin.drain()
     stdin.close()
 
@@ -160,7 +160,7 @@ def _not_started(program: str, number: int) -> BadInput | OSError:
 
 
 def _environment(endpoint: Endpoint, task: Task) -> dict[str, str]:
-    """The worker's own, without its Python path, which is for a Python that may be another; and the endpoint."""
+    """Return the worker's environment plus the endpoint. PYTHONPATH is dropped: the program may use another Python."""
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     host = urlsplit(endpoint.base_url).hostname or ""
     direct = ",".join(filter(None, (inherited.get("NO_PROXY", inherited.get("no_proxy", "")), host)))
@@ -182,6 +182,6 @@ def _as_json(task: Task) -> bytes:
     return json.dumps(fields, ensure_ascii=False, default=str).encode(errors="replace") + b"\n"
 
 
-def _how_it_ended(status: int, last_line: str) -> str:
+def _exit_reason(status: int, last_line: str) -> str:
     how = how_it_ended(status)
     return f"{how}: {one_line(last_line)}" if last_line else how

@@ -1,9 +1,9 @@
-"""From the config, and what a Python caller brings, to the rollout of a worker and all that it keeps open.
+"""Builds a worker's rollout from the config and the Python objects passed to `Trainer`.
 
-rollout.function, Trainer(rollout=…)         a function of the user
-rollout.agent                                a program per episode, behind the gateway
-an environment, tools, or both               the loop of tool calls
-none of these                                one prompt, one answer
+rollout.function, Trainer(rollout=…)    custom function
+rollout.agent                           one program per episode, served by the gateway
+environment, tools, or both             tool loop
+none of these                           single turn: one prompt, one answer
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from outpace.rollouts.tools.toolbox import FunctionTools, Offer, ToolLimits, by_
 from outpace.types import Task
 
 Given = Mapping[str, Any]
-"""The objects of a Python caller by the name of the argument: `rollout`, `environment`, `tools`."""
+"""Objects passed from Python, by argument name: `rollout`, `environment`, `tools`."""
 
 
 @dataclass
 class Assembled:
-    """A rollout, and how to close what it keeps open."""
+    """A rollout, and the callbacks that close its resources."""
 
     rollout: Rollout
     closers: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
@@ -45,10 +45,10 @@ class Assembled:
 
 
 async def assemble(config: Config, given: Given | None = None) -> Assembled:
-    """The rollout that the config or the caller wants. Connects to MCP servers, if there are any."""
+    """Build the rollout. Connects to the MCP servers in `tools.mcp`."""
     given = given or {}
-    if (own := _own_rollout(config, given)) is not None:
-        return Assembled(own)
+    if (custom_rollout := _custom_rollout(config, given)) is not None:
+        return Assembled(custom_rollout)
     origins, tools = kinds_of(config, given.get("environment")), _tools(config, given)
     if not origins and not tools and not config.tools.mcp:
         return Assembled(single_turn)
@@ -56,8 +56,8 @@ async def assemble(config: Config, given: Given | None = None) -> Assembled:
     offers = [Offer("tools.functions", FunctionTools(tools)), *(server.offer for server in servers)]
     try:
         by_name(offers)
-        for origin in origins.values():  # two kinds may have tools of one name: an episode has one of them
-            by_name([*offers, _of_class(origin)])
+        for origin in origins.values():  # one environment class per episode: names may repeat across classes
+            by_name([*offers, _environment_tools(origin)])
     except BaseException:
         await close_servers(servers)
         raise
@@ -67,21 +67,22 @@ async def assemble(config: Config, given: Given | None = None) -> Assembled:
 
 
 def check_assembly(config: Config, given: Given, first: Task | None = None) -> bool:
-    """Raise `BadInput` for what can be known to be wrong before anything starts; whether the rollout gives a reward of
-    its own is the answer."""
-    if _own_rollout(config, given) is not None:
+    """Check the rollout settings before anything starts; raises `BadInput`.
+
+    Returns whether the rollout gives its own reward."""
+    if _custom_rollout(config, given) is not None:
         _refuse_unused(config, given)
         _check_program(config.rollout.agent)
-        return not config.rollout.agent  # a program has no way to say what it deserves
+        return not config.rollout.agent  # an agent program cannot return a reward
     functions = Offer("tools.functions", FunctionTools(_tools(config, given)))
     origins = kinds_of(config, given.get("environment"))
     check_kinds(origins, config.environment.column, first)
     for origin in origins.values():
-        by_name([functions, _of_class(origin)])
+        by_name([functions, _environment_tools(origin)])
     return bool(origins) and give_rewards(origins)
 
 
-def _own_rollout(config: Config, given: Given) -> Rollout | None:
+def _custom_rollout(config: Config, given: Given) -> Rollout | None:
     ways = {
         "Trainer(rollout=…)": given.get("rollout"),
         "rollout.function": config.rollout.function,
@@ -89,7 +90,7 @@ def _own_rollout(config: Config, given: Given) -> Rollout | None:
     }
     named = [way for way, value in ways.items() if value]
     if len(named) > 1:
-        raise BadInput(f"rollout: {named[0]} and {named[1]} are given; keep one")
+        raise BadInput(f"rollout: both {named[0]} and {named[1]} are set; keep one")
     if given.get("rollout") is not None:
         return custom.rollout(given["rollout"])
     if config.rollout.function is not None:
@@ -98,7 +99,7 @@ def _own_rollout(config: Config, given: Given) -> Rollout | None:
 
 
 def _refuse_unused(config: Config, given: Given) -> None:
-    """A rollout of the user's own calls neither the tools nor the environments of the config."""
+    """Raise `BadInput` for environment and tool settings, which a custom rollout does not use."""
     unused = {
         "rollout.environment": config.rollout.environment_class,
         "environment.kinds": config.environment.kinds,
@@ -109,20 +110,20 @@ def _refuse_unused(config: Config, given: Given) -> None:
     }
     for name, value in unused.items():
         if value:
-            raise BadInput(f"{name}: the run has a rollout of its own, which would not use this; keep one of the two")
+            raise BadInput(f"{name}: not used by a custom rollout; remove this setting or the rollout")
 
 
 def _check_program(command: list[str]) -> None:
     if command and shutil.which(command[0]) is None:
-        raise BadInput(f"rollout.agent: there is no program {one_line(command[0], 200)} that can be started")
+        raise BadInput(f"rollout.agent: program {one_line(command[0], 200)} not found or not executable")
 
 
 def _tools(config: Config, given: Given) -> list[Tool]:
     return load_tools([*config.tools.functions, *(given.get("tools") or ())])
 
 
-def _of_class(origin: Origin) -> Offer:
-    """What a class will offer, as far as it is known before an instance is made."""
+def _environment_tools(origin: Origin) -> Offer:
+    """Return the tools of an environment class, as far as they are known without an instance."""
     factory = origin.load()
     tools = tools_of(factory, origin.setting).values() if isinstance(factory, type) else ()
     return Offer(origin.setting, FunctionTools(list(tools)))

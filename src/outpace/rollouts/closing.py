@@ -1,8 +1,13 @@
-"""Closing a group: from judged episodes to a verdict and the rows that the learner trains on. Pure.
+"""Group scoring: turns the graded episodes of a group into training rows, and builds the group's report.
 
-A bad episode is data, not a crash: it is left out and its siblings go on. A group that cannot teach (too few survived,
-everything compared is equal, nothing is left to train on) says so and why. An episode that is not trained on because it
-was cut off or is too long still counts for the baseline of the others.
+    episodes ─▶ score_group ─▶ ScoredGroup (outcome, reason, rows with advantages) ─▶ build_report ─▶ GroupReport
+
+Pure: no I/O.
+
+- A failed episode is left out; the others of its group are still used.
+- A group that carries no learning signal (too few episodes left, all compared rewards equal, nothing left to train on)
+  is filtered or failed, with the reason.
+- An episode that is masked because it was truncated or is too long still counts toward the baseline of the others.
 """
 
 from __future__ import annotations
@@ -19,15 +24,15 @@ from outpace.types import OBSERVED, Episode, Outcome, Row, Trajectory
 from outpace.wording import plural
 
 CUT_OFF = ("length", "tokens", "context")
-"""Ends of an episode that had more to say: the limit of an answer, of the episode, or of the model."""
+"""Stop reasons of truncated episodes: the token limit of an answer, of the episode, or the model's context."""
 
-LEFT_OUT = "it was cut off (filter.truncated) or is too long (filter.longer_than) to train on"
-"""Why an attempt of a trained group may not be trained on itself."""
+LEFT_OUT = "not trained on: truncated (filter.truncated) or too long (filter.longer_than)"
+"""Reason recorded for an attempt that is masked within a trained group."""
 
 
 @dataclass(frozen=True)
 class Filter:
-    """The settings of `[filter]`, none of them open any more. `longer_than`: None is no limit."""
+    """Resolved `[filter]` settings. `longer_than` None means no limit."""
 
     uniform: bool = True
     tolerance: float = 1e-6
@@ -50,13 +55,14 @@ class Verdict:
 
 
 def close_group(episodes: list[Episode], rules: ClosingRules) -> Verdict:
+    """Decide whether the group can be trained on, and compute the advantages of its rows."""
     survivors = [episode for episode in episodes if episode.error is None]
-    if reason := _too_few(episodes, len(survivors), rules.filter.min_group):
+    if reason := _too_few_reason(episodes, len(survivors), rules.filter.min_group):
         return Verdict("failed", reason, [])
     rows = [row_of(kept, index) for index, episode in enumerate(survivors) for kept in episode.trajectories]
     if not any(row.mask.any() for row in rows):
         return Verdict("failed", "no token was sampled", [])
-    if reason := _uniform(rows, survivors, rules):
+    if reason := _uniform_reason(rows, survivors, rules):
         return Verdict("filtered", reason, [])
     trained = [
         with_advantages(row, advantages_T)
@@ -64,12 +70,12 @@ def close_group(episodes: list[Episode], rules: ClosingRules) -> Verdict:
         if row.mask.any() and _is_trained_on(survivors[row.episode], rules.filter)
     ]
     if not trained:
-        return Verdict("filtered", "every attempt was cut off or is too long to train on", [])
+        return Verdict("filtered", "every attempt was truncated or is too long to train on", [])
     return Verdict("finished", "", trained)
 
 
 def version_range(episodes: list[Episode]) -> tuple[int, int]:
-    """The oldest and newest version among the sampled tokens."""
+    """Return the oldest and newest policy version among the sampled tokens."""
     sampled = [
         trajectory.versions[trajectory.mask]
         for episode in episodes
@@ -82,33 +88,33 @@ def version_range(episodes: list[Episode]) -> tuple[int, int]:
     return int(versions.min()), int(versions.max())
 
 
-def _too_few(episodes: list[Episode], survivors: int, least: int) -> str:
-    """Why the group fails, if it does: the first error says most."""
+def _too_few_reason(episodes: list[Episode], survivors: int, least: int) -> str:
+    """Return why too few episodes are left, with the first episode error, or an empty string."""
     error = next((episode.error for episode in episodes if episode.error), "no attempt was made")
     if survivors == 0:
         return error
     if survivors < least:
-        return f"{survivors} of {plural(len(episodes), 'attempt')} left, filter.min_group is {least}: {error}"
+        return f"{survivors} of {plural(len(episodes), 'attempt')} succeeded, filter.min_group is {least}: {error}"
     return ""
 
 
-def _uniform(rows: list[Row], survivors: list[Episode], rules: ClosingRules) -> str:
-    """Why the group teaches nothing, if it does not."""
+def _uniform_reason(rows: list[Row], survivors: list[Episode], rules: ClosingRules) -> str:
+    """Return why the group is uniform, or an empty string if its compared returns differ."""
     if not rules.filter.uniform:
         return ""
-    compared = list(compared_returns(rows, *_judgements(survivors), rules.credit))
+    compared = list(compared_returns(rows, *_rewards_of(survivors), rules.credit))
     if not all(is_uniform(returns_G, rules.filter.tolerance) for returns_G in compared):
         return ""
-    return f"all rewards are {compared[0][0]:g}" if len(compared) == 1 else "all rewards that are compared are equal"
+    return f"all rewards are {compared[0][0]:g}" if len(compared) == 1 else "all compared rewards are equal"
 
 
 def _advantages(rows: list[Row], survivors: list[Episode], credit: CreditSettings) -> Sequence[Doubles]:
     if credit.estimator.facts.critic:
-        return [np.zeros(int(row.mask.sum())) for row in rows]  # the learner makes them
-    return group_advantages(rows, *_judgements(survivors), credit)
+        return [np.zeros(int(row.mask.sum())) for row in rows]  # the learner computes them from the critic
+    return group_advantages(rows, *_rewards_of(survivors), credit)
 
 
-def _judgements(survivors: list[Episode]) -> tuple[list[float], list[dict[str, float]]]:
+def _rewards_of(survivors: list[Episode]) -> tuple[list[float], list[dict[str, float]]]:
     return [episode.reward for episode in survivors], [episode.rewards for episode in survivors]
 
 
@@ -123,7 +129,7 @@ def sampled_tokens(episode: Episode) -> int:
 
 
 def row_of(trajectory: Trajectory, episode: int = 0) -> Row:
-    """Without advantages yet."""
+    """Convert a trajectory to a training row with zero advantages."""
     return Row(
         tokens=trajectory.tokens,
         mask=trajectory.mask,

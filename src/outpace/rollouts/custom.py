@@ -1,8 +1,4 @@
-"""Rollouts that users write: `@outpace.rollout`.
-
-An asynchronous function gets the task and the client of its episode. A plain one gets the task and an endpoint, the
-OpenAI-compatible URL of its episode, and runs on a thread, where it may block as it likes.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -18,12 +14,13 @@ from outpace.types import Task
 
 
 def rollout(function: Callable[..., Any]) -> Rollout:
-    """Make a function a rollout: `async def agent(task, client)` or `def agent(task, endpoint)`."""
+    """Turn a function into a rollout: `async def agent(task, client)` or `def agent(task, endpoint)`."""
     name = getattr(function, "__name__", repr(function))
     try:
         inspect.signature(function).bind("task", "client")
     except TypeError:
-        raise BadInput(f"rollout.function: {name} should take two arguments: task and client") from None
+        message = f"rollout.function: {name} must take two arguments: task and client (endpoint if not async)"
+        raise BadInput(message) from None
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
         return function
 

@@ -1,7 +1,26 @@
-"""Running one episode: the user's rollout under a time limit, turned into plain data whatever it returned.
+"""Running one episode: calls the rollout under a time limit and converts its result to an `Episode`.
 
-A rollout that raises, times out or returns something odd is an episode with an error. Two things go up, because no
-sibling can do better: the failure of a part of the system (`PartFailed`) and input that cannot work (`BadInput`).
+    rollout(task, client) ─▶ Episode, Trajectory, number or None ─▶ validated Episode
+
+A rollout that raises, times out or returns an invalid result gives an episode with an error. Only two errors propagate,
+because every other episode would fail the same way: `ComponentFailed` and `BadInput`.
+
+Custom rollouts (`@outpace.rollout`): an async function takes the task and the client of its episode. A plain function
+takes the task and an OpenAI-compatible endpoint for its episode, and runs on a thread, where it may block.
+`single_turn` is the default: one prompt, one answer.
+
+Recorded answers: while a group is unfinished, its answers are logged so that a restarted group does not sample them
+again.
+
+    EpisodeRequests ─▶ EpisodeTurns.record ─▶ TurnLog
+    EpisodeRequests ◀─ EpisodeTurns.recall ◀─ GroupTurns.load ◀─ TurnLog
+
+A restarted rollout runs from the beginning and sends the same requests in the same order. Each request whose prompt is
+unchanged gets its recorded answer without calling the engine. If the environment behaves differently, the prompts
+differ and nothing matches.
+
+Invariant: a recorded answer is used only for the request it was sampled for, identified by the episode and the request
+number. Matching by prompt alone would bias sampling toward short answers, which are recorded first.
 """
 
 from __future__ import annotations
@@ -11,19 +30,23 @@ import logging
 import math
 import traceback
 from numbers import Real
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from outpace.errors import BadInput, ContextFull, PartFailed, one_line
 from outpace.protocols import Rollout
-from outpace.rollouts.policy.client import PolicyClient
 from outpace.rollouts.policy.trajectory import problem
 from outpace.types import Episode, Message, Task, Trajectory
+
+if TYPE_CHECKING:
+    from outpace.rollouts.policy.client import PolicyClient
 
 log = logging.getLogger(__name__)
 
 
 async def run_episode(rollout: Rollout, task: Task, client: PolicyClient, timeout_s: float) -> Episode:
+    """Run the rollout once. Raises only `ComponentFailed`, `BadInput` and cancellation."""
     try:
         async with asyncio.timeout(timeout_s) as limit:
             returned = await rollout(task, client)
@@ -31,42 +54,42 @@ async def run_episode(rollout: Rollout, task: Task, client: PolicyClient, timeou
         await client.abandon()
         raise
     except ContextFull as error:
-        if serious := await client.abandon():
-            raise serious from None
+        if fatal := await client.abandon():
+            raise fatal from None
         return failed(client, str(error), stop="context")
-    except BaseException as error:  # a boundary: user code may raise anything, and that is data
+    except BaseException as error:  # user code may raise anything; report it as a failed episode
         if isinstance(error, GeneratorExit):
             raise
-        serious = _serious(error)
-        if serious := await client.abandon() or serious:
-            raise serious from None
+        fatal = _fatal_error(error)
+        if fatal := await client.abandon() or fatal:
+            raise fatal from None
         if isinstance(error, TimeoutError) and limit.expired():
-            return failed(client, f"took longer than rollout.timeout_s = {timeout_s:g} s")
-        log.warning("episode of %s failed", task.id, exc_info=True)
+            return failed(client, f"the episode took longer than rollout.timeout_s = {timeout_s:g} s")
+        log.warning("episode of task %s failed", task.id, exc_info=True)
         text = "".join(traceback.format_exception(error))
         return failed(client, f"{type(error).__name__}: {one_line(error)}", text)
-    if serious := await client.abandon():
-        raise serious
+    if fatal := await client.abandon():
+        raise fatal
     return _as_episode(returned, task, client)
 
 
 def failed(client: PolicyClient, reason: str, trace: str = "", stop: str = "error") -> Episode:
-    """An episode that trains nothing; what was sampled for it is kept for the accounts."""
+    """Return a failed episode. It is not trained on; its sampled trajectories are kept for recording."""
     return Episode(client.trajectories(), error=reason, stop=stop, requests=list(client.requests), traceback=trace)
 
 
 def whole_return(episode: Episode) -> float:
-    """What an episode brought in all, for people: its reward, those of its turns, and the mean of those that its
-    trajectories have of their own."""
+    """Return the total reward of an episode for display: its own reward, the turn rewards, and the mean of the
+    trajectory rewards."""
     own = [trajectory.reward for trajectory in episode.trajectories if trajectory.reward is not None]
     turns = sum(float(trajectory.turn_rewards.sum()) for trajectory in episode.trajectories)
     return episode.reward + turns + (sum(own) / len(own) if own else 0.0)
 
 
-def _serious(error: BaseException) -> PartFailed | BadInput | None:
-    """What has to go up, also out of the groups that task groups raise."""
+def _fatal_error(error: BaseException) -> PartFailed | BadInput | None:
+    """Return the error that must end the run, if there is one. Looks inside exception groups."""
     if isinstance(error, BaseExceptionGroup):
-        return next((found for found in map(_serious, error.exceptions) if found), None)
+        return next((found for found in map(_fatal_error, error.exceptions) if found), None)
     return error if isinstance(error, PartFailed | BadInput) else None
 
 
@@ -76,60 +99,61 @@ def _as_episode(returned: object, task: Task, client: PolicyClient) -> Episode:
     if isinstance(returned, Episode):
         returned = msgspec.structs.replace(
             returned,
-            trajectories=_given(returned) or client.trajectories(),
+            trajectories=_returned_trajectories(returned) or client.trajectories(),
             completion=returned.completion or last,
             error=returned.error and one_line(returned.error),
             requests=returned.requests or list(client.requests),
-            metrics={**_measured(client), **returned.metrics},
+            metrics={**_client_metrics(client), **returned.metrics},
         )
         return returned if returned.error else _checked(returned, client)
     if isinstance(returned, Trajectory):
         trajectories = [returned]
     elif returned is None or isinstance(returned, Real):
         if not client.requests:
-            return failed(client, "the rollout asked the policy nothing")
+            return failed(client, "the rollout sent no request to the policy")
         trajectories = client.trajectories()
         rewards = {} if returned is None else {"rollout": float(returned)}
     else:
         kind = type(returned).__name__
-        return failed(client, f"the rollout returned {kind}; return an Episode, a Trajectory, a number or None")
+        return failed(client, f"the rollout returned {kind}; it must return an Episode, a Trajectory, a number or None")
     episode = Episode(
-        trajectories, last, rewards, stop=_stop(client), metrics=_measured(client), requests=list(client.requests)
+        trajectories, last, rewards, stop=_stop(client), metrics=_client_metrics(client), requests=list(client.requests)
     )
     return _checked(episode, client)
 
 
-def _given(episode: Episode) -> list[Trajectory]:
-    """Its own trajectories. Those of a failed episode are for people to read: what cannot be read is left out."""
+def _returned_trajectories(episode: Episode) -> list[Trajectory]:
+    """Return the trajectories of the returned episode, without the invalid ones if it failed."""
     given = episode.trajectories
     return [each for each in given if problem(each) is None] if episode.error else given
 
 
 def _stop(client: PolicyClient) -> str:
-    """Why the newest answer ended; one that says nothing at all has a reason of its own."""
-    says_nothing = client.newest is not None and not client.newest.text.strip()
-    return "empty" if says_nothing and client.stop == "stop" else client.stop
+    """Return the stop reason of the newest answer, or "empty" if it ended normally without text."""
+    is_empty = client.newest is not None and not client.newest.text.strip()
+    return "empty" if is_empty and client.stop == "stop" else client.stop
 
 
-def _measured(client: PolicyClient) -> dict[str, float]:
-    """What is worth knowing of an episode with several answers."""
+def _client_metrics(client: PolicyClient) -> dict[str, float]:
+    """Return the metrics of an episode with several answers."""
     return {"breaks": float(client.breaks)} if client.answers > 1 else {}
 
 
 def _last_answer(task: Task, client: PolicyClient) -> str | list[Message]:
-    """What the reward functions judge, in the form of the prompt: a message after messages, text after text."""
+    """Return the newest answer in the form of the prompt: messages for a message prompt, text for a text prompt."""
     text = client.newest.text if client.newest else ""
     return text if isinstance(task.prompt, str) else [{"role": "assistant", "content": text}]
 
 
 def _checked(episode: Episode, client: PolicyClient) -> Episode:
-    """The episode, or a failed one when it would poison the mean of its group or the learner."""
+    """Return the episode, or a failed one if its rewards or trajectories are not valid for training."""
     for name, reward in {**episode.rewards, "reward": episode.reward}.items():
         if not isinstance(reward, Real) or not math.isfinite(reward):
             return failed(client, f"the rollout's {name} is {one_line(repr(reward), 60)}, not a finite number")
-    if silent := client.silent_roles:
-        spoke = ", ".join(sorted({trajectory.role for trajectory in episode.trajectories}))
-        return failed(client, f"a reward was given to the role {silent[0]!r}, which has not spoken; there are {spoke}")
+    if unused := client.silent_roles:
+        active = ", ".join(sorted({trajectory.role for trajectory in episode.trajectories}))
+        reason = f"a reward was set for the role {unused[0]!r}, which has no answers; roles with answers: {active}"
+        return failed(client, reason)
     for trajectory in episode.trajectories:
         if fault := problem(trajectory, client.min_version):
             return failed(client, f"the rollout returned a trajectory that cannot be trained on: {fault}")

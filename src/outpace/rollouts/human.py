@@ -1,9 +1,16 @@
-"""A person in the model's seat: the client of an episode whose answers are typed.
+"""Human client: a person answers in place of the policy (`outpace play`).
 
-    rollout ─ chat, sample, complete ─▶ HumanClient ─ scene: what is new, the tools ─▶ person ─▶ text and calls
+    rollout ─ chat, sample, complete ─▶ HumanClient ─ HumanTurn: new messages, tools ─▶ person ─▶ text and calls
 
-Whatever a rollout may ask of a policy it may ask here; there are no tokens, so trajectories are empty and limits on
-tokens do not bite. A person who gives up or leaves ends the episode as being cancelled would.
+It supports everything a rollout can do with the policy client. There are no tokens, so trajectories are empty and token
+limits have no effect. If the person gives up, the episode ends like a cancelled one.
+
+`read_answer` parses typed lines:
+
+    /call look_up volume=3 page=0        tool call; values are JSON, or text if the parameter is a string
+    /call look_up {"volume": 3}          tool call with a JSON object
+    The answer is 3                      any other line is text
+    //call me                            text that begins with one slash
 """
 
 from __future__ import annotations
@@ -25,7 +32,7 @@ from outpace.wording import plural
 
 @dataclass(frozen=True)
 class Scene:
-    """What the person sees when it is their turn: `new` is what came since the last turn of this role."""
+    """What the person is shown before answering. `new` are the messages since the last turn of this role."""
 
     role: str
     messages: Sequence[Message]
@@ -35,24 +42,26 @@ class Scene:
 
 @dataclass(frozen=True)
 class Typed:
-    """An answer: what is said, and what is called, by name and arguments."""
+    """A typed answer: text, and tool calls as (name, arguments)."""
 
     text: str
     calls: tuple[tuple[str, dict[str, Any]], ...] = ()
 
 
 class Person(Protocol):
+    """User interface of the human client."""
+
     async def answer(self, scene: Scene) -> Typed | None:
-        """None: they do not go on with this episode."""
+        """Return the answer, or None to give up the episode."""
         ...
 
     def hear(self, text: str) -> None:
-        """Something that a rollout appends without asking for an answer."""
+        """Show text that a rollout appends without requesting an answer."""
         ...
 
 
 class HumanClient:
-    """Implements `outpace.protocols.ModelClient`, and what `outpace.rollouts.episodes` asks of a client."""
+    """Implements `outpace.protocols.ModelClient` and the client attributes that `run_episode` uses."""
 
     min_version = 0
     breaks = 0
@@ -61,15 +70,15 @@ class HumanClient:
     def __init__(self, person: Person, system: str | None = None) -> None:
         self._person = person
         self._system = system
-        self._one_at_a_time = asyncio.Lock()  # a rollout may ask twice at once, and there is one keyboard
-        self._heard: dict[str, list[Message]] = {}  # by role, up to the newest answer
+        self._lock = asyncio.Lock()  # concurrent requests share one keyboard
+        self._shown: dict[str, list[Message]] = {}  # messages shown so far, by role
         self._main: list[Message] = []
         self._tools: Sequence[Schema] = ()
         self.requests: list[str] = []
         self.newest: Answer | None = None
         self.gave_up = False
-        self._roles: dict[str, str] = {}  # by request
-        self._rewards: dict[str, float] = {}  # of the conversation of a role
+        self._roles: dict[str, str] = {}  # role of each request
+        self._rewards: dict[str, float] = {}  # by role
         self._turn_rewards: dict[str, float] = {}  # by request
 
     @property
@@ -78,28 +87,28 @@ class HumanClient:
 
     @property
     def silent_roles(self) -> list[str]:
-        """Roles that were given a reward and have never spoken."""
+        """Roles that have a reward but no answers."""
         return sorted(self._rewards.keys() - set(self._roles.values()))
 
     @property
     def stop(self) -> StopReason:
         return "stop" if self.newest is None else self.newest.stop
 
-    # ------------------------------------------------------------------------------------------------ to be asked
+    # --------------------------------------------------------------------------------------------------- answers
 
     async def chat(
         self, messages: Sequence[Message], *, tools: Sequence[Schema] = (), role: str = "policy", **overrides: Any
     ) -> Answer:
-        async with self._one_at_a_time:
+        async with self._lock:
             history = as_messages(list(messages), self._system)
-            scene = Scene(role, history, self._new(role, history), tools)
+            scene = Scene(role, history, self._new_messages(role, history), tools)
             typed = await self._person.answer(scene)
             if typed is None:
                 self.gave_up = True
                 raise asyncio.CancelledError
             self.newest = self._answer(typed)
             self._roles[self.newest.request_id] = role
-            self._heard[role] = [*history, self.newest.message]
+            self._shown[role] = [*history, self.newest.message]
             return self.newest
 
     async def sample(
@@ -119,30 +128,30 @@ class HumanClient:
         return await self.chat([{"role": "text", "content": text}], role=role, **overrides)
 
     async def endpoint(self, role: str = "policy") -> Endpoint:
-        raise RequestFailed("a person has no URL: play a rollout that takes a client")
+        raise RequestFailed("endpoint: a human player has no URL; play a rollout that takes a client")
 
     async def abandon(self) -> None:
-        """Nothing runs that could be freed."""
+        """Do nothing: there are no in-flight requests."""
 
-    # ---------------------------------------------------------------------------------------------------- to be judged
+    # ---------------------------------------------------------------------------------------------------- rewards
 
     def reward(self, value: float, *, request: str | Answer | None = None, role: str | None = None) -> None:
         if request is not None and role is None:
-            role = self._roles[self._answered(request)]
+            role = self._roles[self._answered_id(request)]
         elif request is not None or role is None:
-            raise ValueError("reward takes a request or a role: whose reward is it?")
+            raise ValueError("reward: pass either request or role")
         self._rewards[role] = float(value)
 
     def turn_reward(self, value: float, request: str | Answer) -> None:
-        self._turn_rewards[self._answered(request)] = float(value)
+        self._turn_rewards[self._answered_id(request)] = float(value)
 
     @property
     def own_rewards(self) -> dict[str, float]:
-        """What the rollout gave to roles and to single answers, by name."""
+        """Rewards set by the rollout, by role and by request."""
         return {**self._rewards, **self._turn_rewards}
 
     def rewarded(self) -> list[Trajectory]:
-        """What a trajectory would bring along for each role that has spoken; there are no tokens in them."""
+        """Return one trajectory per role with answers. They hold the rewards but no tokens."""
         turns: dict[str, list[float]] = {role: [] for role in self._roles.values()}
         for request, value in self._turn_rewards.items():
             turns[self._roles[request]].append(value)
@@ -154,14 +163,14 @@ class HumanClient:
     def trajectories(self) -> list[Trajectory]:
         return []
 
-    def _new(self, role: str, history: list[Message]) -> list[Message]:
-        heard = self._heard.get(role, [])
-        return history[len(heard) :] if history[: len(heard)] == heard else history
+    def _new_messages(self, role: str, history: list[Message]) -> list[Message]:
+        shown = self._shown.get(role, [])
+        return history[len(shown) :] if history[: len(shown)] == shown else history
 
-    def _answered(self, request: str | Answer) -> str:
+    def _answered_id(self, request: str | Answer) -> str:
         request_id = request.request_id if isinstance(request, Answer) else request
         if request_id not in self._roles:
-            raise ValueError(f"request {request_id!r} is none that was answered in this episode")
+            raise ValueError(f"request {request_id!r} has no answer in this episode")
         return request_id
 
     def _answer(self, typed: Typed) -> Answer:

@@ -1,7 +1,4 @@
-"""The budgets of one episode with tools, and what it has used of them.
-
-Pure bookkeeping: the clock is given, nothing waits. Every budget has a stop reason of its own, named after its field.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -12,18 +9,18 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Limits:
-    """When an episode ends although the policy would go on; None is no limit."""
+    """Budgets of one episode; None means no limit. Each budget's stop reason has the name of its field."""
 
     turns: int = 8
     calls: int | None = None
     tokens: int | None = None
     seconds: float | None = None
-    answer_tokens: int | None = None  # rollout.max_tokens, which the tokens that are left may undercut
+    answer_tokens: int | None = None  # rollout.max_tokens; the remaining `tokens` may allow less
 
 
 @dataclass
 class Spent:
-    """What an episode has used so far. Time runs from the moment this is made."""
+    """Budget used by one episode. The time starts when this object is created."""
 
     limits: Limits
     clock: Callable[[], float]
@@ -36,9 +33,9 @@ class Spent:
         self.started = self.clock()
 
     def over(self) -> str | None:
-        """Why there can be no further answer, if there cannot.
+        """Return the stop reason if no further answer is allowed, else None.
 
-        Calls are over only when more were asked for than there were: the results of the last ones are still read."""
+        The call budget ends the episode only once it is exceeded, so the policy still sees the last allowed results."""
         limits = self.limits
         if limits.calls is not None and self.calls > limits.calls:
             return "calls"
@@ -53,7 +50,7 @@ class Spent:
         self.tokens += tokens
 
     def admit(self, calls: int) -> int:
-        """How many of the calls that an answer makes are within the budget; all of them are counted."""
+        """Count the calls of an answer, and return how many of them are within the budget."""
         left = math.inf if self.limits.calls is None else self.limits.calls - self.calls
         self.calls += calls
         return int(min(calls, max(left, 0)))
@@ -65,7 +62,7 @@ class Spent:
         return math.inf if self.limits.seconds is None else self.started + self.limits.seconds - self.clock()
 
     def max_tokens(self) -> int | None:
-        """The limit of the next answer where it is another than the usual one."""
+        """Return the token limit of the next answer if it is below rollout.max_tokens, else None."""
         left = self.tokens_left()
         usual = math.inf if self.limits.answer_tokens is None else self.limits.answer_tokens
         return int(left) if left < usual else None

@@ -1,22 +1,25 @@
-"""Episodes with tools: the policy answers, what it calls is run, it hears the results and answers again.
+"""Tool loop: the policy answers, its tool calls run, and the results go back to it until an answer makes no call.
 
-    environment: open, reset ──▶ the policy answers ──▶ calls? ── none ──▶ reward, close ──▶ episode
-                                       ▲                  │ run, all of them
-                                       └─ tool messages ◀─┘
+    environment: open, reset ──▶ policy answers ──▶ tool calls? ── none ──▶ reward, close ──▶ episode
+                                       ▲                │ run all of them
+                                       └ tool messages ◀┘
 
-An episode ends with an answer that makes no call, or for one of these reasons, its `stop`:
+The `stop` reason of an episode is one of:
 
-    stop      the answer made no call                      turns     rollout.max_turns answers were given
-    empty     the same, and it said nothing at all         calls     more calls than rollout.max_calls were made
-    length    the answer ran into rollout.max_tokens       tokens    rollout.max_episode_tokens are sampled
-    aborted   the engine gave the answer up                seconds   rollout.max_seconds are over
-    context   the conversation has outgrown the context of the model
+    stop      the answer made no call                    turns     rollout.max_turns answers were sampled
+    empty     the answer made no call and has no text    calls     more than rollout.max_calls calls were made
+    length    the answer reached rollout.max_tokens      tokens    rollout.max_episode_tokens tokens were sampled
+    aborted   the engine aborted the answer              seconds   rollout.max_seconds have passed
+    context   the conversation no longer fits into the model's context
+
+`EpisodeLimits` holds these budgets, `EpisodeUsage` counts what an episode has used. Both are pure: the clock is
+injected and nothing waits.
 
 Invariants
-- Every call of an answer is answered before the episode ends. An answer that was cut off calls nothing.
-- All of these are ordinary ends, and the episode is judged. Without a single answer there is nothing to judge, and the
-  episode has failed, with the same stop reason.
-- The environment is closed in every case.
+- Every call of an answer gets a result before the episode ends. Calls of a truncated answer do not run.
+- All stop reasons are normal ends, and the episode is graded. An episode without any answer fails, with the same stop
+  reason.
+- The environment is always closed.
 """
 
 from __future__ import annotations
@@ -39,14 +42,14 @@ from outpace.rollouts.tools.toolbox import Offer, Toolbox, ToolLimits
 from outpace.types import Answer, Episode, Failure, Message, Task, ToolCall
 
 REWARD = "environment"
-"""The name of the environment's own reward among those of the reward functions."""
+"""Name of the environment's reward in `Episode.rewards`."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ToolLoop:
-    """A rollout (`outpace.protocols.Rollout`) with tools, with an environment for every episode, or with both."""
+    """Rollout (`outpace.protocols.Rollout`) with tools, an environment per episode, or both."""
 
     offers: Sequence[Offer] = ()
     stages: Stages | None = None
@@ -66,103 +69,104 @@ class ToolLoop:
 
     async def _episode(self, task: Task, client: ModelClient, stage: Stage | None) -> Episode:
         opening = None if stage is None else await stage.reset(columns_of(task))
-        stands = [] if stage is None else [Offer("rollout.environment", stage, ordered=True)]
-        talk = _Talk(
+        environment_tools = [] if stage is None else [Offer("rollout.environment", stage, ordered=True)]
+        episode = _ToolEpisode(
             client=client,
-            toolbox=Toolbox([*self.offers, *stands], self.tool_limits),
-            spent=Spent(self.limits, self.clock),
+            toolbox=Toolbox([*self.offers, *environment_tools], self.tool_limits),
+            usage=Spent(self.limits, self.clock),
             prompt=with_observation(as_messages(task.prompt), opening),
         )
-        stop = await talk.run()
-        reward = await stage.reward() if stage is not None and talk.spent.turns else None
+        stop = await episode.run()
+        reward = await stage.reward() if stage is not None and episode.usage.turns else None
         return Episode(
             trajectories=[],
-            completion=talk.said,
+            completion=episode.new_messages,
             rewards={} if reward is None else {REWARD: reward},
             stop=stop,
-            metrics=talk.metrics(),
-            error=None if talk.spent.turns else talk.nothing_said,
-            failures=[Failure(tool, reason, count) for (tool, reason), count in talk.failures.items()],
+            metrics=episode.metrics(),
+            error=None if episode.usage.turns else episode.no_answer_reason,
+            failures=[Failure(tool, reason, count) for (tool, reason), count in episode.failures.items()],
         )
 
 
 @dataclass
-class _Talk:
-    """The conversation of one episode."""
+class _ToolEpisode:
+    """State of one running episode."""
 
     client: ModelClient
     toolbox: Toolbox
-    spent: Spent
+    usage: Spent
     prompt: list[Message]
-    said: list[Message] = field(default_factory=list)  # everything after the prompt
-    fates: Counter[str] = field(default_factory=Counter)
-    failures: Counter[tuple[str, str]] = field(default_factory=Counter)  # of tools, by name and reason
-    nothing_said: str = ""  # why there is not a single answer
+    new_messages: list[Message] = field(default_factory=list)  # all messages after the prompt
+    statuses: Counter[str] = field(default_factory=Counter)
+    failures: Counter[tuple[str, str]] = field(default_factory=Counter)  # tool failures by tool and reason
+    no_answer_reason: str = ""  # why the episode has no answer
 
     async def run(self) -> str:
-        """Let the policy speak until the episode ends; the reason why it did."""
+        """Sample answers and run tool calls until the episode ends. Returns the stop reason."""
         try:
-            while (over := self.spent.over()) is None:
+            while (stop := self.usage.over()) is None:
                 answer = await self._answer()
                 if answer.stop != "stop" or not answer.calls:
-                    return self._reason(answer)
+                    return self._stop_reason(answer)
                 await self._run(answer.calls)
-            return over
+            return stop
         except ContextFull as error:
-            self.nothing_said = str(error)
+            self.no_answer_reason = str(error)
             return "context"
-        except _TimeIsOver:
-            self.nothing_said = f"no answer within rollout.max_seconds = {self.spent.limits.seconds:g} s"
+        except _TimeLimitReached:
+            self.no_answer_reason = f"no answer within rollout.max_seconds = {self.usage.limits.seconds:g} s"
             return "seconds"
 
     async def _answer(self) -> Answer:
-        limit, left = self.spent.max_tokens(), self.spent.seconds_left()
+        limit, left = self.usage.max_tokens(), self.usage.seconds_left()
         overrides: dict[str, Any] = {} if limit is None else {"max_tokens": limit}
         try:
             async with asyncio.timeout(None if left == math.inf else left) as time_left:
-                answer = await self.client.chat([*self.prompt, *self.said], tools=self.toolbox.schemas, **overrides)
+                messages = [*self.prompt, *self.new_messages]
+                answer = await self.client.chat(messages, tools=self.toolbox.schemas, **overrides)
         except TimeoutError:
             if time_left.expired():
-                raise _TimeIsOver from None
+                raise _TimeLimitReached from None
             raise
-        self.spent.answered(len(answer.tokens))
-        self.said.append(answer.message)
+        self.usage.answered(len(answer.tokens))
+        self.new_messages.append(answer.message)
         return answer
 
     async def _run(self, calls: Sequence[ToolCall]) -> None:
-        results = await self.toolbox.run(calls, self.spent.admit(len(calls)), self.spent.seconds_left)
-        self.fates.update(result.fate for result in results)
+        results = await self.toolbox.run(calls, self.usage.admit(len(calls)), self.usage.seconds_left)
+        self.statuses.update(result.fate for result in results)
         self.failures.update((f"tool {result.call.name}", result.failure) for result in results if result.failure)
-        self.said += [result.message for result in results]
+        self.new_messages += [result.message for result in results]
 
-    def _reason(self, answer: Answer) -> str:
-        if answer.stop == "length" and self.spent.tokens_left() <= 0:
+    def _stop_reason(self, answer: Answer) -> str:
+        if answer.stop == "length" and self.usage.tokens_left() <= 0:
             return "tokens"
         return "empty" if answer.stop == "stop" and not answer.text.strip() else answer.stop
 
     def metrics(self) -> dict[str, float]:
         return {
-            "turns": self.spent.turns,
-            "tool_calls": self.spent.calls,
-            "tool_errors": self.spent.calls - self.fates["done"],
-            "tool_timeouts": self.fates["timeout"],
+            "turns": self.usage.turns,
+            "tool_calls": self.usage.calls,
+            "tool_errors": self.usage.calls - self.statuses["done"],
+            "tool_timeouts": self.statuses["timeout"],
         }
 
 
-class _TimeIsOver(Exception):
-    """The episode has used up its seconds in the middle of an answer."""
+class _TimeLimitReached(Exception):
+    """rollout.max_seconds passed while an answer was being sampled."""
 
 
 async def _close(stage: Stage) -> None:
-    """Shielded: whoever gives the episode up while its environment is being closed must not leave it open."""
+    """Close the environment. Shielded, so that cancelling the episode meanwhile does not leave it open."""
     try:
         await asyncio.shield(stage.close())
-    except Exception:  # a boundary to the user's code: the episode is over, and what it brought stands
-        log.warning("an environment could not be closed", exc_info=True)
+    except Exception:  # user code: the episode is over, and its result is still valid
+        log.warning("closing an environment failed", exc_info=True)
 
 
 def with_observation(messages: list[Message], text: str | None) -> list[Message]:
-    """The messages with `text` at the end of the last one of the user; the given ones are left as they are."""
+    """Return a copy of the messages with `text` appended to the last user message."""
     if not text:
         return messages
     last = next((index for index in reversed(range(len(messages))) if messages[index].get("role") == "user"), None)

@@ -1,11 +1,11 @@
-"""From a closed group to the lines of `rollouts/`.
+"""Writes the attempts of scored groups to `rollouts/` in the run directory.
 
-    finished group ─▶ journal ─▶ (trained in step N) ─▶ `record_step` reads it again ─▶ rollouts/step-N.jsonl
+    finished group ─▶ journal ─▶ (trained in step N) ─▶ `record_step` reads the journal ─▶ rollouts/step-N.jsonl
     any other group ─▶ `record_untrained` ─▶ rollouts/filtered/, failed/ or dropped/
 
-Which step a finished group is trained in is not known when it closes, so its record travels with the journal entry
-(`AttemptRecord`). Everything here blocks on the disk: call it on a thread. A disk that takes nothing more costs these
-files, not the run.
+The step that trains a finished group is not known when the group is scored, so its `AttemptRecord`s are stored in the
+journal entry. Everything here blocks on the disk: call it on a thread. A full or failing disk loses these files and
+logs a warning; the run continues.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def attempt_records(task: Task, episodes: Sequence[Episode], trained: Sequence[Row]) -> list[AttemptRecord]:
-    """One per episode. `trained` are the rows of the group: their `episode` counts those that did not fail."""
+    """Return one record per episode. `Row.episode` in `trained` is an index into the episodes that did not fail."""
     in_training = {row.episode for row in trained}
     records, survivors = [], 0
     for episode in episodes:
@@ -61,8 +61,8 @@ def attempt_records(task: Task, episodes: Sequence[Episode], trained: Sequence[R
 
 @dataclass(frozen=True)
 class RolloutRecorder:
-    """`decode` keeps special tokens: they show where messages begin and end. `critic`: the learner makes the
-    advantages, so a group has none yet."""
+    """Writes rollout files. `decode` must keep special tokens, which show where messages begin and end. With `critic`,
+    the learner computes the advantages, so they are not recorded here."""
 
     writer: RolloutWriter
     journal: Path
@@ -70,7 +70,7 @@ class RolloutRecorder:
     critic: bool = False
 
     def record_step(self, step: int, places: Sequence[Place]) -> None:
-        """Write journalled groups as those of a step."""
+        """Write the journaled groups at `places` as the rollouts of `step`."""
         try:
             attempts = [
                 attempt
@@ -79,14 +79,14 @@ class RolloutRecorder:
             ]
             self.writer.step(step, attempts)
         except (OSError, CorruptData, WireError) as error:
-            log.warning("the rollouts of step %d are not recorded: %s", step, error)
+            log.warning("cannot record the rollouts of step %d: %s", step, error)
 
     def record_untrained(self, order: GroupOrder, record: GroupRecord, outcome: AttemptOutcome, reason: str) -> None:
         try:
             attempts = list(self._attempts(order, record, outcome, reason))
             self.writer.untrained(outcome, order.group, attempts)
         except OSError as error:
-            log.warning("group %d is not recorded: %s", order.group, error)
+            log.warning("cannot record the rollouts of group %d: %s", order.group, error)
 
     def _attempts(
         self, order: GroupOrder, record: GroupRecord, outcome: AttemptOutcome, reason: str, step: int | None = None
@@ -99,10 +99,10 @@ class RolloutRecorder:
                 survivors += 1
             rows = trained or attempt.untrained
             oldest, newest = _version_range(rows)
-            became, why = _fate(attempt, outcome, reason, bool(trained))
+            attempt_outcome, attempt_reason = _attempt_outcome(attempt, outcome, reason, bool(trained))
             yield RecordedAttempt(
-                outcome=became,
-                reason=why,
+                outcome=attempt_outcome,
+                reason=attempt_reason,
                 group=order.group,
                 attempt=number,
                 task=order.task,
@@ -128,29 +128,31 @@ class RolloutRecorder:
         )
 
     def _turns(self, row: Row) -> Iterator[RecordedTurn]:
-        borders = [0, *(np.flatnonzero(np.diff(row.mask)) + 1).tolist(), len(row.tokens)]
-        heard = 0
-        for start, end in pairwise(borders):
+        boundaries = [0, *(np.flatnonzero(np.diff(row.mask)) + 1).tolist(), len(row.tokens)]
+        observed = 0
+        for start, end in pairwise(boundaries):
             if start == end:  # an empty trajectory
                 continue
             tokens = row.tokens[start:end].tolist()
             if not row.mask[start]:
-                yield RecordedTurn(_source(row.sources, heard, start), self.decode(tokens), tokens)
-                heard += 1
+                yield RecordedTurn(_source(row.sources, observed, start), self.decode(tokens), tokens)
+                observed += 1
                 continue
             yield RecordedTurn(
                 source="assistant",
                 text=self.decode(tokens),
                 tokens=tokens,
                 sampled=True,
-                logprobs=[*map(_short, row.logprobs[start:end])],
+                logprobs=[*map(_rounded, row.logprobs[start:end])],
                 versions=_versions(row.versions[start:end]),
                 advantages=_advantages(row.advantages[start:end]),
             )
 
 
-def _fate(attempt: AttemptRecord, outcome: AttemptOutcome, reason: str, trained: bool) -> tuple[AttemptOutcome, str]:
-    """What became of one attempt of a group, and why."""
+def _attempt_outcome(
+    attempt: AttemptRecord, outcome: AttemptOutcome, reason: str, trained: bool
+) -> tuple[AttemptOutcome, str]:
+    """Return the outcome of one attempt and its reason."""
     if attempt.error is not None and outcome != "dropped":
         return "failed", attempt.error
     if outcome == "trained" and not trained:
@@ -158,10 +160,10 @@ def _fate(attempt: AttemptRecord, outcome: AttemptOutcome, reason: str, trained:
     return outcome, reason
 
 
-def _source(sources: Sequence[str], heard: int, start: int) -> str:
+def _source(sources: Sequence[str], observed: int, start: int) -> str:
     if start == 0:
         return "prompt"
-    return sources[heard] if heard < len(sources) else "observation"
+    return sources[observed] if observed < len(sources) else "observation"
 
 
 def _version_range(rows: Sequence[Row]) -> tuple[int, int]:
@@ -170,7 +172,7 @@ def _version_range(rows: Sequence[Row]) -> tuple[int, int]:
 
 
 def _mean_advantage(rows: Sequence[Row]) -> float:
-    return _short(np.concatenate([row.advantages[row.mask] for row in rows]).mean())
+    return _rounded(np.concatenate([row.advantages[row.mask] for row in rows]).mean())
 
 
 def _versions(versions_T: Ints) -> int | list[int]:
@@ -179,9 +181,9 @@ def _versions(versions_T: Ints) -> int | list[int]:
 
 def _advantages(advantages_T: Floats) -> float | list[float]:
     equal = bool((advantages_T == advantages_T[0]).all())
-    return _short(advantages_T[0]) if equal else [*map(_short, advantages_T)]
+    return _rounded(advantages_T[0]) if equal else [*map(_rounded, advantages_T)]
 
 
-def _short(value: np.float32) -> float:
-    """A float32 in as few digits as give the same float32 again."""
+def _rounded(value: np.float32) -> float:
+    """Round to 9 significant digits, which are enough to restore the same float32."""
     return float(f"{value:.9g}")

@@ -1,4 +1,4 @@
-"""What a worker tells the controller of a group that it has closed, and people of its episodes."""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from outpace.rollouts.policy.client import PolicyClient
 from outpace.types import Episode, EpisodeView, Failure, GroupOrder, GroupReport, Message, Task, Trajectory
 
 EXAMPLE_CHARACTERS = 500
-"""Of prompt and completion each, in the example of a group that cannot be trained on."""
+"""Characters of prompt and completion kept in the example of a group that is not trained on."""
 
 SWAPPED = "episode/swapped"
-"""The metric: the share of trajectories in which weights changed between two sampled tokens."""
+"""Metric: fraction of trajectories whose weights changed between two sampled tokens."""
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -31,6 +31,7 @@ def report_of(
     verdict: Verdict,
     seconds: float,
 ) -> GroupReport:
+    """Build the report sent to the controller: metadata and example episodes, but no training rows."""
     survivors = [episode for episode in episodes if episode.error is None]
     oldest, newest = version_range(survivors)
     decode = clients[0].decode
@@ -40,7 +41,7 @@ def report_of(
         outcome=verdict.outcome,
         reason=verdict.reason,
         rewards=[whole_return(episode) for episode in survivors],
-        reward_parts=_means([{**episode.rewards, **_of_roles(episode)} for episode in survivors]),
+        reward_parts=_means([{**episode.rewards, **_role_rewards(episode)} for episode in survivors]),
         episodes=len(survivors),
         failed_episodes=len(episodes) - len(survivors),
         tokens_sampled=sampled_by(clients),
@@ -48,7 +49,7 @@ def report_of(
         newest=newest,
         truncated=sum(episode.stop in CUT_OFF for episode in survivors),
         seconds=seconds,
-        metrics=_means([{**episode.metrics, SWAPPED: _swapped(episode)} for episode in survivors]),
+        metrics=_means([{**episode.metrics, SWAPPED: _swapped_fraction(episode)} for episode in survivors]),
         views=_views(order, task, episodes, verdict, newest, decode),
         traceback=next((episode.traceback for episode in episodes if episode.traceback), ""),
         failures=_failures(episodes),
@@ -56,7 +57,7 @@ def report_of(
 
 
 def _failures(episodes: list[Episode]) -> list[Failure]:
-    """Of all episodes, each source and reason once."""
+    """Count the failures of all episodes by source and reason."""
     counts: Counter[tuple[str, str]] = Counter()
     for episode in episodes:
         for failure in episode.failures:
@@ -67,17 +68,17 @@ def _failures(episodes: list[Episode]) -> list[Failure]:
 
 
 def sampled_by(clients: list[PolicyClient]) -> int:
-    """The tokens of all answers, whatever a rollout made of them, and of those that were given up."""
+    """Count all sampled tokens, including those of abandoned answers and answers the rollout did not return."""
     return sum(client.sampled + client.abandoned for client in clients)
 
 
-def _swapped(episode: Episode) -> float:
+def _swapped_fraction(episode: Episode) -> float:
     versions = [trajectory.versions[trajectory.mask] for trajectory in episode.trajectories if trajectory.mask.any()]
     return sum(float(v.min() != v.max()) for v in versions) / max(len(versions), 1)
 
 
-def _of_roles(episode: Episode) -> dict[str, float]:
-    """The mean of the rewards that the trajectories of each role have of their own."""
+def _role_rewards(episode: Episode) -> dict[str, float]:
+    """Return the mean trajectory reward of each role."""
     rewards: dict[str, list[float]] = {}
     for trajectory in episode.trajectories:
         if trajectory.reward is not None:
@@ -86,7 +87,7 @@ def _of_roles(episode: Episode) -> dict[str, float]:
 
 
 def _means(measured: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The mean of every value over those that have it."""
+    """Return the mean of each value over the episodes that report it."""
     names = sorted({name for values in measured for name in values})
     by_name = {name: [values[name] for values in measured if name in values] for name in names}
     return {name: sum(values) / len(values) for name, values in by_name.items()}
@@ -95,7 +96,7 @@ def _means(measured: Sequence[dict[str, float]]) -> dict[str, float]:
 def _views(
     order: GroupOrder, task: Task, episodes: list[Episode], verdict: Verdict, version: int, decode: Decode
 ) -> list[EpisodeView]:
-    """Every episode of a held-out group, where that was ordered; of a group that cannot be trained on, one example."""
+    """Return all episodes if the order sets `show`, or one clipped example if the group is not trained on."""
     if order.show:
         return [_view(task, episode, version, decode) for episode in episodes if episode.error is None]
     if order.heldout or verdict.outcome == "finished":
@@ -110,21 +111,21 @@ def _view(task: Task, episode: Episode, version: int, decode: Decode) -> Episode
     return EpisodeView(
         task_id=task.id,
         prompt=as_text(task.prompt),
-        completion=_everything(episode, decode) or _readable(episode.completion) or _sampled(episode, decode),
+        completion=_full_text(episode, decode) or _readable(episode.completion) or _sampled(episode, decode),
         reward=whole_return(episode),
         stop=episode.stop,
         version=version,
     )
 
 
-def _everything(episode: Episode, decode: Decode) -> str:
-    """All that was said, by role, where the completion is only the last answer of several."""
-    whole_talk = isinstance(episode.completion, list) and len(episode.completion) > 1
-    return "" if whole_talk or len(episode.requests) < 2 else _sampled(episode, decode, by_role=True)
+def _full_text(episode: Episode, decode: Decode) -> str:
+    """Return the full sampled text by role, if the completion holds only the last of several answers."""
+    is_full_conversation = isinstance(episode.completion, list) and len(episode.completion) > 1
+    return "" if is_full_conversation or len(episode.requests) < 2 else _sampled(episode, decode, by_role=True)
 
 
 def _sampled(episode: Episode, decode: Decode, by_role: bool = False) -> str:
-    """What follows the prompt in every trajectory."""
+    """Return the text after the prompt of every trajectory."""
     if not by_role:
         return "\n".join(decode(_after_prompt(kept)) for kept in episode.trajectories if kept.mask.any())
     return "\n".join(f"[{kept.role}] {decode(_after_prompt(kept))}" for kept in episode.trajectories if kept.mask.any())
@@ -136,7 +137,7 @@ def _after_prompt(trajectory: Trajectory) -> list[int]:
 
 
 def _readable(completion: str | list[Message]) -> str:
-    """A lone answer needs nobody's name before it."""
+    """Return the completion as text, without a role label if it is a single answer."""
     if isinstance(completion, list) and len(completion) == 1 and completion[0].get("role") == "assistant":
         return str(completion[0].get("content"))
     return as_text(completion)

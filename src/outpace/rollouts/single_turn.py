@@ -1,4 +1,4 @@
-"""The default rollout: one prompt, one answer."""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from outpace.types import Task
 
 
 async def single_turn(task: Task, client: ModelClient) -> None:
-    """Ask once; the rewards judge the answer."""
+    """Sample one answer to the prompt of the task. The reward functions grade it."""
     await client.sample(task.prompt)

@@ -1,10 +1,4 @@
-"""What a person types, read as an answer.
-
-/call look_up volume=3 page=0        a call; values are JSON, or text where the tool wants text
-/call look_up {"volume": 3}          the same with an object
-The answer is 3                      anything else is said
-//call me                            said, and begins with one slash
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -21,10 +15,10 @@ CALL = "/call"
 
 
 def read_answer(lines: Sequence[str], tools: Sequence[Schema]) -> Typed:
-    """The calls and the rest of the lines, each in its order. Raises `BadInput` for a call that cannot be read."""
+    """Parse typed lines into text and tool calls. Raises `BadInput` for a malformed call."""
     calls = tuple(read_call(line, tools) for line in lines if is_call(line))
-    said = [line[1:] if line.startswith("//") else line for line in lines if not is_call(line)]
-    return Typed("\n".join(said), calls)
+    text_lines = [line[1:] if line.startswith("//") else line for line in lines if not is_call(line)]
+    return Typed("\n".join(text_lines), calls)
 
 
 def is_call(line: str) -> bool:
@@ -34,20 +28,22 @@ def is_call(line: str) -> bool:
 def read_call(line: str, tools: Sequence[Schema]) -> tuple[str, dict[str, Any]]:
     _, name, rest = (*line.split(maxsplit=2), "", "")[:3]
     if not name:
-        raise BadInput(f"{CALL}: which tool? write {CALL} name key=value, or {CALL} name {{JSON}}")
+        raise BadInput(f"{CALL}: name a tool, as in {CALL} name key=value or {CALL} name {{JSON}}")
     rest = rest.strip()
-    return name, _object(name, rest) if rest.startswith("{") else _pairs(name, rest, _texts(name, tools))
+    if rest.startswith("{"):
+        return name, _parse_object(name, rest)
+    return name, _parse_pairs(name, rest, _string_parameters(name, tools))
 
 
-def _object(name: str, text: str) -> dict[str, Any]:
+def _parse_object(name: str, text: str) -> dict[str, Any]:
     try:
-        arguments: dict[str, Any] = json.loads(text)  # braces make it an object, or it is refused
+        arguments: dict[str, Any] = json.loads(text)  # text that starts with a brace is an object, or fails to parse
     except (ValueError, RecursionError) as error:
-        raise BadInput(f"{CALL} {name}: this is not valid JSON: {one_line(error)}") from None
+        raise BadInput(f"{CALL} {name}: not valid JSON: {one_line(error)}") from None
     return arguments
 
 
-def _pairs(name: str, text: str, texts: set[str]) -> dict[str, Any]:
+def _parse_pairs(name: str, text: str, string_parameters: set[str]) -> dict[str, Any]:
     try:
         words = shlex.split(text)
     except ValueError as error:
@@ -56,25 +52,25 @@ def _pairs(name: str, text: str, texts: set[str]) -> dict[str, Any]:
         if not word.partition("=")[0].isidentifier() or "=" not in word:
             raise BadInput(f"{CALL} {name}: {one_line(word, 60)!r} is not key=value; quote text as in key='two words'")
     pairs = [word.partition("=") for word in words]
-    return {key: value if key in texts else _value(value) for key, _, value in pairs}
+    return {key: value if key in string_parameters else _parse_value(value) for key, _, value in pairs}
 
 
-def _value(text: str) -> Any:
+def _parse_value(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
         return text
 
 
-def _texts(name: str, tools: Sequence[Schema]) -> set[str]:
-    """The parameters of a tool that are text, and so are never read as anything else."""
+def _string_parameters(name: str, tools: Sequence[Schema]) -> set[str]:
+    """Return the string parameters of a tool. Their values are never parsed as JSON."""
     described: Schema = next((tool["function"] for tool in tools if tool["function"].get("name") == name), {})
     properties = described.get("parameters", {}).get("properties", {})
     return {key for key, schema in properties.items() if schema.get("type") == "string"}
 
 
 def signature(tool: Schema) -> str:
-    """A tool in one line, as a person would write it down: `look_up(volume: integer, page: integer)  what it does`."""
+    """Describe a tool in one line: `look_up(volume: integer, page: integer)  description`."""
     described = tool["function"]
     parameters = described.get("parameters", {})
     required = parameters.get("required", [])

@@ -1,15 +1,16 @@
-"""A rollout worker: makes a group from an order, and hands in metadata.
+"""Rollout worker: runs the episodes of a group order, scores the group, writes it to the journal and reports metadata.
 
-    order ─▶ episodes, all at once ─▶ graded together ─▶ shaped ─▶ closed ─▶ journal ─▶ report
+    order ─▶ episodes, concurrently ─▶ grade together ─▶ shape rewards ─▶ score group ─▶ journal ─▶ report
 
 Invariants
-- A group is in the journal before the controller hears that it is finished.
-- The answers of a group that ends with its worker or its engine stay recorded, for whoever takes it up again.
-- Every token sampled for a group is in its report, also when the group was cancelled or an answer given up.
-- When `close` returns no group runs any more, no evaluation, no program that was somebody's agent. What a group had on
-  a thread may still come to its end, but reaches neither the journal nor anybody else.
-- An episode's failure never touches its siblings; a failed reward fails its group as data.
-- User code (rollouts, rewards, estimators) never runs on this worker's event loop unless it is itself asynchronous.
+- A finished group is in the journal before its report reaches the controller.
+- If the worker or its engine dies, the answers recorded so far stay on disk and are reused when the group runs again.
+- The report counts every sampled token, including those of cancelled groups and abandoned answers.
+- After `close` returns, no group, evaluation or agent program is running. A thread started for a group may still
+  finish, but its result is discarded and never reaches the journal.
+- A failed episode does not affect the other episodes of its group. A failed reward function fails its group, and the
+  failure is reported as data.
+- User code (rollouts, rewards, advantage estimators) runs on the event loop only if it is async.
 """
 
 from __future__ import annotations
@@ -66,10 +67,10 @@ from outpace.types import (
 
 log = logging.getLogger(__name__)
 
-DROPPED = "it would have been too stale to train on, and pacing.on_stale gave it up"
+DROPPED = "dropped by pacing.on_stale: the group would have been too stale to train on"
 
 REUSED = "turns/reused"
-"""The metric: answers of an earlier attempt at a group that were used again."""
+"""Metric: number of recorded answers reused from an earlier attempt at the group."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,9 @@ class WorkerSettings:
 
 @dataclass(frozen=True)
 class Judges:
-    """The reward functions and their weights; none at all means that the rollout itself gives the reward. `pool` has
-    the processes of those that do not run in the worker's own; it is the worker's to close."""
+    """Named reward functions and their weights. Empty if the rollout returns the reward itself.
+
+    `pool` holds the processes of functions that do not run in the worker process. The worker closes it."""
 
     functions: list[tuple[str, Reward]]
     weights: list[float]
@@ -111,25 +113,26 @@ class RolloutWorker:
         turns: TurnLog | None = None,
         recorder: RolloutRecorder | None = None,
     ) -> None:
-        """`engines`, `doors`, the pool of the judges and what `closers` close are the worker's to end. Without `turns`
-        the answers of unfinished groups are not recorded, without a `recorder` nothing is written to rollouts/."""
+        """The worker owns and closes `engines`, `endpoint_provider`, the reward process pool and everything in
+        `closers`. Without `turns`, answers of unfinished groups are not recorded. Without `recorder`, nothing is
+        written to rollouts/."""
         weights = dict(zip((name for name, _ in judges.functions), judges.weights, strict=True))
-        self._closing = replace(settings.closing, credit=replace(settings.closing.credit, weights=weights))
+        self._scoring = replace(settings.closing, credit=replace(settings.closing.credit, weights=weights))
         self._settings = settings
         self._fleet = engines
         self._dialect = dialect
         self._train = train
         self._heldout = heldout
         self._rollout = rollout
-        self._judges = judges
-        self._asked = {name for _, function in judges.functions for name in named(function, ON_REQUEST)}
+        self._rewards = judges
+        self._requested_arguments = {name for _, function in judges.functions for name in named(function, ON_REQUEST)}
         self._journal = journal
-        self._doors = doors
+        self._endpoints = doors
         self._closers = closers
         self._turns = turns
         self._recorder = recorder
         self._running: dict[asyncio.Task[GroupReport], tuple[GroupOrder, GroupTurns]] = {}
-        self._dropped: set[int] = set()  # running groups that the controller has cancelled
+        self._dropped: set[int] = set()  # running groups cancelled by the controller
 
     async def run(self, order: GroupOrder) -> GroupReport:
         crash.reached("worker.evaluate" if order.heldout else "worker.run")
@@ -141,7 +144,7 @@ class RolloutWorker:
         try:
             return await work
         except asyncio.CancelledError as error:
-            if is_ours(error):  # the caller of `run` is gone, not just this group
+            if is_ours(error):  # the caller of `run` was cancelled, not only this group
                 raise
             tokens = sampled_by(clients)
             if order.group in self._dropped and not order.heldout:
@@ -151,13 +154,13 @@ class RolloutWorker:
             del self._running[work]
             if not order.heldout:
                 self._dropped.discard(order.group)
-            for client in clients:  # which may live until the next search for garbage
+            for client in clients:  # clients may live until the next garbage collection
                 client.environment = None
 
     async def cancel(self, group: int) -> None:
         for work, (order, turns) in self._running.items():
             if order.group == group and not order.heldout:
-                turns.close()  # it is given up for good, unlike what ends with the worker
+                turns.close()  # a dropped group never runs again, so its recorded answers are not needed
                 self._dropped.add(group)
                 work.cancel()
 
@@ -173,10 +176,10 @@ class RolloutWorker:
         await self._fleet.update(members)
 
     async def openings(self, count: int) -> list[Ints]:
-        return await asyncio.to_thread(self._rendered, count)
+        return await asyncio.to_thread(self._render_prompts, count)
 
-    def _rendered(self, count: int) -> list[Ints]:
-        """As a chat that shows no tools: what else a rollout says first is known to nobody but itself."""
+    def _render_prompts(self, count: int) -> list[Ints]:
+        """Render the first `count` task prompts as chats without tools. A custom rollout may send something else."""
         tasks = [self._train[index] for index in range(min(count, len(self._train)))]
         chats = [as_messages(task.prompt, self._settings.client.system) for task in tasks]
         return [np.array(self._dialect.open(chat), dtype=np.int32) for chat in chats]
@@ -191,15 +194,15 @@ class RolloutWorker:
         running = list(self._running)
         for work in running:
             work.cancel()
-        await asyncio.gather(*running, return_exceptions=True)  # nobody may write to a closed journal
-        async with AsyncExitStack() as ending:  # each is closed, whatever the others raise
+        await asyncio.gather(*running, return_exceptions=True)  # before closing the journal they write to
+        async with AsyncExitStack() as ending:  # closes all of them even if some raise
             ending.push_async_callback(self._fleet.close)
-            if self._judges.pool is not None:
-                ending.push_async_callback(self._judges.pool.close)
+            if self._rewards.pool is not None:
+                ending.push_async_callback(self._rewards.pool.close)
             for close in self._closers:
                 ending.push_async_callback(close)
-            if self._doors is not None:
-                ending.push_async_callback(self._doors.close)
+            if self._endpoints is not None:
+                ending.push_async_callback(self._endpoints.close)
             ending.push_async_callback(asyncio.to_thread, self._journal.close)
             if self._turns is not None:
                 ending.push_async_callback(asyncio.to_thread, self._turns.close)
@@ -211,10 +214,10 @@ class RolloutWorker:
         await turns.load()
         ended = await self._episodes(task, clients)
         crash.reached("worker.episodes_done")
-        judged = await self._graded(task, ended, clients)
+        graded = await self._graded(task, ended, clients)
         crash.reached("worker.graded")
-        episodes = [shaped(episode, self._settings.overlong) for episode in judged]
-        verdict = await asyncio.to_thread(close_group, episodes, self._closing)  # which calls a user's estimator
+        episodes = [shaped(episode, self._settings.overlong) for episode in graded]
+        verdict = await asyncio.to_thread(close_group, episodes, self._scoring)  # may call a custom estimator
         crash.reached("worker.closed")
         report = report_of(order, task, episodes, clients, verdict, time.monotonic() - started)
         if turns.reused:
@@ -244,7 +247,7 @@ class RolloutWorker:
         )
 
     async def _record_dropped(self, order: GroupOrder, clients: list[PolicyClient]) -> None:
-        """What a group had sampled when the controller gave it up."""
+        """Record what a group had sampled when the controller dropped it."""
         if self._recorder is None:
             return
         task = await asyncio.to_thread(self._train.__getitem__, order.task)
@@ -252,7 +255,7 @@ class RolloutWorker:
         await asyncio.to_thread(self._recorder.record_untrained, order, record, "dropped", DROPPED)
 
     async def _evaluate(self, order: GroupOrder, clients: list[PolicyClient]) -> GroupReport:
-        assert self._heldout is not None, "an evaluation was ordered, but there are no held-out tasks"
+        assert self._heldout is not None, "an evaluation needs held-out tasks, and this worker has none"
         started = time.monotonic()
         task = await asyncio.to_thread(self._heldout.__getitem__, order.task)
         episodes = await self._graded(task, await self._episodes(task, clients), clients)
@@ -261,13 +264,13 @@ class RolloutWorker:
         return report_of(order, task, episodes, clients, verdict, time.monotonic() - started)
 
     def _clients(self, order: GroupOrder, turns: GroupTurns) -> list[PolicyClient]:
-        """One for each episode."""
+        """Return one client per episode."""
         settings = self._settings.client
         if order.heldout:
             settings = replace(settings, seed=self._settings.eval_seed, temperature=self._settings.eval_temperature)
         openings: Openings = {}
         return [
-            PolicyClient(self._fleet, self._dialect, settings, order, index, openings, self._doors, recorded)
+            PolicyClient(self._fleet, self._dialect, settings, order, index, openings, self._endpoints, recorded)
             for index, recorded in enumerate(turns.episodes)
         ]
 
@@ -276,64 +279,64 @@ class RolloutWorker:
         return await together(*(run_episode(self._rollout, task, client, limit) for client in clients))
 
     async def _graded(self, task: Task, episodes: list[Episode], clients: list[PolicyClient]) -> list[Episode]:
-        """Judge the episodes that came to an end; a reward that fails leaves every one of them unjudged."""
+        """Grade all episodes that did not fail. If a reward function fails, all of them fail with its error."""
         ended = [episode for episode in episodes if episode.error is None]
         if not ended:
             return episodes
         try:
-            verdicts = await grade(
-                self._judges.functions,
-                self._judges.weights,
+            grades = await grade(
+                self._rewards.functions,
+                self._rewards.weights,
                 [task.prompt] * len(ended),
                 [episode.completion for episode in ended],
                 {name: [value] * len(ended) for name, value in task.columns.items()},
                 self._settings.reward_timeout_s,
-                self._judges.pool,
+                self._rewards.pool,
                 (task, ended),
-                self._on_request(episodes, clients),
+                self._requested_values(episodes, clients),
             )
         except RewardFailed as error:
-            log.warning("grading %s failed", task.id, exc_info=True)
+            log.warning("grading task %s failed", task.id, exc_info=True)
             trace = "".join(traceback.format_exception(error.__cause__ or error))
             source = f"reward {error.function}" if error.function else "rewards"
             failure = Failure(source, error.reason)
             return [
-                episode if episode.error else _unjudged(episode, str(error), trace, failure) for episode in episodes
+                episode if episode.error else _ungraded(episode, str(error), trace, failure) for episode in episodes
             ]
-        judged = iter(verdicts)
-        return [episode if episode.error else self._judged(episode, next(judged)) for episode in episodes]
+        grades_left = iter(grades)
+        return [episode if episode.error else self._with_reward(episode, next(grades_left)) for episode in episodes]
 
-    def _on_request(self, episodes: list[Episode], clients: list[PolicyClient]) -> dict[str, list[Any]]:
-        """What only some reward functions spell out, of the episodes that came to an end."""
+    def _requested_values(self, episodes: list[Episode], clients: list[PolicyClient]) -> dict[str, list[Any]]:
+        """Return the arguments passed only to reward functions that declare them, for episodes that did not fail."""
         ended = [(episode, client) for episode, client in zip(episodes, clients, strict=True) if episode.error is None]
         given: dict[str, list[Any]] = {}
-        if "completion_ids" in self._asked:
+        if "completion_ids" in self._requested_arguments:
             given["completion_ids"] = [_completion_ids(episode) for episode, _ in ended]
-        if "environments" in self._asked:
+        if "environments" in self._requested_arguments:
             given["environments"] = [client.environment for _, client in ended]
         return given
 
-    def _judged(self, episode: Episode, graded: Graded) -> Episode:
+    def _with_reward(self, episode: Episode, graded: Graded) -> Episode:
         own = episode.rewards
-        if not own and (episode.reward or not self._judges.functions):
+        if not own and (episode.reward or not self._rewards.functions):
             own = {"rollout": episode.reward}
-        if graded.total is None and not own and not _brings_rewards(episode):
+        if graded.total is None and not own and not _has_trajectory_rewards(episode):
             reason = "no reward function applies"
-            return _unjudged(episode, reason, "", Failure("rewards", reason))
+            return _ungraded(episode, reason, "", Failure("rewards", reason))
         total = sum(own.values()) + (graded.total or 0.0)
         return msgspec.structs.replace(episode, reward=total, rewards={**own, **graded.parts})
 
 
 def _completion_ids(episode: Episode) -> list[int]:
-    """What follows the prompt of its first trajectory: answers, and what was heard between them."""
+    """Return the token ids after the prompt of the first trajectory: answers and the observations between them."""
     kept = episode.trajectories[0] if episode.trajectories else None
     return kept.tokens[int(kept.mask.argmax()) :].tolist() if kept is not None and kept.mask.any() else []
 
 
-def _brings_rewards(episode: Episode) -> bool:
+def _has_trajectory_rewards(episode: Episode) -> bool:
     return any(trajectory.reward is not None or len(trajectory.turn_rewards) for trajectory in episode.trajectories)
 
 
-def _unjudged(episode: Episode, reason: str, trace: str, failure: Failure) -> Episode:
+def _ungraded(episode: Episode, reason: str, trace: str, failure: Failure) -> Episode:
     failures = [*episode.failures, failure]
     return msgspec.structs.replace(episode, error=reason, traceback=trace, stop="error", failures=failures)

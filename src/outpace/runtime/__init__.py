@@ -1,1 +1,1 @@
-"""Where the parts live: in this process or in children, behind the same protocols."""
+"""Runs the components, in this process or in child processes, behind the same protocols."""

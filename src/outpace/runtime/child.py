@@ -1,11 +1,12 @@
-"""The inside of a child process: `python -m outpace.runtime.child FD PARENT`.
+"""Entry point of a component process: `python -m outpace.runtime.child FD PARENT`.
 
-Reads its spec from the inherited socket, builds its part, says it is ready and answers calls until the parent closes
-the socket. A child never outlives its parent: the kernel kills it when the parent dies, and a closed socket ends it.
+Reads the spec from the inherited socket, builds the component, reports that it is ready and serves calls until the
+parent closes the socket. A child never outlives its parent: the kernel kills it when the parent dies, and it exits when
+the socket closes.
 
-On SIGUSR2 its loop, if it still runs, writes waits, tasks and stacks of threads to its log. On SIGUSR1 the stacks are
-written in C, whatever Python is doing. That reads frames without the GIL and can crash a process that computes, so it
-is for a process that did not answer SIGUSR2.
+On SIGUSR2 the event loop, if it still runs, writes waits, tasks and thread stacks to the log. On SIGUSR1 faulthandler
+writes the stacks from C, whatever Python is doing. That reads frames without the GIL and can crash a process that is
+computing, so it is only for a process that did not respond to SIGUSR2.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import msgspec
 
 from outpace import crash, errors
 from outpace.runtime import garbage, stacks
-from outpace.runtime import spec as parts
+from outpace.runtime import spec as components
 from outpace.runtime.lifeline import die_with_parent
 from outpace.runtime.peers import peer
 from outpace.runtime.rpc import Channel, serve
@@ -37,7 +38,7 @@ class Ready(msgspec.Struct, tag="ready"):
 
 
 class Broken(msgspec.Struct, tag="broken"):
-    """The part could not be built."""
+    """The component could not be built."""
 
     kind: str
     message: str
@@ -47,23 +48,24 @@ class Broken(msgspec.Struct, tag="broken"):
 Hello = Ready | Broken
 
 STACKS = "waits:"
-"""The first line of what a loop writes on SIGUSR2."""
+"""First line of the report that is written on SIGUSR2."""
 
 
 async def live(fd: int) -> None:
+    """Build the component that the parent describes, and serve it until the parent closes the socket."""
     asyncio.get_running_loop().set_default_executor(steady_executor())
     reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=fd))
     channel = Channel(reader, writer)
-    spec = await channel.receive(parts.PartSpec)
+    spec = await channel.receive(components.PartSpec)
     if spec is None:
-        return  # the parent went away before it said what we are
+        return  # the parent ended before it sent the spec
     crash.be(spec.name)
     crash.reached("child.started")
     try:
-        part = await parts.build(spec, await _peers(spec))
+        component = await components.build(spec, await _peers(spec))
         if spec.listen:
-            await listen(spec.listen, spec.token, part, parts.resolve(spec.protocol))
-    except Exception as error:  # a boundary: the parent reports it as this part's failure
+            await listen(spec.listen, spec.token, component, components.resolve(spec.protocol))
+    except Exception as error:  # process boundary: the parent reports it as this component's failure
         await channel.send(Broken(type(error).__name__, str(error), traceback.format_exc()))
         await channel.finish()
         return
@@ -71,21 +73,21 @@ async def live(fd: int) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, _write_stacks)
     crash.reached("child.ready")
     await channel.send(Ready(os.getpid()))
-    watch = asyncio.create_task(_leave_if_broken(part))
+    watch = asyncio.create_task(_exit_if_broken(component))
     try:
-        await serve(part, parts.resolve(spec.protocol), channel)
+        await serve(component, components.resolve(spec.protocol), channel)
     finally:
         watch.cancel()
-        await parts.close(part)
+        await components.close(component)
 
 
-async def _leave_if_broken(part: object) -> None:
-    """At once, before the answers to what was under way are written: whoever has asked is to see a lost part, whose
-    successor can be asked again, and not a failure."""
-    if isinstance(part, parts.Breakable):
-        failure = await part.broken()
+async def _exit_if_broken(component: object) -> None:
+    """Exit immediately, before the replies to calls in flight are sent: callers must see a lost component, which they
+    can retry on its successor, and not a failure."""
+    if isinstance(component, components.Breakable):
+        failure = await component.broken()
         print(failure.remote_traceback, file=sys.stderr)
-        print(f"{parts.BROKEN}{errors.one_line(failure.message, 1000)}", file=sys.stderr, flush=True)
+        print(f"{components.BROKEN}{errors.one_line(failure.message, 1000)}", file=sys.stderr, flush=True)
         os._exit(1)
 
 
@@ -94,24 +96,24 @@ def _write_stacks() -> None:
     print(report, file=sys.stderr, flush=True)
 
 
-async def _peers(spec: parts.PartSpec) -> dict[str, Any]:
-    protocol = parts.resolve(spec.peer_protocol)
+async def _peers(spec: components.PartSpec) -> dict[str, Any]:
+    protocol = components.resolve(spec.peer_protocol)
     return {name: await peer(protocol, path, spec.token, name) for name, path in spec.peers.items()}
 
 
 def main() -> None:
-    # What a parent that was killed early has sent is still there to be read: an orphan would build its part.
+    # If the parent was killed early, its spec is still in the socket and an orphan would build the component.
     die_with_parent(int(sys.argv[2]))
-    faulthandler.enable()  # a crash in C says where it was, in the log
+    faulthandler.enable()  # a crash in C code writes its stack to the log
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    # A terminal's Ctrl-C reaches the whole process group, and so does what many a launcher sends. Only the controller
-    # decides what it means. A handler, unlike SIG_IGN, is not inherited by the programs that are started here.
+    # Ctrl-C in a terminal, and the signals of many launchers, reach the whole process group, but only the controller
+    # handles them. A no-op handler, unlike SIG_IGN, is not inherited by programs started here.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     asyncio.run(live(int(sys.argv[1])))
     logging.shutdown()
-    # Compute threads may still be inside a kernel: the work is done and nothing of it is left to save.
+    # Do not wait for compute threads that may still be inside a kernel: there is nothing left to save.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -1,24 +1,4 @@
-"""Compute threads that follow the load.
-
-Engines and learner of a run share the cores of one machine. Thread pools that together exceed the cores starve each
-other at their barriers, and a pool sized for the worst case leaves cores idle. So the number of threads is chosen anew
-before every unit of work (a decode step, a layer of a forward or backward pass), from three facts:
-
-    the board        a small mapped file with one line per compute process: pid, threads in use (0 while it waits)
-    other programs   cores that anything else on the machine uses, from /proc, averaged over about a second
-    the role         an engine takes an equal share of the cores, at most as many as make its step faster;
-                     the learner takes what busy engines leave, or all cores where that proves faster
-
-A few threads too many can be worth it, because the scheduler then gives the process a larger part of the cores: for a
-learner that works most of the time and so limits the speed of the run, and for both beside another program that never
-waits. Whether they are depends on machine and model, so both ways are measured: mostly the faster one is used,
-and now and then the other one.
-
-Invariants
-- A line is two aligned 64-bit integers, so a reader never sees half of one. A process writes its own line, and clears
-  that of a process that died.
-- Thread counts change results in the last bits, so deterministic runs do not use this module.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -37,42 +17,43 @@ import numpy as np
 Role = Literal["engine", "learner"]
 
 BOARD = "cores"
-"""The board's file name in the run's scratch directory."""
+"""File name of the thread counts in the runtime directory."""
 
 LINES = 1024
 LEARNER_LINE = 0
-"""Engine i has line i + 1."""
+"""Row of the learner. Engine i has row i + 1."""
 
 SAMPLE_S = 0.5
 SMOOTHING = 0.5
 """Weight of the newest sample of the other programs' load."""
 
 COUNTS_AS_ONE = 0.6
-"""Other programs that use less than this of a core, such as the run's own controller and workers, take no core away.
-A program that wants a whole core gets about two thirds of it beside two compute threads on two cores."""
+"""Other programs that use less than this fraction of a core, such as the run's own controller and workers, do not
+count. A program that could use a whole core gets about two thirds of one next to two compute threads on two cores."""
 
 
 EXPLORE_FIRST, EXPLORE, EXPLORE_MOST = 2, 8, 32
-"""The slower way is tried once in so many trials: soon at first, then less and less often while it stays slower, and
-again in every EXPLORE while it is not clear which way is slower."""
+"""The slower option is tried once in this many trials: soon at first, then less and less often while it stays slower,
+and once in EXPLORE again while it is unclear which option is slower."""
 
 TRIAL_S = 0.1
 SPEED_SMOOTHING = 0.2
 GAIN = 1.03
-"""All cores must make a process this much faster than its share does."""
+"""All cores must be faster than the fair share by this factor."""
 
 BUSY_WINDOW_S = 5.0
 MOSTLY_BUSY = 0.6
-"""A learner that works for at least this part of the time limits the speed of the run, or the end of each step."""
+"""A learner that is busy for at least this fraction of the time limits the speed of the run, or the end of each
+step."""
 
 
 def share_of(
     role: Role, cores: int, others: float, engines: Sequence[int], learner: int = 0, most: int | None = None
 ) -> int:
-    """How many threads a process should compute with.
+    """Return the number of threads that a process should compute with.
 
-    `others`: cores used by other programs. `engines`: threads of the other busy engines. `learner`: threads of a busy
-    learner, 0 while it waits. `most`: more threads do not help.
+    `others`: cores used by other programs. `engines`: threads of the other busy engines. `learner`: threads of the
+    learner, 0 while it is idle. `most`: upper limit, beyond which more threads do not help.
     """
     free = cores - _taken(others)
     fair = free - sum(engines) if role == "learner" else free // (1 + len(engines) + (learner > 0))
@@ -80,12 +61,12 @@ def share_of(
 
 
 def _taken(others: float) -> int:
-    """Whole cores that other programs keep from us."""
+    """Return the number of whole cores that other programs occupy."""
     return int(others + 1 - COUNTS_AS_ONE)
 
 
 class Faster:
-    """Whether the second of two ways to work is faster, by measuring both now and then."""
+    """Chooses the faster of two options by measuring both from time to time."""
 
     def __init__(self) -> None:
         self._speeds: list[float | None] = [None, None]
@@ -93,11 +74,12 @@ class Faster:
 
     @property
     def second(self) -> bool:
+        """Whether the second option is faster."""
         first, second = self._speeds
         return first is not None and second is not None and second > GAIN * first
 
     def next_is_second(self) -> bool:
-        """Which way to work in the next trial."""
+        """Return whether to use the second option in the next trial."""
         self._until_other -= 1
         if self._until_other > 0:
             return self.second
@@ -111,11 +93,11 @@ class Faster:
         self._speeds[second] = speed if known is None else known + SPEED_SMOOTHING * (speed - known)
         used = self._speeds[chosen]
         if self.second != chosen or (second != chosen and used is not None and speed > used):
-            self._until_other = self._interval = EXPLORE  # it is not clear which is faster
+            self._until_other = self._interval = EXPLORE  # it is unclear which option is faster
 
 
 class Board:
-    """Who computes with how many threads right now."""
+    """Thread counts of all compute processes of a run, in a memory-mapped file."""
 
     def __init__(self, file: Path) -> None:
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
@@ -134,15 +116,15 @@ class Board:
         return int(self._lines[line, 1])
 
     def fix(self, engine: int, learner: int) -> None:
-        """For benchmarks: so many threads whatever the load, as `engine.threads` and `learner.threads` would; 0: by
-        the load again."""
+        """For benchmarks: fix the thread counts, like `engine.threads` and `learner.threads`. 0 follows the load
+        again."""
         self._fixed[:] = engine, learner
 
     def fixed(self, role: Role) -> int:
         return int(self._fixed[1 if role == "learner" else 0])
 
     def engines(self, besides: int) -> list[int]:
-        """Threads of the busy engines, but for the one on line `besides`."""
+        """Return the thread counts of the busy engines, except the one in row `besides`."""
         threads = self._lines[:, 1]
         return [int(threads[line]) for line in np.flatnonzero(threads) if line not in (LEARNER_LINE, besides)]
 
@@ -150,14 +132,14 @@ class Board:
         return set(self._lines[:, 0].tolist()) - {0}
 
     def clear(self, pids: Collection[int]) -> None:
-        """Empty the lines of these processes."""
+        """Clear the rows of these processes."""
         for line in np.flatnonzero(np.isin(self._lines[:, 0], list(pids))):
             self._lines[line] = 0
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Seconds since boot: that the cores of this process were busy, and that each compute process was running."""
+    """CPU seconds since boot: of all cores available to this process, and of each compute process."""
 
     clock: float
     busy_s: float
@@ -165,7 +147,7 @@ class Usage:
 
 
 def read_usage(pids: Collection[int]) -> Usage | None:
-    """None where the system does not tell. A process that is gone is left out."""
+    """Read the current usage from /proc. Returns None if that is not available. Skips processes that have ended."""
     if not hasattr(os, "sched_getaffinity"):
         return None
     tick = os.sysconf("SC_CLK_TCK")
@@ -174,7 +156,7 @@ def read_usage(pids: Collection[int]) -> Usage | None:
         lines = [line.split() for line in Path("/proc/stat").read_text().splitlines() if line.startswith("cpu")]
     except OSError:
         return None
-    # user nice system idle iowait irq softirq steal: whatever is not idle or iowait is taken
+    # columns: user nice system idle iowait irq softirq steal; everything except idle and iowait is busy
     busy = sum(sum(map(int, line[1:9])) - int(line[4]) - int(line[5]) for line in lines if line[0] in names)
     running = {pid: ticks / tick for pid in pids if (ticks := _ticks(pid)) is not None}
     return Usage(time.monotonic(), busy / tick, running)
@@ -189,7 +171,7 @@ def _ticks(pid: int) -> int | None:
 
 
 class CoreSharing:
-    """One compute process's side. For one thread."""
+    """Chooses the thread count of one compute process. Not thread-safe: use it from one thread."""
 
     def __init__(
         self,
@@ -202,7 +184,7 @@ class CoreSharing:
         clock: Callable[[], float] = time.monotonic,
         usage: Callable[[Collection[int]], Usage | None] = read_usage,
     ) -> None:
-        """`apply` sets the number of threads of the calling thread's pool."""
+        """`apply` sets the size of the calling thread's thread pool."""
         self._board = board
         self._role: Role = role
         self._line = line
@@ -215,7 +197,7 @@ class CoreSharing:
         self._others = 0.0
         self._applied = 0
         self._busy = False
-        self._all = False  # take all cores, also those of busy engines and other programs
+        self._all = False  # use all cores, including those of busy engines and other programs
         self._all_is_faster = Faster()
         self._trial_all = False
         self._trial_tokens = 0
@@ -223,7 +205,7 @@ class CoreSharing:
         self._since = clock()
         self._busy_part = 0.0
         self.most: int | None = None
-        """More threads do not make this process faster."""
+        """Upper limit: more threads do not make this process faster."""
         board.write(line, os.getpid(), 0)
 
     @property
@@ -236,7 +218,8 @@ class CoreSharing:
         return self._others
 
     def measure_most(self, measure: Callable[[], int]) -> None:
-        """For an engine: find `most`, unless another process computes now. `measure` may change the thread count."""
+        """For an engine: measure `most`, unless another process is computing now. `measure` may change the thread
+        count."""
         if self._board.engines(self._line) or self._board.threads(LEARNER_LINE):
             return
         self._board.write(self._line, os.getpid(), self._cores)
@@ -244,7 +227,7 @@ class CoreSharing:
         self._applied = 0
 
     def adjust(self) -> None:
-        """Choose the number of threads for the next unit of work, and mark this process as busy."""
+        """Choose the thread count for the next unit of work and mark this process as busy."""
         if self._clock() >= self._next_sample:
             self._sample()
         threads = self._fixed() or (self._cores if self._all else self._share())
@@ -257,7 +240,7 @@ class CoreSharing:
         self._board.write(self._line, os.getpid(), threads)
 
     def idle(self) -> None:
-        """Leave the cores to the others."""
+        """Mark this process as idle, so that the others may use its cores."""
         if self._busy:
             self._busy = False
             self._board.write(self._line, os.getpid(), 0)
@@ -272,7 +255,7 @@ class CoreSharing:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Work of the learner: busy from here to the end of the context."""
+        """Mark the learner as busy inside the context."""
         began = self._clock()
         self.adjust()
         try:
@@ -283,7 +266,8 @@ class CoreSharing:
 
     @contextmanager
     def comparing(self, tokens: int) -> Iterator[None]:
-        """Work on so many tokens, with the share or with all cores, whichever proves faster."""
+        """Run work on `tokens` tokens inside the context, with the fair share or all cores, whichever measures
+        faster."""
         began = self._clock()
         contended = self._worth_comparing() and not self._fixed() and self._share() < self._cores
         if self._trial_s >= TRIAL_S:
@@ -320,7 +304,7 @@ class CoreSharing:
         both = last.running_s.keys() & self._last.running_s.keys()
         seconds = self._last.clock - last.clock
         if seconds <= 0 or self._last.running_s.keys() - last.running_s.keys():
-            return  # a process joined inside the interval: how much of it was its own is unknown
+            return  # a process joined during the interval, so its share of the usage is unknown
         ours = sum(self._last.running_s[pid] - last.running_s[pid] for pid in both)
         found = max(0.0, (self._last.busy_s - last.busy_s - ours) / seconds)
         self._others += SMOOTHING * (found - self._others)

@@ -1,22 +1,21 @@
-"""Ending a child process together with everything it has started.
+"""Kills a child process together with everything it started.
 
-The child is started as the leader of a session and with a mark in its environment, which its descendants inherit. Three
-ways lead to them, since each alone has a hole:
+The child is started as a session leader with a mark in its environment, which its descendants inherit. Descendants are
+found in three ways, because each alone misses some:
 
-- the process group: all at once, however fast they fork, but a process can leave it;
-- the tree of parents: also those that left the group, but a process whose parent has ended drops out of it;
-- the mark: also those, wherever they are, unless they were executed with an environment of their own.
+- process group: kills all members at once, however fast they fork, but a process can leave the group;
+- parent links: also find processes that left the group, but not those whose parent has ended;
+- mark: also finds those, unless they were executed with a new environment.
 
-    end_family, family_ended ─▶ families to end ─▶ one thread: note the trees ─▶ kill groups and trees ─▶ look for marks
-                                      ▲                                                                        │
-                                      └──────────── those of whom somebody was found, and all new ones ◀───────┘
+    end_process_tree ─▶ queue of trees ─▶ one thread: list descendants ─▶ kill groups and descendants ─▶ find marks
+                              ▲                                                                            │
+                              └─────────── trees with processes left, and all new trees ◀──────────────────┘
 
-The first two ways are quick and the third is a look at every process there is. So all families that are to end at the
-same moment share each look, and the looking has a thread of its own: a thousand of them take hardly longer than one,
-and hold up nobody who needs a thread.
+The first two ways are fast; the third scans every process on the machine. So all trees that end at the same time share
+each scan, in a dedicated thread: a thousand trees take hardly longer than one and do not block other thread pools.
 
-Not found is a process that left the group, lost its parent and dropped the mark. Not surely stopped is one that left
-the group and goes on replacing itself by new processes faster than they can be listed.
+Not found: a process that left the group, lost its parent and dropped the mark. Not reliably stopped: a process that
+left the group and replaces itself with new processes faster than they can be listed.
 """
 
 from __future__ import annotations
@@ -38,122 +37,124 @@ import psutil
 from outpace.runtime.guardian_child import in_sessions
 
 MARK = "OUTPACE_FAMILY"
-"""The environment variable that carries the mark."""
+"""Environment variable that holds the mark."""
 
 PASSES = 100
 PAUSE_S = 0.01
 
 
 def end_family(leader: int, mark: str) -> bool:
-    """Kill the group of `leader`, its descendants and whoever carries `mark`; True once none of them is left.
+    """Kill the group of `leader`, its descendants and all processes with `mark`. Returns True once none is left.
 
-    Blocks, mostly for one look at the list of processes. The leader itself is not reaped: that is its parent's part.
+    Blocks, usually for one scan of the process list. Does not reap the leader; its parent must do that.
     """
     return _undertaker.told(leader, mark).result()
 
 
 async def family_ended(leader: int, mark: str) -> bool:
-    """The same for an event loop. It goes on when whoever waits is cancelled."""
+    """Same as `end_process_tree`, for an event loop. Continues in the background if the caller is cancelled."""
     return await asyncio.wrap_future(_undertaker.told(leader, mark))
 
 
 def members(leader: int, mark: str) -> set[int]:
-    """All living processes of a family, also where the leader has ended. Blocks for a look at every process."""
+    """Return the pids of all live processes of a tree, even if the leader has ended. Blocks for a scan of all
+    processes."""
     below = {process.pid for process in _below(leader, _by_parent()) if _lives(process)}
     return below | in_sessions({leader}) | {process.pid for process in carriers(mark)}
 
 
 def how_it_ended(status: int) -> str:
-    """An exit status in words, to stand behind the name of the process."""
+    """Describe an exit status in words that follow the name of the process."""
     if status < 0:
-        with suppress(ValueError):  # a signal that Python has no name for
+        with suppress(ValueError):  # a signal without a name in Python
             return f"was killed by {signal.Signals(-status).name}"
     return f"exited with code {status}"
 
 
 @dataclass(eq=False)
-class _Family:
-    number: int
+class _ProcessTree:
+    leader_pid: int
     mark: str
     ended: Future[bool] = field(default_factory=Future)
-    leader: psutil.Process | None = None  # as it was at the first look: later the number may be somebody else's
+    leader: psutil.Process | None = None  # looked up in the first pass: later the pid may have been reused
     passes: int = 0
 
 
-class _Undertaker:
-    """One thread, from the first time on that it is needed."""
+class _TreeKiller:
+    """Kills process trees in one background thread, which starts on first use."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._new: queue.SimpleQueue[_Family] = queue.SimpleQueue()
+        self._new: queue.SimpleQueue[_ProcessTree] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def told(self, leader: int, mark: str) -> Future[bool]:
-        family = _Family(leader, mark)
-        family.ended.set_running_or_notify_cancel()  # nobody can call it off
-        self._new.put(family)
+        """Queue a tree. The future resolves to whether all of its processes are gone."""
+        tree = _ProcessTree(leader, mark)
+        tree.ended.set_running_or_notify_cancel()  # it cannot be cancelled
+        self._new.put(tree)
         with self._lock:
-            if self._thread is None or not self._thread.is_alive():  # a process that was forked has lost it
-                self._thread = threading.Thread(target=self._work, name="outpace-family", daemon=True)
+            if self._thread is None or not self._thread.is_alive():  # a forked process has lost the thread
+                self._thread = threading.Thread(target=self._run, name="outpace-process-tree", daemon=True)
                 self._thread.start()
-        return family.ended
+        return tree.ended
 
-    def _work(self) -> None:
-        left: list[_Family] = []
+    def _run(self) -> None:
+        left: list[_ProcessTree] = []
         while True:
             if left:
                 time.sleep(PAUSE_S)
-            families = self._with_new_ones(left)
+            trees = self._add_new(left)
             try:
-                found = _pass(families)
-            except BaseException as error:  # the boundary of the thread: raised again by whoever waits
+                found = _pass(trees)
+            except BaseException as error:  # thread boundary: re-raised in the caller
                 found = {}
-                for family in families:
-                    family.ended.set_exception(error)
-            left = [family for family in families if not family.ended.done() and not _settled(family, found)]
+                for tree in trees:
+                    tree.ended.set_exception(error)
+            left = [tree for tree in trees if not tree.ended.done() and not _finished(tree, found)]
 
-    def _with_new_ones(self, left: list[_Family]) -> list[_Family]:
-        """Waits for one if there is none."""
-        families = left or [self._new.get()]
+    def _add_new(self, left: list[_ProcessTree]) -> list[_ProcessTree]:
+        """Add the queued trees to those left. Waits for a tree if there is none."""
+        trees = left or [self._new.get()]
         with suppress(queue.Empty):
             while True:
-                families.append(self._new.get_nowait())
-        return families
+                trees.append(self._new.get_nowait())
+        return trees
 
 
-def _settled(family: _Family, found: dict[str, list[psutil.Process]]) -> bool:
-    """Whether nothing is left of it, or nothing can be done about it; whoever waits is told."""
-    gone = not found[family.mark]
-    if gone or family.passes == PASSES:
-        family.ended.set_result(gone)
-    return family.ended.done()
+def _finished(tree: _ProcessTree, found: dict[str, list[psutil.Process]]) -> bool:
+    """Resolve the tree's future if no process is left or the last pass is over. Returns whether it is resolved."""
+    gone = not found[tree.mark]
+    if gone or tree.passes == PASSES:
+        tree.ended.set_result(gone)
+    return tree.ended.done()
 
 
-_undertaker = _Undertaker()
+_undertaker = _TreeKiller()
 
 
-def _pass(families: list[_Family]) -> dict[str, list[psutil.Process]]:
-    """Kill all that can be found; who that was, by the mark of the family."""
-    for family in families:
-        if family.passes == 0:
+def _pass(trees: list[_ProcessTree]) -> dict[str, list[psutil.Process]]:
+    """Kill all processes that can be found. Returns them by the mark of their tree."""
+    for tree in trees:
+        if tree.passes == 0:
             with suppress(psutil.Error):
-                family.leader = psutil.Process(family.number)
-    found = _trees(families)  # before the groups are killed: whose parent has ended is in no tree
-    for family in families:
-        if family.passes == 0:
+                tree.leader = psutil.Process(tree.leader_pid)
+    found = _descendants(trees)  # before the groups are killed, because orphans have no parent link
+    for tree in trees:
+        if tree.passes == 0:
             with suppress(ProcessLookupError, PermissionError):
-                os.killpg(family.number, signal.SIGKILL)
-        family.passes += 1
-    _kill(process for members in found.values() for process in members)
-    marked = _marked({family.mark for family in families})
-    _kill(process for members in marked.values() for process in members)
-    return {family.mark: [*found[family.mark], *marked[family.mark]] for family in families}
+                os.killpg(tree.leader_pid, signal.SIGKILL)
+        tree.passes += 1
+    _kill(process for processes in found.values() for process in processes)
+    marked = _marked({tree.mark for tree in trees})
+    _kill(process for processes in marked.values() for process in processes)
+    return {tree.mark: [*found[tree.mark], *marked[tree.mark]] for tree in trees}
 
 
-def _trees(families: list[_Family]) -> dict[str, list[psutil.Process]]:
-    """The descendants of every leader that is still there."""
+def _descendants(trees: list[_ProcessTree]) -> dict[str, list[psutil.Process]]:
+    """Return the descendants of every live leader, by mark."""
     found: dict[str, list[psutil.Process]] = defaultdict(list)
-    leaders = {family.number: family.mark for family in families if family.leader and _lives(family.leader)}
+    leaders = {tree.leader_pid: tree.mark for tree in trees if tree.leader and _lives(tree.leader)}
     if not leaders:
         return found
     children = _by_parent()
@@ -166,9 +167,9 @@ def _below(leader: int, children: dict[int, list[psutil.Process]]) -> list[psuti
     found: dict[int, psutil.Process] = {}
     parents = [leader]
     while parents:
-        members = [child for parent in parents for child in children.get(parent, ()) if child.pid not in found]
-        found |= {member.pid: member for member in members}
-        parents = [member.pid for member in members]
+        level = [child for parent in parents for child in children.get(parent, ()) if child.pid not in found]
+        found |= {process.pid: process for process in level}
+        parents = [process.pid for process in level]
     return list(found.values())
 
 
@@ -181,24 +182,24 @@ def _by_parent() -> dict[int, list[psutil.Process]]:
 
 
 def carriers(mark: str) -> list[psutil.Process]:
-    """Whoever carries the mark and may be killed. Blocks for a look at every process there is."""
+    """Return the live processes with this mark, except this one. Blocks for a scan of all processes."""
     return _marked({mark}).get(mark, [])
 
 
 def _marked(marks: set[str]) -> dict[str, list[psutil.Process]]:
     found: dict[str, list[psutil.Process]] = defaultdict(list)
     for process in psutil.process_iter():
-        with suppress(psutil.Error, OSError):  # it ended, or is somebody else's
+        with suppress(psutil.Error, OSError):  # it ended, or belongs to another user
             mark = process.environ().get(MARK)
             if mark in marks and _may_be_killed(process):
                 found[str(mark)].append(process)
     return found
 
 
-def _kill(members: Iterable[psutil.Process]) -> None:
-    for process in members:
+def _kill(processes: Iterable[psutil.Process]) -> None:
+    for process in processes:
         with suppress(psutil.Error):
-            process.kill()  # looks first whether it is still the same process
+            process.kill()  # psutil first checks that the pid was not reused
 
 
 def _may_be_killed(process: psutil.Process) -> bool:
@@ -206,7 +207,7 @@ def _may_be_killed(process: psutil.Process) -> bool:
 
 
 def _lives(process: psutil.Process) -> bool:
-    """A zombie has ended; whoever started it has not looked yet."""
+    """Return whether a process is alive. A zombie has ended and only waits to be reaped."""
     try:
         return process.status() != psutil.STATUS_ZOMBIE and process.is_running()
     except psutil.Error:

@@ -1,21 +1,19 @@
-"""Python's search for cyclic garbage, in a process that is there to stay.
-
-The search stops everything, and goes through every object that is there: with a thousand episodes under way that is
-longer than anything else an event loop does. What was imported and built by the time a part is ready will not become
-garbage, so it is never searched again; and young objects, most of which an answer of an engine outlives, are searched
-less often.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
 import gc
 
 THRESHOLDS = (20_000, 20, 20)
-"""New objects between two searches; how many of these between searches of the older ones, and of the oldest."""
+"""Arguments of `gc.set_threshold`: new objects per young collection, and collections per next older generation."""
 
 
 def settle() -> None:
-    """Everything that is here now stays. Call it once, when a process is ready for its work."""
+    """Tune the garbage collector of a long-lived process. Call once, when the process is ready for work.
+
+    A full collection stops the process and visits every object; with a thousand episodes in flight that takes longer
+    than anything else an event loop does. Objects that exist now are frozen and never scanned again, because they do
+    not become garbage. Young objects are collected less often, because most of them outlive an engine's reply."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*THRESHOLDS)

@@ -1,15 +1,23 @@
-"""Who ends what a run has left behind: a tiny process, started first, that notices the end of a pipe.
+"""Cleanup after a run: leftover processes, shared memory and runtime directories, however the run ends.
 
-Children die with their parent where the kernel promises it (`outpace.runtime.lifeline`). What is left to the guardian
-are programs that children of children have started, and, where the controller was killed, directories in memory and on
-disk and systems whose kernel promises nothing. Its inside is `outpace.runtime.guardian_child`.
+`RuntimeDirectory` owns the directories of a run outside of its run directory:
 
-A mark in the environment of every part leads to all who descend from it, and a note of the sessions that they begin to
-those who have lost that mark. Whoever was not started by a part, such as what a user's own process has started beside a
-run, carries none and is never touched.
+    outpace-UID-XXXX         in memory: weight snapshots, sockets, the index of the run
+    outpace-UID-XXXX-files   on disk: temporary files of workers and servers, and of the programs they start
 
-The index of a run is a directory with those notes. It also lists the shared memory that the sessions use, so that it
-can be removed when all of them were killed at once: by the guardian, or by the next run (`outpace.runtime.scratch`).
+`CleanupProcess` is a small process, started first, that notices when the controller's end of a pipe closes. Where the
+kernel supports it, children die with their parent (`outpace.runtime.die_with_parent`). The cleanup process handles the
+rest: programs started by children of children and, if the controller was killed, the directories and the children on
+systems without that kernel feature. Its entry point is `outpace.runtime.cleanup_process`.
+
+If the cleanup process was killed too, the next run cleans up. Each directory holds a file that its owner keeps locked;
+a free lock means that the owner is dead. The file also records the mark and the index of the dead run, so that its
+processes and shared memory can be found.
+
+Every component has a mark in its environment, which its descendants inherit. Descendants that lost the mark are found
+by the notes of their sessions in the index, a directory with one file per session. A note also lists the shared memory
+that the session uses, so that it can be removed after all of its processes were killed at once. Processes that were not
+started by a component, such as a user's other programs, have no mark and are never touched.
 """
 
 from __future__ import annotations
@@ -29,20 +37,22 @@ from outpace.runtime.guardian_child import PASSES, PAUSE_S, SESSIONS, VARIABLE, 
 log = logging.getLogger(__name__)
 
 LEAVE_LIMIT_S = 1.5 * PASSES * PAUSE_S
-"""Longer than it takes to end even those who resist; mostly it takes one look, which is some hundredths of a second."""
+"""Longer than all passes take. Usually one pass of a few hundredths of a second is enough."""
 
 
 class Guardian:
+    """Parent side of the cleanup process."""
+
     def __init__(self, index: Path, directories: Sequence[Path] = (), mark: str = "") -> None:
-        """Removes `directories` if this process ends without `dismiss`, and `index` in any case. `mark` is that of the
-        run, from `new_run_mark`."""
+        """Start the cleanup process. It removes `index` when this process ends, and also `directories` if this process
+        ends without `dismiss`. `mark` is the run's mark, from `new_run_mark`."""
         self._mark = mark or new_run_mark()
         self._marks = itertools.count()
         self._index = index
         index.mkdir(exist_ok=True)
         reading, self._pipe = os.pipe()
-        inside = [guardian_child.__file__, self._mark, str(index), *map(str, directories)]
-        command = [sys.executable, "-I", "-S", *inside]
+        arguments = [self._mark, str(index), *map(str, directories)]
+        command = [sys.executable, "-I", "-S", guardian_child.__file__, *arguments]
         try:
             self._process = subprocess.Popen(
                 command, stdin=reading, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
@@ -50,46 +60,47 @@ class Guardian:
             )  # fmt: skip
         finally:
             os.close(reading)
-        os.set_blocking(self._pipe, False)  # the controller never waits for it
+        os.set_blocking(self._pipe, False)  # the controller must never wait for the cleanup process
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
     def new_mark(self) -> str:
-        """For one process that is to be a part."""
+        """Return a mark for one component process."""
         return f"{self._mark}{next(self._marks)}."
 
     def marked(self, mark: str) -> dict[str, str]:
-        """What the environment of that process has to hold, so that all who descend from it can be found."""
+        """Return the environment variables by which the descendants of that process are found."""
         return {VARIABLE: mark, SESSIONS: str(self._index)}
 
     def watch(self, mark: str, pid: int) -> None:
-        """It was started. When that was is looked up here and at once: later the number may be somebody else's."""
-        if start := start_of(pid):  # empty: it has ended already
-            self._tell(f"child {mark} {pid} {start}")
+        """Register a component process that has just started. Its start time is looked up now, because its pid may be
+        reused later."""
+        if start := start_of(pid):  # empty: it has already ended
+            self._send(f"child {mark} {pid} {start}")
 
     def sweep(self, mark: str) -> None:
-        """It has died: whatever it had started is to end too."""
-        self._tell(f"sweep {mark}")
+        """Kill everything that a dead component process has started."""
+        self._send(f"sweep {mark}")
 
     def dismiss(self) -> None:
-        """All parts have stopped; what they have left behind ends, and the guardian leaves. Blocks until it has."""
-        self._tell("bye")
+        """Kill what the stopped components left behind and end the cleanup process. Blocks until it has ended."""
+        self._send("bye")
         os.close(self._pipe)
         try:
             self._process.wait(LEAVE_LIMIT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        if self._process.returncode != 0:  # it was killed before it had done its work
+        if self._process.returncode != 0:  # it was killed before it was done
             clean_up(self._mark, self._index)
 
-    def _tell(self, order: str) -> None:
+    def _send(self, command: str) -> None:
         try:
-            os.write(self._pipe, f"{order}\n".encode())
-        except OSError as error:  # it was killed or stopped: the run does not depend on it
-            log.warning("the guardian cannot be told %r: %s", order, error)
+            os.write(self._pipe, f"{command}\n".encode())
+        except OSError as error:  # it was killed or stopped; the run does not depend on it
+            log.warning("cannot send %r to the cleanup process: %s", command, error)
 
 
 def new_run_mark() -> str:
@@ -97,17 +108,17 @@ def new_run_mark() -> str:
 
 
 def clean_up(mark: str, index: Path) -> None:
-    """What a guardian does at the end of a run, for a run whose guardian was killed. Blocks."""
+    """Do the work of the cleanup process, for a run whose cleanup process was killed. Blocks."""
     guardian_child.end({}, mark, str(index))
     guardian_child.remove(str(index))
 
 
 class SessionNote:
-    """The entry of one session in the index of its run."""
+    """The file of one session in the index of its run."""
 
     def __init__(self, leader: int, environment: Mapping[str, str]) -> None:
-        """A process with this environment has just become the leader of a session: all who are in it end with the part
-        that they descend from, also those who write over their environment."""
+        """Record that a process with this environment has just become a session leader. The cleanup process then finds
+        all processes of the session, even those that overwrite their environment."""
         self._file: str | None = None
         self._segments: frozenset[Segment] = frozenset()
         if SESSIONS in environment and VARIABLE in environment:
@@ -116,11 +127,11 @@ class SessionNote:
 
     @property
     def segments(self) -> frozenset[Segment]:
-        """Every shared-memory segment that was recorded."""
+        """All shared-memory segments recorded so far."""
         return self._segments
 
     def record(self, segments: Iterable[Segment]) -> None:
-        """Processes of the session use these segments."""
+        """Add shared-memory segments that processes of the session use."""
         known = self._segments.union(segments)
         if known != self._segments:
             self._segments = known
@@ -132,4 +143,4 @@ class SessionNote:
         try:
             guardian_child.write_note(self._file, self._segments)
         except OSError as error:
-            log.warning("session %s is missing in the index of the run: %s", self._file, error)
+            log.warning("cannot record session %s in the index of the run: %s", self._file, error)

@@ -1,10 +1,4 @@
-"""Servants that are kept for the next call: started when needed, used again, replaced when one had to be killed.
-
-Invariants
-- A servant is in the hands of one caller at a time. One that is not usable any more is ended, never handed out.
-- `stock` starts some ahead, so that whoever needs one next does not wait for a process to start.
-- After `close` no process is left, nor a task or a descriptor.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -16,7 +10,7 @@ from outpace.runtime.servant import END_LIMIT_S, ServantDied
 
 
 class Member(Protocol):
-    """A servant, or something that has one."""
+    """A process in a pool, or an object that owns one."""
 
     @property
     def usable(self) -> bool: ...
@@ -28,6 +22,8 @@ M = TypeVar("M", bound=Member)
 
 
 class Household(Generic[M]):
+    """Keeps processes for reuse: starts them on demand and replaces those that had to be killed."""
+
     def __init__(self, make: Callable[[], M]) -> None:
         self._make = make
         self._idle: list[M] = []
@@ -40,24 +36,25 @@ class Household(Generic[M]):
         return self._closed
 
     def take(self) -> M:
-        """One that has been used before, if there is one; `ServantDied` after `close`."""
+        """Return an idle process, preferring a used one, or start one. Raises `UserCodeDied` after `close`."""
         if self._closed:
             raise ServantDied("was closed")
-        self._look_after()
+        self._drop_unusable()
         member = self._idle.pop() if self._idle else self._make()
         self._busy.add(member)
         return member
 
     def stock(self, spare: int) -> None:
-        """Have so many idle, unless it is closed. They are used last."""
+        """Start processes ahead of time until `spare` are idle, so that the next caller does not wait for a start.
+        Does nothing after `close`. New processes are used last."""
         missing = 0 if self._closed else spare - len(self._idle)
         self._idle[:0] = [self._make() for _ in range(missing)]
 
     def put_back(self, member: M) -> None:
-        """Whoever has taken it is done with it, well or not."""
+        """Return a process to the pool. It is ended if it is not usable."""
         self._busy.discard(member)
         if self._closed:
-            return  # whoever closes ends it
+            return  # `close` ends it
         if member.usable:
             self._idle.append(member)
         else:
@@ -72,8 +69,8 @@ class Household(Generic[M]):
         self._idle.clear()
         await asyncio.gather(*self._endings)
 
-    def _look_after(self) -> None:
-        """Remove those that have ended by themselves since their last call."""
+    def _drop_unusable(self) -> None:
+        """Remove idle processes that ended since their last call."""
         idle, self._idle = self._idle, []
         for member in idle:
             if member.usable:
@@ -82,7 +79,7 @@ class Household(Generic[M]):
                 self._end(member)
 
     def _end(self, member: M, patience_s: float = 0.0) -> None:
-        """In a task of its own: the next call need not wait, nor whoever was cancelled."""
+        """End a process in a background task, so that callers do not wait for it."""
         ending = asyncio.create_task(member.end(patience_s))
         self._endings.add(ending)
         ending.add_done_callback(self._endings.discard)

@@ -1,11 +1,12 @@
-"""A child's half of a promise: it does not outlive its parent. Light, since every kind of child imports it first.
+"""Makes a child process die with its parent. Every kind of child imports this module first, so it must stay light.
 
-A program that cannot promise it is started through this file, as `python -I -S lifeline.py PARENT FD PROGRAM …`, which
-promises it and becomes the program. `FD` closes when that has worked; otherwise the error's number comes out of it.
+A program that cannot call `die_with_parent` itself is started through this file, as
+`python -I -S die_with_parent.py PARENT FD PROGRAM ...`, which calls it and then executes the program. `FD` is the write
+end of a pipe: it closes on success and receives the errno on failure.
 
-Two things about the kernel's part of it (Linux)
-- The parent is the thread that has started the child, not the process: start children from a thread that stays.
-- It is forgotten where the child becomes a set-uid program, and does not pass on to the child's own children.
+Hazards of the kernel feature (Linux)
+- The parent is the thread that started the child, not the process: start children from a long-lived thread.
+- It is reset when the child executes a set-uid program, and the child's own children do not inherit it.
 """
 
 from __future__ import annotations
@@ -19,33 +20,34 @@ from contextlib import suppress
 
 PR_SET_PDEATHSIG = 1
 CANNOT_START = 127
-"""The exit code of a launcher that could not become the program, as shells have it."""
+"""Exit code if the program could not be executed, as in shells."""
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Ask the kernel to kill this process when the thread that started it ends. Only Linux can; elsewhere a closed
-    socket has to do. Where `parent`, by its number, has ended before it could be asked, this process leaves now."""
+    """Have the kernel kill this process when the thread that started it ends. Linux only; elsewhere the process must
+    notice a closed socket. If the process with pid `parent` has already ended, this process exits immediately."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent is not None and os.getppid() != parent:
         os._exit(CANNOT_START)
 
 
-def launched(command: Sequence[str], told: int) -> list[str]:
-    """How to start `command` so that it dies with this process; it has to inherit `told`, the writing end of a pipe."""
-    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(told), *command]
+def launched(command: Sequence[str], error_fd: int) -> list[str]:
+    """Return the command line that starts `command` so that it dies with this process. It must inherit the file
+    descriptor `error_fd`, the write end of a pipe."""
+    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(error_fd), *command]
 
 
-def main(parent: int, told: int, command: list[str]) -> int:
+def main(parent: int, error_fd: int, command: list[str]) -> int:
     die_with_parent(parent)
-    os.set_inheritable(told, False)
-    for name in ("SIGPIPE", "SIGXFSZ"):  # which Python ignores, and what is ignored would stay so
+    os.set_inheritable(error_fd, False)
+    for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores these, and ignored signals stay ignored after exec
         with suppress(AttributeError):
             signal.signal(getattr(signal, name), signal.SIG_DFL)
     try:
         os.execvpe(command[0], command, os.environ)
     except OSError as error:
-        os.write(told, str(error.errno).encode())
+        os.write(error_fd, str(error.errno).encode())
     return CANNOT_START
 
 

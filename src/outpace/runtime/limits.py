@@ -1,4 +1,4 @@
-"""Time limits of calls of user code."""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ T = TypeVar("T")
 
 
 class TimeLimitError(Exception):
-    """The call took too long. Ours, unlike a TimeoutError that the function itself may raise."""
+    """The call exceeded its time limit. Distinct from a TimeoutError that the function itself may raise."""
 
 
 def is_ours(error: BaseException) -> bool:
-    """Whether what came out of a call of user code is the end of our own task: somebody has given up on it. All else,
-    an exit or a cancellation that the code raised by itself included, is the code's."""
+    """Return whether an exception from user code means that our own task is being cancelled. Any other exception,
+    including an exit or a cancellation raised by the code itself, belongs to the code."""
     if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task()
         return task is not None and task.cancelling() > 0
@@ -23,7 +23,7 @@ def is_ours(error: BaseException) -> bool:
 
 
 async def within(timeout_s: float, work: Awaitable[T]) -> T:
-    """What `work` gives. It is cancelled at the limit, with `TimeLimitError`; a thread it waits for is abandoned."""
+    """Await `work`. At the limit it is cancelled and `TimeLimitError` raised; a thread it waits for is abandoned."""
     try:
         async with asyncio.timeout(timeout_s) as limit:
             return await work

@@ -1,8 +1,4 @@
-"""What a servant prints: passed on to the log of its parent, as much of it as a person would read.
-
-A flood must neither fill the disk nor keep the parent's event loop busy. So each call may print so many bytes; what
-comes after is read slowly, which holds the writer up, and thrown away.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -12,27 +8,32 @@ import sys
 from contextlib import suppress
 
 MAX_OUTPUT = 64 * 1024
-"""Bytes of one call that are kept."""
+"""Bytes of output that are kept per call."""
 CHUNK = 64 * 1024
-PAUSE_S = 0.01
-"""Between two chunks that are thrown away: at most 6 MB/s of it are read."""
-LAST_WORDS_S = 0.5
+DROP_PAUSE_S = 0.01
+"""Pause between two dropped chunks: at most 6 MB/s are read."""
+DRAIN_S = 0.5
 MAX_TAIL = 4096
-"""Bytes from the end of all that was printed, which often say how it went wrong."""
+"""Bytes kept from the end of the output, which often show the cause of a failure."""
 
 
 class Output:
+    """Forwards what a child process prints to this process's stderr, up to `MAX_OUTPUT` bytes per call.
+
+    A flood of output must neither fill the disk nor keep the event loop busy: output beyond the limit is read slowly,
+    which blocks the writer, and dropped."""
+
     def __init__(self, reader: asyncio.StreamReader, transport: asyncio.ReadTransport, whose: str) -> None:
         self._left = MAX_OUTPUT
         self._tail = b""
         self._whose = whose
         self._reader = reader
         self._transport = transport
-        self._passing = asyncio.create_task(self._pass_on())
+        self._forwarding = asyncio.create_task(self._forward())
 
     @classmethod
     async def of(cls, descriptor: int, whose: str) -> Output:
-        """Reads the pipe `descriptor`, and closes it in the end; `whose` is what people call the writer."""
+        """Read the pipe `descriptor` and close it at the end. `whose` names the writer in messages."""
         loop = asyncio.get_running_loop()
         reader = asyncio.StreamReader(limit=CHUNK)
         transport, _ = await loop.connect_read_pipe(
@@ -42,27 +43,28 @@ class Output:
 
     @property
     def last_line(self) -> str:
-        """The last line that is not empty, if there is one."""
+        """The last line that is not blank, or an empty string."""
         lines = self._tail.decode(errors="replace").split("\n")
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
     def allow(self) -> None:
-        """A new call begins."""
+        """Reset the limit for a new call."""
         self._left = MAX_OUTPUT
 
     async def finish(self) -> None:
-        """Pass on what is in the pipe. Somebody may still hold its other end: then do not wait for the end of it."""
-        await asyncio.wait({self._passing}, timeout=LAST_WORDS_S)
-        self._passing.cancel()
+        """Forward what is left in the pipe and close it. Waits at most `DRAIN_S`, because another process may still
+        hold the write end."""
+        await asyncio.wait({self._forwarding}, timeout=DRAIN_S)
+        self._forwarding.cancel()
         with suppress(asyncio.CancelledError):
-            await self._passing
+            await self._forwarding
         self._transport.close()
 
-    async def _pass_on(self) -> None:
+    async def _forward(self) -> None:
         while chunk := await self._reader.read(CHUNK):
             self._tail = (self._tail + chunk)[-MAX_TAIL:]
             if self._left <= 0:
-                await asyncio.sleep(PAUSE_S)
+                await asyncio.sleep(DROP_PAUSE_S)
                 continue
             kept, self._left = chunk[: self._left], self._left - len(chunk)
             sys.stderr.write(kept.decode(errors="replace"))

@@ -1,11 +1,11 @@
-"""A peer that may be started again: its proxy finds it where it was.
+"""Proxies that reconnect: the peer may be restarted and is found again at the same socket path.
 
-    connected ── connection lost ──▶ calling again, in the background ── it listens ──▶ connected
+    connected ── connection lost ──▶ reconnecting, in the background ── peer listens ──▶ connected
 
 Invariants
-- A call that was under way when the connection was lost raises `PartLost` at once: it may be repeated.
-- A call that is made meanwhile waits, as long as any part may take to start, and then raises `PartFailed`.
-- Calling again does not end while there is hope: a lack of descriptors passes. If it ends, calls hear of it.
+- A call in flight when the connection is lost raises `ComponentLost` immediately; it may be retried.
+- A call made while disconnected waits for as long as a component may take to start, then raises `ComponentFailed`.
+- Reconnecting continues through temporary errors such as a lack of file descriptors. If it fails for good, calls raise.
 """
 
 from __future__ import annotations
@@ -24,22 +24,26 @@ from outpace.runtime.waits import waiting
 P = TypeVar("P")
 
 PAUSE_S = 0.05
-"""Between two connections: one that is closed as soon as it is made must not keep this process busy."""
+"""Pause between two connection attempts, so that a peer that closes every connection does not cause a busy loop."""
 
 TROUBLE_PAUSE_S = 1.0
-"""After a failure that is this process's own, such as a lack of descriptors."""
+"""Pause after a local error, such as a lack of file descriptors."""
 
 log = logging.getLogger(__name__)
 
 
 class Peer(Remote):
-    def __init__(self, protocol: type, channel: Channel, part: str, path: str, token: str, patience_s: float) -> None:
+    """A proxy that reconnects after its connection is lost."""
+
+    def __init__(
+        self, protocol: type, channel: Channel, component: str, path: str, token: str, patience_s: float
+    ) -> None:
         self._path = path
         self._token = token
         self._patience_s = patience_s
         self._connected = asyncio.Event()
-        self._changed: Callable[[], None] = _nobody_asks
-        super().__init__(protocol, channel, part, {})
+        self._changed: Callable[[], None] = _ignore_change
+        super().__init__(protocol, channel, component, {})
 
     def _attach(self, channel: Channel) -> None:
         super()._attach(channel)
@@ -53,58 +57,61 @@ class Peer(Remote):
 
     async def _until_connected(self) -> None:
         try:
-            with waiting(f"{self._part}: until it is back"):
+            with waiting(f"{self._component}: reconnect"):
                 async with asyncio.timeout(self._patience_s):
                     await self._connected.wait()
         except TimeoutError:
-            raise errors.PartFailed(self._part, f"was not back within {self._patience_s:g} s") from None
+            raise errors.PartFailed(self._component, f"did not reconnect within {self._patience_s:g} s") from None
 
     async def _read(self, channel: Channel) -> None:
         await super()._read(channel)
         self._connected.clear()
         channel.close()
-        log.warning("%s is gone; calling it again", self._part)
+        log.warning("lost the connection to %s; reconnecting", self._component)
         self._changed()
         try:
-            again = await self._called_again()
-        except Exception as error:  # the boundary of the task
-            self._fail(errors.PartFailed(self._part, f"cannot be called again: {type(error).__name__}: {error}"))
+            new_channel = await self._reconnect()
+        except Exception as error:  # task boundary
+            self._fail(errors.PartFailed(self._component, f"cannot reconnect: {type(error).__name__}: {error}"))
             self._connected.set()
             self._changed()
             return
-        log.info("%s is back", self._part)
-        self._attach(again)
+        log.info("reconnected to %s", self._component)
+        self._attach(new_channel)
 
-    async def _called_again(self) -> Channel:
+    async def _reconnect(self) -> Channel:
         while True:
             await asyncio.sleep(PAUSE_S)
             try:
                 return await connect(self._path, self._token, deadline_s=None)
             except OSError as error:
-                log.warning("%s cannot be called: %s", self._part, error)
+                log.warning("cannot connect to %s, retrying: %s", self._component, error)
                 await asyncio.sleep(TROUBLE_PAUSE_S)
 
     def _detach(self, error: errors.PartFailed) -> None:
         super()._detach(error)
-        self._connected.set()  # whoever waits is to hear that it never comes back
+        self._connected.set()  # waiting calls must raise, because it never reconnects
         self._changed()
 
 
-def _nobody_asks() -> None:
+def _ignore_change() -> None:
     return
 
 
 def reachable(remote: object) -> bool:
-    """Whether a call would be sent at once, or fail at once. Any other object lives in this process."""
+    """Return whether a call is sent or fails immediately, instead of waiting for a reconnect. True for objects in this
+    process."""
     return remote._connected.is_set() if isinstance(remote, Peer) else True
 
 
 def watch(remote: object, changed: Callable[[], None]) -> None:
-    """Have `changed` called, on the event loop, whenever a peer is lost or found again."""
+    """Call `changed` on the event loop whenever the connection to a peer is lost or restored."""
     if isinstance(remote, Peer):
         remote._changed = changed
 
 
-async def peer(protocol: type[P], path: str, token: str, part: str, patience_s: float = START_DEADLINE_S) -> P:
-    """A proxy of whoever listens at `path`, now and after it was started again."""
-    return cast(P, Peer(protocol, await connect(path, token), part, path, token, patience_s))
+async def peer(protocol: type[P], path: str, token: str, component: str, patience_s: float = START_DEADLINE_S) -> P:
+    """Return a proxy for the component listening at `path` that reconnects after a restart.
+
+    While disconnected, calls wait up to `patience_s`."""
+    return cast(P, Peer(protocol, await connect(path, token), component, path, token, patience_s))

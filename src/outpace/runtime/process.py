@@ -1,8 +1,4 @@
-"""One process that is a part, as its parent sees it: from its start to its end, with its log.
-
-What it prints is its log. On SIGUSR2 it writes there what it is doing, if its event loop still runs; on SIGUSR1 the
-stacks of its threads, even where the loop is stuck (`outpace.runtime.child`).
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -24,13 +20,15 @@ from outpace.runtime.spec import BROKEN, PartSpec
 
 STOP_DEADLINE_S = 5.0
 LOG_TAIL_LINES = 30
-MOST_DUMPED = 20_000
-"""Bytes of its log that are read at a time."""
+MAX_LOG_READ = 20_000
+"""Most bytes of a log that are read at a time."""
 
 LogMode = Literal["ab", "wb"]
 
 
 class PartProcess:
+    """Parent side of one component process, from its start to its end, with its log."""
+
     def __init__(self, spec: PartSpec, process: asyncio.subprocess.Process, channel: Channel, log: Path) -> None:
         self._spec = spec
         self._process = process
@@ -40,7 +38,7 @@ class PartProcess:
 
     @classmethod
     async def launch(cls, spec: PartSpec, environment: dict[str, str], log: Path, mode: LogMode) -> PartProcess:
-        """Start it; it is not ready before `introduce`."""
+        """Start the process. It is not ready before `send_spec`."""
         ours, theirs = socket.socketpair()
         with theirs, _open(log, mode) as output:
             process = await asyncio.create_subprocess_exec(
@@ -59,16 +57,16 @@ class PartProcess:
         return self._process.returncode is None
 
     async def introduce(self) -> None:
-        """Tell it what it is, and wait until it can be called. If it cannot, it is killed."""
+        """Send the spec and wait until the component is ready. Kills the process on failure."""
         try:
-            await self._become()
+            await self._send_spec()
             self._ready = True
         finally:
             if not self._ready:
                 self.kill()
                 self.channel.close()
 
-    async def _become(self) -> None:
+    async def _send_spec(self) -> None:
         name = self._spec.name
         try:
             async with asyncio.timeout(self._spec.start_s):
@@ -79,31 +77,31 @@ class PartProcess:
         except OSError:
             hello = None
         if hello is None:
-            raise errors.PartFailed(name, f"did not start: it {await self._how_it_ended()}", self.tail())
+            raise errors.PartFailed(name, f"did not start: it {await self._describe_end()}", self.tail())
         if isinstance(hello, Broken):
             if hello.kind == errors.BadInput.__name__:
                 raise errors.BadInput(hello.message)
             raise errors.PartFailed(name, f"{hello.kind}: {hello.message}", hello.traceback)
 
     async def ended(self) -> errors.PartLost:
-        """Waits for its end; says how it was."""
-        how, said = how_it_ended(await self._process.wait()), self.tail()
-        _, broken_down, why = said.rpartition("\n")[2].partition(BROKEN)
-        return errors.PartLost(self._spec.name, why if broken_down else how, said)
+        """Wait until the process ends and return the cause."""
+        how, tail = how_it_ended(await self._process.wait()), self.tail()
+        _, broken_down, why = tail.rpartition("\n")[2].partition(BROKEN)
+        return errors.PartLost(self._spec.name, why if broken_down else how, tail)
 
     def kill(self) -> None:
         if self.lives:
             self._process.kill()
 
     async def stop(self) -> None:
-        """A closed channel asks it to leave; after that it is killed."""
+        """Close the channel, which makes the process exit; kill it if it does not."""
         self.channel.close()
         if not await self.gone():
             self.kill()
             await self.gone()
 
     async def gone(self) -> bool:
-        """Gives it a while to end; whether it has."""
+        """Wait up to `STOP_DEADLINE_S` for the process to end. Returns whether it has."""
         try:
             async with asyncio.timeout(STOP_DEADLINE_S):
                 await self._process.wait()
@@ -112,23 +110,23 @@ class PartProcess:
         return True
 
     def tail(self) -> str:
-        """The end of its log, as far as there is one."""
-        lines = self._said_since(self._logged() - MOST_DUMPED).splitlines()
+        """Return the end of its log, empty if there is none."""
+        lines = self._log_since(self._log_size() - MAX_LOG_READ).splitlines()
         return "\n".join(lines[-LOG_TAIL_LINES:])
 
     async def speak(self, within_s: float) -> str:
-        """What it is doing, by its own account where it still gives one."""
+        """Return the waits, tasks and thread stacks that the process writes to its log on a signal."""
         state = self._state()
         if state != "running" or not self._ready:
             return f"{self._spec.name} (process {self.pid}) is {state}"
-        length = self._logged()
+        length = self._log_size()
         self._process.send_signal(signal.SIGUSR2)
         await asyncio.sleep(within_s)
-        if STACKS not in self._said_since(length):
+        if STACKS not in self._log_since(length):
             self._process.send_signal(signal.SIGUSR1)
             await asyncio.sleep(within_s)
-        said = self._said_since(length) or "says nothing, not even where its threads are"
-        return f"{self._spec.name} (process {self.pid}):\n{said}"
+        dump = self._log_since(length) or "wrote nothing to its log, not even its thread stacks"
+        return f"{self._spec.name} (process {self.pid}):\n{dump}"
 
     def _state(self) -> str:
         if not self.lives:
@@ -140,23 +138,23 @@ class PartProcess:
         named = {psutil.STATUS_STOPPED: "stopped by a signal", psutil.STATUS_ZOMBIE: "a zombie"}
         return named.get(state, "running") if self._ready else "starting"
 
-    def _logged(self) -> int:
-        """Bytes. A log that somebody has removed counts as an empty one: what is to be told does not depend on it."""
+    def _log_size(self) -> int:
+        """Size in bytes, 0 if the log was removed: reporting a death must not depend on the log."""
         try:
             return self._log.stat().st_size
         except OSError:
             return 0
 
-    def _said_since(self, length: int) -> str:
+    def _log_since(self, length: int) -> str:
         try:
             with open(self._log, "rb") as log:
                 log.seek(max(0, length))
-                return log.read(MOST_DUMPED).decode(errors="replace").strip()
+                return log.read(MAX_LOG_READ).decode(errors="replace").strip()
         except OSError:
             return ""
 
-    async def _how_it_ended(self) -> str:
-        if not await self.gone():  # a socket closes a moment before its process ends
+    async def _describe_end(self) -> str:
+        if not await self.gone():  # the socket closes shortly before the process ends
             return "closed its connection"
         return how_it_ended(await self._process.wait())
 

@@ -1,16 +1,18 @@
-"""Typed calls over a byte stream.
+"""Typed RPC over a byte stream, and the Unix sockets that components of one machine connect through.
 
-    proxy(Engine, channel)  ── Call(id, method, args) ──▶  serve(engine, Engine, channel)
-                            ◀── Reply | Failure ─────────
+    proxy(Engine, channel)  ── RpcCall(id, method, args) ──▶  serve_calls(engine, Engine, channel)
+                            ◀── RpcReply | RpcFailure ─────
 
-Both ends read the argument and result types off the same protocol class, so a call through a proxy has the types of
-the protocol and a frame of any other shape is refused. Calls are multiplexed: each runs in its own task, started in
-the order in which the frames arrived. The serving loop itself answers a ping.
+Both ends take the argument and result types from the same protocol class, so a call through a proxy has the protocol's
+types and a frame of any other shape is rejected. Calls are multiplexed: each runs in its own task, and tasks start in
+the order in which the frames arrive. The serving loop answers pings itself.
 
 Invariants
-- Every call has a deadline. Every pending call ends when the channel closes, and every later one at once, with
-  `PartLost`, until the proxy is attached to a channel to the part's successor.
-- Nothing is unpickled. An exception travels as its kind, its message and its traceback as text.
+- Every call has a timeout. When the channel closes, every pending call fails with `ComponentLost`, and so does every
+  later call until the proxy is attached to a channel to the component's successor.
+- Nothing is unpickled. An exception is sent as its class name, message and traceback text.
+- A Unix socket is private to the user. A peer must send the token as its first frame; anything else closes the
+  connection before any call is read.
 """
 
 from __future__ import annotations
@@ -76,7 +78,7 @@ Frame = Call | Reply | Failure | Ping | Pong
 
 
 class Channel:
-    """Whole frames over an asyncio stream."""
+    """Sends and receives whole frames over an asyncio stream."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -84,20 +86,19 @@ class Channel:
         self._unsent: list[bytes] = []
 
     async def receive(self, kind: Any = Frame, limit: int = wire.MAX_FRAME) -> Any:
-        """The next frame, or None when the other side is gone. One longer than `limit` bytes is a `WireError`."""
+        """Return the next frame, or None if the other side is gone. Raises `WireError` if it exceeds `limit` bytes."""
         try:
             header = await self._reader.readexactly(wire.HEADER.size)
             (size,) = wire.HEADER.unpack(header)
             if size > limit:
-                raise wire.WireError(f"a frame of {size} bytes")
+                raise wire.WireError(f"a frame of {size} bytes exceeds the limit of {limit}")
             body = await self._reader.readexactly(size)
         except (asyncio.IncompleteReadError, OSError):
             return None
         return wire.decode(body, kind)
 
     async def send(self, message: Any) -> None:
-        """Frames sent in one turn of the event loop leave in one write: a system call each would cost more than
-        the frames."""
+        """Send a frame. Frames sent in the same event loop iteration are written together, to save system calls."""
         if not self._unsent:
             asyncio.get_running_loop().call_soon(self._flush)
         self._unsent.append(wire.frame(wire.encode(message)))
@@ -109,7 +110,7 @@ class Channel:
             self._writer.write(frames)
 
     async def finish(self) -> None:
-        """Close once everything sent has left; the other side may be gone already."""
+        """Close after everything sent has been written. The other side may already be gone."""
         self.close()
         with contextlib.suppress(OSError):
             await self._writer.wait_closed()
@@ -120,21 +121,21 @@ class Channel:
 
 
 class Remote:
-    """The calling side. Attribute access gives a coroutine function that performs the call."""
+    """The calling side. Attribute access returns a coroutine function that performs the call."""
 
-    def __init__(self, protocol: type, channel: Channel, part: str, deadlines: dict[str, float]) -> None:
+    def __init__(self, protocol: type, channel: Channel, component: str, deadlines: dict[str, float]) -> None:
         self._signatures = Signatures(protocol)
-        self._part = part
+        self._component = component
         self._deadlines = deadlines
         self._ids = itertools.count()
         self._pending: dict[int, asyncio.Future[bytes]] = {}
         self._attach(channel)
 
     def _attach(self, channel: Channel) -> None:
-        """Go on over this channel; what was asked over the last one is lost."""
+        """Use this channel from now on. Calls pending on the previous channel are lost."""
         self._channel = channel
         self._down: errors.PartFailed | None = None
-        self._reader = asyncio.create_task(self._read(channel), name=f"replies of {self._part}")
+        self._reader = asyncio.create_task(self._read(channel), name=f"replies of {self._component}")
 
     def __getattr__(self, method: str) -> Any:
         if method.startswith("_"):
@@ -149,7 +150,7 @@ class Remote:
         signature = self._signatures[method]
         call = Call(next(self._ids), method, wire.encode(args))
         deadline = self._deadlines.get(method, DEFAULT_DEADLINE_S)
-        with waiting(f"{self._part}: {method}"):
+        with waiting(f"{self._component}: {method}"):
             value = await self._exchange(call, deadline, method)
         return wire.decode(value, signature.result)
 
@@ -160,55 +161,56 @@ class Remote:
             return False
         return True
 
-    async def _exchange(self, asked: Call | Ping, deadline_s: float, what: str) -> bytes:
+    async def _exchange(self, request: Call | Ping, deadline_s: float, what: str) -> bytes:
         if self._down is not None:
             raise _copy(self._down)
-        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._pending[asked.id] = answer
+        reply: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._pending[request.id] = reply
         try:
             async with asyncio.timeout(deadline_s):
-                await self._channel.send(asked)
-                return await answer
+                await self._channel.send(request)
+                return await reply
         except TimeoutError:
-            raise errors.PartFailed(self._part, f"{what} gave no answer within {deadline_s:g} s") from None
+            raise errors.PartFailed(self._component, f"{what} timed out after {deadline_s:g} s") from None
         except OSError as error:
-            raise errors.PartLost(self._part, f"connection lost during {what}") from error
+            raise errors.PartLost(self._component, f"connection lost during {what}") from error
         finally:
-            self._pending.pop(asked.id, None)
+            self._pending.pop(request.id, None)
 
     async def _read(self, channel: Channel) -> None:
         try:
             while (frame := await channel.receive()) is not None:
-                self._settle(frame)
-            self._fail(errors.PartLost(self._part, "closed its connection"))
+                self._complete(frame)
+            self._fail(errors.PartLost(self._component, "closed its connection"))
         except wire.WireError as error:
-            self._fail(errors.PartFailed(self._part, f"sent something that is not a frame: {error}"))
-        except Exception as error:  # the boundary of the task: whoever waits for an answer is to hear that none comes
+            self._fail(errors.PartFailed(self._component, f"sent an invalid frame: {error}"))
+        except Exception as error:  # task boundary: pending calls must fail, not wait forever
             text = "".join(traceback.format_exception(error))
-            self._fail(errors.PartFailed(self._part, f"cannot be read: {type(error).__name__}: {error}", text))
+            message = f"reading its replies failed: {type(error).__name__}: {error}"
+            self._fail(errors.PartFailed(self._component, message, text))
 
-    def _settle(self, frame: Frame) -> None:
-        answer = self._pending.get(frame.id)
-        if answer is None or answer.done():
-            return  # the caller has given up on it
+    def _complete(self, frame: Frame) -> None:
+        reply = self._pending.get(frame.id)
+        if reply is None or reply.done():
+            return  # the call timed out or was cancelled
         if isinstance(frame, Reply):
-            answer.set_result(frame.value)
+            reply.set_result(frame.value)
         elif isinstance(frame, Pong):
-            answer.set_result(b"")
+            reply.set_result(b"")
         elif isinstance(frame, Failure):
-            answer.set_exception(self._error(frame))
+            reply.set_exception(self._error(frame))
 
     def _error(self, failure: Failure) -> errors.OutpaceError:
         typed = _TYPED_FAILURES.get(failure.kind)
         if typed is not None:
             return typed(failure.message)
-        return errors.PartFailed(self._part, f"{failure.kind}: {failure.message}", failure.traceback)
+        return errors.PartFailed(self._component, f"{failure.kind}: {failure.message}", failure.traceback)
 
     def _fail(self, error: errors.PartFailed) -> None:
         self._down = error
-        for answer in self._pending.values():
-            if not answer.done():
-                answer.set_exception(_copy(error))
+        for reply in self._pending.values():
+            if not reply.done():
+                reply.set_exception(_copy(error))
 
     def _detach(self, error: errors.PartFailed) -> None:
         self._fail(error)
@@ -216,41 +218,41 @@ class Remote:
         self._channel.close()
 
 
-def proxy(protocol: type[P], channel: Channel, part: str, deadlines: dict[str, float] | None = None) -> P:
-    """A remote object that satisfies `protocol`."""
-    return cast(P, Remote(protocol, channel, part, deadlines or {}))
+def proxy(protocol: type[P], channel: Channel, component: str, deadlines: dict[str, float] | None = None) -> P:
+    """Return a remote object that implements `protocol`. `deadlines` are timeouts by method, in seconds."""
+    return cast(P, Remote(protocol, channel, component, deadlines or {}))
 
 
 def close_proxy(remote: object) -> None:
-    """End a proxy's reader and channel; any other object is left alone."""
+    """Close a proxy's reader and channel. Does nothing for other objects."""
     if isinstance(remote, Remote):
-        remote._detach(errors.PartFailed(remote._part, "was stopped"))
+        remote._detach(errors.PartFailed(remote._component, "was stopped"))
 
 
 def detach(remote: object, error: errors.PartFailed) -> None:
-    """The part behind this proxy is gone: every call raises `error` until `attach`."""
+    """Disconnect a proxy whose component is gone. Every call raises `error` until `attach_proxy`."""
     assert isinstance(remote, Remote)
     remote._detach(error)
 
 
 def attach(remote: object, channel: Channel) -> None:
-    """Let a proxy that has lost its part go on with the part at the other end of `channel`."""
+    """Connect a detached proxy to the component at the other end of `channel`."""
     assert isinstance(remote, Remote)
     remote._attach(channel)
 
 
 async def ping(remote: object, deadline_s: float) -> bool:
-    """Whether the process behind a proxy answers in time. Any other object lives in this process."""
+    """Return whether the process behind a proxy replies in time. True for objects in this process."""
     return await remote._ping(deadline_s) if isinstance(remote, Remote) else True
 
 
 def _copy(error: errors.PartFailed) -> errors.PartFailed:
-    """To be raised: one exception raised again and again would grow with every traceback."""
+    """Copy an error before raising it: raising one instance repeatedly would grow its traceback."""
     return type(error)(error.part, error.message, error.remote_traceback)
 
 
 async def serve(target: object, protocol: type, channel: Channel) -> None:
-    """Answer calls to `target` until the other side is gone."""
+    """Serve calls to `target` until the other side is gone."""
     signatures = Signatures(protocol)
     running: set[asyncio.Task[None]] = set()
     try:
@@ -275,7 +277,7 @@ async def _answer(target: object, signatures: Signatures, channel: Channel, call
         args: tuple[Any, ...] = wire.decode(call.args, signature.args)
         result = await getattr(target, call.method)(*args)
         message: Reply | Failure = Reply(call.id, wire.encode(result))
-    except Exception as error:  # a boundary: whatever went wrong is the caller's to know
+    except Exception as error:  # process boundary: every error goes to the caller
         message = _failure(call.id, error)
     await _reply(channel, message)
 
@@ -283,13 +285,13 @@ async def _answer(target: object, signatures: Signatures, channel: Channel, call
 async def _reply(channel: Channel, message: Reply | Failure | Pong) -> None:
     try:
         await channel.send(message)
-    except wire.WireError as error:  # too long to be sent; the caller still waits for something
+    except wire.WireError as error:  # the reply is too long; send the error instead
         await _reply(channel, _failure(message.id, error))
     except OSError:
-        return  # the caller is gone, and with it whoever wanted to know
+        return  # the caller is gone
 
 
 def _failure(call_id: int, error: Exception) -> Failure:
-    kind = "PartFailed" if isinstance(error, errors.PartFailed) else type(error).__name__
+    kind = errors.PartFailed.__name__ if isinstance(error, errors.PartFailed) else type(error).__name__
     text = getattr(error, "remote_traceback", "") or "".join(traceback.format_exception(error))
     return Failure(call_id, kind, str(error), text)

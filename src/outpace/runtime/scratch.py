@@ -1,18 +1,9 @@
-"""Directories of a run outside of its run directory, and how they are removed however it ends.
-
-    outpace-UID-XXXX         in memory: weight snapshots, sockets, the index of the run (`outpace.runtime.guardian`)
-    outpace-UID-XXXX-files   on disk: the temporary files of workers and servers, and of the programs they start
-
-If the owner is killed, a guardian removes both. If that was killed too, the next run does: each directory holds a file
-that its owner keeps locked, and a lock that is free belongs to a dead owner. The file says what else the owner had:
-processes that carry its mark and shared memory in its index end with it.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
 import fcntl
 import json
-import logging
 import os
 import tempfile
 import time
@@ -22,30 +13,28 @@ from pathlib import Path
 from typing import Any
 
 from outpace.runtime import guardian_child
-from outpace.runtime.guardian import Guardian, clean_up, new_run_mark
+from outpace.runtime.guardian import Guardian, clean_up, log, new_run_mark
 
-log = logging.getLogger(__name__)
-
-_OWNER = "owner.lock"
+_OWNER_FILE = "owner.lock"
 _INDEX = "index"
 OWNERLESS_S = 3600.0
-"""What has no owner and is older was left behind: a directory that was being made or removed, or the log of a server
-that did not start."""
+"""Files and directories without an owner that are older than this are leftovers: a directory that was being created or
+removed, or the log of a server that did not start."""
 
 
 def memory_root() -> Path:
-    """Shared memory where there is any, so that weights travel without touching a disk."""
+    """Return /dev/shm if it is writable, so that weight snapshots stay in memory, else the temporary directory."""
     shared = Path("/dev/shm")
     return shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
 
 
-def files_of(scratch: Path) -> Path:
-    """The directory on disk that belongs to a scratch directory."""
-    return Path(tempfile.gettempdir()) / f"{scratch.name}-files"
+def files_of(directory: Path) -> Path:
+    """Return the directory on disk that belongs to a runtime directory in memory."""
+    return Path(tempfile.gettempdir()) / f"{directory.name}-files"
 
 
 def temporary_file(name: str, suffix: str) -> Path:
-    """An empty file that outlives this process; a run that starts after `OWNERLESS_S` removes it."""
+    """Create an empty file that outlives this process. A run that starts after `OWNERLESS_S` removes it."""
     descriptor, path = tempfile.mkstemp(prefix=f"{_prefix()}{name}-", suffix=suffix)
     os.close(descriptor)
     return Path(path)
@@ -53,11 +42,11 @@ def temporary_file(name: str, suffix: str) -> Path:
 
 @contextmanager
 def temporary_directory(name: str, within: str | None = None) -> Iterator[Path]:
-    """A temporary directory. If this process is killed, the next run removes it."""
+    """Create a temporary directory. If this process is killed, the next run removes it."""
     within = within or tempfile.gettempdir()
-    _sweep(Path(within))
+    _remove_leftovers(Path(within))
     outer = Path(tempfile.mkdtemp(prefix=f"{_prefix()}{name}-", dir=within))
-    lock = _own(outer)
+    lock = _lock_directory(outer)
     try:
         inner = outer / name
         inner.mkdir()
@@ -68,21 +57,23 @@ def temporary_directory(name: str, within: str | None = None) -> Iterator[Path]:
 
 
 class Scratch:
+    """The directories of a run in memory and on disk, with their cleanup process."""
+
     def __init__(self, root: Path | None = None) -> None:
         root = root or memory_root()
-        for place in {root, Path(tempfile.gettempdir())}:
-            _sweep(place)
+        for parent in {root, Path(tempfile.gettempdir())}:
+            _remove_leftovers(parent)
         self.path = Path(tempfile.mkdtemp(prefix=_prefix(), dir=root))  # mode 0700
         self.files = files_of(self.path)
         mark = new_run_mark()
-        self._locks = [_own(self.path, mark=mark, files=str(self.files))]
+        self._locks = [_lock_directory(self.path, mark=mark, files=str(self.files))]
         self.files.mkdir()
-        self.files.chmod(0o711)  # those who have a directory in it may be other users; they need not see the others'
-        self._locks.append(_own(self.files))
+        self.files.chmod(0o711)  # other users may own directories in it, but must not list the rest
+        self._locks.append(_lock_directory(self.files))
         self.guardian = Guardian(self.path / _INDEX, [self.path, self.files], mark)
 
     def remove(self) -> None:
-        """Blocks until nobody is left who could write to it."""
+        """End all leftover processes of the run, then remove the directories. Blocks."""
         self.guardian.dismiss()
         for directory in (self.files, self.path):
             guardian_child.remove(str(directory))
@@ -90,53 +81,55 @@ class Scratch:
             os.close(lock)
 
 
-def temporary_files(scratch: Path) -> dict[str, str]:
-    """Environment variables for a worker or server: where it, and what it starts, puts temporary files.
+def temporary_files(directory: Path) -> dict[str, str]:
+    """Return the environment variables that direct temporary files of a worker or server, and of the programs it
+    starts, to the runtime directory.
 
-    vLLM's sockets go into memory: below a long TMPDIR, the path of a socket would exceed the system's limit."""
-    files = files_of(scratch)
-    return {"TMPDIR": str(files), "VLLM_RPC_BASE_PATH": str(scratch)} if files.is_dir() else {}
+    vLLM's sockets go to the directory in memory: under a long TMPDIR, a socket path would exceed the system's limit."""
+    files = files_of(directory)
+    return {"TMPDIR": str(files), "VLLM_RPC_BASE_PATH": str(directory)} if files.is_dir() else {}
 
 
 def _prefix() -> str:
     return f"outpace-{os.getuid()}-"
 
 
-def _own(directory: Path, **facts: str) -> int:
-    """Lock it for this process. Locked before it has its name: a sweep by another start must never find the file free.
-    `facts`: what a sweep has to know."""
-    unnamed = directory / f"{_OWNER}.new"
+def _lock_directory(directory: Path, **facts: str) -> int:
+    """Lock a directory for this process. `facts` are for the cleanup by a later run.
+
+    The file is locked before it gets its final name: another run must never find it unlocked."""
+    unnamed = directory / f"{_OWNER_FILE}.new"
     lock = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
     os.write(lock, json.dumps(facts).encode())
-    unnamed.rename(directory / _OWNER)
+    unnamed.rename(directory / _OWNER_FILE)
     return lock
 
 
-def _sweep(root: Path) -> None:
-    """Remove what dead runs of this user have left in `root`, and what belongs to it elsewhere."""
+def _remove_leftovers(root: Path) -> None:
+    """Remove what dead runs of this user left in `root`, and everything else that belongs to them."""
     for path in root.glob(f"{_prefix()}*"):
-        with suppress(OSError):  # it has just gone
+        with suppress(OSError):  # it was removed meanwhile
             if path.lstat().st_uid != os.getuid():
                 continue
             if path.is_symlink() or not path.is_dir():
                 _remove_if_old(path)
             else:
-                _sweep_directory(path)
+                _remove_if_dead(path)
 
 
-def _sweep_directory(directory: Path) -> None:
+def _remove_if_dead(directory: Path) -> None:
     try:
-        lock = os.open(directory / _OWNER, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        lock = os.open(directory / _OWNER_FILE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
         _remove_if_old(directory)
         return
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        log.info("removing %s, left by a run that was killed", directory)
+        log.info("removing %s, left behind by a killed run", directory)
         _remove_dead(directory, _facts(lock))
     except BlockingIOError:
-        return  # its owner lives
+        return  # its owner is alive
     finally:
         os.close(lock)
 
@@ -154,11 +147,11 @@ def _facts(lock: int) -> dict[str, Any]:
         facts = json.loads(os.pread(lock, 65536, 0))
         if isinstance(facts, dict):
             return facts
-    return {}  # its owner was killed while it wrote them
+    return {}  # its owner was killed while writing them
 
 
 def _remove_if_old(path: Path) -> None:
-    """One without an owner is being made or removed by somebody right now, or is what was left of that."""
+    """Remove a path without an owner if it is old. A recent one may be in the middle of its creation or removal."""
     if time.time() - path.lstat().st_mtime <= OWNERLESS_S:
         return
     if path.is_dir() and not path.is_symlink():

@@ -1,14 +1,18 @@
-"""A servant, a disposable process that runs code of the user, as its parent sees it.
+"""Disposable processes that run user code (graders, environments), and pools of them.
 
-    start ─▶ ask, ask, … ─▶ end, which leaves nothing of it behind
+    UserCodeProcess:  start ─▶ call, call, ... ─▶ end, which kills the whole process tree
+    ProcessPool:      take ─▶ use ─▶ put_back ─▶ take ...
 
-Its inside is `outpace.runtime.servant_child`.
+The child side is `outpace.runtime.user_code_child`. What a child prints goes to its parent's log, up to a limit per
+call (`ProcessOutput`).
 
 Invariants
-- An order ends at its time limit, or when the process ends, whatever the process does with its socket.
-- What comes up is decoded as one of a few structs of bounded size. Anything else, or the answer to another order,
-  means that the process makes no sense any more.
-- After any outcome but an answer the process is not used again: `usable` says so.
+- A call ends at its time limit or when the process ends, whatever the process does with its socket.
+- Replies are decoded as one of a few structs of bounded size. Any other data, or a reply to another request, means that
+  the process is broken.
+- After any outcome other than a valid reply the process is not used again: `usable` is False.
+- A pooled process belongs to one caller at a time. A process that is not usable is ended, never handed out.
+- After `ProcessPool.close` no process, task or file descriptor is left.
 """
 
 from __future__ import annotations
@@ -35,13 +39,13 @@ from outpace.runtime.servant_child import Numbered, Raised
 log = logging.getLogger(__name__)
 
 LOAD_LIMIT_S = 300.0
-"""How long a process may take to start and to import what it is to run: some import large libraries."""
+"""How long a process may take to start and import the user's code, which may import large libraries."""
 END_LIMIT_S = 2.0
-"""How long an idle process may take to leave by itself before it is killed."""
+"""How long an idle process may take to exit before it is killed."""
 
 
 class CallRaised(Exception):
-    """User code raised in another process. Shown to people, this is the traceback it had there."""
+    """User code raised in another process. `str()` of this error is the remote traceback."""
 
     def __init__(self, kind: str, message: str, remote_traceback: str) -> None:
         super().__init__(remote_traceback)
@@ -50,21 +54,21 @@ class CallRaised(Exception):
 
     @property
     def said(self) -> str:
-        """The exception on one line."""
+        """The remote exception on one line."""
         return f"{self.kind}: {self.message}" if self.message else self.kind
 
 
 class ServantDied(Exception):
-    """The process ended, or stopped making sense, in the middle of the call; the text says how."""
+    """The process ended or sent an invalid reply during a call. The message says how."""
 
 
 class ServantKilled(ServantDied):
-    """By somebody else, an operator or the kernel short of memory: what it was at need not be the cause."""
+    """The process was killed from outside, by an operator or the OOM killer. The call need not be the cause."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What sort of servant: the module it runs, what it may answer, and what people call the code in it."""
+    """A kind of process: the module it runs, the type of its replies, and the name of its code in messages."""
 
     module: str
     answers: Any
@@ -73,6 +77,8 @@ class Kind:
 
 
 class Servant:
+    """Parent side of a process that runs user code."""
+
     def __init__(self, kind: Kind, memory_mb: int | None = None) -> None:
         """`memory_mb` limits the address space of the process."""
         self._kind = kind
@@ -80,35 +86,35 @@ class Servant:
         self._mark = secrets.token_hex(16)
         self._ids = itertools.count()
         self._sound = True
-        # A task of its own, so that somebody who is cancelled while he waits for it leaves no half-started process.
+        # In its own task, so that cancelling a waiting caller leaves no half-started process.
         self._starting = asyncio.create_task(self._start())
 
     @property
     def usable(self) -> bool:
-        """Nothing is known against it; it may still be starting."""
+        """Whether the process may be used for further calls. It may still be starting."""
         if not self._sound or not self._starting.done():
             return self._sound
         return self._started() and not self._ended.done()
 
     def next_id(self) -> int:
-        """The number of the next order."""
+        """Return the id for the next request."""
         return next(self._ids)
 
     async def started(self) -> None:
-        """Raises `ServantDied` if the system could not start it."""
+        """Wait until the process has started. Raises `UserCodeDied` if it could not be started."""
         try:
             await asyncio.shield(self._starting)
         except OSError as error:
             raise ServantDied(f"could not be started: {error}") from error
 
-    async def ask(self, order: Numbered, timeout_s: float) -> Any:
-        """The answer to `order`; `CallRaised`, `ServantDied` or `TimeLimitError` otherwise.
+    async def ask(self, request: Numbered, timeout_s: float) -> Any:
+        """Send a request and return the reply. Raises `UserCodeError`, `UserCodeDied` or `TimeLimitError`.
 
-        Until it is here the process counts as unsound: whoever is cancelled leaves it so."""
+        The process is not usable until the reply has arrived, so a cancelled call makes it unusable."""
         await self.started()
         self._sound = False
         self._output.allow()
-        exchange = asyncio.create_task(self._exchange(order))
+        exchange = asyncio.create_task(self._exchange(request))
         try:
             await asyncio.wait({exchange, self._ended}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -118,19 +124,19 @@ class Servant:
             if self._ended.done():
                 raise self._death()
             raise TimeLimitError
-        answer = await self._understood(exchange, order.id)
+        reply = await self._checked_reply(exchange, request.id)
         self._sound = True
-        if isinstance(answer, Raised):
-            raise CallRaised(answer.kind, answer.message, answer.traceback)
-        return answer
+        if isinstance(reply, Raised):
+            raise CallRaised(reply.kind, reply.message, reply.traceback)
+        return reply
 
     def broken(self, how: str) -> ServantDied:
-        """The error to raise when an answer makes no sense; the process is not used again."""
+        """Mark the process as unusable after an invalid reply and return the error to raise."""
         self._sound = False
         return ServantDied(how)
 
     async def end(self, patience_s: float = 0.0) -> None:
-        """End the process and all it has started; with patience, after it had the time to leave by itself."""
+        """Kill the process and everything it started, after giving it `patience_s` to exit by itself."""
         self._sound = False
         await asyncio.wait({self._starting})
         if not self._started():
@@ -142,7 +148,7 @@ class Servant:
         await asyncio.wait({self._ended}, timeout=END_LIMIT_S)
         await self._output.finish()
         if not gone or not self._ended.done():
-            log.warning("%s left processes of group %d that cannot be ended", self._kind.code_of, self._process.pid)
+            log.warning("%s: processes of group %d could not be killed", self._kind.code_of, self._process.pid)
 
     def _started(self) -> bool:
         return not self._starting.cancelled() and self._starting.exception() is None
@@ -168,23 +174,23 @@ class Servant:
         self._channel = Channel(*await asyncio.open_connection(sock=ours))
         self._output = await Output.of(reading, self._kind.code_of)
 
-    async def _exchange(self, order: Numbered) -> Any:
-        await self._channel.send(order)
+    async def _exchange(self, request: Numbered) -> Any:
+        await self._channel.send(request)
         return await self._channel.receive(self._kind.answers, self._kind.max_answer)
 
-    async def _understood(self, exchange: asyncio.Task[Any], order: int) -> Any:
+    async def _checked_reply(self, exchange: asyncio.Task[Any], request_id: int) -> Any:
         try:
-            answer = exchange.result()
-        except (wire.WireError, RecursionError) as error:  # RecursionError: lists in lists, a thousand deep
-            raise self.broken(f"sent something else than an answer: {error}") from None
+            reply = exchange.result()
+        except (wire.WireError, RecursionError) as error:  # RecursionError: lists nested a thousand deep
+            raise self.broken(f"sent an invalid answer: {error}") from None
         except ConnectionError:
-            answer = None
-        if answer is None:
-            await asyncio.wait({self._ended}, timeout=END_LIMIT_S)  # a socket closes a moment before its process ends
+            reply = None
+        if reply is None:
+            await asyncio.wait({self._ended}, timeout=END_LIMIT_S)  # the socket closes shortly before the process ends
             raise self._death()
-        if answer.id != order:
-            raise self.broken("answered a question that was not asked")
-        return answer
+        if reply.id != request_id:
+            raise self.broken("sent an answer to another request")
+        return reply
 
     def _death(self) -> ServantDied:
         if not self._ended.done():

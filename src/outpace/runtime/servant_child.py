@@ -1,19 +1,19 @@
-"""The inside of a servant, a disposable process that runs code of the user for its parent.
+"""Child side of a disposable process that runs user code for its parent.
 
-    parent ── order ──▶ obey, on the main thread ── answer | Raised ──▶ parent
+    parent ── request ──▶ handler, on the main thread ── reply | RaisedReply ──▶ parent
 
-A kind of servant is a module that calls `serve` when it is run as `python -m module FD MEMORY_MB PARENT`. The parent's
-side is `outpace.runtime.servant`.
+A kind of process is a module that calls `serve_user_code` when it runs as `python -m module FD MEMORY_MB PARENT`. The
+parent side is `outpace.runtime.user_code`.
 
 Invariants
-- User code runs on the main thread, so that it may use SIGALRM.
-- What goes up is msgpack of typed structs. Pickled bytes only come down, over the socket that was inherited.
-- The process ends with its parent: the kernel kills it, and a closed socket ends it.
-- Only this process answers: a copy that user code forked ends as soon as that code returns in it.
-- What user code prints goes to file descriptors 1 and 2, which have nothing to do with the socket.
+- User code runs on the main thread, so it may use SIGALRM.
+- Replies are msgpack of typed structs. Pickled bytes are only sent from parent to child, over the inherited socket.
+- The process ends with its parent: the kernel kills it, and it exits when the socket closes.
+- Only this process replies: a copy forked by user code exits as soon as that code returns in it.
+- User code prints to file descriptors 1 and 2, which are separate from the socket.
 
-This is no sandbox: the code has the rights of the user, and the process, with all that it changes there, serves later
-orders too.
+This is not a sandbox: the code runs with the user's rights, and its side effects on the process persist across
+requests.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MAX_TRACEBACK = 20_000
 
 
 class Numbered(Protocol):
-    """What orders and answers have in common: an answer has the number of its order."""
+    """A request or a reply. A reply has the id of its request."""
 
     id: int
 
@@ -48,7 +48,7 @@ class Done(msgspec.Struct, tag="done"):
 
 
 class Raised(msgspec.Struct, tag="raised"):
-    """User code raised; the texts are fit to be sent."""
+    """User code raised. All strings are encodable."""
 
     id: int
     kind: str
@@ -56,82 +56,84 @@ class Raised(msgspec.Struct, tag="raised"):
     traceback: str
 
 
-def serve(kind: str, orders: Any, obey: Callable[[Any], Numbered], wait: Callable[[int], None] | None = None) -> None:
-    """Answer orders of the type `orders` until the parent is gone.
+def serve(
+    kind: str, request_type: Any, handle: Callable[[Any], Numbered], wait: Callable[[int], None] | None = None
+) -> None:
+    """Handle requests of the type `request_type` with `handle` until the parent is gone.
 
-    What `obey` raises is answered with `Raised`. `wait` is called with the socket's descriptor between two orders, and
-    returns once there is something to read."""
+    An exception from `handle` is sent as `RaisedReply`. `wait`, if given, is called with the socket's file descriptor
+    before each request and returns once there is something to read."""
     die_with_parent(int(sys.argv[3]))
-    faulthandler.enable()  # a crash in C says where it was, in the log
+    faulthandler.enable()  # a crash in C code writes its stack to the log
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.set_inheritable(False)
     _limit_memory(int(sys.argv[2]))
-    home = os.getpid()
+    own_pid = os.getpid()
     crash.be(kind)
     crash.reached("servant.started")
-    while (order := _receive(connection, orders, wait)) is not None:
+    while (request := _receive(connection, request_type, wait)) is not None:
         crash.reached("servant.called")
-        answer = _answer(order, obey)
-        if os.getpid() != home:
-            os._exit(0)
+        reply = _reply_to(request, handle)
+        if os.getpid() != own_pid:
+            os._exit(0)  # a copy forked by user code
         crash.reached("servant.answered")
         try:
-            connection.sendall(wire.frame(wire.encode(answer)))
+            connection.sendall(wire.frame(wire.encode(reply)))
         except ConnectionError:
-            return  # the parent has gone while this was done
+            return  # the parent is gone
 
 
-def _answer(order: Any, obey: Callable[[Any], Numbered]) -> Numbered:
+def _reply_to(request: Any, handle: Callable[[Any], Numbered]) -> Numbered:
     try:
         try:
-            return obey(order)
+            return handle(request)
         finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm left behind would go off in the next call
-    # The boundary to the user's code, which may raise anything and may even try to exit.
+            signal.setitimer(signal.ITIMER_REAL, 0)  # a leftover alarm would fire during the next call
+    # User code may raise anything and may even try to exit.
     except BaseException as error:
-        return Raised(order.id, type(error).__name__, message_of(error), _trace())
+        return Raised(request.id, type(error).__name__, message_of(error), _trace())
 
 
 def message_of(error: BaseException) -> str:
-    """What an exception says, on one line that can be sent."""
+    """Return an exception's message as one encodable line."""
     try:
         return sendable(one_line(error))
-    except Exception:  # the text of an exception is code of the user too
-        return "(its message cannot be shown)"
+    except Exception:  # `__str__` of an exception is user code, too
+        return "(the message cannot be shown)"
 
 
 def _trace() -> str:
     try:
         return sendable(traceback.format_exc()[-MAX_TRACEBACK:])
-    except Exception:  # formatting asks the exception for its text
+    except Exception:  # formatting calls the exception's `__str__`
         return ""
 
 
 def _limit_memory(megabytes: int) -> None:
-    """Of address space; 0 is no limit."""
+    """Limit the address space; 0 means no limit."""
     if megabytes:
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (megabytes << 20, megabytes << 20))
 
 
-def _receive(connection: socket.socket, orders: Any, wait: Callable[[int], None] | None) -> Any:
-    """The next order, or None when the parent is gone."""
+def _receive(connection: socket.socket, request_type: Any, wait: Callable[[int], None] | None) -> Any:
+    """Return the next request, or None if the parent is gone."""
     if wait is not None:
         wait(connection.fileno())
     header = _exactly(connection, wire.HEADER.size)
     body = header and _exactly(connection, wire.HEADER.unpack(header)[0])
-    return wire.decode(body, orders) if body else None
+    return wire.decode(body, request_type) if body else None
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes | None:
-    parts = bytearray()
-    while len(parts) < size:
+    data = bytearray()
+    while len(data) < size:
         try:
-            part = connection.recv(size - len(parts))
+            chunk = connection.recv(size - len(data))
         except ConnectionError:
             return None
-        if not part:
+        if not chunk:
             return None
-        parts += part
-    return bytes(parts)
+        data += chunk
+    return bytes(data)

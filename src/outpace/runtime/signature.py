@@ -1,4 +1,4 @@
-"""What a function of the user takes, asked before it is called. Light, since children import it."""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ BY_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD
 
 
 def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
-    """None: some functions written in C do not tell."""
+    """Return the parameters of a function, or None for C functions without a signature."""
     try:
         return list(inspect.signature(function).parameters.values())
     except ValueError:
@@ -18,17 +18,17 @@ def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter] | Non
 
 
 def accepted(function: Callable[..., Any], names: Collection[str]) -> set[str]:
-    """Which of the names the function takes as arguments: all of them if it has `**kwargs`, else those it names."""
+    """Return the names that the function accepts as arguments: all of them if it has `**kwargs`."""
     parameters = parameters_of(function)
     if parameters is None or any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return set(names)
-    return _spelt(parameters) & set(names)
+    return _keyword_names(parameters) & set(names)
 
 
 def named(function: Callable[..., Any], names: Collection[str]) -> set[str]:
-    """Which of the names the function spells out."""
-    return _spelt(parameters_of(function) or []) & set(names) if names else set()
+    """Return the names that are explicit parameters of the function."""
+    return _keyword_names(parameters_of(function) or []) & set(names) if names else set()
 
 
-def _spelt(parameters: list[inspect.Parameter]) -> set[str]:
+def _keyword_names(parameters: list[inspect.Parameter]) -> set[str]:
     return {parameter.name for parameter in parameters if parameter.kind in BY_KEYWORD}

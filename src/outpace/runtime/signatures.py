@@ -1,4 +1,4 @@
-"""What travels with each call of a protocol, read off its type hints."""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from outpace import wire
 
 
 class Signature:
-    """The argument and result types of one protocol method."""
+    """The argument and result types of one protocol method, from its type hints."""
 
     def __init__(self, protocol: type, method: str) -> None:
         function = getattr(protocol, method, None)

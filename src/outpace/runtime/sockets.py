@@ -1,7 +1,4 @@
-"""Unix sockets between parts of one machine: private to the user, and opened with a token.
-
-A peer must send the token as its first frame; anything else closes the connection before a call is looked at.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -19,29 +16,31 @@ log = logging.getLogger(__name__)
 
 
 async def listen(path: str, token: str, target: object, protocol: type) -> asyncio.Server:
-    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Serve calls to `target` on a Unix socket, for peers that send the token first."""
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         channel = Channel(reader, writer)
         try:
             async with asyncio.timeout(10):
                 offered = await channel.receive(str)
             if not isinstance(offered, str) or not hmac.compare_digest(offered, token):
-                log.warning("a connection without the right token was refused")
+                log.warning("rejected a connection with a missing or wrong token")
                 return
             await serve(target, protocol, channel)
         except asyncio.CancelledError:
-            return  # the process is ending; raised further, asyncio would log it as if something had gone wrong
+            return  # the process is ending; re-raised, asyncio would log it as an error
         except (WireError, TimeoutError) as error:
-            log.warning("a connection was refused: %s", error)
+            log.warning("rejected a connection: %s", error)
         finally:
             channel.close()
 
-    server = await asyncio.start_unix_server(greet, path)
+    server = await asyncio.start_unix_server(accept, path)
     os.chmod(path, 0o600)
     return server
 
 
 async def connect(path: str, token: str, deadline_s: float | None = START_DEADLINE_S) -> Channel:
-    """Connect to a peer that may still be starting, and may take as long as any part may. None: without an end."""
+    """Connect to a peer that may still be starting. Retries until `deadline_s`; None retries forever."""
     try:
         async with asyncio.timeout(deadline_s):
             while True:
@@ -51,7 +50,7 @@ async def connect(path: str, token: str, deadline_s: float | None = START_DEADLI
                 except (FileNotFoundError, ConnectionError):
                     await asyncio.sleep(0.05)
     except TimeoutError:
-        raise PartFailed(os.path.basename(path), f"did not listen within {deadline_s:g} s") from None
+        raise PartFailed(os.path.basename(path), f"did not accept connections within {deadline_s:g} s") from None
     channel = Channel(reader, writer)
     await channel.send(token)
     return channel

@@ -1,4 +1,11 @@
-"""What a part needs to know to come to life, in this process or in a child."""
+"""Components and where they run.
+
+A component is an engine, the learner or a worker. `ComponentSpec` describes how to build one; a `Runtime` starts it, in
+this process (`InlineRuntime`) or in a child process (`outpace.runtime.local`).
+
+With `InlineRuntime`, for debugging, notebooks and tests, every component still computes on its own thread, so the event
+loop stays free and the same code paths run.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +21,15 @@ from outpace.errors import PartFailed
 P = TypeVar("P")
 
 START_DEADLINE_S = 600.0
-"""How long a part may take until it can be called: a large model loads slowly."""
+"""How long a component may take to become ready: a large model loads slowly."""
 
 
 class PartSpec(msgspec.Struct, frozen=True):
-    """`factory` and `protocol` are `module:name`; the factory is `async (spec, peers) -> object`.
+    """How to build a component. `factory` and `protocol` are `module:name`; the factory is `async (spec, peers) ->
+    object`.
 
-    `code` holds objects that cannot be imported by name (functions of `__main__` or a notebook), by value. It is only
-    ever sent down the private pipe from a parent to the child it started, and nothing like it comes back.
+    `code` holds pickled objects that cannot be imported by name (functions of `__main__` or a notebook). It is only
+    sent from a parent to its own child over a private socket, never back.
     """
 
     name: str
@@ -29,59 +37,59 @@ class PartSpec(msgspec.Struct, frozen=True):
     protocol: str
     settings: dict[str, Any] = {}
     code: bytes = b""
-    listen: str | None = None  # a socket path on which the part also serves its protocol to its peers
+    listen: str | None = None  # socket path on which the component also serves its protocol to its peers
     token: str = ""
-    peers: dict[str, str] = {}  # name -> socket path of an engine this part talks to
+    peers: dict[str, str] = {}  # name -> socket path of an engine that this component calls
     peer_protocol: str = "outpace.protocols:Engine"
-    attempt: int = 0  # how many processes have been this part before
-    start_s: float = START_DEADLINE_S  # how long it may take until it can be called
+    attempt: int = 0  # number of earlier processes of this component
+    start_s: float = START_DEADLINE_S  # how long it may take to become ready
 
 
 class Runtime(Protocol):
-    """Where parts live."""
+    """Starts, restarts and stops components."""
 
     deaths: asyncio.Queue[PartFailed]
-    """One item for every part that has died and should be running: its name, how it ended, the end of its log."""
+    """One item for every component that died unexpectedly: its name, exit reason and the end of its log."""
 
     async def start(self, protocol: type[P], spec: PartSpec, environment: dict[str, str]) -> P:
-        """Bring a part to life; returns once it can be called."""
+        """Start a component. Returns once it is ready."""
         ...
 
     async def restart(self, name: str) -> None:
-        """Bring a dead part to life again; what `start` has returned goes on with it.
+        """Restart a dead component. The object that `start` returned works again afterwards.
 
-        Raises what `start` would. A part that dies before it can be called is no item of `deaths`."""
+        Raises what `start` raises. A component that dies before it is ready is not added to `deaths`."""
         ...
 
     async def kill(self, name: str) -> None:
-        """End a part that cannot be talked to any more; its death is told as any other's."""
+        """Kill a component that no longer responds. Its death is added to `deaths`."""
         ...
 
     async def retire(self, name: str) -> None:
-        """End a part that is not needed any more. That is no death, and it cannot be started again."""
+        """Stop a component for good. It is not added to `deaths` and cannot be restarted."""
         ...
 
     async def ping(self, name: str, deadline_s: float) -> bool:
-        """Whether the event loop of a part still turns."""
+        """Return whether the event loop of a component still responds."""
         ...
 
     async def dump(self) -> str:
-        """What every part is doing, as far as it can still say so; takes about a second."""
+        """Return a report of what every component is doing, as far as available. Takes about a second."""
         ...
 
     async def stop(self) -> None: ...
 
 
 BROKEN = "broken down: "
-"""How the last line begins that a part logs which has broken down; the cause follows."""
+"""Prefix of the last line that a component logs before it exits because of an unrecoverable failure."""
 
 
 @runtime_checkable
 class Breakable(Protocol):
-    """A part that may break down in a way that only a new process can mend."""
+    """A component that may fail in a way that only a new process can repair."""
 
     async def broken(self) -> PartFailed:
-        """Waits for that; says why."""
+        """Wait for such a failure and return it."""
         ...
 
 
@@ -98,8 +106,8 @@ async def build(spec: PartSpec, peers: dict[str, Any]) -> object:
     return await factory(spec, peers)
 
 
-async def close(part: object) -> None:
-    """End a part, if it has anything to end."""
-    closer = getattr(part, "close", None)
+async def close(component: object) -> None:
+    """Call the component's `close` method, if it has one."""
+    closer = getattr(component, "close", None)
     if closer is not None:
         await closer()

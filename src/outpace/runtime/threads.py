@@ -1,8 +1,12 @@
-"""Calls of synchronous user code, away from the event loop.
+"""Helpers for asyncio and user code: threads, time limits, task groups, fairness on the event loop.
 
-A thread cannot be killed, so a call that hangs must be something one can walk away from: it runs in a daemon thread
-that holds neither a place in the loop's own pool, which the journal needs, nor the end of the process. Threads that
-come back are used again, as far as there is use for them.
+- `call_user_function` and `run_in_thread` run synchronous user code off the event loop. A thread cannot be killed, so a
+  call that hangs must be safe to abandon: it runs in a daemon thread that neither takes a slot of the loop's own
+  executor, which the journal needs, nor blocks the exit of the process. Idle threads are reused.
+- `with_time_limit` cancels work at a limit and raises `TimeLimitError`.
+- `gather_or_cancel` runs coroutines concurrently and cancels the rest when one fails.
+- `LoopFairness` spreads work over several iterations of the event loop.
+- `PerLoop` keeps one object per event loop.
 """
 
 from __future__ import annotations
@@ -19,25 +23,25 @@ from functools import partial
 from typing import Any
 
 Answer = tuple[Any, BaseException | None]
-"""The result and the exception as values: a future refuses StopIteration, and SystemExit in one would end the loop."""
+"""The result and the exception as values: a future rejects StopIteration, and SystemExit in one would end the loop."""
 
 MOST_IDLE = 32
-"""Threads that wait for further calls; those beyond end with their call, so that a rush leaves no crowd behind."""
+"""Most idle threads that are kept. Additional threads end after their call, so that a burst does not leave threads."""
 
-_idle: list[_Thread] = []
+_idle: list[_UserCodeThread] = []
 
 
-class _Thread:
-    """A daemon that does one thing at a time and is idle in between."""
+class _UserCodeThread:
+    """A daemon thread that runs one job at a time."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        threading.Thread(target=self._live, name="outpace-user-code", daemon=True).start()
+        threading.Thread(target=self._run, name="outpace-user-code", daemon=True).start()
 
-    def do(self, job: Callable[[], None]) -> None:
+    def submit(self, job: Callable[[], None]) -> None:
         self._jobs.put(job)
 
-    def _live(self) -> None:
+    def _run(self) -> None:
         while True:
             self._jobs.get()()
             if len(_idle) >= MOST_IDLE:
@@ -46,23 +50,23 @@ class _Thread:
 
 
 def steady_executor(threads: int = 4) -> ThreadPoolExecutor:
-    """A pool for `asyncio.to_thread` whose threads are all there from the start. Left to itself a pool adds a thread
-    whenever luck has them all busy, and a number that grows for hours looks like a leak."""
+    """Return an executor for `asyncio.to_thread` with all of its threads started. By default an executor adds a thread
+    whenever all are busy, and a thread count that grows for hours looks like a leak."""
     pool = ThreadPoolExecutor(threads, thread_name_prefix="outpace-io")
-    together = threading.Barrier(threads + 1)
+    all_started = threading.Barrier(threads + 1)
     for _ in range(threads):
-        pool.submit(together.wait)
-    together.wait()
+        pool.submit(all_started.wait)
+    all_started.wait()
     return pool
 
 
 def warm_up(threads: int) -> None:
-    """Have so many threads for user code idle from the start, for the same reason."""
-    _idle.extend(_Thread() for _ in range(threads - len(_idle)))
+    """Start idle threads for user code ahead of time, so that the thread count does not grow during the run."""
+    _idle.extend(_UserCodeThread() for _ in range(threads - len(_idle)))
 
 
 async def call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """What `function` returns: on the loop if it is asynchronous, in a thread otherwise."""
+    """Call a user function: on the event loop if it is a coroutine function, otherwise in a thread."""
     if inspect.iscoroutinefunction(function):
         return await function(*args, **kwargs)
     returned, error = await in_thread(partial(function, *args, **kwargs))
@@ -72,29 +76,30 @@ async def call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> An
 
 
 def in_thread(work: Callable[[], Any]) -> asyncio.Future[Answer]:
+    """Run `work` in a daemon thread with a copy of the current context. Cancelling the future abandons the thread."""
     loop = asyncio.get_running_loop()
-    answer: asyncio.Future[Answer] = loop.create_future()
+    outcome: asyncio.Future[Answer] = loop.create_future()
     context = contextvars.copy_context()
 
-    def settle(returned: Any, error: BaseException | None) -> None:
-        if not answer.done():
-            answer.set_result((returned, error))
+    def complete(returned: Any, error: BaseException | None) -> None:
+        if not outcome.done():
+            outcome.set_result((returned, error))
 
     def job() -> None:
         returned, error = None, None
         try:
             returned = context.run(work)
-        except BaseException as raised:  # the boundary of the thread: raised again by whoever waits
+        except BaseException as raised:  # thread boundary: re-raised by the caller
             error = raised
-        with suppress(RuntimeError):  # the loop has closed: nobody waits any more
-            loop.call_soon_threadsafe(settle, returned, error)
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(complete, returned, error)
 
-    _next_thread().do(job)
-    return answer
+    _next_thread().submit(job)
+    return outcome
 
 
-def _next_thread() -> _Thread:
+def _next_thread() -> _UserCodeThread:
     try:
         return _idle.pop()
     except IndexError:
-        return _Thread()
+        return _UserCodeThread()

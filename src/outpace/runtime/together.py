@@ -1,4 +1,4 @@
-"""Several things at once, failing as one."""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 
 async def together(*work: Coroutine[Any, Any, Any]) -> list[Any]:
-    """All results, or the first failure as it is, once the rest has been cancelled and has ended."""
+    """Run coroutines concurrently and return all results. If one fails, cancel the others, wait until they have ended,
+    and raise its exception."""
     tasks = [asyncio.ensure_future(one) for one in work]
     if not tasks:
         return []

@@ -1,9 +1,4 @@
-"""Fairness on an event loop: work that many tasks want to do at once is spread over several turns of the loop.
-
-All that is ready runs in one turn, and until it is done the loop looks at nothing else: neither at timers nor at
-sockets. A thousand episodes whose tools answer in the same moment would each render a prompt, and everything else would
-be late by as long as that takes. Here only so many go through per turn, first come, first served.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -12,40 +7,44 @@ from collections import deque
 
 
 class Turnstile:
-    """For one event loop."""
+    """Limits how many tasks do a piece of work per iteration of one event loop, in FIFO order.
+
+    An event loop runs all ready callbacks in one iteration and checks neither timers nor sockets until they are done.
+    If the tools of a thousand episodes returned at the same moment, a thousand prompts would be rendered in one
+    iteration and everything else would be delayed."""
 
     def __init__(self, per_turn: int = 16) -> None:
         self._per_turn = per_turn
         self._left = per_turn
         self._waiting: deque[asyncio.Future[None]] = deque()
-        self._let_in = 0  # who may go on, and has not yet
+        self._admitted = 0  # tasks admitted that have not resumed yet
         self._ticking = False
 
     async def passed(self) -> None:
-        """Wait for one's turn, which mostly is now."""
+        """Wait for a slot. Usually there is one immediately."""
         loop = asyncio.get_running_loop()
         if not self._ticking:
             self._ticking = True
             loop.call_soon(self._tick, loop)
-        if self._left > 0 and not self._waiting and not self._let_in:
+        if self._left > 0 and not self._waiting and not self._admitted:
             self._left -= 1
             return
-        place = loop.create_future()
-        self._waiting.append(place)
+        slot = loop.create_future()
+        self._waiting.append(slot)
         try:
-            await place
+            await slot
         finally:
-            self._let_in -= place.done() and not place.cancelled()
+            self._admitted -= slot.done() and not slot.cancelled()
 
     def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Runs once per turn for as long as somebody went through in it. Those let in here go on in the next turn."""
+        """Runs once per iteration while slots are in use. Tasks admitted here resume in the next iteration."""
         was_idle = self._left == self._per_turn
         self._left = self._per_turn
         while self._waiting and self._left:
-            place = self._waiting.popleft()
-            if not place.done():  # whoever was cancelled has left
-                place.set_result(None)
-                self._let_in += 1
+            slot = self._waiting.popleft()
+            if not slot.done():  # skip cancelled tasks
+                slot.set_result(None)
+                self._admitted += 1
                 self._left -= 1
         self._ticking = bool(self._waiting) or not was_idle
         if self._ticking:

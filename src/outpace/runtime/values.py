@@ -1,9 +1,4 @@
-"""Values of the user on their way to a child and back.
-
-Text, numbers, lists and dicts travel as msgpack. What a Python caller gives may hold anything else: tuples, arrays,
-decimals, objects. msgpack would refuse or change those, so on the way down they travel by value, as functions do.
-Nothing comes up by value.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -14,40 +9,41 @@ from outpace.errors import BadInput
 from outpace.runtime import code
 
 _SCALARS = frozenset({str, int, float, bool, bytes, type(None)})
-_ALL = "values"
+_VALUES_KEY = "values"
 
 
 def packed(values: dict[str, Any]) -> tuple[bytes, bool]:
-    """The bytes, and whether they are by value. `BadInput` names a value that cannot be copied at all."""
+    """Return the encoded values and whether they are pickled. Raises `BadInput` that names a value that cannot be."""
     plain = encoded(values)
     if plain is not None:
         return plain, False
     try:
-        return code.pack({_ALL: values}), True
+        return code.pack({_VALUES_KEY: values}), True
     except BadInput:
-        code.pack(values)  # says which one it is
+        code.pack(values)  # raises an error that names the value
         raise
 
 
 def unpacked(body: bytes, by_value: bool) -> dict[str, Any]:
-    return dict(code.unpack(body)[_ALL]) if by_value else wire.decode(body, dict[str, Any])
+    """Decode what `encode_values` returned. `by_value`: the bytes are pickled."""
+    return dict(code.unpack(body)[_VALUES_KEY]) if by_value else wire.decode(body, dict[str, Any])
 
 
 def encoded(value: Any) -> bytes | None:
-    """The value as msgpack; None if that would refuse or change it."""
+    """Encode a value as msgpack. Returns None if msgpack would reject or change it."""
     try:
         return wire.encode(value) if _is_plain(value, set()) else None
-    except (ValueError, OverflowError, RecursionError):  # half a surrogate pair, more than 64 bits, a circle or depth
+    except (ValueError, OverflowError, RecursionError):  # a lone surrogate, over 64 bits, a cycle or deep nesting
         return None
 
 
 def sendable(text: str) -> str:
-    """Half of a surrogate pair is no character and does not travel."""
+    """Replace lone surrogates, which cannot be encoded as UTF-8."""
     return text.encode("utf-8", "replace").decode()
 
 
 def _is_plain(value: Any, seen: set[int]) -> bool:
-    """Whether msgpack gives back an equal value of the same types. What is there many times is looked at once."""
+    """Return whether msgpack decodes to an equal value of the same types. Repeated objects are checked once."""
     kind = type(value)
     if kind in _SCALARS or id(value) in seen:
         return True

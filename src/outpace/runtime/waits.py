@@ -1,8 +1,4 @@
-"""Who waits for what, in this process: every wait that may be long says so, and the watchdog reads it.
-
-with waiting("group 12: worker-0"):
-    report = await worker.run(order)
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -17,7 +13,7 @@ _ids = itertools.count()
 
 @contextmanager
 def waiting(reason: str) -> Iterator[None]:
-    """Registered until the block ends. Safe on any thread."""
+    """Register a wait until the block ends. Thread-safe."""
     number = next(_ids)
     _waits[number] = (reason, time.monotonic())
     try:
@@ -27,7 +23,7 @@ def waiting(reason: str) -> Iterator[None]:
 
 
 def longest(most: int = 20) -> list[str]:
-    """The oldest waits of this process, in words."""
+    """Return the oldest waits of this process, one line each."""
     now = time.monotonic()
     oldest = sorted(_waits.values(), key=lambda wait: wait[1])
     lines = [f"{reason}, for {now - since:.1f} s" for reason, since in oldest[:most]]

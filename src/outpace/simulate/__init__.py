@@ -1,1 +1,1 @@
-"""The controller's own mind under a virtual clock, with modelled engines, learner, environments and faults."""
+"""Simulator: the real scheduler on a virtual clock, with simulated engines, learner, environments and faults."""

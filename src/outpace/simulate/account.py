@@ -1,13 +1,15 @@
-"""What a simulated run came to, measured between two steps: the pipeline fills before the first of them.
+"""Metrics of a simulated run, and the printed report.
 
-    T   seconds of one step
-    T*  = (W_g + W_t) / N, which no schedule on N devices can beat
-    W_g device-seconds that the step's tokens take on engines with every slot in use, filtered groups included: no
-        schedule can know that a group teaches nothing without sampling it
-    W_t device-seconds that its tokens take to be trained
+Measured between two steps, after the pipeline has filled:
 
-Waste is what was sampled for nobody: failed groups, groups given up, answers that died with their engine or worker. A
-step that is done again after the learner died counts once, and what it took the first time is in T.
+    T    seconds per step
+    T*   = (W_g + W_t) / N, a lower bound of T for any schedule on N devices
+    W_g  device-seconds to generate the step's tokens on engines with all slots in use, including filtered groups: no
+         schedule can tell that a group is uniform without sampling it
+    W_t  device-seconds to train on the step's tokens
+
+Waste is sampled tokens that are never used: failed groups, cancelled groups, and completions lost with their engine or
+worker. A step that is redone after a learner failure counts once; the time of the first try is included in T.
 """
 
 from __future__ import annotations
@@ -24,31 +26,31 @@ from outpace.types import Version
 
 @dataclass(frozen=True)
 class Reading:
-    """Totals as of one moment."""
+    """Cumulative totals at one time."""
 
     moment: float
     engine_busy_s: float
-    engine_up_s: float  # seconds of all engines that there are, added up
+    engine_up_s: float  # total engine-seconds with devices
     slot_s: float
     learner_busy_s: float
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one batch trained."""
+    """One trained batch."""
 
     sampled: float
     trained: float
     work: Cost
-    lags: tuple[int, ...]  # of each group's oldest token
-    lag_sum: float  # over sampled tokens
+    lags: tuple[int, ...]  # lag of each group's oldest token
+    lag_sum: float  # sum over sampled tokens
 
 
 class Account(Observer):
-    """`read` gives the totals of the moment, `groups` the groups that are known; those that are over are taken out."""
+    """Measures a run. `read` returns the current totals. `groups` holds the known groups, until they are over."""
 
     def __init__(self, first: Version, read: Callable[[], Reading]) -> None:
-        self._first = first  # measured from the end of this step on
+        self._first = first  # measurement starts after this step
         self._read = read
         self.groups: dict[int, Group] = {}
         self.steps: dict[Version, Step] = {}
@@ -72,7 +74,7 @@ class Account(Observer):
                 self._trained(version)
             case GroupClosed(group, outcome) if outcome != "finished" and group in self.groups:
                 over = self.groups.pop(group)
-                self._lost(over)
+                self._count_lost(over)
                 if self.began is None:
                     return
                 if outcome == "failed":
@@ -81,18 +83,18 @@ class Account(Observer):
                     self.filtered.add(over.useful)
 
     def given_up(self, group: Group) -> None:
-        self._lost(group)
+        self._count_lost(group)
         if self.began is not None:
             self.waste["given up"] += group.useful.sampled
 
     def abandoned(self, groups: Iterable[Group]) -> None:
-        """A start of the run is over, and what it had not finished is lost."""
+        """Count the unfinished groups of an ended start as lost."""
         for group in groups:
             if not group.over:
                 group.lost.add(group.useful)
-                self._lost(group)
+                self._count_lost(group)
 
-    def _lost(self, group: Group) -> None:
+    def _count_lost(self, group: Group) -> None:
         if self.began is not None:
             self.waste["lost"] += group.lost.sampled
         group.lost = Cost()
@@ -101,7 +103,7 @@ class Account(Observer):
         groups = [self.groups.pop(group) for group in self._batch]
         work = Cost()
         for group in groups:
-            self._lost(group)
+            self._count_lost(group)
             work.add(group.useful)
         lag_sum = sum((version - 1) * group.useful.sampled - group.versions for group in groups)
         trained = sum(group.trained_tokens for group in groups)
@@ -114,34 +116,34 @@ class Account(Observer):
 
 @dataclass(frozen=True)
 class Figures:
-    """One simulated run, for people."""
+    """Results of one simulated run."""
 
     generating: int  # devices
     training: int  # devices
     engines: int
-    steps: int  # measured
-    seconds: float  # of them
+    steps: int  # measured steps
+    seconds: float  # duration of the measured steps
     step_s: float  # T
     ideal_s: float  # T*
     efficiency: float
     sampled_tok_s: float
     trained_tok_s: float
-    lag_mean: float  # over tokens
-    lag_p95: int  # over groups, of the oldest token
+    lag_mean: float  # mean over tokens
+    lag_p95: int  # over groups, by oldest token
     lag_max: int
-    waste: float  # the share of sampled tokens
+    waste: float  # fraction of sampled tokens
     waste_by: dict[str, float]
-    learner_wait: float  # the share of its time
+    learner_wait: float  # fraction of time
     engine_wait: float
     slots_used: float
-    running_mean: float  # sequences
-    running_most: int  # episodes
+    running_mean: float  # concurrent sequences
+    running_most: int  # concurrent episodes
     deaths: dict[str, int]
     restarts: int
-    ended: str  # why
+    ended: str  # reason
     simulated_s: float
     cpu_s: float
-    in_turns: bool = False  # all devices generate, then all train
+    in_turns: bool = False  # colocated: all devices generate, then all train
 
     @property
     def steps_per_hour(self) -> float:
@@ -149,7 +151,7 @@ class Figures:
 
 
 def figures(account: Account, settings: SimulationSettings, **rest: object) -> Figures | None:
-    """None: the run ended before anything was measured."""
+    """Compute the results of a run, or None if it ended before anything was measured."""
     measured, began, ended = account.measured, account.began, account.ended
     if not measured or began is None or ended is None or ended.moment <= began.moment:
         return None
@@ -181,7 +183,7 @@ def figures(account: Account, settings: SimulationSettings, **rest: object) -> F
         waste=wasted / (useful.sampled + wasted),
         waste_by={kind: tokens / (useful.sampled + wasted) for kind, tokens in account.waste.items()},
         learner_wait=1 - (ended.learner_busy_s - began.learner_busy_s) / seconds,
-        engine_wait=1 - (ended.engine_busy_s - began.engine_busy_s) / up_s if up_s else 0.0,  # all of them were away
+        engine_wait=1 - (ended.engine_busy_s - began.engine_busy_s) / up_s if up_s else 0.0,  # 0 if no engine was up
         slots_used=(ended.slot_s - began.slot_s) / (up_s * settings.engine.slots) if up_s else 0.0,
         running_mean=(ended.slot_s - began.slot_s) / seconds,
         **rest,  # type: ignore[arg-type]
@@ -189,7 +191,7 @@ def figures(account: Account, settings: SimulationSettings, **rest: object) -> F
 
 
 def _generation_s(cost: Cost, settings: SimulationSettings) -> float:
-    """Device-seconds on engines with every slot in use."""
+    """Return the device-seconds on engines with all slots in use."""
     engine = settings.engine
     token_s = (engine.step_s + engine.sequence_s * engine.slots) / engine.slots
     return (cost.sampled * token_s + cost.prefilled / engine.prefill_tok_s) * settings.cluster.per_engine

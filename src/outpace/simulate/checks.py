@@ -1,11 +1,11 @@
-"""What must hold in every run, looked at after every event, from books that the core has no part in.
+"""Scheduler invariants, checked after every event from an independent record of events and actions.
 
-- Slots: groups that run or are finished are as many as the core thinks, and never more than its settings allow.
-- A group is admitted once, runs, and is closed, cancelled or (finished) trained once; only what was trained and not
-  retired is replayed.
-- The learner is given one version at a time, in order, and is idle when the run ends.
-- A snapshot stays as long as an engine loads it or an evaluation reads it.
-- A group's stamp is one that every engine which serves can meet.
+- Slots: the number of running and finished groups matches the scheduler's, and never exceeds its configured limits.
+- A group is admitted once, runs, and is closed, cancelled or (if finished) trained on once. Only groups that were
+  trained on and not retired are replayed.
+- The learner works on one version at a time, in order, and is idle when the run ends.
+- A snapshot is kept while an engine loads it or an evaluation reads it.
+- Every serving engine can meet a group's `min_version`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ from outpace.types import Version
 
 
 class Checker(Observer):
-    """`finished` and `trained`: groups of an earlier start that this one goes on with, to be trained or replayed."""
+    """Checks the invariants with assertions. `finished` and `trained` are groups carried over from an earlier start, to
+    be trained on or replayed."""
 
     def __init__(self, core: Core, finished: Iterable[int] = (), trained: Iterable[int] = ()) -> None:
         self.core = core
@@ -53,17 +54,17 @@ class Checker(Observer):
         self._version = core.version
         self._admitted: set[int] = set()
         self._running: set[int] = set()
-        self._finished = set(finished)  # and not trained
-        self._trained = set(trained)  # and not retired
+        self._finished = set(finished)  # finished and not trained on
+        self._trained = set(trained)  # trained on and not retired
         self._batch: tuple[int, ...] = ()
-        self._learner_at_work = 0
+        self._learner_busy = 0
         self._buffers: set[Version] = set()
-        self._served: dict[str, Version] = {}  # by engines that were loaded, in lockstep also before they died
+        self._served: dict[str, Version] = {}  # by loaded engines; in deterministic mode also by failed ones
         self._stale: set[str] = set()  # engines that do not serve
         self._loading: dict[str, Version] = {}
-        self._behind: set[str] = set()  # engines whose load has failed, or takes too long
+        self._behind: set[str] = set()  # engines whose load failed or is late
         self._evaluating: Version | None = None
-        self._over = False
+        self._ended = False
         self._inherited = len(self._finished)
 
     # ---------------------------------------------------------------------------------------------------------- events
@@ -71,23 +72,23 @@ class Checker(Observer):
     def heard(self, event: Event) -> None:
         match event:
             case GroupClosed(group, outcome):
-                if group in self._running:  # else it was cancelled
+                if group in self._running:  # otherwise it was cancelled
                     self._running.remove(group)
                     self._finished |= {group} if outcome == "finished" else set()
             case BatchTrained(version):
                 self._version = version
                 self._finished -= set(self._batch)
                 self._trained |= set(self._batch)
-                self._learner_at_work -= 1
+                self._learner_busy -= 1
             case ChunkTrained() | Published():
-                self._learner_at_work -= 1
+                self._learner_busy -= 1
             case EvaluationDone(version):
                 assert version in self._buffers, f"version {version} was overwritten while it was being evaluated"
                 self._evaluating = None
             case _:
-                self._heard_of_engines(event)
+                self._on_engine_event(event)
 
-    def _heard_of_engines(self, event: Event) -> None:
+    def _on_engine_event(self, event: Event) -> None:
         match event:
             case Started(engines):
                 self._served = {name: version for name, version in engines.items() if version == self._version}
@@ -105,15 +106,15 @@ class Checker(Observer):
                 assert self._loading.pop(engine) == version
                 self._behind.add(engine)
                 if torn:
-                    self._does_not_serve(engine)
+                    self._stop_serving(engine)
             case EngineLost(engine):
                 self._loading.pop(engine, None)
-                self._does_not_serve(engine)
+                self._stop_serving(engine)
             case EngineJoined(engine):
                 assert engine not in self._loading
                 self._stale.add(engine)
 
-    def _does_not_serve(self, engine: str) -> None:
+    def _stop_serving(self, engine: str) -> None:
         self._behind.discard(engine)
         self._stale.add(engine)
         if not self.settings.deterministic:
@@ -122,7 +123,7 @@ class Checker(Observer):
     # --------------------------------------------------------------------------------------------------------- actions
 
     def ordered(self, action: Action) -> None:
-        assert not self._over, f"{action} after the end"
+        assert not self._ended, f"{action} after the end"
         match action:
             case Admit():
                 self._check_admission(action)
@@ -147,28 +148,28 @@ class Checker(Observer):
                 assert min(self.settings.governor.min_lag, self.settings.max_lag) <= lag <= self.settings.max_lag
             case Finish(reason):
                 assert reason == "stopped" or self._evaluating is None
-                assert not self._learner_at_work, "the learner was still at work"
-                self._over = True
+                assert not self._learner_busy, "the learner was still busy"
+                self._ended = True
 
     def _check_admission(self, admit: Admit) -> None:
         assert admit.group not in self._admitted
-        assert not (self._stale and self.settings.deterministic), "in lockstep all engines serve, or none"
-        oldest = self._oldest_counted_on()
+        assert not (self._stale and self.settings.deterministic), "in deterministic mode all engines serve, or none"
+        oldest = self._oldest_expected()
         assert admit.min_version <= oldest if admit.recorded else admit.min_version == oldest
         self._admitted.add(admit.group)
         self._running.add(admit.group)
 
-    def _oldest_counted_on(self) -> Version:
-        """Of the versions that serve, without those that are too old and behind, if there is any other."""
+    def _oldest_expected(self) -> Version:
+        """Return the oldest version that serves, ignoring engines that are both too old and behind if others exist."""
         if self.settings.deterministic:
             return min(self._served.values())
         floor = self._version - (0 if self._version < self.settings.warmup_steps else self.core.max_lag)
-        counted = [v for engine, v in self._served.items() if v >= floor or engine not in self._behind]
-        return min(counted, default=min(self._served.values()))
+        expected = [v for engine, v in self._served.items() if v >= floor or engine not in self._behind]
+        return min(expected, default=min(self._served.values()))
 
     def _check_learner(self, action: TrainChunk | CloseBatch | Publish) -> None:
         assert action.version == self._version
-        self._learner_at_work += 1
+        self._learner_busy += 1
         match action:
             case TrainChunk(_, groups, replayed):
                 assert set(groups) <= (self._trained if replayed else self._finished)
@@ -185,7 +186,7 @@ class Checker(Observer):
         self._loading[engine] = version
         serves_already = engine in self._served and self._served[engine] != version
         if serves_already and (self.settings.update == "drain" or self.settings.deterministic):
-            assert not self._running, "weights change under running groups"
+            assert not self._running, "weights change while groups are running"
 
     # ----------------------------------------------------------------------------------------------------------- slots
 

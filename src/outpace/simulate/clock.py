@@ -1,35 +1,36 @@
-"""Virtual time: what is to happen, in order. Nothing sleeps; time jumps to whatever comes next.
-
-Two things that fall on the same moment happen in the order in which they were asked for, so a run is a function of its
-settings and its seed.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from heapq import heappop, heappush
 
-Happening = Callable[[], None]
+TimedCall = Callable[[], None]
 
 
 class Clock:
+    """Virtual clock with a queue of scheduled calls. Nothing sleeps: time jumps to the next call.
+
+    Calls scheduled for the same time run in the order in which they were scheduled, so a run is a pure function of its
+    settings and seed."""
+
     def __init__(self, now: float = 0.0) -> None:
         self.now = now
-        self._asked = 0
-        self._pending: list[tuple[float, int, Happening]] = []
+        self._scheduled = 0
+        self._pending: list[tuple[float, int, TimedCall]] = []
 
-    def after(self, seconds: float, happening: Happening) -> None:
-        self.at(self.now + seconds, happening)
+    def after(self, seconds: float, call: TimedCall) -> None:
+        self.at(self.now + seconds, call)
 
-    def at(self, moment: float, happening: Happening) -> None:
-        assert moment >= self.now, "nothing happens in the past"
-        self._asked += 1
-        heappush(self._pending, (moment, self._asked, happening))
+    def at(self, moment: float, call: TimedCall) -> None:
+        assert moment >= self.now, "cannot schedule a call in the past"
+        self._scheduled += 1
+        heappush(self._pending, (moment, self._scheduled, call))
 
     def advance(self) -> bool:
-        """Let the next thing happen; False: nothing is left that could."""
+        """Run the next scheduled call. Returns False if none is left."""
         if not self._pending:
             return False
-        self.now, _, happening = heappop(self._pending)
-        happening()
+        self.now, _, call = heappop(self._pending)
+        call()
         return True

@@ -1,4 +1,4 @@
-"""`outpace simulate [FILE] [--json] [--quiet] [--section.key value …]`."""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from outpace.simulate.report import print_plan
 
 
 def main(file: Path | None, words: Sequence[str], as_json: bool = False, quiet: bool = False) -> int:
+    """Run `outpace simulate [FILE] [--json] [--quiet] [--section.key value …]`."""
     settings = load_settings(file, words)
-    garbage.settle()  # 100,000 episodes under way would be searched again and again
+    garbage.settle()  # avoid repeated garbage collection over 100,000 live episodes
 
-    def say(line: str) -> None:
+    def report(line: str) -> None:
         if not quiet:
             print(line, file=sys.stderr, flush=True)
 
-    plan = make_plan(settings, say)
+    plan = make_plan(settings, report)
     if as_json:
         print(json.dumps(plan.as_json(), indent=2))
     else:

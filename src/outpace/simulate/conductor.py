@@ -1,11 +1,13 @@
-"""The core over modelled parts on a virtual clock: what `pipeline.driver` is over real ones.
+"""Simulated driver: runs the real scheduler over simulated components on a virtual clock.
 
-    clock ─▶ a part is done ─▶ tell(event) ─▶ core.handle ─▶ actions ─▶ parts (they ask the clock to be called later)
+    clock ─▶ component done ─▶ send_event(event) ─▶ scheduler.handle ─▶ actions ─▶ components ─▶ calls on the clock
+
+It is the counterpart of `controller.driver`, which runs the scheduler over real components.
 
 Invariants
 - The learner does one thing at a time, in the order given.
-- When no part has anything under way and the core has not finished, nobody can end the wait: that is a deadlock.
-- Observers hear every event before the core and every action before the parts; they change nothing.
+- If no call is scheduled and the scheduler has not finished, nothing can make progress: that is a `Deadlock`.
+- Observers see every event before the scheduler and every action before the components. They change nothing.
 """
 
 from __future__ import annotations
@@ -39,56 +41,58 @@ LearnerWork = TrainChunk | CloseBatch | Publish
 
 
 class Deadlock(AssertionError):
-    """Everybody waits and nothing is under way."""
+    """The scheduler has not finished, and no call is scheduled that could make progress."""
 
 
 class Parts(Protocol):
-    """Engines, workers and a learner, as far as the controller can see them.
+    """Engines, workers and a learner, as the controller sees them.
 
-    Answers come later, by what `connect` was given, never from inside a call."""
+    Results are sent later as events, through the function passed to `connect`, never from inside a call."""
 
     def connect(self, tell: Tell) -> None: ...
 
     def engines(self) -> dict[str, Version]:
-        """The version that each engine serves at the start."""
+        """Return the version that each engine serves at the start."""
         ...
 
     def start(self, admit: Admit) -> None:
-        """Answer: GroupClosed."""
+        """Start a group. Sends `GroupClosed` when it ends."""
         ...
 
     def cancel(self, group: int) -> None: ...
 
     def load(self, engine: str, version: Version) -> None:
-        """Answer: EngineLoaded, unless the engine is lost before."""
+        """Load weights. Sends `EngineLoaded`, unless the engine is lost first."""
         ...
 
     def learner_seconds(self, work: LearnerWork) -> float: ...
 
     def fit(self, version: Version) -> tuple[float, float]:
-        """Effective sample size and mismatch KL of the batch that made this version."""
+        """Return effective sample size and mismatch KL of the batch that produced this version."""
         ...
 
     def evaluation_seconds(self, version: Version) -> float: ...
 
 
 class Observer:
-    """Hears everything and changes nothing."""
+    """Base class of observers, which see every event and action and change nothing."""
 
     def heard(self, event: Event) -> None: ...
 
     def ordered(self, action: Action) -> None: ...
 
     def settled(self) -> None:
-        """An event was handled and all it called for was ordered."""
+        """Called after an event was handled and all its actions were carried out."""
 
 
 class Conductor:
+    """Sends events to the scheduler and carries out its actions on the simulated components."""
+
     def __init__(self, core: Core, clock: Clock, parts: Parts, observers: Sequence[Observer] = ()) -> None:
         self.core = core
         self.clock = clock
         self.finish: str | None = None
-        self.learner_free = clock.now  # when the learner has done all it was told
+        self.learner_free = clock.now  # time at which the learner finishes its queued work
         self._parts = parts
         self._observers = observers
         self._started = False
@@ -96,7 +100,7 @@ class Conductor:
         parts.connect(self.tell)
 
     def run(self, until: Callable[[], bool] = lambda: False) -> str | None:
-        """To the end, or until somebody says so (call again to go on); returns why the core finished."""
+        """Run to the end, or until `until()` is true; call again to continue. Returns why the scheduler finished."""
         if not self._started:
             self._started = True
             self.tell(Started(self._parts.engines()))
@@ -106,7 +110,7 @@ class Conductor:
         return self.finish
 
     def end(self) -> None:
-        """The controller is gone: it hears nothing any more."""
+        """Stop the controller: it receives no further events."""
         self._ended = True
 
     def tell(self, event: Event) -> None:
@@ -140,7 +144,7 @@ class Conductor:
                 self.clock.after(self._parts.evaluation_seconds(version), lambda: self.tell(EvaluationDone(version)))
             case Finish(reason):
                 self.finish = reason
-            case _:  # for people, or for whoever keeps checkpoints
+            case _:  # for observers only
                 pass
 
     def _learn(self, work: LearnerWork, event: Callable[[], Event]) -> None:

@@ -1,5 +1,4 @@
-"""Random draws of the model. What a group is (lengths, outcome, latencies) depends on the seed and on its number, never
-on timing: two simulations of one workload differ by their schedule alone."""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ Length = Callable[[random.Random], float]
 
 
 def length_of(workload: WorkloadSettings) -> Length:
-    """How many tokens an episode wants to sample, before it is cut."""
+    """Return a sampler of episode lengths in tokens, before truncation."""
     mean = workload.mean_tokens
     match workload.lengths:
         case "fixed":
@@ -33,13 +32,16 @@ def _log_mean(mean: float, sigma: float) -> float:
 
 
 class Draws:
+    """Random draws of the workload. Lengths, outcome and latencies of a group depend only on the seed and the group
+    number, never on timing: two simulations of one workload differ only in their schedule."""
+
     def __init__(self, workload: WorkloadSettings, seed: int) -> None:
         self._workload = workload
         self._seed = seed
         self._length = length_of(workload)
 
     def of_group(self, group: int) -> random.Random:
-        """All that is drawn for a group comes from here, in a fixed order."""
+        """Return the random generator of a group. All its draws come from it, in a fixed order."""
         return random.Random(self._seed * 1_000_003 + group)
 
     def outcome(self, rng: random.Random) -> Outcome:
@@ -49,12 +51,12 @@ class Draws:
         return "failed" if draw < self._workload.filtered + self._workload.failed else "finished"
 
     def tokens(self, rng: random.Random) -> float:
-        """Of one episode, all its turns together: at least one token each."""
-        wanted = min(self._length(rng), float(self._workload.max_tokens))
-        return max(wanted, float(self._workload.turns))
+        """Draw the sampled tokens of one episode over all turns, at least one per turn."""
+        tokens = min(self._length(rng), float(self._workload.max_tokens))
+        return max(tokens, float(self._workload.turns))
 
     def turn_s(self, rng: random.Random) -> float:
-        """The environment's answer."""
+        """Draw the environment latency of one turn, in seconds."""
         if not self._workload.turn_s:
             return 0.0
         return rng.lognormvariate(

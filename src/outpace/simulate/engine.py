@@ -1,11 +1,16 @@
-"""One engine as a queue that all running sequences share: each gets the same rate, which falls as they get more.
+"""Simulated engines and the fleet that routes requests to them.
 
-Every sequence advances alike, so one number, `work`, tells how many tokens a sequence that ran all the time would have.
-One that wants L tokens and starts at work w ends at work w + L: an arrival or a departure changes the rate at which
-work grows, and no end has to be moved. A heap of ends makes every event O(log n).
+An engine is a processor-sharing queue: all running sequences decode at the same rate, which falls as their number
+grows. All sequences advance alike, so a single number `work` counts the tokens that a sequence running since the start
+would have. A sequence of L tokens that starts at work w ends at work w + L. Arrivals and departures change the rate at
+which work grows, but no end has to be moved. A heap of ends makes every event O(log n).
 
-The version under which tokens are sampled is integrated over work in the same way, so that the mean version of a
-sequence's tokens is one subtraction, however many swaps it saw.
+The sampling version is integrated over work in the same way, so the mean version of a sequence's tokens is a single
+subtraction, regardless of how many weight updates it saw.
+
+The fleet sends a request to the engine with the fewest requests among those with fresh enough weights. If there is
+none, the request waits until one loads them. Engines are kept in buckets by load, so routing does not depend on their
+number.
 """
 
 from __future__ import annotations
@@ -19,12 +24,12 @@ from outpace.simulate.clock import Clock
 from outpace.simulate.settings import EngineSettings
 from outpace.types import Version
 
-NEARLY = 1e-6
-"""Tokens: an end this close has been reached. Rounding must not leave a sequence waiting for ever."""
+TOKEN_TOLERANCE = 1e-6
+"""In tokens: an end this close counts as reached, so that rounding cannot leave a sequence waiting forever."""
 
 
 class Request:
-    """One answer to be sampled, after `prefill` prompt tokens that the engine has not read yet."""
+    """One completion to sample, after `prefill` prompt tokens that are not in the engine's cache."""
 
     __slots__ = ("began_integral", "began_work", "engine", "min_version", "oldest", "prefill", "ticket", "tokens")
 
@@ -32,33 +37,30 @@ class Request:
         self.tokens = tokens
         self.prefill = prefill
         self.min_version = min_version
-        self.engine: ModelledEngine | None = None  # None: it waits for an engine, or is over
-        self.ticket = 0  # of the slot it has on that engine; 0: none
-        self.oldest: Version = -1  # of its tokens
+        self.engine: ModelledEngine | None = None  # None: waiting for an engine, or done
+        self.ticket = 0  # identifies its slot on that engine; 0: no slot
+        self.oldest: Version = -1  # version of its oldest token
         self.began_work = 0.0
         self.began_integral = 0.0
 
 
-Done = Callable[["ModelledEngine", list[Request]], None]
-
-
 class ModelledEngine:
-    """`done` hears of requests that have been answered, and may submit others."""
+    """One simulated engine. It calls `done` with completed requests, and `done` may submit further ones."""
 
     def __init__(self, name: str, clock: Clock, settings: EngineSettings, slow: bool, done: Done) -> None:
         self.name = name
         self.version: Version = -1
-        self.life = 0  # how often it has gone: what was asked of an earlier life is void
+        self.life = 0  # number of failures so far; calls scheduled in an earlier life are ignored
         self.serves = False
         self.slowness = settings.slow_factor if slow else 1.0
         self.busy_s = 0.0
-        self.slot_s = 0.0  # seconds of all its slots in use, added up
+        self.slot_s = 0.0  # total slot-seconds in use
         self._clock = clock
         self._settings = settings
         self._done = done
         self._work = 0.0
-        self._integral = 0.0  # of the version over work
-        self._since = clock.now  # up to when work is counted; later than now while the engine is held up
+        self._integral = 0.0  # integral of the version over work
+        self._since = clock.now  # work is counted up to this time; in the future while the engine is blocked
         self._ends: list[tuple[float, int, Request]] = []
         self._tickets = 0
         self._running: dict[int, Request] = {}  # by ticket
@@ -71,7 +73,7 @@ class ModelledEngine:
 
     @property
     def load(self) -> int:
-        """Requests that run or wait in line."""
+        """The number of running and queued requests."""
         return len(self._running) + len(self._waiting)
 
     # ------------------------------------------------------------------------------------------------------ requests
@@ -81,34 +83,34 @@ class ModelledEngine:
         request.engine = self
         self._waiting.append(request)
         self._fill_slots()
-        self._plan_waking()
+        self._schedule_wake()
 
     def withdraw(self, request: Request) -> float:
-        """Nobody wants it any more; returns the tokens it had."""
+        """Cancel a request. Returns the tokens it had sampled."""
         self.count_up()
-        had = self._forget(request)
+        sampled = self._remove(request)
         self._fill_slots()
-        self._plan_waking()
-        return had
+        self._schedule_wake()
+        return sampled
 
     def lose_everything(self) -> list[tuple[Request, float]]:
-        """The engine has gone: its requests, and the tokens that each of them had."""
+        """Fail the engine. Returns its requests, each with the tokens it had sampled."""
         self.count_up()
-        lost = [(request, self._forget(request)) for request in [*self._running.values(), *self._waiting]]
+        lost = [(request, self._remove(request)) for request in [*self._running.values(), *self._waiting]]
         self._ends.clear()
         self.life += 1
         self.serves = False
         return lost
 
     def mean_version(self, request: Request) -> float:
-        """Over the tokens of a request that has this moment been answered."""
+        """Return the mean version over the tokens of a request that has just completed."""
         work = self._work - request.began_work
         return (self._integral - request.began_integral) / work if work > 0 else float(request.oldest)
 
-    def _forget(self, request: Request) -> float:
+    def _remove(self, request: Request) -> float:
         ticket, request.engine, request.ticket = request.ticket, None, 0
         if ticket:
-            del self._running[ticket]  # its end stays in the heap and is passed over
+            del self._running[ticket]  # its end stays in the heap and is skipped
             return min(request.tokens, self._work - request.began_work)
         self._waiting.remove(request)
         return 0.0
@@ -117,7 +119,7 @@ class ModelledEngine:
         while self._waiting and len(self._running) < self._settings.slots:
             request = self._waiting.popleft()
             if request.prefill:
-                self._hold(request.prefill / self._settings.prefill_tok_s * self.slowness)
+                self._block(request.prefill / self._settings.prefill_tok_s * self.slowness)
             request.began_work, request.began_integral, request.oldest = self._work, self._integral, self.version
             self._tickets = request.ticket = self._tickets + 1
             self._running[request.ticket] = request
@@ -128,16 +130,16 @@ class ModelledEngine:
     def swap(self, version: Version) -> None:
         self.count_up()
         self.version = version
-        self._hold(self._settings.pause_s)
-        self._plan_waking()
+        self._block(self._settings.pause_s)
+        self._schedule_wake()
 
-    def _hold(self, seconds: float) -> None:
-        """Nothing is decoded for so long."""
+    def _block(self, seconds: float) -> None:
+        """Block decoding for some seconds."""
         self._since = max(self._since, self._clock.now) + seconds
         self.busy_s += seconds
 
     def count_up(self) -> None:
-        """Bring work up to now."""
+        """Bring the work counter up to the current time."""
         seconds = self._clock.now - self._since
         if seconds <= 0:
             return
@@ -150,11 +152,12 @@ class ModelledEngine:
             self.slot_s += seconds * running
 
     def _token_s(self, running: int) -> float:
-        """Seconds from one token of a sequence to its next."""
+        """Return the seconds per decode step."""
         return (self._settings.step_s + self._settings.sequence_s * running) * self.slowness
 
-    def _plan_waking(self) -> None:
-        """Be called when the next sequence ends. A call that comes too early asks again, so arrivals cost nothing."""
+    def _schedule_wake(self) -> None:
+        """Schedule a call for when the next sequence ends. A call that comes too early reschedules, so an arrival
+        does not have to move it."""
         ends = self._ends
         while ends and not self._is_current(ends[0]):
             heappop(ends)
@@ -171,11 +174,11 @@ class ModelledEngine:
 
     def _wake(self, moment: float) -> None:
         if moment != self._wake_at:
-            return  # an earlier call took its place
+            return  # replaced by an earlier call
         self._wake_at = inf
         self.count_up()
         done: list[Request] = []
-        while self._ends and self._ends[0][0] <= self._work + NEARLY:
+        while self._ends and self._ends[0][0] <= self._work + TOKEN_TOLERANCE:
             end = heappop(self._ends)
             if self._is_current(end):
                 request = end[2]
@@ -183,6 +186,10 @@ class ModelledEngine:
                 request.engine, request.ticket = None, 0
                 done.append(request)
         self._fill_slots()
-        self._plan_waking()
+        self._schedule_wake()
         if done:
             self._done(self, done)
+
+
+Done = Callable[[ModelledEngine, list[Request]], None]
+"""Called with an engine and the requests it has completed."""

@@ -1,8 +1,4 @@
-"""The engines: who serves, who takes a request, who dies, leaves, joins and loads.
-
-A request goes to the engine with the fewest, among those whose weights are fresh enough; where there is none, it waits
-for one. Engines stand in buckets by load, so that choosing one does not depend on how many there are.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -23,17 +19,17 @@ GiveUpRun = Callable[[str], None]
 
 
 class Client(Protocol):
-    """Who asks."""
+    """Receives the results of its requests."""
 
     def answered(self, request: Request, engine: ModelledEngine) -> None: ...
 
     def lost(self, request: Request, tokens: float) -> None:
-        """The engine has gone, and so many tokens of this request with it."""
+        """The engine failed, and the `tokens` sampled for this request are lost."""
         ...
 
 
 class Buckets:
-    """Serving engines by load."""
+    """Serving engines, indexed by load."""
 
     def __init__(self) -> None:
         self._at: defaultdict[int, dict[ModelledEngine, None]] = defaultdict(dict)
@@ -41,7 +37,7 @@ class Buckets:
         self._lowest = 0
 
     def place(self, engine: ModelledEngine) -> None:
-        """Note the load that an engine has now."""
+        """Update the load of an engine."""
         self.remove(engine)
         load = self._load[engine] = engine.load
         self._at[load][engine] = None
@@ -52,7 +48,7 @@ class Buckets:
             del self._at[load][engine]
 
     def least(self, min_version: Version) -> ModelledEngine | None:
-        """The least loaded engine that serves this version or a newer one."""
+        """Return the least loaded engine that serves this version or a newer one."""
         if not self._load:
             return None
         while not self._at[self._lowest]:
@@ -61,11 +57,13 @@ class Buckets:
         for engine in self._at[self._lowest]:
             if engine.version >= min_version:
                 return engine
-        fresh = [engine for engine in self._load if engine.version >= min_version]  # rare: an engine has fallen behind
+        fresh = [engine for engine in self._load if engine.version >= min_version]  # rare: an engine is behind
         return min(fresh, key=lambda engine: engine.load, default=None)
 
 
 class Fleet:
+    """All engines: routing of requests, weight loads, failures, preemptions and joins."""
+
     def __init__(
         self,
         settings: SimulationSettings,
@@ -85,21 +83,21 @@ class Fleet:
         self._buckets = Buckets()
         self.homeless: dict[Request, None] = {}  # requests that no engine can serve yet
         self.engines: dict[str, ModelledEngine] = {}
-        self.slots = settings.engine.slots  # of each
+        self.slots = settings.engine.slots  # per engine
         self.deaths = 0
-        self.gone = 0  # taken away, not dead
-        self._present = 0  # engines that have devices, whether up or not
+        self.gone = 0  # preempted, not failed
+        self._present = 0  # engines that have devices, up or not
         self._present_s = 0.0
         self._present_since = clock.now
 
     def start(self, count: int, version: Version) -> None:
-        """`count` engines are up and serve `version`; from here on they may fail."""
+        """Start `count` engines that serve `version`, and schedule their faults."""
         for _ in range(count):
             engine = self._new_engine()
             engine.version, engine.serves = version, True
             self._buckets.place(engine)
-            self._plan_death(engine)
-        self._plan_leaving()
+            self._schedule_failure(engine)
+        self._schedule_preemption()
         for moment in self._settings.faults.join_at_s:
             if moment >= self._clock.now:
                 self._clock.at(moment, lambda: self._up(self._new_engine()))
@@ -115,7 +113,7 @@ class Fleet:
         return engine
 
     def present_s(self) -> float:
-        """Seconds of all engines that had devices, added up."""
+        """Return the total engine-seconds during which engines had devices."""
         return self._present_s + self._present * (self._clock.now - self._present_since)
 
     def _count_present(self, change: int) -> None:
@@ -125,7 +123,7 @@ class Fleet:
     # ------------------------------------------------------------------------------------------------------ requests
 
     def submit(self, request: Request, preferred: ModelledEngine | None = None) -> None:
-        """`preferred` holds the beginning of the sequence in its cache."""
+        """Route a request. `preferred` has the prefix of the sequence in its cache."""
         fits = preferred is not None and preferred.serves and preferred.version >= request.min_version
         engine = preferred if fits else self._buckets.least(request.min_version)
         if engine is None:
@@ -135,14 +133,14 @@ class Fleet:
         self._buckets.place(engine)
 
     def withdraw(self, request: Request) -> float:
-        """Nobody wants it any more; returns the tokens it had."""
+        """Cancel a request. Returns the tokens it had sampled."""
         engine = request.engine
         if engine is None:
             self.homeless.pop(request, None)
             return 0.0
-        had = engine.withdraw(request)
+        sampled = engine.withdraw(request)
         self._buckets.place(engine)
-        return had
+        return sampled
 
     def _done(self, engine: ModelledEngine, requests: list[Request]) -> None:
         self._buckets.place(engine)
@@ -167,12 +165,12 @@ class Fleet:
         engine.swap(version)
         engine.serves = True
         self._buckets.place(engine)
-        homeless, self.homeless = self.homeless, {}
-        for request in homeless:
+        waiting, self.homeless = self.homeless, {}
+        for request in waiting:
             self.submit(request)
         self._tell(EngineLoaded(engine.name, version))
 
-    def _plan_death(self, engine: ModelledEngine) -> None:
+    def _schedule_failure(self, engine: ModelledEngine) -> None:
         mtbf, life = self._settings.faults.engine_mtbf_s, engine.life
         if mtbf is None:
             return
@@ -191,19 +189,19 @@ class Fleet:
             return
         self._down(engine, decision.pause_s + self._settings.faults.restart_s)
 
-    def _plan_leaving(self) -> None:
+    def _schedule_preemption(self) -> None:
         if (mean := self._settings.faults.leave_every_s) is not None:
-            self._clock.after(self._rng.expovariate(1 / mean), self._leave)
+            self._clock.after(self._rng.expovariate(1 / mean), self._preempt)
 
-    def _leave(self) -> None:
-        """Some engine that serves is taken away for a while."""
+    def _preempt(self) -> None:
+        """Remove a random serving engine for `away_s`."""
         serving = [engine for engine in self.engines.values() if engine.serves]
         if serving:
             self.gone += 1
             self._count_present(-1)
             self._down(self._rng.choice(serving), self._settings.faults.away_s)
             self._clock.after(self._settings.faults.away_s, lambda: self._count_present(+1))
-        self._plan_leaving()
+        self._schedule_preemption()
 
     def _down(self, engine: ModelledEngine, seconds: float) -> None:
         lost = engine.lose_everything()
@@ -214,5 +212,5 @@ class Fleet:
         self._tell(EngineLost(engine.name))
 
     def _up(self, engine: ModelledEngine) -> None:
-        self._plan_death(engine)
+        self._schedule_failure(engine)
         self._tell(EngineJoined(engine.name))

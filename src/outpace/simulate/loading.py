@@ -1,4 +1,4 @@
-"""The settings of a simulation, from a file and a command line as those of a run, and checked as strictly."""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FIELDS: dict[str, FieldInfo] = {
 
 
 def load_settings(file: Path | None = None, words: Sequence[str] = ()) -> SimulationSettings:
-    """Later ones win: defaults, the file, the command line."""
+    """Load settings from an optional file and the command line. The command line overrides the file."""
     flat = {**(_flat(read_file(file)) if file is not None else {}), **parse_arguments(words, FIELDS, _unknown)}
     nested: dict[str, dict[str, Any]] = {}
     for dotted, value in flat.items():
@@ -49,16 +49,16 @@ def _flat(content: Mapping[str, Any]) -> dict[str, Any]:
         if name not in SECTIONS:
             raise _unknown(str(name))
         if not isinstance(values, Mapping):
-            raise BadInput(f"{name}: is a section with keys of its own, not a single value")
+            raise BadInput(f"{name}: is a section, not a single setting; set its keys instead")
         flat |= {f"{name}.{key}": value for key, value in values.items()}
     for dotted in flat:
         if dotted not in FIELDS:
             raise _unknown(dotted)
-    return {dotted: _whole_as_number(dotted, value) for dotted, value in flat.items()}
+    return {dotted: _int_to_float(dotted, value) for dotted, value in flat.items()}
 
 
-def _whole_as_number(dotted: str, value: Any) -> Any:
-    """TOML's 4 is a number of seconds as well as 4.0 is."""
+def _int_to_float(dotted: str, value: Any) -> Any:
+    """Accept integers for float settings: TOML distinguishes 4 and 4.0."""
     wanted = FIELDS[dotted].annotation
     is_number = wanted is float or float in get_args(wanted)
     return float(value) if is_number and type(value) is int else value
@@ -75,31 +75,32 @@ def _unknown(dotted: str) -> BadInput:
 def _explain(error: pydantic.ValidationError) -> str:
     first = error.errors(include_url=False)[0]
     key = ".".join(str(part) for part in first["loc"][:2])
-    complaint = first["msg"].replace("Input should", "should", 1)
-    return f"{key}: {one_line(complaint)}, not {one_line(repr(first['input']), limit=60)}"
+    problem = first["msg"].replace("Input should", "should", 1)
+    return f"{key}: {one_line(problem)}, not {one_line(repr(first['input']), limit=60)}"
 
 
 def _check(settings: SimulationSettings) -> None:
-    """What no single key can say."""
+    """Reject invalid combinations of settings."""
     cluster, workload, pacing = settings.cluster, settings.workload, settings.pacing
     if cluster.training is not None and cluster.devices - cluster.training < cluster.per_engine:
         raise BadInput(
-            f"cluster.training: {cluster.training} of {cluster.devices} devices leave too few for an engine of "
-            f"{cluster.per_engine}"
+            f"cluster.training: {cluster.training} of {cluster.devices} devices leave too few for one engine with "
+            f"cluster.per_engine = {cluster.per_engine}; lower it"
         )
     if cluster.devices <= cluster.per_engine:
         raise BadInput(
-            f"cluster.devices: {cluster.devices} do not make an engine of {cluster.per_engine} and a learner"
+            f"cluster.devices: {cluster.devices} are too few for a learner and an engine with cluster.per_engine = "
+            f"{cluster.per_engine}; raise it"
         )
     if workload.lengths == "list" and not workload.length_list:
-        raise BadInput('workload.length_list: is empty, and workload.lengths = "list" draws from it')
+        raise BadInput('workload.length_list: is empty, but workload.lengths = "list" draws from it; add lengths')
     if workload.length_list and min(workload.length_list) < 1:
-        raise BadInput(f"workload.length_list: lengths are at least 1, not {min(workload.length_list)}")
+        raise BadInput(f"workload.length_list: contains {min(workload.length_list)}; use lengths of at least 1")
     if workload.filtered + workload.failed >= 1:
-        raise BadInput("workload.failed: together with workload.filtered nothing is left to train")
+        raise BadInput("workload.failed: workload.filtered and this leave no groups to train on; lower one")
     if pacing.max_lag < settings.weights.every - 1:
         raise BadInput(
-            f"weights.every: publishing every {settings.weights.every} versions needs pacing.max_lag >= "
+            f"weights.every: publishing every {settings.weights.every} steps needs pacing.max_lag >= "
             f"{settings.weights.every - 1}, not {pacing.max_lag}"
         )
     if settings.run.deterministic and (pacing.on_stale != "wait" or settings.weights.update != "inflight"):

@@ -1,4 +1,4 @@
-"""The modelled cluster behind the conductor's `Parts`: a fleet, workers with their episodes, and a learner."""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from outpace.types import Version
 
 
 class ModelledParts:
-    """`cancelled` hears of groups that the core gave up. What ends the run ends it by `give_up`."""
+    """The simulated cluster: a fleet of engines, workers with their episodes, and a learner.
+
+    `cancelled` is called with every group that the scheduler cancels, `give_up` with the reason when a component
+    exceeds its restart limit, which ends the run."""
 
     def __init__(
         self,
@@ -79,10 +82,10 @@ class ModelledParts:
         return 1.0, 0.0
 
     def evaluation_seconds(self, version: Version) -> float:
-        raise NotImplementedError("nothing is evaluated in a modelled cluster")
+        raise NotImplementedError("the simulated cluster does not support evaluation")
 
 
 def engines_of(settings: SimulationSettings) -> int:
-    """How many engines the devices that do not train make."""
+    """Return the number of engines that fit on the generation devices."""
     assert settings.cluster.training is not None
     return (settings.cluster.devices - settings.cluster.training) // settings.cluster.per_engine

@@ -1,11 +1,11 @@
-"""Questions that take more than one run: the best split of devices, and what synchronous training would make of them.
+"""`outpace simulate`: find the best split of devices, and compare asynchronous with synchronous training.
 
-Steps per hour over the number of training devices has one peak: more of them starve the learner, fewer the engines. So
-a golden-section search finds it with few short runs, all of them of the same workload and seed.
+Steps per hour as a function of the number of training devices has a single peak: with more of them the learner starves,
+with fewer the engines idle. A golden-section search finds it with a few short runs of the same workload and seed.
 
-Synchronous training is the same core with `max_lag = 0`: once with the devices split in two pools that take turns, at
-the best split of its own, and once colocated, where all devices generate, then all train the whole batch, and changing
-over costs `run.switch_s`.
+Synchronous training is the same scheduler with `max_lag = 0`, simulated in two ways: with the devices split into two
+pools that work alternately, at the best split for this mode; and colocated, where all devices generate, then all train
+on the whole batch, and switching costs `run.switch_s` per step.
 """
 
 from __future__ import annotations
@@ -20,33 +20,30 @@ from outpace.simulate.run import Run
 from outpace.simulate.settings import SimulationSettings
 
 GOLDEN = (5**0.5 - 1) / 2
-FINE_ENOUGH = 64
-"""The best split is looked for to within so fine a part of all splits: a larger cluster needs no more runs."""
-
-AS_FAST = 1.05
-"""Below this factor nobody would notice which of two was chosen."""
+SEARCH_RESOLUTION = 64
+"""The search resolves 1/64 of all splits, so a larger cluster needs no more runs."""
 
 Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is printed."""
+    """Results of the simulations behind one report."""
 
     figures: Figures
-    searched: dict[int, float]  # training devices -> seconds per step; empty: the split was given
+    searched: dict[int, float]  # training devices -> seconds per step; empty if the split was given
     two_pools: Figures | None = None  # synchronous
     colocated: Figures | None = None
 
     @property
     def synchronous(self) -> Figures | None:
-        """The faster of the two ways."""
+        """The faster of the two synchronous runs."""
         both = [figures for figures in (self.two_pools, self.colocated) if figures is not None]
         return min(both, key=lambda figures: figures.step_s, default=None)
 
     @property
     def factor(self) -> float | None:
-        """How much longer a step takes in synchronous training."""
+        """Speedup of asynchronous over synchronous training."""
         return None if self.synchronous is None else self.synchronous.step_s / self.figures.step_s
 
     def as_json(self) -> dict[str, object]:
@@ -56,6 +53,7 @@ class Plan:
 
 
 def make_plan(settings: SimulationSettings, report: Report = lambda _: None) -> Plan:
+    """Run all simulations. `report` is called with progress lines."""
     searched: dict[int, float] = {}
     if settings.cluster.training is None:
         settings, searched = with_best_split(settings, report)
@@ -71,27 +69,27 @@ def make_plan(settings: SimulationSettings, report: Report = lambda _: None) -> 
         figures,
         searched,
         _run(two_pools, "synchronous, two pools", report),
-        _in_turns(_run(colocated(synchronous), "synchronous, colocated", report)),
+        _colocated_figures(_run(colocated(synchronous), "synchronous, colocated", report)),
     )
 
 
 def colocated(settings: SimulationSettings) -> SimulationSettings:
-    """All devices generate, then all train: the learner and the engines have each as many as there are."""
+    """Return settings in which learner and engines each have all devices, and use them alternately."""
     devices = settings.cluster.devices
     both = settings.changed("cluster", devices=2 * devices, training=devices)
     both = both.changed("pacing", chunk_groups=settings.pacing.groups_per_step)
     return both.changed("engine", load_s=settings.run.switch_s)
 
 
-def _in_turns(figures: Figures) -> Figures:
-    """Devices that generate and train are not twice as many."""
+def _colocated_figures(figures: Figures) -> Figures:
+    """Correct the figures for the doubled number of devices in `colocated`."""
     return replace(figures, in_turns=True, ideal_s=2 * figures.ideal_s, efficiency=2 * figures.efficiency)
 
 
 def with_best_split(
     settings: SimulationSettings, report: Report = lambda _: None
 ) -> tuple[SimulationSettings, dict[int, float]]:
-    """The same with as many training devices as make a step shortest, and what was tried."""
+    """Return the settings with the number of training devices that minimizes step time, and all step times tried."""
     probe = settings.changed("run", steps=settings.run.probe_steps)
     tried: dict[int, float] = {}
     kind = "synchronous" if settings.pacing.max_lag == 0 else "asynchronous"
@@ -99,18 +97,18 @@ def with_best_split(
     def step_s(engines: int) -> float:
         training = settings.cluster.devices - engines * settings.cluster.per_engine
         if training not in tried:
-            result = _run(probe.changed("cluster", training=training), f"{kind}, {training} devices train", report)
+            result = _run(probe.changed("cluster", training=training), f"{kind}, {training} training devices", report)
             tried[training] = result.step_s
         return tried[training]
 
-    _least(step_s, 1, (settings.cluster.devices - 1) // settings.cluster.per_engine)
+    _search_minimum(step_s, 1, (settings.cluster.devices - 1) // settings.cluster.per_engine)
     best = min(tried, key=tried.__getitem__)
     return settings.changed("cluster", training=best), dict(sorted(tried.items()))
 
 
-def _least(value: Callable[[int], float], low: int, high: int) -> None:
-    """Golden-section search on whole numbers, then a look at the neighbours; `value` remembers what it was asked."""
-    lowest, highest, stride = low, high, max(1, (high - low) // FINE_ENOUGH)
+def _search_minimum(value: Callable[[int], float], low: int, high: int) -> None:
+    """Golden-section search over integers, followed by a local search. `value` records what it was called with."""
+    lowest, highest, stride = low, high, max(1, (high - low) // SEARCH_RESOLUTION)
     while high - low > 2 * stride:
         reach = round((high - low) * GOLDEN)
         left, right = high - reach, low + reach
@@ -127,17 +125,17 @@ def _least(value: Callable[[int], float], low: int, high: int) -> None:
 
 
 def _run(settings: SimulationSettings, name: str, report: Report) -> Figures:
-    progress = _Spoken(name, settings.run.steps, report)
+    progress = _ProgressReporter(name, settings.run.steps, report)
     run = Run(settings, progress=progress.tick)
     figures = run.run()
     if figures is None:
-        raise PartFailed("the simulated run", f"ended before anything could be measured: {run.ended}")
+        raise PartFailed("simulated run", f"ended before anything was measured: {run.ended}")
     report(f"{name}: {figures.step_s:.1f} s per step")
     return figures
 
 
-class _Spoken:
-    """Says now and then how far a long run is."""
+class _ProgressReporter:
+    """Reports the progress of a long run every few seconds."""
 
     EVERY_S = 5.0
 

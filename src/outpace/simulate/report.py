@@ -1,18 +1,26 @@
-"""A plan as people read it."""
+"""MERGED"""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
 from outpace.simulate.account import Figures
-from outpace.simulate.plan import AS_FAST, Plan
 from outpace.simulate.settings import SimulationSettings
+
+if TYPE_CHECKING:
+    from outpace.simulate.plan import Plan
 
 WIDTH = 116
 
+MIN_SPEEDUP = 1.05
+"""Speedups below this factor are reported as equally fast."""
+
 
 def print_plan(plan: Plan, settings: SimulationSettings, console: Console | None = None) -> None:
+    """Print the results of a plan as a table, with the best split and the comparison to synchronous training."""
     console = console or Console(width=WIDTH, highlight=False)
     named = {f"asynchronous (max_lag {settings.pacing.max_lag})": plan.figures}
     if settings.pacing.max_lag == 0:
@@ -20,7 +28,7 @@ def print_plan(plan: Plan, settings: SimulationSettings, console: Console | None
     if plan.two_pools is not None and plan.colocated is not None:
         named |= {"synchronous, two pools": plan.two_pools, "synchronous, colocated": plan.colocated}
     console.print(_table(named, settings))
-    for line in [*_search(plan), *_ends(named), *_verdict(plan)]:
+    for line in [*_search(plan), *_early_ends(named), *_comparison(plan)]:
         console.print(line, soft_wrap=True)
 
 
@@ -41,11 +49,11 @@ def _rows(all_figures: list[Figures]) -> list[tuple[str, list[str]]]:
         return [text.format(*(getattr(figures, name) for name in names)) for figures in all_figures]
 
     split = [
-        f"all {each.training:,} in turns" if each.in_turns else f"{each.generating:,} + {each.training:,}"
+        f"all {each.training:,}, colocated" if each.in_turns else f"{each.generating:,} + {each.training:,}"
         for each in all_figures
     ]
     rows = [
-        ("devices (generate + train)", split),
+        ("devices (generation + training)", split),
         ("seconds per step (T)", cells("{:,.1f}", "step_s")),
         ("steps per hour", cells("{:,.1f}", "steps_per_hour")),
         ("T*/T", cells("{:.2f}", "efficiency")),
@@ -53,12 +61,12 @@ def _rows(all_figures: list[Figures]) -> list[tuple[str, list[str]]]:
         ("trained tokens per second", cells("{:,.0f}", "trained_tok_s")),
         ("lag: mean, p95, max", cells("{:.2f}, {}, {}", "lag_mean", "lag_p95", "lag_max")),
         ("wasted tokens", cells("{:.1%}", "waste")),
-        ("the learner waits", cells("{:.0%}", "learner_wait")),
-        ("the engines wait", cells("{:.0%}", "engine_wait")),
+        ("learner idle", cells("{:.0%}", "learner_wait")),
+        ("engines idle", cells("{:.0%}", "engine_wait")),
         ("slots in use", cells("{:.0%}", "slots_used")),
     ]
     if any(sum(figures.deaths.values()) for figures in all_figures):
-        rows.append(("deaths", [_deaths(figures) for figures in all_figures]))
+        rows.append(("failures", [_deaths(figures) for figures in all_figures]))
     return rows
 
 
@@ -72,21 +80,21 @@ def _search(plan: Plan) -> list[str]:
     tried = ", ".join(f"{devices:,}: {seconds:,.1f} s" for devices, seconds in plan.searched.items())
     best = plan.figures
     return [
-        f"best split: {best.generating:,} devices generate, {best.training:,} train "
+        f"best split: {best.generating:,} generation devices, {best.training:,} training devices "
         f"(seconds per step by training devices: {tried})"
     ]
 
 
-def _ends(named: dict[str, Figures]) -> list[str]:
-    return [f"{name}: ended early, {each.ended}" for name, each in named.items() if each.ended != "done"]
+def _early_ends(named: dict[str, Figures]) -> list[str]:
+    return [f"{name}: ended early: {each.ended}" for name, each in named.items() if each.ended != "done"]
 
 
-def _verdict(plan: Plan) -> list[str]:
+def _comparison(plan: Plan) -> list[str]:
     if plan.factor is None or plan.synchronous is None:
         return []
     way = "colocated" if plan.synchronous is plan.colocated else "with two pools"
-    if plan.factor >= AS_FAST:
+    if plan.factor >= MIN_SPEEDUP:
         return [f"asynchronous training is {plan.factor:.2f} times as fast as synchronous training ({way})"]
-    if plan.factor > 1 / AS_FAST:
-        return [f"synchronous training ({way}) is as fast here: {1 / plan.factor:.2f} times; lag buys nothing"]
-    return [f"synchronous training ({way}) is faster here, {1 / plan.factor:.2f} times: lag costs more than it buys"]
+    if plan.factor > 1 / MIN_SPEEDUP:
+        return [f"synchronous training ({way}) is as fast here ({1 / plan.factor:.2f} times): asynchrony gains nothing"]
+    return [f"synchronous training ({way}) is {1 / plan.factor:.2f} times as fast here: asynchrony does not pay off"]

@@ -1,10 +1,10 @@
-"""Groups, their episodes and the workers that run them.
+"""Simulated rollouts (groups, their episodes, the workers that run them), and the simulated cluster as a whole.
 
-    Admit ─▶ group ─▶ its episodes ─▶ turn by turn: a request to the fleet, the environment's answer ─▶ graded ─▶ closed
+    Admit ─▶ group ─▶ episodes ─▶ per turn: a request to the fleet, then the environment ─▶ scoring ─▶ GroupClosed
 
-An engine that goes takes the answers that it was sampling with it: each is asked for again, elsewhere, from the turn's
-beginning. A worker that dies does its groups again once it is back: all of them, or (`checkpoint.turns`) what of them
-is not recorded.
+When an engine fails, its in-flight completions are lost; each is requested again from another engine, from the start of
+the turn. A worker that fails redoes its groups after its restart: completely, or only the turns that are not recorded
+(`checkpoint.turns`). The random draws of a group depend only on the seed and the group number, never on timing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NEVER: Version = 1 << 60
 
 @dataclass(slots=True)
 class Cost:
-    """What sampling took: tokens that were sampled, and prompt tokens that were read for them."""
+    """Cost of sampling: sampled tokens, and prompt tokens prefilled for them."""
 
     sampled: float = 0.0
     prefilled: float = 0.0
@@ -39,47 +39,51 @@ class Cost:
 
 
 class Episode(Request):
-    """Turn by turn the request for its next answer."""
+    """One episode. It is also the request for its current turn."""
 
-    __slots__ = ("asking", "group", "home", "life", "turn")
+    __slots__ = ("asking", "cached_life", "cached_on", "group", "turn")
 
     def __init__(self, group: Group, tokens: float) -> None:
         super().__init__(tokens, 0.0, group.admit.min_version)
         self.group = group
         self.turn = 0
-        self.asking = False
-        self.home: ModelledEngine | None = None  # the engine whose cache holds its beginning
-        self.life = -1  # of that engine
+        self.asking = False  # whether its request is in flight
+        self.cached_on: ModelledEngine | None = None  # the engine that has its prefix in the KV cache
+        self.cached_life = -1  # life of that engine at that time
 
 
 @dataclass(slots=True, eq=False)
 class Group:
+    """One group in the simulation."""
+
     admit: Admit
     outcome: Outcome
     rng: random.Random
     size: int
-    episodes: list[Episode] = field(default_factory=list)  # empty once it is over
-    left: int = 0  # episodes that are not over
+    episodes: list[Episode] = field(default_factory=list)  # empty once the group is over
+    left: int = 0  # unfinished episodes
     useful: Cost = field(default_factory=Cost)
     lost: Cost = field(default_factory=Cost)
     oldest: Version = NEVER
     newest: Version = -1
-    versions: float = 0.0  # of all sampled tokens, added up
-    attempt: int = 0  # what was planned for an earlier one is void
+    versions: float = 0.0  # sum of the versions of all sampled tokens
+    attempt: int = 0  # incremented on interruption; calls scheduled for an earlier attempt are ignored
     over: bool = False
 
     def end(self) -> None:
-        """Episodes and their group know each other: let go of them, lest 100,000 of them wait for the collector."""
+        """Break the reference cycle between group and episodes, so that they do not wait for the garbage collector."""
         self.over = True
         self.episodes.clear()
 
     @property
     def trained_tokens(self) -> float:
-        """Every row holds the prompt, what was sampled and what the environment said."""
+        """Tokens of the training rows: prompt, sampled tokens and environment tokens."""
         return self.useful.sampled + self.useful.prefilled
 
 
 class Rollouts:
+    """All running groups, and the workers that run them."""
+
     def __init__(self, settings: SimulationSettings, clock: Clock, supervisor: Supervisor, rng: random.Random) -> None:
         self._settings = settings
         self._clock = clock
@@ -87,9 +91,9 @@ class Rollouts:
         self._rng = rng
         self._draws = Draws(settings.workload, settings.run.seed)
         self._tell: Tell = lambda _: None
-        self._down: set[int] = set()  # workers
-        self.groups: dict[int, Group] = {}  # running, or closed and not yet forgotten
-        self.recorded: dict[int, Group] = {}  # visits that an earlier start of the run was at, and what it had
+        self._down: set[int] = set()  # workers that are down
+        self.groups: dict[int, Group] = {}  # running, or finished and not yet trained on
+        self.recorded: dict[int, Group] = {}  # by prompt visit: unfinished groups of an earlier start of the run
         self.episodes_running = 0
         self.most_running = 0
         self.deaths = 0
@@ -99,20 +103,20 @@ class Rollouts:
     def connect(self, tell: Tell, fleet: Fleet, give_up: GiveUpRun) -> None:
         self._tell, self._fleet, self._give_up = tell, fleet, give_up
         for worker in range(self._settings.cluster.workers):
-            self._plan_death(worker)
+            self._schedule_failure(worker)
 
-    # --------------------------------------------------------------------------------------------- groups come and go
+    # -------------------------------------------------------------------------------------------------------- groups
 
     def start(self, admit: Admit) -> None:
-        group = self.groups[admit.group] = self._drawn(admit)
+        group = self.groups[admit.group] = self._draw(admit)
         if admit.recorded and (before := self.recorded.pop(admit.position, None)) is not None:
-            self._go_on(group, before)
+            self._continue(group, before)
         self.episodes_running += group.left
         self.most_running = max(self.most_running, self.episodes_running)
         if self._worker(group) not in self._down:
             self._resume(group)
 
-    def _drawn(self, admit: Admit) -> Group:
+    def _draw(self, admit: Admit) -> Group:
         rng = self._draws.of_group(admit.group)
         group = Group(admit, self._draws.outcome(rng), rng, self._settings.workload.group_size)
         turns = self._settings.workload.turns
@@ -120,8 +124,8 @@ class Rollouts:
         group.left = group.size
         return group
 
-    def _go_on(self, group: Group, before: Group) -> None:
-        """An earlier start of the run was at this visit: its answers count, unless they are older than the stamp."""
+    def _continue(self, group: Group, before: Group) -> None:
+        """Take over the turns that an earlier start of the run recorded, unless they are older than `min_version`."""
         if before.oldest < group.admit.min_version:
             return
         group.useful, group.versions, group.left = before.useful, before.versions, before.left
@@ -140,41 +144,42 @@ class Rollouts:
         return group.admit.group % self._settings.cluster.workers
 
     def _resume(self, group: Group) -> None:
-        """Ask for whatever is not there yet."""
+        """Request the missing turns of the group."""
         if not group.left:
-            self._grade(group)
+            self._score(group)
         for episode in group.episodes:
             if episode.turn < self._settings.workload.turns:
-                self._ask(episode)
+                self._request(episode)
 
-    def _grade(self, group: Group) -> None:
-        self._clock.after(self._settings.workload.grade_s, self._if_still(group, lambda: self._close(group)))
+    def _score(self, group: Group) -> None:
+        self._clock.after(self._settings.workload.grade_s, self._if_current(group, lambda: self._close(group)))
 
     def _close(self, group: Group) -> None:
         group.end()
         reward = None if group.outcome == "failed" else 0.5
-        spread = 0.5 if group.outcome == "finished" else 0.0
-        self._tell(GroupClosed(group.admit.group, group.outcome, group.oldest, reward, spread))
+        reward_std = 0.5 if group.outcome == "finished" else 0.0
+        self._tell(GroupClosed(group.admit.group, group.outcome, group.oldest, reward, reward_std))
 
-    def _if_still(self, group: Group, happening: Callable[[], None]) -> Callable[[], None]:
+    def _if_current(self, group: Group, call: Callable[[], None]) -> Callable[[], None]:
         attempt = group.attempt
 
-        def if_still() -> None:
+        def if_current() -> None:
             if group.attempt == attempt:
-                happening()
+                call()
 
-        return if_still
+        return if_current
 
     # -------------------------------------------------------------------------------------------------------- episodes
 
-    def _ask(self, episode: Episode) -> None:
-        cached = episode.home if episode.home is not None and episode.home.life == episode.life else None
+    def _request(self, episode: Episode) -> None:
+        engine = episode.cached_on
+        cached = engine if engine is not None and engine.life == episode.cached_life else None
         episode.prefill = self._new_tokens(episode.turn) if cached is not None else self._context(episode)
         episode.asking = True
         self._fleet.submit(episode, cached)
 
     def _new_tokens(self, turn: int) -> float:
-        """What the policy has not read before this turn."""
+        """Return the number of tokens that are new to the policy at this turn."""
         return self._settings.workload.turn_tokens if turn else self._settings.workload.prompt_tokens
 
     def _context(self, episode: Episode) -> float:
@@ -184,7 +189,7 @@ class Rollouts:
     def answered(self, episode: Request, engine: ModelledEngine) -> None:
         assert isinstance(episode, Episode)
         group, new = episode.group, self._new_tokens(episode.turn)
-        episode.asking, episode.home, episode.life = False, engine, engine.life
+        episode.asking, episode.cached_on, episode.cached_life = False, engine, engine.life
         group.oldest, group.newest = min(group.oldest, episode.oldest), max(group.newest, engine.version)
         group.versions += engine.mean_version(episode) * episode.tokens
         group.useful.sampled += episode.tokens
@@ -193,64 +198,64 @@ class Rollouts:
         episode.turn += 1
         if episode.turn < self._settings.workload.turns:
             pause_s = self._draws.turn_s(group.rng)
-            self._clock.after(pause_s, self._if_still(group, lambda: self._ask(episode)))
+            self._clock.after(pause_s, self._if_current(group, lambda: self._request(episode)))
             return
         group.left -= 1
         self.episodes_running -= 1
         if not group.left:
-            self._grade(group)
+            self._score(group)
 
     def lost(self, episode: Request, tokens: float) -> None:
-        """Its engine has gone: ask again, elsewhere."""
+        """The engine failed: request the turn again from another engine."""
         assert isinstance(episode, Episode)
         episode.group.lost.add(_cost_of(tokens, episode))
-        self._ask(episode)
+        self._request(episode)
 
     # --------------------------------------------------------------------------------------------------------- workers
 
-    def _plan_death(self, worker: int) -> None:
+    def _schedule_failure(self, worker: int) -> None:
         if (mtbf := self._settings.faults.worker_mtbf_s) is not None:
-            self._clock.after(self._rng.expovariate(1 / mtbf), lambda: self._die(worker))
+            self._clock.after(self._rng.expovariate(1 / mtbf), lambda: self._fail(worker))
 
-    def _die(self, worker: int) -> None:
+    def _fail(self, worker: int) -> None:
         self.deaths += 1
         decision = self._supervisor.died(f"worker {worker}", "worker", self._clock.now)
         if isinstance(decision, GiveUp):
             self._give_up(f"worker {worker} died: {decision.reason}")
             return
         self._down.add(worker)
-        for group in self._of(worker):
+        for group in self._groups_of(worker):
             self._interrupt(group)
             if not self._settings.checkpoint.turns:
-                self._forget_answers(group)
-        self._clock.after(decision.pause_s + self._settings.faults.restart_s, lambda: self._revive(worker))
+                self._discard_turns(group)
+        self._clock.after(decision.pause_s + self._settings.faults.restart_s, lambda: self._restart(worker))
 
-    def _revive(self, worker: int) -> None:
+    def _restart(self, worker: int) -> None:
         self._down.remove(worker)
-        for group in self._of(worker):
+        for group in self._groups_of(worker):
             self._resume(group)
-        self._plan_death(worker)
+        self._schedule_failure(worker)
 
-    def _of(self, worker: int) -> list[Group]:
+    def _groups_of(self, worker: int) -> list[Group]:
         return [group for group in self.groups.values() if not group.over and self._worker(group) == worker]
 
     def _interrupt(self, group: Group) -> None:
-        """Withdraw what it is waiting for."""
+        """Cancel its in-flight requests and scheduled calls."""
         group.attempt += 1
         for episode in group.episodes:
             if episode.asking:
                 episode.asking = False
                 group.lost.add(_cost_of(self._fleet.withdraw(episode), episode))
 
-    def _forget_answers(self, group: Group) -> None:
+    def _discard_turns(self, group: Group) -> None:
         group.lost.add(group.useful)
         group.useful, group.versions, group.oldest, group.newest = Cost(), 0.0, NEVER, -1
         self.episodes_running += group.size - group.left
         group.left = group.size
         for episode in group.episodes:
-            episode.turn, episode.home = 0, None
+            episode.turn, episode.cached_on = 0, None
 
 
 def _cost_of(tokens: float, episode: Episode) -> Cost:
-    """Of an answer that was given up; one that has no token yet has most likely read no prompt either."""
+    """Return the cost of a cancelled request. Without any token, the prompt was most likely not prefilled either."""
     return Cost(tokens, episode.prefill) if tokens else Cost()

@@ -1,7 +1,7 @@
-"""One simulated run, over as many starts as its faults call for.
+"""One simulated run, over as many starts as its faults require.
 
-The learner's death ends a start of the run, as it does in earnest: the next one goes on from the newest checkpoint,
-with what the journal kept of finished groups, after the time that a start takes.
+As in a real run, a learner failure ends the current start. After the restart time, the next start resumes from the
+latest checkpoint, with the finished groups from the journal and the recorded turns of unfinished groups.
 """
 
 from __future__ import annotations
@@ -21,30 +21,32 @@ from outpace.simulate.survival import Inheritance, Journal
 from outpace.tasks.order import Order
 from outpace.types import Version
 
-IN_VAIN = 20
-"""So many deaths of the learner without a checkpoint between them, and the run would never end."""
+MAX_FUTILE_STARTS = 20
+"""End the run after this many learner failures without a checkpoint in between: it would never finish."""
 
-LOOK_EVERY = 256
-"""Events between two looks at how far the run is."""
+CHECK_EVERY = 256
+"""Events between two progress checks."""
 
 Progress = Callable[[Version, float], None]
-"""Steps done and seconds simulated."""
+"""Called with completed steps and simulated seconds."""
 Watch = Callable[[Core, ModelledParts], Sequence[Observer]]
-"""Further observers of a start of the run."""
+"""Returns additional observers for one start of the run."""
 
 
 class Run:
+    """One simulated run. `run()` returns its result; `ended` says why it ended."""
+
     def __init__(
         self,
         settings: SimulationSettings,
-        watch: Watch = lambda *_: (),
+        make_observers: Watch = lambda *_: (),
         progress: Progress = lambda *_: None,
         core: CoreSettings | None = None,
     ) -> None:
         self._settings = settings
         self._core_settings = core or core_settings(settings)
         self._order = Order(self._core_settings.tasks, settings.run.seed, shuffle=True)
-        self._watch = watch
+        self._make_observers = make_observers
         self._progress = progress
         self._rng = random.Random(settings.run.seed)
         self._past = Reading(0.0, 0.0, 0.0, 0.0, 0.0)
@@ -52,7 +54,7 @@ class Run:
         self._restarts = 0
         self._most_running = 0
         self._given_up = ""
-        self._asked = 0
+        self._events_seen = 0
         self._parts: ModelledParts
         self.clock = Clock()
         self.journal = Journal()
@@ -60,19 +62,19 @@ class Run:
         self.ended = ""
 
     def run(self) -> Figures | None:
-        """To the end; None where it came before anything could be measured."""
+        """Run to the end. Returns None if the run ended before anything was measured."""
         began = time.process_time()
-        inheritance = Inheritance(Core(self._core_settings, self._order))
-        in_vain, checkpoint = 0, None
+        start_state = Inheritance(Core(self._core_settings, self._order))
+        futile, checkpoint = 0, None
         while not self.ended:
-            self.ended = self._start(inheritance)
-            self._close_start()
+            self.ended = self._start(start_state)
+            self._finish_start()
             if not self.ended:
-                in_vain = in_vain + 1 if self.journal.checkpoint is checkpoint else 0
+                futile = futile + 1 if self.journal.checkpoint is checkpoint else 0
                 checkpoint = self.journal.checkpoint
-                if in_vain >= IN_VAIN:
-                    self.ended = f"the learner died {in_vain} times without a checkpoint between"
-                inheritance = self._next_start()
+                if futile >= MAX_FUTILE_STARTS:
+                    self.ended = f"the learner died {futile} times without a checkpoint in between"
+                start_state = self._next_start()
         return figures(
             self.account,
             self._settings,
@@ -86,49 +88,49 @@ class Run:
         )
 
     def _next_start(self) -> Inheritance:
-        """The learner has died: go on, a while later."""
+        """Resume after a learner failure and the restart time."""
         self.clock = Clock(self.clock.now + self._settings.faults.restart_s)
-        inheritance = self.journal.go_on(self._core_settings, self._order, self._settings.checkpoint.turns)
-        kept = {id(group) for group in inheritance.begun.values()}
+        start_state = self.journal.go_on(self._core_settings, self._order, self._settings.checkpoint.turns)
+        kept = {id(group) for group in start_state.begun.values()}
         self.account.abandoned(group for group in self.journal.groups.values() if id(group) not in kept)
-        return inheritance
+        return start_state
 
-    def _start(self, inheritance: Inheritance) -> str:
-        """One start of the run; returns why the run ended, or nothing if its learner died."""
-        core = inheritance.core
+    def _start(self, start_state: Inheritance) -> str:
+        """Run one start. Returns why the run ended, or "" if the learner failed."""
+        core = start_state.core
         supervise = self._settings.supervise
         supervisor = Supervisor(SuperviseSettings(supervise.restarts, supervise.window_s))
         self._parts = parts = ModelledParts(
             self._settings, core.settings, self.clock, supervisor, self._rng, core.version, self._give_up,
             self.account.given_up,
         )  # fmt: skip
-        parts.rollouts.groups |= inheritance.finished
-        parts.rollouts.recorded |= inheritance.begun
+        parts.rollouts.groups |= start_state.finished
+        parts.rollouts.recorded |= start_state.begun
         self.account.groups = self.journal.groups = parts.rollouts.groups
-        watchers = (self.journal, self.account, *self._watch(core, parts))
-        self._conductor = conductor = Conductor(core, self.clock, parts, watchers)
-        self._plan_learner_death()
+        observers = (self.journal, self.account, *self._make_observers(core, parts))
+        self._conductor = conductor = Conductor(core, self.clock, parts, observers)
+        self._schedule_learner_failure()
         finish = conductor.run(until=lambda: self._is_stalled(core))
         self._restarts += supervisor.restarts
         return finish or self._given_up
 
     def _is_stalled(self, core: Core) -> bool:
-        """Asked after every event, and thought about now and then."""
-        self._asked += 1
-        if self._asked % LOOK_EVERY:
+        """Return whether no step has completed for `run.stall_s`. Checked only once per CHECK_EVERY events."""
+        self._events_seen += 1
+        if self._events_seen % CHECK_EVERY:
             return False
         self._progress(core.version, self.clock.now)
         since = self.account.ended.moment if self.account.ended else 0.0
         if self.clock.now - since <= self._settings.run.stall_s:
             return False
-        self._given_up = f"no step was done for {self._settings.run.stall_s:g} s: {core.waiting_reason()}"
+        self._given_up = f"no step completed for {self._settings.run.stall_s:g} s: {core.waiting_reason()}"
         return True
 
-    def _plan_learner_death(self) -> None:
+    def _schedule_learner_failure(self) -> None:
         if (mtbf := self._settings.faults.learner_mtbf_s) is not None:
-            self.clock.after(self._rng.expovariate(1 / mtbf), self._learner_died)
+            self.clock.after(self._rng.expovariate(1 / mtbf), self._learner_failed)
 
-    def _learner_died(self) -> None:
+    def _learner_failed(self) -> None:
         self._deaths["learner"] += 1
         self._conductor.end()
 
@@ -138,8 +140,8 @@ class Run:
 
     # --------------------------------------------------------------------------------------------------------- totals
 
-    def _close_start(self) -> None:
-        """Add what this start did to the totals."""
+    def _finish_start(self) -> None:
+        """Add the totals of this start to those of the run."""
         parts = self._parts
         self._past = self._read()
         self._deaths["engine"] += parts.fleet.deaths
@@ -162,6 +164,7 @@ class Run:
 
 
 def core_settings(settings: SimulationSettings) -> CoreSettings:
+    """Return the scheduler settings of a simulation."""
     pacing, slots = settings.pacing, settings.engine.slots * engines_of(settings)
     return CoreSettings(
         groups_per_step=pacing.groups_per_step,

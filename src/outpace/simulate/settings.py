@@ -1,4 +1,8 @@
-"""What is simulated: a cluster, a workload, a pace and its faults. Names that `outpace train` has too mean the same."""
+"""Settings of a simulation (cluster, workload, pacing, faults), and loading them from a file and the command line.
+
+Settings that `outpace train` has too mean the same here. `load_settings` is as strict as the config loader: an unknown
+key or an invalid value is a one-line `BadInput` that starts with the key.
+"""
 
 from __future__ import annotations
 
@@ -10,158 +14,182 @@ from outpace.config.section import Section
 
 
 class ClusterSettings(Section):
+    """Devices and workers."""
+
     devices: int = Field(default=16, ge=2)
-    """All devices, those that generate and those that train."""
+    """Total devices, for generation and training."""
     per_engine: int = Field(default=1, ge=1)
-    """Devices of one engine."""
+    """Devices per engine."""
     training: int | None = Field(default=None, ge=1)
-    """Devices that train; the rest generate. Default: the best split is searched."""
+    """Training devices; the rest generate. Default: search for the best split."""
     workers: int = Field(default=8, ge=1)
-    """Processes that run episodes; one that dies has to do its groups again."""
+    """Rollout worker processes. A worker that dies has to redo its groups."""
 
 
 class EngineSettings(Section):
+    """Engine speed and weight loading."""
+
     slots: int = Field(default=256, ge=1)
-    """Sequences that one engine decodes at once; what is above that waits in line."""
+    """Maximum sequences that one engine decodes concurrently; further requests are queued."""
     step_s: float = Field(default=0.006, gt=0)
-    """Seconds that one token takes whoever runs: reading the weights."""
+    """Fixed time of one decode step in seconds: reading the weights."""
     sequence_s: float = Field(default=0.00005, ge=0)
-    """Seconds that every running sequence adds to it: reading its cache, computing."""
+    """Time that each running sequence adds to a decode step, in seconds: reading its KV cache, compute."""
     prefill_tok_s: float = Field(default=20_000.0, gt=0)
-    """Prompt tokens per second; nothing is decoded meanwhile."""
+    """Prefill speed in prompt tokens per second. Decoding stops during prefill."""
     load_s: float = Field(default=4.0, ge=0)
-    """Seconds until a published version has reached an engine; it serves the older one meanwhile."""
+    """Seconds to transfer a published version to an engine, which serves the old version meanwhile."""
     pause_s: float = Field(default=0.2, ge=0)
-    """Seconds that swapping versions stops an engine for."""
+    """Seconds that an engine pauses to swap weights."""
     slow_share: float = Field(default=0.0, ge=0, le=1)
-    """The share of engines that are stragglers."""
+    """Fraction of engines that are stragglers."""
     slow_factor: float = Field(default=2.0, ge=1)
-    """How much longer they take for everything."""
+    """Slowdown factor of stragglers."""
 
 
 class LearnerSettings(Section):
+    """Learner speed."""
+
     token_s: float = Field(default=0.00012, gt=0)
-    """Device-seconds of one trained token, prompt tokens included; n devices take an n-th of it."""
+    """Device-seconds per trained token, prompt tokens included; n devices take 1/n of the time."""
     step_s: float = Field(default=1.0, ge=0)
-    """Seconds of the optimizer step, however many devices there are."""
+    """Seconds per optimizer step, independent of the number of devices."""
     publish_s: float = Field(default=0.5, ge=0)
-    """Seconds that a snapshot of the weights holds the learner up."""
+    """Seconds that publishing a weight snapshot blocks the learner."""
     checkpoint_s: float = Field(default=1.0, ge=0)
-    """Seconds that a checkpoint holds it up."""
+    """Seconds that a checkpoint blocks the learner."""
 
 
 class WorkloadSettings(Section):
+    """Tasks, episode lengths and environments."""
+
     group_size: int = Field(default=8, ge=1)
-    """Episodes of one task."""
+    """Episodes per group."""
     tasks: int = Field(default=1_000_000, ge=1)
-    """Tasks in one epoch."""
+    """Tasks per epoch."""
     prompt_tokens: int = Field(default=400, ge=0)
-    """Tokens of a task before the first answer."""
+    """Prompt tokens of a task."""
     lengths: Literal["lognormal", "pareto", "fixed", "list"] = "lognormal"
-    """How many tokens an episode samples: the distribution."""
+    """Distribution of the sampled tokens per episode."""
     mean_tokens: float = Field(default=2000.0, ge=1)
-    """Its mean, before `max_tokens` cuts it."""
+    """Mean of the distribution, before truncation at `max_tokens`."""
     sigma: float = Field(default=0.8, ge=0)
-    """Of the logarithm, for `lognormal`: 0.5 is mild, 1 long-tailed, 1.5 extreme."""
+    """For `lognormal`: standard deviation of the log; 0.5 is mild, 1 long-tailed, 1.5 extreme."""
     tail: float = Field(default=2.0, gt=1)
-    """Pareto's exponent, for `pareto`: the smaller, the longer the tail."""
+    """For `pareto`: the exponent; smaller means a longer tail."""
     max_tokens: int = Field(default=16_384, ge=1)
-    """Longer episodes are cut."""
+    """Longer episodes are truncated."""
     length_list: list[int] = []
-    """Lengths that were seen, for `list`; drawn with equal chances."""
+    """For `list`: observed lengths, drawn uniformly."""
     turns: int = Field(default=1, ge=1)
-    """Answers in one episode, its tokens spread over them."""
+    """Turns per episode; its tokens are divided evenly among them."""
     turn_tokens: int = Field(default=200, ge=0)
-    """Tokens that the environment adds between two answers."""
+    """Tokens that the environment adds between two turns."""
     turn_s: float = Field(default=0.0, ge=0)
-    """Mean seconds that the environment takes between two answers."""
+    """Mean environment latency between two turns, in seconds."""
     turn_sigma: float = Field(default=1.0, ge=0)
-    """Of the logarithm of those seconds."""
+    """Standard deviation of the log of the environment latency."""
     grade_s: float = Field(default=0.5, ge=0)
-    """Seconds from a group's last answer until it is closed."""
+    """Seconds to score a group after its last episode ends."""
     filtered: float = Field(default=0.0, ge=0, lt=1)
-    """The share of groups that teach nothing (all rewards alike); others take their place."""
+    """Fraction of groups that are filtered (all rewards equal) and replaced."""
     failed: float = Field(default=0.0, ge=0, lt=1)
-    """The share of groups that fail as data."""
+    """Fraction of groups that fail."""
 
 
 class PacingSettings(Section):
+    """Batch size and staleness limits."""
+
     max_lag: int = Field(default=2, ge=0)
-    """No token is trained more than this many versions after it was sampled. 0 is synchronous training."""
+    """Maximum staleness: no token is trained on more than `max_lag` versions after it was sampled. 0 is synchronous
+    training."""
     depth: float = Field(default=1.0, ge=0)
-    """How many batches, beside the one being filled, may be under way. A fraction is fine."""
+    """Batches in flight in addition to the one being filled. May be fractional."""
     groups_per_step: int = Field(default=128, ge=1)
-    """Groups in one batch; one batch is one optimizer step and one version."""
+    """Groups per batch. One batch is one optimizer step and produces one policy version."""
     chunk_groups: int = Field(default=16, ge=1)
-    """The learner starts on an open batch as soon as so many of its groups are there."""
+    """The learner starts on an incomplete batch as soon as `chunk_groups` of its groups are finished."""
     max_running: int | None = Field(default=None, ge=1)
-    """Most episodes being rolled out at once; twice the slots of all engines when absent."""
+    """Maximum concurrent episodes. Default: twice the total engine slots."""
     on_stale: Literal["wait", "requeue", "drop", "train"] = "wait"
-    """What happens to a group that is still running when its batch is due."""
+    """What to do with a group that is still running when its batch is due."""
     warmup_steps: int = Field(default=0, ge=0)
-    """So many first steps are on policy (lag 0) before `max_lag` applies."""
+    """Number of initial on-policy steps (lag 0) before `max_lag` applies."""
 
 
 class WeightsSettings(Section):
+    """Weight sync from the learner to the engines."""
+
     every: int = Field(default=1, ge=1)
-    """Publish after every so many steps."""
+    """Publish new weights every `every` steps."""
     update: Literal["inflight", "drain"] = "inflight"
-    """Swap while sequences are being sampled, or let running groups finish first."""
+    """`inflight` updates weights while sequences are being sampled; `drain` lets running groups finish first."""
 
 
 class CheckpointSettings(Section):
+    """Checkpoint interval."""
+
     every: int = Field(default=20, ge=0)
-    """Checkpoint after every so many steps; 0: only at the end."""
+    """Checkpoint interval in steps; 0 checkpoints only at the end."""
     turns: bool = True
-    """Answers of unfinished groups are recorded: a worker that was replaced goes on inside them."""
+    """Record the turns of unfinished groups, so that a restarted worker continues them instead of starting over."""
 
 
 class SuperviseSection(Section):
+    """Restarts of engines and workers."""
+
     restarts: int = Field(default=5, ge=0)
-    """How often a part that died is started again within `window_s`; then the run ends. 0: never."""
+    """Restarts allowed per component within `window_s`; one more failure ends the run. 0 disables restarts."""
     window_s: float = Field(default=3600.0, gt=0)
-    """The time in which restarts are counted."""
+    """Time window over which restarts are counted."""
 
 
 class FaultSettings(Section):
+    """Injected faults."""
+
     engine_mtbf_s: float | None = Field(default=None, gt=0)
-    """Mean seconds between two deaths of one engine. Default: none dies."""
+    """Mean seconds between failures of one engine. Default: no failures."""
     worker_mtbf_s: float | None = Field(default=None, gt=0)
-    """Mean seconds between two deaths of one worker."""
+    """Mean seconds between failures of one worker. Default: no failures."""
     learner_mtbf_s: float | None = Field(default=None, gt=0)
-    """Mean seconds between two deaths of the learner; the run is then resumed from its newest checkpoint."""
+    """Mean seconds between failures of the learner; the run then resumes from its latest checkpoint. Default: no
+    failures."""
     restart_s: float = Field(default=60.0, ge=0)
-    """Seconds until a part that is started again is up, beside the supervisor's own pause."""
+    """Seconds that a component takes to restart, in addition to the supervisor's backoff."""
     slow_load_share: float = Field(default=0.0, ge=0, le=1)
-    """The share of weight loads that are slow."""
+    """Fraction of weight loads that are slow."""
     slow_load_factor: float = Field(default=10.0, ge=1)
-    """How much longer these take."""
+    """Slowdown factor of slow weight loads."""
     leave_every_s: float | None = Field(default=None, gt=0)
-    """Mean seconds between two moments at which an engine is taken away, for as long as it was lent elsewhere."""
+    """Mean seconds between two preemptions, each of which removes one engine for `away_s`. Default: no preemptions."""
     away_s: float = Field(default=600.0, ge=0)
-    """Seconds until an engine that was taken away is back."""
+    """Seconds until a preempted engine is back."""
     join_at_s: list[float] = []
-    """Moments at which one more engine joins, on devices of its own."""
+    """Times, in simulated seconds, at which one more engine joins, on additional devices."""
 
 
 class RunSettings(Section):
+    """Length, seed and comparison."""
+
     steps: int = Field(default=40, ge=2)
-    """Optimizer steps of a simulation whose figures are printed; the first quarter is not measured."""
+    """Optimizer steps of each reported simulation; the first quarter is warmup and not measured."""
     probe_steps: int = Field(default=12, ge=2)
-    """Steps of each simulation that only looks for the best split."""
+    """Optimizer steps of each simulation in the search for the best split."""
     seed: int = Field(default=0, ge=0)
-    """Of lengths, outcomes and faults."""
+    """Seed of lengths, outcomes and faults."""
     deterministic: bool = False
-    """Lockstep, as in `outpace train`."""
+    """Deterministic mode, as in `outpace train`."""
     stall_s: float = Field(default=86_400.0, gt=0)
-    """The simulation ends when no step was done for so many simulated seconds."""
+    """End the simulation when no step has completed for this many simulated seconds."""
     compare: bool = True
-    """Also simulate synchronous training, with two pools of devices and with one that takes turns."""
+    """Also simulate synchronous training, with separate devices and with colocated generation and training."""
     switch_s: float = Field(default=10.0, ge=0)
-    """Seconds that devices which take turns need to change from generation to training and back, once per step."""
+    """Seconds per step that colocated devices need to switch from generation to training and back."""
 
 
 class SimulationSettings(Section):
+    """All settings of a simulation."""
+
     cluster: ClusterSettings = ClusterSettings()
     engine: EngineSettings = EngineSettings()
     learner: LearnerSettings = LearnerSettings()
@@ -174,6 +202,6 @@ class SimulationSettings(Section):
     run: RunSettings = RunSettings()
 
     def changed(self, section: str, **values: object) -> SimulationSettings:
-        """The same with some keys of one section changed, checked anew."""
+        """Return a validated copy with some keys of one section changed."""
         inner = {**getattr(self, section).model_dump(), **values}
         return SimulationSettings.model_validate({**self.model_dump(), section: inner})

@@ -1,5 +1,4 @@
-"""What outlives the learner's death: the newest checkpoint; the journal with the groups that had finished, and the
-answers of those that had not."""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -18,29 +17,31 @@ from outpace.types import GroupOrder, GroupReport, Kept, Version
 
 @dataclass
 class Entry:
+    """One finished group in the simulated journal."""
+
     group: Group
     kept: Kept
-    trained: Version | None = None  # the batch that trained it, as far as anybody knows
+    trained: Version | None = None  # the version it was trained into, if any
 
 
 @dataclass(frozen=True)
 class Inheritance:
-    """What a start of the run begins with."""
+    """The state that a start of the run begins with."""
 
     core: Core
-    finished: dict[int, Group] = field(default_factory=dict)  # and those that may be replayed
-    begun: dict[int, Group] = field(default_factory=dict)  # by visit
+    finished: dict[int, Group] = field(default_factory=dict)  # including those that may be replayed
+    begun: dict[int, Group] = field(default_factory=dict)  # unfinished groups with recorded turns, by prompt visit
 
 
 class Journal(Observer):
-    """Keeps every finished group until a checkpoint holds what became of it."""
+    """State that survives a learner failure: the latest checkpoint, and finished groups not yet covered by one."""
 
     def __init__(self) -> None:
         self.checkpoint: Checkpoint | None = None
-        self.groups: dict[int, Group] = {}  # those of the start under way
+        self.groups: dict[int, Group] = {}  # groups of the current start
         self._entries: dict[int, Entry] = {}
         self._batch: tuple[int, ...] = ()
-        self._compacted: Version = 0  # up to this version of the last checkpoint but one
+        self._compacted: Version = 0  # version of the checkpoint at the last compaction
 
     def heard(self, event: Event) -> None:
         match event:
@@ -60,36 +61,38 @@ class Journal(Observer):
                 self._compact(state_of(_as_on_disk(action)))
 
     def _compact(self, state: CoreState) -> None:
-        """What a checkpoint has trained is needed no more, unless it may be replayed. As in a journal of segments, some
-        of it stays for a while: until the next checkpoint."""
+        """Drop groups whose training a checkpoint covers, unless they may be replayed. As in the real, segmented
+        journal, they stay until the next checkpoint."""
         for number, entry in list(self._entries.items()):
             if entry.trained is not None and entry.trained <= self._compacted and number not in state.replay:
                 del self._entries[number]
         self._compacted = state.version
 
     def go_on(self, settings: CoreSettings, order: Order, turns: bool) -> Inheritance:
-        """From the newest checkpoint, or anew if there is none. `turns`: the answers of unfinished groups count."""
+        """Return the state to resume from: the latest checkpoint, or a fresh start if there is none. With `turns`, it
+        includes the recorded turns of unfinished groups."""
         state = None if self.checkpoint is None else state_of(_as_on_disk(self.checkpoint))
         rules = Rules.of(state, settings)
         survivors = choose((entry.kept for entry in self._entries.values()), rules)
-        begun = self._begun(rules.version) if turns else {}
-        stamps = {position: group.admit.min_version for position, group in begun.items()}
-        survivors = replace(survivors, recorded=recorded(stamps, survivors.finished, rules))
-        self._keep(survivors)
+        begun = self._unfinished(rules.version) if turns else {}
+        min_versions = {position: group.admit.min_version for position, group in begun.items()}
+        survivors = replace(survivors, recorded=recorded(min_versions, survivors.finished, rules))
+        self._retain(survivors)
         finished = {number: entry.group for number, entry in self._entries.items()}
         return Inheritance(Core(settings, order, state, survivors), finished, begun)
 
-    def _begun(self, version: Version) -> dict[int, Group]:
-        """Unfinished groups by visit, those that have answers, and none of weights that are no more."""
+    def _unfinished(self, version: Version) -> dict[int, Group]:
+        """Return unfinished groups with recorded turns, by prompt visit, without those sampled from versions newer than
+        the checkpoint, which no longer exist."""
         return {
             group.admit.position: group
             for group in self.groups.values()
             if not group.over and 0 <= group.newest <= version
         }
 
-    def _keep(self, survivors: Survivors) -> None:
-        there = {kept.order.group for kept in (*survivors.finished, *survivors.pooled)}
-        self._entries = {number: entry for number, entry in self._entries.items() if number in there}
+    def _retain(self, survivors: Survivors) -> None:
+        retained = {kept.order.group for kept in (*survivors.finished, *survivors.pooled)}
+        self._entries = {number: entry for number, entry in self._entries.items() if number in retained}
         for kept in survivors.finished:
             self._entries[kept.order.group].trained = None
 

@@ -1,1 +1,1 @@
-"""Where problems come from: generated tasks, datasets, their registry and their resumable order."""
+"""Task sources: generated tasks, datasets, the registry, and the resumable task order."""

@@ -1,13 +1,4 @@
-"""Calculator: sums that a small model cannot do in its head, and the tool that does them.
-
-    What is 347*28+15?  ─▶  <tool_call> calculate("347*28+15") </tool_call>  ─▶  9731  ─▶  The answer is 9731.
-
-The environment brings the tool and judges nothing: the last answer is text, which the reward `number` reads.
-
-Invariants:
-- The problems are a fixed set, drawn once from their kinds; the split of a problem is a hash of its text.
-- Whatever a model asks the tool to calculate is parsed, never executed; what is no expression is refused.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -19,12 +10,12 @@ from outpace.tasks.expressions import evaluate
 from outpace.tasks.problems import Shuffled, Split, split_by_hash
 from outpace.types import Task
 
-KINDS = ("{a}*{b}+{c}", "{a}*{b}-{c}", "({a}+{b})*{c}", "({a}-{b})*{c}")
-"""With the ranges below no result is negative, and none has more than six digits."""
-A, B, C = range(100, 1000), range(11, 100), range(11, 100)
+CALCULATOR_TEMPLATES = ("{a}*{b}+{c}", "{a}*{b}-{c}", "({a}+{b})*{c}", "({a}-{b})*{c}")
+"""With the operand ranges below, results are never negative and have at most six digits."""
+CALCULATOR_A, CALCULATOR_B, CALCULATOR_C = range(100, 1000), range(11, 100), range(11, 100)
 
-DRAWN = 20_000
-HELDOUT_ONE_IN = 8
+CALCULATOR_DRAWS = 20_000
+CALCULATOR_HELDOUT_ONE_IN = 8
 
 
 class Sum(NamedTuple):
@@ -36,10 +27,16 @@ class Sum(NamedTuple):
 
 
 class Calculator:
-    """An environment with one tool."""
+    """Environment with one tool, for arithmetic that is too hard for a small model.
+
+        What is 347*28+15?  ─▶  <tool_call> calculate("347*28+15") </tool_call>  ─▶  9731  ─▶  The answer is 9731.
+
+    It gives no reward: the reward `number` reads the final completion. The tool parses the expression and never
+    executes it; anything else raises `ValueError`.
+    """
 
     def reset(self, **columns: Any) -> None:
-        """Nothing to prepare: the prompt says it all."""
+        """Do nothing: the environment has no state."""
 
     def calculate(self, expression: str) -> str:
         """Work out an expression.
@@ -52,24 +49,27 @@ class Calculator:
 
 
 def calculator(split: Split, seed: int = 0) -> Shuffled[Sum]:
-    """Every problem of a split once, in an order set by the seed."""
-    return Shuffled(f"calculator/{split}/{seed}", sums(split), _task)
+    """Return every problem of a split once, shuffled by the seed."""
+    return Shuffled(f"calculator/{split}/{seed}", sums(split), _calculator_task)
 
 
 @cache
 def sums(split: Split) -> tuple[Sum, ...]:
+    """Return the problems of a split, out of a fixed set that does not depend on any seed."""
     rng = random.Random("calculator")
-    drawn = dict.fromkeys(_draw(rng) for _ in range(DRAWN))
-    return tuple(problem for problem in drawn if split_by_hash(problem.expression, HELDOUT_ONE_IN) == split)
+    drawn = dict.fromkeys(_draw_calculator_problem(rng) for _ in range(CALCULATOR_DRAWS))
+    return tuple(problem for problem in drawn if split_by_hash(problem.expression, CALCULATOR_HELDOUT_ONE_IN) == split)
 
 
-def _draw(rng: random.Random) -> Sum:
-    expression = rng.choice(KINDS).format(a=rng.choice(A), b=rng.choice(B), c=rng.choice(C))
+def _draw_calculator_problem(rng: random.Random) -> Sum:
+    template = rng.choice(CALCULATOR_TEMPLATES)
+    a, b, c = rng.choice(CALCULATOR_A), rng.choice(CALCULATOR_B), rng.choice(CALCULATOR_C)
+    expression = template.format(a=a, b=b, c=c)
     value, _ = evaluate(expression)
     return Sum(expression, int(value))
 
 
-def _task(problem: Sum) -> Task:
+def _calculator_task(problem: Sum) -> Task:
     return Task(
         id=f"calculator/{problem.expression}",
         prompt=problem.text(),

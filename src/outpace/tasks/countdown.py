@@ -1,14 +1,14 @@
-"""Countdown: reach a target from a few digits, using each exactly once.
+"""Countdown: combine a few digits, each used exactly once, into an expression with a given value.
 
-A puzzle is three or four numbers from 1 to 9, in descending order, and a small positive target. An answer may
-use + - * / and parentheses, in any order; the puzzles are those that also have a plain solution, which joins
-the numbers as given by a few operators. That keeps them within reach of a very small model.
+A puzzle is three or four numbers from 1 to 9, in descending order, and a small positive target. An answer may use
++ - * / and parentheses, with the numbers in any order. Every puzzle also has a plain solution, which joins the numbers
+in the given order without parentheses; this keeps the puzzles within reach of a very small model.
 
-Invariants:
-- Every puzzle has a solution, because the space is what plain solutions reach.
+Invariants
+- Every puzzle has a solution, because puzzles are generated from plain expressions.
 - The split of a puzzle is a hash of the puzzle alone, so no seed can move a held-out puzzle into training.
-- Puzzle `index` depends on (split, seed, index) and on nothing else: tasks are made on demand and no order
-  is stored. Any `distinct` consecutive indices are all different puzzles.
+- Puzzle `index` depends only on (split, seed, index): tasks are created on demand and no order is stored. Any
+  `distinct` consecutive indices are different puzzles.
 """
 
 import random
@@ -22,7 +22,7 @@ from outpace.tasks.problems import Split, split_by_hash, stable_hash
 from outpace.types import Task
 
 PLAIN_OPERATORS = {3: "+-*", 4: "+-"}
-"""What a plain solution uses, by how many numbers there are."""
+"""Operators of a plain solution, by the number of operands."""
 
 NUMBERS = range(1, 10)
 TARGETS = range(1, 41)
@@ -47,23 +47,23 @@ def split_of(puzzle: Puzzle) -> Split:
 
 
 class Countdown:
-    """A sized, indexable source of tasks; iteration works through `__getitem__`.
+    """A sized, indexable task source; iteration works through `__getitem__`.
 
-    `size` None means every puzzle of the split once. A larger training set repeats puzzles under new ids;
-    a larger held-out set is refused, since a repeated puzzle would count twice in a score.
+    By default it has every puzzle of the split once. A larger training `size` repeats puzzles under new ids. A larger
+    held-out `size` raises `ValueError`, because a repeated puzzle would count twice in the score.
     """
 
     def __init__(self, split: Split = "train", seed: int = 0, size: int | None = None) -> None:
         if split not in ("train", "heldout"):
-            raise ValueError(f"countdown has the splits 'train' and 'heldout', not {split!r}")
+            raise ValueError(f"countdown: unknown split {split!r}; use 'train' or 'heldout'")
         self.split = split
         self.seed = seed
         self.distinct = len(_puzzles(split))
         self._size = self.distinct if size is None else size
         if self._size < 1:
-            raise ValueError(f"countdown needs a size of at least 1, not {size}")
+            raise ValueError(f"countdown: size is {size}; use at least 1")
         if split == "heldout" and self._size > self.distinct:
-            raise ValueError(f"countdown has {self.distinct} held-out puzzles, {size} were asked for")
+            raise ValueError(f"countdown: size {size} exceeds the {self.distinct} held-out puzzles; lower it")
         self._start, self._stride = _walk(split, seed, self.distinct)
 
     def __len__(self) -> int:
@@ -79,12 +79,12 @@ class Countdown:
 
     def puzzle(self, index: int) -> Puzzle:
         if not 0 <= index < self._size:
-            raise IndexError(f"countdown task {index} is outside 0..{self._size - 1}")
+            raise IndexError(f"countdown: task {index} is out of range 0..{self._size - 1}")
         return _puzzles(self.split)[(self._start + index * self._stride) % self.distinct]
 
 
 def _walk(split: Split, seed: int, length: int) -> tuple[int, int]:
-    """Where to start and how far to step; a stride coprime to the length visits every place once."""
+    """Return a random start and stride. A stride coprime to the length visits every index once."""
     rng = random.Random(f"countdown/{split}/{seed}")
     start, stride = rng.randrange(length), rng.randrange(1, length)
     while gcd(stride, length) != 1:
@@ -94,7 +94,7 @@ def _walk(split: Split, seed: int, length: int) -> tuple[int, int]:
 
 @cache
 def _puzzles(split: Split) -> tuple[Puzzle, ...]:
-    """Ordered by hash, so that a walk of any stride meets the puzzles in no recognisable order."""
+    """Return the puzzles of a split, sorted by hash so that every stride visits them in an arbitrary order."""
     return tuple(sorted((puzzle for puzzle in _all_puzzles() if split_of(puzzle) == split), key=puzzle_hash))
 
 
@@ -107,7 +107,7 @@ def _all_puzzles() -> Iterator[Puzzle]:
 
 
 def plain_expressions(numbers: tuple[int, ...], operators: str) -> Iterator[tuple[str, int]]:
-    """Every expression without parentheses over the numbers in this order, with its value."""
+    """Yield every expression without parentheses over the numbers in this order, with its value."""
     for chosen in product(operators, repeat=len(numbers) - 1):
         text, total, term = str(numbers[0]), 0, numbers[0]
         for operator, number in zip(chosen, numbers[1:], strict=True):

@@ -1,11 +1,13 @@
-"""Tasks from rows: of a file, a Hugging Face dataset, or a list in memory.
+"""Datasets: tasks from JSONL and parquet files, Hugging Face datasets, or rows in memory.
 
-A row is a mapping with a `prompt` (text or chat messages), optionally an `id`, and free columns.
+A row is a mapping with a `prompt` (text or chat messages), an optional `id`, and further columns. `open_dataset` opens
+the dataset that a config names. JSONL needs no extra package: one pass records the offset of each line, and a row is
+read and parsed on access. Everything else goes through the optional package `datasets`, which memory-maps its tables.
 
-Invariants:
-- Rows are read when asked for. What is kept of a row is an 8-byte hash of its id, so memory stays flat.
-- Ids are unique. A row without an `id` is called `<name>/<row>`.
-- Whether a row is held out depends on its id, the share and the seed: not on the order or number of rows.
+Invariants
+- Rows are read on access. Only an 8-byte hash of each id is kept, so memory stays flat.
+- Ids are unique. A row without an `id` gets the id `<name>/<row>`.
+- Whether a row is held out depends on its id, the share and the seed, not on the order or number of rows.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ DuplicateIds = Literal["error", "number"]
 
 
 class Rows(Protocol):
-    """Anything sized and indexable that gives mappings: a list of dicts, a `datasets.Dataset`."""
+    """Sized, indexable rows that are mappings: a list of dicts, a `datasets.Dataset`."""
 
     def __len__(self) -> int: ...
 
@@ -37,7 +39,7 @@ class Rows(Protocol):
 
 @runtime_checkable
 class Table(Protocol):
-    """Rows stored by column, as in a `datasets.Dataset`: the ids can be had without reading whole rows."""
+    """Rows stored by column, as in a `datasets.Dataset`: ids can be read without reading whole rows."""
 
     @property
     def column_names(self) -> list[str]: ...
@@ -46,7 +48,8 @@ class Table(Protocol):
 
 
 class Dataset:
-    """A task source over rows. In messages it is called `name`; `setting` is the config key to blame."""
+    """A task source over rows. `name` prefixes generated ids. Errors start with the config key `setting`, name `source`
+    and locate a row with `locate`."""
 
     def __init__(
         self,
@@ -69,20 +72,21 @@ class Dataset:
             raise BadInput(f"{setting}: {self._source} is empty")
         self._hashes = np.fromiter(map(_hash, self._all_ids()), dtype=np.uint64, count=self._length)
         self._numbered: dict[int, str] = {}
-        self._settle_duplicates(duplicate_ids)
+        self._resolve_duplicates(duplicate_ids)
 
     def __len__(self) -> int:
         return self._length
 
     def __getitem__(self, index: int) -> Task:
         if not 0 <= index < self._length:
-            raise IndexError(f"{self._name} has {plural(self._length, 'row')}; there is no row {index}")
+            raise IndexError(f"{self._name}: row {index} is out of range ({plural(self._length, 'row')})")
         row = self._row(index)
         columns = {name: value for name, value in row.items() if name not in ("prompt", "id")}
         return Task(self._numbered.get(index) or self._id(row.get("id"), index), row["prompt"], columns)
 
     def split(self, share: float, seed: int) -> tuple[TaskSource, TaskSource | None]:
-        """Disjoint training and held-out tasks: about `share` of the rows are held out, never none and never all."""
+        """Return disjoint training and held-out tasks. About `share` of the rows are held out, at least one and not
+        all. Nothing is held out if `share` is 0 or there is only one row."""
         draws = _scramble(self._hashes, seed)
         heldout = draws < np.uint64(int(share * 2**64))
         heldout[np.argmin(draws)] = True
@@ -92,7 +96,7 @@ class Dataset:
         return Selection(self, np.flatnonzero(~heldout)), Selection(self, np.flatnonzero(heldout))
 
     def digest(self, indices: Indices) -> bytes:
-        """Of every id and every row, except those of a table: that would read it all."""
+        """Return a digest of ids and rows. For a table, of ids and column names: its rows are too expensive to read."""
         ids = blake2b(self._hashes[indices].astype("<u8").tobytes(), digest_size=16).digest()
         if isinstance(self._rows, Table):
             return ids + "\n".join(sorted(self._rows.column_names)).encode()
@@ -124,7 +128,7 @@ class Dataset:
         return str(given)
 
     def _all_ids(self) -> Iterator[str]:
-        """The ids as they are given. Rows are checked on the way, except those of a table: that would read it all."""
+        """Yield the ids as given, and check each row. Rows of a table are not checked: that would read all of it."""
         if not isinstance(self._rows, Table):
             for index in range(self._length):
                 yield self._id(self._row(index).get("id"), index)
@@ -136,14 +140,14 @@ class Dataset:
         for index, value in zip(range(self._length), given, strict=False):
             yield self._id(value, index)
 
-    def _settle_duplicates(self, duplicate_ids: DuplicateIds) -> None:
-        """Refuse or number the rows whose id an earlier row has.
+    def _resolve_duplicates(self, duplicate_ids: DuplicateIds) -> None:
+        """Reject or number the rows that repeat the id of an earlier row.
 
-        A numbered copy keeps the hash of its first id: copies of a problem are held out together or not at all."""
+        A numbered copy keeps the hash of the original id, so that copies of a task are always in the same split."""
         first: dict[str, int] = {}
         copies: dict[str, int] = {}
         taken = np.sort(self._hashes)
-        for index in _rows_of_repeated(self._hashes):
+        for index in _rows_with_repeated_hash(self._hashes):
             name = self._id(self._row(index).get("id"), index)
             if name not in first:
                 first[name] = index
@@ -151,7 +155,7 @@ class Dataset:
             if duplicate_ids == "error":
                 raise self._bad_row(
                     index,
-                    f"has the id {one_line(name, 60)!r} of {self._locate(first[name])}; "
+                    f"repeats the id {one_line(name, 60)!r} of {self._locate(first[name])}; "
                     'make ids unique, or set tasks.duplicate_ids = "number"',
                 )
             copies[name] = copies.get(name, 1) + 1
@@ -161,7 +165,7 @@ class Dataset:
 
 
 class Selection:
-    """Some tasks of another source, in the order of `indices`."""
+    """A subset of another task source, in the order of `indices`."""
 
     def __init__(self, source: TaskSource, indices: Indices) -> None:
         self._source = source
@@ -172,7 +176,7 @@ class Selection:
 
     def __getitem__(self, index: int) -> Task:
         if not 0 <= index < len(self._indices):
-            raise IndexError(f"no task {index} among {plural(len(self._indices), 'task')}")
+            raise IndexError(f"task {index} is out of range ({plural(len(self._indices), 'task')})")
         return self._source[int(self._indices[index])]
 
     def digest(self, indices: Indices) -> bytes:
@@ -180,20 +184,20 @@ class Selection:
 
 
 def _hash(name: str) -> int:
-    """The same on every machine and in every process, which the built-in `hash` does not promise."""
+    """Return a hash that is the same on every machine and in every process, unlike the built-in `hash`."""
     return int.from_bytes(blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
 
 
 def _scramble(hashes: NDArray[np.uint64], seed: int) -> NDArray[np.uint64]:
-    """Another uniform draw for each hash, by the finaliser of splitmix64."""
+    """Return a uniform draw per hash and seed, with the finalizer of splitmix64."""
     draws = hashes ^ np.uint64(_hash(f"holdout/{seed}"))
     draws = (draws ^ (draws >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     draws = (draws ^ (draws >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return draws ^ (draws >> np.uint64(31))
 
 
-def _rows_of_repeated(hashes: NDArray[np.uint64]) -> list[int]:
-    """The rows, in order, whose hash occurs more than once."""
+def _rows_with_repeated_hash(hashes: NDArray[np.uint64]) -> list[int]:
+    """Return the rows, in order, whose hash occurs more than once."""
     order = np.argsort(hashes, kind="stable")
     ranked = hashes[order]
     same = ranked[1:] == ranked[:-1]
@@ -202,22 +206,22 @@ def _rows_of_repeated(hashes: NDArray[np.uint64]) -> list[int]:
 
 
 def _contains(ranked: NDArray[np.uint64], value: int) -> bool:
-    place = int(np.searchsorted(ranked, np.uint64(value)))
-    return place < len(ranked) and int(ranked[place]) == value
+    position = int(np.searchsorted(ranked, np.uint64(value)))
+    return position < len(ranked) and int(ranked[position]) == value
 
 
 def _prompt_problem(prompt: Any) -> str | None:
     if isinstance(prompt, str):
         return None if prompt.strip() else "has an empty prompt"
     if not isinstance(prompt, list):
-        return f"has a prompt of type {type(prompt).__name__}; it should be text or chat messages"
+        return f"has a prompt of type {type(prompt).__name__}; use text or chat messages"
     if not prompt:
-        return "has a prompt without messages"
+        return "has a prompt with no messages"
     if not all(isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in prompt):
-        return "has a prompt whose messages are not all objects with a role"
+        return "has a prompt with messages that are not objects with a role"
     return None
 
 
 def _columns(names: Iterable[str]) -> str:
     listed = ", ".join(map(str, names))
-    return f"it has {one_line(listed, 120)}" if listed else "it has no columns at all"
+    return f"it has the columns {one_line(listed, 120)}" if listed else "it has no columns"

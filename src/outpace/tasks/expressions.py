@@ -1,15 +1,4 @@
-"""Arithmetic expressions, read by a small parser of their own: text that a model wrote is never executed.
-
-The parser accepts a small grammar, bounds length, depth and digits before doing arithmetic, and answers everything
-else with `ValueError`.
-
-    sum     = product (("+" | "-") product)*
-    product = atom (("*" | "/") atom)*
-    atom    = number | "(" sum ")"
-    number  = "0" | a digit 1-9 and further digits; no sign, no leading zero, ASCII only
-
-Spaces may stand between symbols and around the whole, as may one trailing line break.
-"""
+"""MERGED"""
 
 import re
 from fractions import Fraction
@@ -22,8 +11,9 @@ _SYMBOL = re.compile(r" *([0-9]+|[-+*/()])")
 
 
 def evaluate(expression: str) -> tuple[Fraction, list[int]]:
-    """The exact value and the numbers in the order they are written; `ValueError` outside the grammar."""
-    parser = _Parser(_symbols(expression))
+    """Return the exact value and the numbers in the order they are written. Raises `ValueError` outside the grammar;
+    the model sees the message as a tool result."""
+    parser = _ExpressionParser(_symbols(expression))
     value = parser.sum(depth=0)
     if parser.peek():
         raise ValueError(f"unexpected {parser.peek()!r} after a complete expression")
@@ -44,17 +34,17 @@ def _symbols(expression: str) -> list[str]:
     return symbols
 
 
-class _Parser:
-    """Recursive descent that evaluates as it goes; `numbers` collects what was used."""
+class _ExpressionParser:
+    """Recursive-descent parser that evaluates while parsing and collects the operands in `numbers`."""
 
     def __init__(self, symbols: list[str]) -> None:
         self.numbers: list[int] = []
         self._symbols = symbols
-        self._place = 0
+        self._position = 0
 
     def peek(self) -> str:
-        """The next symbol, or "" at the end."""
-        return self._symbols[self._place] if self._place < len(self._symbols) else ""
+        """Return the next symbol, or "" at the end."""
+        return self._symbols[self._position] if self._position < len(self._symbols) else ""
 
     def sum(self, depth: int) -> Fraction:
         value = self._product(depth)
@@ -67,7 +57,7 @@ class _Parser:
 
     def _take(self) -> str:
         symbol = self.peek()
-        self._place += 1
+        self._position += 1
         return symbol
 
     def _product(self, depth: int) -> Fraction:

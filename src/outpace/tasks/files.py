@@ -1,8 +1,4 @@
-"""Opening the datasets that a config names: JSONL and parquet files, Hugging Face folders and hub names.
-
-JSONL needs no further package: one pass notes where each line begins, and a row is read and parsed when it is asked
-for. Everything else goes through the optional `datasets`, which maps its tables from disk.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -26,7 +22,7 @@ from outpace.tasks.fingerprint import Indices, digest_of_pieces
 HUB_TIMEOUT_S = 10.0
 JSONL = (".jsonl", ".ndjson")
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
-"""`name`, `owner/name`, either with `:configuration`."""
+"""`name` or `owner/name`, optionally with `:configuration`."""
 
 
 def open_dataset(
@@ -37,7 +33,7 @@ def open_dataset(
     duplicate_ids: DuplicateIds = "error",
     setting: str = "tasks.path",
 ) -> Dataset:
-    """The dataset at `path`; every problem with it is a one-line `BadInput` that starts with `setting`."""
+    """Open the dataset at `path`. Every error is a one-line `BadInput` that starts with `setting`."""
     file = Path(path).expanduser()
     if file.suffix in JSONL:
         lines = JsonlRows(file, limit, setting)
@@ -55,7 +51,7 @@ def open_dataset(
 
 
 class JsonlRows:
-    """One JSON value per line, blank lines left out. Reads by position, so threads may share it."""
+    """Rows of a JSONL file, blank lines skipped. Thread-safe: every read uses an explicit offset."""
 
     def __init__(self, file: Path, limit: int | None = None, setting: str = "tasks.path") -> None:
         self._file = file
@@ -76,7 +72,7 @@ class JsonlRows:
         except FileNotFoundError:
             raise BadInput(f"{setting}: there is no file {file}") from None
         except OSError as error:
-            raise BadInput(f"{setting}: {file} cannot be read: {error.strerror}") from None
+            raise BadInput(f"{setting}: cannot read {file}: {error.strerror}") from None
         self._descriptor = descriptor
         weakref.finalize(self, os.close, descriptor)
         self._offsets = np.frombuffer(offsets, dtype=np.int64)
@@ -97,25 +93,25 @@ class JsonlRows:
         raise BadInput(f"{self._setting}: {self._file.name} {self.locate(index)} {problem}")
 
     def digest(self, indices: Indices) -> bytes:
-        """Of the bytes of these rows and of the length of each."""
+        """Return a digest of the bytes and lengths of these rows."""
         starts, ends = _runs(self._offsets[indices], self._ends[indices])
-        places = np.concatenate([[0], np.cumsum(ends - starts)])  # of the runs, as if nothing lay between them
+        run_offsets = np.concatenate([[0], np.cumsum(ends - starts)])  # as if the runs were contiguous
 
         def read(start: int, end: int) -> bytes:
             parts = []
-            for run in range(int(np.searchsorted(places, start, "right")) - 1, len(starts)):
-                if places[run] >= end:
+            for run in range(int(np.searchsorted(run_offsets, start, "right")) - 1, len(starts)):
+                if run_offsets[run] >= end:
                     break
-                first = int(starts[run]) + max(0, start - int(places[run]))
-                last = int(starts[run]) + min(end, int(places[run + 1])) - int(places[run])
+                first = int(starts[run]) + max(0, start - int(run_offsets[run]))
+                last = int(starts[run]) + min(end, int(run_offsets[run + 1])) - int(run_offsets[run])
                 parts.append(os.pread(self._descriptor, last - first, first))
             return b"".join(parts)
 
         lengths = (self._ends[indices] - self._offsets[indices]).astype("<i8")
-        return blake2b(lengths.tobytes() + digest_of_pieces(int(places[-1]), read), digest_size=16).digest()
+        return blake2b(lengths.tobytes() + digest_of_pieces(int(run_offsets[-1]), read), digest_size=16).digest()
 
     def locate(self, index: int) -> str:
-        """The line's number as editors count. Found by counting, since only error messages need it."""
+        """Return the line number of a row, from 1. It rereads the file, because only error messages need it."""
         number, position = 1, 0
         with self._file.open("rb") as lines:
             for line in lines:
@@ -131,14 +127,14 @@ def _after_byte_order_mark(head: bytes) -> int:
 
 
 def _runs(starts: Indices, ends: Indices) -> tuple[Indices, Indices]:
-    """The same places with neighbours joined, so that a whole file is one."""
+    """Merge adjacent byte ranges, so that a whole file becomes one range."""
     first = np.concatenate([[True], starts[1:] != ends[:-1]])
     return starts[first], ends[np.concatenate([first[1:], [True]])]
 
 
 def _open_table(path: str, file: Path, split: str, setting: str) -> Rows:
     if file.suffix != ".parquet" and file.is_file():
-        raise BadInput(f"{setting}: {path} should end in .jsonl or .parquet")
+        raise BadInput(f"{setting}: {path} is not a supported file; use .jsonl or .parquet")
     hub = HUB_NAME.fullmatch(path) is not None and not (file.parent != Path() and file.parent.exists())
     if not file.exists() and (file.suffix == ".parquet" or not hub):
         raise BadInput(f"{setting}: there is no file or folder {path}")
@@ -149,15 +145,16 @@ def _open_table(path: str, file: Path, split: str, setting: str) -> Rows:
     datasets.disable_progress_bars()
     try:
         found = _load_table(datasets, path, file, split)
-    # A boundary: the library and the hub raise dozens of kinds, all of which mean that this dataset cannot be had.
+    # The library and the hub raise many exception types, which all mean that the dataset cannot be loaded.
     except Exception as error:
-        raise BadInput(f"{setting}: {path} cannot be loaded: {one_line(error)}") from error
+        raise BadInput(f"{setting}: cannot load {path}: {one_line(error)}") from error
     return found
 
 
 @contextmanager
 def _offline_unless_reachable(datasets: Any, name: str) -> Iterator[None]:
-    """Ask the hub once, briefly; without an answer use the cache alone. The library would retry for half a minute."""
+    """Contact the hub once, with a short timeout; if it does not answer, use only the cache. Otherwise the library
+    would retry for half a minute."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -165,8 +162,8 @@ def _offline_unless_reachable(datasets: Any, name: str) -> Iterator[None]:
     try:
         HfApi().dataset_info(name, timeout=HUB_TIMEOUT_S)
     except HfHubHTTPError:
-        raise  # the hub has answered: there is no such dataset, or it may not be read
-    except Exception:  # no answer, in whatever way the HTTP library of the day says so
+        raise  # the hub answered: the dataset does not exist, or access is denied
+    except Exception:  # no answer; the exception type depends on the installed HTTP library
         datasets.config.HF_HUB_OFFLINE = True
     try:
         yield
@@ -185,5 +182,5 @@ def _load_table(datasets: Any, path: str, file: Path, split: str) -> Rows:
     if not isinstance(saved, dict):
         return saved  # type: ignore[no-any-return]
     if split not in saved:
-        raise ValueError(f"it has no split {split!r}, only {', '.join(saved)}")
+        raise ValueError(f"there is no split {split!r}; use {', '.join(saved)}")
     return saved[split]  # type: ignore[no-any-return]

@@ -1,15 +1,16 @@
-"""Whether the tasks of a resumed run are those it began with.
+"""Task fingerprints: detect whether the tasks of a resumed run have changed.
 
-    rows of a file, rows in memory    every row counts
-    tables of the datasets package    every id, the names of the columns, and samples
-    sources that make their tasks     their number and samples
+    source                            what the fingerprint covers
+    rows of a file, rows in memory    every row
+    tables of the datasets package    every id, the column names, and sampled tasks
+    sources that generate tasks       the number of tasks, and sampled tasks
 
 Invariants
-- Two fingerprints of the same tasks have no `difference`, whatever the process and the machine: no built-in `hash`, no
-  order of keys, no address and no time goes into a digest.
-- A start is held up for seconds at most: of a source that takes its time, only the SURE samples are taken.
-- Memory stays flat, and no more than BYTES of a file are read: of a larger one, pieces at fixed places, and the length
-  of every row.
+- Two fingerprints of the same tasks have no `difference`, across processes and machines: digests contain no built-in
+  `hash`, key order, memory address or time.
+- A fingerprint delays startup by seconds at most: from a slow source, only MIN_SAMPLES tasks are sampled.
+- Memory stays flat, and at most MAX_BYTES of a file are read: from a larger file, chunks at fixed positions, and the
+  length of every row.
 """
 
 from __future__ import annotations
@@ -38,22 +39,22 @@ Indices = NDArray[np.int64]
 
 @runtime_checkable
 class Digestible(Protocol):
-    """A source, or rows, that can say more of its content than a few samples do."""
+    """A source, or rows, with a cheap digest of its content."""
 
     def digest(self, indices: Indices, /) -> bytes:
-        """Of these rows, in this order. Cheap enough for every start of a run."""
+        """Return a digest of these rows, in this order. Cheap enough for every start of a run."""
         ...
 
 
 @runtime_checkable
-class Picture(Protocol):
-    """What image libraries give."""
+class ImageLike(Protocol):
+    """An image object, such as a PIL image."""
 
     def tobytes(self) -> bytes: ...
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """One task, as it was."""
+    """Id and content digest of one sampled task."""
 
     index: int
     id: str
@@ -61,8 +62,9 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 class Fingerprint(msgspec.Struct, frozen=True):
-    """JSON-able. `digest` is of all that can be had at once; how many samples there are depends on the time they took,
-    so that two fingerprints are compared by `difference`."""
+    """JSON-serializable. Compare with `difference`, not with `==`: the number of samples depends on how long they took.
+
+    `digest` covers all content that can be read cheaply."""
 
     count: int
     digest: str
@@ -70,13 +72,14 @@ class Fingerprint(msgspec.Struct, frozen=True):
 
 
 def fingerprint(source: TaskSource) -> Fingerprint:
-    """What these tasks are. A task that cannot be had now counts as such; `BadInput` about one is raised."""
+    """Return the fingerprint of the tasks. A sampled task that fails to load is recorded by its exception type, except
+    `BadInput`, which is raised."""
     count = len(source)
     return Fingerprint(count, content(source, np.arange(count)).hex(), tuple(_samples(source, count)))
 
 
 def difference(old: Fingerprint, new: Fingerprint) -> str | None:
-    """What has changed, in one line; None: nothing."""
+    """Return in one line what changed, or None if nothing did."""
     if old.count != new.count:
         return f"{plural(new.count, 'task')} now, {old.count} before"
     before = {sample.index: sample for sample in old.samples}
@@ -85,24 +88,24 @@ def difference(old: Fingerprint, new: Fingerprint) -> str | None:
         if was.id != sample.id:
             return f"task {sample.index} is {one_line(sample.id, 60)!r}, it was {one_line(was.id, 60)!r}"
         if was.digest != sample.digest:
-            return f"task {sample.index}, {one_line(sample.id, 60)!r}, is not what it was"
+            return f"task {sample.index}, {one_line(sample.id, 60)!r}, has changed"
     if old.digest != new.digest:
-        return f"some tasks are not what they were, though none of the {len(new.samples)} compared one by one"
+        return f"some tasks have changed, but none of the {len(new.samples)} sampled ones"
     return None
 
 
-# --------------------------------------------------------------------------------------------------------- for sources
+# ------------------------------------------------------------------------------------------------------------- digests
 
 
 def content(source: Any, indices: Indices) -> bytes:
-    """The digest of some tasks or rows of a source; of one that makes them on demand, nothing."""
+    """Return the digest of some tasks or rows of a source; b"" for a source that generates them on demand."""
     if isinstance(source, Digestible):
         return source.digest(indices)
     return digest_of_values(source, indices) if isinstance(source, list | tuple) else b""
 
 
 def digest_of_values(rows: Any, indices: Indices) -> bytes:
-    """Of rows that are all in memory."""
+    """Return the digest of rows in memory."""
     whole = blake2b(digest_size=16)
     for index in indices:
         whole.update(_encoded(rows[int(index)]))
@@ -111,7 +114,8 @@ def digest_of_values(rows: Any, indices: Indices) -> bytes:
 
 
 def digest_of_pieces(length: int, read: Callable[[int, int], bytes]) -> bytes:
-    """Of `length` bytes, of which `read(start, end)` gives some; of more than BYTES, only pieces at fixed places."""
+    """Return the digest of `length` bytes, read with `read(start, end)`. Beyond MAX_BYTES, only chunks at fixed
+    positions are read."""
     whole = blake2b(digest_size=16)
     pieces = -(-length // PIECE)
     for number in spread(pieces, BYTES // PIECE):
@@ -120,7 +124,7 @@ def digest_of_pieces(length: int, read: Callable[[int, int], bytes]) -> bytes:
 
 
 def spread(count: int, most: int) -> Iterator[int]:
-    """All of `count` places, or `most` of them, evenly from the first to the last."""
+    """Yield all of `count` indices, or `most` of them, evenly spaced from the first to the last."""
     if count <= most:
         yield from range(count)
         return
@@ -128,14 +132,14 @@ def spread(count: int, most: int) -> Iterator[int]:
         yield number * (count - 1) // (most - 1)
 
 
-# ----------------------------------------------------------------------------------------------------------- one task
+# ------------------------------------------------------------------------------------------------------------- samples
 
 
 def _samples(source: TaskSource, count: int) -> Iterator[Sample]:
-    sure = list(spread(count, SURE))
-    further = [index for index in spread(count, SAMPLES) if index not in sure]
+    required = list(spread(count, SURE))
+    further = [index for index in spread(count, SAMPLES) if index not in required]
     deadline = time.monotonic() + PATIENCE_S
-    for number, index in enumerate(sure + further):
+    for number, index in enumerate(required + further):
         if number >= SURE and time.monotonic() > deadline:
             break
         yield _sample(source, index)
@@ -146,7 +150,7 @@ def _sample(source: TaskSource, index: int) -> Sample:
         task = source[index]
     except BadInput:
         raise
-    # The boundary to a caller's own source, which may fail in any way: then that visit fails, not the start.
+    # A user's task source may raise anything. Then the prompt visit fails later, not the start of the run.
     except Exception as error:
         return Sample(index, "", type(error).__name__)
     digest = blake2b(_encoded((task.prompt, task.columns)), digest_size=8)
@@ -154,15 +158,15 @@ def _sample(source: TaskSource, index: int) -> Sample:
 
 
 def _printable(name: str) -> str:
-    """An id may hold half a character, which no file takes."""
+    """Escape lone surrogates, which an id may contain but a file cannot."""
     return name.encode("utf-8", "backslashreplace").decode()
 
 
 def _encoded(value: Any) -> bytes:
-    """The same bytes for the same value, whatever the order of its keys."""
+    """Encode a value to bytes, independent of key order."""
     try:
         return msgspec.json.encode(value, enc_hook=_plain, order="deterministic")
-    except (TypeError, ValueError):  # a lone surrogate, a key that is no text
+    except (TypeError, ValueError):  # a lone surrogate, or a key that is not text
         return json.dumps(_as_pairs(value)).encode()
 
 
@@ -175,11 +179,11 @@ def _as_pairs(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has no notion of, by its content where that can be had, else by its type: a `repr` holds addresses."""
+    """Convert a value that JSON cannot encode: by content if possible, else by type name (a `repr` holds addresses)."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
-    if isinstance(value, Picture):
+    if isinstance(value, ImageLike):
         return value.tobytes().hex()
     return value.hex() if isinstance(value, bytes) else type(value).__qualname__

@@ -1,13 +1,4 @@
-"""Guess: find a hidden number by asking, in as many guesses as halving the range needs.
-
-    I think of a number from 24 to 35. Find it in 4 guesses.
-    ─▶ guess(29) ─▶ higher ─▶ guess(32) ─▶ lower ─▶ guess(31) ─▶ correct
-
-Invariants:
-- Nothing in the prompt tells the number: a range is a problem once for each number in it.
-- The split is a hash of the range, so a held-out range was never played in training, whatever the number.
-- Halving always finds the number: GUESSES guesses are enough for the widest range.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -18,9 +9,9 @@ from outpace.tasks.problems import Shuffled, Split, split_by_hash
 from outpace.types import Task
 
 GUESSES = 4
-WIDTHS = range(10, 2**GUESSES)
-LOWS = range(1, 86)
-HELDOUT_ONE_IN = 6
+GUESS_RANGE_WIDTHS = range(10, 2**GUESSES)
+GUESS_RANGE_LOWS = range(1, 86)
+GUESS_HELDOUT_ONE_IN = 6
 
 
 class Hidden(NamedTuple):
@@ -33,7 +24,13 @@ class Hidden(NamedTuple):
 
 
 class Guess:
-    """One game. Its reward is 1 for a number that was found, else 0."""
+    """Environment: find a hidden number in at most GUESSES guesses. The reward is 1 if it was found, else 0.
+
+        I think of a number from 24 to 35. Find it in 4 guesses.
+        ─▶ guess(29) ─▶ higher ─▶ guess(32) ─▶ lower ─▶ guess(31) ─▶ correct
+
+    Binary search always succeeds: GUESSES is enough for the widest range.
+    """
 
     def __init__(self) -> None:
         self._secret = 0
@@ -62,22 +59,25 @@ class Guess:
 
 
 def guess(split: Split, seed: int = 0) -> Shuffled[Hidden]:
-    """Every problem of a split once, in an order set by the seed."""
-    return Shuffled(f"guess/{split}/{seed}", games(split), _task)
+    """Return every problem of a split once, shuffled by the seed."""
+    return Shuffled(f"guess/{split}/{seed}", games(split), _guess_task)
 
 
 @cache
 def games(split: Split) -> tuple[Hidden, ...]:
-    ranges = ((low, low + width - 1) for low in LOWS for width in WIDTHS)
+    """Return one problem per range and number in it, so that the prompt does not reveal the number.
+
+    The split is a hash of the range: a held-out range never occurs in training, with any number."""
+    ranges = ((low, low + width - 1) for low in GUESS_RANGE_LOWS for width in GUESS_RANGE_WIDTHS)
     return tuple(
         Hidden(low, high, secret)
         for low, high in ranges
-        if split_by_hash(f"{low}-{high}", HELDOUT_ONE_IN) == split
+        if split_by_hash(f"{low}-{high}", GUESS_HELDOUT_ONE_IN) == split
         for secret in range(low, high + 1)
     )
 
 
-def _task(game: Hidden) -> Task:
+def _guess_task(game: Hidden) -> Task:
     return Task(
         id=f"guess/{game.low}-{game.high}/{game.secret}",
         prompt=game.text(),

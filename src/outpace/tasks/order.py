@@ -1,13 +1,12 @@
-"""In which order tasks are visited, for ever: position 0, 1, 2, … over as many epochs as a run needs.
+"""The order of tasks: an unbounded sequence of positions 0, 1, 2, … over as many epochs as a run needs.
 
 Invariants
 - Every epoch visits every task exactly once.
-- The order is a pure function of (count, seed, shuffle, position): nothing is stored, so a resumed run needs only its
-  position, and a source of a billion tasks costs no memory.
+- The order is a pure function of (count, seed, shuffle, position). Nothing is stored, so a resumed run needs only its
+  position, and a source with a billion tasks uses no memory.
 
-The shuffle is a Feistel network over the smallest even number of bits that can hold every index, keyed by
-(seed, epoch); an index that falls outside the source is encrypted again until it falls inside (cycle walking), which
-keeps the map a permutation.
+The shuffle is a Feistel network over the smallest even number of bits that holds every index, keyed by (seed, epoch).
+An index outside the source is encrypted again until it falls inside (cycle walking), which keeps it a permutation.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ ROUNDS = 6
 
 @dataclass(frozen=True)
 class Order:
-    """The unbounded sequence of tasks: `task(position)` says which epoch and which task stand there."""
+    """The unbounded sequence of tasks: `task(position)` returns the epoch and the task index at a position."""
 
     count: int
     seed: int
@@ -28,24 +27,24 @@ class Order:
 
     def __post_init__(self) -> None:
         if self.count < 1:
-            raise ValueError("there are no tasks to visit")
+            raise ValueError("there are no tasks")
 
     def task(self, position: int) -> tuple[int, int]:
         assert position >= 0
-        epoch, place = divmod(position, self.count)
-        return epoch, self._shuffled(epoch, place) if self.shuffle else place
+        epoch, offset = divmod(position, self.count)
+        return epoch, self._shuffled(epoch, offset) if self.shuffle else offset
 
-    def _shuffled(self, epoch: int, place: int) -> int:
+    def _shuffled(self, epoch: int, offset: int) -> int:
         half_bits = max(1, ((self.count - 1).bit_length() + 1) // 2)
         key = f"{self.seed}/{epoch}".encode()
-        index = _feistel(place, half_bits, key)
+        index = _feistel(offset, half_bits, key)
         while index >= self.count:
             index = _feistel(index, half_bits, key)
         return index
 
 
 def _feistel(value: int, half_bits: int, key: bytes) -> int:
-    """A keyed permutation of the integers below 4 ** half_bits."""
+    """Apply a keyed permutation of the integers below 4 ** half_bits."""
     mask = (1 << half_bits) - 1
     left, right = value >> half_bits, value & mask
     for number in range(ROUNDS):

@@ -1,4 +1,24 @@
-"""What generated tasks have in common: a split that no seed can move, and an order that the seed sets."""
+"""Generated tasks: arithmetic, calculator (with a tool) and guess (with an environment).
+
+    arithmetic  What is 7 + 12?                           reward `number`
+    calculator  What is 347*28+15?  ─▶  calculate(...)    reward `number`
+    guess       Find a number in 4 guesses.               reward of the environment
+
+Arithmetic expressions are evaluated by a small recursive-descent parser (`evaluate_expression`). Model-written text is
+never executed. The parser limits length, depth and digits before doing any arithmetic, and raises `ValueError` outside
+this grammar:
+
+    sum     = product (("+" | "-") product)*
+    product = atom (("*" | "/") atom)*
+    atom    = number | "(" sum ")"
+    number  = "0" | a digit 1-9 and further digits; no sign, no leading zero, ASCII only
+
+Spaces are allowed between symbols and around the expression, and so is one trailing newline.
+
+Invariants
+- The split of a problem is a hash of the problem alone, so no seed can move a held-out problem into training.
+- Task `index` depends only on (split, seed, index). The seed sets the order of the problems.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +35,7 @@ Problem = TypeVar("Problem")
 
 
 def stable_hash(text: str) -> int:
-    """The same on every machine and in every process, which the built-in `hash` does not promise."""
+    """Return a hash that is the same on every machine and in every process, unlike the built-in `hash`."""
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
@@ -24,7 +44,7 @@ def split_by_hash(key: str, heldout_one_in: int) -> Split:
 
 
 class Shuffled(Generic[Problem]):
-    """Every problem once, as a task, in an order set by `name`, which carries split and seed."""
+    """A task source with every problem once, shuffled. `name` includes split and seed, and seeds the shuffle."""
 
     def __init__(self, name: str, problems: Sequence[Problem], as_task: Callable[[Problem], Task]) -> None:
         self._name = name
@@ -40,5 +60,5 @@ class Shuffled(Generic[Problem]):
 
     def problem(self, index: int) -> Problem:
         if not 0 <= index < len(self):
-            raise IndexError(f"{self._name} has {plural(len(self), 'task')}; there is no task {index}")
+            raise IndexError(f"{self._name}: task {index} is out of range ({plural(len(self), 'task')})")
         return self._problems[index]

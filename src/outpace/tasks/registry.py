@@ -1,7 +1,7 @@
-"""Tasks by name, and where a config's tasks come from.
+"""Task registry, and opening of the task sources that a config names.
 
-A registered function takes the config and returns the training source and the held-out source, or None where there
-is nothing held out. `tasks.name` may also be `package.module:function`, which needs no registration.
+A registered function takes the config and returns the training source and the held-out source, or None if nothing is
+held out. `tasks.name` may also be `package.module:function`, which needs no registration.
 """
 
 from __future__ import annotations
@@ -27,47 +27,47 @@ TaskFactory = Callable[[Config], Sources]
 _factories: dict[str, TaskFactory] = {}
 
 FAMILIES = {"reasoning_gym": "outpace.tasks.reasoning_gym:open_reasoning_gym"}
-"""Tasks of other packages: `tasks.name` is the family, a slash, and the name that the task has there."""
+"""Task packages: `tasks.name` is `<package>/<task>`."""
 
 
 def is_of_family(name: str) -> bool:
-    """Whether this names a task of another package; a file of that name comes first."""
-    family, of, _ = name.partition("/")
-    return bool(of) and family in FAMILIES and not Path(name).exists()
+    """Return whether `name` is a task of another package, as `<package>/<task>`. An existing file takes precedence."""
+    package, slash, _ = name.partition("/")
+    return bool(slash) and package in FAMILIES and not Path(name).exists()
 
 
 def register(name: str) -> Callable[[TaskFactory], TaskFactory]:
-    """Make a function available as `tasks.name = name`. Defining the same function again, as a notebook does, replaces
+    """Register a function as `tasks.name = name`. Registering the same function again, as a notebook does, replaces
     it."""
 
-    def keep(factory: TaskFactory) -> TaskFactory:
+    def decorator(factory: TaskFactory) -> TaskFactory:
         before = _factories.get(name, factory)
         if (before.__module__, before.__qualname__) != (factory.__module__, factory.__qualname__):
-            raise ValueError(f"a task named {name!r} is registered already")
+            raise ValueError(f"a task named {name!r} is already registered; use another name")
         _factories[name] = factory
         return factory
 
-    return keep
+    return decorator
 
 
 def own_tasks() -> dict[str, TaskFactory]:
-    """Those that the user has registered."""
-    return {name: made for name, made in _factories.items() if not made.__module__.startswith("outpace.")}
+    """Return the tasks that the user registered."""
+    return {name: factory for name, factory in _factories.items() if not factory.__module__.startswith("outpace.")}
 
 
 def open_tasks(config: Config) -> Sources:
-    """The training tasks and the held-out tasks that the config names."""
+    """Return the training tasks and the held-out tasks that the config names."""
     train, heldout = _open_path(config) if config.tasks.path is not None else _open_name(config)
     return train, heldout if config.tasks.eval_path is None else open_heldout(config)
 
 
 def open_train(config: Config) -> TaskSource:
-    """The training tasks that the config names."""
+    """Return the training tasks that the config names."""
     return open_tasks(config)[0]
 
 
 def open_heldout(config: Config) -> TaskSource:
-    """The tasks of `tasks.eval_path`."""
+    """Return the tasks of `tasks.eval_path`."""
     assert config.tasks.eval_path is not None
     return open_dataset(
         config.tasks.eval_path,
@@ -78,8 +78,8 @@ def open_heldout(config: Config) -> TaskSource:
 
 
 class Reopened:
-    """A source that a config names, for where the other one is a Python caller's own. It travels as the config and is
-    opened again on arrival: no open file has to travel, and no row."""
+    """A source that a config names, used when the other source is a Python object. It is pickled as its config and
+    reopened on arrival, so that neither open files nor rows are sent between processes."""
 
     def __init__(self, opener: Callable[[Config], TaskSource], config: Config) -> None:
         self._opener = opener
@@ -103,7 +103,7 @@ def _open_path(config: Config) -> Sources:
     tasks = config.tasks
     assert tasks.path is not None
     if tasks.path.endswith((*JSONL, ".parquet")) and tasks.split != "train":
-        raise BadInput(f"tasks.split: a file such as {tasks.path} has no splits; leave this out")
+        raise BadInput(f"tasks.split: {tasks.path} is a file and has no splits; leave this out")
     dataset = open_dataset(tasks.path, split=tasks.split, limit=tasks.limit, duplicate_ids=tasks.duplicate_ids)
     return dataset.split(0 if tasks.eval_path else config.eval.holdout, config.eval.seed)
 
@@ -111,7 +111,7 @@ def _open_path(config: Config) -> Sources:
 def _open_name(config: Config) -> Sources:
     name = config.tasks.name or "countdown"
     if config.tasks.options and not is_reference(name) and not is_of_family(name):
-        raise BadInput(f"tasks.options: {name} has none; leave this out")
+        raise BadInput(f"tasks.options: {name} has no options; leave this out")
     sources = _factory(name)(config)
     if not isinstance(sources, tuple) or len(sources) != 2:
         raise BadInput(f"tasks.name: {name} should return a training source and a held-out source or None")
@@ -131,8 +131,8 @@ def _factory(name: str) -> TaskFactory:
         return load_function(FAMILIES[name.partition("/")[0]], "tasks.name")
     if name not in _factories:
         close = difflib.get_close_matches(name, _factories, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(sorted(_factories))}"
-        raise BadInput(f"tasks.name: there is no task {name!r}; {hint}")
+        hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(sorted(_factories))}"
+        raise BadInput(f"tasks.name: unknown task {name!r}; {hint}")
     return _factories[name]
 
 

@@ -1,1 +1,1 @@
-"""How a policy travels from the learner to the engines."""
+"""Weight sync: how a policy gets from the learner to the engines."""

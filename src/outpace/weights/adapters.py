@@ -1,8 +1,4 @@
-"""Adapters as folders in the format of PEFT, which vLLM and SGLang load beside their model.
-
-The tensors of such a snapshot have the names that PEFT gives them in its files, as in
-`base_model.model.<module>.lora_A.weight`.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -14,11 +10,13 @@ from outpace.weights.files import Folders
 
 
 class AdapterFolders:
+    """One folder per version of a LoRA adapter, in PEFT format."""
+
     def __init__(self, directory: Path) -> None:
         self._folders = Folders(directory, "adapter_model.safetensors")
 
     def write(self, manifest: Manifest) -> Path:
-        assert manifest.adapter is not None, "only a snapshot of an adapter can be written as one"
+        assert manifest.adapter is not None, "the snapshot is not an adapter"
         return self._folders.write(manifest, {"adapter_config.json": config_of(manifest.adapter)})
 
     def remove(self, version: Version) -> None:
@@ -29,7 +27,7 @@ class AdapterFolders:
 
 
 def config_of(adapter: Adapter) -> bytes:
-    """Everything that a reader might otherwise take a default for."""
+    """Return `adapter_config.json` with every field that a reader might otherwise default differently."""
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -1,10 +1,4 @@
-"""Which buffer the next snapshot goes into: the one rule that keeps what somebody reads from being overwritten.
-
-Invariants
-- Neither the latest complete snapshot, nor one that is being sealed or `held`, nor a leased one is ever given out.
-- Buffers are added only when all are in use, so their number is bounded by the leases; none is ever taken away.
-- Making one may take many times as long as a copy: whoever has the time makes it ahead, beside those who take one.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -22,8 +16,10 @@ from outpace.weights.snapshot import VOID
 
 @dataclass(kw_only=True)
 class Buffer:
-    content: Tensor  # all of it, as uint8
-    views: list[Tensor]  # every tensor's place in it
+    """Memory for one snapshot."""
+
+    content: Tensor  # the whole buffer as uint8
+    views: list[Tensor]  # one view per tensor
     version: Version = VOID
     sealed: bool = True
 
@@ -32,28 +28,28 @@ B = TypeVar("B", bound=Buffer)
 
 
 class Buffers(Generic[B]):
-    """Safe to call from several threads at once."""
+    """Snapshot buffers, reused. Thread-safe."""
 
     def __init__(self, make: Callable[[int], B]) -> None:
-        """`make` gives buffer number so-and-so."""
+        """`make(n)` allocates buffer number n."""
         self.latest: Version = VOID
         self.all: list[B] = []
         self._make = make
         self._held: list[Version] = []
         self._lock = threading.Lock()
-        self._making = threading.Lock()  # held by whoever makes one
+        self._allocating = threading.Lock()  # held while allocating
 
     def make_ready(self, leased: Collection[Version]) -> None:
-        """See to it that the next `take` finds one, if those leased now are the ones leased then."""
-        with self._making:
-            if not self._has_free(leased):
+        """Allocate a buffer if none is free. The next `take` then does not allocate, given the same leases."""
+        with self._allocating:
+            if not self._any_free(leased):
                 buffer = self._make(len(self.all))
                 with self._lock:
                     self.all.append(buffer)
 
     def take(self, version: Version, leased: Collection[Version]) -> B:
-        """One for `version`, which is being written from here on."""
-        if not self._has_free(leased):
+        """Return a free buffer for `version`, marked as being written."""
+        if not self._any_free(leased):
             self.make_ready(leased)
         with self._lock:
             buffer = min(self._free(leased), key=lambda each: each.version)
@@ -61,14 +57,14 @@ class Buffers(Generic[B]):
         return buffer
 
     def seal(self, buffer: B) -> None:
-        """It is complete."""
+        """Mark the buffer as complete."""
         with self._lock:
             buffer.sealed = True
             self.latest = max(self.latest, buffer.version)
 
     @contextmanager
     def held_latest(self) -> Iterator[B | None]:
-        """The latest complete one, which stays as it is meanwhile."""
+        """Yield the latest complete buffer, or None. It is not reused inside the context."""
         with self._lock:
             buffer = next((each for each in self.all if each.sealed and each.version == self.latest != VOID), None)
             if buffer is not None:
@@ -80,7 +76,7 @@ class Buffers(Generic[B]):
                 with self._lock:
                     self._held.remove(buffer.version)
 
-    def _has_free(self, leased: Collection[Version]) -> bool:
+    def _any_free(self, leased: Collection[Version]) -> bool:
         with self._lock:
             return bool(self._free(leased))
 

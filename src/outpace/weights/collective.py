@@ -1,42 +1,48 @@
-"""The learner's side of weights that go to an engine over a process group of two.
+"""Weight transfer over a process group of two ranks, learner and engine: the sender and the rendezvous.
 
-    send ──▶ a thread of its own: the snapshot's file, piece by piece ──▶ group ──▶ outpace_vllm.collective.receive
+    send ──▶ transfer thread: the snapshot file, piece by piece ──▶ process group ──▶ outpace_vllm.collective.receive
 
 Invariants
-- The learner never waits on an engine: a transfer has a thread and a group of its own, every step in it has a deadline,
-  and one that overstays even that is left behind.
-- `send` returns only when the other side has everything and has found every checksum right.
+- The learner never blocks on an engine: each transfer has its own thread and process group, every step has a timeout,
+  and a transfer that exceeds even that is abandoned.
+- `send` returns only after the engine has received everything and verified every checksum.
+- Importing this module does not import torch: the controller builds the rendezvous.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from outpace.errors import UpdateFailed, one_line
 from outpace.runtime.threads import in_thread
 from outpace.types import Manifest, TensorSpec
 from outpace.weights.snapshot import opened
-from outpace_vllm.collective import PIECE_BYTES, RECEIVER, SENDER, Channel, TransferFailed, extent
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from outpace_vllm.collective import Channel
 
 GRACE_S = 5.0
-"""What a transfer gets beyond its deadline, to give up by itself."""
+"""Extra time beyond the timeout of a transfer, for it to fail by itself."""
 
 
 class Sender:
-    """Sends snapshots to engines, to several at once if need be."""
+    """Sends snapshots to engines, several at once if needed."""
 
     async def send(self, manifest: Manifest, meeting: dict[str, Any]) -> None:
-        """Raises `UpdateFailed` when the other side does not come, goes away, falls silent or finds a bad checksum,
-        and `CorruptData` when the snapshot is gone."""
+        """Send a snapshot to the engine at this rendezvous.
+
+        Raises `UpdateFailed` when the engine does not connect, disconnects, times out or finds a bad checksum, and
+        `CorruptData` when the snapshot is gone."""
         try:
             async with asyncio.timeout(meeting["timeout_s"] + GRACE_S):
                 _, error = await in_thread(lambda: _send(manifest, meeting))
         except TimeoutError:
-            error = TransferFailed("the transfer hangs, and is left to itself")
+            from outpace_vllm.collective import TransferFailed
+
+            error = TransferFailed("the transfer timed out and was abandoned")
         if isinstance(error, RuntimeError):
             raise UpdateFailed(f"weights of version {manifest.version}: {one_line(error)}") from error
         if error is not None:
@@ -44,6 +50,10 @@ class Sender:
 
 
 def _send(manifest: Manifest, meeting: dict[str, Any]) -> None:
+    import torch
+
+    from outpace_vllm.collective import PIECE_BYTES, SENDER, Channel, extent
+
     first, last = extent(meeting["tensors"])
     everything = TensorSpec("the last tensor", "uint8", [last - first], first, last - first, crc32=0)
     memory = torch.empty(min(PIECE_BYTES, last - first), dtype=torch.uint8)
@@ -54,16 +64,21 @@ def _send(manifest: Manifest, meeting: dict[str, Any]) -> None:
                 piece = memory[: min(PIECE_BYTES, last - first - start)]
                 snapshot.read_into(everything, _buffer_of(piece), start)
                 channel.broadcast(piece.to(channel.device), SENDER)
-            _hear_verdict(channel)
+            _check_received(channel)
         finally:
             channel.close()
 
 
-def _hear_verdict(channel: Channel) -> None:
+def _check_received(channel: Channel) -> None:
+    """Receive the number of damaged tensors from the engine; raise unless it is zero."""
+    import torch
+
+    from outpace_vllm.collective import RECEIVER, TransferFailed
+
     damaged = torch.zeros(1, dtype=torch.int64, device=channel.device)
     channel.broadcast(damaged, RECEIVER)
     if damaged.item():
-        raise TransferFailed(f"{int(damaged.item())} tensors came with wrong checksums")
+        raise TransferFailed(f"{int(damaged.item())} tensors arrived with a wrong checksum")
 
 
 def _buffer_of(data: Tensor) -> memoryview:

@@ -1,13 +1,13 @@
-"""Snapshots of the policy in GPU memory, for an engine on the same GPU: nothing leaves the device.
+"""Snapshots of the policy in GPU memory, shared over CUDA IPC with an engine on the same GPU.
 
-    compute thread   copy: the weights into a free buffer, queued behind the step that made them
-    sealing thread   seal: wait for that copy, add every tensor up ──▶ Manifest with a handle of plain bytes
+    compute thread   copy: copy the weights into a free buffer, queued after the optimizer step
+    sealing thread   seal: wait for the copy, sum every tensor ──▶ Manifest with an IPC handle (plain bytes)
 
-The face is that of `SnapshotWriter`, and so are the rules (`outpace.weights.buffers`). Buffers are freed when the
-learner ends and not before, because a reader may have them mapped.
+Same interface and buffer rules as `SnapshotWriter` in `shared_memory`. Buffers are freed only when the learner ends,
+because a reader may have them mapped.
 
-A reader opens the handle with `outpace_vllm.ipc` and compares the sums: before it copies, so that it starts with what
-was published, and afterwards, so that nothing has changed under its hands.
+A reader opens the handle with `outpace_vllm.ipc` and compares the sums twice: before its copy, to start from what was
+published, and after it, to detect a change during the copy.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from outpace.weights.layout import Layout
 from outpace_vllm.ipc import share_device_memory, word_sums
 
 Share = Callable[[Tensor, bytes], bytes]
-"""From memory and its owner to a handle that another process can open."""
+"""Maps (memory, owner) to a handle that another process can open."""
 
 
 @dataclass(kw_only=True)
-class _Buffer(Buffer):
+class _DeviceBuffer(Buffer):
     handle: bytes
 
 
 @dataclass
 class DeviceDraft:
-    """A snapshot whose copy is under way on the device."""
+    """A snapshot whose copy is queued on the device."""
 
-    buffer: _Buffer
+    buffer: _DeviceBuffer
     version: Version
-    held: _Held
+    timer: _CopyTimer
 
 
 class DeviceSnapshotWriter:
-    """`copy` on the thread that owns the weights, `seal` on any other. Safe to call from two threads at once."""
+    """Writes snapshots: `copy` on the thread that owns the weights, `seal` on any other. Thread-safe."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class DeviceSnapshotWriter:
         dtype: torch.dtype | None = None,
         share: Share = share_device_memory,
     ) -> None:
-        """Floating-point tensors are stored as `dtype` (None: as they are)."""
+        """Store floating-point tensors as `dtype` (None: unchanged)."""
         self._device = torch.device(device)
         self._incarnation = incarnation
         self._share = share
@@ -73,22 +73,22 @@ class DeviceSnapshotWriter:
         return self._layout.lay_out(tensors)
 
     def make_ready(self, leased: Collection[Version]) -> None:
-        """To get memory, the driver may wait for all that is queued: see `Buffers.make_ready`."""
+        """Allocate the next buffer ahead of time: an allocation may wait for all queued GPU work."""
         self._buffers.make_ready(leased)
 
     def copy(self, version: Version, tensors: Mapping[str, Tensor], leased: Collection[Version]) -> DeviceDraft:
-        """Queue the copy of the tensors into a free buffer: steps that are queued later do not reach it."""
-        held = _Held(self._device)
+        """Queue a copy of the tensors into a free buffer. Steps queued later do not affect it."""
+        timer = _CopyTimer(self._device)
         distinct = self.lay_out(tensors)
         buffer = self._buffers.take(version, leased)
         with torch.no_grad():
             torch._foreach_copy_(buffer.views, [tensor.detach() for tensor in distinct.values()])
-        held.end()
-        return DeviceDraft(buffer, version, held)
+        timer.end()
+        return DeviceDraft(buffer, version, timer)
 
     def seal(self, draft: DeviceDraft) -> Manifest:
-        """Wait for the copy and add it up; from then on the snapshot is complete."""
-        seconds = draft.held.seconds()
+        """Wait for the copy and compute the sums. The snapshot is complete afterwards."""
+        seconds = draft.timer.seconds()
         content = draft.buffer.content
         sums = self._sums(content)
         self._buffers.seal(draft.buffer)
@@ -100,20 +100,20 @@ class DeviceSnapshotWriter:
         self._buffers.all.clear()
 
     def _sums(self, content: Tensor) -> list[int]:
-        with _beside_training(self._device):
+        with _side_stream(self._device):
             return word_sums(content, [(spec.offset, spec.nbytes) for spec in self._layout.specs])
 
-    def _new_buffer(self, number: int) -> _Buffer:
-        """The bytes between tensors are zero and stay so: sums run over whole words."""
-        with _beside_training(self._device):
+    def _new_buffer(self, number: int) -> _DeviceBuffer:
+        """Allocate a zeroed buffer: sums run over whole words, so the padding between tensors must stay zero."""
+        with _side_stream(self._device):
             content = torch.zeros(max(self._layout.end, 1), dtype=torch.uint8, device=self._device)
         handle = self._share(content, self._owner)
-        return _Buffer(content=content, views=self._layout.views(content), handle=handle)
+        return _DeviceBuffer(content=content, views=self._layout.views(content), handle=handle)
 
 
 @contextmanager
-def _beside_training(device: torch.device) -> Iterator[None]:
-    """What is queued here runs beside the training that goes on, not behind it, and is done at the end."""
+def _side_stream(device: torch.device) -> Iterator[None]:
+    """Run GPU work on a separate stream, concurrently with training; synchronize at the end."""
     if device.type != "cuda":
         yield
         return
@@ -123,8 +123,8 @@ def _beside_training(device: torch.device) -> Iterator[None]:
     stream.synchronize()
 
 
-class _Held:
-    """How long a copy holds up the learner: its thread for the queueing, or its device for the copying."""
+class _CopyTimer:
+    """Measures how long a copy blocks the learner: its thread while queueing or its device while copying."""
 
     def __init__(self, device: torch.device) -> None:
         self._started = time.perf_counter()
@@ -142,7 +142,7 @@ class _Held:
         self._queueing = time.perf_counter() - self._started
 
     def seconds(self) -> float:
-        """Waits until the copy is done."""
+        """Wait for the copy; return the time."""
         if not self._events:
             return self._queueing
         self._events[1].synchronize()
@@ -151,5 +151,5 @@ class _Held:
 
 
 def device_id(device: torch.device) -> str:
-    """The same in every process, whatever number the device has there."""
+    """Return an id of the device that is the same in every process, whatever its index there."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else device.type

@@ -1,8 +1,15 @@
-"""A snapshot as a folder that other programs load: its tensors as safetensors, and small files beside them.
+"""Snapshots as folders that other programs load: safetensors plus small files.
+
+    SnapshotFolders   one folder per version, with the weights of the whole model
+    AdapterFolders    LoRA adapters in PEFT format, which vLLM and SGLang load next to their model
+    plugin_path       the outpace plugin for vLLM, on a path of its own
+
+Tensors of an adapter snapshot have their PEFT names, for example `base_model.model.<module>.lora_A.weight`.
 
 Invariants
-- The bytes are checked on their way: a folder with its final name is whole and holds what the manifest names.
-- Folders come and go in a directory that is nobody else's.
+- Checksums are verified while writing: a folder with its final name is complete and matches the manifest.
+- The directory of the folders is exclusive: everything in it may be deleted.
+- Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -20,7 +27,7 @@ from outpace.weights.snapshot import ITEM_BYTES, opened, require_space
 MODEL = "model.safetensors"
 
 _LENGTH = struct.Struct("<Q")
-_ALIGNMENT = 8  # of the data, by the format
+_ALIGNMENT = 8  # required by the format
 _DTYPES = {
     "float64": "F64",
     "float32": "F32",
@@ -39,14 +46,16 @@ class Folders:
     """One folder per version of one run."""
 
     def __init__(self, directory: Path, tensors: str = MODEL) -> None:
-        """`tensors` is the name of the file with the weights. What an earlier owner left in `directory` is removed."""
+        """`tensors` is the file name of the weights. Deletes the previous content of `directory`."""
         self._directory = directory
         self._tensors = tensors
         self._written: dict[Version, Path] = {}
         self.clear()
 
-    def write(self, manifest: Manifest, beside: Mapping[str, bytes] | None = None) -> Path:
-        """Raises `CorruptData`; or `OutpaceError` when there is no room, and then nothing is left behind."""
+    def write(self, manifest: Manifest, extra_files: Mapping[str, bytes] | None = None) -> Path:
+        """Write the snapshot, plus `extra_files`. On error nothing is left behind.
+
+        Raises `CorruptData`, or `OutpaceError` when the disk is full."""
         self.remove(manifest.version)
         self._directory.mkdir(parents=True, exist_ok=True)
         folder = self._directory / f"{manifest.incarnation}-{manifest.version}"
@@ -55,7 +64,7 @@ class Folders:
         require_space(self._directory, manifest.nbytes + len(header))
         try:
             partial.mkdir()
-            for name, content in (beside or {}).items():
+            for name, content in (extra_files or {}).items():
                 (partial / name).write_bytes(content)
             _write_tensors(partial / self._tensors, header, manifest)
             partial.rename(folder)
@@ -66,7 +75,7 @@ class Folders:
         return folder
 
     def remove(self, version: Version) -> None:
-        """Who has its files open can read them to the end."""
+        """Delete a version. Readers with open files can finish reading."""
         folder = self._written.pop(version, None)
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
@@ -101,5 +110,5 @@ def _header(tensors: list[TensorSpec]) -> bytes:
 
 
 def _ordered(tensors: list[TensorSpec]) -> list[TensorSpec]:
-    """The format wants the data without holes: the widest dtypes first keep every tensor aligned."""
+    """Sort the widest dtypes first, which keeps every tensor aligned: the format does not allow padding."""
     return sorted(tensors, key=lambda spec: -ITEM_BYTES[spec.dtype])

@@ -1,4 +1,4 @@
-"""Where every tensor of a policy lies in a snapshot's buffer: the same in all of them."""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from outpace.weights.snapshot import padded
 
 
 class Layout:
-    """Found with the first snapshot, and kept: the tensors of a policy keep their names, shapes and dtypes."""
+    """Offsets of the tensors in a snapshot buffer. Fixed by the first snapshot."""
 
     def __init__(self, dtype: torch.dtype | None, start: int = 0) -> None:
-        """Floating-point tensors are stored as `dtype` (None: as they are), from byte `start` on."""
+        """Store floating-point tensors as `dtype` (None: unchanged), from byte `start`."""
         self.specs: list[TensorSpec] = []  # without checksums
         self._dtype = dtype
         self._start = start
 
     def lay_out(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Decide where everything lies; returns what is stored."""
+        """Compute the layout, or check it against the first one; return the tensors to store."""
         distinct = distinct_tensors(tensors)
         specs = self._specs_of(distinct)
         self.specs = self.specs or specs
-        assert specs == self.specs, "the tensors of a policy keep their names, shapes and dtypes"
+        assert specs == self.specs, "tensor names, shapes and dtypes must not change between snapshots"
         return distinct
 
     @property
     def end(self) -> int:
-        """The first byte behind all of them, the last one's padding included."""
+        """Size of the buffer, including the padding of the last tensor."""
         return max((spec.offset + padded(spec.nbytes) for spec in self.specs), default=self._start)
 
     def views(self, content: Tensor) -> list[Tensor]:
-        """Every tensor's place in a buffer of bytes."""
+        """Return a view of each tensor in a byte buffer."""
         return [_view(content, spec) for spec in self.specs]
 
     def _specs_of(self, tensors: Mapping[str, Tensor]) -> list[TensorSpec]:
@@ -50,7 +50,7 @@ class Layout:
 
 
 def distinct_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tied weights once, under the name that comes first."""
+    """Drop duplicates of tied weights; the first name stays."""
     seen: set[tuple[int, tuple[int, ...], tuple[int, ...]]] = set()
     distinct: dict[str, Tensor] = {}
     for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""Where learner and engine meet for one transfer by process group; loads no torch. See `outpace_vllm.collective`."""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from outpace.types import Manifest
 def meeting_for(
     manifest: Manifest, timeout_s: float, backend: Literal["gloo", "nccl"], host: str = "127.0.0.1"
 ) -> dict[str, Any]:
-    """A meeting at a free port of `host`, this machine, in plain data for both sides."""
+    """Return the rendezvous of one transfer, at a free port of `host` (this machine), as plain data for both sides.
+
+    See `outpace_vllm.collective` for the fields."""
     with socket.create_server((host, 0)) as probe:
         port = probe.getsockname()[1]
     return {

@@ -1,4 +1,4 @@
-"""Outpace's plugin for vLLM, laid out so that a server in another environment finds it."""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _ENTRY_POINTS = f"[vllm.general_plugins]\noutpace = {PACKAGE}:register\n"
 
 
 def plugin_path(directory: Path) -> Path:
-    """A directory for the server's PYTHONPATH: the plugin and its entry point, and nothing else.
+    """Copy the vLLM plugin and its entry point into a directory for the PYTHONPATH of a server; return the directory.
 
-    The place where it is installed would not do: everything else in there, torch first of all, would be found before
-    the server's own."""
+    The server may run in another environment. Adding our site-packages instead would shadow its own packages, torch
+    first of all."""
     spec = find_spec(PACKAGE)
     assert spec is not None
-    assert spec.origin is not None, "the plugin is part of what is installed"
+    assert spec.origin is not None, "the plugin is installed with outpace"
     root = directory / "vllm-plugin"
-    described = root / f"{PACKAGE}-0.dist-info"
-    described.mkdir(parents=True, exist_ok=True)
-    (described / "METADATA").write_text(_METADATA)
-    (described / "entry_points.txt").write_text(_ENTRY_POINTS)
+    metadata = root / f"{PACKAGE}-0.dist-info"
+    metadata.mkdir(parents=True, exist_ok=True)
+    (metadata / "METADATA").write_text(_METADATA)
+    (metadata / "entry_points.txt").write_text(_ENTRY_POINTS)
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(Path(spec.origin).parent, root / PACKAGE, dirs_exist_ok=True, ignore=ignored)
     return root

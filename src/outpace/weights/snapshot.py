@@ -1,12 +1,12 @@
-"""The file that a snapshot is: its header, where its tensors lie, and how it is read without torch.
+"""Snapshot files: format, and reading and allocating them without torch.
 
-    0        header: magic, incarnation, version (`VOID` while somebody writes)
-    4096     the first tensor; each begins at a multiple of 64 bytes
+    0        header: magic, incarnation, version (`VOID` while the writer copies)
+    4096     first tensor; each begins at a multiple of 64 bytes
 
 Invariants
-- A reader never takes mixed weights for whole ones: the header is void while the writer copies, the reader checks it
-  before and after its own copy, and every tensor has a checksum.
-- Readers use plain reads, never a mapping: a file that vanishes or shrinks is then an error, not a crash.
+- A reader never accepts mixed weights: the header is void while the writer copies, the reader checks it before and
+  after its own copy, and every tensor has a checksum.
+- Readers use plain reads, never a mapping, so a file that vanishes or shrinks is an error and not a crash.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ VOID: Version = -1
 DATA_OFFSET = 4096
 ALIGNMENT = 64
 CHUNK = 4 << 20
-"""Bytes that are read and checked at once: they are still in the processor's cache for the second of the two."""
+"""Bytes read and checksummed at a time: small enough that the checksum finds them in the CPU cache."""
 
 ITEM_BYTES = {
     "float64": 8,
@@ -44,14 +44,14 @@ ITEM_BYTES = {
 }
 
 _POPULATE: int = getattr(mmap, "MAP_POPULATE", 0)
-"""Where the system has it, the mapping is complete at once: a page fault for each 4 KiB would double a copy's time."""
+"""Map all pages at once where supported: a page fault per 4 KiB would double the time of a copy."""
 
 _HEADER = struct.Struct("<8s64sq")  # magic, incarnation, version
 _MAGIC = b"outpaceW"
 
 
 def label(incarnation: str, version: Version) -> bytes:
-    """The header of a snapshot."""
+    """Return the header of a snapshot."""
     return _HEADER.pack(_MAGIC, incarnation.encode(), version)
 
 
@@ -60,25 +60,25 @@ def padded(nbytes: int) -> int:
 
 
 def end_of(tensors: list[TensorSpec]) -> int:
-    """How long the file is at least."""
+    """Return the minimum length of the file."""
     return max((spec.offset + spec.nbytes for spec in tensors), default=DATA_OFFSET)
 
 
 class SnapshotFile:
-    """A snapshot that is open for reading, as `manifest` describes it."""
+    """A snapshot file open for reading."""
 
     def __init__(self, manifest: Manifest, descriptor: int) -> None:
         self._manifest = manifest
         self._descriptor = descriptor
 
     def check_label(self) -> None:
-        wanted = label(self._manifest.incarnation, self._manifest.version)
-        found = bytearray(len(wanted))
-        if self._read(memoryview(found), 0) < len(wanted) or found != wanted:
-            raise CorruptData(f"the buffer of version {self._manifest.version} holds another snapshot by now")
+        expected = label(self._manifest.incarnation, self._manifest.version)
+        found = bytearray(len(expected))
+        if self._read(memoryview(found), 0) < len(expected) or found != expected:
+            raise CorruptData(f"the buffer of version {self._manifest.version} now holds another snapshot")
 
     def read_into(self, spec: TensorSpec, target: memoryview, start: int = 0) -> None:
-        """Fill `target` with the tensor's bytes from `start` on."""
+        """Fill `target` with the bytes of the tensor from `start`."""
         done = 0
         while done < len(target):
             count = self._read(target[done:], spec.offset + start + done)
@@ -87,9 +87,9 @@ class SnapshotFile:
             done += count
 
     def chunks(self, spec: TensorSpec) -> Iterator[memoryview]:
-        """The tensor's bytes, piece by piece. At its end the checksum is compared.
+        """Yield the bytes of the tensor in pieces, then verify the checksum.
 
-        Each piece is valid until the next one is asked for."""
+        A piece is valid until the next iteration."""
         memory = memoryview(bytearray(min(CHUNK, spec.nbytes)))
         checksum = 0
         for start in range(0, spec.nbytes, CHUNK):
@@ -113,7 +113,7 @@ class SnapshotFile:
 
 @contextmanager
 def opened(manifest: Manifest) -> Iterator[SnapshotFile]:
-    """The snapshot, which was there before the body ran and is still there when it has run."""
+    """Open the snapshot. Check the header on entry and again on exit, after the body has read its data."""
     _check_sizes(manifest)
     try:
         descriptor = os.open(manifest.path, os.O_RDONLY)
@@ -129,7 +129,7 @@ def opened(manifest: Manifest) -> Iterator[SnapshotFile]:
 
 
 def verify(manifest: Manifest) -> None:
-    """Raises `CorruptData` unless the snapshot is there, and is whole."""
+    """Raise `CorruptData` unless the snapshot exists and every checksum matches."""
     with opened(manifest) as snapshot:
         for spec in manifest.tensors:
             for _ in snapshot.chunks(spec):
@@ -137,9 +137,9 @@ def verify(manifest: Manifest) -> None:
 
 
 def allocate(path: Path, nbytes: int) -> mmap.mmap:
-    """A mapped file whose every page exists: a full file system is an error now and not a SIGBUS later.
+    """Create and map a file with all pages allocated, so a full file system is an error now and not a SIGBUS later.
 
-    One that was there before is replaced and not shortened, for the sake of those who have it mapped."""
+    An existing file is replaced, not truncated: another process may have it mapped."""
     path.unlink(missing_ok=True)
     require_space(path.parent, nbytes)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -162,12 +162,12 @@ def require_space(directory: Path, nbytes: int) -> None:
 
 def _no_space(directory: Path, nbytes: int) -> str:
     free = _free_bytes(directory)
-    return f"weights need {nbytes / 1e6:.0f} MB more in {directory}, where {free / 1e6:.0f} MB are free"
+    return f"weights need {nbytes / 1e6:.0f} MB in {directory}, but only {free / 1e6:.0f} MB are free"
 
 
 def _free_bytes(directory: Path) -> int:
-    place = os.statvfs(directory)
-    return place.f_bavail * place.f_frsize
+    stats = os.statvfs(directory)
+    return stats.f_bavail * stats.f_frsize
 
 
 def _check_sizes(manifest: Manifest) -> None:

@@ -1,11 +1,16 @@
-"""Snapshots of the policy in shared memory: one writer, any number of readers, no locks between them.
+"""Snapshots of the policy in shared memory: one writer, any number of readers, no locks between processes.
 
-The writer keeps a few snapshot files (normally on a memory file system) mapped and reuses them.
+    learner ── copy ──▶ free buffer ── seal: checksums, delta ──▶ Manifest ──▶ readers (`read_snapshot`)
+
+The writer keeps a few snapshot files (normally on a memory file system) mapped and reuses them. All have the same
+layout, fixed by the first snapshot.
 
 Invariants
-- What somebody may read, the base of a delta that is being written included, is not overwritten
-  (`outpace.weights.buffers`).
-- The writer never unmaps a file: a tensor over an unmapped region reads garbage without any error.
+- A buffer that may still be read is never overwritten: not the latest complete snapshot, not one that is being sealed
+  or used as the base of a delta, and not a leased one.
+- A buffer is added only when all are in use, so the leases bound their number; buffers are never removed. Allocating
+  one may take many times as long as a copy, so `preallocate` does it ahead of time on another thread.
+- The writer never unmaps a file: a tensor over an unmapped region reads garbage without an error.
 """
 
 from __future__ import annotations
@@ -33,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
-class _Buffer(Buffer):
+class _MappedBuffer(Buffer):
     path: Path
     mapping: mmap.mmap
     delta: Path | None = None
@@ -44,16 +49,16 @@ class _Buffer(Buffer):
 
 
 class Draft:
-    """A snapshot that is copied but has no checksums yet."""
+    """A copied snapshot without checksums."""
 
-    def __init__(self, buffer: _Buffer, version: Version, seconds: float) -> None:
+    def __init__(self, buffer: _MappedBuffer, version: Version, seconds: float) -> None:
         self._buffer = buffer
         self.version = version
         self.seconds = seconds
 
 
 class SnapshotWriter:
-    """`copy` on the thread that owns the weights, `seal` on any other. Safe to call from two threads at once."""
+    """Writes snapshots: `copy` on the thread that owns the weights, `seal` on any other. Thread-safe."""
 
     def __init__(
         self,
@@ -62,10 +67,9 @@ class SnapshotWriter:
         dtype: torch.dtype | None = None,
         deltas: str | Path | None = None,
     ) -> None:
-        """Floating-point tensors are stored as `dtype` (None: as they are). What each snapshot changes goes to a file
-        in `deltas` (None: nowhere)."""
+        """Store floating-point tensors as `dtype` (None: unchanged). Write deltas into `deltas` (None: no deltas)."""
         if len(incarnation.encode()) > 64:
-            raise ValueError("an incarnation's name is at most 64 bytes")
+            raise ValueError("the incarnation name must be at most 64 bytes")
         self._directory = Path(directory)
         self._incarnation = incarnation
         self._deltas = Path(deltas) if deltas is not None else None
@@ -83,11 +87,11 @@ class SnapshotWriter:
         return self._layout.lay_out(tensors)
 
     def make_ready(self, leased: Collection[Version]) -> None:
-        """For a thread that has the time, after `lay_out`: see `Buffers.make_ready`."""
+        """Allocate the next buffer ahead of time, after `lay_out`: see `BufferPool.preallocate`."""
         self._buffers.make_ready(leased)
 
     def copy(self, version: Version, tensors: Mapping[str, Tensor], leased: Collection[Version]) -> Draft:
-        """Copy the tensors into a free buffer. Only this part needs the weights to hold still."""
+        """Copy the tensors into a free buffer. The weights may change again once this returns."""
         started = time.perf_counter()
         distinct = self.lay_out(tensors)
         buffer = self._take(version, leased)
@@ -98,7 +102,7 @@ class SnapshotWriter:
         return Draft(buffer, version, time.perf_counter() - started)
 
     def seal(self, draft: Draft) -> Manifest:
-        """Compute the checksums, and what has changed; from then on the snapshot is complete."""
+        """Compute checksums and delta. The snapshot is complete afterwards."""
         buffer = draft._buffer
         content = buffer.content
         specs = [
@@ -110,15 +114,16 @@ class SnapshotWriter:
         return Manifest(self._incarnation, draft.version, str(buffer.path), specs, draft.seconds, changes)
 
     def close(self) -> None:
-        """Remove the files. Readers that hold one open finish their read."""
+        """Remove the files. Readers with an open file can finish reading."""
         for buffer in self._buffers.all:
             buffer.path.unlink(missing_ok=True)
             _remove_delta(buffer)
         self._buffers.all.clear()
 
     def _delta(self, draft: Draft, specs: list[TensorSpec]) -> Delta | None:
-        """What has changed since the latest complete snapshot. None where there is none before, where nearly all has
-        changed, or where it cannot be written: a delta saves bytes, nobody depends on it."""
+        """Write the delta from the latest complete snapshot.
+
+        None if there is no earlier snapshot, if nearly everything changed, or if writing fails: deltas are optional."""
         assert self._deltas is not None
         path = self._deltas / f"{self._incarnation}-{draft.version}.delta"
         with self._buffers.held_latest() as base:
@@ -128,30 +133,30 @@ class SnapshotWriter:
             try:
                 changes = delta.write(path, header, base.mapping, draft._buffer.mapping, specs)
             except OSError as error:
-                log.warning("version %d goes out whole: what it changes cannot be written: %s", draft.version, error)
+                log.warning("publishing version %d without a delta: cannot write the delta: %s", draft.version, error)
                 return None
         draft._buffer.delta = path if changes is not None else None
         return changes
 
-    def _take(self, version: Version, leased: Collection[Version]) -> _Buffer:
-        """One for `version`, with a void header, so that a late reader sees the reuse."""
+    def _take(self, version: Version, leased: Collection[Version]) -> _MappedBuffer:
+        """Acquire a buffer for `version` and void its header, so that a late reader detects the reuse."""
         buffer = self._buffers.take(version, leased)
         buffer.label(self._incarnation, VOID)
         _remove_delta(buffer)
         return buffer
 
-    def _new_buffer(self, number: int) -> _Buffer:
+    def _new_buffer(self, number: int) -> _MappedBuffer:
         path = self._directory / f"{self._incarnation}-{number}.weights"
         mapping = snapshot.allocate(path, self._layout.end)
         content = torch.frombuffer(mapping, dtype=torch.uint8)
-        return _Buffer(content=content, views=self._layout.views(content), path=path, mapping=mapping)
+        return _MappedBuffer(content=content, views=self._layout.views(content), path=path, mapping=mapping)
 
 
 def read_snapshot(manifest: Manifest, verify: bool = True) -> dict[str, Tensor]:
-    """Copy the snapshot out, by tensor name; tied weights come once, under the name the model lists first.
+    """Return a copy of the snapshot by tensor name. Tied weights appear once, under the first name.
 
-    Raises `CorruptData` when the file holds another snapshot (before, or by the end of, the copy) or, with `verify`,
-    when a checksum does not match.
+    Raises `CorruptData` when the file holds another snapshot before or after the copy, or, with `verify`, when a
+    checksum does not match.
     """
     with snapshot.opened(manifest) as file:
         tensors = {spec.name: _read_tensor(file, spec) for spec in manifest.tensors}
@@ -161,7 +166,7 @@ def read_snapshot(manifest: Manifest, verify: bool = True) -> dict[str, Tensor]:
     return tensors
 
 
-def _remove_delta(buffer: _Buffer) -> None:
+def _remove_delta(buffer: _MappedBuffer) -> None:
     if buffer.delta is not None:
         buffer.delta.unlink(missing_ok=True)
         buffer.delta = None

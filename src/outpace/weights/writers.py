@@ -1,4 +1,4 @@
-"""Which snapshots a learner writes: into the memory of its machine, or into that of its GPU."""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -12,23 +12,22 @@ from torch import Tensor
 from outpace.config import Config
 from outpace.placement import transport_of
 from outpace.types import Manifest, Version
-from outpace.weights.device import DeviceSnapshotWriter
 from outpace.weights.store import SnapshotWriter
 
 
 class Writer(Protocol):
-    """`copy` on the thread that owns the weights, `seal` on any other."""
+    """A snapshot writer: `copy` on the thread that owns the weights, `seal` on any other."""
 
     def lay_out(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Decide where everything lies; returns what is stored."""
+        """Compute the layout; return the tensors to store."""
         ...
 
     def make_ready(self, leased: Collection[Version]) -> None:
-        """See to it that the next `copy` finds a buffer. For a thread that has the time."""
+        """Allocate the buffer of the next `copy` ahead of time, off the training thread."""
         ...
 
     def copy(self, version: Version, tensors: Mapping[str, Tensor], leased: Collection[Version]) -> Any:
-        """A draft, for `seal` of the same writer. Buffers of `leased` versions stay as they are."""
+        """Copy the tensors; return a draft for `seal`. Buffers of `leased` versions are not touched."""
         ...
 
     def seal(self, draft: Any) -> Manifest: ...
@@ -37,7 +36,11 @@ class Writer(Protocol):
 
 
 def snapshot_writer(config: Config, device: str, directory: Path, incarnation: str) -> Writer:
-    """`device` is where the learner's weights are. Adapters and deltas are read from files, wherever that is."""
+    """Return a writer into GPU memory (CUDA IPC) or shared memory, for weights on `device`.
+
+    Adapters and deltas are read from files, so they always use shared memory."""
+    from outpace.weights.device import DeviceSnapshotWriter  # which imports the buffers of this module
+
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     in_files = config.lora.rank > 0 or config.weights.delta
     if torch.device(device).type == "cuda" and transport_of(config) == "ipc" and not in_files:

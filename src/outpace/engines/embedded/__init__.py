@@ -1,1 +1,1 @@
-"""The engine built into outpace: a decode loop over slots, on one compute thread."""
+"""The built-in inference engine: continuous batching over a fixed number of slots, on one compute thread."""

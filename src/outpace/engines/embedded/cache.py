@@ -1,8 +1,8 @@
-"""Keys and values of a fixed number of slots.
+"""KV cache for a fixed number of slots.
 
-The time axis grows by doubling up to the context, so that a long context costs memory only once a sequence needs it.
-On a GPU what a smaller cache took goes back to the driver: it never fits the larger one, and the learner may need it.
-Memory starts as zeros, never as whatever was there: a masked key weighs zero, but zero times NaN is NaN.
+The time axis doubles up to the context, so a long context costs memory only once a sequence needs it. On a GPU the
+memory of the smaller cache goes back to the driver: the larger cache cannot reuse it, and the learner may need it.
+Memory is zeroed, never uninitialized: a masked key has weight zero, but zero times NaN is NaN.
 
 Shapes: S slots, H key-value heads, T capacity, D head size.
 """
@@ -32,7 +32,7 @@ class SlotCache:
         *,
         whole: bool,
     ) -> None:
-        """`shapes` gives (heads, key size, value size) per layer; `whole` reserves the whole context at once."""
+        """`shapes` is (heads, key size, value size) per layer; `preallocate` reserves the whole context at once."""
         self.slots = slots
         self.context = context
         self.capacity = context if whole else min(context, FIRST_CAPACITY)
@@ -44,7 +44,7 @@ class SlotCache:
 
     @torch.inference_mode()
     def reserve(self, length: int) -> None:
-        """Make room for sequences of `length` tokens."""
+        """Grow the cache to hold sequences of `length` tokens."""
         assert length <= self.context, f"{length} tokens in a context of {self.context}"
         if length <= self.capacity:
             return

@@ -1,13 +1,12 @@
-"""What a lane asks of a model: weights in use, and keys and values for a fixed number of slots.
+"""The decoder protocol: one weight set and a KV cache with a fixed number of slots.
 
 Invariants
-- `prefill` fills a slot's keys and values for a whole prefix and computes no logits: the last token of a sequence
-  always goes through `step`. So the first token, every later one, and the one after a recomputation come from the
-  same code.
-- `step` runs over slots 0 … B-1. What stands in a slot behind a row's position never reaches that row.
-- A decoder built deterministic keeps every shape fixed: the caller steps all slots, the key window is the whole
-  context, and each prefix is computed alone in a shape that its own length sets.
-- `prepare` may run on any thread while the decoder works; everything else belongs to one thread.
+- `prefill` computes a slot's keys and values for a whole prefix and no logits: the last token of a sequence always
+  goes through `step`. So the first token, every later token and the token after a KV recomputation take the same path.
+- `step` runs over slots 0 … B-1. Cache entries beyond a row's position never affect that row.
+- A deterministic decoder keeps every shape fixed: the caller steps all slots, the key window is the whole context, and
+  each prefix is computed alone in a shape that depends on its own length only.
+- `prepare` may run on any thread while the decoder is in use; call everything else from one thread.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from outpace.errors import BadInput
 from outpace.types import Ints
 
 WINDOW_STEP: Final = 16
-"""Key windows and lone prefills are rounded up to a multiple of this, so that few distinct shapes occur."""
+"""Key windows and single prefills are rounded up to a multiple of this, to keep the number of shapes small."""
 
 Prepared = Mapping[str, Tensor]
-"""A weight set in a decoder's own layout, dtype and device."""
+"""A weight set in the decoder's layout, dtype and device."""
 
 
 class Decoder(Protocol):
-    """One weight set with a key-value cache of `slots` sequences of at most `context` tokens."""
+    """A weight set with a KV cache for `slots` sequences of at most `context` tokens."""
 
     @property
     def slots(self) -> int: ...
@@ -49,11 +48,11 @@ class Decoder(Protocol):
     def device(self) -> torch.device: ...
 
     def prefill(self, slots: Sequence[int], prefixes: Sequence[Ints]) -> None:
-        """Compute the keys and values of each prefix into its slot."""
+        """Compute the keys and values of each prefix and store them in its slot."""
         ...
 
     def step(self, tokens_B: NDArray[np.int64], positions_B: NDArray[np.int64]) -> Tensor:
-        """Feed one token per slot 0 … B-1 at its position; returns the next token's logits_B_V in float32."""
+        """Feed one token per slot 0 … B-1 at its position; return the next token's logits_B_V in float32."""
         ...
 
     def copy(self, source: int, target: int, length: int) -> None:
@@ -61,13 +60,13 @@ class Decoder(Protocol):
         ...
 
     def clear(self, slot: int) -> None:
-        """Overwrite a slot with zeros: needed only where it holds numbers that are not finite."""
+        """Zero a slot. Needed only when it contains non-finite values."""
         ...
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> Prepared:
-        """Bring named tensors, as the model's own state dict names them, into this decoder's layout.
+        """Convert tensors with the names of the model's state dict into this decoder's layout.
 
-        Raises `BadInput` when a tensor is missing or has another shape. Never aliases its input."""
+        Raises `BadInput` when a tensor is missing or has the wrong shape. The result never aliases the input."""
         ...
 
     def install(self, prepared: Prepared) -> None:
@@ -75,7 +74,7 @@ class Decoder(Protocol):
         ...
 
     def sibling(self, prepared: Prepared, slots: int | None = None) -> Decoder:
-        """A second decoder of the same shape, with its own weights and an empty cache of as many slots, or `slots`."""
+        """Return a second decoder of the same model with these weights and an empty cache (default: as many slots)."""
         ...
 
 
@@ -84,9 +83,9 @@ def round_up(length: int, multiple: int = WINDOW_STEP) -> int:
 
 
 def check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, torch.Size]) -> None:
-    """Raise `BadInput` unless every expected tensor is there in its shape."""
+    """Raise `BadInput` unless every expected tensor is present with its shape."""
     for name, shape in expected.items():
         if name not in tensors:
-            raise BadInput(f"the weights lack the tensor {name}")
+            raise BadInput(f"the weights have no tensor {name}")
         if tensors[name].shape != shape:
-            raise BadInput(f"the tensor {name} has shape {list(tensors[name].shape)}, not {list(shape)}")
+            raise BadInput(f"tensor {name} has shape {list(tensors[name].shape)}, expected {list(shape)}")

@@ -1,18 +1,23 @@
-"""The engine built into outpace: an asyncio face over one compute thread.
+"""The built-in inference engine: an asyncio interface over one compute thread.
 
-    event loop                                   compute thread
-    generate, abort, load, … ── inbox ──▶  until closed: run the inbox; one turn of each lane with work
-    futures settle           ◀── outbox ─  (at most one wake-up of the loop per turn)
+    event loop                                     compute thread
+    generate, abort, load, … ── inbox ──▶  until closed: run the inbox; one decode step of each batch with work
+    futures resolve          ◀── outbox ─  (at most one wake-up of the event loop per turn)
 
-The compute thread sleeps on the inbox's condition when no lane has work; a request, a load or `close` wakes it. The
-loop never waits for it except by futures. An exception on the compute thread fails every pending request and every
-later call: an engine that is broken says so (`broken`), it does not hang.
+The compute thread sleeps on a condition variable while no batch has work; a request, a load or `close` wakes it. The
+event loop never blocks on it and only awaits futures. An exception on the compute thread fails every pending request
+and every later call, and resolves `broken`: a failed engine reports the error, it does not hang.
+
+Streaming: `stream_tokens` queues a `StreamRequest`, which is answered after the turn that produced new tokens. Nothing
+is computed or sent for requests without a reader.
 
 Invariants
-- Lanes and decoders are touched by the compute thread alone, between two turns or inside one; so every weight swap
-  is at a token boundary. Reading, verifying and laying out a snapshot happen before, on a helper thread.
-- `_submissions`, `_calls` and `_peeking` are touched by the event loop alone. Whoever adds to them sets `_loop` first:
-  without it the compute thread could not tell them of its end.
+- Only the compute thread touches decode batches and decoders, so every weight swap happens at a token boundary.
+  Reading, verifying and laying out a snapshot happen before the swap, on a helper thread.
+- Only the event loop touches `_pending_requests`, `_calls` and `_stream_futures`. Set `_loop` before adding to them:
+  the compute thread needs it to report a failure.
+- A request id may be reused while the result of its first submission is still pending, for example after a lost
+  connection. Each submission therefore has its own key, and an id means its newest pending submission.
 """
 
 from __future__ import annotations
@@ -53,7 +58,7 @@ T = TypeVar("T")
 
 
 class EmbeddedEngine:
-    """`outpace.protocols.Engine` in this process. Starts at version 0 with the model's own weights, or stale."""
+    """`outpace.protocols.Engine` in this process. Starts at version 0 with the model's own weights, or `stale`."""
 
     def __init__(
         self,
@@ -73,10 +78,13 @@ class EmbeddedEngine:
         stale: bool = False,
         pinned_slots: int | None = None,
     ) -> None:
-        """`model` is what `model.path` may be, or a loaded model, whose weights are copied. `threads` is a limit: a
-        small model is stepped with fewer. With `sharing` the number follows the load. `stale`: the model's own weights
-        are not the policy's any more, and nothing is served before the first load. `pinned_slots`: of a pinned weight
-        set, where it needs fewer than `slots`."""
+        """Load the model and start the compute thread.
+
+        model: a value of `model.path`, or a loaded model, whose weights are copied.
+        threads: the maximum; a small model decodes with fewer. With `sharing`, the number follows the load.
+        stale: the model's own weights are no longer the policy's; serve nothing before the first load.
+        pinned_slots: slots of a pinned weight set, where it needs fewer than `slots`.
+        """
         if isinstance(model, str):
             tokenizer = tokenizer or load_tokenizer(model, trust_remote_code=trust_remote_code)
             model = load_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
@@ -94,7 +102,7 @@ class EmbeddedEngine:
         self._submissions = Submissions()
         self._calls: set[Future[Any]] = set()
         self._peeking: set[asyncio.Future[Ints]] = set()
-        self._breakdown: asyncio.Future[PartFailed] | None = None
+        self._failure_future: asyncio.Future[PartFailed] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._load_lock = asyncio.Lock()
 
@@ -102,13 +110,13 @@ class EmbeddedEngine:
         self._inbox: deque[Callable[[], None]] = deque()
         self._peeks = Peeks()
         self._closing = False
-        self._turns = 0  # of the compute thread
+        self._turns = 0
         self._failure: PartFailed | None = None
         self._thread = threading.Thread(target=self._compute, name="outpace-engine", daemon=True)
         crash.reached("engine.built")
         self._thread.start()
 
-    # ---------------------------------------------------------------------------------------- the event loop's side
+    # ---------------------------------------------------------------------------------------------------- event loop
 
     async def generate(
         self, request_id: str, token_ids: Ints, sampling: Sampling, min_version: Version, pinned: Version | None
@@ -125,27 +133,27 @@ class EmbeddedEngine:
             raise
 
     async def abort(self, request_ids: list[str]) -> None:
-        wanted = self._submissions.keys_of(request_ids)
-        self._post(lambda: self._lanes.abort(wanted))
+        keys = self._submissions.keys_of(request_ids)
+        self._post(lambda: self._lanes.abort(keys))
 
     async def peek(self, request_id: str, after: int) -> Ints:
         self._raise_if_unusable()
-        wanted = self._submissions.keys_of([request_id])
-        if not wanted:
+        keys = self._submissions.keys_of([request_id])
+        if not keys:
             return np.zeros(0, dtype=np.int32)
         self._loop = asyncio.get_running_loop()
-        peek = Peek(wanted.pop(), after, self._loop.create_future())
-        self._post(lambda: self._peeks.add(peek))
-        self._peeking.add(peek.answer)
+        stream_request = Peek(keys.pop(), after, self._loop.create_future())
+        self._post(lambda: self._peeks.add(stream_request))
+        self._peeking.add(stream_request.answer)
         try:
-            return await peek.answer
+            return await stream_request.answer
         finally:
-            self._peeking.discard(peek.answer)
+            self._peeking.discard(stream_request.answer)
 
     async def load(self, manifest: Manifest, pinned: bool) -> LoadReport:
         async with self._load_lock:
             started = time.perf_counter()
-            self._refuse_older(manifest, pinned)
+            self._reject_older(manifest, pinned)
             prepared = await asyncio.to_thread(self._prepare, manifest)
             pause_s = await self._on_compute(lambda: self._swap(prepared, manifest, pinned))
             return LoadReport(
@@ -159,13 +167,13 @@ class EmbeddedEngine:
         await self._on_compute(self._lanes.drop_pinned)
 
     async def stats(self) -> EngineStats:
-        """Read without stopping the compute thread: counters may be one step apart."""
+        """Return the counters without stopping the compute thread; they may be one step apart."""
         self._raise_if_unusable()
-        lanes = self._lanes.all
+        batches = self._lanes.all
         return EngineStats(
             version=self._main.version,
-            running=sum(lane.running for lane in lanes),
-            waiting=sum(lane.waiting for lane in lanes),
+            running=sum(batch.running for batch in batches),
+            waiting=sum(batch.waiting for batch in batches),
             tokens=self._main.tokens,
             prefill_tokens=self._main.prefill_tokens,
             steps=self._main.steps,
@@ -178,27 +186,27 @@ class EmbeddedEngine:
         )
 
     async def broken(self) -> PartFailed:
-        """Waits until the compute thread has broken down; says why."""
+        """Wait until the compute thread has failed and return the error."""
         with self._condition:
             if self._failure is not None:
                 return self._failure
             self._loop = asyncio.get_running_loop()
-            self._breakdown = self._loop.create_future()
-        return await self._breakdown
+            self._failure_future = self._loop.create_future()
+        return await self._failure_future
 
     async def close(self) -> None:
-        """Fail what is pending and end the compute thread."""
+        """Fail pending requests and end the compute thread."""
         with self._condition:
             self._closing = True
             self._condition.notify()
         await asyncio.to_thread(self._thread.join)
-        self._fail_pending(RequestFailed("the engine was closed"))
+        self._fail_pending(RequestFailed("the engine is closed"))
 
-    def _refuse_older(self, manifest: Manifest, pinned: bool) -> None:
+    def _reject_older(self, manifest: Manifest, pinned: bool) -> None:
         self._raise_if_unusable()
         if not pinned and manifest.version < self._main.version:
             raise OutpaceError(
-                f"the engine is at version {self._main.version}: it does not go back to {manifest.version}"
+                f"cannot load version {manifest.version}: the engine already serves version {self._main.version}"
             )
 
     def _prepare(self, manifest: Manifest) -> Prepared:
@@ -211,7 +219,7 @@ class EmbeddedEngine:
         if self._failure is not None:
             raise self._failure
         if self._closing:
-            raise RequestFailed("the engine was closed")
+            raise RequestFailed("the engine is closed")
 
     def _post(self, command: Callable[[], None]) -> None:
         with self._condition:
@@ -220,42 +228,42 @@ class EmbeddedEngine:
             self._condition.notify()
 
     async def _on_compute(self, action: Callable[[], T]) -> T:
-        """Run `action` on the compute thread between two turns, unless the caller has given up by then."""
+        """Run `action` on the compute thread between two turns, unless the caller is cancelled before that."""
         self._loop = asyncio.get_running_loop()
         future: Future[T] = Future()
 
-        def answer() -> None:
+        def run() -> None:
             if future.set_running_or_notify_cancel():
                 future.set_result(action())
 
-        self._post(answer)
+        self._post(run)
         self._calls.add(future)
         try:
             return await asyncio.wrap_future(future)
         finally:
             self._calls.discard(future)
 
-    def _settle(self, finished: list[Done], seen: list[Seen]) -> None:
-        for peek, tokens in seen:
-            if not peek.answer.done():
-                peek.answer.set_result(tokens)
+    def _deliver(self, finished: list[Done], streamed: list[Seen]) -> None:
+        for stream_request, tokens in streamed:
+            if not stream_request.answer.done():
+                stream_request.answer.set_result(tokens)
         self._submissions.settle(finished)
 
     def _fail_pending(self, error: OutpaceError) -> None:
         self._submissions.fail(error)
-        for look in self._peeking:
-            if not look.done():
-                look.set_exception(error)
+        for future in self._peeking:
+            if not future.done():
+                future.set_exception(error)
         for call in self._calls:
             if not call.done():
                 call.set_exception(error)
 
-    def _tell_breakdown(self, failure: PartFailed) -> None:
-        if self._breakdown is not None and not self._breakdown.done():
-            self._breakdown.set_result(failure)
+    def _report_failure(self, failure: PartFailed) -> None:
+        if self._failure_future is not None and not self._failure_future.done():
+            self._failure_future.set_result(failure)
         self._fail_pending(failure)
 
-    # -------------------------------------------------------------------------------------- the compute thread's side
+    # ------------------------------------------------------------------------------------------------ compute thread
 
     def _compute(self) -> None:
         try:
@@ -265,8 +273,8 @@ class EmbeddedEngine:
                 torch.set_num_threads(self._threads)  # torch's thread count belongs to the thread that sets it
             while self._take_turn():
                 pass
-        except BaseException as error:  # the boundary of the thread: whatever it was, callers must hear of it
-            self._break_down(error)
+        except BaseException as error:  # thread boundary: every failure must reach the callers
+            self._fail(error)
 
     def _take_turn(self) -> bool:
         with self._condition:
@@ -281,10 +289,10 @@ class EmbeddedEngine:
         for command in commands:
             command()
         with self._sharing_cores(self._sharing) if self._sharing and self._lanes.has_work else nullcontext():
-            for lane in self._lanes.all:
-                if lane.has_work:
-                    with self._work.running() if lane is self._main else self._eval_work.running():
-                        self._lanes.ended += lane.advance()
+            for batch in self._lanes.all:
+                if batch.has_work:
+                    with self._work.running() if batch is self._main else self._eval_work.running():
+                        self._lanes.ended += batch.advance()
                     crash.reached("engine.turn")
         self._turns += 1
         self._flush()
@@ -293,24 +301,24 @@ class EmbeddedEngine:
     def _sharing_cores(self, sharing: CoreSharing) -> AbstractContextManager[None]:
         if sharing.most is None and self._main.running == 0:  # measuring clears the decoder
             sharing.measure_most(lambda: fitting_threads(self._main.decoder, self._threads))
-        return sharing.comparing(max(1, sum(lane.running for lane in self._lanes.all)))
+        return sharing.comparing(max(1, sum(batch.running for batch in self._lanes.all)))
 
     def _flush(self) -> None:
-        seen = self._peeks.seen(self._lanes.under_way()) if self._peeks else []
-        if (self._lanes.ended or seen) and self._loop is not None:
+        streamed = self._peeks.seen(self._lanes.under_way()) if self._peeks else []
+        if (self._lanes.ended or streamed) and self._loop is not None:
             finished, self._lanes.ended = self._lanes.ended, []
-            self._wake(lambda: self._settle(finished, seen))
+            self._wake(lambda: self._deliver(finished, streamed))
 
     def _wake(self, callback: Callable[[], None]) -> None:
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(callback)
 
-    def _break_down(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException) -> None:
         failure = PartFailed("engine", f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)))
         with self._condition:
             self._failure = failure
             self._inbox.clear()
-        self._wake(lambda: self._tell_breakdown(failure))
+        self._wake(lambda: self._report_failure(failure))
 
     def _swap(self, prepared: Prepared, manifest: Manifest, pinned: bool) -> float:
         started = time.perf_counter()

@@ -1,9 +1,9 @@
 """The general path: any transformers causal LM with ordinary attention, through its own forward.
 
-The model keeps thinking it talks to a cache of its own kind. Each layer's `update` writes the new keys and values
-at every row's own position in the slots and hands back the key window; an explicit four-dimensional mask and explicit
-positions say the rest. An architecture which needs something else (state-space layers, attention biases built from a
-padding mask) keeps no plain keys and values, or fails the `self_check` that every new decoder must pass.
+The model gets a `transformers` cache whose layers are views of the slots. Each layer's `update` writes the new keys and
+values at every row's position and returns the key window; the mask (four-dimensional) and the positions are passed
+explicitly. Architectures that need more (state-space layers, attention biases built from a padding mask) either keep
+no plain keys and values, or fail the logit check that every new decoder must pass.
 
 Shapes: B rows, N prefixes, L padded prefix length, V vocabulary, W key window, H key-value heads, D head size.
 """
@@ -29,28 +29,28 @@ from outpace.types import Ints
 
 
 @dataclass
-class _Pass:
-    """Where the forward pass under way writes, and how far it reads."""
+class _ForwardPass:
+    """Where the current forward pass writes and how far it reads."""
 
     rows: Tensor  # the slots of its rows
     window: int
-    positions_B: Tensor | None  # each row's own position in a step; None in a prefill, which starts at 0
+    positions_B: Tensor | None  # position of each row in a step; None for a prefill, which starts at 0
 
 
 class _SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """One layer of the slots, in the guise of the model's own cache."""
+    """One layer of the slot cache, with the interface of a `transformers` cache layer."""
 
     is_sliding = False
 
     def __init__(self, slots: SlotCache, layer: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.is_initialized = True
-        self.now: _Pass | None = None
+        self.current: _ForwardPass | None = None
         self._slots, self._layer = slots, layer
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        assert self.now is not None, "a pass says where to write before it runs"
-        rows, window, positions_B = self.now.rows, self.now.window, self.now.positions_B
+        assert self.current is not None, "set the pass before running the forward"
+        rows, window, positions_B = self.current.rows, self.current.window, self.current.positions_B
         keys, values = self._slots.keys[self._layer], self._slots.values[self._layer]
         if positions_B is None:
             keys[:, :, :window].index_copy_(0, rows, key_states)
@@ -61,10 +61,10 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return keys[: len(rows), :, :window], values[: len(rows), :, :window]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: the slots exist."""
+        """Do nothing: the slots are allocated already."""
 
     def get_seq_length(self) -> int:
-        return 0  # positions are always passed explicitly
+        return 0  # unused: positions are passed explicitly
 
     def get_max_length(self) -> int:
         return -1
@@ -74,10 +74,10 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
 
 class GeneralDecoder:
-    """`Decoder` for any causal LM whose layers keep plain keys and values."""
+    """`Decoder` for any causal LM whose layers cache plain keys and values."""
 
     def __init__(self, model: PreTrainedModel, slots: int, context: int, *, deterministic: bool) -> None:
-        """Takes the model over. Or use `of`, which copies it."""
+        """Take ownership of `model`. `from_model` copies it instead."""
         self.slots, self.context, self.deterministic = slots, context, deterministic
         self._model = model
         self.vocabulary = len(model.get_input_embeddings().get_parameter("weight"))
@@ -89,7 +89,7 @@ class GeneralDecoder:
 
     @classmethod
     def of(cls, model: PreTrainedModel, slots: int, context: int, *, deterministic: bool) -> GeneralDecoder:
-        """With a copy of the model."""
+        """Build a decoder with a copy of the model."""
         return cls(copy.deepcopy(model).train(False), slots, context, deterministic=deterministic)
 
     @property
@@ -111,11 +111,11 @@ class GeneralDecoder:
             parameter.data = prepared[name]
 
     def sibling(self, prepared: Prepared, slots: int | None = None) -> GeneralDecoder:
-        twin = GeneralDecoder(
+        decoder = GeneralDecoder(
             copy.deepcopy(self._model), slots or self.slots, self.context, deterministic=self.deterministic
         )
-        twin.install(prepared)
-        return twin
+        decoder.install(prepared)
+        return decoder
 
     # --------------------------------------------------------------------------------------------------- cache
 
@@ -137,7 +137,7 @@ class GeneralDecoder:
             positions_1_L = torch.arange(length, device=self._device).unsqueeze(0)
             self._forward(
                 self._model.base_model,
-                _Pass(torch.tensor([slot], device=self._device), length, None),
+                _ForwardPass(torch.tensor([slot], device=self._device), length, None),
                 tokens_1_L,
                 positions_1_L,
             )
@@ -149,44 +149,44 @@ class GeneralDecoder:
         position_B = torch.from_numpy(positions_B).to(self._device)
         token_B = torch.from_numpy(tokens_B).to(self._device)
         rows = torch.arange(len(tokens_B), device=self._device)
-        now = _Pass(rows, window, position_B)
-        output = self._forward(self._model, now, token_B.unsqueeze(1), position_B.unsqueeze(1))
+        current = _ForwardPass(rows, window, position_B)
+        output = self._forward(self._model, current, token_B.unsqueeze(1), position_B.unsqueeze(1))
         logits_B_V: Tensor = output.logits[:, -1].float()
         return logits_B_V
 
-    def _forward(self, module: Any, now: _Pass, tokens_B_L: Tensor, positions_B_L: Tensor) -> Any:
+    def _forward(self, module: Any, current: _ForwardPass, tokens_B_L: Tensor, positions_B_L: Tensor) -> Any:
         for layer in self._layers:
-            layer.now = now
+            layer.current = current
         return module(
             input_ids=tokens_B_L,
             position_ids=positions_B_L,
-            attention_mask=self._masks(positions_B_L, now.window),
+            attention_mask=self._masks(positions_B_L, current.window),
             past_key_values=self._view,
             use_cache=True,
         )
 
     def _masks(self, positions_B_L: Tensor, window: int) -> Tensor | dict[str, Tensor]:
-        """Causal masks in the form the model expects: one per layer type where it has several."""
+        """Return the causal mask, or one mask per layer type for models with several."""
         config = self._model.config.get_text_config()
         key_W = torch.arange(window, device=self._device)
-        seen = key_W <= positions_B_L.unsqueeze(-1)
+        visible = key_W <= positions_B_L.unsqueeze(-1)
         kinds = set(getattr(config, "layer_types", None) or ())
         sliding_window = getattr(config, "sliding_window", None)
         if sliding_window is None or kinds == {"full_attention"}:
-            return {kind: self._additive(seen) for kind in kinds} if len(kinds) > 1 else self._additive(seen)
-        near = self._additive(seen & (key_W > positions_B_L.unsqueeze(-1) - sliding_window))
+            return {kind: self._additive(visible) for kind in kinds} if len(kinds) > 1 else self._additive(visible)
+        near = self._additive(visible & (key_W > positions_B_L.unsqueeze(-1) - sliding_window))
         if len(kinds) > 1:
-            return {kind: near if kind == "sliding_attention" else self._additive(seen) for kind in kinds}
+            return {kind: near if kind == "sliding_attention" else self._additive(visible) for kind in kinds}
         return near
 
-    def _additive(self, seen_B_L_W: Tensor) -> Tensor:
-        mask = torch.zeros(seen_B_L_W.shape, dtype=self._dtype, device=self._device)
-        return mask.masked_fill_(~seen_B_L_W, torch.finfo(self._dtype).min).unsqueeze(1)
+    def _additive(self, visible_B_L_W: Tensor) -> Tensor:
+        mask = torch.zeros(visible_B_L_W.shape, dtype=self._dtype, device=self._device)
+        return mask.masked_fill_(~visible_B_L_W, torch.finfo(self._dtype).min).unsqueeze(1)
 
 
 @torch.inference_mode()
 def _cache_shapes(model: PreTrainedModel) -> list[tuple[int, int, int]]:
-    """Per layer (heads, key size, value size), seen in one forward of one token."""
+    """Return (heads, key size, value size) per layer, observed in a forward pass of one token."""
     cache = DynamicCache()
     model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), past_key_values=cache, use_cache=True)
     shapes = []
@@ -194,9 +194,9 @@ def _cache_shapes(model: PreTrainedModel) -> list[tuple[int, int, int]]:
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         if keys is None or values is None or keys.ndim != 4:
             raise BadInput(
-                f"the embedded engine cannot serve {type(model).__name__}: it keeps more than keys and values"
+                f"the embedded engine cannot serve {type(model).__name__}: its cache holds more than keys and values"
             )
         shapes.append((keys.shape[1], keys.shape[3], values.shape[3]))
     if not shapes:
-        raise BadInput(f"the embedded engine cannot serve {type(model).__name__}: it keeps no keys and values")
+        raise BadInput(f"the embedded engine cannot serve {type(model).__name__}: it caches no keys and values")
     return shapes

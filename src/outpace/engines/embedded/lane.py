@@ -1,16 +1,17 @@
 """Continuous batching over one weight set: requests join and leave the running batch at any token.
 
-`advance` is one turn: waiting requests move into free slots, one decode step samples a token for every running
-request, finished ones leave. Requests never wait for each other, except that a request whose `min_version` is newer
-than the lane's waits in the queue, where later ones may overtake it.
+`DecodeBatch.advance` is one turn: waiting requests move into free slots, one decode step samples a token for every
+running request, finished requests leave. A request whose `min_version` is newer than the batch's version stays in the
+queue, and later requests may overtake it.
 
 Invariants
-- A token's version is the lane's version when its logits were computed; a swap happens between two steps.
-- Rows 0 … n-1 are running and the rest is free, except in deterministic mode: there a request keeps its slot, idle
-  slots are stepped too, and so every shape is the same whoever else runs.
-- A slot's cache holds all tokens of its sequence but the last, which the next step feeds.
+- A token's version is the version of the batch when its logits were computed; weights are swapped between two steps.
+- Rows 0 … n-1 are running and the rest is free, except in deterministic mode: there a request keeps its slot and idle
+  slots are stepped too, so every tensor shape is independent of the other requests.
+- A slot's KV cache holds all tokens of its sequence except the last, which the next step feeds.
+- Each token carries its logprob and its version: `spans` records where in the output each version began.
 
-A lane belongs to one thread.
+Not thread-safe: use a batch from one thread only.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ from outpace.wording import plural
 KvPolicy = Literal["keep", "recompute"]
 
 
-class _Rows:
-    """What one decode step reads of each slot, as arrays: newest token, its position, sampling parameters."""
+class _StepInputs:
+    """Inputs of a decode step, one entry per slot: newest token, its position, sampling parameters."""
 
     def __init__(self, slots: int) -> None:
         self.token = np.zeros(slots, dtype=np.int64)
         self.position = np.zeros(slots, dtype=np.int64)
-        self.index = np.zeros(slots, dtype=np.int64)  # how many tokens were sampled
+        self.index = np.zeros(slots, dtype=np.int64)  # number of tokens sampled
         self.seed = np.zeros(slots, dtype=np.int64)
         self.temperature = np.ones(slots, dtype=np.float32)
         self.top_k = np.zeros(slots, dtype=np.int64)
@@ -55,7 +56,7 @@ class _Rows:
         self.temperature[row], self.top_k[row], self.top_p[row] = sampling.temperature, sampling.top_k, sampling.top_p
 
     def empty(self, row: int) -> None:
-        """An idle row is cheap and harmless: token 0 at position 0, no truncation."""
+        """Make a row idle: token 0 at position 0, no truncation."""
         for array in (self.token, self.position, self.index, self.seed, self.top_k):
             array[row] = 0
         self.temperature[row] = self.top_p[row] = 1
@@ -68,7 +69,7 @@ class _Rows:
 
 
 class Lane:
-    """The requests of one weight set and the decoder that serves them."""
+    """The requests of one weight set and their decoder."""
 
     def __init__(self, decoder: Decoder, version: Version, kv: KvPolicy, decode: Decode | None) -> None:
         self.decoder = decoder
@@ -77,8 +78,8 @@ class Lane:
         self._decode = decode
         self._waiting: deque[Request] = deque()
         self._running: list[Request | None] = [None] * decoder.slots
-        self._rows = _Rows(decoder.slots)
-        self._trial = _Rows(1)
+        self._rows = _StepInputs(decoder.slots)
+        self._scratch = _StepInputs(1)
         self._stop_strings: dict[tuple[str, ...], StopStrings] = {}
         self.tokens = 0
         self.prefill_tokens = 0
@@ -94,20 +95,20 @@ class Lane:
 
     @property
     def has_work(self) -> bool:
-        """Whether `advance` would do anything: requests that wait for newer weights alone are no work."""
+        """Whether `advance` would do anything. Requests that wait for newer weights do not count."""
         return any(self._running) or any(request.min_version <= self.version for request in self._waiting)
 
     # ------------------------------------------------------------------------------------------------ requests
 
     def under_way(self) -> dict[str, Request]:
-        """Every request that has not ended, by its id."""
+        """Return every request that has not ended, by id."""
         return {request.id: request for request in (*self._waiting, *self._running) if request is not None}
 
     def submit(self, request_id: str, prompt: Ints, sampling: Sampling, min_version: Version) -> None:
-        """Queue a request, or raise and leave the lane as it was: `RequestFailed` when it can never be served."""
+        """Queue a request. Raise `RequestFailed`, changing nothing, when it can never be served."""
         room = self.decoder.context - len(prompt)
         if room <= 0:
-            raise ContextFull(f"the prompt has {plural(len(prompt), 'token')}, the context {self.decoder.context}")
+            raise ContextFull(f"the prompt has {plural(len(prompt), 'token')}, the context is {self.decoder.context}")
         check_request(prompt, sampling, self.decoder.vocabulary)
         request = Request(
             id=request_id,
@@ -116,27 +117,27 @@ class Lane:
             min_version=min_version,
             limit=min(sampling.max_tokens, room),
             stop_ids=frozenset(sampling.stop_ids),
-            stop_strings=self._stops(sampling.stop_strings),
+            stop_strings=self._stop_strings_of(sampling.stop_strings),
         )
-        self._trial.fill(0, request)  # a number that no array can hold raises here, not amid the others' turn
+        self._scratch.fill(0, request)  # a value that overflows its array raises here, not during a turn of the batch
         self._waiting.append(request)
 
-    def _stops(self, strings: Sequence[str]) -> StopStrings | None:
+    def _stop_strings_of(self, strings: Sequence[str]) -> StopStrings | None:
         if not strings:
             return None
         if self._decode is None:
-            raise RequestFailed("stop strings need a tokenizer, and the engine has none")
+            raise RequestFailed("stop strings need a tokenizer, but the engine has none")
         key = tuple(strings)
         if key not in self._stop_strings:
             self._stop_strings[key] = StopStrings(key, self._decode)
         return self._stop_strings[key]
 
     def abort(self, request_ids: set[str]) -> list[Done]:
-        """End these requests with what they have."""
+        """End these requests with the tokens sampled so far."""
         return self._end(lambda request: request.id in request_ids, lambda request: request.generation("aborted"))
 
     def fail_all(self, reason: str) -> list[Done]:
-        """End every request as failed."""
+        """Fail every request."""
         return self._end(lambda _: True, lambda _: RequestFailed(reason))
 
     def _end(
@@ -150,10 +151,10 @@ class Lane:
                 self._free(slot)
         return done
 
-    # ----------------------------------------------------------------------------------------------- one turn
+    # ------------------------------------------------------------------------------------------------ decoding
 
     def advance(self) -> list[Done]:
-        """Admit, decode one token for every running request, and return the requests that ended."""
+        """Admit waiting requests, decode one token for every running request, return those that ended."""
         self._admit()
         rows = self._compact()
         if rows == 0:
@@ -176,7 +177,7 @@ class Lane:
         return self._record(token.tolist(), chosen_logprobs.cpu().numpy())
 
     def _record(self, tokens: list[int], logprobs: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> list[Done]:
-        """Hand each running request its token; free the slots of those that end with it."""
+        """Append each running request's token; free the slots of those that end with it."""
         done: list[Done] = []
         finite = bool(np.isfinite(logprobs).all())
         for slot, (request, token, logprob) in enumerate(
@@ -198,7 +199,7 @@ class Lane:
         return done
 
     def _admit(self) -> None:
-        """Move waiting requests into free slots; a prompt already in some slot is copied, not computed again."""
+        """Move waiting requests into free slots. The cache of a prompt that is already in a slot is copied."""
         free = [slot for slot, request in enumerate(self._running) if request is None] if self._waiting else []
         if not free:
             return
@@ -209,32 +210,32 @@ class Lane:
         }
         admitted: list[int] = []
         copies: list[tuple[int, int, int]] = []
-        held_back: list[Request] = []
+        deferred: list[Request] = []
         while self._waiting and len(admitted) + len(copies) < len(free):
             request = self._waiting.popleft()
             if request.min_version > self.version:
-                held_back.append(request)
+                deferred.append(request)
                 continue
             slot = free[len(admitted) + len(copies)]
-            self._enter(slot, request)
+            self._start(slot, request)
             source = resident.setdefault(request.prompt.tobytes(), slot)
             if source == slot:
                 admitted.append(slot)
             else:
                 copies.append((source, slot, len(request.prompt) - 1))
-        self._waiting.extendleft(reversed(held_back))
+        self._waiting.extendleft(reversed(deferred))
         self._prefill(admitted)
         for source, target, length in copies:
             self.decoder.copy(source, target, length)
 
-    def _enter(self, slot: int, request: Request) -> None:
+    def _start(self, slot: int, request: Request) -> None:
         request.prompt_version = self.version
         request.spans.append((0, self.version))
         self._running[slot] = request
         self._rows.fill(slot, request)
 
     def _prefill(self, slots: Sequence[int]) -> None:
-        """Compute the cache of these slots' sequences, all tokens but the newest."""
+        """Compute the KV cache of these slots: all tokens but the newest."""
         prefixes = {slot: request.sequence()[:-1] for slot in slots if (request := self._running[slot]) is not None}
         prefixes = {slot: prefix for slot, prefix in prefixes.items() if len(prefix)}
         if prefixes:
@@ -242,7 +243,7 @@ class Lane:
             self.prefill_tokens += sum(len(prefix) for prefix in prefixes.values())
 
     def _compact(self) -> int:
-        """Close the gaps that finished requests left; returns how many rows to step."""
+        """Move running requests into the gaps of finished ones; return the number of rows to step."""
         running = self.running
         if self.decoder.deterministic:
             return self.decoder.slots if running else 0
@@ -261,7 +262,7 @@ class Lane:
     # ------------------------------------------------------------------------------------------------ weights
 
     def swap(self, prepared: Prepared, version: Version) -> None:
-        """Go on under new weights from the next token; tokens already sampled stay."""
+        """Use new weights from the next token on; tokens already sampled stay."""
         self.decoder.install(prepared)
         self.version = version
         for request in self._running:

@@ -1,10 +1,10 @@
-"""The weight sets of one engine: the newest ones, and beside them those that are pinned.
+"""The weight sets of one engine: the newest policy and, optionally, a pinned version, each with its decode batch.
 
 Invariants
-- Belongs to the compute thread, as lanes do; counters may be read from anywhere.
-- An engine that is stale, since it has taken the place of one that died, serves nothing before its first load. What
-  asks for the newest weights waits in the lane, whose version no request accepts; what asks for a pinned set that is
-  not there waits too, since whoever has pinned it cannot know yet that it has gone.
+- Used by the compute thread only; other threads may read counters.
+- A stale engine, started in place of one that died, serves nothing before its first load. Requests for the newest
+  weights wait in the batch, whose version no request accepts. Requests for a pinned version that is missing wait too:
+  the caller that pinned it cannot know yet that this engine lost it.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from outpace.models.device import release_unused
 from outpace.types import Generation, Ints, Sampling, Version
 
 STALE: Final[Version] = -1
-"""Older than anything that can be asked for."""
+"""Version of an engine without usable weights: older than any `min_version`."""
 
 
 class Lanes:
     def __init__(
         self, decoder: Decoder, version: Version, kv: KvPolicy, decode: Decode | None, pinned_slots: int | None = None
     ) -> None:
-        """`pinned_slots`: of a pinned set; as many as the newest one's unless given."""
+        """`pinned_slots` is the number of slots for a pinned version; by default the same as for the newest."""
         self._pinned_slots = pinned_slots
         self.main = Lane(decoder, version, kv, decode)
         self.pinned: Lane | None = None
-        self.ended: list[Done] = []  # not told to anybody yet
+        self.ended: list[Done] = []  # not delivered yet
         self._kv: KvPolicy = kv
         self._decode = decode
-        self._held: dict[str, Callable[[], None]] = {}  # submissions that wait for a first load
+        self._deferred: dict[str, Callable[[], None]] = {}  # submissions that wait for the first load
 
     @property
     def all(self) -> list[Lane]:
@@ -47,47 +47,47 @@ class Lanes:
 
     @property
     def has_work(self) -> bool:
-        return any(lane.has_work for lane in self.all)
+        return any(batch.has_work for batch in self.all)
 
     def under_way(self) -> dict[str, Request]:
-        return {name: request for lane in self.all for name, request in lane.under_way().items()}
+        return {name: request for batch in self.all for name, request in batch.under_way().items()}
 
     def submit(
         self, request_id: str, token_ids: Ints, sampling: Sampling, min_version: Version, pinned: Version | None
     ) -> None:
         crash.reached("engine.request")
-        if pinned is not None and self.main.version == STALE and not self._is_resident(pinned):
-            self._held[request_id] = lambda: self.submit(request_id, token_ids, sampling, min_version, pinned)
+        if pinned is not None and self.main.version == STALE and not self._is_pinned(pinned):
+            self._deferred[request_id] = lambda: self.submit(request_id, token_ids, sampling, min_version, pinned)
             return
         try:
-            self._lane_for(pinned).submit(request_id, token_ids, sampling, min_version if pinned is None else pinned)
+            self._batch_for(pinned).submit(request_id, token_ids, sampling, min_version if pinned is None else pinned)
         except RequestFailed as error:
             self.ended.append(Done(request_id, error))
-        except Exception as error:  # a boundary: what one caller sent may fail that caller, never the engine
+        except Exception as error:  # boundary: bad input fails its request, never the engine
             failure = RequestFailed(f"the request cannot be served: {type(error).__name__}: {error}")
             self.ended.append(Done(request_id, failure))
 
     def abort(self, request_ids: set[str]) -> None:
-        for lane in self.all:
-            self.ended += lane.abort(request_ids)
-        for held in request_ids & self._held.keys():
-            del self._held[held]
-            self.ended.append(Done(held, _nothing()))
+        for batch in self.all:
+            self.ended += batch.abort(request_ids)
+        for request_id in request_ids & self._deferred.keys():
+            del self._deferred[request_id]
+            self.ended.append(Done(request_id, _empty_generation()))
 
     def swap_main(self, prepared: Prepared, version: Version) -> None:
         self.main.swap(prepared, version)
         crash.reached("engine.swapped")
-        self._submit_held()
+        self._submit_deferred()
 
     def swap_pinned(self, prepared: Prepared, version: Version) -> None:
-        """Requests of another pinned version could only go on under weights they did not ask for: they fail."""
+        """Pin `version`. Requests of another pinned version fail: they must not continue under other weights."""
         if self.pinned is None:
             self.pinned = Lane(self.main.decoder.sibling(prepared, self._pinned_slots), version, self._kv, self._decode)
         else:
             self.ended += self.pinned.fail_all(f"version {self.pinned.version} is no longer pinned")
             self.pinned.swap(prepared, version)
         crash.reached("engine.pinned")
-        self._submit_held()
+        self._submit_deferred()
 
     def drop_pinned(self) -> None:
         if self.pinned is not None:
@@ -96,24 +96,24 @@ class Lanes:
             release_unused(self.main.decoder.device)
         crash.reached("engine.release_pinned")
 
-    def _submit_held(self) -> None:
-        held, self._held = self._held, {}
-        for submit in held.values():
+    def _submit_deferred(self) -> None:
+        deferred, self._deferred = self._deferred, {}
+        for submit in deferred.values():
             submit()
 
-    def _is_resident(self, version: Version) -> bool:
+    def _is_pinned(self, version: Version) -> bool:
         return self.pinned is not None and self.pinned.version == version
 
-    def _lane_for(self, pinned: Version | None) -> Lane:
+    def _batch_for(self, pinned: Version | None) -> Lane:
         if pinned is None:
             return self.main
         if self.pinned is None or self.pinned.version != pinned:
-            resident = "none" if self.pinned is None else f"version {self.pinned.version}"
-            raise RequestFailed(f"version {pinned} is not pinned in this engine ({resident} is)")
+            found = "no version" if self.pinned is None else f"version {self.pinned.version}"
+            raise RequestFailed(f"version {pinned} is not pinned in this engine ({found} is)")
         return self.pinned
 
 
-def _nothing() -> Generation:
-    """What an aborted request has that never began."""
+def _empty_generation() -> Generation:
+    """Return the result of a request that was aborted before it started."""
     none = np.zeros(0, dtype=np.int32)
     return Generation(tokens=none, logprobs=np.zeros(0, dtype=np.float32), versions=none, stop="aborted")

@@ -1,9 +1,15 @@
 """The fast path: Llama-family models with few, fused operations per token.
 
-What makes it fast on small models, where operations cost more than arithmetic: fused weights (`llama_weights`), the
-residual added by the matrix product itself, rotation as one complex product, attention as two batched products over a
-short key window, where indices and mask are made once per step, not per layer. The last layer of a prefill stops at
-its keys and values.
+On small models launching an operation costs more than its arithmetic. So weights are fused, the matrix product adds
+the residual, rotary embedding is one complex product, and attention is two batched products over a short key window,
+with indices and mask computed once per step, not per layer. The last layer of a prefill stops at its keys and values.
+
+Weights: query, key and value become one matrix, gate and up another, all stored input-major for `addmm`. Rows of the
+query and key weights are reordered so that the two halves of a rotary pair are adjacent: the rotation is then one
+complex product, and every dot product is unchanged.
+
+Invariant: a model is served only if `fuse` reads all of its tensors. A tensor left over (for example an unknown bias)
+would be a missing term in every logit.
 
 Shapes: B rows, N prefixes, L padded prefix length, E hidden, F feed-forward, V vocabulary, W key window,
 H query heads, K key-value heads, G = H / K query heads per key-value head, D head size.
@@ -26,14 +32,14 @@ from outpace.engines.embedded.llama_weights import Layer, LlamaShape, fuse, laye
 from outpace.types import Ints
 
 PREFILL_TOKENS = 4096
-"""Most tokens, padding included, of one prefill pass."""
+"""Maximum number of tokens, including padding, in one prefill pass."""
 
 
 class LlamaDecoder:
     """`Decoder` for the Llama family."""
 
     def __init__(self, shape: LlamaShape, angles: Tensor, slots: int, context: int, *, deterministic: bool) -> None:
-        """Without weights: `install` some before the first call. Or use `of`."""
+        """Build a decoder without weights: call `install` first, or use `from_model`."""
         self.slots, self.context, self.deterministic = slots, context, deterministic
         self.vocabulary = shape.vocabulary
         self._shape, self._angles = shape, angles
@@ -45,7 +51,7 @@ class LlamaDecoder:
 
     @classmethod
     def of(cls, model: PreTrainedModel, slots: int, context: int, *, deterministic: bool) -> LlamaDecoder:
-        """With a copy of this model's weights; the model itself is not kept."""
+        """Build a decoder with a copy of the model's weights; keep no reference to the model."""
         angles = rotation_table(model, context)
         decoder = cls(LlamaShape.of(model), angles, slots, context, deterministic=deterministic)
         decoder.install(decoder.prepare(model.state_dict()))
@@ -68,11 +74,11 @@ class LlamaDecoder:
         self._layers = [layer_of(prepared, layer) for layer in range(self._shape.layers)]
 
     def sibling(self, prepared: Prepared, slots: int | None = None) -> LlamaDecoder:
-        twin = LlamaDecoder(
+        decoder = LlamaDecoder(
             self._shape, self._angles, slots or self.slots, self.context, deterministic=self.deterministic
         )
-        twin.install(prepared)
-        return twin
+        decoder.install(prepared)
+        return decoder
 
     # --------------------------------------------------------------------------------------------------- cache
 
@@ -99,7 +105,7 @@ class LlamaDecoder:
             start += len(chunk)
 
     def _prefill_pass(self, slots: list[int], prefixes: list[Ints], length: int) -> None:
-        """Right padding needs no mask: causal attention keeps it from every real token, positions overwrite it."""
+        """Prefill with right padding. It needs no mask: causal attention hides it, and later steps overwrite it."""
         shape, device = self._shape, self._shape.device
         self._cache.reserve(length)
         tokens_N_L = np.zeros((len(slots), length), dtype=np.int64)
@@ -150,7 +156,7 @@ class LlamaDecoder:
         return (self._norm(hidden_B_E, self._norm_E) @ self._head_E_V).float()
 
     def _mask(self, position_B: Tensor, window: int) -> Tensor:
-        """Additive: 0 up to a row's own position, -inf beyond, repeated for its heads."""
+        """Return the additive mask: 0 up to a row's position, -inf beyond, repeated for its heads."""
         shape = self._shape
         hidden_B_W = torch.arange(window, device=shape.device) > position_B.unsqueeze(1)
         mask_B_W = torch.zeros(hidden_B_W.shape, dtype=shape.dtype, device=shape.device)
@@ -163,7 +169,7 @@ class LlamaDecoder:
         return F.rms_norm(x, weight.shape, weight, self._shape.eps)
 
     def _project(self, layer: Layer, hidden_B_E: Tensor, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries, rotated keys, values."""
+        """Return rotated queries, rotated keys, and values."""
         shape = self._shape
         normed_B_E = self._norm(hidden_B_E, layer.attention_norm_E)
         qkv = normed_B_E @ layer.qkv if layer.qkv_bias is None else torch.addmm(layer.qkv_bias, normed_B_E, layer.qkv)
@@ -174,8 +180,8 @@ class LlamaDecoder:
             q, k = qk[:, : shape.heads], qk[:, shape.heads :]
             qk = torch.cat((self._norm(q, layer.q_norm_D), self._norm(k, layer.k_norm_D)), dim=1)
         pairs = torch.view_as_complex(qk.float().view(len(qk), rotated_heads, -1, 2))
-        turned = torch.view_as_real(pairs * angles).flatten(-2).to(shape.dtype)
-        return turned[:, : shape.heads], turned[:, shape.heads :], values_B_K_D
+        rotated = torch.view_as_real(pairs * angles).flatten(-2).to(shape.dtype)
+        return rotated[:, : shape.heads], rotated[:, shape.heads :], values_B_K_D
 
     def _finish_layer(self, layer: Layer, hidden_B_E: Tensor, attended: Tensor) -> Tensor:
         """Output projection, residual, feed-forward, residual."""

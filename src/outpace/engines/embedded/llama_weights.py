@@ -1,12 +1,4 @@
-"""The fast path's weights: what an architecture of the Llama family is made of, fused for few operations.
-
-Query, key and value weights become one matrix, gate and up another, all stored input-major, ready for `addmm`. Rows of
-the query and key weights are reordered so that the two halves of a rotated pair are neighbours: the rotation is then
-one complex product, and every dot product stays as it was.
-
-Invariant: a model is served only if `fuse` reads every tensor it has. One left over (a bias this path does not know,
-say) would be a term missing from every logit.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -25,7 +17,7 @@ ROTARY = "model.rotary_emb"
 
 @dataclass(frozen=True)
 class LlamaShape:
-    """Everything about the architecture that the weights alone do not say."""
+    """The architecture: everything the decoder needs besides the weights."""
 
     layers: int
     heads: int
@@ -33,9 +25,9 @@ class LlamaShape:
     head_dim: int
     vocabulary: int
     eps: float
-    head_norm: bool  # Qwen3 normalises queries and keys per head
+    head_norm: bool  # Qwen3 normalizes queries and keys per head
     tied: bool
-    tensors: Mapping[str, torch.Size]  # every tensor a weight set must bring
+    tensors: Mapping[str, torch.Size]  # every tensor that a weight set must contain
     dtype: torch.dtype
     device: torch.device
 
@@ -59,7 +51,7 @@ class LlamaShape:
 
 
 def unsupported(model: PreTrainedModel, context: int) -> str | None:
-    """Why the fast path cannot serve this model, or None when it can."""
+    """Return why the fast path cannot serve this model, or None."""
     config = model.config
     name = type(model).__name__
     if name not in ARCHITECTURES:
@@ -72,11 +64,11 @@ def unsupported(model: PreTrainedModel, context: int) -> str | None:
         window = getattr(config, "sliding_window", None)
         if window is not None and window < context:
             return f"its attention window of {window} is shorter than the context of {context}"
-    return _unread(model)
+    return _unread_tensor(model)
 
 
-class _Noting(dict[str, Tensor]):
-    """Tensors by name that remember which of them were read."""
+class _ReadTracker(dict[str, Tensor]):
+    """Tensors by name; records the names that were read."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__(tensors)
@@ -88,27 +80,27 @@ class _Noting(dict[str, Tensor]):
         return tensor
 
 
-def _unread(model: PreTrainedModel) -> str | None:
-    """Name a tensor that `fuse` would leave out, or miss; it runs on shapes alone.
+def _unread_tensor(model: PreTrainedModel) -> str | None:
+    """Return a message about a tensor that `fuse` would not read, or that is missing. Runs on meta tensors.
 
-    A tied head is no tensor of its own. Rotary buffers are read by `rotation_table`.
+    A tied head is not a tensor of its own. Rotary buffers are read by `rotation_table`.
     """
     own: dict[str, Tensor] = {}
     own.update(model.named_parameters())
     own.update((name, buffer) for name, buffer in model.named_buffers() if not name.startswith(ROTARY + "."))
-    tensors = _Noting({name: tensor.detach().to("meta") for name, tensor in own.items()})
+    tensors = _ReadTracker({name: tensor.detach().to("meta") for name, tensor in own.items()})
     try:
         for _ in fuse(tensors, replace(LlamaShape.of(model), device=torch.device("meta"))):
             pass
     except KeyError as missing:
-        return f"it has no tensor {missing.args[0]} of its own"
+        return f"it has no tensor {missing.args[0]}"
     unread = sorted(own.keys() - tensors.read)
-    return f"it has a tensor {unread[0]}, which the fast path does not know" if unread else None
+    return f"it has a tensor {unread[0]}, which the fast path does not support" if unread else None
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Weights of one layer; matrices are input-major."""
+    """Fused weights of one layer; matrices are input-major."""
 
     attention_norm_E: Tensor
     qkv: Tensor
@@ -123,7 +115,7 @@ class Layer:
 
 
 def rotation_table(model: PreTrainedModel, context: int) -> Tensor:
-    """Per position and pair, the complex number that rotates it, from the model's own frequencies."""
+    """Return the complex rotary factor per position and pair, from the model's own frequencies."""
     rotary = model.get_submodule(ROTARY)
     frequencies = rotary.get_buffer("inv_freq").float()
     positions = torch.arange(context, dtype=torch.float32, device=frequencies.device)
@@ -133,7 +125,7 @@ def rotation_table(model: PreTrainedModel, context: int) -> Tensor:
 
 
 def fuse(tensors: Mapping[str, Tensor], shape: LlamaShape) -> Iterator[tuple[str, Tensor]]:
-    """Yield the fused tensors by this module's names; each is a fresh copy."""
+    """Yield the fused tensors under this module's names; each is a fresh copy."""
 
     def take(name: str) -> Tensor:
         return tensors[name].detach()
@@ -142,7 +134,7 @@ def fuse(tensors: Mapping[str, Tensor], shape: LlamaShape) -> Iterator[tuple[str
         return tensor.to(device=shape.device, dtype=shape.dtype, copy=True).contiguous()
 
     def paired(tensor: Tensor) -> Tensor:
-        """Reorder head rows so that the halves (i, i + D/2) of a rotated pair become neighbours."""
+        """Reorder head rows so that the halves (i, i + D/2) of a rotary pair are adjacent."""
         return tensor.view(-1, 2, shape.head_dim // 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
 
     yield "embedding", own(take("model.embed_tokens.weight"))

@@ -1,8 +1,4 @@
-"""Looking at requests under way: whoever wants the newest tokens of one leaves a `Peek`, answered after a turn.
-
-Nothing is computed or sent for requests that nobody looks at. `Peeks` belongs to the compute thread; the futures in it
-belong to the event loop, and all that is read of them here is whether somebody still waits.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ from outpace.types import Ints
 
 @dataclass(frozen=True, eq=False)
 class Peek:
-    """Somebody waits for the tokens of a request beyond the first `after`."""
+    """A reader waits for the tokens of a request beyond the first `after`."""
 
     request_id: str
     after: int
@@ -29,7 +25,10 @@ Seen = tuple[Peek, Ints]
 
 
 class Peeks:
-    """Those who wait, until there is something to see."""
+    """Stream requests that wait for new tokens. Compute thread only.
+
+    Their futures belong to the event loop; this class only reads whether they are done.
+    """
 
     def __init__(self) -> None:
         self._waiting: list[Peek] = []
@@ -37,20 +36,22 @@ class Peeks:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def add(self, peek: Peek) -> None:
-        self._waiting.append(peek)
+    def add(self, stream_request: Peek) -> None:
+        self._waiting.append(stream_request)
 
     def seen(self, under_way: Mapping[str, Request]) -> list[Seen]:
-        """What can be answered now. A request that is not under way has nothing to show, ever."""
+        """Remove and return the stream requests that can be answered now.
+
+        A request that is not active gets no tokens."""
         found: list[Seen] = []
-        still: list[Peek] = []
-        for peek in self._waiting:
-            request = under_way.get(peek.request_id)
+        remaining: list[Peek] = []
+        for waiting in self._waiting:
+            request = under_way.get(waiting.request_id)
             if request is None:
-                found.append((peek, np.zeros(0, dtype=np.int32)))
-            elif len(request.tokens) > peek.after:
-                found.append((peek, np.array(request.tokens[peek.after :], dtype=np.int32)))
-            elif not peek.answer.done():
-                still.append(peek)
-        self._waiting = still
+                found.append((waiting, np.zeros(0, dtype=np.int32)))
+            elif len(request.tokens) > waiting.after:
+                found.append((waiting, np.array(request.tokens[waiting.after :], dtype=np.int32)))
+            elif not waiting.answer.done():
+                remaining.append(waiting)
+        self._waiting = remaining
         return found

@@ -1,4 +1,4 @@
-"""One request: what is asked, what has been sampled so far, and how it ends."""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outpace.types import Generation, Ints, Sampling, StopReason, Version
 
 @dataclass(eq=False)
 class Request:
-    """One generation under way. `spans` are (first output index, version), oldest first."""
+    """A request and the tokens sampled so far. `spans` are (first output index, version), oldest first."""
 
     id: str
     prompt: Ints
@@ -22,17 +22,17 @@ class Request:
     limit: int
     stop_ids: frozenset[int]
     stop_strings: StopStrings | None
-    prompt_version: Version = -1  # under which the prompt alone was prefilled; only then may its cache be copied
+    prompt_version: Version = -1  # that prefilled the prompt: its cache may be copied under this version only
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[tuple[int, Version]] = field(default_factory=list)
 
     def sequence(self) -> Ints:
-        """Prompt and output so far."""
+        """Return prompt and output so far."""
         return np.concatenate((self.prompt, np.array(self.tokens, dtype=np.int32)))
 
     def append(self, token: int, logprob: float) -> StopReason | None:
-        """Take one sampled token; says why the request ends with it, if it does."""
+        """Add a sampled token. Return the stop reason if the request ends with it."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
         if token in self.stop_ids:
@@ -55,23 +55,23 @@ class Request:
 
 @dataclass(frozen=True)
 class Done:
-    """How a request ended."""
+    """A request that ended: its generation or its error."""
 
     id: str
     result: Generation | RequestFailed
 
 
 def check_request(prompt: Ints, sampling: Sampling, vocabulary: int) -> None:
-    """Refuse what would fail, or poison the whole batch, later on."""
+    """Raise `RequestFailed` for input that would fail later or break the whole batch."""
     if len(prompt) == 0:
         raise RequestFailed("the prompt is empty")
     if int(prompt.min()) < 0 or int(prompt.max()) >= vocabulary:
-        raise RequestFailed(f"the prompt holds a token outside the vocabulary of {vocabulary}")
+        raise RequestFailed(f"the prompt contains a token id outside the vocabulary of {vocabulary}")
     if sampling.max_tokens < 1:
-        raise RequestFailed(f"max_tokens is {sampling.max_tokens}")
+        raise RequestFailed(f"max_tokens is {sampling.max_tokens}, must be at least 1")
     if not 0 <= sampling.temperature < float("inf"):
-        raise RequestFailed(f"temperature is {sampling.temperature}")
+        raise RequestFailed(f"temperature is {sampling.temperature}, must be finite and not negative")
     if not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
-        raise RequestFailed(f"top_p is {sampling.top_p}, top_k {sampling.top_k}")
+        raise RequestFailed(f"top_p is {sampling.top_p}, top_k is {sampling.top_k}: need 0 < top_p <= 1, top_k >= 0")
     if "" in sampling.stop_strings:
         raise RequestFailed("a stop string is empty")

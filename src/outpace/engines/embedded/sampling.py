@@ -1,10 +1,9 @@
-"""Sampling as a pure function of one row.
+"""Token sampling. Each row is sampled independently of the others.
 
 Invariants
-- No bit of a row's result depends on the other rows: work that is skipped because no row needs it would not have
-  changed the rows that do not.
-- The logprob returned is that of the distribution the token was drawn from: after temperature, then top_k, then
-  top_p, renormalised. At temperature 0 the token is the argmax and its logprob that of the softmax at temperature 1.
+- A row's result does not depend on the other rows, bit for bit: an operation is skipped only if it would change no row.
+- The logprob is that of the distribution the token was drawn from: after temperature, then top_k, then top_p,
+  renormalized. At temperature 0 the token is the argmax, and its logprob is that of the softmax at temperature 1.
 
 Shapes: B rows, V vocabulary.
 """
@@ -24,7 +23,7 @@ def sample(
     top_p_B: NDArray[np.float32],
     uniform_B: NDArray[np.float64],
 ) -> tuple[Tensor, Tensor]:
-    """One token per row and its logprob, on the logits' device."""
+    """Return one token per row and its logprob, on the device of the logits."""
     device = logits_B_V.device
     greedy_B = temperature_B == 0
     scaled_B_V = logits_B_V.float()
@@ -45,10 +44,10 @@ def sample(
 
 
 def _draw(logprobs_B_V: Tensor, uniform_B: Tensor) -> Tensor:
-    """Inverse CDF: the first token whose cumulative mass exceeds the uniform's share of the whole.
+    """Draw by inverse CDF: the first token whose cumulative mass exceeds uniform * total.
 
-    A uniform below 1 times the total is below the total in float64, so a token of mass zero is never drawn. Only
-    logits that are not finite can push the index past the end; the caller sees those by their logprob.
+    A uniform below 1 times the total is below the total in float64, so a token with zero mass is never drawn. Only
+    non-finite logits can push the index past the end; the caller detects those by their logprob.
     """
     mass_B_V = logprobs_B_V.exp().cumsum(dim=-1, dtype=torch.float64)
     threshold_B_1 = uniform_B.unsqueeze(1) * mass_B_V[:, -1:]
@@ -57,7 +56,7 @@ def _draw(logprobs_B_V: Tensor, uniform_B: Tensor) -> Tensor:
 
 
 def _truncate(scaled_B_V: Tensor, top_k_B: NDArray[np.int64], top_p_B: NDArray[np.float32]) -> Tensor:
-    """Put -inf where top_k, then top_p over what is left, cut. Equal logits are ranked by token id."""
+    """Set logits cut by top_k, then by top_p over the rest, to -inf. Ties are ranked by token id."""
     vocabulary = scaled_B_V.shape[-1]
     device = scaled_B_V.device
     ranked_B_V, order_B_V = scaled_B_V.sort(dim=-1, descending=True, stable=True)

@@ -1,9 +1,4 @@
-"""Who waits for which answer of an engine. Belongs to the event loop.
-
-A caller's id may come again: whoever has lost the connection asks the same once more, while what became of the first
-request is still on its way here. So every submission has a key of its own, by which lanes and answers know it, and a
-caller's id means its newest submission that somebody waits for.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -17,23 +12,28 @@ from outpace.types import Generation
 
 
 class Submissions:
+    """Futures of the pending requests. Event loop only.
+
+    The compute thread identifies a submission by its key, callers by a request id, which may be reused.
+    """
+
     def __init__(self) -> None:
         self._serial = itertools.count()
-        self._keys: dict[str, str] = {}  # by the caller's id
-        self._answers: dict[str, asyncio.Future[Generation]] = {}  # by the key
+        self._keys: dict[str, str] = {}  # request id -> key of its newest submission
+        self._answers: dict[str, asyncio.Future[Generation]] = {}  # by key
 
     def __len__(self) -> int:
         return len(self._answers)
 
     def refuse_twice(self, request_id: str) -> None:
         if request_id in self._keys:
-            raise RequestFailed(f"a request {request_id} is already under way")
+            raise RequestFailed(f"request {request_id} is already in flight")
 
     def new_key(self, request_id: str) -> str:
         return f"{request_id} #{next(self._serial)}"
 
     async def answer(self, request_id: str, key: str) -> Generation:
-        """Of what was submitted under this key."""
+        """Wait for the result of the submission with this key."""
         self._keys[request_id] = key
         future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         self._answers[key] = future
@@ -43,14 +43,14 @@ class Submissions:
             del self._keys[request_id], self._answers[key]
 
     def keys_of(self, request_ids: Iterable[str]) -> set[str]:
-        """Of those that are under way."""
+        """Return the keys of those requests that are still pending."""
         return {self._keys[request_id] for request_id in request_ids if request_id in self._keys}
 
     def settle(self, finished: Iterable[Done]) -> None:
         for done in finished:
             future = self._answers.get(done.id)
             if future is None or future.done():
-                continue  # nobody waits for it any more
+                continue  # the caller is gone
             if isinstance(done.result, Generation):
                 future.set_result(done.result)
             else:

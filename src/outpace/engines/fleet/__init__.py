@@ -1,1 +1,1 @@
-"""Several engines as one: who gets a request, and what becomes of it when they fail."""
+"""Several engines behind one interface: request routing and failover."""

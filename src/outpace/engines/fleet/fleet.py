@@ -1,21 +1,23 @@
-"""Many engines as one, for a worker: every request is answered while there is somebody to answer it.
+"""Fleet: many engines behind one `Engine` interface, with failover.
 
-                 ┌── nobody can serve it: wait for news ◀─┐
-    request ─▶ choose ─▶ an engine ─▶ answer              │
-                 ▲            ├─▶ lost, with partial output ──▶ go on from there ─┐
-                 │            └─▶ gone, with all that it had ─▶ ask again ────────┤
+                 ┌── no engine can serve it: wait ◀─┐
+    request ─▶ choose ─▶ engine ─▶ result           │
+                 ▲          ├─▶ lost, with partial output ─▶ continue from there ─┐
+                 │          └─▶ lost, with all its output ─▶ start again ─────────┤
                  └────────────────────────────────────────────────────────────────┘
 
 Invariants
-- A request that an engine has lost goes on at another one, or at the same one when it is back, from the tokens that are
-  known: none is sampled twice, each keeps its logprob and its version. Who asked sees one answer.
-- A request is moved at most MAX_MOVES times and then fails, with the causes; it may be what kills the engines. To wait
-  while nobody serves is no move. An engine's own failure that another process would not mend moves a request to the
-  others, each once, and goes up where there are none.
-- A request that is aborted ends at once with what is known of it, wherever it is.
-- Nothing is polled: waiting requests wake when members change, a connection does, or they are aborted. An engine that
-  has just failed is asked again after a pause, which grows, and only where there is no other.
-- Everything runs on one event loop, and no state is half-changed across an await.
+- A request lost by an engine continues on another engine, or on the same one after it reconnects, from the tokens
+  already received. No token is sampled twice; each keeps its logprob and version. The caller sees one result.
+- A request moves at most MAX_MOVES times, then fails with all causes: the request itself may be crashing the engines.
+  Waiting for an engine is not a move. An error that a restart would not fix moves the request to each other engine
+  once, and is raised when none is left.
+- An aborted request ends at once with the tokens received so far.
+- There is no polling: waiting requests wake when the members change, a connection changes, or they are aborted. A
+  request retries an engine that has just failed only if there is no other, with exponential backoff.
+- Connections to engines that join are opened in the background, which may take as long as a component takes to start.
+  Until then, and while a connection is lost, the engine is unreachable.
+- Everything runs on one event loop; no state is inconsistent across an await.
 """
 
 from __future__ import annotations
@@ -44,15 +46,14 @@ from outpace.wording import plural
 log = logging.getLogger(__name__)
 
 MAX_MOVES = 8
-"""So many failures of engines a request survives."""
-
+"""Number of engine failures that a request survives."""
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 10.0
-"""Before a request goes to an engine that has just failed, because there is no other: long enough in all for a server
-that loses whatever it is given to be found dead."""
+"""Backoff before a request returns to an engine that has just failed, when there is no other. The total over all
+retries is long enough for the health check to detect a server that loses every request."""
 
 ANY_VERSION: Version = sys.maxsize
-"""Of an engine that nothing was said about: it has to judge for itself."""
+"""Version of engines without member information: they check `min_version` themselves."""
 
 
 def pause_s(failures: int) -> float:
@@ -60,7 +61,7 @@ def pause_s(failures: int) -> float:
 
 
 class Fleet:
-    """Implements `outpace.protocols.Engine` as far as a worker needs it."""
+    """Implements the part of `outpace.protocols.Engine` that a rollout worker needs."""
 
     def __init__(
         self,
@@ -69,107 +70,112 @@ class Fleet:
         connect: Connect = no_way,
         decode: Decode | None = None,
     ) -> None:
-        """`engines` are those there is a way to already, `connect` makes one to those that join. Without `members`
-        all of `engines` serve, whatever the version, until `update`. `decode` finds stop strings across the parts of
-        an answer."""
-        self._links = Links(engines, connect, self._tell)
-        unheard_of = [Member(name, "", True, version=ANY_VERSION) for name in engines]
-        self._router = Router(unheard_of if members is None else list(members))
+        """Set up the fleet.
+
+        engines: already connected engines; `connect` connects to those that join later.
+        members: current members. If None, all of `engines` serve any version until the first `update`.
+        decode: decodes token ids, to find stop strings that span two parts of a continued request.
+        """
+        self._links = Links(engines, connect, self._wake_waiting)
+        default_members = [Member(name, "", True, version=ANY_VERSION) for name in engines]
+        self._router = Router(default_members if members is None else list(members))
         self._decode = decode
-        self._flights: dict[str, Flight] = {}
-        self._news = asyncio.Event()
+        self._in_flight: dict[str, Flight] = {}
+        self._changed = asyncio.Event()
         self._updates = 0
-        self.moves = 0  # requests that had to go on elsewhere, since the beginning
+        self.moves = 0  # number of times a request was continued after an engine lost it
 
     async def update(self, members: Sequence[Member]) -> None:
-        """Who samples, as of now. Those that are gone finish what they have."""
+        """Replace the member list. Engines that left finish their in-flight requests."""
         self._updates += 1
         self._router.update(members)
         self._links.call(members)
-        self._forget_gone()
-        self._tell()
+        self._close_unused()
+        self._wake_waiting()
 
     async def generate(
         self, request_id: str, token_ids: Ints, sampling: Sampling, min_version: Version, pinned: Version | None
     ) -> Generation:
-        if request_id in self._flights:
-            raise RequestFailed(f"request {request_id} is under way already")
+        if request_id in self._in_flight:
+            raise RequestFailed(f"request {request_id} is already in flight")
         wish = Wish(request_id, min_version, pinned)
-        flight = Flight(wish, Continued(token_ids, sampling, self._decode), came_at=self._updates)
-        self._flights[request_id] = flight
+        request = Flight(wish, Continued(token_ids, sampling, self._decode), came_at=self._updates)
+        self._in_flight[request_id] = request
         try:
-            while (engine := await self._engine_for(flight)) is not None:
-                if (answer := await self._asked(flight, engine)) is not None:
+            while (engine := await self._engine_for(request)) is not None:
+                if (answer := await self._try_engine(request, engine)) is not None:
                     return answer
-            return flight.answer.generation("aborted")
+            return request.answer.generation("aborted")
         finally:
-            del self._flights[request_id]
-            flight.land()
+            del self._in_flight[request_id]
+            request.land()
 
     async def abort(self, request_ids: list[str]) -> None:
         at_engines: defaultdict[str, list[str]] = defaultdict(list)
         for request_id in request_ids:
-            flight = self._flights.get(request_id)
-            if flight is not None:
-                flight.aborted = True
-                if flight.engine is not None:
-                    at_engines[flight.engine].append(request_id)
-        self._tell()
+            request = self._in_flight.get(request_id)
+            if request is not None:
+                request.aborted = True
+                if request.engine is not None:
+                    at_engines[request.engine].append(request_id)
+        self._wake_waiting()
         await asyncio.gather(*(self._abort_at(engine, ids) for engine, ids in at_engines.items()))
 
     async def peek(self, request_id: str, after: int) -> Ints:
-        flight = self._flights.get(request_id)
-        while flight is not None and not flight.landed:
-            turned = flight.turned
-            known = flight.answer.generation("lost").tokens[after:]
-            found = known if len(known) else await self._peeked(flight, after - len(flight.answer))
+        request = self._in_flight.get(request_id)
+        while request is not None and not request.landed:
+            turned = request.turned
+            known = request.answer.generation("lost").tokens[after:]
+            found = known if len(known) else await self._stream_from(request, after - len(request.answer))
             if len(found):
                 return found
-            if turned is flight.turned:  # nothing more comes from there: it leaves, or it ends
+            if turned is request.turned:  # this engine has no more tokens: the request moves or ends
                 await turned.wait()
         return np.zeros(0, dtype=np.int32)
 
     async def load(self, manifest: Manifest, pinned: bool) -> LoadReport:
-        raise NotImplementedError("engines are loaded one by one, by the controller")
+        raise NotImplementedError("the controller loads each engine directly, not through the fleet")
 
     async def release_pinned(self) -> None:
-        raise NotImplementedError("engines are loaded one by one, by the controller")
+        raise NotImplementedError("the controller loads each engine directly, not through the fleet")
 
     async def stats(self) -> EngineStats:
-        raise NotImplementedError("engines are measured one by one, by the controller")
+        raise NotImplementedError("the controller reads the stats of each engine directly, not through the fleet")
 
     async def close(self) -> None:
         self._links.close()
 
-    async def _engine_for(self, flight: Flight) -> str | None:
-        """Waits for one that can serve it. None: nobody wants it any more."""
-        while not flight.aborted:
-            news = self._news
+    async def _engine_for(self, request: Flight) -> str | None:
+        """Wait for an engine that can serve the request. Return None if it is aborted."""
+        while not request.aborted:
+            changed = self._changed
             names = {member.name for member in self._router.members}
-            barred = flight.unfit | {name for name in names if not self._links.reaches(name)}
-            self._refuse_in_vain(flight, names)
+            excluded = request.unfit | {name for name in names if not self._links.reaches(name)}
+            self._check_servable(request, names)
             now = time.monotonic()
-            engine = self._router.choose(flight.wish, now, barred)
-            if engine is not None and (now >= flight.rests_until or self._router.trusts(engine, now)):
+            engine = self._router.choose(request.wish, now, excluded)
+            if engine is not None and (now >= request.rests_until or self._router.trusts(engine, now)):
                 return engine
-            with waiting(f"request {flight.wish.request_id}: for an engine"):
-                await _heard(news, None if engine is None else flight.rests_until - now)
+            with waiting(f"request {request.wish.request_id}: for an engine"):
+                await _wait(changed, None if engine is None else request.rests_until - now)
         return None
 
-    def _refuse_in_vain(self, flight: Flight, names: set[str]) -> None:
-        """Where all that are left have failed it for good; and where its weights are not there, but not before there
-        was word of the members since it came: it may have overtaken that of the weights."""
-        wish = flight.wish
-        if names and flight.unfit >= names:
-            causes = "; ".join(dict.fromkeys(flight.causes))
-            raise RequestFailed(f"request {wish.request_id}: no engine is left that could serve it: {causes}")
-        if self._updates > flight.came_at and self._router.waits_in_vain(wish):
-            raise RequestFailed(f"request {wish.request_id}: no engine has the weights of version {wish.pinned} pinned")
+    def _check_servable(self, request: Flight, names: set[str]) -> None:
+        """Raise if no engine can ever serve the request: all failed it permanently, or none has its pinned version.
 
-    async def _asked(self, flight: Flight, engine: str) -> Generation | None:
-        """The answer, or None where it has to be gone on with."""
-        wish, answer = flight.wish, flight.answer
-        with self._at(flight, engine):
+        The pinned version is checked only after a member update since the request arrived: the request may have
+        overtaken the update that announces the version."""
+        wish = request.wish
+        if names and request.unfit >= names:
+            causes = "; ".join(dict.fromkeys(request.causes))
+            raise RequestFailed(f"request {wish.request_id}: no engine left that can serve it: {causes}")
+        if self._updates > request.came_at and self._router.waits_in_vain(wish):
+            raise RequestFailed(f"request {wish.request_id}: no engine has version {wish.pinned} pinned")
+
+    async def _try_engine(self, request: Flight, engine: str) -> Generation | None:
+        """Return the result, or None if the request has to continue on another engine."""
+        wish, answer = request.wish, request.answer
+        with self._running_at(request, engine):
             try:
                 part = await self._links[engine].generate(
                     wish.request_id, answer.prompt, answer.sampling, wish.min_version, wish.pinned
@@ -177,14 +183,14 @@ class Fleet:
             except ContextFull:
                 if not len(answer):
                     raise
-                return answer.generation("length")  # the parts before have filled it
+                return answer.generation("length")  # filled by the earlier parts
             except PartFailed as error:
-                self._failed(flight, engine, error)
+                self._record_failure(request, engine, error)
                 return None
-            return self._joined(flight, engine, part)
+            return self._add_part(request, engine, part)
 
-    def _joined(self, flight: Flight, engine: str, part: Generation) -> Generation | None:
-        answer = flight.answer
+    def _add_part(self, request: Flight, engine: str, part: Generation) -> Generation | None:
+        answer = request.answer
         if part.stop != "lost" and not len(answer):
             return part
         answer.add(part)
@@ -193,67 +199,67 @@ class Fleet:
             return answer.generation("stop" if ended == "stop" else part.stop)
         if ended is not None:
             return answer.generation(ended)
-        self._failed(flight, engine, PartLost(engine, "lost the request"))
+        self._record_failure(request, engine, PartLost(engine, "lost the request"))
         return None
 
-    def _failed(self, flight: Flight, engine: str, error: PartFailed) -> None:
-        """Raises where the request cannot be gone on with."""
-        if flight.aborted:
+    def _record_failure(self, request: Flight, engine: str, error: PartFailed) -> None:
+        """Record the failure. Raise if the request cannot continue."""
+        if request.aborted:
             return
         self._router.failed(engine, time.monotonic())
-        flight.causes.append(one_line(error))
+        request.causes.append(one_line(error))
         if not isinstance(error, PartLost):
-            flight.unfit.add(engine)
-            if flight.unfit >= {member.name for member in self._router.members}:
+            request.unfit.add(engine)
+            if request.unfit >= {member.name for member in self._router.members}:
                 raise error
-        request_id = flight.wish.request_id
-        if len(flight.causes) > MAX_MOVES:
-            causes = "; ".join(dict.fromkeys(flight.causes))
+        request_id = request.wish.request_id
+        if len(request.causes) > MAX_MOVES:
+            causes = "; ".join(dict.fromkeys(request.causes))
             raise RequestFailed(
-                f"request {request_id} was lost {plural(len(flight.causes), 'time')}: {causes}"
+                f"request {request_id} was lost {plural(len(request.causes), 'time')}: {causes}"
             ) from error
         self.moves += 1
-        flight.rests_until = time.monotonic() + pause_s(len(flight.causes))
-        log.info("request %s goes on from token %d: %s", request_id, len(flight.answer), error)
+        request.rests_until = time.monotonic() + pause_s(len(request.causes))
+        log.info("request %s continues from token %d: %s", request_id, len(request.answer), error)
 
-    async def _peeked(self, flight: Flight, after: int) -> Ints:
-        """What the engine that has it can show; nothing where it has not got it, or is gone."""
+    async def _stream_from(self, request: Flight, after: int) -> Ints:
+        """Return new tokens from the engine that runs the request; empty if there is none or it is lost."""
         try:
-            if flight.engine is not None:
-                return await self._links[flight.engine].peek(flight.wish.request_id, after)
+            if request.engine is not None:
+                return await self._links[request.engine].peek(request.wish.request_id, after)
         except OutpaceError as error:
-            log.debug("no look at request %s: %s", flight.wish.request_id, error)
+            log.debug("cannot stream request %s: %s", request.wish.request_id, error)
         return np.zeros(0, dtype=np.int32)
 
     async def _abort_at(self, engine: str, request_ids: list[str]) -> None:
         try:
             if self._links.reaches(engine):
                 await self._links[engine].abort(request_ids)
-        except PartLost:  # and the requests with it: they end as they are
-            log.info("%s went away over an abort", engine)
+        except PartLost:  # its requests end with the tokens received so far
+            log.info("engine %s was lost during an abort", engine)
 
     @contextmanager
-    def _at(self, flight: Flight, engine: str) -> Iterator[None]:
-        self._router.sent(engine, flight.wish)
-        flight.at(engine)
+    def _running_at(self, request: Flight, engine: str) -> Iterator[None]:
+        self._router.sent(engine, request.wish)
+        request.at(engine)
         try:
             yield
         finally:
-            flight.at(None)
+            request.at(None)
             self._router.ended(engine)
-            self._forget_gone()
+            self._close_unused()
 
-    def _forget_gone(self) -> None:
+    def _close_unused(self) -> None:
         self._links.keep_only({member.name for member in self._router.members} | self._router.load.keys())
 
-    def _tell(self) -> None:
-        """Wake whoever waits."""
-        self._news.set()
-        self._news = asyncio.Event()
+    def _wake_waiting(self) -> None:
+        """Wake all waiting requests."""
+        self._changed.set()
+        self._changed = asyncio.Event()
 
 
-async def _heard(news: asyncio.Event, within_s: float | None) -> None:
-    """Waits for news, but not for longer than that."""
+async def _wait(event: asyncio.Event, timeout_s: float | None) -> None:
+    """Wait for the event, at most `timeout_s`."""
     with suppress(TimeoutError):
-        async with asyncio.timeout(within_s):
-            await news.wait()
+        async with asyncio.timeout(timeout_s):
+            await event.wait()

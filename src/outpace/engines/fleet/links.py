@@ -1,8 +1,4 @@
-"""The ways to the engines of a fleet: made when an engine joins, kept while anybody uses them.
-
-Calling an engine that has just joined may take as long as any part may take to start, so it is done in the background;
-until then, and while a connection is lost, the engine cannot be reached.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -16,22 +12,22 @@ from outpace.runtime.peers import reachable, watch
 from outpace.runtime.rpc import close_proxy
 from outpace.types import Member
 
-log = logging.getLogger(__name__)
-
 Connect = Callable[[Member], Awaitable[Engine]]
 
 
 async def no_way(member: Member) -> Engine:
-    raise PartFailed(member.name, "is none of the engines that this process was given, and cannot be called")
+    raise PartFailed(member.name, "is not one of the engines given to this process, and there is no way to connect")
 
 
 class Links:
+    """Connections to the engines of a fleet: opened in the background when an engine joins, kept while in use."""
+
     def __init__(self, engines: Mapping[str, Engine], connect: Connect, changed: Callable[[], None]) -> None:
-        """`changed` is called whenever an engine can be reached that could not, or the other way round."""
+        """`changed` is called whenever an engine becomes reachable or unreachable."""
         self._engines: dict[str, Engine] = {}
         self._connect = connect
         self._changed = changed
-        self._calling: dict[str, asyncio.Task[None]] = {}
+        self._connecting: dict[str, asyncio.Task[None]] = {}
         for name, engine in engines.items():
             self._add(name, engine)
 
@@ -42,14 +38,14 @@ class Links:
         return name in self._engines and reachable(self._engines[name])
 
     def call(self, members: Sequence[Member]) -> None:
-        """Connect to those of them that there is no way to yet."""
+        """Start connecting to members without a connection."""
         for member in members:
-            if member.name not in self._engines and member.name not in self._calling:
-                self._calling[member.name] = asyncio.create_task(self._called(member), name=f"calling {member.name}")
+            if member.name not in self._engines and member.name not in self._connecting:
+                self._connecting[member.name] = asyncio.create_task(self._open(member), name=f"connect {member.name}")
 
     def keep_only(self, names: Collection[str]) -> None:
-        for name in self._calling.keys() - set(names):
-            self._calling.pop(name).cancel()
+        for name in self._connecting.keys() - set(names):
+            self._connecting.pop(name).cancel()
         for name in self._engines.keys() - set(names):
             close_proxy(self._engines.pop(name))
 
@@ -60,12 +56,13 @@ class Links:
         self._engines[name] = engine
         watch(engine, self._changed)
 
-    async def _called(self, member: Member) -> None:
+    async def _open(self, member: Member) -> None:
         try:
             self._add(member.name, await self._connect(member))
         except (OutpaceError, OSError) as error:
-            log.warning("engine %s cannot be called, until it is named again: %s", member.name, error)
+            message = "cannot connect to engine %s, will retry at the next member update: %s"
+            logging.getLogger(__name__).warning(message, member.name, error)
         finally:
-            if self._calling.get(member.name) is asyncio.current_task():
-                del self._calling[member.name]
+            if self._connecting.get(member.name) is asyncio.current_task():
+                del self._connecting[member.name]
         self._changed()

@@ -1,18 +1,17 @@
-"""Which engine a request goes to: a pure rule, and the little that it remembers.
+"""Router: chooses the engine for a request, by prefix cache and load. Pure: no I/O, the caller passes the time.
 
-An engine may be asked if it serves, is not leaving, can be reached and has what the request needs: weights of
-`min_version` or newer, or exactly the pinned ones. Nobody such, and the request waits. Of those who may be asked:
+An engine is eligible if it serves, is not leaving, is reachable, and has the weights the request needs: `min_version`
+or newer, or exactly the pinned version. If no engine is eligible, the request waits. Among eligible engines, in order:
 
-    the engine with the episode's last turn    unless it is busier than the least busy one by more than TURN
-    the engine with the group's last prompt    unless it is busier than the least busy one by more than PROMPT
-    the least busy one                         by requests in flight; ties are spread evenly over groups
+    the engine of the episode's last turn      unless its load exceeds the least load by more than TURN_MARGIN
+    the engine of the group's last prompt      unless its load exceeds the least load by more than PROMPT_MARGIN
+    the least loaded engine                    by in-flight requests; a hash of the group breaks ties evenly
 
 Invariants
-- What an engine holds is known by hearsay, so it may be newer than we think; it checks every request itself. Where it
-  is the only one there is, it is asked whatever is said of its weights.
-- Nobody is busier after a choice than the least busy one by more than the larger margin and one request.
-- An engine that has failed a request is avoided for AVOIDED_S where there is another. There is no clock here: whoever
-  asks says what time it is.
+- The router's view of an engine's weights may be stale: the engine may be newer, and checks every request itself. If
+  there is only one engine, it gets every request, whatever its reported version.
+- After a choice no engine's load exceeds the least load by more than the larger margin plus one request.
+- An engine that failed a request is avoided for FAILURE_COOLDOWN_S if there is another.
 """
 
 from __future__ import annotations
@@ -25,33 +24,33 @@ from hashlib import blake2b
 from outpace.types import Member, Version
 
 AVOIDED_S = 10.0
-"""How long an engine that has failed a request gets none: about as long as it takes to learn how it is."""
+"""How long an engine gets no requests after failing one: about the time until its health is known."""
 
 MAX_HOMES = 20_000
-"""So many episodes and groups are remembered, those that were served last."""
+"""Number of episodes and groups whose last engine is remembered, most recently served first."""
 
 
 @dataclass(frozen=True)
 class Margin:
-    """How much busier than the least busy engine one may be, to be asked for what it has in its cache."""
+    """How far an engine's load may exceed the least load for its prefix cache to be preferred."""
 
     requests: int
-    share: float  # of what the least busy one has in flight
+    share: float  # of the in-flight requests of the least loaded engine
 
     def allows(self, load: int, least: int) -> bool:
         return load - least <= self.requests + self.share * least
 
 
 TURN = Margin(requests=4, share=0.5)
-"""Another engine would have to compute the whole conversation again."""
+"""Any other engine has to prefill the whole conversation again."""
 
 PROMPT = Margin(requests=2, share=0.125)
-"""Another engine would have to compute the prompt of the group again."""
+"""Any other engine has to prefill the prompt of the group again."""
 
 
 @dataclass(frozen=True)
 class Wish:
-    """What a request needs. Its id is `group.episode.number`, perhaps with something before the group."""
+    """The request id and the weights it needs. The id is `group.episode.number`, optionally with a prefix."""
 
     request_id: str
     min_version: Version
@@ -67,7 +66,7 @@ class Wish:
 
 
 def able(members: Sequence[Member], wish: Wish, unreachable: Collection[str] = ()) -> list[str]:
-    """Whoever may be asked."""
+    """Return the names of the eligible engines."""
     serving = [m for m in members if m.serves and not m.leaving and m.name not in unreachable]
     if len(members) == 1:
         return [member.name for member in serving]
@@ -77,27 +76,27 @@ def able(members: Sequence[Member], wish: Wish, unreachable: Collection[str] = (
 
 
 def choose(names: Sequence[str], load: Mapping[str, int], wish: Wish, homes: Mapping[str, str]) -> str:
-    """One of `names`. `homes` has the engine that served an episode, or a group, last."""
+    """Return one of `names`. `last_engine` maps an episode or a group to the engine that served it last."""
     least = min(load.get(name, 0) for name in names)
-    for home, margin in ((homes.get(wish.episode), TURN), (homes.get(wish.group), PROMPT)):
-        if home is not None and home in names and margin.allows(load.get(home, 0), least):
-            return home
-    return min(names, key=lambda name: (load.get(name, 0), _lot(wish.group, name)))
+    for cached, margin in ((homes.get(wish.episode), TURN), (homes.get(wish.group), PROMPT)):
+        if cached is not None and cached in names and margin.allows(load.get(cached, 0), least):
+            return cached
+    return min(names, key=lambda name: (load.get(name, 0), _tie_break(wish.group, name)))
 
 
-def _lot(group: str, name: str) -> bytes:
-    """Drawn for an engine by a group: the same in every worker, so that idle engines fill up evenly."""
+def _tie_break(group: str, name: str) -> bytes:
+    """Return a hash of group and engine, the same in every worker, so that idle engines fill up evenly."""
     return blake2b(f"{group} {name}".encode(), digest_size=8).digest()
 
 
 @dataclass
 class Router:
-    """What the rule needs to know of a fleet."""
+    """Routing state: members, load, last engine per episode and group, recent failures."""
 
     members: list[Member] = field(default_factory=list)
     load: dict[str, int] = field(default_factory=dict)
     _homes: OrderedDict[str, str] = field(default_factory=OrderedDict)
-    _failures: dict[str, float] = field(default_factory=dict)  # name -> when it failed a request last
+    _failures: dict[str, float] = field(default_factory=dict)  # name -> time of its last failed request
 
     def update(self, members: Sequence[Member]) -> None:
         self.members = list(members)
@@ -105,7 +104,7 @@ class Router:
         self._failures = {name: when for name, when in self._failures.items() if name in names}
 
     def choose(self, wish: Wish, now: float, unreachable: Collection[str] = ()) -> str | None:
-        """The engine to ask; None: wait."""
+        """Return the engine for a request, or None if the request has to wait."""
         names = able(self.members, wish, unreachable)
         if not names:
             return None
@@ -113,12 +112,12 @@ class Router:
         return choose(trusted or names, self.load, wish, self._homes)
 
     def waits_in_vain(self, wish: Wish) -> bool:
-        """Whether no engine of several, be it up or down, has what the request is pinned to: none will get it."""
+        """Whether the request is pinned to a version that none of several members has, up or down."""
         several = len(self.members) > 1
-        return several and wish.pinned is not None and all(one.pinned != wish.pinned for one in self.members)
+        return several and wish.pinned is not None and all(member.pinned != wish.pinned for member in self.members)
 
     def trusts(self, name: str, now: float) -> bool:
-        """Whether it has failed no request of late."""
+        """Whether the engine has failed no request within FAILURE_COOLDOWN_S."""
         return now - self._failures.get(name, float("-inf")) >= AVOIDED_S
 
     def sent(self, name: str, wish: Wish) -> None:

@@ -1,1 +1,1 @@
-"""Inference servers over HTTP as engines: vLLM, SGLang, and whoever else can take tokens and give tokens."""
+"""Inference servers as engines over HTTP: vLLM and SGLang."""

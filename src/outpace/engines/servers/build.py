@@ -1,4 +1,4 @@
-"""From the config to a door that is open: a server started or found, checked, and watched from then on."""
+"""Builds server engines: launches or finds a server, checks it, and starts monitoring it."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Place:
-    """Which engine of which start of a run it is, and where it may leave things."""
+    """Identity of one engine of a run, and its directories and GPUs."""
 
     name: str
     index: int
-    url: str  # of a server that is running; empty: one is to be started
+    url: str  # of a running server; empty: launch one
     incarnation: str
     scratch: Path
     logs: Path
@@ -62,25 +62,24 @@ async def build_door(
     gpus: GpuAssignment = ON_CPU,
     send: Send | None = None,
 ) -> Door:
-    """Raises `BadInput` where there can be no such server.
+    """Launch a server, or connect to the one at `url`, check it, and return its started engine. Raises `BadInput`.
 
-    `stale`: this engine was there before, and the run has gone on. A server that we start holds the model that the run
-    has begun with, which then is the wrong one; one that we find may hold anything. `send` makes the learner send
-    weights by a collective."""
+    `stale`: this engine replaces an earlier one of the same run. A launched server then has the initial model, which is
+    outdated; one at a URL may have any weights. `send` makes the learner send weights over a process group."""
     place = Place(name, index, url, incarnation, scratch, logs, gpus)
     tokens = asyncio.create_task(tokens_of(config.model.path, config.model.trust_remote_code))
     try:
-        claim = await _claimed(url, place) if url else None
+        claim = await _claim(url, place) if url else None
         try:
-            server, process = await (_found if url else _started)(config, place, stale)
+            server, process = await (_connect if url else _launch)(config, place, stale)
         except BaseException:
             _release(claim)
             raise
         try:
-            claim = claim or await _claimed(server.url, place)
+            claim = claim or await _claim(server.url, place)
             facts = await check(server, wanted(config, await tokens))
             door = _door(config, place, server, facts, process, stale, send, claim)
-            return await _open(door, server)
+            return await _start(door, server)
         except BaseException:
             _release(claim)
             await server.close()
@@ -91,8 +90,8 @@ async def build_door(
         tokens.cancel()
 
 
-async def _claimed(url: str, place: Place) -> ServerClaim:
-    """On a thread: whoever tests the lock holds it for a moment."""
+async def _claim(url: str, place: Place) -> ServerClaim:
+    """Claim the server. In a thread, because another process testing the lock holds it for a moment."""
     return await asyncio.to_thread(ServerClaim, url, place.scratch, place.logs.parent)
 
 
@@ -101,25 +100,25 @@ def _release(claim: ServerClaim | None) -> None:
         claim.release()
 
 
-async def _started(config: Config, place: Place, stale: bool) -> tuple[AnyServer, ServerProcess | None]:
-    """A run that does not get under way leaves no directory behind: whoever is told of the log finds a copy."""
+async def _launch(config: Config, place: Place, stale: bool) -> tuple[AnyServer, ServerProcess | None]:
+    """Launch a server. A run that fails to start removes its directory, so errors then name a copy of the log."""
     recipe = await Recipe.of(config, place.scratch, place.incarnation)
-    its_log = place.logs / f"{place.name}-server.log"
-    with nullcontext() if stale else keeping_log(its_log):
+    log_path = place.logs / f"{place.name}-server.log"
+    with nullcontext() if stale else keeping_log(log_path):
         started = await start_server(
-            recipe, place.index, its_log, log.info, temporary_files(place.scratch), gpus=place.gpus
+            recipe, place.index, log_path, log.info, temporary_files(place.scratch), gpus=place.gpus
         )
     return started.server, started.process
 
 
-async def _found(config: Config, place: Place, stale: bool) -> tuple[AnyServer, ServerProcess | None]:
-    """One that was there before may be about to come back; one that never was is a mistake, and told at once."""
+async def _connect(config: Config, place: Place, stale: bool) -> tuple[AnyServer, ServerProcess | None]:
+    """Connect to a running server. If `stale`, wait up to launch.start_s for it to come back, else fail at once."""
     server = server_at(config, place.url, place.incarnation)
     try:
         await until_reached(server, config.launch.start_s if stale else 0.0)
-        await check(server, wanted(config, {}))  # before anything is sampled: that may take a while
+        await check(server, wanted(config, {}))  # before sampling, which may take a while
         if not stale:
-            await _warn_of_others(server)
+            await _warn_about_other_clients(server)
         await sampled_once(server)
     except BaseException:
         await server.close()
@@ -127,24 +126,24 @@ async def _found(config: Config, place: Place, stale: bool) -> tuple[AnyServer, 
     return server, None
 
 
-async def _warn_of_others(server: AnyServer) -> None:
-    """Requests that run before we have sent any are somebody else's: perhaps a run on another machine, which a
-    `ServerClaim` does not see, and whose updates would replace our weights."""
+async def _warn_about_other_clients(server: AnyServer) -> None:
+    """Warn about requests that are not ours. They may be of a run on another machine, which `ServerClaim` cannot see
+    and whose updates would replace our weights."""
     try:
         pressure = await server.pressure()
     except ServerFailed as error:
-        log.info("%s does not say how busy it is: %s", server.url, error)
+        log.info("%s does not report its load: %s", server.url, error)
         return
     if count := pressure.running + pressure.waiting:
         log.warning(
-            "the server is busy with requests of others, %d of them: if another run updates %s, neither can train on "
-            "what it samples; stop that run, or take another server",
+            "the server is busy with %d requests of other clients; if another run updates %s, neither run can train on "
+            "its samples; stop that run or use another server",
             count,
             server.url,
         )
 
 
-async def _open(door: Door, server: AnyServer) -> Door:
+async def _start(door: Door, server: AnyServer) -> Door:
     try:
         await door.start()
     except ServerFailed as failed:
@@ -166,7 +165,7 @@ def wanted(config: Config, tokens: dict[str, list[int]]) -> Wanted:
 
 
 def _model_name(path: str) -> str:
-    """The directory, where the model is one of this machine; the hub's name otherwise."""
+    """The model directory if it is local, else its Hub name."""
     is_here = path in BUILT_IN or path == SMOLLM2 or Path(path).expanduser().exists()
     return str(resolve_model(path)) if is_here else path
 
@@ -204,13 +203,13 @@ def _door(
 
 
 def transport_for(config: Config, place: Place, server: AnyServer, send: Send | None) -> Transport:
-    """How weights get there. What lies in files lies in a directory of this engine's own."""
+    """The transport selected by the config. Files are written to a directory of this engine."""
     http, control_s, name = server.http, config.engine.control_s, transport_of(config)
-    directory = _files_of(config, place)
-    copy = LocalSnapshot(_made(place.scratch / f"{place.name}-copy")) if config.weights.delta else None
+    directory = _weights_directory(config, place)
+    copy = LocalSnapshot(_created(place.scratch / f"{place.name}-copy")) if config.weights.delta else None
     if kind_of(config) == "sglang":
         if name != "files":
-            raise BadInput(f'weights.transport: sglang takes weights as files, not by "{name}"; leave this out')
+            raise BadInput(f'weights.transport: sglang loads weights from files, not by "{name}"; remove this setting')
         adapts = config.lora.rank > 0
         return SglangAdapters(http, control_s, directory) if adapts else SglangFiles(http, control_s, directory, copy)
     if config.lora.rank:
@@ -220,16 +219,16 @@ def transport_for(config: Config, place: Place, server: AnyServer, send: Send | 
     memory = MemoryTransport(http, control_s, copy)
     if name != "collective":
         return memory
-    assert send is not None, "a collective has two ends"
+    assert send is not None, "the process group transport needs the learner"
     return CollectiveTransport(memory, send, "nccl" if uses_gpu(config) else "gloo", control_s)
 
 
-def _files_of(config: Config, place: Place) -> Path:
-    """In memory, unless the servers can read a directory that everybody shares: there another run may have its own."""
+def _weights_directory(config: Config, place: Place) -> Path:
+    """Directory for weight files: in memory, or in weights.dir, by incarnation since other runs may share that one."""
     shared = Path(config.weights.dir).expanduser() / place.incarnation if config.weights.dir else place.scratch
     return shared / f"{place.name}-weights"
 
 
-def _made(directory: Path) -> Path:
+def _created(directory: Path) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     return directory

@@ -1,7 +1,10 @@
-"""Whether a server is one that a run can use: everything that would go wrong later, told at once and in one line.
+"""Checks that a run can use a server: everything that would fail later, reported at the start in one line.
 
-Each complaint names the server, what it has, what the run needs, and the flag or setting that mends it. The order is
-that of what users stumble over: a server without its dev mode does not even say what else is wrong.
+Each error names the server, what it has, what the run needs, and the flag or setting that fixes it. Checks run in the
+order in which users hit the problems: a vLLM server without its dev mode does not even report the rest.
+
+The run's tokenizer is compared with the server's on a few texts. Loading a tokenizer may import torch, which a server
+engine does not have room for, so `python -m <this module> MODEL` does it in a subprocess while the server starts.
 """
 
 from __future__ import annotations
@@ -17,144 +20,157 @@ from outpace.engines.servers.starting.versions import refuse_old
 from outpace.errors import BadInput, ServerFailed, ServerFaulty, ServerGone, ServerRefused, ServerSilent, one_line
 
 SHAPE = ("architectures", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-"""What two directories must agree in to hold the same model, whatever its weights."""
+"""Config keys that must agree for two model directories to have the same architecture."""
 
 
 async def check(server: Server, wanted: Wanted) -> Facts:
-    """What the server says of itself; `BadInput` where the run cannot use it."""
+    """Return the server's info. Raises `BadInput` if the run cannot use the server."""
     try:
         facts = await server.facts()
-        _refuse_by_rules(server.url, facts, wanted)
-        await _refuse_other_tokenizer(server, facts, wanted)
+        _check_info(server.url, facts, wanted)
+        await _check_tokenizer(server, facts, wanted)
     except ServerFailed as failed:
         raise BadInput(trouble(server.url, failed)) from failed
     return facts
 
 
 def trouble(url: str, failed: ServerFailed) -> str:
-    """Why a server cannot even be asked, and what to look at."""
-    said = one_line(failed).removeprefix(url).lstrip("/: ")
+    """One line for a server that cannot be queried: the cause, and what to check."""
+    cause = one_line(failed).removeprefix(url).lstrip("/: ")
     match failed:
         case ServerRefused(status=401 | 403):
-            return f"{url}: it wants a key; put it into the environment variable that engine.api_key_env names"
+            return f"{url}: the server requires an API key; set the environment variable named by engine.api_key_env"
         case ServerRefused() | ServerFaulty():
-            return f"{url}: something answers there that is no such server ({said}); look at engine.urls, engine.kind"
+            return f"{url}: not a server of this kind ({cause}); check engine.urls and engine.kind"
         case ServerSilent():
-            return f"{url}: it takes connections and gives no answer ({said}); is the server stopped, or overloaded?"
-        case ServerGone() if "certificate" in said:
-            return f"{url}: {said}; set SSL_CERT_FILE to the certificate of whoever has signed it"
-        case ServerGone() if "Connect call failed" in said:
-            return f"{url}: nothing listens there; is it the right port, and is the server up?"
-        case ServerGone() if "TLS" not in said:
-            return f"{url}: it cannot be reached ({said}); is it the right address, and is the server up?"
-    return f"{url}: {said}"
+            return f"{url}: the server accepts connections but does not answer ({cause}); is it stopped or overloaded?"
+        case ServerGone() if "certificate" in cause:
+            return f"{url}: {cause}; set SSL_CERT_FILE to the certificate of its issuer"
+        case ServerGone() if "Connect call failed" in cause:
+            return f"{url}: nothing listens there; check the port, and whether the server is running"
+        case ServerGone() if "TLS" not in cause:
+            return f"{url}: cannot be reached ({cause}); check the address, and whether the server is running"
+    return f"{url}: {cause}"
 
 
 # ------------------------------------------------------------------------------------------------------------- rules
 
 
-def _refuse_by_rules(url: str, facts: Facts, wanted: Wanted) -> None:
+def _check_info(url: str, facts: Facts, wanted: Wanted) -> None:
     refuse_old(facts.kind, facts.version, url)
-    for rule in (_controls, _logprobs, _model, _dtype, _context, _plugin, _tied, _adapters, _lora_rank):
+    for rule in _RULES:
         for complaint in rule(facts, wanted):
             raise BadInput(f"{url}: {complaint}")
 
 
-def _controls(facts: Facts, wanted: Wanted) -> Iterator[str]:
+def _check_controls(facts: Facts, wanted: Wanted) -> Iterator[str]:
     if not facts.controls:
         vllm = "start it with VLLM_SERVER_DEV_MODE=1 in its environment"
-        sglang = "the variable that engine.api_key_env names must hold its admin key"
-        yield f"it cannot be paused and updated; {sglang if facts.kind == 'sglang' else vllm}"
+        sglang = "set the environment variable named by engine.api_key_env to its admin key"
+        yield f"the server cannot be paused and updated; {sglang if facts.kind == 'sglang' else vllm}"
 
 
-def _logprobs(facts: Facts, wanted: Wanted) -> Iterator[str]:
+def _check_logprobs(facts: Facts, wanted: Wanted) -> Iterator[str]:
     if facts.logprobs not in (None, "processed_logprobs", "processed"):
         vllm = "start it with --logprobs-mode processed_logprobs"
         sglang = "start it without SGLANG_RETURN_ORIGINAL_LOGPROB in its environment"
         yield (
-            f"its logprobs are {facts.logprobs}, not those of the distribution that it samples from; "
+            f"the server reports {facts.logprobs} logprobs, not those of the distribution it samples from; "
             f"{sglang if facts.kind == 'sglang' else vllm}"
         )
 
 
-def _model(facts: Facts, wanted: Wanted) -> Iterator[str]:
+def _check_model(facts: Facts, wanted: Wanted) -> Iterator[str]:
     root = str(facts.details.get("root") or facts.model)
     if _is_another_model(root, wanted.model):
-        yield f"it serves {root}, the run trains {wanted.model}; start it with the same model, or change model.path"
+        yield f"the server has {root}, the run trains {wanted.model}; start it with the same model or change model.path"
 
 
-def _dtype(facts: Facts, wanted: Wanted) -> Iterator[str]:
+def _check_dtype(facts: Facts, wanted: Wanted) -> Iterator[str]:
     if facts.dtype is not None and facts.dtype != wanted.dtype:
-        yield f"it computes in {facts.dtype}, model.dtype is {wanted.dtype}; start it with --dtype {wanted.dtype}"
+        yield f"the server uses {facts.dtype}, model.dtype is {wanted.dtype}; start it with --dtype {wanted.dtype}"
 
 
-def _context(facts: Facts, wanted: Wanted) -> Iterator[str]:
+def _check_context(facts: Facts, wanted: Wanted) -> Iterator[str]:
     if facts.context is not None and wanted.context is not None and facts.context < wanted.context:
         flag = "--context-length" if facts.kind == "sglang" else "--max-model-len"
         yield (
-            f"its context is {facts.context} tokens, the run needs {wanted.context}; "
-            f"start it with {flag} {wanted.context}, or lower engine.context"
+            f"the server's context is {facts.context} tokens, the run needs {wanted.context}; "
+            f"start it with {flag} {wanted.context} or lower engine.context"
         )
 
 
-def _plugin(facts: Facts, wanted: Wanted) -> Iterator[str]:
+def _check_plugin(facts: Facts, wanted: Wanted) -> Iterator[str]:
     if facts.kind == "vllm" and wanted.transport != "files" and not wanted.adapters and not facts.plugin:
         yield (
-            f'weights.transport "{wanted.transport}" needs outpace\'s plugin in it; start it with `outpace serve`, '
+            f'weights.transport "{wanted.transport}" needs outpace\'s plugin; start the server with `outpace serve` '
             'or set weights.transport = "files"'
         )
 
 
-def _tied(facts: Facts, wanted: Wanted) -> Iterator[str]:
-    """Without a GPU vLLM computes its output head from a packed copy, which a reload leaves as it was where the head is
-    tied to the embeddings: it would sample by old weights without a word. The plugin mends that."""
+def _check_tied_head(facts: Facts, wanted: Wanted) -> Iterator[str]:
+    """On a CPU, vLLM computes the output head from a packed copy. If the head is tied to the embeddings, a reload does
+    not update the copy, and the server silently samples from old weights. The plugin fixes that."""
     if facts.kind != "vllm" or facts.details.get("device") != "cpu" or facts.plugin or wanted.adapters:
         return
-    if _ties(wanted.model) or _ties(str(facts.details.get("root"))):
+    if _ties_embeddings(wanted.model) or _ties_embeddings(str(facts.details.get("root"))):
         yield (
-            "it has no GPU and not outpace's plugin, and would leave the output head as it is, which this model ties "
-            "to its embeddings; start it with `outpace serve`"
+            "a CPU server without outpace's plugin does not update the output head of this model, which is tied to its "
+            "embeddings; start it with `outpace serve`"
         )
 
 
-def _ties(model: str) -> bool:
+def _ties_embeddings(model: str) -> bool:
     return _config_of(model).get("tie_word_embeddings") is True
 
 
-def _adapters(facts: Facts, wanted: Wanted) -> Iterator[str]:
+def _check_adapters(facts: Facts, wanted: Wanted) -> Iterator[str]:
     if wanted.adapters and not facts.adapters:
         also = "" if facts.kind == "sglang" else " and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment"
-        yield f"it takes no adapters, lora.rank needs them; start it with --enable-lora{also}"
+        yield f"the server does not accept adapters, which lora.rank needs; start it with --enable-lora{also}"
 
 
-def _lora_rank(facts: Facts, wanted: Wanted) -> Iterator[str]:
+def _check_lora_rank(facts: Facts, wanted: Wanted) -> Iterator[str]:
     most = facts.details.get("max_lora_rank")
     if wanted.adapters and isinstance(most, int) and most < wanted.lora_rank:
         rank = wanted.lora_rank if facts.kind == "sglang" else vllm_lora_rank(wanted.lora_rank)
         yield (
-            f"it takes adapters of rank {most} at most, lora.rank is {wanted.lora_rank}; "
-            f"start it with --max-lora-rank {rank}, or lower lora.rank"
+            f"the server accepts adapters up to rank {most}, lora.rank is {wanted.lora_rank}; "
+            f"start it with --max-lora-rank {rank} or lower lora.rank"
         )
 
 
-def _is_another_model(theirs: str, ours: str) -> bool:
-    """As far as can be told: a server on another machine may have the same model under another name."""
-    if theirs == ours:
+_RULES = (
+    _check_controls,
+    _check_logprobs,
+    _check_model,
+    _check_dtype,
+    _check_context,
+    _check_plugin,
+    _check_tied_head,
+    _check_adapters,
+    _check_lora_rank,
+)
+
+
+def _is_another_model(server_model: str, run_model: str) -> bool:
+    """Whether the two models surely differ. A server on another machine may have the same model under another path."""
+    if server_model == run_model:
         return False
-    their_shape, our_shape = _shape(theirs), _shape(ours)
-    if their_shape and our_shape:
-        return their_shape != our_shape
-    return not _is_path(theirs) and not _is_path(ours)
+    server_shape, run_shape = _shape(server_model), _shape(run_model)
+    if server_shape and run_shape:
+        return server_shape != run_shape
+    return not _is_path(server_model) and not _is_path(run_model)
 
 
 def _shape(model: str) -> dict[str, Any]:
-    """Of a model in a directory of this machine; nothing otherwise."""
+    """Architecture keys of a local model directory; empty if there is none."""
     content = _config_of(model)
     return {key: content.get(key) for key in SHAPE} if content else {}
 
 
 def _config_of(model: str) -> dict[str, Any]:
-    """The `config.json` of a model in a directory of this machine; nothing otherwise."""
+    """The `config.json` of a local model directory; empty if there is none."""
     try:
         content = json.loads((Path(model) / "config.json").read_text())
     except (OSError, ValueError):
@@ -166,16 +182,16 @@ def _is_path(model: str) -> bool:
     return model.startswith((".", "/", "~")) or Path(model).exists()
 
 
-async def _refuse_other_tokenizer(server: Server, facts: Facts, wanted: Wanted) -> None:
+async def _check_tokenizer(server: Server, facts: Facts, wanted: Wanted) -> None:
     flag = "--tokenizer-path" if facts.kind == "sglang" else "--tokenizer"
     for text, ids in wanted.tokenizer.items():
         found = await server.tokenized(text)
         if found is not None and found != ids:
             raise BadInput(
-                f"{server.url}: its tokenizer reads {text!r} as {_shown(found)}, that of {wanted.model} as "
-                f"{_shown(ids)}; start it with the run's own, {flag} {wanted.model}"
+                f"{server.url}: the server tokenizes {text!r} as {_shortened(found)}, the run as {_shortened(ids)}; "
+                f"start it with {flag} {wanted.model}"
             )
 
 
-def _shown(ids: list[int]) -> str:
+def _shortened(ids: list[int]) -> str:
     return one_line(ids, 60)

@@ -1,4 +1,4 @@
-"""What follows from the config for the servers of a run."""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Kind = Literal["vllm", "sglang"]
 
 
 def kind_of(config: Config) -> Kind:
-    assert config.engine.kind != "embedded", "an embedded engine is no server"
+    assert config.engine.kind != "embedded", "the embedded engine is not a server"
     return config.engine.kind
 
 
 def needs_plugin(config: Config) -> bool:
-    """Whether outpace's plugin is to be in the server: weights come through its transfer engine and, where they come as
-    files, vLLM would leave an output head that is tied to the embeddings as it was on a CPU. Adapters need nothing."""
+    """Whether the server needs outpace's vLLM plugin. It provides the weight-transfer engine. For weights loaded from
+    files on a CPU, it updates an output head tied to the embeddings, which vLLM does not. Adapters need neither."""
     return config.engine.kind == "vllm" and not config.lora.rank
 
 
@@ -32,10 +32,10 @@ def server_count(config: Config) -> int:
 
 
 def adapters_at_once(config: Config) -> int:
-    """Versions of an adapter that requests may be under way with: those within the lag, the newest, and one to come."""
+    """Adapter versions that can be loaded at once: those within pacing.max_lag, the newest, and the next one."""
     return config.pacing.max_lag + 2
 
 
 def vllm_lora_rank(rank: int) -> int:
-    """The smallest `--max-lora-rank` of vLLM that takes adapters of this rank; a config has none above the largest."""
+    """The smallest `--max-lora-rank` of vLLM that fits this rank. Config validation rejects ranks above the largest."""
     return next(known for known in VLLM_LORA_RANKS if known >= rank)

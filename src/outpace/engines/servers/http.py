@@ -1,11 +1,12 @@
-"""Calls to one server over HTTP, and one vocabulary for how they fail.
+"""HTTP client of one server, with one set of errors, and a parser for server-sent events.
 
 Invariants
-- Every failure is one of `ServerGone`, `ServerSilent`, `ServerFaulty` and `ServerRefused`: one line that names the
-  address and the cause.
-- Only what may be done twice is retried: reading, and a `post` whose caller says so. What the server calls wrong (4xx)
-  is never asked again.
-- As many connections as there are calls: a limit here would be a silent limit on how many requests a server gets.
+- Every failure is a `ServerGone`, `ServerSilent`, `ServerFaulty` or `ServerRefused`: one line with the address and the
+  cause.
+- Only idempotent calls are retried: reads, and a `post` marked `repeatable`. A 4xx response is never retried.
+- The number of connections is unlimited: a limit here would silently limit the requests that a server gets.
+- Of an event stream only `data:` payloads count; comments that keep a connection alive are dropped. Lines may have any
+  length: one event can carry the logprobs of many tokens.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from outpace.errors import ServerFailed, ServerFaulty, ServerGone, ServerRefused
 T = TypeVar("T")
 
 _CONNECT_S = 10.0
-_PAUSE_S = 0.25  # before the first retry, and twice as long before each further one, give or take a half
-_KEEP_OPEN_S = 2.0  # below the 5 s of uvicorn: a connection that the server is about to close would lose a request
-_COMPLAINT_S = 10.0  # for the words of an error answer, whose head has come
+_PAUSE_S = 0.25  # backoff before the first retry; doubles with each retry, +-50% jitter
+_KEEP_ALIVE_S = 2.0  # below uvicorn's 5 s: a request sent on a connection the server is closing would be lost
+_ERROR_BODY_S = 10.0  # timeout for the body of an error response
 _BUSY = frozenset({408, 429})
-_TLS_ALERT = b"\x15\x03"  # how a TLS server's word of refusal begins, as seen by a client that speaks plain HTTP
+_TLS_ALERT = b"\x15\x03"  # first bytes of a TLS alert, as a plain HTTP client sees it
 
 
 class Http:
-    """One server. `retries`: how often a call that may be repeated is made again; zero is legal."""
+    """Client of one server. `retries`: how often a repeatable call is retried; may be 0."""
 
     def __init__(self, url: str, api_key: str | None = None, retries: int = 2) -> None:
         self.url = url.rstrip("/")
@@ -43,8 +44,8 @@ class Http:
         self._closed = False
 
     async def get(self, path: str, *, deadline_s: float, query: Mapping[str, str] | None = None) -> Any:
-        """What it answers, as JSON. The deadline is that of one attempt."""
-        return _decoded(f"{self.url}{path}", await self._read("GET", path, None, deadline_s, query, repeatable=True))
+        """GET a JSON response. The deadline applies to each attempt."""
+        return _decode(f"{self.url}{path}", await self._read("GET", path, None, deadline_s, query, repeatable=True))
 
     async def text(self, path: str, *, deadline_s: float) -> str:
         return (await self._read("GET", path, None, deadline_s, None, repeatable=True)).decode(errors="replace")
@@ -58,15 +59,15 @@ class Http:
         query: Mapping[str, str] | None = None,
         repeatable: bool = False,
     ) -> Any:
-        """What it answers, as JSON; None where it answers nothing."""
-        return _decoded(f"{self.url}{path}", await self._read("POST", path, body, deadline_s, query, repeatable))
+        """POST and return the JSON response; None if it is empty. Retried only if `repeatable`."""
+        return _decode(f"{self.url}{path}", await self._read("POST", path, body, deadline_s, query, repeatable))
 
     async def events(
         self, path: str, body: Any, *, first_s: float | None = None, idle_s: float | None = None
     ) -> AsyncGenerator[bytes, None]:
-        """The payloads of a stream of server-sent events, up to `[DONE]`. Leaving early ends the request.
+        """Yield the payloads of a stream of server-sent events, up to `[DONE]`. Closing it early ends the request.
 
-        `first_s` bounds the wait for the first payload, `idle_s` that for each further one; None: it has no end."""
+        `first_s` bounds the wait for the first payload, `idle_s` the wait for each later one; None: unbounded."""
         where, wait_s, parser = f"{self.url}{path}", first_s, Events()
         async with self._response("POST", path, body, None, wait_s) as response, aclosing(_chunks(response)) as chunks:
             while True:
@@ -75,7 +76,7 @@ class Http:
                     while not payloads:
                         chunk = await anext(chunks, None)
                         if chunk is None:
-                            raise ServerGone(f"{where}: it closed the stream before its end")
+                            raise ServerGone(f"{where}: the server closed the stream before its end")
                         payloads = parser.feed(chunk)
                 for payload in payloads:
                     if payload == b"[DONE]":
@@ -110,40 +111,40 @@ class Http:
     async def _response(
         self, method: str, path: str, body: Any, query: Mapping[str, str] | None, head_s: float | None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """An answer that is not an error; whatever goes wrong, here or in the caller's reading, is a `ServerFailed`."""
+        """Open a successful response. Every failure, here or while the caller reads it, is raised as `ServerFailed`."""
         where = f"{self.url}{path}"
         headers = self._headers if body is None else {**self._headers, "Content-Type": "application/json"}
         data = None if body is None else msgspec.json.encode(body)
         try:
             async with _deadline(where, head_s):
-                response = await self._open().request(
+                response = await self._client_session().request(
                     method, where, data=data, params=query, headers=headers, allow_redirects=False
                 )
             try:
                 if response.status >= 300:
-                    raise await _refused(where, response, head_s)
+                    raise await _error_of(where, response, head_s)
                 yield response
             finally:
-                # A server in trouble ends the connection after its answer; the next call must not try to use it.
+                # A failing server closes the connection after its response: do not reuse it.
                 used_up = response.content.at_eof() and response.status < 500
                 response.release() if used_up else response.close()
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise _named(where, error) from error
+            raise _transport_error(where, error) from error
 
-    def _open(self) -> aiohttp.ClientSession:
-        """Made at the first call: it belongs to the event loop that runs then."""
+    def _client_session(self) -> aiohttp.ClientSession:
+        """The client session, created by the first call: it is bound to the running event loop."""
         if self._closed:
-            raise ServerGone(f"{self.url}: nobody here calls it any more")
+            raise ServerGone(f"{self.url}: the client is closed")
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, limit_per_host=0, keepalive_timeout=_KEEP_OPEN_S),
+                connector=aiohttp.TCPConnector(limit=0, limit_per_host=0, keepalive_timeout=_KEEP_ALIVE_S),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
             )
         return self._session
 
 
 async def retried(call: Callable[[], Awaitable[T]], retries: int) -> T:
-    """What `call` gives, made again up to `retries` times while the server fails, but not when it refuses."""
+    """Await `call`, retrying up to `retries` times on failure. A rejection (`ServerRefused`) is not retried."""
     for attempt in range(retries):
         try:
             return await call()
@@ -155,7 +156,7 @@ async def retried(call: Callable[[], Awaitable[T]], retries: int) -> T:
 
 
 def jittered(attempt: int) -> float:
-    """Seconds to wait before trying again; not the same for everybody whom the same failure has hit."""
+    """Seconds of backoff before the next attempt, with jitter."""
     return _PAUSE_S * float(2 ** min(attempt, 5)) * random.uniform(0.5, 1.5)
 
 
@@ -176,37 +177,37 @@ async def _deadline(where: str, seconds: float | None) -> AsyncIterator[None]:
         raise ServerSilent(f"{where}: no answer within {seconds:g} s") from error
 
 
-def _decoded(where: str, body: bytes) -> Any:
+def _decode(where: str, body: bytes) -> Any:
     if not body.strip():
         return None
     try:
         return msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ServerFaulty(f"{where}: its answer is not JSON ({error}): {one_line(body[:200])}") from error
+        raise ServerFaulty(f"{where}: the response is not JSON ({error}): {one_line(body[:200])}") from error
 
 
-async def _refused(where: str, response: aiohttp.ClientResponse, within_s: float | None) -> ServerFailed:
-    """What an error answer says. Its status counts even if its words never come."""
+async def _error_of(where: str, response: aiohttp.ClientResponse, within_s: float | None) -> ServerFailed:
+    """The error for an error response. Its status counts even if the body never arrives."""
     try:
-        async with asyncio.timeout(min(within_s or _COMPLAINT_S, _COMPLAINT_S)):
-            complaint = await response.content.read(4096)
+        async with asyncio.timeout(min(within_s or _ERROR_BODY_S, _ERROR_BODY_S)):
+            message_body = await response.content.read(4096)
     except TimeoutError:
-        complaint = b"and no more of its answer"
-    return _refusal(where, response, complaint)
+        message_body = b"(no response body)"
+    return _status_error(where, response, message_body)
 
 
-def _refusal(where: str, response: aiohttp.ClientResponse, body: bytes) -> ServerFailed:
-    """What an answer that is not a success means. A redirect would lose the body of what was posted: it is refused."""
+def _status_error(where: str, response: aiohttp.ClientResponse, body: bytes) -> ServerFailed:
+    """The error for a response that is not a success. Redirects are rejected: they would drop the posted body."""
     status = response.status
     if status < 400:
         target = response.headers.get("Location", "elsewhere")
-        return ServerRefused(f"{where}: it redirects to {one_line(target)}: give that address instead", status)
-    message = f"{where}: {status} {response.reason or ''}".rstrip() + f": {_complaint(body)}"
+        return ServerRefused(f"{where}: the server redirects to {one_line(target)}; use that address instead", status)
+    message = f"{where}: {status} {response.reason or ''}".rstrip() + f": {_error_message(body)}"
     return ServerFaulty(message) if status >= 500 or status in _BUSY else ServerRefused(message, status)
 
 
-def _complaint(body: bytes) -> str:
-    """The words of an error answer, out of whichever envelope they come in."""
+def _error_message(body: bytes) -> str:
+    """The message of an error response, from any of the usual JSON envelopes."""
     try:
         content = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -217,27 +218,29 @@ def _complaint(body: bytes) -> str:
     return one_line(content)
 
 
-def _named(where: str, error: Exception) -> ServerFailed:
-    """What went wrong below HTTP, in words."""
+def _transport_error(where: str, error: Exception) -> ServerFailed:
+    """Convert a transport error into a `ServerFailed`."""
     cause = one_line(error) or type(error).__name__
     match error:
         case aiohttp.ClientConnectorCertificateError():
-            return ServerGone(f"{where}: its TLS certificate is not trusted ({cause})")
+            return ServerGone(f"{where}: the TLS certificate is not trusted ({cause})")
         case aiohttp.ClientSSLError():
-            return ServerGone(f"{where}: no TLS connection ({cause}); does it speak http:// instead?")
+            return ServerGone(f"{where}: no TLS connection ({cause}); if the server uses plain HTTP, use http://")
         case aiohttp.ClientConnectorError() | aiohttp.ConnectionTimeoutError():
             return ServerGone(f"{where}: no connection ({cause})")
         case aiohttp.ServerDisconnectedError() if where.startswith("http://"):
-            return ServerGone(f"{where}: it closed the connection without an answer; if it speaks TLS, say https://")
+            return ServerGone(
+                f"{where}: the server closed the connection without a response; if it uses TLS, use https://"
+            )
         case aiohttp.ClientPayloadError() | aiohttp.ClientConnectionError() | OSError():
             return ServerGone(f"{where}: the connection broke ({cause})")
         case aiohttp.InvalidURL():
-            return ServerRefused(f"{where}: this is not an address")
-        case aiohttp.ClientResponseError() if _speaks_tls(error):
-            return ServerGone(f"{where}: it speaks TLS; say https://")
+            return ServerRefused(f"{where}: not a valid URL")
+        case aiohttp.ClientResponseError() if _is_tls_alert(error):
+            return ServerGone(f"{where}: the server uses TLS; use https://")
         case _:
-            return ServerFaulty(f"{where}: what it answers is not HTTP ({cause})")
+            return ServerFaulty(f"{where}: the response is not HTTP ({cause})")
 
 
-def _speaks_tls(error: aiohttp.ClientResponseError) -> bool:
+def _is_tls_alert(error: aiohttp.ClientResponseError) -> bool:
     return "\\x15\\x03" in error.message or _TLS_ALERT.decode("latin-1") in error.message

@@ -1,4 +1,4 @@
-"""What every kind of server's answer is checked for, whichever words it comes in."""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from collections.abc import Iterable
 from outpace.errors import ServerFailed, ServerFaulty, ServerRefused, one_line
 
 NO_LOGPROB = -9999.0
-"""What servers write where they have none."""
+"""Placeholder that servers send for a missing logprob."""
 
-_ROUNDING = 1e-3  # a sum over the vocabulary in half precision may come out above one
-_BUSY = frozenset({408, 429})
+_ROUNDING_TOLERANCE = 1e-3  # half-precision softmax can yield a logprob slightly above 0
+_RETRYABLE_STATUS = frozenset({408, 429})
 
 
 def checked_logprobs(where: str, values: Iterable[float | None]) -> list[float]:
-    """Logprobs that one can train on."""
-    return [_checked(where, value) for value in values]
+    """Validate logprobs: finite, present, at most 0."""
+    return [_check_logprob(where, value) for value in values]
 
 
-def _checked(where: str, value: float | None) -> float:
-    if value is None or not math.isfinite(value) or not NO_LOGPROB < value <= _ROUNDING:
-        raise ServerFaulty(f"{where}: the logprob of a token is {value}")
+def _check_logprob(where: str, value: float | None) -> float:
+    if value is None or not math.isfinite(value) or not NO_LOGPROB < value <= _ROUNDING_TOLERANCE:
+        raise ServerFaulty(f"{where}: invalid token logprob {value}")
     return min(value, 0.0)
 
 
 def complaint(where: str, message: object, status: int | None) -> ServerFailed:
-    """An error that arrived inside an answer: the status says whose fault it is."""
+    """The error for an error message inside a stream: rejected if the status is a client error, else faulty."""
     text = f"{where}: {'' if status is None else f'{status} '}{one_line(message)}"
-    if status is not None and 400 <= status < 500 and status not in _BUSY:
+    if status is not None and 400 <= status < 500 and status not in _RETRYABLE_STATUS:
         return ServerRefused(text, status)
     return ServerFaulty(text)

@@ -1,12 +1,12 @@
-"""The seams inside this room.
+"""Interfaces between the parts of a server engine, and checks common to all server responses.
 
-    Door ── the Engine protocol over one server: waits for weights, limits, retries, health, partial output
+    ServerEngine ── the Engine protocol over one server: admission, retries, health, weight updates, partial output
       │
-      ├── Server     one kind of server: how it is asked, aborted, paused, measured (vllm, sglang)
-      ├── Transport  how a snapshot reaches it: `prepare` while it samples, `swap` while it holds still
-      └── Process    the server itself, where we have started it (launching)
+      ├── Server         protocol of one kind of server: requests, abort, pause, metrics (vLLM, SGLang)
+      ├── Transport      transfers a snapshot: `prepare` while the server samples, `swap` while it is paused
+      └── ServerProcess  the server process, if this run launched it
 
-A door lives in a process of its own beside its server, holds no tensors, and loads no torch.
+A server engine runs in its own process next to its server. It holds no tensors and does not import torch.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from typing import Any, Final, Literal, Protocol, runtime_checkable
 from outpace.types import Ints, Manifest, Sampling, StopReason, Version
 
 STALE: Final[Version] = -1
-"""Older than anything that can be asked for: what a server has of which nobody knows what weights it holds."""
+"""The version of a server with unknown weights: older than any version a request can require."""
 
 Span = tuple[Version, int, int]
-"""Tokens start (inclusive) to end (exclusive) of one request were sampled by this version."""
+"""(version, start, end): the version that sampled tokens start (inclusive) to end (exclusive) of a request."""
 
 
 @dataclass(frozen=True)
 class Ask:
-    """One request to a server. `salt` keeps prefixes of one version apart from those of another."""
+    """One request to a server. `salt` separates the cached prefixes of different weight versions."""
 
     id: str
     token_ids: Ints
     sampling: Sampling
     salt: str
-    adapter: str | None = None  # the name of the adapter to sample with; None: the model itself
+    adapter: str | None = None  # adapter name; None: the base model
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What a server has sampled since the last piece. The last one has the stop reason and, where the server keeps
-    account of versions, the spans of the whole request."""
+    """Tokens sampled since the last piece. The last piece has the stop reason and, if the server reports versions, the
+    spans of the whole request."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -48,29 +48,29 @@ class Piece:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a server says of itself; None where it does not say."""
+    """Configuration and capabilities that a server reports; None where it does not report."""
 
     kind: str
     version: str
-    model: str  # the name to ask for
+    model: str  # model name to use in requests
     context: int | None = None
     dtype: str | None = None
-    logprobs: str | None = None  # how logprobs are reported, in the server's own words
-    controls: bool = False  # whether it can be paused and updated
-    spans: bool = False  # whether it accounts for versions
-    plugin: bool = False  # whether outpace's transfer engine is in it
-    adapters: bool = False  # whether adapters can be loaded while it runs
+    logprobs: str | None = None  # logprobs mode, in the server's own terms
+    controls: bool = False  # can be paused and updated
+    spans: bool = False  # reports the weight version of each token
+    plugin: bool = False  # has outpace's weight-transfer engine
+    adapters: bool = False  # can load adapters at runtime
     details: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a run needs of a server."""
+    """Requirements of a run on a server."""
 
     model: str
     dtype: str
-    context: int | None  # longest sequence; None: whatever it takes
-    tokenizer: dict[str, list[int]]  # texts, and the ids that they must become
+    context: int | None  # longest sequence; None: no requirement
+    tokenizer: dict[str, list[int]]  # texts and their expected token ids
     transport: Literal["files", "memory", "ipc", "collective"]
     adapters: bool
     temperature: float
@@ -79,91 +79,91 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Pressure:
-    """How busy a server says it is."""
+    """Load that a server reports."""
 
     running: int
     waiting: int
     cache_used: float  # 0 to 1
     preemptions: int  # since it started
-    began: float | None = None  # when it started, by its own clock: another value is another server
+    began: float | None = None  # start time by its own clock; a change means it was restarted
 
 
 class Server(Protocol):
-    """One kind of server at one address. Every method has a deadline of its own and raises a `ServerFailed`."""
+    """A vLLM or SGLang server at one address. Every method has its own deadline and raises `ServerFailed`."""
 
     url: str
 
     async def facts(self) -> Facts: ...
 
     async def tokenized(self, text: str) -> list[int] | None:
-        """The ids that its own tokenizer gives; None where it cannot be asked."""
+        """Token ids by the server's own tokenizer; None if it has no such route."""
         ...
 
     def stream(self, ask: Ask) -> AsyncGenerator[Piece, None]:
-        """Sample. Closing the iterator early ends the request there."""
+        """Sample tokens. Closing the iterator early ends the request on the server."""
         ...
 
     async def abort(self, request_ids: list[str]) -> bool:
-        """End these requests: each stream gets its last piece. False: it cannot, and the streams are to be closed."""
+        """Abort requests; each stream gets a last piece. False: not supported, the caller must close the streams."""
         ...
 
     async def probe(self, deadline_s: float) -> None:
-        """One token, really sampled, past every queue of our own."""
+        """Sample one token, bypassing our own admission queue."""
         ...
 
     async def pressure(self) -> Pressure: ...
 
     async def pause(self) -> None:
-        """Hold still at a token boundary; running requests stay."""
+        """Pause at a token boundary. Running requests stay in the server."""
         ...
 
     async def resume(self, recompute: bool) -> None:
-        """Go on; with `recompute`, running requests compute their keys and values anew."""
+        """Resume. With `recompute`, running requests recompute their KV cache."""
         ...
 
     async def paused(self) -> bool | None:
-        """Whether it holds still; None where it does not say."""
+        """Whether the server is paused; None if it does not report it."""
         ...
 
     async def label(self, version: Version) -> None:
-        """From here on tokens are of this version, of this run's: for servers that account for it."""
+        """Label tokens sampled from now on with this version, if the server reports versions."""
         ...
 
     async def close(self) -> None: ...
 
 
 class Ready(Protocol):
-    """Weights that are verified and lie where the server can take them."""
+    """Verified weights, stored where the server can load them."""
 
     version: Version
-    nbytes: int  # that had to travel
+    nbytes: int  # transferred
 
 
 @runtime_checkable
 class ReadyAdapter(Ready, Protocol):
-    """The same, where they are an adapter: requests name it."""
+    """Prepared weights of an adapter; requests refer to it by name."""
 
     adapter: str
 
 
 class Transport(Protocol):
-    """How a snapshot reaches one server."""
+    """Transfers snapshots to one server."""
 
     holds_still: bool
-    """Whether the server must be paused for `swap`. An adapter is merely registered."""
+    """Whether the server must be paused for `swap`. False for adapters, which are only registered."""
 
     async def prepare(self, manifest: Manifest) -> Ready:
-        """Verify it and bring it near, while the server goes on sampling. Raises `CorruptData` or `UpdateFailed`."""
+        """Verify and stage the weights while the server keeps sampling. Raises `CorruptData` or `UpdateFailed`."""
         ...
 
     async def swap(self, ready: Ready) -> None:
-        """Make the server take it. Whatever is raised here leaves it in doubt what the server holds."""
+        """Make the server load the weights. After any exception the server's weights are unknown."""
         ...
 
     async def forget(self, version: Version) -> None:
-        """Nobody samples by this version any more, or it was not taken: what was kept for it may go."""
+        """Remove what is stored for a version that is no longer used, or was never loaded."""
         ...
 
     async def close(self, server_stays: bool) -> None:
-        """Leave nothing behind, here or in a server that stays when we go. Nothing else is called any more."""
+        """Clean up here and, if `server_stays`, on the server. No other method is called afterwards."""
         ...

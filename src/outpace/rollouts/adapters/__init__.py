@@ -1,1 +1,1 @@
-"""Other people's environments, made to fit: gymnasium's, OpenEnv's, those of verifiers."""
+"""Adapters for environments of other libraries: gymnasium, OpenEnv and verifiers."""

@@ -1,11 +1,16 @@
 """Environments behind an OpenEnv server, by URL.
 
-    class made: the server is asked once for its tools ─▶ one typed method per tool
-    episode:    reset ─▶ tool calls, each one step of the server ─▶ get_reward, which also ends the session
+    class creation: fetch the server's tools once ─▶ one typed method per tool
+    episode:        reset ─▶ tool calls, each one step on the server ─▶ get_reward, which also ends the session
+
+A server with MCP tools has one tool for each of them. Any other server has the single tool `step`, with the fields of
+its action as parameters. The model sees the server's own JSON schemas.
 
 Invariants
-- An episode is a session of its own on the server, which ends with it, also when it was given up.
-- The reward is the sum of what the server says after each step, and nothing else.
+- Each episode has its own session on the server (JSON messages over `/ws`), which ends with the episode, even if that
+  is cancelled. A session is one environment and sends one message at a time.
+- A session interrupted between message and reply is not used again, so a late reply is never taken for another's.
+- The reward is the sum of the server's step rewards.
 - `metadata` of an observation is not shown to the policy.
 """
 
@@ -27,20 +32,20 @@ HIDDEN = ("metadata", "tool_name", "error")
 
 
 def openenv_environment(url: str, *, headers: Mapping[str, str] | None = None, timeout_s: float = 60.0) -> type[Any]:
-    """A class for `rollout.environment`, whose tools are those of the server, which must be running already.
+    """Return a class for `rollout.environment` with the tools of the server, which must already be running.
 
-    `headers` go with every connection; `timeout_s` is how long one answer may take."""
-    place = Place(url.rstrip("/"), dict(headers or {}), timeout_s)
-    with ThreadPoolExecutor(1) as elsewhere:  # a caller may have an event loop of its own
-        tools = elsewhere.submit(asyncio.run, discovered(place)).result()
+    `headers` are sent with every connection; `timeout_s` is the timeout of one reply."""
+    server = Place(url.rstrip("/"), dict(headers or {}), timeout_s)
+    with ThreadPoolExecutor(1) as executor:  # the caller may be running an event loop
+        tools = executor.submit(asyncio.run, discovered(server)).result()
     methods = {tool.name: method_of(tool) for tool in tools}
-    return type("OpenEnv", (_Episode,), {"_place": place, **methods})
+    return type("OpenEnv", (_OpenEnvEpisode,), {"_server": server, **methods})
 
 
-class _Episode:
-    """One environment of the server; the subclass has a method for each tool."""
+class _OpenEnvEpisode:
+    """One environment on the server; the subclass has a method for each tool."""
 
-    _place: Place
+    _server: Place
 
     def __init__(self) -> None:
         self._session: Session | None = None
@@ -48,45 +53,45 @@ class _Episode:
         self._over = True
 
     async def reset(self, **columns: Any) -> str:
-        """The columns of the task go to the server, which takes those that its own `reset` knows."""
+        """Reset on the server. All task columns are sent; the server uses those that its `reset` accepts."""
         self._reward, self._over = 0.0, False
         if self._session is None:
-            self._session = await self._place.connect()
-            weakref.finalize(self, _leave, asyncio.get_running_loop(), self._session).atexit = False
+            self._session = await self._server.connect()
+            weakref.finalize(self, _close_abandoned, asyncio.get_running_loop(), self._session).atexit = False
         try:
-            told = await self._session.ask("reset", columns)
+            reply = await self._session.request("reset", columns)
         except BaseException:
-            await self._left()
+            await self._close_session()
             raise
-        return observation_text(told.get("observation"))
+        return observation_text(reply.get("observation"))
 
     async def get_reward(self) -> float:
-        await self._left()
+        await self._close_session()
         return self._reward
 
     async def _step(self, action: dict[str, Any]) -> str:
         if self._over or self._session is None:
             return OVER
-        told = await self._session.ask("step", action)
-        self._reward += float(told.get("reward") or 0.0)
-        self._over = bool(told.get("done"))
-        text = observation_text(told.get("observation"))
+        reply = await self._session.request("step", action)
+        self._reward += float(reply.get("reward") or 0.0)
+        self._over = bool(reply.get("done"))
+        text = observation_text(reply.get("observation"))
         return f"{text}\n{OVER}" if self._over else text
 
-    async def _left(self) -> None:
+    async def _close_session(self) -> None:
         session, self._session = self._session, None
         if session is not None:
             await session.close()
 
 
-def _leave(loop: asyncio.AbstractEventLoop, session: Session) -> None:
-    """For an episode that was given up before its reward was asked for."""
+def _close_abandoned(loop: asyncio.AbstractEventLoop, session: Session) -> None:
+    """Close the session of an episode that ended before `get_reward`."""
     if not loop.is_closed():
         asyncio.run_coroutine_threadsafe(session.close(), loop)
 
 
 def observation_text(observation: Any) -> str:
-    """What the policy is shown: the only field as it is, or all of them as JSON."""
+    """Return the observation as shown to the policy: a single field as is, several as JSON."""
     if not isinstance(observation, Mapping):
         return _text(observation)
     error = observation.get("error")
@@ -99,7 +104,7 @@ def observation_text(observation: Any) -> str:
 
 
 def _tool_result(result: Any) -> Any:
-    """What an MCP tool returned, out of its envelope."""
+    """Unwrap the result of an MCP tool."""
     if not isinstance(result, Mapping) or "content" not in result:
         return result
     texts = [part["text"] for part in result["content"] or () if isinstance(part, Mapping) and part.get("text")]

@@ -1,9 +1,4 @@
-"""One connection to an OpenEnv server: JSON messages over its `/ws` endpoint, one answer to each.
-
-Invariants
-- A session is one environment on the server, and sends one message at a time.
-- What was interrupted between message and answer is not used again: a late answer is never taken for another one's.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -19,19 +14,19 @@ MAX_MESSAGE = 64 * 2**20
 
 
 class ServerRefused(Exception):
-    """The server answered with an error; its text is for the policy, or for the log of a failed episode."""
+    """The server replied with an error; the message is shown to the policy, or logged if the episode fails."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the server is, and how it is spoken to."""
+    """Address and connection options of an OpenEnv server."""
 
     url: str
     headers: dict[str, str] = field(default_factory=dict)
     timeout_s: float = 60.0
 
     async def connect(self) -> Session:
-        import aiohttp  # here: it takes a while, and few runs need it
+        import aiohttp  # slow to import and rarely needed
 
         http = aiohttp.ClientSession(headers=self.headers)
         try:
@@ -43,28 +38,30 @@ class Place:
 
 
 class Session:
-    def __init__(self, http: Any, socket: Any, place: Place) -> None:
-        self._http, self._socket, self._place = http, socket, place
+    """One connection to the server, which is one environment there."""
 
-    async def ask(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
-        """The data of the answer. Raises `ServerRefused`; after anything else that it raises, the session has ended."""
+    def __init__(self, http: Any, socket: Any, server: Place) -> None:
+        self._http, self._socket, self._server = http, socket, server
+
+    async def request(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
+        """Send a message; return the data of the reply. Raises `OpenEnvError`; other exceptions end the session."""
         if self._http.closed:
             raise ServerRefused("the session on the server has ended")
         try:
-            async with asyncio.timeout(self._place.timeout_s):
+            async with asyncio.timeout(self._server.timeout_s):
                 await self._socket.send_json({"type": kind, "data": data})
-                answer = json.loads(await self._socket.receive_str())
+                reply = json.loads(await self._socket.receive_str())
         except BaseException:
-            await self._http.close()  # at once, without the farewell that a busy server would be late for
+            await self._http.close()  # at once: the WebSocket closing handshake would wait for a busy server
             raise
-        told: dict[str, Any] = answer.get("data") or {}
-        if answer.get("type") == "error":
-            reasons = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in told.get("errors", ())]
-            raise ServerRefused(one_line("; ".join(reasons) or told.get("message") or told))
-        return told
+        content: dict[str, Any] = reply.get("data") or {}
+        if reply.get("type") == "error":
+            reasons = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in content.get("errors", ())]
+            raise ServerRefused(one_line("; ".join(reasons) or content.get("message") or content))
+        return content
 
     async def action_schema(self) -> dict[str, Any]:
-        async with self._http.get(f"{self._place.url}/schema") as response:
+        async with self._http.get(f"{self._server.url}/schema") as response:
             response.raise_for_status()
             schema: dict[str, Any] = (await response.json())["action"]
         return schema

@@ -1,8 +1,4 @@
-"""The tools of an OpenEnv server, as typed methods of an environment class.
-
-A server that offers MCP tools has one tool for each of them. Any other has the one tool `step`, with the fields of its
-action as parameters. The model is shown the server's own JSON schemas.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -29,8 +25,8 @@ TYPES: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Offered:
-    """A tool of the server: what it says of it, and the action that calling it is."""
+class ServerTool:
+    """A tool of the server: its description, and the action that a call is sent as."""
 
     name: str
     description: str
@@ -38,47 +34,47 @@ class Offered:
     action: Callable[[dict[str, Any]], dict[str, Any]]
 
 
-async def discovered(place: Place) -> list[Offered]:
-    """Raises `BadInput` if there is no such server."""
+async def discovered(server: Place) -> list[ServerTool]:
+    """Return the tools of the server; raises `BadInput` if it cannot be reached."""
     try:
-        session = await place.connect()
+        session = await server.connect()
         try:
-            return await _offered(session)
+            return await _list_tools(session)
         finally:
             await session.close()
     except BadInput:
         raise
-    except Exception as error:  # the boundary to a server that may be absent, or something else altogether
+    except Exception as error:  # boundary: there may be no server, or a different one
         why = one_line(error) or type(error).__name__
-        raise BadInput(f"{SETTING}: no OpenEnv server answers at {place.url}: {why}") from error
+        raise BadInput(f"{SETTING}: no OpenEnv server answers at {server.url}: {why}") from error
 
 
-async def _offered(session: Session) -> list[Offered]:
-    """The MCP tools of the server, or the one tool that its schema describes."""
+async def _list_tools(session: Session) -> list[ServerTool]:
+    """Return the MCP tools of the server, or the single tool that its action schema describes."""
     try:
-        told = await session.ask("step", {"type": "list_tools"})
-        return [_mcp_tool(tool) for tool in told["observation"]["tools"]]
-    except (ServerRefused, KeyError, TypeError):  # its actions are others
+        reply = await session.request("step", {"type": "list_tools"})
+        return [_mcp_tool(tool) for tool in reply["observation"]["tools"]]
+    except (ServerRefused, KeyError, TypeError):  # not an MCP server
         pass
     schema = await session.action_schema()
     fields = {name: field for name, field in schema.get("properties", {}).items() if name != "metadata"}
-    said = schema.get("description") or "Take one step in the environment."
-    return [Offered("step", said, {**schema, "properties": fields}, lambda arguments: arguments)]
+    description = schema.get("description") or "Take one step in the environment."
+    return [ServerTool("step", description, {**schema, "properties": fields}, lambda arguments: arguments)]
 
 
-def _mcp_tool(tool: dict[str, Any]) -> Offered:
+def _mcp_tool(tool: dict[str, Any]) -> ServerTool:
     name = tool["name"]
 
     def action(arguments: dict[str, Any]) -> dict[str, Any]:
         return {"type": "call_tool", "tool_name": name, "arguments": arguments}
 
-    return Offered(name, tool.get("description") or name, tool.get("input_schema") or {}, action)
+    return ServerTool(name, tool.get("description") or name, tool.get("input_schema") or {}, action)
 
 
-def method_of(tool: Offered) -> Callable[..., Any]:
-    """A method that takes what the schema says; the model is shown the schema as it is."""
+def method_of(tool: ServerTool) -> Callable[..., Any]:
+    """Build a method with the parameters of the schema; the model sees the schema unchanged."""
     if tool.name in NOT_TOOLS or tool.name.startswith("_"):
-        raise BadInput(f"{SETTING}: the server has a tool {tool.name}, which is no name for one here")
+        raise BadInput(f"{SETTING}: the server has a tool named {tool.name}, which is reserved here")
 
     async def method(self: Any, **arguments: Any) -> str:
         text: str = await self._step(tool.action(arguments))
@@ -88,8 +84,8 @@ def method_of(tool: Offered) -> Callable[..., Any]:
     hints = {name: _hint(field) for name, field in fields.items()}
     try:
         parameters = [_parameter(name, name in tool.schema.get("required", ())) for name in fields]
-    except ValueError as error:  # not an identifier, or a word of Python
-        raise BadInput(f"{SETTING}: the tool {tool.name} has a parameter that cannot be named: {error}") from None
+    except ValueError as error:  # not an identifier, or a Python keyword
+        raise BadInput(f"{SETTING}: the tool {tool.name} has a parameter with an invalid name: {error}") from None
     described = [
         f"    {name}: {one_line(field['description'])}" for name, field in fields.items() if field.get("description")
     ]
@@ -101,7 +97,7 @@ def method_of(tool: Offered) -> Callable[..., Any]:
 
 
 def _parameter(name: str, required: bool) -> inspect.Parameter:
-    """What is not required and not given is not sent."""
+    """Build one parameter; optional parameters that are not given are not sent."""
     default = inspect.Parameter.empty if required else None
     return inspect.Parameter(
         name,
@@ -111,7 +107,7 @@ def _parameter(name: str, required: bool) -> inspect.Parameter:
 
 
 def _hint(field: dict[str, Any]) -> Any:
-    """The Python type to check, and the JSON schema to show; one that refers to others is left to the server."""
+    """Return the Python type to validate with the JSON schema to show. Schemas with `$ref` are left to the server."""
     shown = {key: value for key, value in field.items() if key not in ("description", "title")}
     if "$ref" in json.dumps(shown):
         return Any

@@ -1,14 +1,14 @@
-"""An environment of the package verifiers (0.4), as tasks and a rollout.
+"""Environments of the package verifiers (0.4), as task source and rollout.
 
     tasks:   its taskset ─▶ rows, some of them held out by their ids
-    rollout: client.endpoint() ─▶ its agents play against that URL ─▶ its rewards, added up
+    rollout: client.endpoint() ─▶ its agents run against that URL ─▶ mean reward of its trainable agents
 
-The environment does everything: prompts, tools, users, programs in their runtimes, judgement. It meets the policy only
-behind the URL of the episode, where every token is recorded as it was sampled.
+The environment does everything: prompts, tools, simulated users, programs in their runtimes, rewards. It reaches the
+policy only through the episode's URL, where every token is recorded as it was sampled.
 
 Invariants
-- The secret of an episode's URL is known to verifiers by the name of an environment variable, which ends with it.
-- An episode that the environment calls failed is a failed episode here, with its error, and trains nothing.
+- verifiers gets the secret of an episode's URL through an environment variable that exists only during the episode.
+- An episode that the environment reports as failed fails here too, with its error, and is not trained on.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from outpace.tasks.dataset import Dataset
 from outpace.types import Endpoint, Task
 
 NUMBER = "verifiers_task"
-"""The column that says which task of the taskset it is."""
+"""Column with the index of the task in the taskset."""
 
 
 class VerifiersEnvironment:
-    """`tasks` is for `tasks.name`, `rollout` for `rollout.function`.
+    """Use `tasks` for `tasks.name` and `rollout` for `rollout.function`.
 
-    `described` is the id of a taskset, the `[env]` section of a verifiers config as a mapping, or a function that
-    returns an `Env`. `limit` takes the first tasks only; a taskset without an end needs it."""
+    `environment` is the id of a taskset, the `[env]` section of a verifiers config as a mapping, or a function that
+    returns an `Env`. `limit` takes only the first tasks; an unbounded taskset requires it."""
 
-    def __init__(self, described: str | Mapping[str, Any] | Callable[[], Any], *, limit: int | None = None) -> None:
-        self._described = described
+    def __init__(self, environment: str | Mapping[str, Any] | Callable[[], Any], *, limit: int | None = None) -> None:
+        self._environment = environment
         self._limit = limit
         self._opening = asyncio.Lock()
         self._open: AsyncExitStack | None = None
 
     def tasks(self, config: Config) -> tuple[TaskSource, TaskSource | None]:
-        """The tasks of the taskset; an `eval.holdout` share of them is held out."""
+        """Return the training and held-out tasks; `eval.holdout` is the fraction held out."""
         name = self._env.config.env_id or type(self._env).__name__
         rows = [
             {
@@ -58,40 +58,41 @@ class VerifiersEnvironment:
         return whole.split(config.eval.holdout, config.eval.seed)
 
     async def rollout(self, task: Task, client: ModelClient) -> float:
-        """One episode of the environment; its reward is the mean of those of its trainable agents."""
+        """Run one episode; return the mean reward of its trainable agents."""
         await self._serve()
         with _context(await client.endpoint()) as context:
             episode = await self._env.run_episode(self._tasks[task.columns[NUMBER]], context)
         if not episode.ok:
             errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-            raise RuntimeError(one_line(f"{errors[-1].type}: {errors[-1].message}" if errors else "no agent has run"))
+            raise RuntimeError(one_line(f"{errors[-1].type}: {errors[-1].message}" if errors else "no agent ran"))
         rewards = [trace.reward for trace in episode.traces if trace.agent is None or trace.agent.trainable]
         return sum(rewards) / len(rewards) if rewards else 0.0
 
     async def _serve(self) -> None:
-        """Start what episodes share, once, if there is any; it ends with the process."""
+        """Start the servers that episodes share, once, if there are any; they end with the process."""
         async with self._opening:
             if self._open is not None:
                 return
             env, opened = self._env, AsyncExitStack()
             if env.taskset.toolsets(env.taskset.config) or type(env).start is not _package().Env.start:
                 await opened.enter_async_context(env.serving())
-                # Without it every agent brings a server of its own. The shared one would keep a client, with its
-                # connections, for each episode's URL until the end of the run.
+                # Without it every agent starts its own interception server. The shared one would keep a client and
+                # its connections for each episode's URL until the end of the run.
                 env._interception = None
-            self._open = opened  # only now: what could not be started is tried again by the next episode
+            self._open = opened  # only on success: the next episode retries a failed start
 
     @cached_property
     def _env(self) -> Any:
         verifiers = _package()
-        if callable(self._described):
-            return self._described()
-        wanted = {"taskset": {"id": self._described}} if isinstance(self._described, str) else dict(self._described)
+        given = self._environment
+        if callable(given):
+            return given()
+        settings = {"taskset": {"id": given}} if isinstance(given, str) else dict(given)
         try:
-            return verifiers.load_environment(verifiers.resolve_env_config(wanted))
-        # The boundary to the package and to whatever the taskset imports.
+            return verifiers.load_environment(verifiers.resolve_env_config(settings))
+        # Boundary to the package and to everything the taskset imports.
         except Exception as error:
-            raise BadInput(f"tasks.name: verifiers cannot load {wanted}: {one_line(error)}") from error
+            raise BadInput(f"tasks.name: verifiers cannot load {settings}: {one_line(error)}") from error
 
     @cached_property
     def _tasks(self) -> list[Any]:
@@ -99,19 +100,19 @@ class VerifiersEnvironment:
         if self._limit is not None:
             taskset = taskset.take(self._limit)
         if not taskset.bounded:
-            raise BadInput(f"tasks.name: {type(taskset).__name__} has no end; give VerifiersEnvironment a limit")
+            raise BadInput(f"tasks.name: {type(taskset).__name__} is unbounded; give VerifiersEnvironment a limit")
         return list(taskset)
 
 
 @contextmanager
 def _context(endpoint: Endpoint) -> Iterator[Any]:
-    """The model as verifiers knows one. It reads keys from environment variables only."""
+    """Yield the endpoint as a verifiers model context. verifiers reads API keys only from environment variables."""
     verifiers = _package()
     variable = f"OUTPACE_EPISODE_{secrets.token_hex(8).upper()}"
     os.environ[variable] = endpoint.api_key
     try:
-        where = verifiers.EvalClientConfig(base_url=endpoint.base_url, api_key_var=variable)
-        yield verifiers.ModelContext(model=endpoint.model, client=where)
+        client = verifiers.EvalClientConfig(base_url=endpoint.base_url, api_key_var=variable)
+        yield verifiers.ModelContext(model=endpoint.model, client=client)
     finally:
         del os.environ[variable]
 
@@ -120,5 +121,5 @@ def _package() -> Any:
     try:
         import verifiers.v1
     except ImportError:
-        raise BadInput("tasks.name: this one needs verifiers: pip install 'outpace[verifiers]'") from None
+        raise BadInput("tasks.name: requires verifiers: pip install 'outpace[verifiers]'") from None
     return verifiers.v1

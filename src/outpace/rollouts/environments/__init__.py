@@ -1,1 +1,1 @@
-"""Environments: instances of the classes of the user, in this process or in their own."""
+"""Environments: instances of user classes, in the rollout worker's process or in their own."""

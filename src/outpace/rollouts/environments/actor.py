@@ -1,20 +1,30 @@
-"""Who holds an instance of an environment class, and the one that holds it in this process.
+"""Environment hosts: each holds one instance of an environment class and calls its methods.
 
-Invariants of `LocalActor`
-- Plain methods run on threads, asynchronous ones on the event loop, which they must not block.
-- A thread cannot be killed: a method that hangs is abandoned, and no other episode gets its instance.
-- Every episode gets copies of the columns, so that one which changes its own changes nobody else's.
+    LocalEnvironmentHost     instance in this process: sync methods on threads, async methods on the event loop
+    ProcessEnvironmentHost   instance in its own process (`outpace.rollout.environments.child`), which can be killed
+
+Invariants of `LocalEnvironmentHost`
+- Async methods run on the worker's event loop and must not block it.
+- A thread cannot be killed: a method that hangs is abandoned, and its instance is not given to another episode.
+- Every episode gets copies of the columns, so that changes to them stay within the episode.
+
+Invariants of `ProcessEnvironmentHost`
+- The process starts and imports the class as soon as the host exists; that time counts for no episode.
+- Replies of the process are validated again on this side.
+- After a call that has not returned, the process is not used again and is killed with everything it started.
+
+`EnvironmentInstance` calls nothing: it returns a `MethodCall`, to be run on the right thread. Local and process hosts
+share it.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from outpace.models.chat import Schema
 from outpace.rollouts.environments.instance import Act, Instance, as_it_is
-from outpace.rollouts.environments.kinds import Factory
 from outpace.runtime import threads
 from outpace.runtime.limits import TimeLimitError, is_ours, within
 from outpace.runtime.servant import CallRaised
@@ -22,15 +32,16 @@ from outpace.runtime.servant_child import message_of
 
 
 class Actor(Protocol):
-    """All calls may raise `CallRaised`, `ServantDied`, `TimeLimitError` and `Unusable`, `call` also `ToolError`.
+    """Holder of one environment instance.
 
-    `made` says whether there is an instance, `tools` and `judges` are what it has; `usable` says whether another
-    episode may have the actor."""
+    `made`: there is an instance. `tools`: its tool schemas. `judges`: it has `get_reward`. `usable`: another episode
+    may use the host. All calls may raise `CallRaised`, `ServantDied`, `TimeLimitError` and `UnusableResult`; `call`
+    also `ToolError`."""
 
     made: bool
     tools: Mapping[str, Schema]
     judges: bool
-    instance: object | None  # where it lives in this process
+    instance: object | None  # only if it lives in this process
 
     @property
     def usable(self) -> bool: ...
@@ -43,19 +54,19 @@ class Actor(Protocol):
 
     async def reward(self, timeout_s: float) -> float: ...
 
-    async def leave(self, timeout_s: float) -> None:
-        """Let the instance go; the next episode makes another one."""
+    async def drop(self, timeout_s: float) -> None:
+        """Drop the instance; the next episode creates another one."""
         ...
 
     async def end(self, patience_s: float = 0.0) -> None: ...
 
 
 class LocalActor:
-    def __init__(self, factory: Factory, setting: str) -> None:
-        """`setting` is where the factory was named."""
+    def __init__(self, factory: Callable[[], object], setting: str) -> None:
+        """`setting` is the setting that named the factory."""
         self._factory = factory
         self._setting = setting
-        self._lost = 0
+        self._pending = 0
         self._instance: Instance | None = None
         self.instance: object | None = None
         self.made = False
@@ -64,7 +75,7 @@ class LocalActor:
 
     @property
     def usable(self) -> bool:
-        return self._lost == 0
+        return self._pending == 0
 
     async def make(self, timeout_s: float) -> None:
         made = await self._perform(Act(self._factory, {}, as_it_is), timeout_s)
@@ -74,48 +85,48 @@ class LocalActor:
         self.made = True
 
     async def reset(self, columns: dict[str, Any], timeout_s: float) -> str | None:
-        act = self._present.reset({name: _own(value) for name, value in columns.items()})
+        act = self._current.reset({name: _copied(value) for name, value in columns.items()})
         text: str | None = await self._perform(act, timeout_s)
         return text
 
     async def call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> Any:
-        return await self._perform(self._present.call(name, arguments), timeout_s)
+        return await self._perform(self._current.call(name, arguments), timeout_s)
 
     async def reward(self, timeout_s: float) -> float:
-        reward: float = await self._perform(self._present.reward(), timeout_s)
+        reward: float = await self._perform(self._current.reward(), timeout_s)
         return reward
 
-    async def leave(self, timeout_s: float) -> None:
+    async def drop(self, timeout_s: float) -> None:
         self._instance = self.instance = None
         self.made = False
 
     async def end(self, patience_s: float = 0.0) -> None:
-        await self.leave(patience_s)
+        await self.drop(patience_s)
 
     @property
-    def _present(self) -> Instance:
-        assert self._instance is not None, "an instance is made first"
+    def _current(self) -> Instance:
+        assert self._instance is not None, "make() comes first"
         return self._instance
 
     async def _perform(self, act: Act, timeout_s: float) -> Any:
-        """A call counts as lost until it has come back; one that was given up stays so."""
-        self._lost += 1
+        """Run a method call. It is pending until it returns, and stays pending after a timeout or cancellation."""
+        self._pending += 1
         try:
             returned = await within(timeout_s, threads.call(act.method, **act.arguments))
         except TimeLimitError:
             raise
-        # The boundary to the user's code, which may raise anything: it may try to exit, and say that it was cancelled.
+        # Boundary to user code, which may raise anything, including SystemExit and CancelledError.
         except BaseException as error:
             if is_ours(error):
                 raise
-            self._lost -= 1
+            self._pending -= 1
             raise CallRaised(type(error).__name__, message_of(error), "") from error
-        self._lost -= 1
-        return act.understood(returned)
+        self._pending -= 1
+        return act.convert(returned)
 
 
-def _own(value: Any) -> Any:
+def _copied(value: Any) -> Any:
     try:
         return copy.deepcopy(value)
-    except Exception:  # copying asks the object, which may refuse: a lock, a connection
+    except Exception:  # some objects cannot be copied: locks, connections
         return value

@@ -1,8 +1,4 @@
-"""One instance of an environment class: what its methods take, and what becomes of what they return.
-
-Nothing is called here: an `Act` is a method ready to be called, by whoever knows on which thread. So the same code
-stands behind environments of this process and those in processes of their own.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -19,21 +15,23 @@ from outpace.wording import with_article
 
 
 class Unusable(Exception):
-    """A method returned something that cannot be used; the text says which and what."""
+    """A method returned an unusable value; the message names both."""
 
 
 @dataclass(frozen=True)
 class Act:
-    """`method(**arguments)`, whose result, once it has been awaited if need be, is for `understood`."""
+    """A call `method(**arguments)` to be made. `convert` checks and converts its result, awaited if needed."""
 
     method: Callable[..., Any]
     arguments: dict[str, Any]
-    understood: Callable[[Any], Any]
+    convert: Callable[[Any], Any]
 
 
 class Instance:
+    """One environment object: prepares the calls of its methods."""
+
     def __init__(self, made: Any, setting: str) -> None:
-        """Raises `BadInput` if it is no environment; `setting` is where it was named."""
+        """Raises `BadInput` if `made` is not an environment; `setting` is the setting that named it."""
         if not callable(getattr(made, "reset", None)):
             raise BadInput(f"{setting}: {type(made).__name__} has no method reset(**columns)")
         self._made = made
@@ -41,12 +39,12 @@ class Instance:
         self.judges = hasattr(made, "get_reward")
 
     def reset(self, columns: dict[str, Any]) -> Act:
-        """With all columns that the method names, or simply all if it takes `**columns`."""
-        taken = accepted(self._made.reset, columns)
-        return Act(self._made.reset, {name: columns[name] for name in columns if name in taken}, _text)
+        """Pass the columns that `reset` names, or all if it takes `**columns`."""
+        names = accepted(self._made.reset, columns)
+        return Act(self._made.reset, {name: columns[name] for name in columns if name in names}, _text)
 
     def call(self, name: str, arguments: dict[str, Any]) -> Act:
-        """Raises `ToolError` for arguments that do not fit."""
+        """Raises `ToolError` for invalid arguments."""
         return Act(getattr(self._made, name), self.tools[name].checked(arguments), as_it_is)
 
     def reward(self) -> Act:
@@ -57,14 +55,14 @@ def as_it_is(returned: Any) -> Any:
     return returned
 
 
-_known: dict[type, dict[str, Tool]] = {}
+_tools_by_class: dict[type, dict[str, Tool]] = {}
 
 
 def _tools(environment: type, setting: str) -> dict[str, Tool]:
-    """Made once per class: describing the tools costs more than an episode should pay."""
-    if environment not in _known:
-        _known[environment] = tools_of(environment, setting)
-    return _known[environment]
+    """Return the tools of a class, cached: building their schemas is too slow to repeat per episode."""
+    if environment not in _tools_by_class:
+        _tools_by_class[environment] = tools_of(environment, setting)
+    return _tools_by_class[environment]
 
 
 def _text(returned: Any) -> str | None:

@@ -1,11 +1,4 @@
-"""Which environments a run has, and which of them a task wants.
-
-    one, named nowhere   rollout.environment, or Trainer(environment=Class)                every task has it
-    several, by name     environment.kinds, or Trainer(environment={"maze": Maze, …})      a column of the task chooses
-
-Whatever can be known before a run starts ends in one line. A task that names no kind is found when its turn comes: its
-episodes fail, and say which task it is.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -23,44 +16,44 @@ from outpace.runtime.signature import BY_KEYWORD, parameters_of
 from outpace.types import Task
 
 Factory = Callable[[], object]
-"""An environment class, or a function that makes an instance."""
+"""An environment class, or a function that returns an instance."""
 Given = Factory | Mapping[str, Factory | str]
-"""What a Python caller may give."""
+"""The `environment` argument of `Trainer`: a factory, or factories or references by kind."""
 
 VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 ONLY = ""
-"""The name of the kind of a run that has one for all tasks."""
+"""Name of the kind in a run with one environment for all tasks."""
 
 
 class NoSuchKind(OutpaceError):
-    """A task names an environment that the run does not have."""
+    """A task names an environment kind that the run does not have."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the instances of a kind come from: `reference`, or `factory` where that is empty; `setting` named it."""
+    """Factory of one kind: `reference`, or `factory` if that is empty. `setting` is the setting that named it."""
 
     setting: str
     reference: str = ""
     factory: Factory | None = None
 
     def load(self) -> Factory:
-        """For this process."""
+        """Return the factory for use in this process."""
         return self.factory if self.factory is not None else load_function(self.reference, self.setting)
 
     def source(self) -> Source:
-        """For another process."""
+        """Return the source from which another process loads the factory."""
         return Source(absolute(self.reference)) if self.factory is None else by_value(self.factory)
 
 
 def kinds_of(config: Config, given: Given | None = None) -> dict[str, Origin]:
-    """The environments of a run by kind; none at all if nobody named one."""
+    """Return the environments of a run by kind; empty if none is configured."""
     named, kinds = config.rollout.environment_class, config.environment.kinds
     ways = {"rollout.environment": named, "environment.kinds": kinds, "environment": given}
     used = [way for way, value in ways.items() if value]
     if len(used) > 1:
-        raise BadInput(f"{used[0]}: {used[1]} names environments too; keep one of the two")
+        raise BadInput(f"{used[0]}: {used[1]} also names environments; keep only one of the two")
     if named is not None:
         return {ONLY: Origin("rollout.environment", named)}
     if given is not None and not isinstance(given, Mapping):
@@ -70,10 +63,10 @@ def kinds_of(config: Config, given: Given | None = None) -> dict[str, Origin]:
 
 
 def check_kinds(origins: Mapping[str, Origin], column: str, first: Task | None = None) -> None:
-    """Raise `BadInput` for what can be known to be wrong before anything starts; `first` is the first task."""
+    """Raise `BadInput` for errors that can be found before the run starts; `first` is the first task."""
     for name, origin in origins.items():
         if not isinstance(name, str) or (not name and len(origins) > 1):
-            raise BadInput(f"environment.kinds: {name!r} is no name that a column could hold")
+            raise BadInput(f"environment.kinds: {name!r} is not a valid name; use non-empty text")
         _check(origin)
     if origins and first is not None:
         try:
@@ -84,35 +77,37 @@ def check_kinds(origins: Mapping[str, Origin], column: str, first: Task | None =
 
 
 def give_rewards(origins: Mapping[str, Origin]) -> bool:
-    """Whether every kind judges its episodes itself; of what a function makes, that is believed."""
+    """Return whether every kind has `get_reward`. Factories that are functions are assumed to."""
     factories = [origin.load() for origin in origins.values()]
     return all(not isinstance(factory, type) or hasattr(factory, "get_reward") for factory in factories)
 
 
 def kind_of(task: Task, origins: Mapping[str, Origin], column: str) -> str:
-    """The kind that the task wants; `NoSuchKind` if the run does not have it."""
+    """Return the kind that the task names; raises `UnknownEnvironmentKind` if the run does not have it."""
     if set(origins) == {ONLY}:
         return ONLY
     if column not in task.columns:
-        raise NoSuchKind(f"task {task.id} has no column {column}, which names its environment")
-    wanted: Any = task.columns[column]
-    if isinstance(wanted, str) and wanted in origins:
-        return wanted
-    close = nearest(wanted, origins) if isinstance(wanted, str) else []
-    hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(origins)}"
-    raise NoSuchKind(f"task {task.id}: {column} is {one_line(repr(wanted), 60)}, no environment of this run; {hint}")
+        raise NoSuchKind(f"task {task.id} has no column {column} to name its environment")
+    kind: Any = task.columns[column]
+    if isinstance(kind, str) and kind in origins:
+        return kind
+    close = nearest(kind, origins) if isinstance(kind, str) else []
+    hint = f"did you mean {close[0]}?" if close else f"available: {', '.join(origins)}"
+    shown = one_line(repr(kind), 60)
+    raise NoSuchKind(f"task {task.id}: {column} is {shown}, which is not an environment of this run; {hint}")
 
 
 def _origin(setting: str, given: Factory | str) -> Origin:
     if isinstance(given, str):
         return Origin(setting, given)
     if not callable(given):
-        raise BadInput(f"{setting}: {one_line(repr(given), 60)} is no class, and no function that makes an environment")
+        shown = one_line(repr(given), 60)
+        raise BadInput(f"{setting}: {shown} is neither a class nor a function that returns an environment")
     return Origin(setting, factory=given)
 
 
 def _check_columns(origin: Origin, task: Task) -> None:
-    """What `reset` must have, the tasks must have."""
+    """Raise `BadInput` if `reset` requires columns that the tasks do not have."""
     reset = getattr(origin.load(), "reset", None)
     if not isinstance(origin.load(), type) or reset is None:
         return
@@ -121,18 +116,18 @@ def _check_columns(origin: Origin, task: Task) -> None:
     if missing := required - {*task.columns, "prompt"}:
         have = ", ".join(sorted(task.columns)) or "none"
         needs = ", ".join(sorted(missing))
-        raise BadInput(f"{origin.setting}: reset needs the columns {needs}; the tasks have {have}")
+        raise BadInput(f"{origin.setting}: reset requires the columns {needs}; the tasks have {have}")
 
 
 def _check(origin: Origin) -> None:
     factory = origin.load()
-    if not isinstance(factory, type):  # what a function makes is seen when it is called, without arguments
+    if not isinstance(factory, type):  # a function's result is checked once it is called, without arguments
         if required := [
             p.name for p in parameters_of(factory) or [] if p.default is p.empty and p.kind not in VARIADIC
         ]:
             raise BadInput(
-                f"{origin.setting}: {getattr(factory, '__name__', 'the function')} needs {', '.join(required)}; "
-                "name a class with reset, or a function that makes an environment without arguments"
+                f"{origin.setting}: {getattr(factory, '__name__', 'the function')} requires {', '.join(required)}; "
+                "name a class with reset, or a function without arguments that returns an environment"
             )
         return
     if not callable(getattr(factory, "reset", None)):

@@ -1,10 +1,4 @@
-"""An actor in a process of its own, which can be killed.
-
-Invariants
-- The process starts and imports the class as soon as the actor exists; that time does not count for any episode.
-- What comes up is checked again here, whatever was checked there.
-- After a call that has not come back the process is not used again, and ends with all it has started.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -41,8 +35,8 @@ ENVIRONMENT = Kind("outpace.rollouts.environments.stage_child", Answer, "an envi
 
 class ProcessActor:
     def __init__(self, source: Source, setting: str, memory_mb: int | None = None) -> None:
-        """`setting` is where the class was named."""
-        self._servant = Servant(ENVIRONMENT, memory_mb)
+        """`setting` is the setting that named the class."""
+        self._process = Servant(ENVIRONMENT, memory_mb)
         self._loading = asyncio.create_task(self._load(source, setting))
         self.instance: object | None = None
         self.made = False
@@ -53,23 +47,23 @@ class ProcessActor:
     def usable(self) -> bool:
         if not self._loading.done():
             return True
-        return not self._loading.cancelled() and self._loading.exception() is None and self._servant.usable
+        return not self._loading.cancelled() and self._loading.exception() is None and self._process.usable
 
     async def make(self, timeout_s: float) -> None:
         await asyncio.shield(self._loading)
-        answer = await self._ask(Make(self._servant.next_id()), timeout_s)
+        answer = await self._request(Make(self._process.next_id()), timeout_s)
         if not isinstance(answer, Made):
-            raise self._nonsense()
+            raise self._invalid_reply()
         self.tools, self.judges, self.made = answer.tools, answer.judges, True
 
     async def reset(self, columns: dict[str, Any], timeout_s: float) -> str | None:
         try:
             body, by_value = packed(columns)
         except BadInput as error:
-            raise Unusable(f"needs environment.isolation = thread: {error}") from error
-        text = self._value(await self._ask(Reset(self._servant.next_id(), body, by_value), timeout_s))
+            raise Unusable(f"requires environment.isolation = thread: {error}") from error
+        text = self._value(await self._request(Reset(self._process.next_id(), body, by_value), timeout_s))
         if text is not None and not isinstance(text, str):
-            raise self._nonsense()
+            raise self._invalid_reply()
         return text
 
     async def call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> Any:
@@ -77,58 +71,58 @@ class ProcessActor:
             body, by_value = packed(arguments)
         except BadInput:
             raise ToolError(f"{name}: the arguments are nested too deeply") from None
-        answer = await self._ask(Call(self._servant.next_id(), name, body, by_value), timeout_s)
+        answer = await self._request(Call(self._process.next_id(), name, body, by_value), timeout_s)
         if isinstance(answer, Refused):
             raise ToolError(answer.message)
         return self._value(answer)
 
     async def reward(self, timeout_s: float) -> float:
-        reward = self._value(await self._ask(Reward(self._servant.next_id()), timeout_s))
+        reward = self._value(await self._request(Reward(self._process.next_id()), timeout_s))
         if not isinstance(reward, float) or not math.isfinite(reward):
-            raise self._nonsense()
+            raise self._invalid_reply()
         return reward
 
-    async def leave(self, timeout_s: float) -> None:
+    async def drop(self, timeout_s: float) -> None:
         self.made = False
-        await self._ask(Leave(self._servant.next_id()), timeout_s)
+        await self._request(Leave(self._process.next_id()), timeout_s)
 
     async def end(self, patience_s: float = 0.0) -> None:
         self._loading.cancel()
         await asyncio.wait({self._loading})
         if not self._loading.cancelled():
-            self._loading.exception()  # whoever waited for it has raised it
-        await self._servant.end(patience_s)
+            self._loading.exception()  # mark as retrieved: `make` has raised it
+        await self._process.end(patience_s)
 
     async def _load(self, source: Source, setting: str) -> None:
-        order = Load(self._servant.next_id(), source.reference, source.code, setting)
+        request = Load(self._process.next_id(), source.reference, source.code, setting)
         try:
-            await self._servant.ask(order, LOAD_LIMIT_S)
+            await self._process.ask(request, LOAD_LIMIT_S)
         except TimeLimitError:
-            raise ServantDied("could not start and import the class in time") from None
+            raise ServantDied("did not start and import the class in time") from None
         except CallRaised as error:
-            raise _as_input(error) from error
+            raise _as_bad_input(error) from error
 
-    async def _ask(self, order: Numbered, timeout_s: float) -> Any:
+    async def _request(self, request: Numbered, timeout_s: float) -> Any:
         if not self.usable:
-            raise ServantDied("is not used any more")
+            raise ServantDied("is no longer usable")
         try:
-            return await self._servant.ask(order, timeout_s)
+            return await self._process.ask(request, timeout_s)
         except CallRaised as error:
-            if isinstance(order, Make):
-                raise _as_input(error) from error
+            if isinstance(request, Make):
+                raise _as_bad_input(error) from error
             raise
 
     def _value(self, answer: Any) -> Any:
         if isinstance(answer, Refused):
             raise Unusable(answer.message)
         if not isinstance(answer, Returned):
-            raise self._nonsense()
+            raise self._invalid_reply()
         return answer.value
 
-    def _nonsense(self) -> ServantDied:
-        return self._servant.broken("gave an answer that is none")
+    def _invalid_reply(self) -> ServantDied:
+        return self._process.broken("sent an invalid answer")
 
 
-def _as_input(error: CallRaised) -> Exception:
-    """A class that cannot be an environment is the same mistake wherever it is found."""
+def _as_bad_input(error: CallRaised) -> Exception:
+    """Turn a `BadInput` raised in the process back into a `BadInput` here."""
     return BadInput(error.message) if error.kind == BadInput.__name__ else error

@@ -1,18 +1,23 @@
-"""Environments as an episode sees them: one stage each, opened for a task and closed in the end.
+"""Environment sessions: the environment of one episode, opened for a task and closed at its end; and the registry.
 
-    Stages.open(task) ─▶ kind ─▶ an idle actor, or a new one ─▶ make ─▶ Stage: reset, call, call, …, reward
-                                        ▲                                                        │
-                                        └─────────── close: kept if it is sound, else ended ◀────┘
+    EnvironmentSessions.open(task) ─▶ kind ─▶ idle or new host ─▶ make ─▶ EnvironmentSession: reset, call, …, reward
+                                                  ▲                                                     │
+                                                  └──── close: host kept if usable, else ended ◀────────┘
 
-An actor holds one instance of the user's class: in this process (`actor`) or in one of its own (`process_actor`). A
-stage says the same of both.
+    one kind, unnamed    rollout.environment, or Trainer(environment=Class)                every task uses it
+    several, by name     environment.kinds, or Trainer(environment={"maze": Maze, …})      a task column selects one
+
+A host (`outpace.rollout.environments.host`) holds one instance of the user's class, in this process or in its own. A
+session behaves the same for both.
 
 Invariants
 - An instance belongs to one episode at a time, and its methods run one at a time.
-- Every call ends at its time limit. What goes wrong ends as one of the errors below, with one line that names the kind
-  and the method, and touches no other episode.
-- With `reuse` an instance is used again, after another `reset`, only if every call of the last episode has come back.
-- After `close` no process is left, nor a task or a descriptor.
+- Every call ends at its timeout. Failures become one of the errors below, with a one-line message that names the kind
+  and the method; they do not affect other episodes.
+- With `reuse`, an instance is used again, after another `reset`, only if every call of the last episode has returned.
+- After `close` no process, task or file descriptor is left.
+- Configuration errors that can be found before the run starts raise `BadInput`. A task that names an unknown kind later
+  in the run fails its own episodes, with a message that names the task.
 """
 
 from __future__ import annotations
@@ -43,63 +48,63 @@ T = TypeVar("T")
 
 
 class EnvironmentFailed(OutpaceError):
-    """Making an environment, its `reset` or its `get_reward` raised or gave something unusable."""
+    """Creating an environment, its `reset` or its `get_reward` raised or returned an unusable value."""
 
 
 class EnvironmentDied(EnvironmentFailed):
-    """The process of the environment has ended, or is not used any more; the episode cannot go on."""
+    """The environment's process has exited or is no longer usable; the episode cannot continue."""
 
 
 class TimeLimit(EnvironmentFailed):
-    """A method did not come back in time. An environment in a process is lost with it."""
+    """A method exceeded its timeout. An environment in a process is lost with it."""
 
 
 class Stage(Protocol):
-    """One environment, as its episode sees it."""
+    """The environment of one episode."""
 
     @property
     def tools(self) -> Mapping[str, Schema]:
-        """What the model is shown of each tool, by name."""
+        """Schema of each tool as shown to the model, by name."""
         ...
 
     @property
     def instance(self) -> object | None:
-        """The environment itself; None where it lives in another process."""
+        """The environment itself; None if it lives in another process."""
         ...
 
     async def reset(self, columns: dict[str, Any]) -> str | None:
-        """Begin: the environment takes the columns it wants, and may give a text to show."""
+        """Start the episode with the columns that `reset` accepts; return an optional text to show to the model."""
         ...
 
     async def call(self, name: str, arguments: dict[str, Any]) -> Any:
-        """What the tool gave, as text or JSON-like values. `ToolError` is for the model to hear."""
+        """Call a tool; return text or JSON-like values. The message of a `ToolError` is shown to the model."""
         ...
 
     async def reward(self) -> float | None:
-        """None: it has no `get_reward`."""
+        """Return the environment's reward; None if it has no `get_reward`."""
         ...
 
     async def close(self) -> None:
-        """The episode is over, well or not."""
+        """End the session, whether or not the episode succeeded."""
         ...
 
 
 def columns_of(task: Task) -> dict[str, Any]:
-    """What `reset` may ask for by name: every column, and the prompt."""
+    """Return the values that `reset` may take by name: every column, and the prompt."""
     return {**task.columns, "prompt": task.prompt}
 
 
 @dataclass(frozen=True)
 class StageLimits:
-    """How long a method may take, in seconds."""
+    """Timeouts of environment methods and of tool calls, in seconds."""
 
     timeout_s: float = 60.0
     call_timeout_s: float = 30.0
 
 
 @dataclass(frozen=True)
-class _Told:
-    """Says what went wrong in the words of the episode."""
+class _ErrorContext:
+    """Converts failures to errors that name the environment and the method."""
 
     label: str
 
@@ -110,7 +115,7 @@ class _Told:
         except TimeLimitError:
             raise TimeLimit(f"{self.label}: {method} took longer than {limit} = {timeout_s:g} s") from None
         except ServantDied as error:
-            raise EnvironmentDied(f"the process of {self.label} {error} in {method}") from None
+            raise EnvironmentDied(f"the process of {self.label} {error} during {method}") from None
         except CallRaised as error:
             raise EnvironmentFailed(f"{self.label}: {method} raised {error.said}") from error
         except Unusable as error:
@@ -118,98 +123,101 @@ class _Told:
 
 
 class _OpenStage:
-    """`Stage`, over an actor that has an instance.
+    """`EnvironmentSession` over a host that has an instance.
 
-    A call runs in a task of its own: whoever gives it up leaves it running until its limit, and the next call waits
-    for it."""
+    Each call runs in its own task: a cancelled call keeps running until its timeout, and the next call waits for it."""
 
-    def __init__(self, actor: Actor, told: _Told, limits: StageLimits, home: Household[Actor], reuse: bool) -> None:
-        self._actor = actor
-        self._told = told
+    def __init__(
+        self, host: Actor, context: _ErrorContext, limits: StageLimits, pool: Household[Actor], reuse: bool
+    ) -> None:
+        self._host = host
+        self._context = context
         self._limits = limits
-        self._home = home
+        self._pool = pool
         self._reuse = reuse
-        self._turn = asyncio.Lock()
-        self._under_way: set[asyncio.Task[Any]] = set()
+        self._lock = asyncio.Lock()
+        self._running: set[asyncio.Task[Any]] = set()
         self._closed = False
 
     @property
     def tools(self) -> Mapping[str, Schema]:
-        return self._actor.tools
+        return self._host.tools
 
     @property
     def instance(self) -> object | None:
-        return self._actor.instance
+        return self._host.instance
 
     async def reset(self, columns: dict[str, Any]) -> str | None:
         timeout_s = self._limits.timeout_s
-        return await self._alone(lambda: self._actor.reset(columns, timeout_s), self._own("reset"))
+        return await self._run_exclusively(lambda: self._host.reset(columns, timeout_s), self._method_errors("reset"))
 
     async def call(self, name: str, arguments: dict[str, Any]) -> Any:
         if name not in self.tools:
-            raise ToolError(f"there is no tool {name!r}; there are {', '.join(self.tools) or 'none'}")
+            raise ToolError(f"unknown tool {name!r}; available tools: {', '.join(self.tools) or 'none'}")
         timeout_s = self._limits.call_timeout_s
-        telling = self._told.of(name, "tools.timeout_s", timeout_s)
-        return await self._alone(lambda: self._tool(name, arguments, timeout_s), telling)
+        errors = self._context.of(name, "tools.timeout_s", timeout_s)
+        return await self._run_exclusively(lambda: self._tool(name, arguments, timeout_s), errors)
 
     async def reward(self) -> float | None:
-        if not self._actor.judges:
+        if not self._host.judges:
             return None
         timeout_s = self._limits.timeout_s
-        return await self._alone(lambda: self._actor.reward(timeout_s), self._own("get_reward"))
+        return await self._run_exclusively(lambda: self._host.reward(timeout_s), self._method_errors("get_reward"))
 
     async def close(self) -> None:
         if self._closed:
             return
         self._closed = True
         try:
-            await self._give_up()
-            if self._actor.usable and not self._reuse:
-                with self._own("leaving it"):
-                    await self._actor.leave(self._limits.timeout_s)
+            await self._cancel_running()
+            if self._host.usable and not self._reuse:
+                with self._method_errors("releasing the instance"):
+                    await self._host.drop(self._limits.timeout_s)
         except EnvironmentFailed as error:
             log.warning("%s", error)
         finally:
-            self._home.put_back(self._actor)
+            self._pool.put_back(self._host)
 
     async def _tool(self, name: str, arguments: dict[str, Any], timeout_s: float) -> Any:
         try:
-            return await self._actor.call(name, arguments, timeout_s)
+            return await self._host.call(name, arguments, timeout_s)
         except CallRaised as error:
             raise ToolError(f"{name} raised {error.said}") from error
 
-    def _own(self, method: str) -> AbstractContextManager[None]:
-        return self._told.of(method, "environment.timeout_s", self._limits.timeout_s)
+    def _method_errors(self, method: str) -> AbstractContextManager[None]:
+        return self._context.of(method, "environment.timeout_s", self._limits.timeout_s)
 
-    async def _alone(self, work: Callable[[], Coroutine[Any, Any, T]], telling: AbstractContextManager[None]) -> T:
-        async def in_turn() -> T:
-            async with self._turn:
-                if not self._actor.usable:  # a method is still running, or nobody knows whether it is
-                    why = "it has ended, or a call of it has not come back"
-                    raise EnvironmentDied(f"{self._told.label} is not used any more: {why}")
-                with telling:
+    async def _run_exclusively(
+        self, work: Callable[[], Coroutine[Any, Any, T]], errors: AbstractContextManager[None]
+    ) -> T:
+        async def locked() -> T:
+            async with self._lock:
+                if not self._host.usable:  # a method may still be running
+                    why = "it has exited, or one of its calls has not returned"
+                    raise EnvironmentDied(f"{self._context.label} is no longer usable: {why}")
+                with errors:
                     return await work()
 
-        task = asyncio.create_task(in_turn())
-        self._under_way.add(task)
-        task.add_done_callback(self._ended)
+        task = asyncio.create_task(locked())
+        self._running.add(task)
+        task.add_done_callback(self._task_done)
         return await asyncio.shield(task)
 
-    def _ended(self, task: asyncio.Task[Any]) -> None:
-        self._under_way.discard(task)
+    def _task_done(self, task: asyncio.Task[Any]) -> None:
+        self._running.discard(task)
         if not task.cancelled():
-            task.exception()  # looked at: whoever waited for it may have given it up
+            task.exception()  # mark as retrieved: the caller may have been cancelled
 
-    async def _give_up(self) -> None:
-        """Nobody waits any more for what still runs. It may not heed: then the instance is lost, as `usable` says."""
-        for task in self._under_way:
+    async def _cancel_running(self) -> None:
+        """Cancel running calls. If one does not stop in time, the host is no longer `usable`."""
+        for task in self._running:
             task.cancel()
-        if self._under_way:
-            await asyncio.wait(self._under_way, timeout=END_LIMIT_S)
+        if self._running:
+            await asyncio.wait(self._running, timeout=END_LIMIT_S)
 
 
 class Stages:
-    """Where the episodes of one rollout worker get their environments."""
+    """Opens environment sessions for the episodes of one rollout worker, and pools their hosts."""
 
     def __init__(
         self,
@@ -221,50 +229,51 @@ class Stages:
         memory_mb: int | None = None,
         spare: int = 1,
     ) -> None:
-        """`column` names the kind of a task. `memory_mb` limits the address space of each process; `spare` of each kind
-        are started ahead, because a Python with its imports takes a moment."""
+        """`column` is the task column that names the kind. `memory_mb` limits the address space of each process.
+        `spare` processes of each kind are started ahead, to hide the start-up time of Python and its imports."""
         self._origins = dict(origins)
         self._column = column
         self._limits = limits or StageLimits()
         self._reuse = reuse
-        apart = isolation == "process"
-        self._spare = spare if apart else 0
-        self._homes = {
-            name: Household(_apart(origin, memory_mb) if apart else _here(origin)) for name, origin in origins.items()
+        in_process = isolation == "process"
+        self._spare = spare if in_process else 0
+        self._pools = {
+            name: Household(_process_host(origin, memory_mb) if in_process else _local_host(origin))
+            for name, origin in origins.items()
         }
 
     @classmethod
     def of(cls, origins: Mapping[str, Origin], environment: EnvironmentConfig, tools: ToolsConfig) -> Stages:
-        """As a config says."""
+        """Build from the config."""
         limits = StageLimits(environment.timeout_s, tools.timeout_s)
         return cls(origins, environment.column, limits, environment.isolation, environment.reuse, environment.memory_mb)
 
     async def open(self, task: Task) -> Stage:
-        """An environment of the kind that the task names: an instance that nobody else uses, not yet reset."""
+        """Open a session of the kind that the task names: an exclusive instance, not yet reset."""
         name = kind_of(task, self._origins, self._column)
-        home, told, timeout_s = self._homes[name], _Told(_label(name)), self._limits.timeout_s
-        with told.of("making it", "environment.timeout_s", timeout_s):
-            actor = home.take()
+        pool, context, timeout_s = self._pools[name], _ErrorContext(_label(name)), self._limits.timeout_s
+        with context.of("creating it", "environment.timeout_s", timeout_s):
+            host = pool.take()
             try:
-                if not actor.made:
-                    await actor.make(timeout_s)
+                if not host.made:
+                    await host.make(timeout_s)
             except BaseException:
-                home.put_back(actor)
+                pool.put_back(host)
                 raise
-        home.stock(self._spare)
-        return _OpenStage(actor, told, self._limits, home, self._reuse)
+        pool.stock(self._spare)
+        return _OpenStage(host, context, self._limits, pool, self._reuse)
 
     async def close(self) -> None:
-        """End all environments, also those of episodes under way."""
-        await asyncio.gather(*(home.close() for home in self._homes.values()))
+        """End all environments, including those of running episodes."""
+        await asyncio.gather(*(pool.close() for pool in self._pools.values()))
 
 
-def _here(origin: Origin) -> Callable[[], Actor]:
+def _local_host(origin: Origin) -> Callable[[], Actor]:
     factory = origin.load()
     return lambda: LocalActor(factory, origin.setting)
 
 
-def _apart(origin: Origin, memory_mb: int | None) -> Callable[[], Actor]:
+def _process_host(origin: Origin, memory_mb: int | None) -> Callable[[], Actor]:
     source = origin.source()
     return lambda: ProcessActor(source, origin.setting, memory_mb)
 

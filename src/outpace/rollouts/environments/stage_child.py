@@ -1,14 +1,17 @@
-"""The inside of an environment's process: `python -m outpace.rollouts.environments.stage_child FD MEMORY_MB`.
+"""Entry point of an environment process: `python -m outpace.rollouts.environments.stage_child FD MEMORY_MB`.
 
-    Load(reference or code) ─▶ Done        Make ─▶ Made(tools)        Reset, Call, Reward ─▶ Returned | Refused | Raised
-                                           Leave ─▶ Done
+    LoadEnvironment(reference or code)  ─▶ Done
+    MakeInstance                        ─▶ InstanceMade(tools)
+    ResetInstance, CallTool, GetReward  ─▶ CallReturned | CallRejected | Raised
+    DropInstance                        ─▶ Done
 
-It is a servant (`outpace.runtime.servant_child`) that holds one instance at a time.
+The request loop is that of every user-code process (`outpace.runtime.user_code_child`). The process holds one instance
+at a time.
 
 Invariants
-- Plain methods run on the main thread. Asynchronous ones run there too, on an event loop that lives as long as the
-  instance; what they have started goes on between two calls, unless a plain method holds the thread.
-- What a tool returns goes up as it is if msgpack can say it, else as text.
+- Sync methods run on the main thread. Async methods run there too, on an event loop that lives as long as the instance;
+  tasks they started keep running between calls, unless a sync method blocks the thread.
+- A tool result is sent unchanged if msgpack can encode it, else as text.
 """
 
 from __future__ import annotations
@@ -28,11 +31,11 @@ from outpace.runtime.servant_child import Done, Numbered, Raised, serve
 from outpace.runtime.values import encoded, sendable, unpacked
 
 MAX_RESULT = 1 << 25
-"""Bytes of one result."""
+"""Maximum size of one result in bytes."""
 
 
 class Load(msgspec.Struct, tag="load"):
-    """Get the class: see `outpace.runtime.code.Source`."""
+    """Load the class; see `outpace.runtime.by_value.Source`."""
 
     id: int
     reference: str
@@ -45,7 +48,7 @@ class Make(msgspec.Struct, tag="make"):
 
 
 class Reset(msgspec.Struct, tag="reset"):
-    """`columns` and `by_value` are those of `outpace.runtime.values`."""
+    """`columns` and `by_value` come from `outpace.runtime.by_value`."""
 
     id: int
     columns: bytes
@@ -64,7 +67,7 @@ class Reward(msgspec.Struct, tag="reward"):
 
 
 class Leave(msgspec.Struct, tag="leave"):
-    """Let the instance go, and its event loop with what still runs there."""
+    """Drop the instance, and its event loop with everything still running on it."""
 
     id: int
 
@@ -81,7 +84,7 @@ class Returned(msgspec.Struct, tag="returned"):
 
 
 class Refused(msgspec.Struct, tag="refused"):
-    """The arguments do not fit, or what came back cannot be used."""
+    """Invalid arguments, or an unusable result."""
 
     id: int
     message: str
@@ -91,8 +94,8 @@ Order = Load | Make | Reset | Call | Reward | Leave
 Answer = Done | Made | Returned | Refused | Raised
 
 
-class Theatre:
-    """Obeys orders; holds the class, and perhaps an instance and an event loop."""
+class EnvironmentServer:
+    """Handles requests. Holds the class, and an instance and an event loop once they exist."""
 
     def __init__(self) -> None:
         self._factory: Callable[[], Any] | None = None
@@ -100,73 +103,73 @@ class Theatre:
         self._instance: Instance | None = None
         self._runner: asyncio.Runner | None = None
 
-    def obey(self, order: Order) -> Numbered:
-        if isinstance(order, Load):
-            self._setting = order.setting
-            self._factory = Source(order.reference, order.code).load(order.setting)
-            return Done(order.id)
-        if isinstance(order, Leave):
-            self._leave()
-            return Done(order.id)
-        if isinstance(order, Make):
-            return self._make(order)
-        return self._performed(order)
+    def handle(self, request: Order) -> Numbered:
+        if isinstance(request, Load):
+            self._setting = request.setting
+            self._factory = Source(request.reference, request.code).load(request.setting)
+            return Done(request.id)
+        if isinstance(request, Leave):
+            self._drop()
+            return Done(request.id)
+        if isinstance(request, Make):
+            return self._make(request)
+        return self._run_request(request)
 
     def wait(self, descriptor: int) -> None:
-        """Until there is something to read, with the event loop running if there is one."""
+        """Return once `descriptor` is readable; the event loop, if there is one, runs meanwhile."""
         if self._runner is not None:
-            self._runner.run(_readable(descriptor))
+            self._runner.run(_wait_readable(descriptor))
 
-    def _make(self, order: Make) -> Made:
-        assert self._factory is not None, "the class is loaded first"
-        self._leave()
-        self._instance = Instance(self._perform(Act(self._factory, {}, as_it_is)), self._setting)
+    def _make(self, request: Make) -> Made:
+        assert self._factory is not None, "LoadEnvironment comes first"
+        self._drop()
+        self._instance = Instance(self._run(Act(self._factory, {}, as_it_is)), self._setting)
         tools = {name: tool.schema for name, tool in self._instance.tools.items()}
-        return Made(order.id, tools, self._instance.judges)
+        return Made(request.id, tools, self._instance.judges)
 
-    def _performed(self, order: Reset | Call | Reward) -> Returned | Refused:
+    def _run_request(self, request: Reset | Call | Reward) -> Returned | Refused:
         try:
-            act = self._act(order)
+            call = self._method_call(request)
         except ToolError as error:
-            return Refused(order.id, sendable(str(error)))
-        returned = self._returned(act)
+            return Refused(request.id, sendable(str(error)))
+        returned = self._call(call)
         try:
-            value = act.understood(returned)
+            value = call.convert(returned)
         except Unusable as error:
-            return Refused(order.id, sendable(str(error)))
-        return _fit(order, value)
+            return Refused(request.id, sendable(str(error)))
+        return _reply(request, value)
 
-    def _act(self, order: Reset | Call | Reward) -> Act:
-        assert self._instance is not None, "an instance is made first"
-        if isinstance(order, Reset):
-            return self._instance.reset(unpacked(order.columns, order.by_value))
-        if isinstance(order, Call):
-            return self._instance.call(order.name, unpacked(order.arguments, order.by_value))
+    def _method_call(self, request: Reset | Call | Reward) -> Act:
+        assert self._instance is not None, "MakeInstance comes first"
+        if isinstance(request, Reset):
+            return self._instance.reset(unpacked(request.columns, request.by_value))
+        if isinstance(request, Call):
+            return self._instance.call(request.name, unpacked(request.arguments, request.by_value))
         return self._instance.reward()
 
-    def _perform(self, act: Act) -> Any:
-        return act.understood(self._returned(act))
+    def _run(self, call: Act) -> Any:
+        return call.convert(self._call(call))
 
-    def _returned(self, act: Act) -> Any:
-        returned = act.method(**act.arguments)
+    def _call(self, call: Act) -> Any:
+        returned = call.method(**call.arguments)
         if not inspect.isawaitable(returned):
             return returned
         if self._runner is None:
             self._runner = asyncio.Runner()
-        return self._runner.run(_awaited(returned))
+        return self._runner.run(_await_result(returned))
 
-    def _leave(self) -> None:
+    def _drop(self) -> None:
         self._instance = None
         runner, self._runner = self._runner, None
         if runner is not None:
             runner.close()
 
 
-async def _awaited(returned: Any) -> Any:
+async def _await_result(returned: Any) -> Any:
     return await returned
 
 
-async def _readable(descriptor: int) -> None:
+async def _wait_readable(descriptor: int) -> None:
     loop = asyncio.get_running_loop()
     readable = asyncio.Event()
     loop.add_reader(descriptor, readable.set)
@@ -176,21 +179,21 @@ async def _readable(descriptor: int) -> None:
         loop.remove_reader(descriptor)
 
 
-def _fit(order: Reset | Call | Reward, value: Any) -> Returned | Refused:
-    """The value in a form that travels."""
+def _reply(request: Reset | Call | Reward, value: Any) -> Returned | Refused:
+    """Build the reply for a value, as text if msgpack cannot encode it."""
     body = encoded(value)
     if body is None:
         value = sendable(as_text(value))
         body = value.encode()
     if len(body) > MAX_RESULT:
-        name = order.name if isinstance(order, Call) else "reset"
-        return Refused(order.id, f"{name} returned {len(body)} bytes; a result has {MAX_RESULT} at most")
-    return Returned(order.id, value)
+        name = request.name if isinstance(request, Call) else "reset"
+        return Refused(request.id, f"{name} returned {len(body)} bytes; the limit is {MAX_RESULT}")
+    return Returned(request.id, value)
 
 
 def main() -> None:
-    theatre = Theatre()
-    serve("stage", Order, theatre.obey, theatre.wait)
+    server = EnvironmentServer()
+    serve("stage", Order, server.handle, server.wait)
 
 
 if __name__ == "__main__":

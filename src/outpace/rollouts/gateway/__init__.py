@@ -1,17 +1,14 @@
-"""An OpenAI-compatible server inside a rollout worker, for agents that know nothing of outpace.
+"""Gateway: an OpenAI- and Anthropic-compatible HTTP server inside a rollout worker, for unmodified agents.
 
-    agent ── HTTP ──▶ routes: who is it, what does it want ──▶ exchange ──▶ the episode's client ──▶ engine
-          ◀─ JSON or events ── one form per protocol ◀── answer, or its text as it grows ◀── peek ──┘
+    agent ── HTTP ──▶ routes: authenticate, parse ──▶ exchange ──▶ the episode's client ──▶ engine
+          ◀─ JSON or SSE ── API format ◀── completion, or its text while it grows ◀── engine.peek ──┘
 
-| module | what it answers |
+| module | content |
 |---|---|
-| `server` | the gateway as a worker holds it: open an endpoint, close it with its episode |
-| `sessions` | who may talk to which episode |
-| `app`, `routes` | HTTP: whom to let in, what to read, how failures look |
-| `wanted` | a request and its reply, whatever the protocol |
-| `openai_form`, `openai_replies`, `anthropic_form` | the shapes of the protocols, in and out |
-| `exchange`, `reveal` | one request under way, and how much of its text can be shown already |
-| `sse` | a stream of events |
+| `server` | `Gateway`: opens and closes endpoints; HTTP routes, authentication, error responses |
+| `sessions` | which agent may use which episode; in-flight requests |
+| `protocol` | API-independent request and reply; how much of an unfinished answer can be streamed; server-sent events |
+| `openai`, `anthropic` | requests, responses and stream events of each API |
 
-`app`, `routes` and `sse` load aiohttp; a worker that opens no endpoint does not.
+aiohttp is imported only when the first endpoint is opened.
 """

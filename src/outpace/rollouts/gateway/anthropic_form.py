@@ -1,7 +1,7 @@
-"""Anthropic's protocol, translated: its blocks to messages and back. Pure.
+"""Anthropic API: convert content blocks to messages, and answers to responses and stream events. Pure functions.
 
-A user's turn may hold results of tools beside text; these are messages of their own here, and one that is an error says
-so in its text. Thinking that is sent back is dropped: what the policy thought is in its tokens.
+Tool results in a user turn become separate messages; a failed one starts with `error: `. Thinking blocks that the agent
+sends back are dropped: the policy's reasoning is already in the recorded tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from outpace.types import Message
 Json = dict[str, Any]
 
 ERROR = "error: "
-"""How the result of a call begins that went wrong, as the tools of outpace have it."""
+"""Prefix of failed tool results, as for outpace's own tools."""
 
 _STOP_REASON = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -67,9 +67,9 @@ def read_messages(body: Json) -> Wanted:
     request = checked(body, _Messages)
     choice = request.tool_choice.type if request.tool_choice else "auto"
     if choice not in ("auto", "none"):
-        raise Refused("tool_choice: only auto and none are offered", param="tool_choice")
+        raise Refused("tool_choice: only auto and none are supported", param="tool_choice")
     if request.max_tokens < 1 or not request.messages or "" in (request.stop_sequences or ()):
-        raise Refused("messages must not be empty, nor a stop sequence; max_tokens is at least 1")
+        raise Refused("messages and stop_sequences must not be empty, and max_tokens must be at least 1")
     system = [{"role": "system", "content": _text(request.system)}] if request.system else []
     return Wanted(
         messages=[*system, *(message for turn in request.messages for message in _messages(turn))],
@@ -84,7 +84,7 @@ def read_messages(body: Json) -> Wanted:
 
 def _messages(turn: _Turn) -> Iterator[Message]:
     blocks = [_Block("text", turn.content)] if isinstance(turn.content, str) else turn.content
-    _refuse_others(blocks, _BLOCKS[turn.role])
+    _check_block_types(blocks, _BLOCKS[turn.role])
     text = _text([block for block in blocks if block.type == "text"])
     if turn.role == "assistant":
         calls = [_call(block) for block in blocks if block.type == "tool_use"]
@@ -106,7 +106,7 @@ _BLOCKS = {
 def _text(blocks: str | list[_Block]) -> str:
     if isinstance(blocks, str):
         return blocks
-    _refuse_others(blocks, ("text",))
+    _check_block_types(blocks, ("text",))
     return "".join(block.text for block in blocks)
 
 
@@ -115,10 +115,10 @@ def _result(block: _Block) -> str:
     return f"{ERROR}{text}" if block.is_error and not text.startswith(ERROR) else text
 
 
-def _refuse_others(blocks: list[_Block], offered: Sequence[str]) -> None:
+def _check_block_types(blocks: list[_Block], supported: Sequence[str]) -> None:
     for block in blocks:
-        if block.type not in offered:
-            raise Refused(f"messages: blocks of type {block.type} are not offered here", param="messages")
+        if block.type not in supported:
+            raise Refused(f"messages: blocks of type {block.type} are not supported here", param="messages")
 
 
 def _call(block: _Block) -> Json:
@@ -151,10 +151,10 @@ def error_body(kind: str, message: str) -> Json:
 
 
 class MessagesStream:
-    """The events of one streamed answer: blocks of text and of calls, each opened and closed."""
+    """Stream events of one answer: text and tool-use blocks, each opened and closed."""
 
-    def __init__(self, request_id: str, model: str, wanted: Wanted) -> None:
-        self._id, self._model, self._pinned = request_id, model, wanted.pinned
+    def __init__(self, request_id: str, model: str, request: Wanted) -> None:
+        self._id, self._model, self._pinned = request_id, model, request.pinned
         self._blocks = 0
         self._in_text = False
 
@@ -171,7 +171,7 @@ class MessagesStream:
             yield self._inside({"type": "text_delta", "text": text})
 
     def closing(self, reply: Reply, rest: str) -> Iterator[Json]:
-        """The blocks of a whole answer, in their order; text that was sent already had no reasoning before it."""
+        """Yield the remaining blocks of the finished answer, in order. If text was streamed, it had no reasoning."""
         if reply.reasoning and not self._in_text:
             yield self._start({"type": "thinking", "thinking": "", "signature": ""})
             yield self._inside({"type": "thinking_delta", "thinking": reply.reasoning})

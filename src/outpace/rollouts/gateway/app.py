@@ -1,10 +1,4 @@
-"""HTTP: whom to let in, what to read, and how a failure looks.
-
-Invariants
-- Nothing is done for a request that does not name this server in `Host` and bring the secret of its session.
-- Whatever comes over the socket, the response is one of the protocol's, and no exception leaves the handler.
-- No header lets a page of another origin in.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -24,12 +18,12 @@ log = logging.getLogger(__name__)
 
 MAX_BODY = 4 * 1024 * 1024
 SESSION: web.RequestKey[Session] = web.RequestKey("session", Session)
-NOT_AGAIN = {"x-should-retry": "false"}
-"""Clients of the protocol try again by default; nothing here gets better by that."""
+NO_RETRY = {"x-should-retry": "false"}
+"""API clients retry by default; none of these errors is worth a retry."""
 
 Hosts = Callable[[], frozenset[str] | None]
 
-_KINDS = {
+_ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
@@ -40,12 +34,12 @@ _KINDS = {
 
 @web.middleware
 async def explained(request: web.Request, handler: Any) -> web.StreamResponse:
-    """Every failure in the form of the protocol."""
+    """Turn every failure into an error response in the request's API format."""
     try:
         response: web.StreamResponse = await handler(request)
     except web.HTTPException as error:
         return refusal(request, Refused(error.reason, status=error.status))
-    except Exception as error:  # the boundary: whatever went wrong, the agent gets a response
+    except Exception as error:  # boundary: the agent always gets a response
         return refusal(request, as_refused(error))
     return response
 
@@ -60,19 +54,19 @@ def as_refused(error: Exception) -> Refused:
     if isinstance(error, RequestFailed | BadInput):
         return Refused(one_line(error))
     if not isinstance(error, OutpaceError):
-        log.error("a request of an agent failed", exc_info=error)
+        log.error("an agent's request failed", exc_info=error)
     return Refused(f"{type(error).__name__}: {one_line(error)}", status=500)
 
 
 def error_in_form(request: web.Request, refused: Refused) -> dict[str, Any]:
-    kind = _KINDS.get(refused.status, "invalid_request_error" if refused.status < 500 else "api_error")
+    kind = _ERROR_TYPES.get(refused.status, "invalid_request_error" if refused.status < 500 else "api_error")
     if request.path.endswith("/messages"):
         return error_body(kind, str(refused))
     return {"error": {"message": str(refused), "type": kind, "param": refused.param, "code": refused.code}}
 
 
 def refusal(request: web.Request, refused: Refused) -> web.Response:
-    return as_json(error_in_form(request, refused), refused.status, NOT_AGAIN)
+    return as_json(error_in_form(request, refused), refused.status, NO_RETRY)
 
 
 def as_json(body: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
@@ -94,18 +88,18 @@ def guarded(sessions: Sessions, hosts: Hosts) -> Any:
     async def guard(request: web.Request, handler: Any) -> Any:
         allowed = hosts()
         if allowed is not None and request.headers.get(hdrs.HOST, "").lower() not in allowed:
-            raise Refused("this is not the server that the request names in its Host header", status=421)
+            raise Refused("the Host header does not name this server", status=421)
         session = sessions.find(request.match_info.get("session", ""))
         if session is None:
-            raise Refused("there is no such endpoint, or its episode has ended", status=404)
-        if not session.is_opened_by(_token(request)):
-            raise Refused("the key of this endpoint is missing or wrong", status=401, code="invalid_api_key")
+            raise Refused("unknown endpoint, or its episode has ended", status=404)
+        if not session.accepts_token(_bearer_token(request)):
+            raise Refused("the API key of this endpoint is missing or wrong", status=401, code="invalid_api_key")
         request[SESSION] = session
         return await handler(request)
 
     return guard
 
 
-def _token(request: web.Request) -> str:
+def _bearer_token(request: web.Request) -> str:
     kind, _, token = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
     return token.strip() if kind.lower() == "bearer" else request.headers.get("x-api-key", "")

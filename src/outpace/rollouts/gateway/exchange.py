@@ -1,10 +1,4 @@
-"""One request under way: asked of the episode's client, looked at while it grows, cancelled when nobody wants it.
-
-    begun ─▶ deltas of the text, as far as it is sure ─▶ answer
-
-The answer decides. What was shown of it is a beginning of its content, and whoever streams sends the rest. Where an
-answer turns out to be read otherwise (reasoning that nobody saw beginning), it goes on as plain text instead.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -22,108 +16,108 @@ from outpace.types import Answer, Ints
 
 log = logging.getLogger(__name__)
 
-OFTEN = 64
-"""A text is decoded anew when it has grown by one part in so many: often enough, and never in quadratic time."""
-PROMPT_END = 16
-"""Tokens at the end of a prompt in which reasoning may have been opened."""
+DECODE_FRACTION = 64
+"""Decode the text again when it has grown by 1/64 of its length: frequent enough, and not quadratic in time."""
+PROMPT_TAIL = 16
+"""Number of tokens at the end of a prompt that are searched for an opening reasoning tag."""
 
 
 class Exchange:
-    """Used as a context: whoever leaves it early gives up on the answer."""
+    """One in-flight request of an agent. Context manager: leaving it early cancels the request."""
 
-    def __init__(self, session: Session, wanted: Wanted) -> None:
+    def __init__(self, session: Session, request: Wanted) -> None:
         self._session = session
-        self._wanted = wanted
+        self._request = request
         self._sent: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._prompt: list[int] = []
-        self.shown = ""
+        self.streamed = ""
 
     async def __aenter__(self) -> Exchange:
-        self._work = self._session.start(self._ask)
+        self._task = self._session.start(self._send)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await ended(self._work)
+        await ended(self._task)
 
-    async def begun(self) -> str:
-        """The id of the request, once it is on its way; raises what kept it from getting there."""
-        either: set[asyncio.Future[Any]] = {self._work, self._sent}
+    async def request_sent(self) -> str:
+        """Wait until the request is sent and return its id; raises the failure if it could not be sent."""
+        either: set[asyncio.Future[Any]] = {self._task, self._sent}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         return self._sent.result() if self._sent.done() else (await self.answer()).request_id
 
     async def answer(self) -> Answer:
-        await asyncio.wait({self._work})
-        if self._work.cancelled():
+        await asyncio.wait({self._task})
+        if self._task.cancelled():
             raise EpisodeEnded
         try:
-            return self._work.result()
-        except PartFailed as error:  # what the agent asked in vain is for the agent to handle
-            self._session.serious = error
+            return self._task.result()
+        except PartFailed as error:  # other failures are left to the agent
+            self._session.failure = error
             raise
 
     async def deltas(self) -> AsyncIterator[str]:
-        """What is sure of the content, piece by piece, while the answer grows."""
+        """Yield new text of the content, as far as it is certain, while the answer grows."""
         tokens: list[int] = []
         read = 0
-        while new := await self._look(len(tokens)):
+        while new := await self._new_tokens(len(tokens)):
             tokens += new
-            if len(tokens) - read < read // OFTEN:
+            if len(tokens) - read < read // DECODE_FRACTION:
                 continue
             read = len(tokens)
             try:
-                text = self._sure(tokens)
-            except Exception:  # the boundary to a dialect, which may have no reading for half an answer
-                log.debug("an answer cannot be read before its end", exc_info=True)
+                text = self._certain_text(tokens)
+            except Exception:  # boundary to the chat format, which may fail to parse an unfinished answer
+                log.debug("cannot parse the unfinished answer; streaming resumes at its end", exc_info=True)
                 return
             if text is None:
                 return
-            if len(text) > len(self.shown) and text.startswith(self.shown):
-                delta, self.shown = text[len(self.shown) :], text
+            if len(text) > len(self.streamed) and text.startswith(self.streamed):
+                delta, self.streamed = text[len(self.streamed) :], text
                 yield delta
 
-    def as_begun(self, reply: Reply, text: str) -> Reply:
-        """The reply so that it begins with what was shown of it; `text` is all that the policy wrote."""
-        if reply.content.startswith(self.shown):
+    def continue_streamed(self, reply: Reply, text: str) -> Reply:
+        """Return the reply with content that starts with the text already streamed; `text` is the full text."""
+        if reply.content.startswith(self.streamed):
             return reply
-        return replace(reply, content=text if text.startswith(self.shown) else self.shown, reasoning="")
+        return replace(reply, content=text if text.startswith(self.streamed) else self.streamed, reasoning="")
 
-    def _sure(self, tokens: list[int]) -> str | None:
-        """The beginning of the content that these tokens are enough to know; None: no more of it before the end."""
-        dialect, wanted = self._session.client.dialect, self._wanted
-        stops = wanted.stops(self._session.client)
-        if wanted.prompt is not None:
+    def _certain_text(self, tokens: list[int]) -> str | None:
+        """Return the prefix of the content that these tokens determine; None to stop streaming until the end."""
+        dialect, request = self._session.client.dialect, self._request
+        stops = request.stops(self._session.client)
+        if request.prompt is not None:
             return plainly_shown(dialect.decode(tokens), stops)
-        read = dialect.parse(tokens, self._prompt, wanted.tools)
-        if read.calls or read.reasoning or opens_reasoning(dialect.decode(self._prompt[-PROMPT_END:])):
+        read = dialect.parse(tokens, self._prompt, request.tools)
+        if read.calls or read.reasoning or opens_reasoning(dialect.decode(self._prompt[-PROMPT_TAIL:])):
             return None
         return shown(read.content, stops)
 
-    async def _look(self, known: int) -> list[int]:
-        """New tokens of the request; none once it has ended. A look that fails is none: the answer will say why."""
+    async def _new_tokens(self, known: int) -> list[int]:
+        """Return new tokens of the request; empty once it has ended, or on failure, which `answer` reports."""
         if not self._sent.done():
             return []
-        look = asyncio.create_task(self._peek(known))
-        either: set[asyncio.Future[Any]] = {look, self._work}
+        peek = asyncio.create_task(self._peek(known))
+        either: set[asyncio.Future[Any]] = {peek, self._task}
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            failure = await ended(look)
-        return [] if self._work.done() or look.cancelled() or failure else look.result()
+            failure = await ended(peek)
+        return [] if self._task.done() or peek.cancelled() or failure else peek.result()
 
     async def _peek(self, known: int) -> list[int]:
         tokens: list[int] = (await self._session.client.engine.peek(self._sent.result(), known)).tolist()
         return tokens
 
-    def _ask(self) -> Coroutine[Any, Any, Answer]:
-        wanted, session = self._wanted, self._session
-        options: dict[str, Any] = {"role": session.role, **wanted.overrides(session.client.max_tokens)}
-        if wanted.stream:
-            options["listener"] = self._hear
-        if wanted.prompt is not None:
-            return session.client.complete(wanted.prompt, **options)
-        return session.client.chat(wanted.messages, tools=wanted.tools, **options)
+    def _send(self) -> Coroutine[Any, Any, Answer]:
+        request, session = self._request, self._session
+        options: dict[str, Any] = {"role": session.role, **request.overrides(session.client.max_tokens)}
+        if request.stream:
+            options["listener"] = self._on_sent
+        if request.prompt is not None:
+            return session.client.complete(request.prompt, **options)
+        return session.client.chat(request.messages, tools=request.tools, **options)
 
-    def _hear(self, request_id: str, prompt: Ints) -> None:
+    def _on_sent(self, request_id: str, prompt: Ints) -> None:
         self._prompt = prompt.tolist()
         if not self._sent.done():
             self._sent.set_result(request_id)

@@ -1,8 +1,8 @@
-"""OpenAI's protocol, one way: what a request must look like. Pure.
+"""OpenAI API: parse requests, build responses and stream events. Pure functions.
 
-Requests come from code that nobody here has written: everything that is used is checked, everything else is ignored.
-Messages and tools go to the episode's client as they came, in the plainest form they have: content is one text, and
-`developer` is called `system`.
+Requests are untrusted: every field that is used is validated, all others are ignored. Messages and tools are passed on
+unchanged, except that content becomes one text and `developer` becomes `system`. The id of a response is the id of the
+request, by which a rollout can assign the answer a reward.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from outpace.types import Message
 S = TypeVar("S", bound=msgspec.Struct)
 
 MAX_DEPTH = 64
-"""Of nested lists and objects in a request: chat templates and JSON writers are recursive."""
+"""Maximum nesting of a request: chat templates and JSON encoders are recursive."""
 MAX_SIZE = 1_000_000
-"""Characters and numbers of a request: far more than any context has room for is not even rendered."""
+"""Maximum number of characters and values in a request; longer than any context, so it is rejected unrendered."""
 
 
 class _Part(msgspec.Struct):
@@ -93,14 +93,14 @@ class _Completion(_Common, kw_only=True):
 
 def read_chat(body: dict[str, Any]) -> Wanted:
     request = checked(body, _Chat)
-    _refuse_more_than_one(request.n, "n")
+    _check_single(request.n, "n")
     if not request.messages:
         raise Refused("messages is empty", param="messages")
     if request.top_logprobs:
-        raise Refused("top_logprobs: only 0 is offered, the sampled tokens themselves", param="top_logprobs")
+        raise Refused("top_logprobs: only 0 is supported (logprobs of the sampled tokens)", param="top_logprobs")
     if request.response_format is not None and request.response_format.type != "text":
         kind = request.response_format.type
-        raise Refused(f"response_format: {kind} is not offered, only text", param="response_format")
+        raise Refused(f"response_format: {kind} is not supported, only text", param="response_format")
     allowed = _calls_allowed(request.tool_choice)
     return Wanted(
         messages=[_message(message, index) for index, message in enumerate(body["messages"])],
@@ -117,12 +117,12 @@ def read_chat(body: dict[str, Any]) -> Wanted:
 
 def read_completion(body: dict[str, Any]) -> Wanted:
     request = checked(body, _Completion)
-    _refuse_more_than_one(request.n, "n")
-    _refuse_more_than_one(request.best_of, "best_of")
+    _check_single(request.n, "n")
+    _check_single(request.best_of, "best_of")
     if request.echo or request.suffix:
-        raise Refused("echo and suffix are not offered", param="echo" if request.echo else "suffix")
+        raise Refused("echo and suffix are not supported", param="echo" if request.echo else "suffix")
     if request.logprobs is not None and not 0 <= request.logprobs <= 1:
-        raise Refused("logprobs: only those of the sampled tokens are offered: 0 or 1", param="logprobs")
+        raise Refused("logprobs: must be 0 or 1; only logprobs of the sampled tokens are supported", param="logprobs")
     return Wanted(
         prompt=_prompt(request.prompt),
         max_tokens=_limit(request.max_tokens),
@@ -135,8 +135,8 @@ def read_completion(body: dict[str, Any]) -> Wanted:
 
 
 def checked(body: dict[str, Any], shape: type[S]) -> S:
-    """The fields of a request that are used, in their types."""
-    refuse_what_is_too_much(body)
+    """Validate a request and return the fields that are used."""
+    _check_size(body)
     try:
         return msgspec.convert(body, shape)
     except msgspec.ValidationError as error:
@@ -145,21 +145,21 @@ def checked(body: dict[str, Any], shape: type[S]) -> S:
         raise Refused(f"{param}: {message}" if param else message, param=param) from None
 
 
-def refuse_what_is_too_much(body: dict[str, Any]) -> None:
+def _check_size(body: dict[str, Any]) -> None:
     level: list[Any] = [body]
     size = 0
     for _ in range(MAX_DEPTH):
-        level = [inner for outer in level for inner in _inside(outer)]
+        level = [inner for outer in level for inner in _children(outer)]
         size += sum(len(value) if isinstance(value, str) else 1 for value in level)
         if size > MAX_SIZE:
-            told = f"the request has more than {MAX_SIZE:,} characters, longer than any context here"
-            raise Refused(told, code="context_length_exceeded")
+            message = f"the request has more than {MAX_SIZE:,} characters, which exceeds any context"
+            raise Refused(message, code="context_length_exceeded")
         if not level:
             return
-    raise Refused(f"the request is nested deeper than {MAX_DEPTH}")
+    raise Refused(f"the request is nested deeper than {MAX_DEPTH} levels")
 
 
-def _inside(value: Any) -> Iterable[Any]:
+def _children(value: Any) -> Iterable[Any]:
     if isinstance(value, dict):
         return value.values()
     return value if isinstance(value, list) else ()
@@ -168,7 +168,7 @@ def _inside(value: Any) -> Iterable[Any]:
 def _message(message: Message, index: int) -> Message:
     if message["role"] == "tool" and not isinstance(message.get("tool_call_id"), str):
         param = f"messages[{index}].tool_call_id"
-        raise Refused(f"{param}: the result of a tool says which call it belongs to", param=param)
+        raise Refused(f"{param}: required; a tool result must name its call", param=param)
     role = "system" if message["role"] == "developer" else message["role"]
     return {**message, "role": role, "content": _content(message.get("content"), index)}
 
@@ -179,31 +179,31 @@ def _content(content: str | list[dict[str, Any]] | None, index: int) -> str:
     for part in content:
         if part["type"] != "text" or part.get("text") is None:
             param = f"messages[{index}].content"
-            raise Refused(f"{param}: parts of type {part['type']} are not offered, only text", param=param)
+            raise Refused(f"{param}: parts of type {part['type']} are not supported, only text", param=param)
     return "".join(part["text"] for part in content)
 
 
 def _calls_allowed(choice: str | dict[str, Any] | None) -> bool:
     if choice in (None, "auto", "none"):
         return choice != "none"
-    raise Refused("tool_choice: only auto and none are offered: nothing forces the model to call", param="tool_choice")
+    raise Refused("tool_choice: only auto and none are supported; tool calls cannot be forced", param="tool_choice")
 
 
-def _refuse_more_than_one(count: int | None, name: str) -> None:
+def _check_single(count: int | None, name: str) -> None:
     if count not in (None, 1):
-        raise Refused(f"{name}: only 1 is offered; send several requests instead", param=name)
+        raise Refused(f"{name}: only 1 is supported; send several requests instead", param=name)
 
 
 def _limit(tokens: int | None) -> int | None:
     if tokens is not None and tokens < 1:
-        raise Refused(f"max_tokens is {tokens}, and should be at least 1", param="max_tokens")
+        raise Refused(f"max_tokens: must be at least 1, got {tokens}", param="max_tokens")
     return tokens
 
 
 def _stops(stop: str | list[str] | None) -> list[str]:
     stops = [stop] if isinstance(stop, str) else stop or []
     if "" in stops:
-        raise Refused("stop: an empty text ends every answer", param="stop")
+        raise Refused("stop: must not contain an empty string", param="stop")
     return stops
 
 
@@ -215,4 +215,4 @@ def _prompt(prompt: str | list[int | str]) -> str | list[int]:
     tokens = [token for token in prompt if isinstance(token, int) and 0 <= token < 1 << 31]
     if tokens and len(tokens) == len(prompt):
         return tokens
-    raise Refused("prompt: one text or one list of token ids; send several requests instead", param="prompt")
+    raise Refused("prompt: must be one text or one list of token ids; send several requests instead", param="prompt")

@@ -1,7 +1,4 @@
-"""OpenAI's protocol, the other way: answers as responses and as the events of a stream. Pure.
-
-The id of a response is that of the request, by which a rollout can give the answer a reward.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -62,11 +59,11 @@ def models(model: str) -> Json:
 
 
 class ChatStream:
-    """The events of one streamed answer."""
+    """Stream events of one chat completion."""
 
-    def __init__(self, request_id: str, model: str, wanted: Wanted) -> None:
+    def __init__(self, request_id: str, model: str, request: Wanted) -> None:
         self._head = _head(request_id, "chat.completion.chunk", model)
-        self._wanted = wanted
+        self._request = request
 
     def opening(self) -> Iterator[Json]:
         yield self._event({"role": "assistant", "content": ""})
@@ -75,7 +72,7 @@ class ChatStream:
         yield self._event({"content": text})
 
     def closing(self, reply: Reply, rest: str) -> Iterator[Json]:
-        """What has not been sent yet of a finished answer."""
+        """Yield the parts of the finished answer that have not been sent."""
         if reply.reasoning:
             yield self._event({"reasoning_content": reply.reasoning})
         if rest:
@@ -83,20 +80,20 @@ class ChatStream:
         for index, call in enumerate(reply.calls):
             yield self._event({"tool_calls": [{"index": index, **_call(call)}]})
         yield {**self._event({}, reply.finish, _chat_logprobs(reply)), **notes(reply.pinned)}
-        if self._wanted.usage:
+        if self._request.usage:
             yield {**self._head, "choices": [], "usage": usage(reply)}
 
     def _event(self, delta: Json, finish: str | None = None, logprobs: Json | None = None) -> Json:
         choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-        return {**self._head, "choices": [choice], **({"usage": None} if self._wanted.usage else {})}
+        return {**self._head, "choices": [choice], **({"usage": None} if self._request.usage else {})}
 
 
 class CompletionStream:
-    """The same for plain completions."""
+    """Stream events of one plain completion."""
 
-    def __init__(self, request_id: str, model: str, wanted: Wanted) -> None:
+    def __init__(self, request_id: str, model: str, request: Wanted) -> None:
         self._head = _head(request_id, "text_completion", model)
-        self._wanted = wanted
+        self._request = request
 
     def opening(self) -> Iterator[Json]:
         yield from ()
@@ -106,12 +103,12 @@ class CompletionStream:
 
     def closing(self, reply: Reply, rest: str) -> Iterator[Json]:
         yield {**self._event(rest, reply.finish, _completion_logprobs(reply.logprobs)), **notes(reply.pinned)}
-        if self._wanted.usage:
+        if self._request.usage:
             yield {**self._head, "choices": [], "usage": usage(reply)}
 
     def _event(self, text: str, finish: str | None = None, logprobs: Json | None = None) -> Json:
         choice = {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": finish}
-        return {**self._head, "choices": [choice], **({"usage": None} if self._wanted.usage else {})}
+        return {**self._head, "choices": [choice], **({"usage": None} if self._request.usage else {})}
 
 
 def _head(request_id: str, kind: str, model: str) -> Json:

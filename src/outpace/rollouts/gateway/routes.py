@@ -1,4 +1,4 @@
-"""The routes: read what is wanted, ask, and give the answer back in the form of the protocol."""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from outpace.rollouts.gateway.wanted import Reply, Wanted, reply_of, written
 
 
 @dataclass(frozen=True)
-class Form:
-    """One protocol: how its requests are read, and how it gives an answer, whole or in events."""
+class ApiFormat:
+    """One API: how requests are parsed, and how an answer is returned, whole or as a stream of events."""
 
     read: Callable[[dict[str, Any]], Wanted]
     response: Callable[[Reply, str], dict[str, Any]]
@@ -45,17 +45,17 @@ class Form:
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         session = request[SESSION]
-        wanted = self.read(await read_body(request))
-        async with Exchange(session, wanted) as exchange:
-            if wanted.stream:
-                return await self._stream(request, exchange, wanted)
-            reply = reply_of(await exchange.answer(), wanted, session.client)
+        policy_request = self.read(await read_body(request))
+        async with Exchange(session, policy_request) as exchange:
+            if policy_request.stream:
+                return await self._stream(request, exchange, policy_request)
+            reply = reply_of(await exchange.answer(), policy_request, session.client)
             return as_json(self.response(reply, session.model))
 
-    async def _stream(self, request: web.Request, exchange: Exchange, wanted: Wanted) -> web.StreamResponse:
-        """Until the request is on its way a failure is a plain response; after that it is an event."""
+    async def _stream(self, request: web.Request, exchange: Exchange, policy_request: Wanted) -> web.StreamResponse:
+        """Stream the answer. Failures before the request is sent are plain responses; later ones are events."""
         session = request[SESSION]
-        events = self.stream(await exchange.begun(), session.model, wanted)
+        events = self.stream(await exchange.request_sent(), session.model, policy_request)
         writer = EventWriter(self.named_events)
         await writer.begin(request)
         try:
@@ -63,20 +63,20 @@ class Form:
             async for text in exchange.deltas():
                 await writer.write(events.delta(text))
             answer = await exchange.answer()
-            text = written(answer, wanted, session.client)
-            reply = exchange.as_begun(reply_of(answer, wanted, session.client), text)
-            await writer.write(events.closing(reply, reply.content.removeprefix(exchange.shown)))
-        except ConnectionError:  # the agent has hung up, and is owed nothing
+            text = written(answer, policy_request, session.client)
+            reply = exchange.continue_streamed(reply_of(answer, policy_request, session.client), text)
+            await writer.write(events.closing(reply, reply.content.removeprefix(exchange.streamed)))
+        except ConnectionError:  # the agent closed the connection
             return writer.response
-        except Exception as error:  # the boundary: a response that has begun can only end with an event that says so
+        except Exception as error:  # boundary: a started response can only report errors as events
             await writer.write([error_in_form(request, as_refused(error))])
         await writer.end()
         return writer.response
 
 
-CHAT = Form(read_chat, chat_response, ChatStream)
-COMPLETION = Form(read_completion, completion_response, CompletionStream)
-MESSAGES = Form(read_messages, messages_response, MessagesStream, named_events=True)
+CHAT = ApiFormat(read_chat, chat_response, ChatStream)
+COMPLETION = ApiFormat(read_completion, completion_response, CompletionStream)
+MESSAGES = ApiFormat(read_messages, messages_response, MessagesStream, named_events=True)
 
 
 async def list_models(request: web.Request) -> web.Response:

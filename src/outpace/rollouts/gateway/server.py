@@ -1,8 +1,13 @@
-"""The gateway as a worker holds it: it listens once the first endpoint is asked for.
+"""Gateway server: endpoints for agents, HTTP routes, authentication and error responses.
+
+The server starts listening when the first endpoint is opened.
 
 Invariants
-- An endpoint is good for one role of one episode, and ends with it: `close_session` cancels what still runs for it.
+- An endpoint serves one role of one episode and ends with it: `close_session` cancels its in-flight requests.
 - After `close` no task, connection or session is left.
+- A request is processed only if its `Host` header names this server and it carries the secret of its session.
+- Every response, including errors, follows the API format of the request; no exception leaves the handler.
+- No CORS headers: pages of other origins have no access.
 """
 
 from __future__ import annotations
@@ -22,16 +27,16 @@ log = logging.getLogger(__name__)
 
 WILDCARDS = ("0.0.0.0", "::", "")
 BACKLOG = 1024
-"""Connections that may wait to be accepted: all agents of a worker may start at once."""
+"""Listen backlog: all agents of a worker may connect at once."""
 IDLE_LIMIT_S = 120.0
-"""How long a connection may be idle between two requests."""
+"""Keep-alive timeout of idle connections."""
 CLOSE_LIMIT_S = 2.0
-"""How long an agent may take to read its last response."""
+"""How long agents may take to read their last response at shutdown."""
 
 
 class Gateway:
     def __init__(self, host: str, port: int, model_name: str) -> None:
-        self._host = "127.0.0.1" if host == "localhost" else host  # a name may stand for two addresses
+        self._host = "127.0.0.1" if host == "localhost" else host  # localhost may resolve to two addresses
         self._port = port
         self._model = model_name
         self._sessions = Sessions()
@@ -39,12 +44,12 @@ class Gateway:
         self._runner: web.AppRunner | None = None
 
     async def open(self, client: EpisodeClient, role: str = "policy") -> Endpoint:
-        """Where an agent finds the policy, for this episode and role."""
+        """Return the endpoint at which an agent reaches the policy, for this episode and role."""
         await self.start()
         return self._sessions.open(client, role, self._model).endpoint(self.origin)
 
     async def close_session(self, client: EpisodeClient) -> PartFailed | None:
-        """End all endpoints of an episode; what its requests met that no other attempt could do better, if anything."""
+        """Close all endpoints of an episode. Returns the component failure its requests met, if any."""
         return await self._sessions.close(client)
 
     async def close(self) -> None:
@@ -55,19 +60,19 @@ class Gateway:
 
     @property
     def origin(self) -> str:
-        """Where it is reached from this machine."""
+        """URL origin of the server, as seen from this machine."""
         host = "127.0.0.1" if self._host in WILDCARDS else self._host
-        return f"http://{_in_url(host)}:{self._port}"
+        return f"http://{_url_host(host)}:{self._port}"
 
     def hosts(self) -> frozenset[str] | None:
-        """What a request may call this server; None: it listens on all addresses, whose names it does not know."""
+        """Return the allowed `Host` headers; None if the server listens on all addresses and cannot know its names."""
         if self._host in WILDCARDS:
             return None
         names = {self._host, "localhost"} if self._host in ("127.0.0.1", "::1") else {self._host}
-        return frozenset(f"{_in_url(name)}:{self._port}".lower() for name in names)
+        return frozenset(f"{_url_host(name)}:{self._port}".lower() for name in names)
 
     async def start(self) -> None:
-        """Listen, unless it does already."""
+        """Start listening; no effect if already started."""
         async with self._starting:
             if self._runner is None:
                 self._runner = await self._listen()
@@ -79,7 +84,7 @@ class Gateway:
 
         runner = web.AppRunner(
             make_app(self._sessions, self.hosts),
-            handler_cancellation=True,  # an agent that hangs up gives up on its answer
+            handler_cancellation=True,  # a closed connection cancels its request
             access_log=None,
             logger=log,
             keepalive_timeout=IDLE_LIMIT_S,
@@ -95,5 +100,5 @@ class Gateway:
         return runner
 
 
-def _in_url(host: str) -> str:
+def _url_host(host: str) -> str:
     return f"[{host}]" if ":" in host else host

@@ -1,9 +1,13 @@
-"""Who may talk to which episode.
+"""Gateway sessions (one role of one episode behind one URL) and their in-flight requests.
+
+    Exchange: request_sent ─▶ deltas of the text, as far as it is certain ─▶ answer
 
 Invariants
-- A session is found by an unguessable id and opened by a secret of its own, which is compared in constant time.
-- A session knows every piece of work that was started for it. When it closes, all of that is cancelled and has ended,
-  and nothing here refers to the episode any more.
+- A session is found by an unguessable id and protected by its own secret, which is compared in constant time.
+- A session tracks all tasks started for it. When it closes, they are cancelled and awaited, and nothing here refers to
+  the episode any more.
+- The final answer is authoritative. Streamed text is a prefix of its content; the stream ends with the rest. If the
+  final answer parses differently (reasoning without an opening tag, for example), it continues as plain text.
 """
 
 from __future__ import annotations
@@ -24,8 +28,10 @@ Listener = Callable[[str, Ints], None]
 
 
 class EpisodeClient(Protocol):
-    """What the gateway needs of an episode's client. A `listener` hears the id and the prompt of the request when it is
-    sent; whoever cancels a call has it aborted on the engine too."""
+    """The part of an episode's client that the gateway uses.
+
+    `listener` is called with id and prompt tokens when the request is sent. Cancelling a call aborts it on the engine.
+    """
 
     @property
     def engine(self) -> Engine: ...
@@ -38,7 +44,7 @@ class EpisodeClient(Protocol):
 
     @property
     def stop_strings(self) -> Sequence[str]:
-        """Those of the run, for requests that bring none."""
+        """The run's stop strings, used for requests without their own."""
         ...
 
     async def chat(
@@ -62,7 +68,7 @@ class EpisodeClient(Protocol):
 
 
 class EpisodeEnded(Exception):
-    """The episode ended before the answer was there."""
+    """The episode ended before the answer was complete."""
 
 
 class Session:
@@ -74,12 +80,12 @@ class Session:
         self.role = role
         self.model = model
         self.secret = secrets.token_urlsafe(32)
-        self.serious: PartFailed | None = None  # what no other attempt could do better
-        self._work: set[asyncio.Task[Any]] = set()
+        self.failure: PartFailed | None = None  # a component failure: retrying the request cannot help
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
     def client(self) -> EpisodeClient:
-        """Raises `EpisodeEnded` after the end: a connection that stays open must not keep the episode alive."""
+        """The episode's client. Raises `EpisodeEnded` after `close`, so that open connections do not keep it alive."""
         if self._client is None:
             raise EpisodeEnded
         return self._client
@@ -87,27 +93,27 @@ class Session:
     def endpoint(self, origin: str) -> Endpoint:
         return Endpoint(f"{origin}/sessions/{self.id}/v1", self.secret, self.model)
 
-    def is_opened_by(self, token: str) -> bool:
+    def accepts_token(self, token: str) -> bool:
         return hmac.compare_digest(token.encode(errors="surrogateescape"), self.secret.encode())
 
     def start(self, work: Callable[[], Coroutine[Any, Any, T]]) -> asyncio.Task[T]:
-        """Work that ends with the session at the latest."""
+        """Start a task that is cancelled when the session closes."""
         if self._client is None:
             raise EpisodeEnded
         task = asyncio.create_task(work())
-        self._work.add(task)
-        task.add_done_callback(self._work.discard)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         return task
 
     async def close(self) -> None:
         self._client = None
-        await asyncio.gather(*map(ended, self._work))
+        await asyncio.gather(*map(ended, self._tasks))
 
 
 async def ended(task: asyncio.Task[Any]) -> BaseException | None:
-    """Nobody waits for it any more: cancel it and see it end. Returns what it raised, if it did.
+    """Cancel a task and wait until it is done. Returns the exception it raised, if any.
 
-    Cancelled once only: one that is cleaning up after itself is not disturbed."""
+    A task is cancelled only once, so that its clean-up is not interrupted."""
     if not task.cancelling():
         task.cancel()
     await asyncio.wait({task})
@@ -115,7 +121,7 @@ async def ended(task: asyncio.Task[Any]) -> BaseException | None:
 
 
 class Sessions:
-    """All sessions of a worker, by their id and by the episode they belong to."""
+    """All sessions of a worker, by id and by episode."""
 
     def __init__(self) -> None:
         self._by_id: dict[str, Session] = {}
@@ -125,7 +131,7 @@ class Sessions:
         return len(self._by_id)
 
     def open(self, client: EpisodeClient, role: str, model: str) -> Session:
-        """The session of that role; there is one for as long as the episode lasts."""
+        """Return the session of that role, created on first use; it lasts as long as the episode."""
         roles = self._by_client.setdefault(client, {})
         if role not in roles:
             roles[role] = Session(client, role, model)
@@ -139,9 +145,9 @@ class Sessions:
         return list(self._by_client)
 
     async def close(self, client: EpisodeClient) -> PartFailed | None:
-        """End all sessions of an episode; says what went wrong that no other attempt could do better, if anything."""
-        ended = list(self._by_client.pop(client, {}).values())
-        for session in ended:
+        """Close all sessions of an episode. Returns the component failure its requests met, if any."""
+        sessions = list(self._by_client.pop(client, {}).values())
+        for session in sessions:
             del self._by_id[session.id]
-        await asyncio.gather(*(session.close() for session in ended))
-        return next((session.serious for session in ended if session.serious is not None), None)
+        await asyncio.gather(*(session.close() for session in sessions))
+        return next((session.failure for session in sessions if session.failure is not None), None)

@@ -1,4 +1,4 @@
-"""Server-sent events: one answer, written while it grows."""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
 
 
 class Events(Protocol):
-    """How a protocol tells an answer piece by piece."""
+    """Stream events of one API for one answer."""
 
     def opening(self) -> Iterator[Json]: ...
 
@@ -26,7 +26,7 @@ class Events(Protocol):
 
 
 class EventWriter:
-    """`named`: every event says its type, and no `[DONE]` ends them."""
+    """Writes server-sent events. `named`: every event has a type line, and there is no final `[DONE]`."""
 
     def __init__(self, named: bool) -> None:
         self._named = named
@@ -36,7 +36,7 @@ class EventWriter:
         await self.response.prepare(request)
 
     async def write(self, events: Iterable[Json]) -> None:
-        if data := b"".join(map(self._framed, events)):
+        if data := b"".join(map(self._frame, events)):
             await self.response.write(data)
 
     async def end(self) -> None:
@@ -44,6 +44,6 @@ class EventWriter:
             await self.response.write(b"data: [DONE]\n\n")
         await self.response.write_eof()
 
-    def _framed(self, event: Json) -> bytes:
+    def _frame(self, event: Json) -> bytes:
         name = f"event: {event['type']}\n".encode() if self._named else b""
         return name + b"data: " + msgspec.json.encode(event) + b"\n\n"

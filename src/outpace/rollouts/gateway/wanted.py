@@ -1,7 +1,11 @@
-"""A request to the policy, whatever protocol it came in, and what a protocol gives back of the answer.
+"""API-independent requests and replies of the gateway, text that can be streamed early, and server-sent events.
 
-What would shape the distribution is pinned: a run samples by its own settings whatever an agent sends, because the
-learner computes with them. A request that sends such a field is served, and told which ones had no effect.
+Sampling settings are pinned: a run always samples with its own settings, because the learner computes with them.
+Requests with such fields are served; the response lists the fields that had no effect.
+
+Streamed text cannot be taken back. Only the prefix that stays the same under every possible parse of the finished
+answer is streamed. Held back are: everything from the first text that is or may become a tool call or reasoning, an
+incomplete character, white space that may turn out to be trailing, and text that may be the start of a stop string.
 """
 
 from __future__ import annotations
@@ -10,11 +14,13 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from outpace.rollouts.gateway.sessions import EpisodeClient
 from outpace.rollouts.policy.asking import without_stop
 from outpace.types import Answer, Message, ToolCall
+
+if TYPE_CHECKING:
+    from outpace.rollouts.gateway.sessions import EpisodeClient
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +39,7 @@ Finish = Literal["stop", "length", "tool_calls"]
 
 
 class Refused(Exception):
-    """A request that is not served; the message is for whoever wrote the agent."""
+    """A rejected request; the message is sent to the agent."""
 
     def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -44,32 +50,32 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Wanted:
-    """Messages to answer or, where there is one, a plain `prompt` to go on from."""
+    """Messages to answer, or a plain `prompt` to complete if given."""
 
     messages: Sequence[Message] = ()
     prompt: str | list[int] | None = None
     tools: Sequence[dict[str, Any]] = ()
-    calls: bool = True  # an answer may call tools
+    calls: bool = True  # tool calls are allowed
     max_tokens: int | None = None
     stop: Sequence[str] = ()
     stream: bool = False
-    usage: bool = False  # a stream ends with the number of tokens
+    usage: bool = False  # a stream ends with token counts
     logprobs: bool = False
     pinned: Sequence[str] = ()
 
     def overrides(self, limit: int) -> dict[str, Any]:
-        """What this request asks for that is not the run's; more tokens than `limit` are not to be had."""
+        """Return the request's own sampling options; `max_tokens` is capped at `limit`."""
         tokens = {} if self.max_tokens is None else {"max_tokens": min(self.max_tokens, limit)}
         return {**tokens, **({"stop_strings": list(self.stop)} if self.stop else {})}
 
     def stops(self, client: EpisodeClient) -> Sequence[str]:
-        """What ends the answer: the request's own or, where it has none, the run's."""
+        """Return the request's stop strings, or the run's if it has none."""
         return self.stop or client.stop_strings
 
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer as the agent gets it."""
+    """An answer as returned to the agent."""
 
     id: str
     content: str
@@ -78,12 +84,12 @@ class Reply:
     finish: Finish
     prompt_tokens: int
     tokens: int
-    logprobs: Sequence[tuple[str, float]]  # the text of every token, and its logprob; where asked for
+    logprobs: Sequence[tuple[str, float]]  # text and logprob of every token, if requested
     pinned: Sequence[str]
 
 
 def pinned_in(request: Mapping[str, Any]) -> list[str]:
-    """The fields of a request that have no effect; the log hears of each once."""
+    """Return the pinned fields in a request, which have no effect; each is logged once."""
     found = [name for name in PINNED if request.get(name) is not None]
     for name in found:
         tell_once(name)
@@ -91,36 +97,36 @@ def pinned_in(request: Mapping[str, Any]) -> list[str]:
 
 
 def notes(pinned: Sequence[str]) -> dict[str, Any]:
-    """What a response says beyond its protocol."""
+    """Return the extra fields of a response, beyond its API."""
     return {"outpace": {"pinned": list(pinned)}} if pinned else {}
 
 
 @cache
 def tell_once(name: str) -> None:
-    log.info("agents send %s: the run's own setting is used instead", name)
+    log.info("agents set %s, which has no effect: the run's own setting is used", name)
 
 
-def written(answer: Answer, wanted: Wanted, client: EpisodeClient) -> str:
-    """All that the policy wrote, without the string that ended it."""
-    return without_stop(answer.text, wanted.stops(client)) if answer.stop == "stop" else answer.text
+def written(answer: Answer, request: Wanted, client: EpisodeClient) -> str:
+    """Return the full text of the answer without the stop string."""
+    return without_stop(answer.text, request.stops(client)) if answer.stop == "stop" else answer.text
 
 
-def reply_of(answer: Answer, wanted: Wanted, client: EpisodeClient) -> Reply:
-    """A call that cannot be read is no call to an agent: it is in the content, as the model wrote it. So is, with all
-    the rest of the text, one that was not to be made."""
+def reply_of(answer: Answer, request: Wanted, client: EpisodeClient) -> Reply:
+    """Build the reply to an agent. Tool calls that do not parse stay in the content as the model wrote them; if calls
+    were not allowed, so does the whole text."""
     readable = [call for call in answer.calls if not call.problem]
-    calls = readable if wanted.calls and wanted.prompt is None else []
-    logprobs = zip(answer.tokens.tolist(), answer.logprobs.tolist(), strict=True) if wanted.logprobs else ()
-    plain = wanted.prompt is not None or len(readable) > len(calls)
+    calls = readable if request.calls and request.prompt is None else []
+    logprobs = zip(answer.tokens.tolist(), answer.logprobs.tolist(), strict=True) if request.logprobs else ()
+    plain = request.prompt is not None or len(readable) > len(calls)
     finish: Finish = "length" if answer.stop != "stop" else "tool_calls" if calls else "stop"
     return Reply(
         id=answer.request_id,
-        content=written(answer, wanted, client) if plain else answer.content,
+        content=written(answer, request, client) if plain else answer.content,
         reasoning="" if plain else answer.reasoning,
         calls=calls,
         finish=finish,
         prompt_tokens=answer.prompt_tokens,
         tokens=len(answer.tokens),
         logprobs=[(client.dialect.decode([token]), logprob) for token, logprob in logprobs],
-        pinned=wanted.pinned,
+        pinned=request.pinned,
     )

@@ -1,1 +1,1 @@
-"""The policy as an episode sees it: conversations in, exact tokens out."""
+"""The policy client of an episode: conversations in, exact tokens out."""

@@ -1,10 +1,4 @@
-"""Asking the policy, with every token accounted for: what all ways to talk to it have in common.
-
-    reserve an id ─▶ where does it stand? ─▶ a turn of the transcript ─▶ request ─▶ engine ─▶ answer, found by its id
-
-A request has its id, and with it its noise, from the moment in which it is asked for: how busy the worker is with other
-episodes has no say in what is sampled.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -26,19 +20,19 @@ from outpace.runtime.turnstile import Turnstile
 from outpace.types import Answer, Generation, Ints, Trajectory
 
 Listener = Callable[[str, Ints], None]
-"""Told the id and the prompt of a request as soon as it is under way."""
+"""Called with the id and the prompt of a request just before it is sent."""
 
-_turns: PerLoop[Turnstile] = PerLoop()
+_fairness: PerLoop[Turnstile] = PerLoop()
 
 
 async def in_turn() -> None:
-    """Before work that takes a while: a thousand episodes may be here at once, and the loop has other things to do."""
-    await _turns.get(Turnstile).passed()
+    """Yield to the event loop before CPU-heavy work, so that a thousand concurrent episodes do not block it."""
+    await _fairness.get(Turnstile).passed()
 
 
 @dataclass
 class Asking:
-    """One episode's."""
+    """Samples turns for one episode and records them in its transcript. Shared by all its conversations."""
 
     dialect: Dialect
     system: str | None
@@ -60,19 +54,21 @@ class Asking:
         listener: Listener | None = None,
         source: str = OBSERVATION,
     ) -> tuple[Turn, Answer]:
-        """One request: `observed` behind `parent`'s answer, or at the beginning of a trajectory. `source`: who wrote
-        what was observed."""
+        """Send one request and record its turn.
+
+        The prompt is `observed` appended to `parent`'s answer, or `observed` alone if `parent` is None. `source` names
+        the origin of the observed tokens."""
         turn, prompt = self.transcript.begin(request.id, role, parent, observed, source)
         if listener is not None:
             listener(request.id, prompt)
         turn.generation = await self.requests.send(request, prompt)
-        self.transcript.turns.append(turn)  # at once: whoever gives up from here on has still sampled these tokens
+        self.transcript.turns.append(turn)  # before the next await: the tokens count even if this is cancelled
         await in_turn()
         self.newest = self._answer(turn, turn.generation, prompt, tools, request.sampling.stop_strings)
         return turn, self.newest
 
     def branch(self, turn: Turn | None, after: Sequence[int], role: str) -> Trajectory:
-        """The sequence up to `turn`, and what was observed after it."""
+        """Return the sequence up to `turn`, followed by the tokens observed `after` it."""
         if turn is not None:
             return self.transcript.branch(turn, after)
         built = TrajectoryBuilder()
@@ -95,20 +91,20 @@ class Asking:
             calls=tuple(calls),
             stop=generation.stop,
             prompt_tokens=len(prompt),
-            tokens=_sealed(generation.tokens),
-            logprobs=_sealed(generation.logprobs),
-            versions=_sealed(generation.versions),
+            tokens=_read_only(generation.tokens),
+            logprobs=_read_only(generation.logprobs),
+            versions=_read_only(generation.versions),
         )
 
 
 def without_stop(content: str, stops: Sequence[str]) -> str:
-    """As OpenAI's protocol has it: the string that ended an answer is not part of what it says."""
+    """Remove the stop string that ended the answer from its content, as the OpenAI protocol requires."""
     ends = [stop for stop in stops if content.endswith(stop)]
     return content.removesuffix(max(ends, key=len)) if ends else content
 
 
-def _sealed(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """A view that cannot be written through."""
+def _read_only(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return a read-only view."""
     view = array.view()
     view.flags.writeable = False
     return view

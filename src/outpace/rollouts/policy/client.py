@@ -1,12 +1,17 @@
-"""The policy as a rollout sees it: say something, get an answer, with every token accounted for.
+"""Policy client: samples from the policy for one episode and keeps the exact tokens of every request.
 
-    sample    one growing chat
-    chat      a whole history, which goes on from what was said before
-    complete  plain text
-    endpoint  all of these for somebody who speaks OpenAI's protocol
+    sample    one growing conversation
+    chat      a full message history, continued from earlier answers where possible
+    complete  plain text or token ids
+    endpoint  the same over HTTP, for clients of the OpenAI or Anthropic protocol
 
-Invariant: no token is trained under a prefix it was not sampled from. A request sends exactly the ids of the turns
-before it and keeps exactly what came back (`outpace.rollouts.policy.transcript`).
+    reserve id and seed ─▶ find the parent turn ─▶ new turn in the transcript ─▶ engine ─▶ answer
+
+Invariants
+- No token is trained under a prefix it was not sampled from. A request sends exactly the token ids of the turns before
+  it and stores exactly what the engine returned (`outpace.rollout.transcript`).
+- A request gets its id and its sampling seed when it is made, before any await. Scheduling of other episodes does not
+  change what is sampled.
 """
 
 from __future__ import annotations
@@ -30,22 +35,22 @@ from outpace.rollouts.turns import EpisodeTurns
 from outpace.types import Answer, Endpoint, GroupOrder, Message, StopReason, Trajectory, Version
 
 POLICY = "policy"
-"""The role of whoever does not say otherwise."""
+"""Default role."""
 
-LONG = 65_536
-"""Texts of so many characters are rendered on a thread: tokenising them takes longer than the loop can wait."""
+THREAD_RENDER_CHARS = 65_536
+"""Text of at least this many characters is rendered on a thread: tokenizing it would block the event loop."""
 
 Openings = dict[Digest, list[int]]
-"""Beginnings of conversations that are rendered already."""
+"""Token ids of rendered conversation starts, by exact digest."""
 
 
 class Doors(Protocol):
-    """Where an episode gets URLs of its own."""
+    """Opens HTTP endpoints for episodes; implemented by the gateway."""
 
     async def open(self, client: PolicyClient, role: str) -> Endpoint: ...
 
     async def close_session(self, client: PolicyClient) -> PartFailed | BadInput | None:
-        """End them all; says what went wrong behind them that no other attempt could do better, if anything did."""
+        """Close all endpoints of the client. Returns the error that must end the run, if one occurred behind them."""
         ...
 
     async def close(self) -> None: ...
@@ -65,14 +70,14 @@ class PolicyClient:
         doors: Doors | None = None,
         turns: EpisodeTurns | None = None,
     ) -> None:
-        """`openings` is shared by the episodes of a group. `turns`: what is recorded of this one."""
+        """`openings` is shared by the episodes of a group. `turns` are the recorded answers of this episode."""
         self.engine = engine
         self.dialect = dialect
         self.max_tokens = settings.max_tokens
         self.stop_strings = settings.stop_strings
         self.min_version: Version = order.min_version
         self.environment: object | None = None
-        self._doors = doors
+        self._endpoints = doors
         self._asking = Asking(
             dialect,
             settings.system,
@@ -81,7 +86,7 @@ class PolicyClient:
         )
         self._main = Thread(self._asking, POLICY)
 
-    # ------------------------------------------------------------------------------------------------ to be asked
+    # --------------------------------------------------------------------------------------------------- sampling
 
     async def sample(
         self, prompt: str | list[Message] | None = None, *, tools: Sequence[Schema] = (), **overrides: Any
@@ -92,7 +97,7 @@ class PolicyClient:
         self._main.observe(text)
 
     def thread(self, role: str = POLICY) -> Thread:
-        """Another growing chat of this episode, for a sub-agent or another role."""
+        """Start another conversation in this episode, for a sub-agent or another role."""
         return Thread(self._asking, role)
 
     async def chat(
@@ -105,9 +110,9 @@ class PolicyClient:
         **overrides: Any,
     ) -> Answer:
         if not messages:
-            raise RequestFailed("a history has at least one message")
+            raise RequestFailed("chat: messages is empty; pass at least one message")
         request = self._asking.reserve(overrides)
-        position = await self._place(role, tools, as_messages(list(messages), self._asking.system))
+        position = await self._locate(role, tools, as_messages(list(messages), self._asking.system))
         turn, answer = await self._asking.ask(
             request, position.parent, position.observed, role, tools, listener, position.source
         )
@@ -121,43 +126,43 @@ class PolicyClient:
         await in_turn()
         if isinstance(prompt, str):
             encode = self.dialect.encode
-            prompt = await asyncio.to_thread(encode, prompt) if len(prompt) >= LONG else encode(prompt)
+            prompt = await asyncio.to_thread(encode, prompt) if len(prompt) >= THREAD_RENDER_CHARS else encode(prompt)
         ids = [int(token) for token in prompt]
         parent, length = self._asking.transcript.longest_prefix(ids, role)
         return (await self._asking.ask(request, parent, ids[length:], role, (), listener))[1]
 
     async def endpoint(self, role: str = POLICY) -> Endpoint:
         self._asking.requests.refuse_after_the_end()
-        if self._doors is None:
-            raise RequestFailed("this client has no gateway to offer an endpoint on")
-        return await self._doors.open(self, role)
+        if self._endpoints is None:
+            raise RequestFailed("endpoint: this client has no gateway")
+        return await self._endpoints.open(self, role)
 
     @property
     def stop(self) -> StopReason:
-        """Why the newest answer ended."""
+        """Stop reason of the newest answer."""
         return "stop" if self.newest is None else self.newest.stop
 
-    # ---------------------------------------------------------------------------------------------------- to be judged
+    # ---------------------------------------------------------------------------------------------------- rewards
 
     def reward(self, value: float, *, request: str | Answer | None = None, role: str | None = None) -> None:
         if role is not None and request is None:
-            self._asking.transcript.role_rewards[role] = _finite(value)
+            self._asking.transcript.role_rewards[role] = _finite_reward(value)
         elif request is not None and role is None:
-            self._asking.transcript.give(self._answered(request), _finite(value))
+            self._asking.transcript.give(self._answered_id(request), _finite_reward(value))
         else:
-            raise ValueError("reward takes a request or a role: whose reward is it?")
+            raise ValueError("reward: pass either request or role")
 
     def turn_reward(self, value: float, request: str | Answer) -> None:
-        self._asking.transcript.turn_rewards[self._answered(request)] = _finite(value)
+        self._asking.transcript.turn_rewards[self._answered_id(request)] = _finite_reward(value)
 
     def trajectory(self) -> Trajectory:
-        """The chat of `sample` so far."""
+        """Return the conversation of `sample` so far."""
         return self._main.trajectory()
 
     def trajectories(self) -> list[Trajectory]:
         return self._asking.transcript.trajectories()
 
-    # ---------------------------------------------------------------------------------------- for the rest of the room
+    # --------------------------------------------------------------------------------------------------- accounting
 
     @property
     def newest(self) -> Answer | None:
@@ -165,7 +170,7 @@ class PolicyClient:
 
     @property
     def requests(self) -> list[str]:
-        """The ids of all requests, in the order in which they were made."""
+        """Ids of all requests, in the order they were made."""
         return self._asking.requests.ids
 
     @property
@@ -174,22 +179,22 @@ class PolicyClient:
 
     @property
     def sampled(self) -> int:
-        """Tokens of all answers."""
+        """Number of tokens in all answers."""
         return sum(turn.length for turn in self._asking.transcript.turns)
 
     @property
     def abandoned(self) -> int:
-        """Tokens of answers that were given up."""
+        """Number of tokens in abandoned answers."""
         return self._asking.requests.abandoned
 
     @property
     def breaks(self) -> int:
-        """How often a conversation could not be continued exactly, and a new trajectory began."""
+        """How often a conversation could not be continued exactly, so that a new trajectory began."""
         return self._asking.conversations.breaks
 
     @property
     def silent_roles(self) -> list[str]:
-        """Roles that were given a reward and have never spoken."""
+        """Roles that have a reward but no answers."""
         transcript = self._asking.transcript
         return sorted(transcript.role_rewards.keys() - {turn.role for turn in transcript.turns})
 
@@ -197,27 +202,28 @@ class PolicyClient:
         return self.dialect.decode(tokens)
 
     async def abandon(self) -> PartFailed | BadInput | None:
-        """The episode is over: close its URLs, free the engine of what it still has running there, and count what that
-        had sampled. What came of the URLs that concerns the whole run, if anything, is for the caller to raise."""
-        serious = None if self._doors is None else await self._doors.close_session(self)
-        await self._asking.requests.abandon()
-        return serious
+        """End the episode: close its endpoints, abort its in-flight requests and count their tokens.
 
-    async def _place(self, role: str, tools: Sequence[Schema], history: list[Message]) -> Position:
+        Returns the error that must end the run, if one occurred behind the endpoints. The caller must raise it."""
+        fatal = None if self._endpoints is None else await self._endpoints.close_session(self)
+        await self._asking.requests.abandon()
+        return fatal
+
+    async def _locate(self, role: str, tools: Sequence[Schema], history: list[Message]) -> Position:
         await in_turn()
         place = self._asking.conversations.place
-        if sum(len(text_of(message.get("content"))) for message in history) < LONG:
+        if sum(len(text_of(message.get("content"))) for message in history) < THREAD_RENDER_CHARS:
             return place(role, tools, history)
         return await asyncio.to_thread(place, role, tools, history)
 
-    def _answered(self, request: str | Answer) -> str:
+    def _answered_id(self, request: str | Answer) -> str:
         request_id = request.request_id if isinstance(request, Answer) else request
         if not any(turn.request_id == request_id for turn in self._asking.transcript.turns):
-            raise ValueError(f"request {request_id!r} is none that was answered in this episode")
+            raise ValueError(f"request {request_id!r} has no answer in this episode")
         return request_id
 
 
-def _finite(value: float) -> float:
+def _finite_reward(value: float) -> float:
     if not isinstance(value, Real) or not math.isfinite(value):
-        raise ValueError(f"a reward is a finite number, not {one_line(repr(value), 60)}")
+        raise ValueError(f"a reward must be a finite number, not {one_line(repr(value), 60)}")
     return float(value)

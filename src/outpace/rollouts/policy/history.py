@@ -1,11 +1,4 @@
-"""Recognising a conversation that somebody sends again, longer.
-
-An agent that speaks OpenAI's protocol sends the whole history with every request. Whether that history goes on from an
-answer of ours is decided by a chain of digests, one per message: equal digests, equal conversations.
-
-Two messages count as equal when they say the same: ids of calls, empty fields, white space around an answer, the order
-of keys in arguments and reasoning that was not sent back make no difference. The tokens stay those of the original.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -20,17 +13,17 @@ Digest = bytes
 
 
 def digests(role: str, tools: Sequence[dict[str, Any]], messages: Sequence[Message]) -> list[Digest]:
-    """For each message the digest of everything up to it."""
+    """Return, for each message, the digest of the conversation up to and including it."""
     return list(_chain(_digest(b"", [role, list(tools)]), messages))
 
 
 def followed_by(digest: Digest, message: Message) -> Digest:
-    """The digest of a conversation that goes on with `message`."""
+    """Return the digest of a conversation extended by `message`."""
     return _digest(digest, said(message))
 
 
 def said(message: Message) -> list[Any]:
-    """What a message says, in a form that compares."""
+    """Return the content of a message in a form that can be compared."""
     calls = [_call(call) for call in message.get("tool_calls") or ()]
     content = text_of(message.get("content"))
     role = message.get("role")
@@ -38,7 +31,7 @@ def said(message: Message) -> list[Any]:
 
 
 def marks_of(messages: Sequence[Message]) -> tuple[Digest, ...]:
-    """For each answer in there what tells it from others that say the same: ids of calls, and reasoning."""
+    """Return, for each answer, a digest of its call ids and reasoning. It tells answers of equal content apart."""
     return tuple(
         _digest(b"", [[call.get("id") for call in message.get("tool_calls") or ()], message.get("reasoning_content")])
         for message in messages
@@ -47,12 +40,12 @@ def marks_of(messages: Sequence[Message]) -> tuple[Digest, ...]:
 
 
 def exact_digest(tools: Sequence[dict[str, Any]], messages: Sequence[Message]) -> Digest:
-    """Equal only for conversations that are equal in everything, and so are rendered alike."""
+    """Return a digest that is equal only for identical conversations, which are rendered identically."""
     return _digest(b"exact", [list(tools), list(messages)])
 
 
 def text_of(content: Any) -> str:
-    """The content of a message as text: as it is, or its parts one after the other."""
+    """Return the content of a message as text, with its parts concatenated."""
     if content is None:
         return ""
     if isinstance(content, str):

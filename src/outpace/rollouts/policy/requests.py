@@ -1,4 +1,8 @@
-"""The requests of one episode: their ids, their sampling, and what becomes of those that nobody waits for any more."""
+"""Requests of one episode: reserve ids and seeds, send to the engine, and abandon what is still in flight at the end.
+
+Invariant: the tokens of an abandoned request are counted even if its caller is cancelled, provided that the engine
+answers within `ABORT_GRACE_S`.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +21,14 @@ from outpace.types import Generation, GroupOrder, Ints, Sampling
 log = logging.getLogger(__name__)
 
 ABORT_GRACE_S = 2.0
-"""How long an engine may take to hear of an abort and to hand out what the request had so far."""
+"""How long to wait for an engine to abort requests and return what they have sampled."""
 
-SHAPES_THE_DISTRIBUTION = ("temperature", "top_p", "top_k")
+DISTRIBUTION_SETTINGS = ("temperature", "top_p", "top_k")
 
 
 @dataclass(frozen=True)
 class ClientSettings:
-    """What every request of this worker has in common."""
+    """Sampling settings shared by all requests of a worker."""
 
     max_tokens: int
     temperature: float
@@ -37,7 +41,7 @@ class ClientSettings:
 
 @dataclass(frozen=True)
 class Request:
-    """A request that has its id, and with it its noise, but is not sent yet."""
+    """A request with its id and sampling seed, not sent yet."""
 
     id: str
     number: int
@@ -58,18 +62,19 @@ class Requests:
         self._order = order
         self._episode = episode
         self._turns = turns
-        self._open: dict[str, asyncio.Future[Generation]] = {}  # whose answer nobody has taken yet
-        self._leaving: set[asyncio.Task[None]] = set()
-        self._over = False
+        self._open: dict[str, asyncio.Future[Generation]] = {}  # answers not yet returned to a caller
+        self._aborting: set[asyncio.Task[None]] = set()
+        self._ended = False
         self.ids: list[str] = []
-        self.abandoned = 0  # tokens of answers that were given up
+        self.abandoned = 0  # tokens in abandoned answers
 
     def reserve(self, stop_ids: Sequence[int], overrides: dict[str, Any]) -> Request:
-        """Sampled as the config says but for `overrides`; in training those that shape the distribution stay."""
+        """Assign the next id and seed. `overrides` replace sampling settings; in training, temperature, top_p and top_k
+        must stay as configured."""
         settings, number = self._settings, len(self.ids)
         draw = self._order.group if self._order.draw is None else self._order.draw
         if not self._order.heldout:
-            _refuse_another_distribution(settings, overrides)
+            _check_distribution(settings, overrides)
         fields: dict[str, Any] = {
             "max_tokens": settings.max_tokens,
             "seed": request_seed(settings.seed, draw, self._episode, number),
@@ -80,90 +85,89 @@ class Requests:
             "stop_strings": list(settings.stop_strings),
         }
         sampling = Sampling(**(fields | overrides))
-        of_evaluation = f"eval-{self._order.min_version}." if self._order.heldout else ""
-        self.ids.append(f"{of_evaluation}{self._order.group}.{self._episode}.{number}")
+        prefix = f"eval-{self._order.min_version}." if self._order.heldout else ""
+        self.ids.append(f"{prefix}{self._order.group}.{self._episode}.{number}")
         return Request(self.ids[-1], number, sampling)
 
     async def send(self, request: Request, prompt: Ints) -> Generation:
-        """The answer that an earlier attempt at this episode got, or the engine's."""
+        """Return the recorded answer of an earlier attempt at this episode, or sample one from the engine."""
         self.refuse_after_the_end()
         if self._turns is None:
-            return await self._ask(request, prompt)
+            return await self._generate(request, prompt)
         answer = self._turns.recall(request.number, prompt, request.sampling)
         if answer is None:
-            answer = await self._ask(request, prompt)
+            answer = await self._generate(request, prompt)
             self._turns.record(request.number, prompt, request.sampling, answer)
         return answer
 
-    async def _ask(self, request: Request, prompt: Ints) -> Generation:
+    async def _generate(self, request: Request, prompt: Ints) -> Generation:
         order = self._order
-        asked = self._engine.generate(request.id, prompt, request.sampling, order.min_version, order.pinned)
-        answer = asyncio.ensure_future(asked)
+        generating = self._engine.generate(request.id, prompt, request.sampling, order.min_version, order.pinned)
+        answer = asyncio.ensure_future(generating)
         self._open[request.id] = answer
         try:
-            # Shielded: who gives up on an answer stops waiting, but what was sampled of it is still to be counted.
+            # Shielded: after a cancellation the request is aborted below, and its tokens are still counted.
             generation = await asyncio.shield(answer)
         except asyncio.CancelledError:
             if self._open.pop(request.id, None) is not None:
-                await self._leave({request.id: answer})
+                await self._abort({request.id: answer})
             raise
         except BaseException:
             self._open.pop(request.id, None)
             raise
         if self._open.pop(request.id, None) is None:
-            raise RequestFailed("the episode has ended without this answer")
+            raise RequestFailed("the episode ended before this request was answered")
         return generation
 
     async def abandon(self) -> None:
-        """Free the engine of whatever this episode still has running there, and count what that had sampled. No further
-        request is sent."""
-        self._over = True
-        given_up, self._open = self._open, {}
-        await self._leave(given_up)
-        if self._leaving:
-            await asyncio.wait(self._leaving)
+        """Abort all in-flight requests of the episode and count their tokens. Later requests are refused."""
+        self._ended = True
+        abandoned_requests, self._open = self._open, {}
+        await self._abort(abandoned_requests)
+        if self._aborting:
+            await asyncio.wait(self._aborting)
 
     def refuse_after_the_end(self) -> None:
-        if self._over:
-            raise RequestFailed("the episode is over: nobody would train on this")
+        if self._ended:
+            raise RequestFailed("the episode is over; it accepts no more requests")
 
-    async def _leave(self, given_up: dict[str, asyncio.Future[Generation]]) -> None:
-        """In a task of its own: whoever is cancelled once more meanwhile must not keep tokens from being counted."""
-        if given_up:
-            leaving = asyncio.create_task(self._give_up(given_up))
-            self._leaving.add(leaving)
-            leaving.add_done_callback(self._leaving.discard)
-            await asyncio.shield(leaving)
+    async def _abort(self, abandoned_requests: dict[str, asyncio.Future[Generation]]) -> None:
+        """Abort requests in a separate task, so that a second cancellation cannot prevent counting their tokens."""
+        if abandoned_requests:
+            aborting = asyncio.create_task(self._abort_and_count(abandoned_requests))
+            self._aborting.add(aborting)
+            aborting.add_done_callback(self._aborting.discard)
+            await asyncio.shield(aborting)
 
-    async def _give_up(self, given_up: dict[str, asyncio.Future[Generation]]) -> None:
-        """Within a bound and without a failure: this is how an episode that is over leaves, and whether the engine can
-        still be talked to is no concern of it."""
-        running = sorted(request_id for request_id, answer in given_up.items() if not answer.done())
+    async def _abort_and_count(self, abandoned_requests: dict[str, asyncio.Future[Generation]]) -> None:
+        """Abort the requests and count their tokens. Bounded in time, and never raises an engine error: the episode is
+        already over."""
+        running = sorted(request_id for request_id, answer in abandoned_requests.items() if not answer.done())
         try:
             if running:
                 async with asyncio.timeout(ABORT_GRACE_S):
                     await self._engine.abort(running)
-                    await asyncio.wait(given_up.values())
-        except (TimeoutError, OutpaceError) as error:  # it hangs, is down, or has failed with all that it had
-            log.info("what %s had sampled is not known: %s", ", ".join(running), error or "no answer in time")
+                    await asyncio.wait(abandoned_requests.values())
+        except (TimeoutError, OutpaceError) as error:  # the engine hangs, is down or has failed
+            log.info("cannot count the tokens of requests %s: %s", ", ".join(running), error or "no answer in time")
         finally:
-            self.abandoned += sum(map(_tokens_of, given_up.values()))
-            for answer in given_up.values():
+            self.abandoned += sum(map(_tokens_of, abandoned_requests.values()))
+            for answer in abandoned_requests.values():
                 answer.cancel()
 
 
-def _refuse_another_distribution(settings: ClientSettings, overrides: dict[str, Any]) -> None:
-    for name in SHAPES_THE_DISTRIBUTION:
+def _check_distribution(settings: ClientSettings, overrides: dict[str, Any]) -> None:
+    for name in DISTRIBUTION_SETTINGS:
         trained = getattr(settings, name)
         if overrides.get(name, trained) != trained:
             raise RequestFailed(
-                f"{name} = {overrides[name]} is not the learner's rollout.{name} = {trained}: "
-                "in training every answer is sampled as the config says"
+                f"{name} = {overrides[name]} differs from rollout.{name} = {trained}; "
+                "in training, requests cannot change it"
             )
 
 
 def _tokens_of(answer: asyncio.Future[Generation]) -> int:
-    """How many tokens an answer that nobody waits for brought, if it came at all."""
+    """Return the number of tokens of an abandoned answer, or 0 if it never arrived."""
     if not answer.done() or answer.cancelled() or answer.exception() is not None:
         return 0
     return len(answer.result().tokens)

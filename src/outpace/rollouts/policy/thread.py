@@ -1,4 +1,4 @@
-"""One growing chat with the policy: what is said next is appended, and only that is rendered."""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -17,91 +17,92 @@ from outpace.types import Answer, Message, StopReason, Trajectory
 
 
 @dataclass(frozen=True)
-class _Stand:
-    """Where a chat stands: behind `turn`, with `pending` observed since. `plain`: text without a template is in it."""
+class _ConversationState:
+    """State of a conversation: `turn` is its last answer, `pending` the tokens observed since. `plain` means that it
+    contains text outside the chat template."""
 
     turn: Turn | None = None
     pending: tuple[int, ...] = ()
     messages: tuple[Message, ...] = ()
     tools: Sequence[Schema] = ()
     plain: bool = False
-    source: str = OBSERVATION  # who wrote what is pending
+    source: str = OBSERVATION  # origin of the pending tokens
 
 
 class Thread:
-    """One sequence takes one request at a time; several threads of an episode run side by side.
+    """One growing chat with the policy.
 
-    A request that comes to nothing leaves the chat as it was before: it can be made again."""
+    A conversation allows one request at a time; several conversations of an episode can run concurrently. A failed
+    request leaves the conversation unchanged, so it can be repeated."""
 
-    def __init__(self, asking: Asking, role: str) -> None:
-        self._asking = asking
+    def __init__(self, sampler: Asking, role: str) -> None:
+        self._asking = sampler
         self.role = role
-        self._stand = _Stand()
+        self._state = _ConversationState()
         self._sampling = False
         self.newest: Answer | None = None
 
     @property
     def stop(self) -> StopReason:
-        """Why the newest answer ended."""
+        """Stop reason of the newest answer."""
         return "stop" if self.newest is None else self.newest.stop
 
     async def sample(
         self, prompt: str | list[Message] | None = None, *, tools: Sequence[Schema] = (), **overrides: Any
     ) -> str:
-        """Let the policy answer, to `prompt` or, without one, right after the sequence as it stands.
+        """Sample an answer to `prompt`, or continue the sequence as it is if there is no prompt.
 
-        A first prompt opens the sequence and may show `tools`; a later one goes on with the chat, by the model's
-        template. `overrides` are fields of `Sampling`; in training, those that shape the distribution stay as they are.
-        """
+        The first prompt starts the sequence and may pass `tools`; later prompts are appended with the chat template.
+        `overrides` are fields of `Sampling`; in training, temperature, top_p and top_k cannot be changed."""
         self._refuse_while_sampling()
         request = self._asking.reserve(overrides)
         self._sampling = True
         try:
             await in_turn()
-            stand = self._stand if prompt is None else self._heard(prompt, tools)
+            state = self._state if prompt is None else self._with_prompt(prompt, tools)
             turn, answer = await self._asking.ask(
-                request, stand.turn, stand.pending, self.role, stand.tools, source=stand.source
+                request, state.turn, state.pending, self.role, state.tools, source=state.source
             )
         finally:
             self._sampling = False
-        messages = (*stand.messages, answer.message)
-        self._stand = replace(stand, turn=turn, pending=(), messages=messages, source=OBSERVATION)
+        messages = (*state.messages, answer.message)
+        self._state = replace(state, turn=turn, pending=(), messages=messages, source=OBSERVATION)
         self.newest = answer
         return answer.text
 
     def observe(self, text: str) -> None:
-        """Append text that the policy did not write, as it is."""
+        """Append text verbatim that the policy did not sample."""
         self._refuse_while_sampling()
-        pending = (*self._stand.pending, *self._asking.dialect.encode(text))
-        self._stand = replace(self._stand, pending=pending, plain=True)
+        pending = (*self._state.pending, *self._asking.dialect.encode(text))
+        self._state = replace(self._state, pending=pending, plain=True)
 
     def trajectory(self) -> Trajectory:
-        """The sequence so far."""
-        return self._asking.branch(self._stand.turn, self._stand.pending, self.role)
+        """Return the sequence so far."""
+        return self._asking.branch(self._state.turn, self._state.pending, self.role)
 
-    def _heard(self, prompt: str | list[Message], tools: Sequence[Schema]) -> _Stand:
-        stand = self._stand
-        if stand.turn is None and not stand.pending:
+    def _with_prompt(self, prompt: str | list[Message], tools: Sequence[Schema]) -> _ConversationState:
+        state = self._state
+        if state.turn is None and not state.pending:
             messages = as_messages(prompt, self._asking.system)
             opening = self._asking.conversations.opening(messages, tools)
-            return _Stand(None, tuple(opening), tuple(messages), tools, source=PROMPT)
-        if stand.turn is not None and stand.messages and not tools:
-            return self._gone_on(stand, stand.turn, as_messages(prompt))
-        raise RequestFailed("a prompt opens a sequence or follows an answer, and only the first one brings tools")
+            return _ConversationState(None, tuple(opening), tuple(messages), tools, source=PROMPT)
+        if state.turn is not None and state.messages and not tools:
+            return self._continued(state, state.turn, as_messages(prompt))
+        raise RequestFailed("a prompt must start a conversation or follow an answer; only the first may pass tools")
 
-    def _gone_on(self, stand: _Stand, turn: Turn, new: list[Message]) -> _Stand:
-        *before, answered = stand.messages
-        heard = [stand_in_for(message) for message in before]
-        found = extension(self._asking.dialect, turn, stand.pending, heard, answered, new, stand.tools)
-        messages = (*stand.messages, *new)
+    def _continued(self, state: _ConversationState, turn: Turn, new: list[Message]) -> _ConversationState:
+        *before, answered = state.messages
+        context = [stand_in_for(message) for message in before]
+        found = extension(self._asking.dialect, turn, state.pending, context, answered, new, state.tools)
+        messages = (*state.messages, *new)
         if found is not None:
-            pending = (*stand.pending, *found.ids)
-            return replace(stand, pending=pending, messages=messages, source=roles_of(new))
-        if stand.plain:
-            raise RequestFailed("this chat cannot be continued exactly, nor be rendered anew: plain text is in it")
-        opening = self._asking.conversations.reopening(messages, stand.tools)
-        return replace(stand, turn=None, pending=tuple(opening), messages=messages, source=PROMPT)
+            pending = (*state.pending, *found.ids)
+            return replace(state, pending=pending, messages=messages, source=roles_of(new))
+        if state.plain:
+            raise RequestFailed("the conversation cannot be continued exactly, nor rendered again after observe()")
+        opening = self._asking.conversations.reopening(messages, state.tools)
+        return replace(state, turn=None, pending=tuple(opening), messages=messages, source=PROMPT)
 
     def _refuse_while_sampling(self) -> None:
         if self._sampling:
-            raise RequestFailed("the policy is still answering: one sequence takes one request at a time")
+            raise RequestFailed("a request is still running; a conversation allows one request at a time")

@@ -1,4 +1,4 @@
-"""A trajectory grows by appending: sampled ids are kept verbatim with their logprobs and versions."""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -13,27 +13,29 @@ from outpace.errors import one_line
 from outpace.types import OBSERVED, Generation, Ints, Trajectory, Version
 
 OBSERVATION = "observation"
-"""The source of text that is no chat message."""
+"""Source of text that is not a chat message."""
 
 
 class TrajectoryBuilder:
+    """Builds a trajectory by appending. Sampled ids are kept verbatim, with their logprobs and versions."""
+
     def __init__(self) -> None:
         self._tokens: list[int] = []
         self._mask: list[bool] = []
         self._logprobs: list[float] = []
         self._versions: list[int] = []
-        self._sources: list[list[str]] = []  # of each run of observed tokens
+        self._sources: list[list[str]] = []  # sources of each run of observed tokens
 
     def __len__(self) -> int:
         return len(self._tokens)
 
     @property
     def last(self) -> int | None:
-        """The newest token, if there is one."""
+        """The last token, or None."""
         return self._tokens[-1] if self._tokens else None
 
     def observe(self, tokens: Sequence[int], source: str = OBSERVATION) -> None:
-        """Append tokens that the policy did not sample; `source` says for people where they are from."""
+        """Append tokens that the policy did not sample. `source` names their origin for display."""
         if tokens and (not self._mask or self._mask[-1]):
             self._sources.append([])
         if tokens and source not in self._sources[-1]:
@@ -44,7 +46,7 @@ class TrajectoryBuilder:
         self._versions += [OBSERVED] * len(tokens)
 
     def sampled(self, generation: Generation) -> None:
-        """Append what an engine sampled after exactly the tokens so far."""
+        """Append tokens sampled after exactly the tokens so far."""
         self._tokens += generation.tokens.tolist()
         self._mask += [True] * len(generation.tokens)
         self._logprobs += generation.logprobs.tolist()
@@ -69,28 +71,28 @@ class TrajectoryBuilder:
 
 
 def problem(trajectory: Trajectory, min_version: Version = 0) -> str | None:
-    """What makes a trajectory unfit to train on, if anything does: a rollout may have built it by hand.
+    """Return why a trajectory cannot be trained on, or None. A rollout may have built it by hand.
 
-    Tokens of a version before `min_version` would be staler than the bound on the lag allows."""
+    Tokens sampled before `min_version` would exceed the staleness bound."""
     columns = (trajectory.tokens, trajectory.mask, trajectory.logprobs, trajectory.versions)
     if not all(isinstance(column, np.ndarray) and column.ndim == 1 for column in columns):
-        return "its columns are not one-dimensional arrays"
+        return "its columns must be one-dimensional arrays"
     if len({len(column) for column in columns}) != 1:
         return f"its columns differ in length: {', '.join(str(len(column)) for column in columns)}"
     if trajectory.mask.dtype != np.bool_:
-        return f"its mask is of {trajectory.mask.dtype}, not of bool"
+        return f"its mask has dtype {trajectory.mask.dtype}, not bool"
     if not np.isfinite(trajectory.logprobs[trajectory.mask]).all():
         return "a sampled token has no finite logprob"
     if (trajectory.versions[trajectory.mask] < 0).any():
         return "a sampled token has no version"
     if (trajectory.versions[trajectory.mask] < min_version).any():
         oldest = int(trajectory.versions[trajectory.mask].min())
-        return f"a sampled token is of version {oldest}, and this group takes none before {min_version}"
-    return _problem_of_rewards(trajectory)
+        return f"a sampled token has version {oldest}, older than the min_version {min_version} of its group"
+    return _reward_problem(trajectory)
 
 
-def _problem_of_rewards(trajectory: Trajectory) -> str | None:
-    """The rewards that a trajectory may bring along would poison every one they are compared with."""
+def _reward_problem(trajectory: Trajectory) -> str | None:
+    """Return why the rewards are invalid, or None. A bad reward would corrupt the advantages of the whole group."""
     reward, turn_rewards = trajectory.reward, trajectory.turn_rewards
     if reward is not None and not (isinstance(reward, Real) and math.isfinite(reward)):
         return f"its reward is {one_line(repr(reward), 60)}, not a finite number"

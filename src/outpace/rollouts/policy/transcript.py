@@ -1,12 +1,12 @@
-"""Every token of one episode: a tree of turns, each an answer under the exact ids it was sampled from.
+"""Transcript: every token of one episode, as a tree of turns with the exact ids each answer was sampled from.
 
-    opening ─▶ answer ─▶ observed ─▶ answer          one trajectory
-                   └───▶ observed ─▶ answer          another one: the first answer is context here, trained on above
+    prompt ─▶ answer ─▶ observed ─▶ answer          first trajectory
+                  └───▶ observed ─▶ answer          second trajectory: the shared answer is context, trained only above
 
 Invariants
-- A turn is asked under the ids of its parent's prompt, its parent's answer verbatim, and what was observed since.
-- In the trajectories every sampled token is trainable exactly once, under the prefix it was sampled from. That is not
-  only so by construction: it is checked against what was really sent, and a difference ends the run.
+- The prompt of a turn is its parent's prompt, its parent's answer verbatim, and the tokens observed since.
+- Across the trajectories, every sampled token is trainable exactly once, under the prefix it was sampled from. This is
+  checked against the checksum of the prompt that was sent, and a mismatch ends the run.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from outpace.types import Generation, Ints, Trajectory
 
 @dataclass(eq=False, slots=True)
 class Turn:
-    """One request and, once it is there, its answer."""
+    """One request and its answer, once it has arrived."""
 
     request_id: str
     role: str
     parent: Turn | None
     observed: Ints
-    source: str = OBSERVATION  # who wrote what was observed
+    source: str = OBSERVATION  # origin of the observed tokens
     prompt_length: int = 0
     prompt_check: int = 0
     generation: Generation | None = None
 
     @property
     def length(self) -> int:
-        """Of the answer, in tokens."""
+        """Number of tokens in the answer."""
         return 0 if self.generation is None else len(self.generation.tokens)
 
     def lineage(self) -> list[Turn]:
-        """From the opening to this one."""
+        """Return the turns from the first one to this one."""
         found: list[Turn] = []
         turn: Turn | None = self
         while turn is not None:
@@ -50,7 +50,7 @@ class Turn:
         return found[::-1]
 
     def prompt(self) -> Ints:
-        """The ids that this turn is asked under."""
+        """Return the prompt ids of this turn."""
         parts: list[Ints] = []
         for turn in self.lineage():
             parts.append(turn.observed)
@@ -69,27 +69,29 @@ class Turn:
 
 @dataclass
 class Transcript:
-    turns: list[Turn] = field(default_factory=list)  # answered ones
-    rewards: dict[str, float] = field(default_factory=dict)  # of the trajectory that a request lies in
+    """All answered turns of an episode, and the rewards the rollout set for them."""
+
+    turns: list[Turn] = field(default_factory=list)  # answered turns only
+    rewards: dict[str, float] = field(default_factory=dict)  # trajectory rewards, by a request in the trajectory
     role_rewards: dict[str, float] = field(default_factory=dict)
     turn_rewards: dict[str, float] = field(default_factory=dict)
 
     def begin(
         self, request_id: str, role: str, parent: Turn | None, observed: Sequence[int], source: str = OBSERVATION
     ) -> tuple[Turn, Ints]:
-        """A new turn, and the ids to send for it."""
+        """Return a new turn and the prompt ids to send for it."""
         turn = Turn(request_id, role, parent, np.array(observed, dtype=np.int32), source)
         prompt = turn.prompt()
         turn.prompt_length, turn.prompt_check = len(prompt), crc32(prompt.tobytes())
         return turn, prompt
 
     def give(self, request_id: str, value: float) -> None:
-        """A reward for the trajectory that this request lies in; of several, the one given last counts."""
+        """Set the reward of the trajectory that contains this request. The last one set wins."""
         self.rewards.pop(request_id, None)
         self.rewards[request_id] = value
 
     def longest_prefix(self, ids: Sequence[int], role: str) -> tuple[Turn | None, int]:
-        """The answered turn of that role that most of `ids` begins with, and how many of them that is."""
+        """Return the turn of that role with the longest prompt and answer that `ids` begin with, and that length."""
         wanted = np.array(ids, dtype=np.int32)
         best: tuple[Turn | None, int] = (None, 0)
         for turn in self.turns:
@@ -100,14 +102,14 @@ class Transcript:
         return best
 
     def trajectories(self) -> list[Trajectory]:
-        """All that was sampled, one trajectory per branch, in the order in which the branches were finished."""
+        """Return one trajectory per branch, in the order the branches were finished."""
         parents = {id(turn.parent) for turn in self.turns if turn.parent is not None}
         leaves = [turn for turn in self.turns if id(turn) not in parents]
         claimed: set[int] = set()
         return [self._trajectory(leaf, claimed) for leaf in leaves]
 
     def branch(self, leaf: Turn, after: Sequence[int]) -> Trajectory:
-        """The sequence up to this turn and what was observed after it, whatever else branched off."""
+        """Return the sequence up to this turn and the tokens observed `after` it, ignoring other branches."""
         return self._trajectory(leaf, set(), after)
 
     def _trajectory(self, leaf: Turn, claimed: set[int], after: Sequence[int] = ()) -> Trajectory:
@@ -123,25 +125,25 @@ class Transcript:
                 own.append(turn)
                 built.sampled(turn.generation)
         built.observe(after)
-        trajectory = built.build(leaf.role, self._reward(leaf.role, own), self._of_turns(own))
+        trajectory = built.build(leaf.role, self._reward(leaf.role, own), self._turn_rewards(own))
         _assert_prefixes(trajectory, own)
         return trajectory
 
     def _reward(self, role: str, own: list[Turn]) -> float | None:
-        """The one that was given last for one of these turns, or the role's."""
+        """Return the last reward set for one of these turns, or else the reward of the role."""
         requests = {turn.request_id for turn in own}
         given = [value for request_id, value in self.rewards.items() if request_id in requests]
         return given[-1] if given else self.role_rewards.get(role)
 
-    def _of_turns(self, own: list[Turn]) -> list[float]:
-        """One reward per unbroken run of sampled tokens, or none at all."""
+    def _turn_rewards(self, own: list[Turn]) -> list[float]:
+        """Return one reward per contiguous run of sampled tokens, or an empty list if no turn has a reward."""
         if not any(turn.request_id in self.turn_rewards for turn in own):
             return []
         return [sum(self.turn_rewards.get(turn.request_id, 0.0) for turn in run) for run in _runs(own)]
 
 
 def _runs(own: list[Turn]) -> Iterator[list[Turn]]:
-    """Turns with nothing observed between their tokens are one run; a turn without a token is none."""
+    """Group turns into contiguous runs of sampled tokens. Turns without tokens are skipped."""
     run: list[Turn] = []
     for turn in own:
         assert turn.generation is not None
@@ -155,7 +157,7 @@ def _runs(own: list[Turn]) -> Iterator[list[Turn]]:
 
 
 def _assert_prefixes(trajectory: Trajectory, own: list[Turn]) -> None:
-    """Every turn that is trained on here stands behind exactly the ids that were sent for it."""
+    """Check that every turn trained on here follows exactly the prompt that was sent for it."""
     check, done = 0, 0
     for turn in own:
         check = crc32(trajectory.tokens[done : turn.prompt_length].tobytes(), check)

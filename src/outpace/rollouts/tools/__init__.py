@@ -1,1 +1,1 @@
-"""What a model may call, and what it hears of it."""
+"""Tools: functions, MCP servers and environments that the model can call."""

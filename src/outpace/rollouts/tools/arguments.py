@@ -1,8 +1,4 @@
-"""What a model gives a tool: JSON text from outside, read and bounded before it goes anywhere.
-
-A tool may live in another process or behind a connection that all episodes share. So nothing goes there that cannot be
-sent: text that no encoding knows, or nesting that exhausts somebody's stack.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -13,11 +9,14 @@ from outpace.errors import one_line
 from outpace.rollouts.tools.functions import ToolError
 
 MAX_DEPTH = 100
-"""Objects and lists inside one another; readers of JSON give up somewhat later."""
+"""Maximum nesting of objects and lists. JSON parsers fail at somewhat deeper nesting."""
 
 
 def read_arguments(tool: str, text: str) -> dict[str, Any]:
-    """The arguments of a call by name; raises `ToolError` with what is wrong with them. No text is no arguments."""
+    """Parse the JSON arguments of a call; empty text means no arguments. Raises `ToolError`.
+
+    A tool may run in another process or behind a shared connection, so text that cannot be encoded and nesting that is
+    too deep are rejected here."""
     try:
         arguments = json.loads(text) if text.strip() else {}
     except (ValueError, RecursionError) as error:
@@ -28,8 +27,8 @@ def read_arguments(tool: str, text: str) -> dict[str, Any]:
         raise ToolError(f"the arguments of {tool} are nested deeper than {MAX_DEPTH} levels")
     try:
         json.dumps(arguments, ensure_ascii=False).encode()
-    except UnicodeEncodeError:  # half a surrogate pair, which JSON can write and UTF-8 cannot
-        raise ToolError(f"the arguments of {tool} hold half a character, such as \\ud800 alone") from None
+    except UnicodeEncodeError:  # lone surrogate: valid in JSON, but not in UTF-8
+        raise ToolError(f"the arguments of {tool} contain a lone surrogate such as \\ud800") from None
     return arguments
 
 

@@ -1,8 +1,14 @@
-"""Tools: typed, documented Python functions and methods, as a model is shown them and as it calls them.
+"""Function tools: typed, documented Python functions and methods that the model can call.
 
-A tool's description is its docstring up to `Args:` or another such section; what stands under `Args:` describes its
-parameters. What a model asks for is data from outside: arguments are checked against the type hints, and whatever goes
-wrong with a call is a `ToolError`, an answer to the model, never an error of the episode.
+    function ─▶ schema for the model
+    JSON arguments ─▶ parsed, bounded, checked against the type hints ─▶ call ─▶ result as bounded text
+
+The description of a tool is its docstring up to `Args:` or another section; the entries under `Args:` describe its
+parameters.
+
+Arguments and results are untrusted. Everything that goes wrong with a call is a `ToolError`, which is returned to the
+model and never fails the episode. A result may be any object, and converting it to text may run user code; the text is
+always bounded, encodable and free of binary data.
 """
 
 from __future__ import annotations
@@ -34,16 +40,16 @@ log = logging.getLogger(__name__)
 
 
 class ToolError(Exception):
-    """Something the model should hear about a call that it made."""
+    """An error of a tool call, returned to the model."""
 
 
 _raised: set[str] = set()
-"""Names of tools that have raised in this process."""
+"""Names of tools that have already raised in this process."""
 
 
 @dataclass(frozen=True)
 class Tool:
-    """One function: what the model is shown of it, and what it takes. That of a method is not bound to an instance."""
+    """A function with its schema and parameter types. A method is not bound to an instance."""
 
     name: str
     schema: Schema
@@ -52,43 +58,42 @@ class Tool:
     required: frozenset[str]
 
     async def call(self, arguments: dict[str, Any], bound: Callable[..., Any] | None = None) -> Any:
-        """What the function returns, or `bound` where it is the method of an instance; plain ones run on a thread.
+        """Call the function, or `bound` for a method, and return the result. Non-async functions run on a thread.
 
-        Raises `ToolError` for arguments that do not fit and for whatever the function raises."""
+        Raises `ToolError` for invalid arguments and for any exception of the function."""
         checked = self.checked(arguments)
         try:
             return await threads.call(bound or self.function, **checked)
-        # The boundary to the user's code, which may raise anything at all: the model may learn from it.
+        # User code may raise anything; the error is returned to the model.
         except BaseException as error:
             if is_ours(error):
                 raise
-            # Once for people, who may have a bug to mend; the rest is for the model.
+            # Warn once per tool: it may be a bug in the tool.
             level = logging.DEBUG if self.name in _raised else logging.WARNING
-            log.log(level, "the tool %s raised", self.name, exc_info=True)
+            log.log(level, "tool %s raised", self.name, exc_info=True)
             _raised.add(self.name)
             raise ToolError(f"{self.name} raised {told(error)}") from error
 
     def checked(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """The arguments in the types that the function declares, or `ToolError`."""
+        """Convert the arguments to the declared types. Raises `ToolError`."""
         missing, unknown = self.required - arguments.keys(), arguments.keys() - self.parameters.keys()
         if missing:
             raise ToolError(f"{self.name} needs {', '.join(sorted(missing))}")
         if unknown:
             raise ToolError(f"{self.name} does not take {one_line(', '.join(sorted(unknown)), 100)}")
-        return {name: self._value(name, value) for name, value in arguments.items()}
+        return {name: self._checked_value(name, value) for name, value in arguments.items()}
 
-    def _value(self, name: str, value: Any) -> Any:
+    def _checked_value(self, name: str, value: Any) -> Any:
         try:
             return self.parameters[name].validate_python(value)
         except ValidationError as error:
             raise ToolError(f"{self.name}: {name}: {one_line(error.errors()[0]['msg'])}") from None
-        except Exception as error:  # a boundary: types may bring validators of their own
+        except Exception as error:  # types may have custom validators, which may raise anything
             raise ToolError(f"{self.name}: {name}: {told(error)}") from error
 
 
 def tools_of(environment: type, setting: str = "rollout.environment") -> dict[str, Tool]:
-    """The tools of an environment class, which `setting` names, by name. Raises `BadInput` for a method that cannot be
-    one."""
+    """Return the tools of an environment class by name. Raises `BadInput` for an unsuitable method."""
     methods = inspect.getmembers(environment, inspect.isroutine)
     return {
         name: _method_tool(method, name, f"{setting}: {environment.__name__}.{name}")
@@ -98,12 +103,12 @@ def tools_of(environment: type, setting: str = "rollout.environment") -> dict[st
 
 
 def load_tools(given: Iterable[str | Callable[..., Any]], setting: str = "tools.functions") -> list[Tool]:
-    """Functions, or references to such, as tools. Raises `BadInput` for one that cannot be a tool."""
-    tools = [_function_tool(one, setting) for one in given]
+    """Load functions, or references to functions, as tools. Raises `BadInput` for an unsuitable function."""
+    tools = [_function_tool(function, setting) for function in given]
     names = [tool.name for tool in tools]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise BadInput(f"{setting}: two functions are called {twice[0]}, and a model calls tools by name; rename one")
+    duplicates = sorted({name for name in names if names.count(name) > 1})
+    if duplicates:
+        raise BadInput(f"{setting}: two functions are named {duplicates[0]}; rename one")
     return tools
 
 
@@ -112,15 +117,15 @@ def _function_tool(given: str | Callable[..., Any], setting: str) -> Tool:
     name = getattr(function, "__name__", "")
     where = f"{setting}: {given if isinstance(given, str) else name or one_line(repr(given), 60)}"
     if not inspect.isroutine(function) or not name.isidentifier():
-        raise BadInput(f"{where} should be a function with a name, which is that of the tool")
+        raise BadInput(f"{where} must be a named function; its name becomes the tool name")
     if not inspect.getdoc(function):
-        raise BadInput(f"{where} needs a docstring, which tells the model what it does")
+        raise BadInput(f"{where} needs a docstring; it is the tool description for the model")
     return _tool(function, name, where)
 
 
 def _method_tool(method: Callable[..., Any], name: str, where: str) -> Tool:
     if not inspect.getdoc(method):
-        raise BadInput(f"{where} is public, so it is a tool, and a tool needs a docstring")
+        raise BadInput(f"{where} is public and therefore a tool, which needs a docstring; add one")
     return _tool(method, name, where)
 
 
@@ -129,15 +134,15 @@ def _method_tool(method: Callable[..., Any], name: str, where: str) -> Tool:
 
 def _tool(function: Callable[..., Any], name: str, where: str) -> Tool:
     document = inspect.getdoc(function) or ""
-    described = _parameters_told(document)
+    descriptions = _parameter_descriptions(document)
     parameters = _parameters(function, where)
     adapters = {parameter.name: _adapter(parameter, where) for parameter in parameters}
     properties = {
-        key: {**adapter.json_schema(), **({"description": described[key]} if key in described else {})}
+        key: {**adapter.json_schema(), **({"description": descriptions[key]} if key in descriptions else {})}
         for key, adapter in adapters.items()
     }
     required = [parameter.name for parameter in parameters if parameter.default is inspect.Parameter.empty]
-    shown = {
+    function_schema = {
         "name": name,
         "description": _SECTION.split(document)[0].strip(),
         "parameters": {
@@ -146,16 +151,16 @@ def _tool(function: Callable[..., Any], name: str, where: str) -> Tool:
             **({"required": required} if required else {}),
         },
     }
-    return Tool(name, {"type": "function", "function": shown}, function, adapters, frozenset(required))
+    return Tool(name, {"type": "function", "function": function_schema}, function, adapters, frozenset(required))
 
 
 def _parameters(function: Callable[..., Any], where: str) -> list[inspect.Parameter]:
-    """The parameters with their hints resolved, without `self`."""
+    """Return the parameters without `self`, with resolved type hints."""
     try:
         hints = typing.get_type_hints(function, include_extras=True)
         signature = inspect.signature(function)
-    except Exception as error:  # a boundary: resolving a hint evaluates what the user wrote
-        raise BadInput(f"{where}: a type hint cannot be resolved: {told(error)}") from None
+    except Exception as error:  # resolving a hint evaluates user code
+        raise BadInput(f"{where}: cannot resolve a type hint: {told(error)}") from None
     found = [
         parameter.replace(annotation=hints.get(parameter.name, inspect.Parameter.empty))
         for parameter in signature.parameters.values()
@@ -163,7 +168,7 @@ def _parameters(function: Callable[..., Any], where: str) -> list[inspect.Parame
     ]
     for parameter in found:
         if parameter.kind not in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY):
-            raise BadInput(f"{where}: a model names its arguments; {parameter} has no name for it")
+            raise BadInput(f"{where}: {parameter} cannot be passed by name, and a model passes all arguments by name")
         if parameter.annotation is inspect.Parameter.empty:
             raise BadInput(f"{where}: {parameter.name} needs a type hint")
     return found
@@ -174,12 +179,12 @@ def _adapter(parameter: inspect.Parameter, where: str) -> TypeAdapter[Any]:
         adapter: TypeAdapter[Any] = TypeAdapter(parameter.annotation)
         adapter.json_schema()
     except (PydanticSchemaGenerationError, PydanticUserError):
-        raise BadInput(f"{where}: {parameter.name} cannot be written as JSON") from None
+        raise BadInput(f"{where}: the type of {parameter.name} has no JSON schema") from None
     return adapter
 
 
-def _parameters_told(document: str) -> dict[str, str]:
-    """The descriptions under `Args:`, by parameter."""
+def _parameter_descriptions(document: str) -> dict[str, str]:
+    """Return the parameter descriptions under `Args:`."""
     section = _ARGUMENTS_SECTION.search(document)
     if section is None:
         return {}

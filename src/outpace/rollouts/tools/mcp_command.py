@@ -1,11 +1,4 @@
-"""The command of an MCP server: started, watched, and ended together with all that it has started.
-
-    stdio_client ─▶ process, which carries a mark of its own ─▶ streams for the client
-                        │ ends ─▶ the connection is told       └ left ─▶ asked to end by the package, then its family is
-
-The package itself looks at the pipe only, which a child that outlives the server may hold open for ever, and ends only
-those that have stayed in the process group.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -25,13 +18,13 @@ from outpace.runtime.output import Output
 
 log = logging.getLogger(__name__)
 
-_endings: set[asyncio.Task[None]] = set()  # a task that nobody refers to may be collected before it is done
+_endings: set[asyncio.Task[None]] = set()  # keeps references: asyncio may garbage-collect an unreferenced task
 
 
 @dataclass
 class Watch:
-    """Who wants to know of a command: `on_end` is called once if it ends by itself, `last_line` is what it printed last
-    on its standard error, once it is over."""
+    """Observer of a server command. `on_end` is called once if the command exits by itself.
+    Afterwards `last_line` holds its last line on stderr."""
 
     on_end: Callable[[], None]
     last_line: str = ""
@@ -39,12 +32,15 @@ class Watch:
 
 @asynccontextmanager
 async def running(words: Sequence[str], watch: Watch) -> AsyncIterator[Any]:
-    """The streams of a server that `words` start."""
+    """Start a server command and yield its streams. On exit, end it with its whole process tree.
+
+    The `mcp` package only watches the pipe, which a surviving child may hold open forever, and only ends processes
+    that stay in the process group. So the environment of the command carries a mark that identifies its processes."""
     from mcp import StdioServerParameters
     from mcp.client.stdio import stdio_client
 
     mark = secrets.token_hex(16)
-    # The whole environment: a server may need keys from it.
+    # Pass the whole environment: a server may need API keys.
     parameters = StdioServerParameters(command=words[0], args=list(words[1:]), env={**os.environ, MARK: mark})
     looking: asyncio.Task[int | None] | None = None
     reading, writing = os.pipe()
@@ -67,8 +63,8 @@ async def running(words: Sequence[str], watch: Watch) -> AsyncIterator[Any]:
 
 @contextmanager
 def _watched(pid: int | None, on_end: Callable[[], None]) -> Iterator[None]:
-    """A process that cannot be watched, as it has dropped its mark, is noticed by its pipe alone."""
-    watch = None if pid is None else _descriptor_of(pid)
+    """Call `on_end` when the process exits. Without a pid (the process dropped its mark), only the pipe shows it."""
+    watch = None if pid is None else _pidfd(pid)
     if watch is None:
         yield
         return
@@ -86,8 +82,8 @@ def _watched(pid: int | None, on_end: Callable[[], None]) -> Iterator[None]:
         os.close(watch)
 
 
-def _descriptor_of(pid: int) -> int | None:
-    """One that can be read once the process has ended; where the system has no such thing, or no such process, none."""
+def _pidfd(pid: int) -> int | None:
+    """Return a pidfd, which becomes readable when the process exits, or None if that is not possible."""
     try:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):
@@ -95,14 +91,14 @@ def _descriptor_of(pid: int) -> int | None:
 
 
 async def _end(looking: asyncio.Task[int | None], mark: str) -> None:
-    # The server itself may have ended before it was found; what it has started carries the mark as well.
+    # The server may have exited before it was found; its children carry the mark as well.
     leader = await looking or await asyncio.to_thread(_oldest_with, mark)
     if leader is not None and not await family_ended(leader, mark):
-        log.warning("an MCP server left processes of group %d that cannot be ended", leader)
+        log.warning("cannot end all processes of an MCP server (process group %d)", leader)
 
 
 def _oldest_with(mark: str) -> int | None:
-    """The process that was started with the mark, or else the first that has inherited it."""
+    """Return the oldest process with the mark: the server, or the first child that inherited it."""
     found = [(_started_at(process), process.pid) for process in carriers(mark)]
     return min(found)[1] if found else None
 

@@ -1,4 +1,4 @@
-"""What an MCP server answers, as text for the model: text parts as they are, everything else described."""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
 
 
 def text_of(result: CallToolResult) -> str:
-    """The parts, one below the other; raises `ToolError` with them where the tool says that it failed."""
+    """Return the text of a result, one part per line. Raises `ToolError` if the server marks it as an error."""
     parts = [_part(block) for block in result.content]
     if not parts and result.structured_content is not None:
         parts = [json.dumps(result.structured_content, ensure_ascii=False)]
     text = "\n".join(parts)
     if result.is_error:
-        raise ToolError(text or "the tool failed and says no more")
+        raise ToolError(text or "the tool failed without a message")
     return text
 
 
 def _part(block: ContentBlock) -> str:
-    """One part of a result: text as it is, anything else described."""
+    """Return one part of a result: text verbatim, anything else as a description."""
     if block.type == "text":
         return block.text
     if block.type == "image" or block.type == "audio":

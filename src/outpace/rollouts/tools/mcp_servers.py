@@ -1,15 +1,16 @@
-"""Tools of MCP servers, by the official `mcp` package: commands that speak on their standard streams, and URLs.
+"""MCP tools: servers reached by URL, or started as commands that use stdin and stdout, through the `mcp` package.
 
-    episode ──▶ McpServer.call ──▶ the connection of this worker, shared by all episodes ──▶ server
-                     │ gone?                     ▲ a task of its own enters it, keeps it open and leaves it
-                     └── the next call opens another
+    episode ──▶ McpServer.call ──▶ one connection per worker, shared by all episodes ──▶ server
+                     │ lost?                     ▲ opened, held and closed by one owner task
+                     └── the next call reconnects
 
 Invariants
-- A connection is entered and left in one task, as the package demands; calls come from any task, and run side by side.
-- A server that cannot be had at the start is `BadInput`, within a bounded time. One that goes away later is an error of
-  the call, which the model hears of, and is looked for again at the next one.
-- The tools are those of the start: the policy is shown the same ones in every episode.
-- A started command gets the environment of the worker. It and all that it has started have ended when `close` returns.
+- A connection is opened and closed in the same task, as the package requires. Calls come from any task and run
+  concurrently.
+- A server that cannot be reached at startup raises `BadInput` within a bounded time. A server lost later fails the
+  call, the error is returned to the model, and the next call reconnects.
+- The tool list is read once at startup, so the policy sees the same tools in every episode.
+- A command gets the environment of the worker. It and all processes it started have ended when `close` returns.
 """
 
 from __future__ import annotations
@@ -33,26 +34,26 @@ if TYPE_CHECKING:
     from mcp import Client
 
 CONNECT_S = 20.0
-"""How long a server may take to start, to greet and to list its tools."""
+"""Timeout for a server to start, initialize and list its tools."""
 
 CLOSE_S = 10.0
-"""How long a server may take to end; the package itself asks, then terminates, then kills, within less."""
+"""Timeout for a server to end. The package needs less to close, terminate and kill it."""
 
-GONE = (-32000, -32600)
-"""Codes of errors after which another connection is needed: this one is closed, or its session forgotten. Servers use
-the first for reasons of their own as well."""
+RECONNECT_CODES = (-32000, -32600)
+"""Error codes that require a new connection: connection closed, or session unknown. Servers also use the first one for
+other errors."""
 
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
 
-class _Gone(Exception):
-    """The server cannot be reached, or went away."""
+class _ConnectionLost(Exception):
+    """The server cannot be reached, or the connection was lost."""
 
 
 async def open_servers(addresses: Sequence[str], limit_s: float = CONNECT_S) -> list[McpServer]:
-    """Connections to all servers, or `BadInput` in one line and none of them. Without addresses nothing is loaded."""
+    """Connect to all servers. If one fails, close the others and raise `BadInput`. Imports `mcp` only if needed."""
     if not addresses:
         return []
     await asyncio.to_thread(_load_package, addresses)
@@ -71,13 +72,13 @@ async def close_servers(servers: Sequence[McpServer]) -> None:
 
 
 class McpServer:
-    """One server: a `ToolSource` whose tools are known once it is open."""
+    """One MCP server: a `ToolSource` whose tools are known after `open`."""
 
     def __init__(self, address: str) -> None:
-        """`address` is a URL, or a command line. Must be made where an event loop runs."""
+        """`address` is a URL or a command line. Needs a running event loop."""
         self._address = address
         self._connection = _Connection(address)
-        self._connections = {self._connection}  # those that have not ended
+        self._connections = {self._connection}  # connections that have not ended
         self._closed = False
         self.tools: dict[str, Schema] = {}
 
@@ -86,102 +87,103 @@ class McpServer:
         return Offer(f"tools.mcp: {self._address}", self)
 
     async def open(self, limit_s: float = CONNECT_S) -> None:
-        """Wait for the server and its list of tools."""
+        """Wait for the server and its tool list."""
         try:
             _, self.tools = await self._connection.ready(limit_s)
-        except _Gone as error:
-            raise BadInput(f"tools.mcp: {self._address} cannot be reached: {error}") from error
+        except _ConnectionLost as error:
+            raise BadInput(f"tools.mcp: cannot connect to {self._address}: {error}") from error
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        connection = self._living()
+        connection = self._open_connection()
         try:
             client, _ = await connection.ready(CONNECT_S)
             result = await connection.run(client.call_tool(name, arguments))
-        except _Gone as error:
+        except _ConnectionLost as error:
             connection.end()
-            raise ToolError(f"{name}: its server cannot be reached: {error}") from error
-        except Exception as error:  # a boundary: what a server says, or how it breaks the protocol
-            if getattr(error, "code", None) in GONE:
+            raise ToolError(f"{name}: cannot connect to its server: {error}") from error
+        except Exception as error:  # errors returned by the server, or protocol violations
+            if getattr(error, "code", None) in RECONNECT_CODES:
                 connection.retire()
             raise ToolError(f"{name}: {told(error)}") from error
         return text_of(result)
 
     async def close(self) -> None:
-        """End all connections, and with them the processes that were started for them."""
+        """Close all connections and end the processes started for them."""
         self._closed = True
         for connection in self._connections:
             connection.end()
         await asyncio.gather(*(connection.ended() for connection in self._connections))
 
-    def _living(self) -> _Connection:
+    def _open_connection(self) -> _Connection:
         if self._closed:
-            raise ToolError(f"{self._address} has been closed")
+            raise ToolError(f"the connection to {self._address} is closed")
         if self._connection.over:
-            log.warning("the MCP server %s went away; connecting again", self._address)
-            self._connections = {one for one in self._connections if not one.left}
+            log.warning("lost the connection to MCP server %s; reconnecting", self._address)
+            self._connections = {one for one in self._connections if not one.is_done}
             self._connection = _Connection(self._address)
             self._connections.add(self._connection)
         return self._connection
 
 
 class _Connection:
-    """One session with a server, in a task that owns it."""
+    """One session with a server, owned by one task."""
 
     def __init__(self, address: str) -> None:
-        self._wanted_no_more = asyncio.Event()
+        self._closing = asyncio.Event()
         self._retired = False
-        self._under_way = 0
+        self._in_flight = 0
         self._watch = Watch(self.end)
         self._ready: asyncio.Future[tuple[Client, dict[str, Schema]]] = asyncio.get_running_loop().create_future()
-        self._owner = asyncio.create_task(self._own(address))
+        self._owner = asyncio.create_task(self._hold(address))
 
     @property
     def over(self) -> bool:
-        return self.left or self._retired or self._wanted_no_more.is_set()
+        return self.is_done or self._retired or self._closing.is_set()
 
     @property
-    def left(self) -> bool:
+    def is_done(self) -> bool:
         return self._owner.done()
 
     async def ready(self, limit_s: float) -> tuple[Client, dict[str, Schema]]:
-        """The client and the tools; raises `_Gone` when there is no server, or none that answers in time."""
+        """Wait for the client and the tool list. Raises `_ConnectionLost` on failure or after `limit_s`."""
         either: set[asyncio.Future[Any]] = {self._ready, self._owner}
         await asyncio.wait(either, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
         if self._ready.done() and not self._ready.cancelled():
             return self._ready.result()
         self._owner.cancel()
-        raise _Gone(f"the connection was closed{self._said}" if self.over else f"no answer within {limit_s:g} s")
+        reason = f"the connection was closed{self._stderr_suffix}" if self.over else f"no answer within {limit_s:g} s"
+        raise _ConnectionLost(reason)
 
     @property
-    def _said(self) -> str:
-        """The last words of a command, to stand behind how it ended."""
-        return f", and said: {one_line(self._watch.last_line)}" if self._watch.last_line else ""
+    def _stderr_suffix(self) -> str:
+        """The last stderr line of a command, as a suffix for error messages."""
+        return f"; its last line on stderr: {one_line(self._watch.last_line)}" if self._watch.last_line else ""
 
     async def run(self, request: Awaitable[T]) -> T:
-        """What the server answers. A request that the end of the connection has forgotten ends as well."""
+        """Return the result of a request. Raises `_ConnectionLost` if the connection ends first."""
         work = asyncio.ensure_future(request)
         either: set[asyncio.Future[Any]] = {work, self._owner}
-        self._under_way += 1
+        self._in_flight += 1
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not work.done() or work.cancelled():
-                raise _Gone("the connection was closed")
+                raise _ConnectionLost("the connection was closed")
             return work.result()
         finally:
-            self._under_way -= 1
+            self._in_flight -= 1
             if not work.done():
                 leave_behind(work)
             if self._retired:
                 self.retire()
 
     def retire(self) -> None:
-        """Take no more requests, and end with the last that is under way: the error of one may not be that of all."""
+        """Accept no more requests and close after the last in-flight one, which may still succeed."""
         self._retired = True
-        if not self._under_way:
+        if not self._in_flight:
             self.end()
 
     def end(self) -> None:
-        self._wanted_no_more.set()
+        self._closing.set()
         if not self._ready.done():
             self._owner.cancel()
 
@@ -190,27 +192,27 @@ class _Connection:
         self._owner.cancel()
         await asyncio.wait({self._owner}, timeout=CLOSE_S)
 
-    async def _own(self, address: str) -> None:
+    async def _hold(self, address: str) -> None:
         try:
             async with _client(address, self._watch) as client:
                 self._ready.set_result((client, await _tools_of(client)))
-                await self._wanted_no_more.wait()
-        except Exception as error:  # a boundary: how a server starts, breaks off or ends is not ours
-            log.debug("the connection to %s ended", address, exc_info=True)
+                await self._closing.wait()
+        except Exception as error:  # starting, losing or closing a server may raise anything
+            log.debug("connection to %s ended", address, exc_info=True)
             if not self._ready.done():
-                self._ready.set_exception(_Gone(told(_innermost(error)) + self._said))
+                self._ready.set_exception(_ConnectionLost(told(_innermost(error)) + self._stderr_suffix))
         finally:
             if not self._ready.cancel() and not self._ready.cancelled():
-                self._ready.exception()  # looked at: nobody may be waiting for it
+                self._ready.exception()  # mark as retrieved: there may be no waiter
 
 
 def _load_package(addresses: Sequence[str]) -> None:
-    """Import what is needed, and read the addresses, before anything is started."""
+    """Import `mcp` and check the command lines before anything is started."""
     try:
         from mcp import Client  # noqa: F401
     except ImportError:
-        raise BadInput("tools.mcp: the mcp package, version 2, is needed: pip install 'outpace[mcp]'") from None
-    logging.getLogger("httpx2").setLevel(logging.WARNING)  # else a line for every request
+        raise BadInput("tools.mcp: needs the mcp package, version 2; run pip install 'outpace[mcp]'") from None
+    logging.getLogger("httpx2").setLevel(logging.WARNING)  # otherwise it logs every request
     for address in addresses:
         if not _is_url(address):
             _command(address)
@@ -224,9 +226,9 @@ def _command(address: str) -> list[str]:
     try:
         words = shlex.split(address)
     except ValueError as error:
-        raise BadInput(f"tools.mcp: {address!r} is no command line: {error}") from None
+        raise BadInput(f"tools.mcp: {address!r} is not a valid command line: {error}") from None
     if not words:
-        raise BadInput("tools.mcp: an address is empty; give a URL or a command line")
+        raise BadInput("tools.mcp: empty address; set a URL or a command line")
     return words
 
 
@@ -249,5 +251,5 @@ async def _tools_of(client: Client) -> dict[str, Schema]:
 
 
 def _innermost(error: BaseException) -> BaseException:
-    """What went wrong, out of the groups that task groups raise."""
+    """Return the first leaf of nested exception groups."""
     return _innermost(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error

@@ -1,14 +1,14 @@
-"""Running what a model calls: all calls of an answer at once, every one answered, in the order in which they were made.
+"""Toolbox: runs the tool calls of an answer concurrently and returns one result per call, in call order.
 
-    answer ──▶ read and checked ──▶ functions, MCP servers: side by side ──▶ text, cut ──▶ tool messages
-                    │               the environment: one after the other        ▲
-                    └── what cannot be run ── error: … ─────────────────────────┘
+    answer ──▶ parse and check ──▶ functions, MCP servers: concurrent ──▶ text, truncated ──▶ tool messages
+                    │              environment: sequential                   ▲
+                    └── invalid call ── error: … ────────────────────────────┘
 
 Invariants
-- Every call has exactly one result, whatever it was and whatever the tool did.
-- What goes wrong with a call is a `ToolError` and told to the model. Any other exception is that of an environment that
-  has died, and goes up once the other calls have ended.
-- Nothing waits for a tool beyond its limit: a call that does not end by being cancelled, or a thread, is left behind.
+- Every call has exactly one result.
+- An error of a call is a `ToolError` and is returned to the model. Any other exception means that the environment died;
+  it propagates after the other calls have ended.
+- No call is awaited beyond its timeout. A call that ignores cancellation, or a thread, keeps running unobserved.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ from outpace.runtime.together import together
 from outpace.types import Message, ToolCall
 
 SIDE_BY_SIDE = 16
-"""Calls of one answer that run at once."""
+"""Maximum number of concurrent calls of one answer."""
 
 PER_ANSWER = 128
-"""Most calls of one answer that are run, whatever the budget: the model has to read all their results at once."""
+"""Maximum number of calls of one answer that run, whatever the budget: all results go into one prompt."""
 
 Fate = Literal["done", "error", "timeout"]
 
 
 class ToolTimeout(ToolError):
-    """A call that did not come back in time."""
+    """A call exceeded its timeout."""
 
 
 class ToolSource(Protocol):
-    """Where tools come from: functions, an MCP server, the environment of an episode."""
+    """Provides tools: functions, an MCP server, or the environment of an episode."""
 
     @property
     def tools(self) -> Mapping[str, Schema]:
-        """What the model is shown, by name."""
+        """Tool schemas by name."""
         ...
 
     async def call(self, name: str, arguments: dict[str, Any]) -> Any:
-        """Run one of them. Raises `ToolError` for what the model should hear."""
+        """Run a tool. Raises `ToolError` for errors to return to the model."""
         ...
 
 
 @dataclass(frozen=True)
 class Offer:
-    """A source and the setting that named it. One that is `ordered` has a state that its calls change: they run one
-    after the other, and how long one may take is its own affair."""
+    """A tool source and the setting it comes from. An `ordered` source is stateful: its calls run one at a time, and it
+    applies its own timeout."""
 
     origin: str
     source: ToolSource
@@ -73,12 +73,12 @@ class ToolLimits:
 
 @dataclass(frozen=True)
 class Result:
-    """What the model hears of one call."""
+    """Result of one call, as returned to the model."""
 
     call: ToolCall
     text: str
     fate: Fate
-    failure: str = ""  # how the tool itself failed, if it did
+    failure: str = ""  # reason, if the tool itself failed
 
     @property
     def message(self) -> Message:
@@ -98,48 +98,48 @@ class FunctionTools:
 
 
 class Toolbox:
-    """All that the model may call in one episode."""
+    """All tools that the model can call in one episode."""
 
     def __init__(self, offers: Sequence[Offer], limits: ToolLimits) -> None:
         self._offers = by_name(offers)
         self._limits = limits
-        at_once = asyncio.Semaphore(SIDE_BY_SIDE)
-        self._gates = {offer.origin: asyncio.Semaphore(1) if offer.ordered else at_once for offer in offers}
+        concurrent = asyncio.Semaphore(SIDE_BY_SIDE)
+        self._semaphores = {offer.origin: asyncio.Semaphore(1) if offer.ordered else concurrent for offer in offers}
         self.schemas: list[Schema] = [schema for offer in offers for schema in offer.source.tools.values()]
 
     async def run(self, calls: Sequence[ToolCall], admitted: int, seconds_left: Callable[[], float]) -> list[Result]:
-        """The results of all calls, in order. Only the first `admitted` are run, and none beyond the time left."""
+        """Return the results of all calls, in order. Runs only the first `admitted` calls, within the time left."""
         run = min(len(calls), admitted, PER_ANSWER)
         results = await together(*(self._result(call, seconds_left) for call in calls[:run])) if run else []
-        too_many = f"error: not run: one answer may make {PER_ANSWER} calls"
+        too_many = f"error: not run: an answer may make at most {PER_ANSWER} calls"
         results += [Result(call, too_many, "error") for call in calls[run:admitted]]
         return results + [Result(call, "error: no calls left", "error") for call in calls[admitted:]]
 
     async def _result(self, call: ToolCall, seconds_left: Callable[[], float]) -> Result:
         try:
-            offer, arguments = self._understood(call)
-            async with self._gates[offer.origin]:
-                text = await self._in_time(offer, call.name, arguments, seconds_left())
+            offer, arguments = self._parse(call)
+            async with self._semaphores[offer.origin]:
+                text = await self._run_with_timeout(offer, call.name, arguments, seconds_left())
             return Result(call, bounded(text, self._limits.max_result_chars), "done")
         except ToolError as error:
             text = bounded(f"error: {error}", self._limits.max_result_chars)
-            is_late = isinstance(error, ToolTimeout)
-            # A call that the model got wrong has no cause: nothing of the tool failed.
-            failure = one_line(str(error).removeprefix(f"{call.name} ")) if is_late or error.__cause__ else ""
-            return Result(call, text, "timeout" if is_late else "error", failure)
+            is_timeout = isinstance(error, ToolTimeout)
+            # An invalid call has no `__cause__`: the tool itself did not fail.
+            failure = one_line(str(error).removeprefix(f"{call.name} ")) if is_timeout or error.__cause__ else ""
+            return Result(call, text, "timeout" if is_timeout else "error", failure)
 
-    def _understood(self, call: ToolCall) -> tuple[Offer, dict[str, Any]]:
+    def _parse(self, call: ToolCall) -> tuple[Offer, dict[str, Any]]:
         if call.problem:
             raise ToolError(one_line(call.problem))
         if call.name not in self._offers:
-            there_are = one_line(", ".join(self._offers), 1000) or "none"
-            raise ToolError(f"there is no tool {one_line(repr(call.name), 100)}; there are {there_are}")
+            available = one_line(", ".join(self._offers), 1000) or "none"
+            raise ToolError(f"there is no tool {one_line(repr(call.name), 100)}; available tools: {available}")
         return self._offers[call.name], read_arguments(call.name, call.arguments)
 
-    async def _in_time(self, offer: Offer, name: str, arguments: dict[str, Any], left: float) -> str:
+    async def _run_with_timeout(self, offer: Offer, name: str, arguments: dict[str, Any], left: float) -> str:
         limit = left if offer.ordered else min(left, self._limits.timeout_s)
         if limit <= 0:
-            raise ToolTimeout(f"{name} was not run: the time of the episode is over")
+            raise ToolTimeout(f"{name} was not run: the time limit of the episode is reached")
         work = asyncio.ensure_future(_text_of(offer.source.call(name, arguments)))
         try:
             done, _ = await asyncio.wait({work}, timeout=None if limit == math.inf else limit)
@@ -147,47 +147,47 @@ class Toolbox:
             if not work.done():
                 leave_behind(work)
         if not done:
-            why = "the time of the episode is over" if limit == left else f"it took longer than {limit:g} s"
-            raise ToolTimeout(f"{name} did not come back: {why}")
+            reason = "the time limit of the episode is reached" if limit == left else f"it took longer than {limit:g} s"
+            raise ToolTimeout(f"{name} timed out: {reason}")
         if work.cancelled():
             raise ToolError(f"{name} was cancelled")
         return work.result()
 
 
 def by_name(offers: Sequence[Offer]) -> dict[str, Offer]:
-    """Who offers which tool. Raises `BadInput` where two offer one name."""
+    """Map each tool name to its tool set. Raises `BadInput` if two sets have a tool of the same name."""
     found: dict[str, Offer] = {}
     for offer in offers:
         for name in offer.source.tools:
             if name in found:
-                raise BadInput(f"{offer.origin} offers the tool {name}, and so does {found[name].origin}; drop one")
+                raise BadInput(f"{offer.origin} and {found[name].origin} both have a tool named {name}; remove one")
             found[name] = offer
     return found
 
 
 async def _text_of(call: Any) -> str:
-    """The result as text. Turning an object into text is work, and may be the user's code: it is done on a thread."""
+    """Await a call and convert its result to text. Objects are converted on a thread: it may be slow user code."""
     value = await call
     if value is None or isinstance(value, str):
         return as_text(value)
     text, error = await threads.in_thread(partial(as_text, value))
     if error is not None:
-        raise ToolError(f"the result cannot be turned into text: {type(error).__name__}")
+        raise ToolError(f"cannot convert the result to text: {type(error).__name__}")
     return str(text)
 
 
-_left_behind: set[asyncio.Future[Any]] = set()
-"""Calls that nobody waits for any more. The loop itself would forget a task that nobody holds, and complain."""
+_abandoned: set[asyncio.Future[Any]] = set()
+"""Cancelled calls that are no longer awaited. Keeps references: asyncio may garbage-collect an unreferenced task."""
 
 
 def leave_behind(work: asyncio.Future[Any]) -> None:
-    """Cancel a call without waiting for its end: it may not heed."""
+    """Cancel a call without waiting for it: it may ignore the cancellation."""
     work.cancel()
-    _left_behind.add(work)
+    _abandoned.add(work)
     work.add_done_callback(_forget)
 
 
 def _forget(work: asyncio.Future[Any]) -> None:
-    _left_behind.discard(work)
+    _abandoned.discard(work)
     if not work.cancelled():
-        work.exception()  # looked at: the model has been told already that the call did not come back
+        work.exception()  # mark as retrieved: the model already got the timeout error

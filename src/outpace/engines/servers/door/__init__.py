@@ -1,1 +1,1 @@
-"""The engine that a server is, seen from inside outpace: requests, updates, health, partial output."""
+"""The `Engine` protocol over one server: requests, weight updates, health, partial output."""

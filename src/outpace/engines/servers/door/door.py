@@ -1,20 +1,20 @@
-"""The engine that a server is: `outpace.protocols.Engine` over HTTP.
+"""ServerEngine: `outpace.protocols.Engine` over HTTP.
 
-    callers ─ generate, abort, peek ─▶ Sender ──┐
-    controller ─ load ───────────────▶ Updater ─┼─▶ Desk: health, weights, gate, requests under way ─▶ Server
-    loops ─ probe, look ─────────────▶ Watch ───┘
+    callers ─ generate, abort, peek ─▶ RequestRunner ─┐
+    controller ─ load ───────────────▶ WeightUpdater ─┼─▶ ServerState: health, versions, admission, requests ─▶ Server
+    background ─ probes, metrics ────▶ HealthMonitor ─┘
 
-    who            waits for                                        who unblocks it
-    a request      weights, a healthy server, a place (Gate)        load, a probe, a request that ends, abort, death
-    a request      the next token                                   the server; abort; idle_s without one; death
-    an update      its turn; each call of the server                the update before; control_s
-    broken         death                                            a probe, the end of the process, foreign weights
+    waiter       waits for                                          woken by
+    a request    weights, a healthy server, a slot (AdmissionQueue) load, a probe, a finished request, abort, death
+    a request    the next token                                     the server, abort, `idle_s` without a token, death
+    an update    the update lock; each call to the server           the previous update; `control_s`
+    `broken`     the death of the server                            a probe, process exit, foreign weights
 
 Invariants
-- Nothing waits without end on a server that does not answer: tokens by `idle_s`, calls by `control_s`, probes by
+- Every wait on an unresponsive server is bounded: tokens by `idle_s`, control calls by `control_s`, probes by
   `probe_deadline_s`.
-- When the server is dead every request under way is answered, as lost and with what it has, before `broken` says so.
-- Between a start without known weights, or a torn update, and the next successful load nothing is sent.
+- When the server dies, every in-flight request returns as lost, with the tokens it has, before `broken` returns.
+- After a start with unknown weights, or a torn update, nothing is sent until a load succeeds.
 """
 
 from __future__ import annotations
@@ -38,12 +38,14 @@ __all__ = ["Door", "DoorSettings"]
 
 log = logging.getLogger(__name__)
 
-_ANSWERS_OUT_S = 0.5  # until lost answers have left this process
+_REPLY_FLUSH_S = 0.5  # time for replies of lost requests to leave this process
 
 
 class Door:
-    """Implements `Engine`. `process` is the server's, where it was started for this door, which then ends it. `claim`
-    keeps other runs from the server, and is released with it."""
+    """Implements `Engine`.
+
+    `process` is set if this run launched the server; `close` then stops it. `claim` keeps other runs off the server and
+    is released on `close`."""
 
     def __init__(
         self,
@@ -58,94 +60,94 @@ class Door:
         self._claim = claim
         self._desk = Desk(server, health, limit, settings)
         self._process = process
-        self._labels = transport.holds_still  # an adapter's version is in its name
-        self._sender = Sender(self._desk, spans=self._labels)
+        self._labels = transport.holds_still  # with adapters, the version is part of the adapter name
+        self._runner = Sender(self._desk, spans=self._labels)
         self._updater = Updater(self._desk, transport)
-        self._watch = Watch(self._desk, process)
-        self._cpu_s = 0.0  # of the server's start
+        self._monitor = Watch(self._desk, process)
+        self._cpu_s = 0.0  # CPU seconds the server used before `start`
 
     async def start(self) -> None:
-        """The server has answered: from here on it is watched, and where its weights are known it serves.
+        """Start monitoring the server. It accepts requests at once if its weight version is known, else after `load`.
 
-        Raises a `ServerFailed`."""
-        desk = self._desk
-        await gone_on(desk.server)
-        desk.health.started()
-        if desk.settings.version != STALE:
+        Raises `ServerFailed`."""
+        state = self._desk
+        await gone_on(state.server)
+        state.health.started()
+        if state.settings.version != STALE:
             if self._labels:
-                await desk.server.label(desk.settings.version)
-            desk.health.loaded()
+                await state.server.label(state.settings.version)
+            state.health.loaded()
         if self._process is not None:
             self._cpu_s = self._process.cpu_s()
-        desk.react()
-        self._watch.start()
+        state.react()
+        self._monitor.start()
 
     async def generate(
         self, request_id: str, token_ids: Ints, sampling: Sampling, min_version: Version, pinned: Version | None
     ) -> Generation:
-        self._refuse_closed()
+        self._raise_if_closed()
         try:
-            return await self._sender.generate(request_id, token_ids, sampling, min_version, pinned)
+            return await self._runner.generate(request_id, token_ids, sampling, min_version, pinned)
         finally:
             self._updater.tidy()
 
     async def abort(self, request_ids: list[str]) -> None:
-        await self._sender.abort(request_ids)
+        await self._runner.abort(request_ids)
 
     async def peek(self, request_id: str, after: int) -> Ints:
         return await self._desk.under_way.peek(request_id, after)
 
     async def load(self, manifest: Manifest, pinned: bool) -> LoadReport:
-        self._refuse_closed()
+        self._raise_if_closed()
         return await self._updater.load(manifest, pinned)
 
     async def release_pinned(self) -> None:
-        """Requests that sample by it come to their end."""
+        """Unpin the pinned version. Requests already sampling from it finish."""
         self._desk.shelf.pinned = None
         self._updater.tidy()
 
     async def drain(self) -> None:
-        """Finish what is under way; take nothing more."""
+        """Finish in-flight requests and accept no new ones."""
         self._desk.health.drain()
         self._desk.react()
 
     async def stats(self) -> EngineStats:
-        desk = self._desk
-        desk.tally.turns += desk.held  # an update has deadlines of its own, and is no silence
+        state = self._desk
+        state.tally.turns += state.held  # a paused server is not stalled: updates have their own deadlines
         return EngineStats(
-            version=desk.shelf.version,
-            running=desk.gate.inside,
-            waiting=desk.gate.waiting,
-            tokens=desk.tally.tokens,
-            prefill_tokens=desk.tally.prefill_tokens,
-            steps=desk.tally.pieces,
-            busy_s=desk.busy.seconds,
+            version=state.shelf.version,
+            running=state.gate.inside,
+            waiting=state.gate.waiting,
+            tokens=state.tally.tokens,
+            prefill_tokens=state.tally.prefill_tokens,
+            steps=state.tally.pieces,
+            busy_s=state.busy.seconds,
             core_s=await self._core_s(),
-            eval_busy_s=desk.eval_busy.seconds,
-            slots=desk.settings.slots,
-            threads=desk.settings.threads,
-            turns=desk.tally.turns,
-            health=desk.health.state,
-            limit=desk.limit.value,
-            retries=desk.tally.retries,
+            eval_busy_s=state.eval_busy.seconds,
+            slots=state.settings.slots,
+            threads=state.settings.threads,
+            turns=state.tally.turns,
+            health=state.health.state,
+            limit=state.limit.value,
+            retries=state.tally.retries,
         )
 
     async def broken(self) -> PartFailed:
-        """Waits until the server is dead and all that we have started is gone; says why."""
+        """Wait until the server is dead and every process we launched is gone. Returns the cause."""
         await self._desk.died.wait()
-        await asyncio.sleep(_ANSWERS_OUT_S)
-        why, said = f"{self._desk.server.url}: {self._desk.health.why}", ""
+        await asyncio.sleep(_REPLY_FLUSH_S)
+        why, log_tail = f"{self._desk.server.url}: {self._desk.health.why}", ""
         if self._process is not None:
-            said = self._process.log_tail()
-            await self._process.stop()  # its successor needs the port and the memory
-        return PartFailed(self._desk.settings.name, why, f"{why}\n{said}".strip())
+            log_tail = self._process.log_tail()
+            await self._process.stop()  # its replacement needs the port and the memory
+        return PartFailed(self._desk.settings.name, why, f"{why}\n{log_tail}".strip())
 
     async def close(self) -> None:
-        """Answer what is under way, let a server that is not ours go on without what we gave it, end one that is."""
+        """End in-flight requests as lost. Stop the server if we launched it, else remove our weights from it."""
         self._desk.closed = True
-        self._desk.health.ended("the engine was closed")
+        self._desk.health.ended("the engine is closed")
         self._desk.react()
-        await self._watch.close()
+        await self._monitor.close()
         await self._updater.close(server_stays=self._process is None)
         try:
             await self._desk.server.close()
@@ -156,14 +158,14 @@ class Door:
         if self._claim is not None:
             self._claim.release()
 
-    def _refuse_closed(self) -> None:
+    def _raise_if_closed(self) -> None:
         if self._desk.closed:
-            raise RequestFailed("the engine was closed")
+            raise RequestFailed("the engine is closed")
 
     async def _core_s(self) -> float:
-        """Processor time of the server that went into training rollouts; the clock's, where processors say nothing."""
-        busy, of_all = self._desk.busy.seconds, self._desk.busy.seconds + self._desk.eval_busy.seconds
+        """CPU seconds the server spent on training rollouts. Wall-clock busy seconds if CPU time is not meaningful."""
+        busy, total = self._desk.busy.seconds, self._desk.busy.seconds + self._desk.eval_busy.seconds
         if self._process is None or not self._desk.settings.threads or not busy:
             return busy
         spent = await asyncio.to_thread(self._process.cpu_s) - self._cpu_s
-        return min(spent, of_all * self._desk.settings.threads) * busy / of_all
+        return min(spent, total * self._desk.settings.threads) * busy / total

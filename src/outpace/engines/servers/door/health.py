@@ -1,32 +1,34 @@
-"""How a server is, from what was seen of it: a pure machine, which knows neither clock nor network.
+"""Health of one server: a pure state machine without clock or network.
 
-What is seen is kept as facts, and the state is read off them, the first row that holds:
+It records observations as facts and derives the state from them. The first matching row wins:
 
-    state      holds when                                          gets work   finishes what it has
-    dead       it has ended, or `patience` probes in a row failed,     no          no
-               or it holds what is not ours
-    draining   it was told to leave                                    no          yes
-    starting   it has not answered yet                                 no          no
-    stale      nobody knows which weights it has                       no          no
-    suspect    the last probe failed, or `patience` requests           no          yes
-               have failed since one passed
-    healthy    none of these                                           yes         yes
+    state      condition                                           new requests   in-flight requests
+    dead       it ended, or `patience` probes in a row failed,     no             no
+               or it has foreign weights
+    draining   `drain` was called                                  no             yes
+    starting   it has not answered yet                             no             no
+    stale      its weights are unknown                             no             no
+    suspect    the last probe failed, or `patience` requests       no             yes
+               failed since one passed
+    healthy    none of the above                                   yes            yes
 
 Invariants
-- Dead is for good: whoever takes the server's place gets a machine of its own.
-- Between a start, or a torn update, and the next load no work is given, whatever else is seen.
-- Probes that fail before it has started do not count: how long a start may take is for whoever starts it to say.
+- Dead is final: a replacement server gets its own HealthMachine.
+- After a start or a torn update there are no new requests until the next load, whatever else is observed.
+- Probes that fail before the start do not count: the launcher decides how long a start may take.
 """
 
 from __future__ import annotations
 
 from outpace.types import Health
 
-UNKNOWN_WEIGHTS = "it has no weights of this run yet"
+UNKNOWN_WEIGHTS = "no weights of this run are loaded yet"
 PATIENCE = 3
 
 
 class HealthMachine:
+    """Pure state machine for the health of one server."""
+
     def __init__(self, patience: int = PATIENCE) -> None:
         assert patience >= 1
         self._patience = patience
@@ -35,13 +37,13 @@ class HealthMachine:
         self._draining = False
         self._failed_probes = 0
         self._failed_requests = 0
-        self._death = ""
-        self._doubt = ""  # what failed last
-        self._staleness = UNKNOWN_WEIGHTS
+        self._death_reason = ""
+        self._last_failure = ""  # the last failure
+        self._stale_reason = UNKNOWN_WEIGHTS
 
     @property
     def state(self) -> Health:
-        if self._death:
+        if self._death_reason:
             return "dead"
         if self._draining:
             return "draining"
@@ -55,68 +57,68 @@ class HealthMachine:
 
     @property
     def serves(self) -> bool:
-        """Whether it may be given work."""
+        """Whether the server may get new requests."""
         return self.state == "healthy"
 
     @property
     def finishes(self) -> bool:
-        """Whether what it has under way may come to its end there."""
+        """Whether in-flight requests may finish."""
         return self.state in ("healthy", "suspect") or (self.state == "draining" and self._started and self._loaded)
 
     @property
     def why(self) -> str:
-        """What made it so; empty for a healthy one."""
+        """Why the server is in its state; empty if healthy."""
         reasons: dict[Health, str] = {
-            "starting": "it has not answered yet",
-            "stale": self._staleness,
+            "starting": "the server has not answered yet",
+            "stale": self._stale_reason,
             "healthy": "",
-            "suspect": self._doubt,
-            "dead": self._death,
-            "draining": "it was told to leave",
+            "suspect": self._last_failure,
+            "dead": self._death_reason,
+            "draining": "the engine is draining",
         }
         return reasons[self.state]
 
     def started(self) -> None:
-        """It has answered, for the first time or after a restart. What it holds is anybody's guess."""
+        """The server answered, for the first time or after a restart. Its weights are unknown."""
         self._started = True
         self._loaded = False
-        self._staleness = UNKNOWN_WEIGHTS
+        self._stale_reason = UNKNOWN_WEIGHTS
 
     def loaded(self) -> None:
-        """It has a whole set of weights, and we know which. Says nothing of how it samples: doubts remain."""
+        """A complete, known version is loaded. Failed probes and requests still count."""
         self._loaded = True
 
-    def torn(self, why: str = "an update has failed half-way") -> None:
-        """An update has failed half-way."""
+    def torn(self, why: str = "an update failed half-way") -> None:
+        """An update failed half-way: the weights are unknown."""
         self._loaded = False
-        self._staleness = why
+        self._stale_reason = why
 
     def probe_passed(self) -> None:
         self._failed_probes = 0
         self._failed_requests = 0
-        self._doubt = ""
+        self._last_failure = ""
 
     def probe_failed(self, why: str) -> None:
         if not self._started:
             return
         self._failed_probes += 1
-        self._doubt = why
+        self._last_failure = why
         if self._failed_probes >= self._patience:
-            self.ended(f"{self._failed_probes} probes in a row have failed: {why}")
+            self.ended(f"{self._failed_probes} probes in a row failed: {why}")
 
     def request_passed(self) -> None:
-        """A whole answer has come. It takes away the doubts that requests have raised, not those of a probe."""
+        """A request completed. Resets the count of failed requests, not that of failed probes."""
         self._failed_requests = 0
 
     def request_failed(self, why: str) -> None:
         self._failed_requests += 1
         if not self._failed_probes:
-            self._doubt = why
+            self._last_failure = why
 
     def drain(self) -> None:
-        """It is to finish what it has and gets nothing more."""
+        """Finish in-flight requests and accept no new ones."""
         self._draining = True
 
     def ended(self, why: str) -> None:
-        """It is gone, or given up. The first reason stays."""
-        self._death = self._death or why or "it has ended"
+        """The server exited or is given up. Keeps the first reason."""
+        self._death_reason = self._death_reason or why or "the server ended"

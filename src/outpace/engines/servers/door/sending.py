@@ -1,14 +1,14 @@
-"""One request, from the caller's word to its answer.
+"""RequestRunner: runs one request from `generate` to its output.
 
-    wait until it may be sent ─▶ send ─▶ pieces ─▶ whole                      answer
-               ▲                            └─▶ the server failed it
-               └── go on from what there is ◀── retries left, server healthy ─┴─▶ neither: answer "lost"
+    wait for admission ─▶ send ─▶ stream chunks ─▶ complete                  output
+            ▲                          └─▶ server failure
+            └── continue from the tokens so far ◀── retries left, healthy ─┴─▶ otherwise: stop reason "lost"
 
 Invariants
-- Tokens that have arrived are never thrown away and never asked for again, with one exception: those of a server that
-  turns out to hold other weights than ours.
-- A caller that goes away takes its request with it: its stream is closed, which ends it on the server.
-- A request that the server calls wrong is not asked again anywhere.
+- Received tokens are never discarded and never sampled twice. The one exception: tokens of a server that turns out to
+  have foreign weights.
+- Cancelling `generate` closes the stream, which ends the request on the server.
+- A request that the server rejects (4xx) is never retried.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from outpace.wording import plural
 
 log = logging.getLogger(__name__)
 
-_FOREIGN = "it samples by weights that are not ours; was it restarted, or does another run use it too?"
-_UNKNOWN = 404  # the model, or adapter, that was asked for
-_LAST_WORD_S = 5.0  # how long a server may take to end a request by name
+_FOREIGN = "the server samples from weights this run did not load; was it restarted, or does another run use it?"
+_UNKNOWN_MODEL = 404  # status for an unknown model or adapter
+_LAST_WORD_S = 5.0  # time for the server to end aborted requests
 
 
 class Sender:
-    """`spans`: the server accounts for versions, and they are ours."""
+    """Runs `generate` and `abort`. `spans`: the server reports the weight version of each token, under our labels."""
 
-    def __init__(self, desk: Desk, spans: bool) -> None:
-        self._desk = desk
+    def __init__(self, state: Desk, spans: bool) -> None:
+        self._desk = state
         self._spans = spans
         self._serial = itertools.count(1)
 
@@ -57,186 +57,187 @@ class Sender:
         self, request_id: str, token_ids: Ints, sampling: Sampling, min_version: Version, pinned: Version | None
     ) -> Generation:
         sampling = self._clamped(token_ids, sampling)
-        running = self._desk.under_way.begin(request_id, token_ids, sampling)
+        request = self._desk.under_way.begin(request_id, token_ids, sampling)
         try:
-            return running.answer.generation(await self._finished(running, min_version, pinned))
+            return request.answer.generation(await self._run_to_end(request, min_version, pinned))
         finally:
-            self._desk.under_way.end(running)
+            self._desk.under_way.end(request)
 
     async def abort(self, request_ids: list[str]) -> None:
-        """By name, so that the last tokens arrive. Streams that have none yet, or that the server does not end in time
-        or cannot end, are closed."""
+        """Abort requests by id, so that their last tokens still arrive. Close the streams that have no token yet, and
+        those that the server does not end in time or cannot end."""
         ended = self._desk.under_way.of(request_ids)
-        for running in ended:
-            running.aborted = True
-        self._desk.gate.end("aborted", {running.id for running in ended})
-        parts = [running.part for running in ended if running.part is not None]
-        await self._ended_by_name([part for part in parts if part.tokens])
-        for part in parts:
-            part.end("aborted")
+        for request in ended:
+            request.aborted = True
+        self._desk.gate.end("aborted", {request.id for request in ended})
+        segments = [request.part for request in ended if request.part is not None]
+        await self._abort_on_server([segment for segment in segments if segment.tokens])
+        for segment in segments:
+            segment.end("aborted")
 
-    async def _ended_by_name(self, parts: list[Part]) -> None:
+    async def _abort_on_server(self, segments: list[Part]) -> None:
         try:
             async with asyncio.timeout(_LAST_WORD_S):
-                if parts and await self._desk.server.abort([part.ask.id for part in parts]):
-                    await asyncio.gather(*(part.ended.wait() for part in parts))
+                if segments and await self._desk.server.abort([segment.ask.id for segment in segments]):
+                    await asyncio.gather(*(segment.ended.wait() for segment in segments))
         except (ServerFailed, TimeoutError) as error:
-            log.info("requests are ended by closing their streams: %s", one_line(error) or "no last word")
+            log.info("closing the streams of aborted requests: %s", one_line(error) or "no reply in time")
 
-    async def _finished(self, running: Running, min_version: Version, pinned: Version | None) -> StopReason:
-        """Why it ended."""
+    async def _run_to_end(self, request: Running, min_version: Version, pinned: Version | None) -> StopReason:
+        """Run the request to its end and return the stop reason."""
         for failures in itertools.count():
-            stop = await self._once(running, min_version, pinned)
-            stop = running.answer.ended if stop is None else stop
+            stop = await self._send_once(request, min_version, pinned)
+            stop = request.answer.ended if stop is None else stop
             if stop is not None:
                 return stop
-            if running.aborted:
+            if request.aborted:
                 return "aborted"
-            if failures >= self._desk.settings.retries or not self._goes_on_here(running):
+            if failures >= self._desk.settings.retries or not self._can_retry_here(request):
                 return "lost"
             self._desk.tally.retries += 1
             await asyncio.sleep(jittered(failures))
-        raise AssertionError("counting has no end")
+        raise AssertionError("unreachable")
 
-    def _goes_on_here(self, running: Running) -> bool:
-        """A stop string may begin in one part and end in the next, which only whoever can decode would notice."""
-        return self._desk.health.serves and not (running.stop_strings and len(running.answer))
+    def _can_retry_here(self, request: Running) -> bool:
+        """Whether to retry on this server. Not with stop strings and partial output: a stop string may span two
+        segments, which the server cannot detect. Only a caller with a tokenizer can."""
+        return self._desk.health.serves and not (request.stop_strings and len(request.answer))
 
-    async def _once(self, running: Running, min_version: Version, pinned: Version | None) -> StopReason | None:
-        """Send it, or the rest of it. None: the server has failed it."""
-        desk = self._desk
-        ending = await self._entered(running, lambda: desk.open and desk.shelf.admits(min_version, pinned))
+    async def _send_once(self, request: Running, min_version: Version, pinned: Version | None) -> StopReason | None:
+        """Send the request, or the rest of it. Returns the stop reason; None if the server failed."""
+        state = self._desk
+        ending = await self._admitted(request, lambda: state.open and state.shelf.admits(min_version, pinned))
         if ending is not None:
             return ending
-        busy = desk.busy if pinned is None else desk.eval_busy
-        version = desk.shelf.take(pinned)
+        busy = state.busy if pinned is None else state.eval_busy
+        version = state.shelf.take(pinned)
         busy.enter()
         try:
-            return await self._sent(running, version, pinned is None)
+            return await self._stream_segment(request, version, pinned is None)
         finally:
             busy.leave()
-            desk.shelf.give_back(version)
-            desk.gate.leave()
+            state.shelf.give_back(version)
+            state.gate.leave()
 
-    async def _entered(self, running: Running, may_enter: Callable[[], bool]) -> Ending | None:
-        """Waits for a place at the server; None: there is one. Between being let in and being awake much can happen, so
-        whoever wakes looks again."""
-        gate = self._desk.gate
+    async def _admitted(self, request: Running, may_enter: Callable[[], bool]) -> Ending | None:
+        """Wait for admission. Returns None once admitted, else why the request ended. The state can change between
+        admission and this task waking up, so it is checked again."""
+        queue = self._desk.gate
         while True:
-            if running.aborted:
+            if request.aborted:
                 return "aborted"
             if self._desk.health.state in ("dead", "draining"):
                 return "lost"
-            entered = await gate.enter(running.id, may_enter)
+            entered = await queue.enter(request.id, may_enter)
             if entered != "admitted":
                 return entered
-            if not running.aborted and may_enter():
+            if not request.aborted and may_enter():
                 return None
-            gate.leave()
+            queue.leave()
 
-    async def _sent(self, running: Running, version: Version, training: bool) -> StopReason | None:
-        part = running.part = Part(self._ask(running, version), version, self._spans)
+    async def _stream_segment(self, request: Running, version: Version, training: bool) -> StopReason | None:
+        segment = request.part = Part(self._server_request(request, version), version, self._spans)
         try:
-            failure = await self._read(running, part)
+            failure = await self._read_stream(request, segment)
         finally:
-            part.ended.set()
-        if part.foreign(self._desk.shelf.newest):
-            running.part = None
+            segment.ended.set()
+        if segment.foreign(self._desk.shelf.newest):
+            request.part = None
             self._desk.disown(_FOREIGN)
             return "lost"
-        running.join(part)
-        self._count(part, training)
+        request.join(segment)
+        self._count_tokens(segment, training)
         if failure is not None:
-            return self._failed(running, part, failure)
-        if part.cut is None and part.stop != "aborted":
+            return self._handle_failure(request, segment, failure)
+        if segment.cut is None and segment.stop != "aborted":
             self._desk.health.request_passed()
-        return self._stop_of(running, part)
+        return self._stop_reason(request, segment)
 
-    def _failed(self, running: Running, part: Part, failure: ServerFailed) -> StopReason | None:
+    def _handle_failure(self, request: Running, segment: Part, failure: ServerFailed) -> StopReason | None:
         if isinstance(failure, ServerRefused):
-            if part.ask.adapter is not None and failure.status == _UNKNOWN:
+            if segment.ask.adapter is not None and failure.status == _UNKNOWN_MODEL:
                 self._desk.disown(_FOREIGN)
                 return "lost"
-            raise RequestFailed(f"the server refuses the request: {failure}") from failure
-        log.info("%s: request %s was failed: %s", self._desk.settings.name, running.id, failure)
+            raise RequestFailed(f"the server rejected the request: {failure}") from failure
+        log.info("%s: request %s failed: %s", self._desk.settings.name, request.id, failure)
         self._desk.health.request_failed(one_line(failure))
         self._desk.react()
         return None
 
-    def _stop_of(self, running: Running, part: Part) -> StopReason | None:
-        """An abort that nobody here has asked for is the server's own failure to go on."""
-        if part.stop is None:
-            assert isinstance(part.cut, str)
-            return part.cut
-        return None if part.stop == "aborted" and not running.aborted else part.stop
+    def _stop_reason(self, request: Running, segment: Part) -> StopReason | None:
+        """The stop reason of a segment. An abort that we did not request counts as a server failure (None)."""
+        if segment.stop is None:
+            assert isinstance(segment.cut, str)
+            return segment.cut
+        return None if segment.stop == "aborted" and not request.aborted else segment.stop
 
-    async def _read(self, running: Running, part: Part) -> ServerFailed | None:
-        """Until the part ends, one way or the other; says how the server failed it, if it did."""
-        reader = asyncio.create_task(self._take_pieces(running, part))
-        part.read_by(reader)
-        watch = asyncio.create_task(self._idle(part))
+    async def _read_stream(self, request: Running, segment: Part) -> ServerFailed | None:
+        """Read the stream until the segment ends. Returns the server's failure, if any."""
+        reader = asyncio.create_task(self._read_pieces(request, segment))
+        segment.read_by(reader)
+        idle_timer = asyncio.create_task(self._end_when_idle(segment))
         try:
             await asyncio.wait({reader})
         finally:
-            watch.cancel()
+            idle_timer.cancel()
             reader.cancel()
-            await asyncio.wait({reader})  # its stream is closed when it has ended
-        if isinstance(part.cut, ServerFailed):
-            return part.cut
+            await asyncio.wait({reader})  # the stream is closed once the task has ended
+        if isinstance(segment.cut, ServerFailed):
+            return segment.cut
         if reader.cancelled():
             return None
         failure = reader.exception()
         if failure is not None and not isinstance(failure, ServerFailed):
             raise failure
-        return failure if part.stop is None else None
+        return failure if segment.stop is None else None
 
-    async def _take_pieces(self, running: Running, part: Part) -> None:
+    async def _read_pieces(self, request: Running, segment: Part) -> None:
         tally = self._desk.tally
-        async with aclosing(self._desk.server.stream(part.ask)) as pieces:
+        async with aclosing(self._desk.server.stream(segment.ask)) as pieces:
             async for piece in pieces:
-                part.take(piece)
+                segment.take(piece)
                 tally.pieces += 1
                 tally.turns += 1
-                running.tell()
+                request.tell()
                 if piece.stop is not None:
                     return
-        raise ServerFaulty(f"{self._desk.server.url}: a stream has ended without a finish reason")
+        raise ServerFaulty(f"{self._desk.server.url}: a stream ended without a finish reason")
 
-    async def _idle(self, part: Part) -> None:
-        """Cut the part when it has been silent for too long, times in which the server holds still left out."""
+    async def _end_when_idle(self, segment: Part) -> None:
+        """End the segment after `idle_s` without a token. Pauses by our own weight updates do not count."""
         idle_s, loop = self._desk.settings.idle_s, asyncio.get_running_loop()
         while True:
-            left = idle_s if self._desk.held else part.heard + idle_s - loop.time()
+            left = idle_s if self._desk.held else segment.heard + idle_s - loop.time()
             if left <= 0:
-                part.end(ServerSilent(f"{self._desk.server.url}: no token for {idle_s:g} s"))
+                segment.end(ServerSilent(f"{self._desk.server.url}: no token for {idle_s:g} s"))
                 return
             await asyncio.sleep(left)
 
-    def _ask(self, running: Running, version: Version) -> Ask:
+    def _server_request(self, request: Running, version: Version) -> Ask:
         return Ask(
-            id=f"{running.id}.{next(self._serial)}",
-            token_ids=running.answer.prompt,
-            sampling=running.answer.sampling,
+            id=f"{request.id}.{next(self._serial)}",
+            token_ids=request.answer.prompt,
+            sampling=request.answer.sampling,
             salt=f"{self._desk.settings.incarnation}.{version}",
             adapter=self._desk.shelf.adapter(version),
         )
 
-    def _count(self, part: Part, training: bool) -> None:
+    def _count_tokens(self, segment: Part, training: bool) -> None:
         if training:
-            self._desk.tally.tokens += len(part.tokens)
-            self._desk.tally.prefill_tokens += len(part.ask.token_ids)
+            self._desk.tally.tokens += len(segment.tokens)
+            self._desk.tally.prefill_tokens += len(segment.ask.token_ids)
 
     def _clamped(self, token_ids: Ints, sampling: Sampling) -> Sampling:
-        """Refuse what can never be served; let no answer outgrow the context."""
+        """Reject requests that can never be served, and cap `max_tokens` to the context."""
         if len(token_ids) == 0:
             raise RequestFailed("the prompt is empty")
         if sampling.max_tokens < 1:
-            raise RequestFailed(f"max_tokens is {sampling.max_tokens}")
+            raise RequestFailed(f"max_tokens is {sampling.max_tokens}; it must be at least 1")
         if "" in sampling.stop_strings:
             raise RequestFailed("a stop string is empty")
         context = self._desk.settings.context
         if context is None:
             return sampling
         if len(token_ids) >= context:
-            raise ContextFull(f"the prompt has {plural(len(token_ids), 'token')}, the context {context}")
+            raise ContextFull(f"the prompt has {plural(len(token_ids), 'token')}; the context is {context}")
         return msgspec.structs.replace(sampling, max_tokens=min(sampling.max_tokens, context - len(token_ids)))

@@ -1,8 +1,4 @@
-"""Which weights a server holds, and who samples by them. Pure bookkeeping.
-
-Whole models replace one another: there is one version, and what runs goes on under the next. Adapters stand beside one
-another: a request keeps the one it began with, and one that nobody uses any more may go.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -14,35 +10,37 @@ from outpace.types import Version
 
 
 class Shelf:
+    """Which weight versions the server has, and how many requests use each. Pure bookkeeping."""
+
     def __init__(self, version: Version) -> None:
         self.version = version
         self.pinned: Version | None = None
-        self.newest = version  # that it was ever told to hold: tokens can be of no later one
+        self.newest = version  # ever sent to the server; no token can be newer
         self._served = version
         self._adapters: dict[Version, str] = {}
         self._users: Counter[Version] = Counter()
-        self._lost: set[Version] = set()  # torn off the shelf, and to be forgotten
+        self._lost: set[Version] = set()  # adapters dropped by a torn update, still to be removed from the server
 
     def admits(self, min_version: Version, pinned: Version | None) -> bool:
-        """Whether such a request can be served now. Raises `RequestFailed` where it never will be."""
+        """Whether a request can be served now. Raises `RequestFailed` if it never can."""
         if self.version == STALE:
             return False
         if pinned is None:
             return self.version >= min_version
         if pinned != self.pinned:
-            resident = "none" if self.pinned is None else f"version {self.pinned}"
-            raise RequestFailed(f"version {pinned} is not pinned in this engine ({resident} is)")
+            current = "none" if self.pinned is None else f"version {self.pinned}"
+            raise RequestFailed(f"version {pinned} is not pinned in this engine (pinned: {current})")
         return True
 
     def goes_back(self, version: Version) -> bool:
         return version < self._served
 
     def holds(self, version: Version) -> bool:
-        """Whether its adapter is registered."""
+        """Whether the adapter of this version is registered."""
         return version in self._adapters
 
     def take(self, pinned: Version | None) -> Version:
-        """Somebody begins to sample; by which version."""
+        """Count one more user of the current (or pinned) version and return that version."""
         version = self.version if pinned is None else pinned
         self._users[version] += 1
         return version
@@ -63,14 +61,14 @@ class Shelf:
         self.newest = max(self.newest, version)
 
     def tear(self) -> None:
-        """Nobody knows what it holds."""
+        """Record that the server's weights are unknown."""
         self.version = STALE
         self.pinned = None
         self._lost |= self._adapters.keys()
         self._adapters.clear()
 
     def take_unused(self) -> list[Version]:
-        """Versions whose adapters nobody needs any more; they are off the shelf."""
+        """Drop and return the versions whose adapters are no longer needed."""
         unused = [v for v in self._adapters if v not in (self.version, self.pinned) and not self._users[v]]
         for version in unused:
             del self._adapters[version], self._users[version]

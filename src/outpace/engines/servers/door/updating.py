@@ -1,15 +1,15 @@
-"""Weights for one server: verified while it samples, taken while it holds still.
+"""WeightUpdater: loads new weights into one server. Verified while it samples, swapped while it is paused.
 
     prepare ──▶ pause ──▶ swap ──▶ label ──▶ resume          whole models
-       │          │         └─────────┴─────────┴─ fails: torn. Nobody knows what it holds: it serves nothing
-       └──────────┴─ fails: resume if need be, the old version goes on
+       │          │         └─────────┴─────────┴─ failure: torn. The weights are unknown; no requests until a load
+       └──────────┴─ failure: resume if paused, keep the old version
 
-    prepare ──▶ register ──▶ requests from here on use it     adapters: running ones finish under their own
+    prepare ──▶ register ──▶ new requests use it             adapters: running requests keep their own
 
 Invariants
-- One update at a time; none goes back behind what was served.
-- Every call has a deadline. Whoever waits for an update may go away: it is brought to its end.
-- A server that is found paused, by an update that was torn, is updated like any other.
+- One update at a time; versions never go backwards.
+- Every call has a deadline. Cancelling `load` does not cancel the update: it runs to its end.
+- A server left paused by a torn update can be updated like any other.
 """
 
 from __future__ import annotations
@@ -28,49 +28,52 @@ from outpace.types import LoadReport, Manifest, Version
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_LEAVING_S = 2.0
-_CLEARING_S = 3.0
+_RESUME_ON_CLOSE_S = 2.0
+_CLEAN_UP_S = 3.0
 
 
 class Updater:
-    def __init__(self, desk: Desk, transport: Transport) -> None:
-        self._desk = desk
+    """Loads weight versions into one server."""
+
+    def __init__(self, state: Desk, transport: Transport) -> None:
+        self._desk = state
         self._transport = transport
         self._lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[object]] = set()
 
     async def load(self, manifest: Manifest, pinned: bool) -> LoadReport:
         task = asyncio.create_task(self._load(manifest, pinned))
-        self._keep(task)
+        self._track(task)
         return await asyncio.shield(task)
 
     def tidy(self) -> None:
-        """Forget the adapters that nobody needs any more, some time soon."""
+        """Remove unused adapters in the background."""
         for version in self._desk.shelf.take_unused():
-            self._keep(asyncio.create_task(self._forget(version)))
+            self._track(asyncio.create_task(self._remove_adapter(version)))
 
     async def close(self, server_stays: bool) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._leave_nothing(server_stays)
+        await self._clean_up(server_stays)
 
-    async def _leave_nothing(self, server_stays: bool) -> None:
+    async def _clean_up(self, server_stays: bool) -> None:
         try:
-            async with asyncio.timeout(_CLEARING_S):
+            async with asyncio.timeout(_CLEAN_UP_S):
                 await self._transport.close(server_stays)
         except (OutpaceError, OSError) as error:
-            log.warning("%s: something of ours is left: %s", self._desk.server.url, one_line(error) or "no answer")
+            reason = one_line(error) or "no answer"
+            log.warning("%s: weights of this run may remain on the server: %s", self._desk.server.url, reason)
 
-    def _keep(self, task: asyncio.Task[T]) -> None:
+    def _track(self, task: asyncio.Task[T]) -> None:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _load(self, manifest: Manifest, pinned: bool) -> LoadReport:
         async with self._lock:
-            self._refuse(manifest, pinned)
+            self._check_allowed(manifest, pinned)
             began = time.perf_counter()
-            ready = await self._prepared(manifest)
+            ready = await self._prepare(manifest)
             pause_s = 0.0
             if self._transport.holds_still:
                 pause_s = await self._replace(ready)
@@ -82,87 +85,87 @@ class Updater:
                 version=manifest.version, pause_s=pause_s, seconds=time.perf_counter() - began, bytes=ready.nbytes
             )
 
-    def _refuse(self, manifest: Manifest, pinned: bool) -> None:
+    def _check_allowed(self, manifest: Manifest, pinned: bool) -> None:
         if self._desk.health.state == "dead":
             raise UpdateFailed(f"{self._desk.server.url} is dead: {self._desk.health.why}")
         if pinned and (self._transport.holds_still or not self._desk.settings.pins):
             raise UpdateFailed(f"{self._desk.server.url} cannot hold a second weight set")
         if not pinned and self._desk.shelf.goes_back(manifest.version):
-            raise UpdateFailed(f"{self._desk.server.url} does not go back to version {manifest.version}")
+            raise UpdateFailed(f"{self._desk.server.url} cannot go back to version {manifest.version}")
 
-    async def _prepared(self, manifest: Manifest) -> Ready:
+    async def _prepare(self, manifest: Manifest) -> Ready:
         try:
-            return await self._within("preparing", self._transport.prepare(manifest))
+            return await self._with_deadline("preparing the update", self._transport.prepare(manifest))
         except (CorruptData, UpdateFailed):
             raise
         except (OutpaceError, OSError) as error:
             raise UpdateFailed(f"version {manifest.version}: {one_line(error)}") from error
 
     async def _replace(self, ready: Ready) -> float:
-        """Seconds from asking the server to pause until it said that it goes on."""
-        desk = self._desk
-        with desk.holding():
+        """Pause, swap, label, resume. Returns the seconds from the pause request to the resume reply."""
+        state = self._desk
+        with state.holding():
             began = time.perf_counter()
             await self._pause(ready.version)
             try:
-                await self._within("the swap", self._transport.swap(ready))
-                await self._within("the label", desk.server.label(ready.version))
-                desk.shelf.newest = max(desk.shelf.newest, ready.version)
-                await self._within("resuming", desk.server.resume(desk.settings.kv == "recompute"))
-            except (Exception, asyncio.CancelledError) as error:  # whatever it was: who can say what it holds?
-                await self._tear(ready.version, error)
+                await self._with_deadline("swapping the weights", self._transport.swap(ready))
+                await self._with_deadline("labeling the weights", state.server.label(ready.version))
+                state.shelf.newest = max(state.shelf.newest, ready.version)
+                await self._with_deadline("resuming the server", state.server.resume(state.settings.kv == "recompute"))
+            except (Exception, asyncio.CancelledError) as error:  # after any failure the weights are unknown
+                await self._mark_torn(ready.version, error)
                 raise
             paused_s = time.perf_counter() - began
-        desk.shelf.put(ready.version)
-        desk.health.loaded()
+        state.shelf.put(ready.version)
+        state.health.loaded()
         return paused_s
 
     async def _pause(self, version: Version) -> None:
-        """Where that fails it may be paused all the same."""
+        """Pause the server. On failure resume it: it may have paused nevertheless."""
         try:
-            await self._within("pausing", self._desk.server.pause())
+            await self._with_deadline("pausing the server", self._desk.server.pause())
         except (OutpaceError, OSError, asyncio.CancelledError) as error:
             await self._try_resume()
-            raise UpdateFailed(f"version {version}: {one_line(error) or 'given up'}") from error
+            raise UpdateFailed(f"version {version}: {one_line(error) or 'cancelled'}") from error
 
-    async def _tear(self, version: Version, error: BaseException) -> None:
-        """First those who read from it are sent away, then it goes on, so that probes can tell how it is."""
+    async def _mark_torn(self, version: Version, error: BaseException) -> None:
+        """Mark the weights as unknown and end all requests, then resume the server so that probes work again."""
         cause = one_line(error) or type(error).__name__
-        self._desk.torn(f"the update to version {version} has failed half-way: {cause}")
+        self._desk.torn(f"the update to version {version} failed half-way: {cause}")
         await self._try_resume()
         raise UpdateTorn(f"{self._desk.server.url}: {self._desk.health.why}") from error
 
     async def _try_resume(self) -> None:
         settings = self._desk.settings
-        patience_s = _LEAVING_S if self._desk.closed else min(settings.control_s, settings.probe_deadline_s)
+        patience_s = _RESUME_ON_CLOSE_S if self._desk.closed else min(settings.control_s, settings.probe_deadline_s)
         try:
             async with asyncio.timeout(patience_s):
                 await self._desk.server.resume(recompute=False)
         except (OutpaceError, OSError) as error:
-            log.warning("%s may be paused: %s", self._desk.server.url, one_line(error) or "no answer")
+            log.warning("%s may still be paused: %s", self._desk.server.url, one_line(error) or "no answer")
 
     async def _register(self, ready: Ready, pinned: bool) -> None:
-        shelf = self._desk.shelf
-        if not shelf.holds(ready.version):
+        versions = self._desk.shelf
+        if not versions.holds(ready.version):
             try:
-                await self._within("registering", self._transport.swap(ready))
+                await self._with_deadline("registering the adapter", self._transport.swap(ready))
             except (OutpaceError, OSError) as error:
-                self._keep(asyncio.create_task(self._forget(ready.version)))
+                self._track(asyncio.create_task(self._remove_adapter(ready.version)))
                 raise UpdateFailed(f"version {ready.version}: {one_line(error)}") from error
         adapter = ready.adapter if isinstance(ready, ReadyAdapter) else None
-        shelf.put(ready.version, adapter, pinned=pinned)
+        versions.put(ready.version, adapter, pinned=pinned)
         if not pinned:
             self._desk.health.loaded()
 
-    async def _forget(self, version: Version) -> None:
+    async def _remove_adapter(self, version: Version) -> None:
         try:
             async with self._lock:
                 if not self._desk.shelf.holds(version):
-                    await self._within("forgetting", self._transport.forget(version))
-        except (OutpaceError, OSError) as error:  # it takes up room, no more
-            log.warning("%s keeps version %d: %s", self._desk.server.url, version, one_line(error))
+                    await self._with_deadline("removing the adapter", self._transport.forget(version))
+        except (OutpaceError, OSError) as error:  # it only wastes memory
+            log.warning("%s: cannot remove adapter version %d: %s", self._desk.server.url, version, one_line(error))
 
-    async def _within(self, what: str, call: Awaitable[T]) -> T:
+    async def _with_deadline(self, what: str, call: Awaitable[T]) -> T:
         control_s = self._desk.settings.control_s
         timeout = asyncio.timeout(control_s)
         try:
@@ -171,4 +174,5 @@ class Updater:
         except TimeoutError as error:
             if not timeout.expired():
                 raise
-            raise UpdateFailed(f"{self._desk.server.url}: {what} has taken more than {control_s:g} s") from error
+            late = f"{what} took more than engine.control_s = {control_s:g} s"
+            raise UpdateFailed(f"{self._desk.server.url}: {late}") from error

@@ -1,12 +1,12 @@
-"""Watching one server: does it work, how busy is it, is it still there?
+"""HealthMonitor: probes one server, reads its load and watches its process.
 
-    probing    every `probe_s`, one token really sampled,    ─▶ health; sooner where requests have failed
-               or others meanwhile, where it is busy
-    looking    every second, what it says of its pressure    ─▶ the limit; whether it is still the same server
-    its end    of the process, where we have started it      ─▶ health
+    probes    every `probe_s`: sample one token; on a busy server  ─▶ health; sooner if requests failed
+              any token of another request counts as well
+    metrics   every second: read the reported load                 ─▶ concurrency limit; detects a restarted server
+    exit      of the process, if we launched it                    ─▶ health
 
-A server that we hold still ourselves cannot answer a probe: probing rests, and one that was overtaken by a pause says
-nothing.
+A server paused by our own update cannot answer a probe: probing rests meanwhile, and a probe that overlaps a pause is
+ignored.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _DOUBT_S = 0.5
 
 
 class Process(Protocol):
-    """The server itself, where we have started it (`launching.ServerProcess`)."""
+    """The process of a server that we launched (`ServerProcess`)."""
 
     async def ended(self) -> str: ...
 
@@ -39,34 +39,36 @@ class Process(Protocol):
 
 
 class Watch:
-    def __init__(self, desk: Desk, process: Process | None) -> None:
-        self._desk = desk
+    """Background tasks that probe a server, read its load and wait for its process."""
+
+    def __init__(self, state: Desk, process: Process | None) -> None:
+        self._desk = state
         self._process = process
         self._began: float | None = None
-        self._preempted = 0  # at the last look
-        self._forced = 0  # preemptions that were our own doing
-        self._holds = 0  # of the desk, at the last look
+        self._preempted = 0  # at the last observation
+        self._forced = 0  # preemptions caused by our own updates
+        self._holds = 0  # pauses so far, at the last observation
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        loops: list[Callable[[], Awaitable[None]]] = [self._probing, self._looking]
+        loops: list[Callable[[], Awaitable[None]]] = [self._probe_loop, self._metrics_loop]
         if self._process is not None:
-            loops.append(self._mourning)
-        self._tasks = [asyncio.create_task(_run(loop)) for loop in loops]
+            loops.append(self._wait_for_exit)
+        self._tasks = [asyncio.create_task(_logging_errors(loop)) for loop in loops]
 
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _probing(self) -> None:
+    async def _probe_loop(self) -> None:
         while not self._desk.died.is_set():
-            await self._pause()
+            await self._wait_for_next_probe()
             if not self._desk.held:
                 await self.probe()
 
-    async def _pause(self) -> None:
-        """Until the next probe: sooner where requests have brought the server into doubt, for nothing is sent then."""
+    async def _wait_for_next_probe(self) -> None:
+        """Wait until the next probe is due. Sooner if requests failed, since a suspect server gets no work."""
         probe_s = self._desk.settings.probe_s
         try:
             async with asyncio.timeout(probe_s):
@@ -76,75 +78,75 @@ class Watch:
             return
 
     async def probe(self) -> None:
-        desk, holds = self._desk, self._desk.holds
-        desk.doubted.clear()
+        state, holds = self._desk, self._desk.holds
+        state.doubted.clear()
         try:
-            await self._sampled()
-            if not desk.health.serves and self._began is not None:  # who answers after a doubt may be another server
-                await self._look()
+            await self._sample_token()
+            if not state.health.serves and self._began is not None:  # it may have been restarted
+                await self._read_load()
         except ServerFailed as error:
-            if desk.holds == holds:
-                log.warning("%s: a probe has failed: %s", desk.settings.name, error)
-                desk.health.probe_failed(one_line(error))
+            if state.holds == holds:
+                log.warning("%s: probe failed: %s", state.settings.name, error)
+                state.health.probe_failed(one_line(error))
         else:
-            desk.health.probe_passed()
-            desk.tally.turns += 1
-        desk.react()
+            state.health.probe_passed()
+            state.tally.turns += 1
+        state.react()
 
-    async def _sampled(self) -> None:
-        """A probe that waits in the queue of a busy server, while requests of ours get tokens, has shown as much as one
-        that is answered."""
-        desk, pieces = self._desk, self._desk.tally.pieces
+    async def _sample_token(self) -> None:
+        """Sample one token. A probe that times out in the queue of a busy server passes if other requests got tokens
+        meanwhile."""
+        state, pieces = self._desk, self._desk.tally.pieces
         try:
-            await desk.server.probe(desk.settings.probe_deadline_s)
+            await state.server.probe(state.settings.probe_deadline_s)
         except ServerSilent:
-            if desk.tally.pieces == pieces:
+            if state.tally.pieces == pieces:
                 raise
 
-    async def _looking(self) -> None:
+    async def _metrics_loop(self) -> None:
         while not self._desk.died.is_set():
             try:
-                await self._look()
-            except ServerFailed as error:  # whether it works is for probes to say
+                await self._read_load()
+            except ServerFailed as error:  # probes decide about health
                 log.debug("%s: %s", self._desk.settings.name, error)
             await asyncio.sleep(min(_LOOK_S, self._desk.settings.probe_s))
 
-    async def _look(self) -> None:
+    async def _read_load(self) -> None:
         holds, held = self._desk.holds, self._desk.held
         pressure = await self._desk.server.pressure()
-        if not held and self._desk.holds == holds:  # one that an update overtakes belongs to neither side of it
-            self.seen(pressure)
+        if not held and self._desk.holds == holds:  # skip an observation that overlaps a pause
+            self._observe(pressure)
 
-    def seen(self, pressure: Pressure) -> None:
-        """A look at it. Another beginning is another server: nobody knows what that one holds."""
-        desk = self._desk
+    def _observe(self, pressure: Pressure) -> None:
+        """Adapt the limit to the observed load. A changed start time means a restarted server with unknown weights."""
+        state = self._desk
         if pressure.began is not None:
             if self._began is not None and self._began != pressure.began:
-                desk.disown("it was restarted by somebody, and has other weights than ours")
+                state.disown("the server was restarted and no longer has the weights of this run")
                 return
             self._began = pressure.began
-        desk.limit.observe(self._unforced(pressure), desk.gate.inside)
-        desk.gate.turn()
+        state.limit.observe(self._without_forced_preemptions(pressure), state.gate.inside)
+        state.gate.turn()
 
-    def _unforced(self, pressure: Pressure) -> Pressure:
-        """Requests that recompute after an update are counted by the server as preempted: no sign of pressure."""
+    def _without_forced_preemptions(self, pressure: Pressure) -> Pressure:
+        """The load without forced preemptions: the server counts requests that recompute after an update."""
         if self._holds != self._desk.holds and self._desk.settings.kv == "recompute":
             self._forced += pressure.preemptions - self._preempted
         self._holds, self._preempted = self._desk.holds, pressure.preemptions
         counted = max(0, pressure.preemptions - self._forced)
         return Pressure(pressure.running, pressure.waiting, pressure.cache_used, counted, pressure.began)
 
-    async def _mourning(self) -> None:
+    async def _wait_for_exit(self) -> None:
         assert self._process is not None
         how = await self._process.ended()
         if not self._desk.closed:
-            self._desk.health.ended(f"the server has ended: {how}")
+            self._desk.health.ended(f"the server process {how}")
             self._desk.react()
 
 
-async def _run(loop: Callable[[], Awaitable[None]]) -> None:
+async def _logging_errors(loop: Callable[[], Awaitable[None]]) -> None:
     try:
         await loop()
-    except Exception:  # the boundary of a task that nobody waits for: it must not end unheard
-        log.exception("a loop that watches a server has failed")
+    except Exception:  # nothing awaits this task, so log the error here
+        log.exception("a server monitoring task failed")
         raise

@@ -1,1 +1,1 @@
-"""What is particular to SGLang."""
+"""SGLang servers."""

@@ -1,7 +1,4 @@
-"""What SGLang is sent for one request.
-
-Everything is said: neither the server's preferred parameters nor the model's generation config ever apply.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -12,17 +9,19 @@ from outpace.types import Sampling
 
 GENERATE = "/generate"
 
-_SEED_MASK = 2**31 - 1  # what its sampling kernels take
+_SEED_MASK = 2**31 - 1  # the range that its sampling kernels accept
 
 
 def body(ask: Ask, rid: str, salt: str, *, seeded: bool) -> dict[str, Any]:
-    """One request for a stream of tokens and their logprobs. `rid`: the name under which the server knows it."""
+    """Request body for a stream of tokens and logprobs. `rid` is the request id on the server.
+
+    Every sampling parameter is sent, so neither the server's defaults nor the model's generation config apply."""
     return {
         "rid": rid,
         "input_ids": ask.token_ids.tolist(),
         "sampling_params": _sampling(ask.sampling, seeded),
         "return_logprob": True,
-        "logprob_start_len": -1,  # none of the prompt
+        "logprob_start_len": -1,  # no prompt logprobs
         "top_logprobs_num": 0,
         "return_text_in_logprobs": False,
         "stream": True,
@@ -32,7 +31,7 @@ def body(ask: Ask, rid: str, salt: str, *, seeded: bool) -> dict[str, Any]:
 
 
 def _sampling(sampling: Sampling, seeded: bool) -> dict[str, Any]:
-    """`ignore_eos` would switch off our stop ids with the server's own, so it is sent only where there are none."""
+    """Sampling parameters. `ignore_eos` would also disable our stop ids, so it is set only if there are none."""
     return {
         "n": 1,
         "max_new_tokens": sampling.max_tokens,
@@ -48,7 +47,7 @@ def _sampling(sampling: Sampling, seeded: bool) -> dict[str, Any]:
         "stop_token_ids": sampling.stop_ids,
         "ignore_eos": not sampling.stop_ids,
         "no_stop_trim": True,
-        "skip_special_tokens": False,  # a stop string may be the text of one
+        "skip_special_tokens": False,  # a stop string may be a special token
         "spaces_between_special_tokens": False,
         **({"sampling_seed": sampling.seed & _SEED_MASK} if seeded else {}),
     }

@@ -1,15 +1,16 @@
-"""An SGLang server, 0.5.8 or later, over HTTP.
+"""Client of an SGLang server, version 0.5.8 or later.
 
-It takes and gives token ids by `/generate`. Traps of its protocol, which shape what is here:
+Requests use `/generate`, which takes and returns token ids. Pitfalls of its protocol that shape this module:
 
-- It ends every request whose name begins with the one given: names are random and of one length.
-- A request that it has not queued yet, because it is paused, cannot be ended: we stop reading it at its first token.
-- Its pause `in_place` keeps keys and values. `retract` throws away those of running requests, but not the prefixes that
-  are cached under their salt, and the cache cannot be flushed while requests are queued: trying to as part of an update
-  kills the server. So to recompute, requests are retracted, then ended, the cache is flushed, and they are asked again
-  with what they have, under another salt. Its pause `abort` polls until nothing runs, and is not used.
-- Changing the label of the weights ends all requests unless told not to. Tokens that are still on their way through the
-  server get the label too: so it is changed only when a pause has lasted for a moment.
+- An abort ends every request whose id starts with the given one: our ids are random and of equal length.
+- A request that is not queued yet, because the server is paused, cannot be aborted: we stop reading it at its first
+  token.
+- Pause mode `in_place` keeps the KV cache. `retract` drops that of running requests, but not the prefixes cached under
+  their salt, and the cache cannot be flushed while requests are queued: trying to as part of an update kills the
+  server. So to recompute, we retract and abort the requests, flush the cache, and send them again with the tokens they
+  have, under another salt. Pause mode `abort` polls until nothing runs and is not used.
+- Changing the weight label aborts all requests unless told otherwise. Tokens still in transit through the server get
+  the new label too, so the label is changed only after the pause has lasted a moment.
 """
 
 from __future__ import annotations
@@ -44,50 +45,50 @@ from outpace.engines.servers.spec import Ask, Facts, Piece, Pressure, Span
 from outpace.errors import ServerFailed, ServerFaulty, ServerRefused, one_line
 from outpace.types import Sampling, Version
 
-_ASKED_S = 20.0
-_LEAVING_S = 5.0
-_TRAVEL_S = 0.05  # tokens take less from being sampled to being sent; a swap mostly takes longer
+_QUERY_S = 20.0
+_ABORT_S = 5.0
+_TRANSIT_S = 0.05  # upper bound from sampling a token to sending it; a swap usually takes longer
 
 
 @dataclass
-class _Run:
-    """One request under way, or one part of it. `cut`: it is to be read no further, and why."""
+class _HttpRequest:
+    """One HTTP request, for all or the rest of a ServerRequest. `stop_reading`: why to stop reading it."""
 
     rid: str
-    cut: Literal["aborted", "moved"] | None = None
+    stop_reading: Literal["aborted", "restarted"] | None = None
 
 
 class SglangServer:
-    """`seeded`: send each request's seed. `control_s`: how long a call that pauses or resumes may take."""
+    """`seeded`: send each request's seed. `control_s`: timeout of pause, resume and label calls."""
 
     def __init__(self, http: Http, *, control_s: float = 120.0, seeded: bool = False) -> None:
         self.url = http.url
         self.http = http
         self._control_s = control_s
         self._seeded = seeded
-        self._mark = f"outpace-{uuid.uuid4().hex[:12]}-"  # what our labels begin with, and nobody else's
-        self._version: Version | None = None  # that it is labelled with
-        self._moves = 0  # how often running requests were made to recompute
+        self._label_prefix = f"outpace-{uuid.uuid4().hex[:12]}-"  # unique prefix of our weight labels
+        self._version: Version | None = None  # current label
+        self._restarts = 0  # how often running requests had to recompute
         self._retracted = 0
-        self._still = 0.0  # since when it samples nothing
-        self._runs: dict[str, _Run] = {}
-        self._leaving: set[asyncio.Task[None]] = set()
+        self._paused_at = 0.0  # when it was paused
+        self._active: dict[str, _HttpRequest] = {}
+        self._aborting: set[asyncio.Task[None]] = set()
 
     async def facts(self) -> Facts:
         return await read_facts(self.http)
 
     async def tokenized(self, text: str) -> list[int] | None:
-        asked = {"prompt": text, "add_special_tokens": False}
+        request_body = {"prompt": text, "add_special_tokens": False}
         try:
-            said = await self.http.post(TOKENIZE, asked, deadline_s=_ASKED_S, repeatable=True)
+            reply = await self.http.post(TOKENIZE, request_body, deadline_s=_QUERY_S, repeatable=True)
         except ServerRefused:
             return None
-        tokens = said.get("tokens") if isinstance(said, dict) else None
+        tokens = reply.get("tokens") if isinstance(reply, dict) else None
         return [int(token) for token in tokens] if isinstance(tokens, list) else None
 
     async def stream(self, ask: Ask) -> AsyncGenerator[Piece, None]:
-        """Goes on by itself with what was moved. The spans are of all parts together, and there are none where an
-        adapter samples: the label is that of the model beneath it."""
+        """Sample tokens. A request that is restarted to recompute continues from its tokens; the spans cover all of its
+        HTTP requests. With an adapter there are no spans, since the label is that of the base model."""
         tokens: list[int] = []
         spans: list[Span] | None = []
         while True:
@@ -96,53 +97,53 @@ class SglangServer:
             began = len(tokens)
             rest = _rest(ask, tokens)
             if rest is None:
-                yield Piece([], [], _ending(ask, tokens), spans)
+                yield Piece([], [], _stop_reason(ask, tokens), spans)
                 return
-            async with aclosing(self._part(ask.id, rest, reader)) as pieces:
+            async with aclosing(self._stream_once(ask.id, rest, reader)) as pieces:
                 async for piece in pieces:
                     tokens += piece.tokens
                     if piece.stop is not None:
-                        yield replace(piece, spans=_joined(spans, reader, began, len(tokens)))
+                        yield replace(piece, spans=_append_spans(spans, reader, began, len(tokens)))
                         return
                     yield piece
-            spans = _joined(spans, reader, began, len(tokens))
+            spans = _append_spans(spans, reader, began, len(tokens))
 
-    async def _part(self, ask_id: str, ask: Ask, reader: Reader) -> AsyncGenerator[Piece, None]:
-        """Up to its end, or until it is moved: then the last piece has no stop reason."""
-        run = self._runs[ask_id] = _Run(uuid.uuid4().hex)
-        asked = body(ask, run.rid, f"{ask.salt}/{self._moves}", seeded=self._seeded)
+    async def _stream_once(self, ask_id: str, ask: Ask, reader: Reader) -> AsyncGenerator[Piece, None]:
+        """Stream one HTTP request to its end, or until it is restarted: then the last piece has no stop reason."""
+        sent = self._active[ask_id] = _HttpRequest(uuid.uuid4().hex)
+        request_body = body(ask, sent.rid, f"{ask.salt}/{self._restarts}", seeded=self._seeded)
         ended = False
         try:
-            async with aclosing(self.http.events(GENERATE, asked)) as payloads:
+            async with aclosing(self.http.events(GENERATE, request_body)) as payloads:
                 async for payload in payloads:
                     piece = reader.piece_of(payload)
                     ended = piece.stop is not None
-                    if run.cut == "moved" and piece.stop in (None, "aborted"):
+                    if sent.stop_reading == "restarted" and piece.stop in (None, "aborted"):
                         yield replace(piece, stop=None)
                         return
-                    if run.cut == "aborted" and piece.stop is None:
+                    if sent.stop_reading == "aborted" and piece.stop is None:
                         piece = replace(piece, stop="aborted")
                     yield piece
                     if piece.stop is not None:
                         return
             raise ServerFaulty(f"{self.url}{GENERATE}: a stream ended without a finish reason")
         finally:
-            if self._runs.get(ask_id) is run:
-                del self._runs[ask_id]
+            if self._active.get(ask_id) is sent:
+                del self._active[ask_id]
             if not ended:
-                self._leave(run.rid)
+                self._abort_later(sent.rid)
 
     async def abort(self, request_ids: list[str]) -> bool:
-        await self._cut([run for name in request_ids if (run := self._runs.get(name))], "aborted")
+        await self._cut([sent for name in request_ids if (sent := self._active.get(name))], "aborted")
         return True
 
     async def probe(self, deadline_s: float) -> None:
         ask = Ask("probe", np.zeros(1, dtype=np.int32), Sampling(max_tokens=1, seed=0), salt="probe")
-        asked = {**body(ask, uuid.uuid4().hex, ask.salt, seeded=False), "stream": False}
-        said = await self.http.post(GENERATE, asked, deadline_s=deadline_s)
-        piece = Reader(f"{self.url}{GENERATE}", None, self._version_of).piece_of(msgspec.json.encode(said))
+        request_body = {**body(ask, uuid.uuid4().hex, ask.salt, seeded=False), "stream": False}
+        reply = await self.http.post(GENERATE, request_body, deadline_s=deadline_s)
+        piece = Reader(f"{self.url}{GENERATE}", None, self._version_of).piece_of(msgspec.json.encode(reply))
         if not piece.tokens:
-            raise ServerFaulty(f"{self.url}: a probe got no token")
+            raise ServerFaulty(f"{self.url}: a probe returned no token")
 
     async def pressure(self) -> Pressure:
         pressure = pressure_of(await read_loads(self.http), self._retracted)
@@ -150,7 +151,7 @@ class SglangServer:
         return replace(pressure, began=await self._began())
 
     async def _began(self) -> float | None:
-        """It does not tell when it started. But one that has lost our label did so after it was given it."""
+        """A stand-in for the start time, which SGLang does not report: it changes if the server lost our label."""
         if self._version is None:
             return None
         label = await read_label(self.http)
@@ -158,69 +159,69 @@ class SglangServer:
 
     async def pause(self) -> None:
         await self._control(PAUSE, {"mode": "in_place"})
-        self._still = time.monotonic()
+        self._paused_at = time.monotonic()
 
     async def resume(self, recompute: bool) -> None:
         if recompute:
-            self._moves += 1
+            self._restarts += 1
             await self._control(PAUSE, {"mode": "retract"})
-            await self._cut([run for run in self._runs.values() if run.cut is None], "moved")
+            await self._cut([sent for sent in self._active.values() if sent.stop_reading is None], "restarted")
             await self._flush()
         await self._control(CONTINUE, {})
 
     async def paused(self) -> bool | None:
-        """It answers, and does not say. `facts` sees to it that it goes on."""
+        """None: SGLang does not report it. Raises `ServerFailed` if it does not answer. `facts` resumes the server."""
         await read_label(self.http)
         return None
 
     async def label(self, version: Version) -> None:
-        await asyncio.sleep(max(0.0, self._still + _TRAVEL_S - time.monotonic()))
-        await self._control(LABEL, {"new_version": f"{self._mark}{version}", "abort_all_requests": False})
+        await asyncio.sleep(max(0.0, self._paused_at + _TRANSIT_S - time.monotonic()))
+        await self._control(LABEL, {"new_version": f"{self._label_prefix}{version}", "abort_all_requests": False})
         self._version = version
 
     async def close(self) -> None:
-        await asyncio.gather(*self._leaving)
+        await asyncio.gather(*self._aborting)
         await self.http.close()
 
-    async def _control(self, route: str, asked: dict[str, Any]) -> None:
-        """Everything that is controlled here may be said twice."""
-        said = await self.http.post(route, asked, deadline_s=self._control_s, repeatable=True)
-        if isinstance(said, dict) and said.get("success") is False:
-            raise ServerFaulty(f"{self.url}{route}: {one_line(said.get('message', 'failed'))}")
+    async def _control(self, route: str, request_body: dict[str, Any]) -> None:
+        """POST a control call. All of them are idempotent."""
+        reply = await self.http.post(route, request_body, deadline_s=self._control_s, repeatable=True)
+        if isinstance(reply, dict) and reply.get("success") is False:
+            raise ServerFaulty(f"{self.url}{route}: {one_line(reply.get('message', 'failed'))}")
 
     async def _flush(self) -> None:
-        """What is cached is of older weights and only takes up room: nobody asks with those salts any more. So it does
-        no harm when the server refuses, because of somebody else's requests."""
+        """Flush the cache. Its entries are of old weights and only waste memory, since their salts are not used any
+        more. So it does not matter if the server refuses because other requests are queued."""
         with suppress(ServerRefused):
             await self.http.text(FLUSH, deadline_s=self._control_s)
 
-    async def _cut(self, runs: list[_Run], why: Literal["aborted", "moved"]) -> None:
-        for run in runs:
-            run.cut = why
+    async def _cut(self, requests: list[_HttpRequest], why: Literal["aborted", "restarted"]) -> None:
+        for sent in requests:
+            sent.stop_reading = why
         await asyncio.gather(
-            *(self.http.post(ABORT, {"rid": run.rid}, deadline_s=_ASKED_S, repeatable=True) for run in runs)
+            *(self.http.post(ABORT, {"rid": sent.rid}, deadline_s=_QUERY_S, repeatable=True) for sent in requests)
         )
 
-    def _leave(self, rid: str) -> None:
-        """Nobody reads that request any more. The server would see so itself, but seconds later."""
-        task = asyncio.ensure_future(self._end(rid))
-        self._leaving.add(task)
-        task.add_done_callback(self._leaving.discard)
+    def _abort_later(self, rid: str) -> None:
+        """Abort a request that is no longer read. The server would notice by itself, but seconds later."""
+        task = asyncio.ensure_future(self._abort_quietly(rid))
+        self._aborting.add(task)
+        task.add_done_callback(self._aborting.discard)
 
-    async def _end(self, rid: str) -> None:
+    async def _abort_quietly(self, rid: str) -> None:
         try:
-            await self.http.post(ABORT, {"rid": rid}, deadline_s=_LEAVING_S)
+            await self.http.post(ABORT, {"rid": rid}, deadline_s=_ABORT_S)
         except ServerFailed:
-            return  # it is in trouble, which whoever sends it requests or probes will see
+            return  # requests and probes will report the failure
 
     def _version_of(self, label: str) -> Version | None:
-        own = label.removeprefix(self._mark)
+        own = label.removeprefix(self._label_prefix)
         return int(own) if own != label and own.isdecimal() else None
 
 
 def _rest(ask: Ask, tokens: list[int]) -> Ask | None:
-    """What is still to be sampled after these tokens; None: nothing. A request that is ended in the very step that
-    would have ended it anyway is reported as aborted."""
+    """The rest of a request after these tokens; None if it is complete. A request aborted in its very last step is
+    reported as aborted although it is complete."""
     left = ask.sampling.max_tokens - len(tokens)
     if not tokens:
         return ask
@@ -233,12 +234,12 @@ def _rest(ask: Ask, tokens: list[int]) -> Ask | None:
     )
 
 
-def _ending(ask: Ask, tokens: list[int]) -> Literal["stop", "length"]:
+def _stop_reason(ask: Ask, tokens: list[int]) -> Literal["stop", "length"]:
     return "stop" if tokens[-1] in ask.sampling.stop_ids else "length"
 
 
-def _joined(spans: list[Span] | None, reader: Reader, began: int, total: int) -> list[Span] | None:
-    """The spans of what came before, and those of a part that began there. None: of some tokens nobody knows."""
+def _append_spans(spans: list[Span] | None, reader: Reader, began: int, total: int) -> list[Span] | None:
+    """Append the spans of one HTTP request that started at token `began`. None if the version of a token is unknown."""
     accounted = reader.spans[-1][2] if reader.spans else 0
     if spans is None or accounted < total - began:
         return None

@@ -1,1 +1,1 @@
-"""From settings to a server that answers: its command, its process, its first words, and why it has none."""
+"""Launching servers: command lines, processes, readiness, and the causes of failed starts."""

@@ -1,4 +1,4 @@
-"""A server at an address, of the kind that the config names."""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ AnyServer = VllmServer | SglangServer
 
 
 def server_at(config: Config, url: str, incarnation: str = "outpace") -> AnyServer:
-    """`incarnation`: of the run that its weights are for. Raises `BadInput`, without a word of what is in the address,
-    where that has a password."""
+    """The client for a server of the configured kind. `incarnation` is that of the run that labels its weights. Raises
+    `BadInput`, without revealing the URL, if the URL contains a password."""
     if "@" in url:
-        raise BadInput(f"a server's address holds a user name or password; {KEY_REMEDY}")
+        raise BadInput(f"a server URL contains a user name or password; {KEY_REMEDY}")
     engine = config.engine
     http = Http(url, os.environ.get(engine.api_key_env) or None, engine.retries)
     if kind_of(config) == "sglang":

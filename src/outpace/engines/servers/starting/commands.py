@@ -1,11 +1,11 @@
-"""The command lines and environments of servers that we start.
+"""Command lines and environments of launched servers, what follows for them from the config, and installed versions.
 
 Invariants
-- `launch.args` and `launch.env` win: what the user gives, we do not.
-- A server hears on the loopback address only, unless the user says otherwise; a key never stands on a command line,
-  where everybody on the machine could read it.
-- The environment is ours less what was made for a part of outpace: a server has a Python and libraries of its own, and
-  must not find those of ours.
+- `launch.args` and `launch.env` win over our own arguments and variables.
+- A server listens on the loopback address only, unless the user sets another. An API key is never put on a command
+  line, where every user of the machine could read it.
+- The environment is ours minus the variables for outpace's own components: a server has its own Python and libraries
+  and must not import ours.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from outpace.placement import ON_CPU, GpuAssignment
 from outpace.resources import check_dtype, engine_threads
 
 Flags = list[list[str]]
-"""Options in their order, each with its values."""
+"""Options in order, each with its values."""
 
-PARTS_OWN = ("PYTHONPATH", "PYTHONHOME", "PYTHONHASHSEED", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY")
-"""Variables that say how a part of outpace runs, or what it can import."""
+OWN_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "PYTHONHASHSEED", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY")
+"""Variables that configure outpace's own components and must not reach a server."""
 
-STREAMED_TOGETHER = 4
-"""Tokens that a server sends at a time. Each sending costs it a good part of a token's own time; what is not sent yet
-is lost with the server and sampled again."""
+STREAM_INTERVAL = 4
+"""Tokens per streamed chunk. Sending a chunk costs a good part of the time of sampling a token. Unsent tokens are lost
+if the server dies, and are sampled again."""
 
-SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
-"""How words end in the names of variables whose values are nobody else's business."""
+SECRET_ENDINGS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
+"""Word endings in names of environment variables with secret values."""
 
 GIB = 1 << 30
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -59,26 +59,26 @@ class Command:
     env: dict[str, str]
 
     def shown(self, inherited: Mapping[str, str]) -> str:
-        """As somebody would type it: the variables that are not `inherited` anyway, then the command. A key, or
-        another secret, stands there by the variable that holds it."""
+        """The shell command: variables that differ from `inherited`, then the arguments. A secret is shown as a
+        reference to the variable that holds it."""
         holders = {value: name for name, value in inherited.items()}
         words = [f"-u {name}" for name in inherited if name not in self.env]
         for name, value in self.env.items():
             if inherited.get(name) != value:
-                shown = f'"${holders.get(value, name)}"' if _is_secret(name) else shlex.quote(value)
-                words.append(f"{name}={shown}")
+                text = f'"${holders.get(value, name)}"' if _is_secret(name) else shlex.quote(value)
+                words.append(f"{name}={text}")
         return " ".join(["env", *words, shlex.join(self.argv)])
 
 
 def _is_secret(name: str) -> bool:
-    return any(word.rstrip("S").endswith(SECRETS) for word in name.upper().split("_"))
+    return any(word.rstrip("S").endswith(SECRET_ENDINGS) for word in name.upper().split("_"))
 
 
 def server_command(
     config: Config, model: Path, port: int, found: Installed, plugin: Path | None, gpus: GpuAssignment = ON_CPU
 ) -> Command:
-    """`model` is a local directory; `plugin` what is to be on the server's path, if anything is; `gpus` the server's
-    own, none for a server on the CPU."""
+    """The command of a server. `model` is a local directory, `plugin` the directory to put on its PYTHONPATH, `gpus`
+    its GPUs (none: it runs on the CPU)."""
     modules = {"vllm": "vllm.entrypoints.openai.api_server", "sglang": "sglang.launch_server"}
     kind = kind_of(config)
     ours = _vllm_flags(config, model, port, found, gpus) if kind == "vllm" else _sglang_flags(config, model, port, gpus)
@@ -91,32 +91,32 @@ def server_command(
 
 
 def base_environment() -> dict[str, str]:
-    """Ours, without what is meant for parts of outpace only."""
-    return {name: value for name, value in os.environ.items() if name not in PARTS_OWN}
+    """Our environment without the variables for outpace's own components."""
+    return {name: value for name, value in os.environ.items() if name not in OWN_VARIABLES}
 
 
 def merged(ours: Flags, given: Sequence[str]) -> list[str]:
-    """Our options, but for those that are given too, in whichever spelling."""
-    theirs = {_spelt(word) for word in given if word.startswith("--")}
-    if "port" in theirs:
-        raise BadInput("launch.args: --port is set by launch.port; leave it out here")
+    """Our options without those that the user gives too, in any spelling."""
+    given_options = {_option_name(word) for word in given if word.startswith("--")}
+    if "port" in given_options:
+        raise BadInput("launch.args: --port is set by launch.port; remove it from launch.args")
     words: list[str] = []
     for option in ours:
-        if _spelt(option[0]) not in theirs:
+        if _option_name(option[0]) not in given_options:
             words += option
     return words
 
 
 def _value_of(option: str, words: Sequence[str]) -> str | None:
-    """The value of an option among the words, written `--option value` or `--option=value`; None: not given."""
+    """The value of an option given as `--option value` or `--option=value`; None if it is not given."""
     for word, following in zip(words, [*words[1:], ""], strict=False):
-        if word.startswith("--") and _spelt(word) == _spelt(option):
+        if word.startswith("--") and _option_name(word) == _option_name(option):
             return word.partition("=")[2] or following
     return None
 
 
-def _spelt(word: str) -> str:
-    """`--max_model_len=8`, `--max-model-len` and `--no-max-model-len` are about one and the same thing."""
+def _option_name(word: str) -> str:
+    """Normalized option name, the same for `--max_model_len=8`, `--max-model-len` and `--no-max-model-len`."""
     name = word.partition("=")[0].removeprefix("--").replace("_", "-")
     return name.removeprefix("no-")
 
@@ -133,8 +133,8 @@ def _vllm_flags(config: Config, model: Path, port: int, found: Installed, gpus: 
         ["--dtype", config.model.dtype],
         ["--max-num-seqs", str(config.engine.resolved_slots)],
         ["--logprobs-mode", "processed_logprobs"],
-        ["--generation-config", "vllm"],  # none of the model's own: sampling is what a request says
-        ["--stream-interval", str(STREAMED_TOGETHER)],
+        ["--generation-config", "vllm"],  # ignore the model's sampling defaults
+        ["--stream-interval", str(STREAM_INTERVAL)],
         ["--seed", str(config.run.seed % 2**32)],
         ["--disable-uvicorn-access-log"],
     ]
@@ -173,8 +173,8 @@ def _sglang_flags(config: Config, model: Path, port: int, gpus: GpuAssignment) -
         ["--port", str(port)],
         ["--dtype", config.model.dtype],
         ["--max-running-requests", str(config.engine.resolved_slots)],
-        ["--sampling-defaults", "openai"],  # none of the model's own: sampling is what a request says
-        ["--stream-interval", str(STREAMED_TOGETHER)],
+        ["--sampling-defaults", "openai"],  # ignore the model's sampling defaults
+        ["--stream-interval", str(STREAM_INTERVAL)],
         ["--random-seed", str(config.run.seed % 2**31)],
         ["--enable-metrics"],
     ]
@@ -200,7 +200,7 @@ def _sglang_flags(config: Config, model: Path, port: int, gpus: GpuAssignment) -
 def _environment(config: Config, model: Path, plugin: Path | None, gpus: GpuAssignment) -> dict[str, str]:
     threads = str(engine_threads(config))
     env = {
-        "HF_HUB_OFFLINE": "1",  # the model is a directory: there is nothing to ask the hub for
+        "HF_HUB_OFFLINE": "1",  # the model is a local directory
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": threads,
@@ -221,15 +221,15 @@ def _vllm_environment(config: Config, model: Path, on_gpu: bool) -> dict[str, st
         env["VLLM_API_KEY"] = key
     if not on_gpu:
         env["VLLM_CPU_KVCACHE_SPACE"] = str(cache_gib(config, _read_json(model / "config.json")))
-        env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # bound threads of two servers would share the same cores
+        env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # bound threads of two servers would use the same cores
         env["TORCH_COMPILE_DISABLE"] = "1"  # compiling takes seconds at the first request
-        env["OMP_WAIT_POLICY"] = "PASSIVE"  # a thread that spins at a barrier takes the core from the learner
+        env["OMP_WAIT_POLICY"] = "PASSIVE"  # threads spinning at a barrier would take cores from the learner
     return env
 
 
 def cache_gib(config: Config, model: Mapping[str, Any]) -> int:
-    """Whole GiB for the keys and values of all slots at full length, but never more than a quarter of the memory that
-    is free, shared by the servers; vLLM would take half of the machine's."""
+    """KV cache size in whole GiB: all slots at full length, but at most a quarter of the free memory, divided by the
+    number of servers. vLLM's default is half of the machine's memory."""
     heads = int(model.get("num_attention_heads", 1))
     head_size = int(model.get("head_dim") or int(model.get("hidden_size", 0)) // heads)
     per_token = 2 * int(model.get("num_hidden_layers", 0)) * int(model.get("num_key_value_heads") or heads) * head_size

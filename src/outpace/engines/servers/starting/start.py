@@ -1,8 +1,15 @@
-"""Starting a server of a run: its model, its version, its port, its command; and then until it samples.
+"""Launching servers: from the config to a server that has sampled its first token.
 
-    config ─▶ model as a directory ─▶ what is installed ─▶ command ─▶ process ─▶ a first token
+    config ─▶ model directory ─▶ installed version ─▶ command ─▶ process ─▶ first token
 
-A free port may be taken by somebody else before the server has it: then it is started again with another.
+A free port may be taken by another process before the server binds it: then the server is launched again on another
+port. While a server starts, its progress is reported every few seconds. A failed start raises one line with the cause:
+the server's own error if it exited, otherwise the setting to raise.
+
+One run per server on this machine: two runs that update the same server ruin both. Every engine holds a file lock named
+after its server's address in the run's runtime directory, and checks for the same lock in those of other runs. The
+kernel releases the lock when the process ends; the file is removed with the runtime directory. Runtime directories are
+private, so runs of other users and on other machines are not detected.
 """
 
 from __future__ import annotations
@@ -29,6 +36,8 @@ PORTS_TRIED = 5
 
 @dataclass(frozen=True)
 class Started:
+    """A launched server that is ready."""
+
     server: AnyServer
     process: ServerProcess
 
@@ -41,17 +50,18 @@ class Started:
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that a command needs but the port."""
+    """Everything a server command needs except the port."""
 
     config: Config
     model: Path
     found: Installed
     plugin: Path | None
-    incarnation: str = "outpace"  # of the run that its weights will be labelled for
+    incarnation: str = "outpace"  # of the run that labels its weights
 
     @classmethod
     async def of(cls, config: Config, scratch: Path, incarnation: str = "outpace") -> Recipe:
-        """`scratch`: where the plugin is laid out. Raises `BadInput`."""
+        """Resolve the model, the installed server version and the plugin, which is copied to `scratch`. Raises
+        `BadInput`."""
         model = await asyncio.to_thread(resolve_model, config.model.path)
         found = await installed(python_of(config), kind_of(config), {**base_environment(), **config.launch.env})
         plugin = await asyncio.to_thread(plugin_path, scratch) if needs_plugin(config) else None
@@ -69,8 +79,8 @@ async def start_server(
     environment: Mapping[str, str] | None = None,
     gpus: GpuAssignment = ON_CPU,
 ) -> Started:
-    """The server number `index`, once it has sampled a token. `environment`: where its temporary files go, and
-    the mark by which a guardian finds it if we are not a part that has one already."""
+    """Launch server number `index` and wait until it has sampled a token. `environment` sets its temporary directory
+    and the mark by which the cleanup process finds it, unless this process already inherits one."""
     first = recipe.config.launch.port
     if first:
         refuse_taken(first + index)
@@ -80,12 +90,12 @@ async def start_server(
             return await _start(recipe, first + index if first else free_port(), gpus, log, say, environment or {})
         except _PortTaken as taken:
             failure = str(taken)
-            say("somebody else has taken the server's port")
+            say("another process took the server's port; trying another port")
     raise BadInput(failure)
 
 
 class _PortTaken(Exception):
-    """Between our finding it free and the server's asking for it."""
+    """Another process took the port after we found it free."""
 
 
 async def _start(

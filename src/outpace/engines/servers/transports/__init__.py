@@ -1,1 +1,1 @@
-"""How snapshots reach servers: each module is one way, and implements `outpace.engines.servers.spec.Transport`."""
+"""Weight transports: each module implements `Transport` for one way of transferring snapshots."""

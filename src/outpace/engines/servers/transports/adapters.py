@@ -1,9 +1,4 @@
-"""Adapters that vLLM registers beside its model, each version under a name of its own.
-
-Nobody has to hold still: requests that run go on with the adapter they were sent with. A version is forgotten, its
-folder too, when nobody samples by it any more; until then the server may read the folder again at any time, since it
-keeps only a few adapters in memory.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -23,7 +18,7 @@ from outpace.weights.adapters import AdapterFolders
 
 log = logging.getLogger(__name__)
 
-_LEAVING_S = 2.0  # for taking our adapters off a server that goes on without us
+_UNLOAD_ALL_S = 2.0  # timeout for unloading our adapters on close
 
 
 @dataclass
@@ -31,11 +26,15 @@ class AdapterReady:
     version: Version
     nbytes: int
     folder: Path
-    adapter: str  # the name to sample by
+    adapter: str  # name to use in requests
 
 
 class AdapterTransport:
-    """Implements `Transport`. `directory` is its own, and the server can read it."""
+    """Implements `Transport` for adapters that vLLM registers beside its model, each version under its own name.
+
+    No pause: running requests continue with the adapter they started with. A version and its folder are removed when no
+    request uses it any more. Until then the server may read the folder again at any time, since it keeps only a few
+    adapters in memory. `directory` belongs to this transport and must be readable by the server."""
 
     holds_still = False
 
@@ -44,28 +43,28 @@ class AdapterTransport:
         self._control_s = control_s
         self._folders = AdapterFolders(directory)
         self._thread = OneThread()
-        self._registered: dict[Version, str] = {}  # or perhaps so: no answer has come
+        self._registered: dict[Version, str] = {}  # includes calls without a reply
 
     async def prepare(self, manifest: Manifest) -> AdapterReady:
         if manifest.adapter is None:
-            raise UpdateFailed(f"version {manifest.version} is a whole model, and this server takes adapters")
+            raise UpdateFailed(f"version {manifest.version} is a whole model, but this server expects an adapter")
         folder = await self._thread.run(self._folders.write, manifest)
         name = f"outpace-{manifest.incarnation}-{manifest.version}"
         return AdapterReady(manifest.version, manifest.nbytes, folder, name)
 
     async def swap(self, ready: Ready) -> None:
-        """One that is registered under this name already came by an update of which no answer arrived: it goes."""
-        assert isinstance(ready, AdapterReady), "what another transport has prepared"
-        order = {"lora_name": ready.adapter, "lora_path": str(ready.folder)}
+        """Register the adapter. One already registered under this name is from a call without a reply: replace it."""
+        assert isinstance(ready, AdapterReady), "prepared by another transport"
+        call = {"lora_name": ready.adapter, "lora_path": str(ready.folder)}
         self._registered[ready.version] = ready.adapter
         try:
-            await self._order("/v1/load_lora_adapter", order)
+            await self._order("/v1/load_lora_adapter", call)
         except ServerRefused as error:
             if "already" not in str(error):
                 del self._registered[ready.version]
                 raise
             await self._unload(ready.adapter)
-            await self._order("/v1/load_lora_adapter", order)
+            await self._order("/v1/load_lora_adapter", call)
 
     async def forget(self, version: Version) -> None:
         name = self._registered.pop(version, None)
@@ -84,22 +83,22 @@ class AdapterTransport:
             self._thread.close()
 
     async def _unload_all(self) -> None:
-        """As far as that goes: who leaves need not wait for a server that does not answer."""
+        """Unload our adapters, best effort: closing does not wait for an unresponsive server."""
         try:
-            async with asyncio.timeout(_LEAVING_S):
+            async with asyncio.timeout(_UNLOAD_ALL_S):
                 await asyncio.gather(*(self._unload(name) for name in self._registered.values()))
         except (ServerFailed, TimeoutError) as error:
-            log.warning("%s keeps adapters of ours: %s", self._http.url, one_line(error) or "no answer")
+            log.warning("%s: cannot unload adapters of this run: %s", self._http.url, one_line(error) or "no answer")
 
     async def _unload(self, name: str) -> None:
         try:
             await self._order("/v1/unload_lora_adapter", {"lora_name": name})
         except ServerRefused as error:
-            if error.status != 404:  # it is not there: all the better
+            if error.status != 404:  # already gone
                 raise
 
     async def _order(self, path: str, body: dict[str, str]) -> None:
-        """These routes answer a success with a plain sentence, which is no JSON and no failure."""
+        """POST to an adapter route. Success is a plain-text reply, so a JSON decoding error is not a failure."""
         try:
             await self._http.post(path, body, deadline_s=self._control_s)
         except ServerFaulty as error:

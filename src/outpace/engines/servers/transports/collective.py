@@ -1,9 +1,4 @@
-"""Weights by a process group of two, the learner and the server's worker: received beside the sampling, then loaded.
-
-prepare   meeting ─▶ server: fetch (a thread in its worker)
-                  ─▶ learner: send; returns when the worker has everything and has found every checksum right
-swap      server: load what was fetched
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -16,11 +11,17 @@ from outpace.types import Manifest, Version
 from outpace.weights.meeting import meeting_for
 
 Send = Callable[[Manifest, dict[str, Any]], Awaitable[None]]
-"""Makes the learner send this snapshot to whoever comes to this meeting. Raises `UpdateFailed`."""
+"""Makes the learner send a snapshot to the receiver that joins the given process group. Raises `UpdateFailed`."""
 
 
 class CollectiveTransport:
-    """Implements `Transport`. `updates` is how its server takes orders."""
+    """Implements `Transport` over a process group of two: the learner and the server's worker.
+
+    prepare   server: start receiving, in a thread of its worker
+              learner: send; returns when the worker has all tensors with correct checksums
+    swap      server: load the received weights
+
+    `updates` sends the update calls to the server."""
 
     holds_still = True
 
@@ -43,7 +44,7 @@ class CollectiveTransport:
         await self._updates.swap(ready)
 
     async def forget(self, version: Version) -> None:
-        """Nothing is kept for it."""
+        """Nothing is stored."""
 
     async def close(self, server_stays: bool) -> None:
         await self._updates.close(server_stays)

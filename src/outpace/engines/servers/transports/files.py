@@ -1,4 +1,4 @@
-"""Weights as a folder of safetensors that the server reads: any vLLM in development mode can."""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ class FilesReady:
 
 
 class FilesTransport:
-    """Implements `Transport`. `directory` is its own, and the server can read it."""
+    """Implements `Transport` over a directory of safetensors files, for any vLLM in dev mode. `directory` belongs to
+    this transport and must be readable by the server."""
 
     holds_still = True
 
     def __init__(self, http: Http, control_s: float, directory: Path, copy: LocalSnapshot | None = None) -> None:
-        """`copy`: follow by deltas what is published."""
+        """`copy`: a local snapshot that is kept current by deltas."""
         self._http = http
         self._control_s = control_s
         self._folders = Folders(directory)
@@ -37,9 +38,9 @@ class FilesTransport:
         return await self._thread.run(self._write, manifest)
 
     async def swap(self, ready: Ready) -> None:
-        assert isinstance(ready, FilesReady), "what another transport has prepared"
-        order = {"method": "reload_weights", "kwargs": {"weights_path": str(ready.folder)}}
-        await self._http.post("/collective_rpc", order, deadline_s=self._control_s)
+        assert isinstance(ready, FilesReady), "prepared by another transport"
+        call = {"method": "reload_weights", "kwargs": {"weights_path": str(ready.folder)}}
+        await self._http.post("/collective_rpc", call, deadline_s=self._control_s)
         await self._thread.run(self._folders.remove, ready.version)
 
     async def forget(self, version: Version) -> None:
@@ -57,9 +58,9 @@ class FilesTransport:
             self._copy.close()
 
     def _write(self, manifest: Manifest) -> FilesReady:
-        """What an update that did not come off has left goes first: it may be as large as this one."""
+        """Write the files. First remove those of a failed update, which may be as large."""
         self._folders.keep_only(manifest.version)
-        travelled = manifest.nbytes
+        transferred = manifest.nbytes
         if self._copy is not None:
-            manifest, travelled = self._copy.bring(manifest)
-        return FilesReady(manifest.version, travelled, self._folders.write(manifest))
+            manifest, transferred = self._copy.bring(manifest)
+        return FilesReady(manifest.version, transferred, self._folders.write(manifest))

@@ -1,10 +1,17 @@
-"""Weights that the server takes out of memory by itself, through outpace's transfer engine in it.
+"""Transports that bring snapshots to servers. Each class implements `outpace.engines.server.protocol.Transport`.
 
-    memory   the snapshot file is mapped by the server's workers; its checksums are verified here, outside the pause
-    ipc      the snapshot is in GPU memory that the workers open; they verify it, for nobody else can
+    class                 server   the server loads the weights
+    MemoryTransport       vLLM     from shared memory or over CUDA IPC, through outpace's transfer engine
+    CollectiveTransport   vLLM     received over a process group while it samples
+    FilesTransport        vLLM     from a directory of safetensors files
+    AdapterTransport      vLLM     as a new adapter beside the model, without a pause
+    SglangFiles           SGLang   from a directory of safetensors files
+    SglangAdapters        SGLang   as a new adapter beside the model
 
-vLLM counts an update as open from `start` to `finish`, or until it fails. One that somebody else has left open, a door
-that was killed for instance, is closed first.
+SGLang's other routes are not used. `/update_weights_from_tensor` and `/update_weights_from_ipc` take pickles, which
+can run code in the server. `/update_weights_from_distributed` receives straight into the live weights: the server is
+paused for the whole transfer, nothing is verified first, and if the learner dies in the middle the server waits for
+it forever.
 """
 
 from __future__ import annotations
@@ -22,7 +29,7 @@ from outpace.types import Manifest, Version
 from outpace.weights import snapshot
 from outpace.weights.local import LocalSnapshot
 
-_REMEDY = """is it started with --weight-transfer-config '{"backend": "outpace"}'?"""
+_REMEDY = """start the server with --weight-transfer-config '{"backend": "outpace"}'"""
 
 
 @dataclass
@@ -30,7 +37,7 @@ class MemoryReady:
     version: Version
     nbytes: int
     update: dict[str, Any]
-    label: str  # of the weights, for servers that account for them
+    label: str  # of the weights, for servers that report versions
 
 
 def ready_of(manifest: Manifest, nbytes: int, update: dict[str, Any]) -> MemoryReady:
@@ -38,17 +45,23 @@ def ready_of(manifest: Manifest, nbytes: int, update: dict[str, Any]) -> MemoryR
 
 
 class MemoryTransport:
-    """Implements `Transport`."""
+    """Implements `Transport` over shared memory or CUDA IPC, through outpace's transfer engine in vLLM.
+
+    memory   the server's workers map the snapshot file; we verify its checksums before the pause
+    ipc      the workers open the snapshot in GPU memory and verify it, since only they can
+
+    vLLM considers an update open from `start` to `finish`, or until it fails. An update left open, for instance by a
+    killed engine, is closed first."""
 
     holds_still = True
 
     def __init__(self, http: Http, control_s: float, copy: LocalSnapshot | None = None) -> None:
-        """`copy`: follow by deltas what is published."""
+        """`copy`: a local snapshot that is kept current by deltas."""
         self._http = http
         self._control_s = control_s
         self._copy = copy
         self._thread = OneThread()
-        self._initialised = False
+        self._initialized = False
 
     async def prepare(self, manifest: Manifest) -> MemoryReady:
         await self.initialised()
@@ -57,11 +70,11 @@ class MemoryTransport:
         return await self._thread.run(self._verified, manifest)
 
     async def swap(self, ready: Ready) -> None:
-        assert isinstance(ready, MemoryReady), "what another transport has prepared"
+        assert isinstance(ready, MemoryReady), "prepared by another transport"
         await self.update(ready.update, ready.label)
 
     async def forget(self, version: Version) -> None:
-        """Nothing is kept for it."""
+        """Nothing is stored."""
 
     async def close(self, server_stays: bool) -> None:
         try:
@@ -71,37 +84,37 @@ class MemoryTransport:
             self._thread.close()
 
     async def initialised(self) -> None:
-        if self._initialised:
+        if self._initialized:
             return
         try:
-            await self._order("/init_weight_transfer_engine", {"init_info": {}})
+            await self._post("/init_weight_transfer_engine", {"init_info": {}})
         except (ServerFaulty, ServerRefused) as error:
             raise UpdateFailed(f"{error}; {_REMEDY}") from error
-        self._initialised = True
+        self._initialized = True
 
     async def update(self, update: dict[str, Any], label: str | None = None) -> None:
-        """One update from beginning to end. With a `label`, the server's weights have that one afterwards."""
+        """Run one update from start to finish, and label the server's weights with `label` if given."""
         try:
-            await self._order("/start_weight_update")
+            await self._post("/start_weight_update")
         except ServerFaulty:
             await self._close_open_update()
-            await self._order("/start_weight_update")
-        await self._order("/update_weights", {"update_info": update})
-        await self._order("/finish_weight_update", {"weight_version": label} if label is not None else {})
+            await self._post("/start_weight_update")
+        await self._post("/update_weights", {"update_info": update})
+        await self._post("/finish_weight_update", {"weight_version": label} if label is not None else {})
 
     async def _close_open_update(self) -> None:
-        """Repeatable: a server that has just failed a call may drop the connection, and with it the next call."""
+        """Close an update that was left open. Repeatable: after a failed call the server may drop the connection."""
         await self._http.post("/finish_weight_update", {}, deadline_s=self._control_s, repeatable=True)
 
     def _verified(self, manifest: Manifest) -> MemoryReady:
-        travelled = manifest.nbytes
+        transferred = manifest.nbytes
         if self._copy is not None:
-            manifest, travelled = self._copy.bring(manifest)
+            manifest, transferred = self._copy.bring(manifest)
         else:
             snapshot.verify(manifest)
-        return ready_of(manifest, travelled, memory_update(manifest))
+        return ready_of(manifest, transferred, memory_update(manifest))
 
-    async def _order(self, path: str, body: dict[str, Any] | None = None) -> None:
+    async def _post(self, path: str, body: dict[str, Any] | None = None) -> None:
         await self._http.post(path, body if body is not None else {}, deadline_s=self._control_s)
 
 

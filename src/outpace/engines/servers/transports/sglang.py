@@ -1,10 +1,4 @@
-"""How weights reach SGLang: as files, of the whole model or of an adapter.
-
-Its other routes are not used. `/update_weights_from_tensor` and `/update_weights_from_ipc` take pickles, and whoever
-may send a server pickles may run anything in it. `/update_weights_from_distributed` receives straight into the weights,
-by a collective: the server holds still for as long as that takes, nothing is checked before it counts, and a learner
-that goes away in the middle leaves a server that waits for it.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -20,28 +14,28 @@ _ADAPTER_ROUTES = {
     "/v1/load_lora_adapter": "/load_lora_adapter",
     "/v1/unload_lora_adapter": "/unload_lora_adapter",
 }
-"""vLLM's names for what SGLang has too."""
+"""vLLM's adapter routes and their SGLang counterparts."""
 
 
 class SglangFiles(FilesTransport):
-    """Implements `Transport`."""
+    """Implements `Transport` over files for SGLang."""
 
     async def swap(self, ready: Ready) -> None:
-        assert isinstance(ready, FilesReady), "what another transport has prepared"
+        assert isinstance(ready, FilesReady), "prepared by another transport"
         await self._http.post(UPDATE, update_of(ready.folder), deadline_s=self._control_s)
         await self._thread.run(self._folders.remove, ready.version)
 
 
 class SglangAdapters(AdapterTransport):
-    """Implements `Transport`."""
+    """Implements `Transport` for adapters of SGLang."""
 
     async def _order(self, path: str, body: dict[str, str]) -> None:
         await super()._order(_ADAPTER_ROUTES[path], body)
 
 
 def update_of(folder: Path) -> dict[str, object]:
-    """By default it would flush the cache, which kills a server that has requests, and read the files in the format
-    that it was started with, which may be that of dummy weights."""
+    """Body of an update call. The defaults would flush the cache, which kills a server that has requests, and use the
+    load format of the server's start, which may be `dummy`."""
     return {
         "model_path": str(folder),
         "load_format": "auto",

@@ -1,8 +1,4 @@
-"""A thread for what a transport does with files: one thing after another, in the order in which it was asked.
-
-A thread cannot be cancelled. A preparation that was given up because it took too long goes on, and the next one would
-write to the same place beside it: here it waits for its turn, within the same deadline as for all else.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -16,13 +12,18 @@ T = TypeVar("T")
 
 
 class OneThread:
+    """Runs the file operations of a transport in one thread, in the order of the calls.
+
+    A thread cannot be cancelled: a `prepare` that timed out keeps running, and the next one would write to the same
+    place. Here the next one waits for its turn, within its own deadline."""
+
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, "transport")
 
     async def run(self, call: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
-        """What nobody waits for any more when its turn comes is not done."""
+        """Run `call` in the thread. A call whose caller was cancelled before its turn is skipped."""
         return await asyncio.wrap_future(self._executor.submit(call, *arguments, **options))
 
     def close(self) -> None:
-        """What runs comes to its end, without anybody who waits for it."""
+        """Drop queued calls. A running call finishes in the background."""
         self._executor.shutdown(wait=False, cancel_futures=True)

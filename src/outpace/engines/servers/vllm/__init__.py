@@ -1,1 +1,1 @@
-"""What is particular to vLLM."""
+"""vLLM servers."""

@@ -1,7 +1,7 @@
-"""What vLLM streams, checked and put into our own words.
+"""vLLM's wire format: request bodies, streamed chunks, weight labels, server info and metrics.
 
-A chunk has the tokens since the last one, with the logprob of each. An error may come in mid-stream, as a chunk of its
-own.
+A chunk has the tokens since the last chunk, with the logprob of each. An error may arrive in mid-stream as a chunk of
+its own.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class _Entry(msgspec.Struct):
 
 
 class _Logprobs(msgspec.Struct):
-    content: list[_Entry] | None = None  # of the route that generates
-    token_logprobs: list[float | None] | None = None  # of the one that completes
+    content: list[_Entry] | None = None  # of /inference/v1/generate
+    token_logprobs: list[float | None] | None = None  # of /v1/completions
 
 
-class _Weights(msgspec.Struct):
+class _WeightSpan(msgspec.Struct):
     version: str | int
     start: int
     end: int
@@ -39,7 +39,7 @@ class _Choice(msgspec.Struct):
     token_ids: list[int] | None = None
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
-    weight_versions: list[_Weights] | None = None
+    weight_versions: list[_WeightSpan] | None = None
 
 
 class _Chunk(msgspec.Struct):
@@ -51,13 +51,13 @@ _DECODER = msgspec.json.Decoder(_Chunk)
 
 
 def piece_of(where: str, payload: bytes, incarnation: str) -> Piece | None:
-    """None: the chunk says nothing of the answer. `incarnation`: of the run whose labels mean something."""
+    """Parse one chunk; None if it carries no output. `incarnation`: of the run whose weight labels are ours."""
     try:
         chunk = _DECODER.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ServerFaulty(f"{where}: a chunk cannot be read ({error}): {one_line(payload[:200])}") from error
+        raise ServerFaulty(f"{where}: invalid chunk ({error}): {one_line(payload[:200])}") from error
     if chunk.error is not None:
-        raise _complaint(where, chunk.error)
+        raise _stream_error(where, chunk.error)
     if not chunk.choices:
         return None
     choice = chunk.choices[0]
@@ -85,8 +85,7 @@ def _stop(where: str, choice: _Choice) -> StopReason | None:
 
 
 def _spans(choice: _Choice, incarnation: str) -> list[Span] | None:
-    """Tokens under another label are stale: of another run's weights, or of those that the server was restarted
-    with."""
+    """Spans of weight versions. Tokens with a foreign label (another run, or a restarted server) are STALE."""
     spans: list[Span] = []
     for span in choice.weight_versions or []:
         version = version_of(incarnation, str(span.version))
@@ -94,7 +93,7 @@ def _spans(choice: _Choice, incarnation: str) -> list[Span] | None:
     return spans or None
 
 
-def _complaint(where: str, error: Any) -> ServerFailed:
-    said = error if isinstance(error, dict) else {"message": error}
-    code = said.get("code")
-    return complaint(where, said.get("message", error), code if isinstance(code, int) else None)
+def _stream_error(where: str, error: Any) -> ServerFailed:
+    details = error if isinstance(error, dict) else {"message": error}
+    code = details.get("code")
+    return complaint(where, details.get("message", error), code if isinstance(code, int) else None)

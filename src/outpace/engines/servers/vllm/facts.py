@@ -1,4 +1,4 @@
-"""What a vLLM server says of itself, and how busy it says it is."""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ LABEL = "/update_weight_version"
 PAUSE = "/pause"
 LOAD_ADAPTER = "/v1/load_lora_adapter"
 
-_ASKED_S = 20.0
-_INFO_S = 60.0  # the first time, the server looks over the whole machine for it
-_BEGAN = "process_start_time_seconds"
+_QUERY_S = 20.0
+_INFO_S = 60.0  # the first call inspects the whole machine
+_START_TIME = "process_start_time_seconds"
 _ROUTES = (GENERATE, COMPLETIONS, ABORT, LABEL, PAUSE, LOAD_ADAPTER)
 
 
 async def read_facts(http: Http) -> Facts:
-    """`details`: the routes that it has, the model's own name or path as `root`, whether it is in dev mode, and of its
-    configuration the number of sequences that it decodes together as `slots`, its `device` and `max_lora_rank`."""
-    version, models, routes, config = await _asked(http)
+    """Query the server's info. `details` has its `routes`, the model name or path (`root`), whether it has `dev_mode`,
+    the maximum number of concurrent sequences (`slots`), its `device` and `max_lora_rank`."""
+    version, models, routes, config = await _query_all(http)
     own = models[0]
     model_config = _section(config, "model_config")
     dtype = model_config.get("dtype")
@@ -51,8 +51,8 @@ async def read_facts(http: Http) -> Facts:
     )
 
 
-async def _asked(http: Http) -> tuple[str, list[dict[str, Any]], set[str], dict[str, Any] | None]:
-    """All at once, for each may take long. Where one fails, nobody goes on asking."""
+async def _query_all(http: Http) -> tuple[str, list[dict[str, Any]], set[str], dict[str, Any] | None]:
+    """Send all queries concurrently, since each may be slow. The first failure cancels the rest."""
     try:
         async with asyncio.TaskGroup() as group:
             version, models = group.create_task(_version(http)), group.create_task(_models(http))
@@ -63,64 +63,64 @@ async def _asked(http: Http) -> tuple[str, list[dict[str, Any]], set[str], dict[
 
 
 async def read_pressure(http: Http) -> Pressure:
-    """Over all of its engines, where it has several: requests in sum, the cache that is fullest."""
+    """Read the load over all engines of the server: the sum of requests, the maximum of KV cache usage."""
     found: dict[str, list[float]] = {}
-    for line in (await http.text("/metrics", deadline_s=_ASKED_S)).splitlines():
-        if line.startswith(("vllm:", _BEGAN)):
+    for line in (await http.text("/metrics", deadline_s=_QUERY_S)).splitlines():
+        if line.startswith(("vllm:", _START_TIME)):
             name = line.partition("{")[0].partition(" ")[0]
             found.setdefault(name, []).append(_number(http.url, line.rpartition(" ")[2]))
     if "vllm:num_requests_running" not in found:
-        raise ServerFaulty(f"{http.url}/metrics: it does not say how many requests are running")
+        raise ServerFaulty(f"{http.url}/metrics: no vllm:num_requests_running")
     used = found.get("vllm:kv_cache_usage_perc") or found.get("vllm:gpu_cache_usage_perc") or [0.0]
     return Pressure(
         running=int(sum(found["vllm:num_requests_running"])),
         waiting=int(sum(found.get("vllm:num_requests_waiting", []))),
         cache_used=max(used),
         preemptions=int(sum(found.get("vllm:num_preemptions_total", []))),
-        began=max(found.get(_BEGAN) or found.get("vllm:num_preemptions_created") or [], default=None),
+        began=max(found.get(_START_TIME) or found.get("vllm:num_preemptions_created") or [], default=None),
     )
 
 
 async def _version(http: Http) -> str:
-    said = await http.get("/version", deadline_s=_ASKED_S)
-    if not isinstance(said, dict) or not isinstance(said.get("version"), str):
-        raise ServerFaulty(f"{http.url}/version: no version in its answer; is this a vLLM server?")
-    return str(said["version"])
+    reply = await http.get("/version", deadline_s=_QUERY_S)
+    if not isinstance(reply, dict) or not isinstance(reply.get("version"), str):
+        raise ServerFaulty(f"{http.url}/version: no version in the response; is this a vLLM server?")
+    return str(reply["version"])
 
 
 async def _models(http: Http) -> list[dict[str, Any]]:
-    said = await http.get("/v1/models", deadline_s=_ASKED_S)
-    models = said.get("data") if isinstance(said, dict) else None
+    reply = await http.get("/v1/models", deadline_s=_QUERY_S)
+    models = reply.get("data") if isinstance(reply, dict) else None
     if not isinstance(models, list) or not models or not all(isinstance(model, dict) for model in models):
-        raise ServerFaulty(f"{http.url}/v1/models: it names no model")
+        raise ServerFaulty(f"{http.url}/v1/models: no model in the response")
     return sorted(models, key=lambda model: model.get("parent") is not None)  # adapters come last
 
 
 async def _routes(http: Http) -> set[str]:
-    """Those of ours that it has. Where its list is switched off each one is tried with a method that it does not take,
-    which an existing route says (405)."""
+    """The routes we use that the server has. If its OpenAPI listing is disabled, probe each with a wrong method: an
+    existing route replies 405."""
     try:
-        said = await http.get("/openapi.json", deadline_s=_INFO_S)
-        return {route for route in _ROUTES if route in _section(said, "paths")}
+        reply = await http.get("/openapi.json", deadline_s=_INFO_S)
+        return {route for route in _ROUTES if route in _section(reply, "paths")}
     except ServerRefused:
         return {route for route in _ROUTES if await _exists(http, route)}
 
 
 async def _exists(http: Http, route: str) -> bool:
     try:
-        await http.text(route, deadline_s=_ASKED_S)
+        await http.text(route, deadline_s=_QUERY_S)
     except ServerRefused as refusal:
         return refusal.status == 405
     return True
 
 
 async def _config(http: Http) -> dict[str, Any] | None:
-    """None: it is not in dev mode, and does not say."""
+    """The server's configuration; None if it is not in dev mode."""
     try:
-        said = await http.get("/server_info", deadline_s=_INFO_S, query={"config_format": "json"})
+        reply = await http.get("/server_info", deadline_s=_INFO_S, query={"config_format": "json"})
     except ServerRefused:
         return None
-    return _section(said, "vllm_config")
+    return _section(reply, "vllm_config")
 
 
 def _section(content: Any, name: str) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def _section(content: Any, name: str) -> dict[str, Any]:
 
 
 def _number(url: str, text: str) -> float:
-    """A gauge that has never been set may be NaN, which would spoil whatever is computed from it."""
+    """Parse a metric. A gauge that was never set may be NaN, which is rejected."""
     try:
         number = float(text)
     except ValueError:

@@ -1,7 +1,4 @@
-"""Labels by which a server accounts for weights: whose they are, and which version.
-
-Versions alone would not do: two runs count from the same beginning, and so does one that is started again.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -9,10 +6,11 @@ from outpace.types import Version
 
 
 def label_of(incarnation: str, version: Version) -> str:
+    """The label of a weight version on the server. It includes the incarnation because every run counts from 0."""
     return f"{incarnation}.{version}"
 
 
 def version_of(incarnation: str, label: str) -> Version | None:
-    """None: these weights are somebody else's, or nobody has labelled them."""
+    """The version in a label; None if the label is not one of this run."""
     owner, _, version = label.rpartition(".")
     return int(version) if owner == incarnation and version.isdecimal() else None

@@ -1,9 +1,4 @@
-"""What vLLM is asked, by each of the two routes that take and give token ids.
-
-Every parameter is sent: the server would take what is missing from the model's generation config. The end-of-sequence
-token is one of our stop ids or means nothing, hence `ignore_eos`. Stop ids and the token that completes a stop string
-are part of the answer, as they are with the embedded engine.
-"""
+"""MERGED"""
 
 from __future__ import annotations
 
@@ -15,21 +10,26 @@ from outpace.types import Sampling
 GENERATE = "/inference/v1/generate"
 COMPLETIONS = "/v1/completions"
 
-_SEED_MASK = 2**63 - 1  # what the server takes
+_SEED_MASK = 2**63 - 1  # the range that the server accepts
 
 
 def body(route: str, ask: Ask, model: str, *, seeded: bool) -> dict[str, Any]:
-    """One request for a stream of tokens and their logprobs."""
-    how = _sampling(ask.sampling, seeded)
+    """Request body for a stream of tokens and logprobs.
+
+    Every sampling parameter is sent: the server would fill missing ones from the model's generation config. The
+    end-of-sequence token matters only if it is one of our stop ids, hence `ignore_eos`. As with the embedded engine,
+    the output includes the stop token, or the token that completes a stop string."""
+    parameters = _sampling(ask.sampling, seeded)
     common = {"model": model, "request_id": ask.id, "cache_salt": ask.salt, "stream": True}
     if route == GENERATE:
-        return {**common, "token_ids": ask.token_ids.tolist(), "sampling_params": how}
-    del how["detokenize"]  # it always does
-    return {**common, "prompt": ask.token_ids.tolist(), **how, "add_special_tokens": False, "return_token_ids": True}
+        return {**common, "token_ids": ask.token_ids.tolist(), "sampling_params": parameters}
+    del parameters["detokenize"]  # this route always detokenizes
+    prompt = {"prompt": ask.token_ids.tolist(), **parameters}
+    return {**common, **prompt, "add_special_tokens": False, "return_token_ids": True}
 
 
 def request_id(route: str, ask_id: str) -> str:
-    """The name under which the server knows a request that was sent as `ask_id`."""
+    """The server's own id of the request sent as `ask_id`."""
     return f"generate-tokens-{ask_id}" if route == GENERATE else f"cmpl-{ask_id}-0"
 
 
@@ -49,8 +49,8 @@ def _sampling(sampling: Sampling, seeded: bool) -> dict[str, Any]:
         "stop": sampling.stop_strings,
         "stop_token_ids": sampling.stop_ids,
         "ignore_eos": True,
-        "logprobs": 0,  # of the sampled token alone
+        "logprobs": 0,  # of the sampled token only
         "detokenize": bool(sampling.stop_strings),
-        "skip_special_tokens": False,  # a stop string may be the text of one
+        "skip_special_tokens": False,  # a stop string may be a special token
         "spaces_between_special_tokens": False,
     }

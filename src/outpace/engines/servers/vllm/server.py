@@ -1,10 +1,10 @@
-"""A vLLM server, 0.25 or later, over HTTP.
+"""Client of a vLLM server, version 0.25 or later.
 
-It takes and gives token ids by `/inference/v1/generate`, or where it has no such route (`--enable-scale-out`) by
-`/v1/completions`. Pausing, resuming and updating need its dev mode (`VLLM_SERVER_DEV_MODE=1`).
+Requests use `/inference/v1/generate`, which takes and returns token ids, or `/v1/completions` if the server lacks that
+route (it needs `--enable-scale-out`). Pause, resume and update need its dev mode (`VLLM_SERVER_DEV_MODE=1`).
 
-What differs between versions is found out from the routes that a server has: 0.25 neither ends requests by name nor
-accounts for weight versions.
+Version differences are detected from the server's routes: 0.25 neither aborts requests by id nor reports weight
+versions.
 """
 
 from __future__ import annotations
@@ -16,21 +16,20 @@ import numpy as np
 
 from outpace.engines.servers.http import Http
 from outpace.engines.servers.spec import Ask, Facts, Piece, Pressure
-from outpace.engines.servers.vllm import sampling as vllm_sampling
 from outpace.engines.servers.vllm.chunks import piece_of
 from outpace.engines.servers.vllm.facts import ABORT, LABEL, PAUSE, read_facts, read_pressure
 from outpace.engines.servers.vllm.labels import label_of
-from outpace.engines.servers.vllm.sampling import COMPLETIONS, GENERATE
+from outpace.engines.servers.vllm.sampling import COMPLETIONS, GENERATE, body, request_id
 from outpace.errors import ServerFaulty, ServerRefused
 from outpace.types import Sampling, Version
 
-_ASKED_S = 20.0
-_PROBED = 64
+_QUERY_S = 20.0
+_PROBE_TOKENS = 64
 
 
 class VllmServer:
-    """`seeded`: send each request's seed. `control_s`: how long a call that pauses or resumes may take. `incarnation`:
-    of the run that its weights are labelled for."""
+    """`seeded`: send each request's seed. `control_s`: timeout of pause, resume and label calls. `incarnation`: of the
+    run that labels the weights."""
 
     def __init__(
         self, http: Http, *, control_s: float = 120.0, seeded: bool = False, incarnation: str = "outpace"
@@ -48,21 +47,21 @@ class VllmServer:
         return self._facts
 
     async def tokenized(self, text: str) -> list[int] | None:
-        facts = await self._known()
-        asked = {"model": facts.model, "prompt": text, "add_special_tokens": False}
+        facts = await self._cached_info()
+        data = {"model": facts.model, "prompt": text, "add_special_tokens": False}
         try:
-            said = await self.http.post("/tokenize", asked, deadline_s=_ASKED_S, repeatable=True)
+            reply = await self.http.post("/tokenize", data, deadline_s=_QUERY_S, repeatable=True)
         except ServerRefused:
             return None
-        tokens = said.get("tokens") if isinstance(said, dict) else None
+        tokens = reply.get("tokens") if isinstance(reply, dict) else None
         return [int(token) for token in tokens] if isinstance(tokens, list) else None
 
     async def stream(self, ask: Ask) -> AsyncGenerator[Piece, None]:
-        facts = await self._known()
+        facts = await self._cached_info()
         route = _route(facts)
-        body = vllm_sampling.body(route, ask, ask.adapter or facts.model, seeded=self._seeded)
+        data = body(route, ask, ask.adapter or facts.model, seeded=self._seeded)
         where = f"{self.url}{route}"
-        async with aclosing(self.http.events(route, body)) as payloads:
+        async with aclosing(self.http.events(route, data)) as payloads:
             async for payload in payloads:
                 piece = piece_of(where, payload, self._incarnation)
                 if piece is None:
@@ -73,26 +72,26 @@ class VllmServer:
         raise ServerFaulty(f"{where}: a stream ended without a finish reason")
 
     async def abort(self, request_ids: list[str]) -> bool:
-        facts = await self._known()
+        facts = await self._cached_info()
         if ABORT not in facts.details["routes"]:
             return False
-        if request_ids:  # none would mean all of them
-            names = [vllm_sampling.request_id(_route(facts), ask_id) for ask_id in request_ids]
-            await self.http.post(ABORT, {"request_ids": names}, deadline_s=_ASKED_S, repeatable=True)
+        if request_ids:  # an empty list would abort all requests
+            names = [request_id(_route(facts), ask_id) for ask_id in request_ids]
+            await self.http.post(ABORT, {"request_ids": names}, deadline_s=_QUERY_S, repeatable=True)
         return True
 
     async def probe(self, deadline_s: float) -> None:
-        facts = await self._known()
+        facts = await self._cached_info()
         self._probes += 1
         prompt = np.zeros(_probe_length(facts.context), dtype=np.int32)
         ask = Ask(f"probe-{self._probes}", prompt, Sampling(max_tokens=1, seed=0), salt="probe")
-        body = vllm_sampling.body(_route(facts), ask, facts.model, seeded=False)
-        async with aclosing(self.http.events(_route(facts), body, first_s=deadline_s, idle_s=deadline_s)) as payloads:
+        data = body(_route(facts), ask, facts.model, seeded=False)
+        async with aclosing(self.http.events(_route(facts), data, first_s=deadline_s, idle_s=deadline_s)) as payloads:
             async for payload in payloads:
                 piece = piece_of(self.url, payload, self._incarnation)
                 if piece is not None and piece.tokens:
                     return
-        raise ServerFaulty(f"{self.url}: a probe got no token")
+        raise ServerFaulty(f"{self.url}: a probe returned no token")
 
     async def pressure(self) -> Pressure:
         return await read_pressure(self.http)
@@ -109,28 +108,27 @@ class VllmServer:
 
     async def paused(self) -> bool | None:
         try:
-            said = await self.http.get("/is_paused", deadline_s=_ASKED_S)
+            reply = await self.http.get("/is_paused", deadline_s=_QUERY_S)
         except ServerRefused:
             return None
-        return bool(said["is_paused"]) if isinstance(said, dict) and "is_paused" in said else None
+        return bool(reply["is_paused"]) if isinstance(reply, dict) and "is_paused" in reply else None
 
     async def label(self, version: Version) -> None:
         label = label_of(self._incarnation, version)
-        if LABEL in (await self._known()).details["routes"]:
+        if LABEL in (await self._cached_info()).details["routes"]:
             await self.http.post(LABEL, {"new_version": label}, deadline_s=self._control_s, repeatable=True)
 
     async def close(self) -> None:
         await self.http.close()
 
-    async def _known(self) -> Facts:
+    async def _cached_info(self) -> Facts:
         return self._facts or await self.facts()
 
 
 def _probe_length(context: int | None) -> int:
-    """Tokens in the prompt of a probe, which is often the first that a server computes. On CPUs with AMX, vLLM 0.32 in
-    bfloat16 dies natively when that is a prompt of three tokens, and not when it is one of forty; once something longer
-    was computed, short ones do no harm."""
-    return _PROBED if context is None else max(1, min(_PROBED, context - 2))
+    """Prompt length of a probe, which is often a server's first request. On CPUs with AMX, vLLM 0.32 in bfloat16
+    crashes if its first prompt has 3 tokens but not if it has 40. After a longer prompt, short ones work."""
+    return _PROBE_TOKENS if context is None else max(1, min(_PROBE_TOKENS, context - 2))
 
 
 def _route(facts: Facts) -> str:
