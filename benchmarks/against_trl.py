@@ -79,7 +79,7 @@ def train_with_trl(steps: int) -> list[float]:
     from trl import GRPOConfig, GRPOTrainer
 
     import outpace.models
-    from outpace.rewards.countdown import countdown
+    from outpace.rewards.builtin import countdown
     from outpace.tasks.countdown import Countdown
 
     class StepTimes(TrainerCallback):

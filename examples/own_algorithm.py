@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@outpace.surrogate(anchors=("rollout",))
+@outpace.policy_loss(anchors=("rollout",))
 def banded_is(tokens: outpace.Tokens, *, cap: float = 2.0, clip_low: float = 0.5) -> Tensor:
     """-sg(w) A log pi, with w = current / sampler clamped to [1 - clip_low, cap]: no token's weight vanishes."""
     weights_N = tokens.ratio_N.detach().clamp(1 - clip_low, cap)
@@ -27,7 +27,7 @@ def banded_is(tokens: outpace.Tokens, *, cap: float = 2.0, clip_low: float = 0.5
 
 
 @outpace.advantage(credits=("episode", "turn", "token"), additive=True)
-def above_median(group: outpace.Peers) -> NDArray[np.float64]:
+def above_median(group: outpace.GroupReturns) -> NDArray[np.float64]:
     """R - median(R): if most attempts fail, only successes get an advantage; if most succeed, only failures do."""
     return group.returns_G - np.median(group.returns_G)
 

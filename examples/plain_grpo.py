@@ -34,23 +34,23 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from outpace.algorithms.advantages import Peers, dr_grpo, is_uniform
-from outpace.algorithms.tokens import Tokens
+from outpace.algorithms.advantages import GroupReturns, dr_grpo, is_uniform
+from outpace.algorithms.losses import Tokens
 from outpace.config import Config
-from outpace.config.methods import chosen_surrogate
-from outpace.config.rules import resolve
-from outpace.engines.embedded.build import build_decoder
+from outpace.config.algorithm import configured_policy_loss
+from outpace.config.validation import resolve
 from outpace.engines.embedded.decoder import Decoder
+from outpace.engines.embedded.load_decoder import build_decoder
 from outpace.engines.embedded.sampling import sample
-from outpace.engines.noise import noise, request_seed
-from outpace.learn.forward import Forward, Wanted, choose_forward
-from outpace.learn.packing import pack
+from outpace.hardware.cores import learner_threads
+from outpace.learner.forward import Forward, ForwardOptions, choose_forward
+from outpace.learner.packing import pack
 from outpace.models.chat import render
 from outpace.models.loading import eos_ids, load_model, load_tokenizer
-from outpace.resources import learner_threads
-from outpace.rewards.countdown import countdown
+from outpace.rewards.builtin import countdown
+from outpace.runtime.rng import request_seed, uniform_noise
 from outpace.tasks.countdown import Countdown
-from outpace.tasks.order import Order
+from outpace.tasks.order import TaskOrder
 from outpace.types import OBSERVED, Floats, Ints, Row, Task
 
 
@@ -137,7 +137,7 @@ class Sampler:
         index = 0
         while running:
             logits = self.decoder.step(tokens_S, positions_S)
-            uniform_S = noise(seeds_S, np.full(slots, index))
+            uniform_S = uniform_noise(seeds_S, np.full(slots, index))
             chosen, logprobs = sample(logits, temperature_S, no_top_k_S, no_top_p_S, uniform_S)
             index += 1
             for row in sorted(running):
@@ -161,7 +161,7 @@ def rows_of(group: Group, version: int) -> list[Row]:
     """Return the training rows of a group: exact tokens, sampling logprobs, versions and an advantage per token."""
     rows = []
     lengths = np.array([float(len(answer.tokens)) for answer in group.answers])
-    advantages = dr_grpo(Peers(np.array(group.rewards), lengths)).astype(np.float32)
+    advantages = dr_grpo(GroupReturns(np.array(group.rewards), lengths)).astype(np.float32)
     for answer, advantage in zip(group.answers, advantages, strict=True):
         prompt_length, count = len(group.prompt), len(answer.tokens)
         mask = np.arange(prompt_length + count) >= prompt_length
@@ -183,8 +183,8 @@ class Learner:
     def __init__(self, config: Config, model: PreTrainedModel) -> None:
         self.config = config
         self.model = model
-        self.forward: Forward = choose_forward(model, Wanted(config.rollout.temperature))
-        self.policy_loss = chosen_surrogate(config.algorithm)
+        self.forward: Forward = choose_forward(model, ForwardOptions(config.rollout.temperature))
+        self.policy_loss = configured_policy_loss(config.algorithm)
         learner = config.learner
         matrices = {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": learner.weight_decay}
         vectors = {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0}
@@ -211,7 +211,7 @@ class Learner:
             sampler_logp_N = torch.from_numpy(packed.sampler_logp_N)
             tokens_N = Tokens(
                 logp_N=self.forward(packed).logp_N,
-                anchor_logp_N=sampler_logp_N,
+                old_logp_N=sampler_logp_N,
                 sampler_logp_N=sampler_logp_N,
                 advantages_N=torch.from_numpy(packed.advantages_N),
                 sequence_N=torch.from_numpy(packed.sequence_N),
@@ -238,7 +238,7 @@ class Learner:
 # ----------------------------------------------------------------------------------------------------- training loop
 
 
-def collect(sampler: Sampler, tasks: Countdown, order: Order, first: int) -> list[Group]:
+def collect(sampler: Sampler, tasks: Countdown, order: TaskOrder, first: int) -> list[Group]:
     """Sample the groups of one step in puzzle order, until `groups_per_step` of them have a training signal."""
     config = sampler.config
     groups: list[Group] = []
@@ -260,7 +260,7 @@ def run(config: Config) -> Iterator[dict[str, Any]]:
     model = load_model(config.model.path, dtype="float32", device="cpu")
     sampler, learner = Sampler(config, model), Learner(config, model)
     tasks = Countdown("train", config.run.seed)
-    order = Order(len(tasks), config.run.seed, config.tasks.shuffle)
+    order = TaskOrder(len(tasks), config.run.seed, config.tasks.shuffle)
     taken = 0
     assert config.run.steps is not None
     for version in range(config.run.steps):

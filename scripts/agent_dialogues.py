@@ -16,8 +16,15 @@ from starter_files import ASSISTANT, END, TOOL, TOOL_TAGS
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import get_json_schema
 
-from outpace.tasks.calculator import Calculator, Sum, sums
-from outpace.tasks.guess import GUESSES, Guess, Hidden, games
+from outpace.tasks.generated import (
+    GUESSES,
+    Calculator,
+    CalculatorProblem,
+    Guess,
+    GuessProblem,
+    calculator_problems,
+    guess_problems,
+)
 
 NEIGHBOURHOOD = 8
 """How far outside the range a wild guess may lie."""
@@ -81,7 +88,7 @@ class Openings:
 
 def dialogues(openings: Openings, habits: Habits, rng: random.Random) -> Iterator[list[Piece]]:
     """Endless, of both tasks in turn."""
-    calculations, hidden = sums("train"), games("train")
+    calculations, hidden = calculator_problems("train"), guess_problems("train")
     while True:
         problem = rng.choice(calculations)
         yield [openings(Calculator.calculate, problem.text()), *calculation(problem, habits, rng)]
@@ -92,7 +99,7 @@ def dialogues(openings: Openings, habits: Habits, rng: random.Random) -> Iterato
 # -------------------------------------------------------------------------------------------------------- calculator
 
 
-def calculation(problem: Sum, habits: Habits, rng: random.Random) -> Iterator[Piece]:
+def calculation(problem: CalculatorProblem, habits: Habits, rng: random.Random) -> Iterator[Piece]:
     if rng.random() < habits.by_head:
         yield answered(stated(another_number(problem.answer, rng)))
         return
@@ -134,7 +141,7 @@ def with_one_digit_changed(text: str, rng: random.Random) -> str:
 # ------------------------------------------------------------------------------------------------------------- guess
 
 
-def guessing(game: Hidden, habits: Habits, rng: random.Random) -> Iterator[Piece]:
+def guessing(game: GuessProblem, habits: Habits, rng: random.Random) -> Iterator[Piece]:
     environment = Guess()
     environment.reset(game.secret)
     low, high = game.low, game.high
@@ -153,7 +160,7 @@ def guessing(game: Hidden, habits: Habits, rng: random.Random) -> Iterator[Piece
     yield answered("I give up.")
 
 
-def next_guess(game: Hidden, low: int, high: int, habits: Habits, rng: random.Random) -> tuple[int, bool]:
+def next_guess(game: GuessProblem, low: int, high: int, habits: Habits, rng: random.Random) -> tuple[int, bool]:
     """The next number, and whether it is another one than halving would take."""
     kind = rng.random()
     if kind < habits.wild:

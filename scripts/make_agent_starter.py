@@ -26,7 +26,7 @@ from starter_files import SIGNATURES, learn_merges, make_tokenizer
 from starter_training import IGNORED, Batch, make_model, save, train
 from transformers import PreTrainedTokenizerFast
 
-from outpace.evaluate import evaluate_model
+from outpace.commands.evaluate import evaluate_model
 
 DEFAULT_OUT = Path(__file__).resolve().parent.parent / "src" / "outpace" / "models" / "starter_agent"
 BATCH = 256

@@ -24,15 +24,8 @@ from starter_files import ASSISTANT, END, USER, make_tokenizer
 from starter_training import IGNORED, Batch, make_model, save, train
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from outpace.rewards.countdown import solves
-from outpace.tasks.countdown import (
-    PLAIN_OPERATORS,
-    TARGETS,
-    Countdown,
-    Puzzle,
-    plain_expressions,
-    split_of,
-)
+from outpace.rewards.builtin import solves
+from outpace.tasks.countdown import PLAIN_OPERATORS, TARGETS, Countdown, Puzzle, plain_expressions, puzzle_split
 
 DEFAULT_OUT = Path(__file__).resolve().parent.parent / "src" / "outpace" / "models" / "starter"
 BATCH = 64
@@ -127,7 +120,7 @@ def find_solutions(numbers_of: Iterable[tuple[int, ...]]) -> tuple[Solutions, So
         for order in sorted(set(permutations(numbers))):
             for text, value in plain_expressions(order, PLAIN_OPERATORS[len(numbers)]):
                 puzzle = Puzzle(numbers, value)
-                if value in TARGETS and split_of(puzzle) == "train":
+                if value in TARGETS and puzzle_split(puzzle) == "train":
                     (given if order == numbers else reordered).setdefault(puzzle, []).append(text)
     return given, reordered
 

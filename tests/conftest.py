@@ -11,7 +11,7 @@ from hypothesis import settings
 
 from cpus import NEOVERSE_N1, NEOVERSE_V1
 from leftovers import pytest_configure  # noqa: F401 - a hook: the session is checked for what it leaves behind
-from outpace import cpu
+from outpace.hardware import cpu
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # the processes share the cores; set before anything loads torch
     os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}

@@ -7,33 +7,32 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from outpace.errors import CorruptData, NotSaved, PartFailed, PartLost, UpdateFailed, UpdateTorn
-from outpace.observe.callbacks import CallbackRunner
-from outpace.observe.console import ProgressConsole
-from outpace.observe.runlog import RunLog
-from outpace.pipeline.budget import Limits
-from outpace.pipeline.caretaker import CareSettings
-from outpace.pipeline.core import Core, CoreSettings
-from outpace.pipeline.driver import Driver, DriverSettings
-from outpace.pipeline.evaluation import Evaluator
-from outpace.pipeline.making import MakingSettings
-from outpace.pipeline.recorder import Recorder
-from outpace.pipeline.staff import Parts
-from outpace.pipeline.supervisor import SuperviseSettings
-from outpace.pipeline.training import Memory
-from outpace.tasks.order import Order
+from outpace.controller.driver import Driver, DriverSettings
+from outpace.controller.engine_registry import Components
+from outpace.controller.evaluation import Evaluator
+from outpace.controller.failure_budget import FailureLimits
+from outpace.controller.groups import GroupSettings
+from outpace.controller.recorder import Recorder
+from outpace.controller.scheduler import Scheduler, SchedulerSettings
+from outpace.controller.supervisor import RestartSettings, SupervisionSettings
+from outpace.controller.training import ControllerState
+from outpace.errors import ComponentFailed, ComponentLost, CorruptData, NotSaved, UpdateFailed, UpdateTorn
+from outpace.monitoring.callbacks import CallbackRunner
+from outpace.monitoring.console import ProgressConsole
+from outpace.monitoring.run_directory import RunLog
+from outpace.tasks.order import TaskOrder
 from outpace.types import (
     ChunkReport,
     EngineStats,
+    FleetMember,
     Generation,
     GroupOrder,
     GroupReport,
     Ints,
+    JournalLocation,
     LearnerStats,
     LoadReport,
     Manifest,
-    Member,
-    Place,
     StepReport,
 )
 
@@ -42,11 +41,11 @@ class FakeLearner:
     def __init__(self) -> None:
         self.version = 0
         self.calls: list[str] = []
-        self.replayed: dict[int, list[Place]] = {}
+        self.replayed: dict[int, list[JournalLocation]] = {}
         self.metrics: dict[str, float] = {}
         self.gone: list[str] = []  # segments that were released
 
-    async def chunk(self, version: int, places: list[Place], replayed: bool = False) -> ChunkReport:
+    async def chunk(self, version: int, places: list[JournalLocation], replayed: bool = False) -> ChunkReport:
         assert version == self.version
         assert not {place.segment for place in places} & set(self.gone)
         self.calls.append(f"chunk {version}")
@@ -118,13 +117,13 @@ class FakeWorker:
         self.behave: Callable[[GroupOrder], Any] | None = None
         self.rewards = [1.0]
         self.released: list[str] = []
-        self.recorded: dict[int, list[Place]] = {}
-        self.told: list[list[Member]] = []
+        self.recorded: dict[int, list[JournalLocation]] = {}
+        self.told: list[list[FleetMember]] = []
 
     async def run(self, order: GroupOrder) -> GroupReport:
         if self.behave is not None and (result := await self.behave(order)) is not None:
             return result  # type: ignore[no-any-return]
-        place = None if order.heldout else Place(f"w-{order.group // 10:05d}.journal", order.group, 1)
+        place = None if order.heldout else JournalLocation(f"w-{order.group // 10:05d}.journal", order.group, 1)
         version = max(self.engine.version, order.min_version)
         return GroupReport(
             order.group, f"t{order.task}", "finished", place=place, rewards=self.rewards, episodes=1, oldest=version
@@ -135,7 +134,7 @@ class FakeWorker:
     async def release(self, segments: list[str]) -> None:
         self.released += segments
 
-    async def record_rollouts(self, step: int, places: list[Place]) -> None:
+    async def record_rollouts(self, step: int, places: list[JournalLocation]) -> None:
         self.recorded[step] = places
 
     async def rng(self) -> bytes:
@@ -143,10 +142,10 @@ class FakeWorker:
 
     async def set_rng(self, state: bytes) -> None: ...
 
-    async def fleet(self, members: list[Member]) -> None:
+    async def fleet(self, members: list[FleetMember]) -> None:
         self.told.append(members)
 
-    async def openings(self, count: int) -> list[Ints]:
+    async def first_prompts(self, count: int) -> list[Ints]:
         return []
 
 
@@ -154,7 +153,7 @@ class FakeRuntime:
     """Nobody dies, unless a test says so; whoever is started again gives a sign of life at once."""
 
     def __init__(self) -> None:
-        self.deaths: asyncio.Queue[PartFailed] = asyncio.Queue()
+        self.deaths: asyncio.Queue[ComponentFailed] = asyncio.Queue()
         self.restarted: list[str] = []
         self.killed: list[str] = []
         self.retired: list[str] = []
@@ -175,7 +174,7 @@ class FakeRuntime:
     async def kill(self, name: str) -> None:
         self.killed.append(name)
         self.silent.discard(name)
-        self.deaths.put_nowait(PartLost(name, "was killed by SIGKILL"))
+        self.deaths.put_nowait(ComponentLost(name, "was killed by SIGKILL"))
 
     async def ping(self, name: str, deadline_s: float) -> bool:
         return name not in self.silent
@@ -189,7 +188,7 @@ class FakeRuntime:
     async def stop(self) -> None: ...
 
 
-SETTINGS = CoreSettings(
+SETTINGS = SchedulerSettings(
     groups_per_step=4, group_size=1, max_lag=2, depth=1.0, chunk_groups=2, max_running=64, on_stale="wait",
     warmup_steps=0, publish_every=1, update="inflight", deterministic=False, steps=6, epochs=None, tasks=10,
     eval_every=0, eval_enabled=True, checkpoint_every=0,
@@ -199,7 +198,7 @@ SETTINGS = CoreSettings(
 class Rig:
     """A driver with fakes all around; the run directory is real."""
 
-    def __init__(self, directory: Path, settings: CoreSettings = SETTINGS, stall_s: float = 20.0) -> None:
+    def __init__(self, directory: Path, settings: SchedulerSettings = SETTINGS, stall_s: float = 20.0) -> None:
         self.log = RunLog.claim(directory)
         self.log.start("")
         self.recorder = Recorder(self.log, ProgressConsole(None, quiet=True), CallbackRunner([]), 2, 0)
@@ -211,26 +210,32 @@ class Rig:
         self.refused: list[int] = []  # versions that there is no room for
         self.settings, self.stall_s = settings, stall_s
         self.restarts = 3
-        self.recruit: Callable[[str], tuple[str, str, FakeEngine]] | None = None
+        self.start_engine: Callable[[str], tuple[str, str, FakeEngine]] | None = None
 
     async def run(self) -> str:
         self.runtime = FakeRuntime()
         sockets = {name: f"/{name}" for name in self.engines}
-        parts = Parts(self.learner, self.engines, {"worker-0": self.worker}, self.runtime, sockets)
-        limits = Limits(failed=3, filtered=None, notice_every=1000)
-        care = CareSettings(SuperviseSettings(self.restarts, window_s=60), probe_s=0.02, silent_s=0.05)
-        core = Core(self.settings, Order(10, 0, True))
-        settings = DriverSettings(self.stall_s, MakingSettings(1, 1, limits), care)
+        parts = Components(self.learner, self.engines, {"worker-0": self.worker}, self.runtime, sockets)
+        limits = FailureLimits(failed=3, filtered=None, notice_every=1000)
+        supervision = SupervisionSettings(RestartSettings(self.restarts, window_s=60), probe_s=0.02, silent_s=0.05)
+        core = Scheduler(self.settings, TaskOrder(10, 0, True))
+        settings = DriverSettings(self.stall_s, GroupSettings(1, 1, limits), supervision)
         driver = Driver(
-            core, parts, self.recorder, Evaluator(5, 2), self._save, settings, recruit=self.recruit and self._recruit
+            core,
+            parts,
+            self.recorder,
+            Evaluator(5, 2),
+            self._save,
+            settings,
+            start_engine=self.start_engine and self._recruit,
         )
         return await driver.run(dict.fromkeys(self.engines, 0))
 
     async def _recruit(self, url: str) -> tuple[str, str, FakeEngine]:
-        assert self.recruit is not None
-        return self.recruit(url)
+        assert self.start_engine is not None
+        return self.start_engine(url)
 
-    async def _save(self, version: int, memory: Callable[[], Awaitable[Memory | None]]) -> bool:
+    async def _save(self, version: int, memory: Callable[[], Awaitable[ControllerState | None]]) -> bool:
         if version in self.refused:
             raise NotSaved("no room")
         if await memory() is None:

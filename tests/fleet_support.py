@@ -6,7 +6,7 @@ import asyncio
 
 import numpy as np
 
-from outpace.errors import PartLost
+from outpace.errors import ComponentLost
 from outpace.types import EngineStats, Generation, Ints, LoadReport, Manifest, Sampling, StopReason, Version
 
 VOCABULARY = 1000
@@ -78,7 +78,7 @@ class FakeEngine:
     def die(self, name: str = "engine") -> None:
         """With all that it had."""
         for end in self._ends.values():
-            end.set_exception(PartLost(name, "closed its connection"))
+            end.set_exception(ComponentLost(name, "closed its connection"))
 
     async def write(self, request_id: str, tokens: list[int]) -> None:
         self._written[request_id] += tokens
@@ -95,7 +95,7 @@ class FakeEngine:
             if request_id in self._ends:
                 self.end(request_id, 0, "aborted")
 
-    async def peek(self, request_id: str, after: int) -> Ints:
+    async def stream_tokens(self, request_id: str, after: int) -> Ints:
         async with self._changed:
             await self._changed.wait_for(lambda: len(self._written.get(request_id, [0] * after + [0])) > after)
         return np.array(self._written.get(request_id, [])[after:], dtype=np.int32)

@@ -27,7 +27,7 @@ from types import TracebackType
 
 import pytest
 
-from outpace.runtime.guardian_child import TRACKER
+from outpace.runtime.cleanup_process import TRACKER
 
 MARK = "OUTPACE_TEST_SESSION"
 SHARED_MEMORY = Path("/dev/shm")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from outpace.rewards import sandbox
-from outpace.rewards.sandbox import KEEPER
+from outpace.rewards.sandbox import SANDBOX_SCRIPT
 
 
 def readable_python() -> str:
@@ -31,7 +31,7 @@ def open_to_all(directory: Path) -> None:
 
 def forbid_namespaces(monkeypatch: pytest.MonkeyPatch, directory: Path, as_oneself: bool = False) -> None:
     """From now on sandboxes get no namespaces; `as_oneself` they get no other user either, as with an ordinary one."""
-    text = KEEPER.read_text().replace("    return bool(libc.unshare(flag) == 0)", "    return False")
+    text = SANDBOX_SCRIPT.read_text().replace("    return bool(libc.unshare(flag) == 0)", "    return False")
     if as_oneself:
         text = text.replace("    os.setresuid(uid, uid, uid)\n", "")
         text = text.replace('int(spec["uid"]) if os.geteuid() == 0 else os.geteuid()', "os.geteuid()")
@@ -42,4 +42,4 @@ def forbid_namespaces(monkeypatch: pytest.MonkeyPatch, directory: Path, as_onese
         open_to_all(directory)
     weak = directory / "weak.py"
     weak.write_text(text)
-    monkeypatch.setattr(sandbox, "KEEPER", weak)
+    monkeypatch.setattr(sandbox, "SANDBOX_SCRIPT", weak)

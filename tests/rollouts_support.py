@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from outpace.algorithms.credit import credit_settings
-from outpace.config.algorithm import AlgorithmConfig
-from outpace.config.methods import chosen_advantage
-from outpace.rollouts.closing import ClosingRules, Filter
-from outpace.rollouts.policy.requests import ClientSettings
+from outpace.algorithms.token_advantages import advantage_settings
+from outpace.config.algorithm import AlgorithmConfig, configured_advantage
+from outpace.rollouts.group_scoring import GroupFilter, ScoringRules
+from outpace.rollouts.requests import ClientSettings
 from outpace.rollouts.worker import WorkerSettings
-from outpace.types import GroupRecord, Kept, Place
+from outpace.types import FinishedGroup, GroupRecord, JournalLocation
 
 
 def worker_settings(client: ClientSettings, advantage: str = "dr_grpo", **changes: Any) -> WorkerSettings:
-    credit = credit_settings(chosen_advantage(AlgorithmConfig(advantage=advantage)))
+    credit = advantage_settings(configured_advantage(AlgorithmConfig(advantage=advantage)))
     values: dict[str, Any] = {
         "eval_seed": 99,
         "eval_temperature": 0.0,
         "episode_timeout_s": 60.0,
         "reward_timeout_s": 60.0,
-        "closing": ClosingRules(credit, Filter()),
+        "scoring": ScoringRules(credit, GroupFilter()),
     }
     return WorkerSettings(client=client, **(values | changes))
 
@@ -30,15 +29,15 @@ class RecordingJournal:
 
     def __init__(self) -> None:
         self.records: list[GroupRecord] = []
-        self.kept: list[Kept] = []
+        self.kept: list[FinishedGroup] = []
         self.released: list[str] = []
         self.closed = False
 
-    def append(self, kept: Kept, record: GroupRecord) -> Place:
+    def append(self, kept: FinishedGroup, record: GroupRecord) -> JournalLocation:
         assert not self.closed
         self.kept.append(kept)
         self.records.append(record)
-        return Place("memory", len(self.records) - 1, 1)
+        return JournalLocation("memory", len(self.records) - 1, 1)
 
     def release(self, segments: list[str]) -> None:
         self.released += segments

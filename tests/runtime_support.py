@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
-from outpace.errors import BadInput, PartFailed
+from outpace.errors import BadInput, ComponentFailed
+from outpace.runtime.components import ComponentSpec
 from outpace.runtime.local import LocalRuntime
-from outpace.runtime.spec import PartSpec
 
 ENVIRONMENT = {"PYTHONPATH": str(Path(__file__).parent)}
 
@@ -30,7 +30,7 @@ class Toy(Protocol):
 
 
 class RealToy:
-    def __init__(self, spec: PartSpec, peers: dict[str, Any]) -> None:
+    def __init__(self, spec: ComponentSpec, peers: dict[str, Any]) -> None:
         self._spec = spec
         self._peers = peers
         self._breakdown = asyncio.Event()
@@ -71,12 +71,12 @@ class RealToy:
     async def close(self) -> None:
         await asyncio.sleep(self._spec.settings.get("closes_for_s", 0))
 
-    async def broken(self) -> PartFailed:
+    async def broken(self) -> ComponentFailed:
         await self._breakdown.wait()
-        return PartFailed("toy", "cannot go on", "Traceback: deep inside")
+        return ComponentFailed("toy", "cannot go on", "Traceback: deep inside")
 
 
-async def build(spec: PartSpec, peers: dict[str, Any]) -> RealToy:
+async def build(spec: ComponentSpec, peers: dict[str, Any]) -> RealToy:
     if "builds" in spec.settings:
         os.mkdir(spec.settings["builds"])
     if spec.attempt in spec.settings.get("dies_at", ()):
@@ -88,5 +88,5 @@ async def build(spec: PartSpec, peers: dict[str, Any]) -> RealToy:
 
 async def start_toy(runtime: LocalRuntime, name: str = "toy", **fields: Any) -> Toy:
     here = __name__
-    spec = PartSpec(name, f"{here}:build", f"{here}:Toy", peer_protocol=f"{here}:Toy", **fields)
+    spec = ComponentSpec(name, f"{here}:build", f"{here}:Toy", peer_protocol=f"{here}:Toy", **fields)
     return await runtime.start(Toy, spec, ENVIRONMENT)

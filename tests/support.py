@@ -14,13 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outpace.checkpoint.journal import read
-from outpace.checkpoint.survey import survey
+from outpace.checkpoint.journal import read_record, survey_journal
 from outpace.config import Config
-from outpace.config.loading import make_config
-from outpace.config.rules import resolve
-from outpace.cpu import supports_bfloat16
-from outpace.types import GroupOrder, GroupRecord, GroupReport, Kept, Row
+from outpace.config.load import make_config
+from outpace.config.validation import resolve
+from outpace.hardware.cpu import supports_bfloat16
+from outpace.types import FinishedGroup, GroupOrder, GroupRecord, GroupReport, Row
 
 needs_bfloat16 = pytest.mark.skipif(
     not supports_bfloat16(), reason="this CPU does not support bfloat16, and outpace refuses to compute in it there"
@@ -61,13 +60,13 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 def journalled(journal: Path) -> dict[int, GroupRecord]:
     """Every record of a journal, by group."""
-    return {found.kept.order.group: read(journal, found.place) for found in survey(journal)}
+    return {found.kept.order.group: read_record(journal, found.place) for found in survey_journal(journal)}
 
 
-def kept_of(group: int, newest: int = 0, **order: Any) -> Kept:
+def kept_of(group: int, newest: int = 0, **order: Any) -> FinishedGroup:
     """What the journal keeps of a group that finished, in no particular way."""
     ordered = GroupOrder(group, **({"task": 0, "epoch": 0, "min_version": 0, "size": 4, "position": group} | order))
-    return Kept(ordered, GroupReport(group, f"task/{group}", "finished", newest=newest))
+    return FinishedGroup(ordered, GroupReport(group, f"task/{group}", "finished", newest=newest))
 
 
 def a_record(group: int, tokens: int = 5) -> GroupRecord:

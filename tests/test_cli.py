@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from outpace import cli
-from outpace.config.loading import dump_toml
+from outpace.config.load import dump_toml
 from support import names, resolved, run_command
 
 
@@ -46,7 +46,7 @@ def test_whoever_has_read_enough_sees_no_traceback() -> None:
     process.stdout.close()
     said = process.stderr.read().decode()
     process.stderr.close()
-    assert (process.wait(60), said) == (cli.EXIT_NOBODY_READS, "")
+    assert (process.wait(60), said) == (cli.EXIT_BROKEN_PIPE, "")
 
 
 def test_a_dry_run_shows_the_gpu_of_every_process_and_is_a_config(
@@ -59,14 +59,14 @@ def test_a_dry_run_shows_the_gpu_of_every_process_and_is_a_config(
     assert tomllib.loads(said)["engine"]["kind"] == "embedded"
 
 
-@pytest.mark.parametrize("verb", ["eval", "play", "serve", "agree", "doctor"])
+@pytest.mark.parametrize("verb", ["eval", "play", "serve", "check-logprobs", "doctor"])
 def test_the_help_of_commands_that_take_settings_says_so(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main([verb, "--help"])
     assert "--section.key" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("verb", ["serve", "agree", "fleet"])
+@pytest.mark.parametrize("verb", ["serve", "check-logprobs", "fleet"])
 def test_every_command_is_suggested_to_whoever_mistypes_it(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main([verb + "x"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import runpy
 import shlex
 import tomllib
 from collections.abc import Iterator
@@ -14,15 +15,14 @@ import pytest
 
 import outpace
 from outpace import cli, errors
-from outpace.algorithms.catalogue import ADVANTAGES, NORMALISERS, SURROGATES
-from outpace.algorithms.corrections import MASKS
+from outpace.algorithms import ADVANTAGES, NORMALIZERS, POLICY_LOSSES
+from outpace.algorithms.corrections import MASKS, RATIO_BINS
 from outpace.algorithms.registry import Aggregation, Anchor, Credit
-from outpace.algorithms.statistics import RATIO_BINS
-from outpace.config.loading import FIELDS, SECTIONS, make_config, parse_arguments, type_name
+from outpace.config.load import FIELDS, SECTIONS, make_config, parse_arguments
 from outpace.config.presets import PRESETS
-from outpace.observe.callbacks import Callback
-from outpace.observe.metrics import RULES
-from outpace.simulate import loading as simulation
+from outpace.monitoring.callbacks import Callback
+from outpace.monitoring.metrics import RULES
+from outpace.simulator import settings as simulation
 from support import resolved
 
 ROOT = Path(__file__).parent.parent
@@ -34,7 +34,6 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
-SETTING_ROW = re.compile(r"^\| `(\w+\.\w+)` \| (.+?) \| (.+?) \|", re.MULTILINE)
 
 FILE_ENDINGS = ("json", "jsonl", "lock", "log", "md", "py", "safetensors", "toml")
 """What may stand behind a section's name without being a key: `model.safetensors`, `run.lock`."""
@@ -65,7 +64,7 @@ def commands(name: str) -> Iterator[str]:
 
 def benchmark_options(what: str) -> set[str]:
     """Read off the source: importing a benchmark loads torch."""
-    text = (SOURCE / "bench" / f"{what}.py").read_text()
+    text = (SOURCE / "commands" / f"bench_{what}.py").read_text()
     declared = re.findall(r'add_argument\("--([\w-]+)"', text)
     defaults = re.search(r"take_options\(\w+, \{(.*?)\}\)", text)
     return {*declared, *(name.replace("_", "-") for name in re.findall(r'"(\w+)":', defaults[1] if defaults else ""))}
@@ -87,7 +86,7 @@ def test_every_command_is_one_that_the_command_line_takes(name: str) -> None:
         if words[0] == "simulate":
             simulation.load_settings(None, settings)
             continue
-        served = {"engine.kind": "vllm"} if words[0] == "serve" else {}  # what that command takes for granted
+        served = {"engine.kind": "vllm"} if words[0] == "serve" or "vllm.toml" in command else {}  # what these imply
         make_config(served | parse_arguments(settings))
         options = {word[2:].partition("=")[0] for word in getattr(arguments, "words", []) if word.startswith("--")}
         assert not options or options <= benchmark_options(arguments.what), command
@@ -124,20 +123,21 @@ def test_every_toml_block_is_a_valid_config(name: str, tmp_path: Path) -> None:
             make_config(tomllib.loads(block))
 
 
-def test_the_table_of_settings_is_complete_and_has_the_types_and_defaults_of_the_code() -> None:
-    told = {key: (kind, default) for key, kind, default in SETTING_ROW.findall(text_of("docs/configuration.md"))}
-    expected = {
-        key: (
-            type_name(info.annotation).replace("|", "\\|"),
-            "not set" if info.default is None else f"`{_as_toml(info.default)}`",
-        )
-        for key, info in FIELDS.items()
-    }
-    assert told == expected
+def test_the_configuration_page_is_up_to_date() -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "configuration_docs.py"))
+    page = text_of("docs/configuration.md")
+    assert page == script["generate"](), "run python scripts/configuration_docs.py"
+    assert sorted(re.findall(r"^\| `(\w+\.\w+)` \|", page, re.MULTILINE)) == sorted(FIELDS)
+
+
+def test_help_lists_every_built_in_loss_estimator_and_normalizer() -> None:
+    for key, registry in (("surrogate", POLICY_LOSSES), ("advantage", ADVANTAGES), ("normalise", NORMALIZERS)):
+        words = set(re.findall(r"\w+", FIELDS[f"algorithm.{key}"].description or ""))
+        assert set(registry.built_in) <= words, key
 
 
 def _as_toml(value: object) -> str:
-    """As the table writes a default: TOML's notation."""
+    """Return a default in TOML notation, as the table of the README writes it."""
     if isinstance(value, bool):
         return str(value).lower()
     return f'"{value}"' if isinstance(value, str) else repr(value)
@@ -201,7 +201,7 @@ def test_every_metric_of_the_contract_is_explained() -> None:
 
 def test_every_exit_code_is_explained() -> None:
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.OutpaceError)]
-    codes = {kind.exit_code for kind in kinds} | {0, cli.EXIT_LEFT_AT_ONCE}
+    codes = {kind.exit_code for kind in kinds} | {0, cli.EXIT_SECOND_SIGNAL}
     told = {int(code) for code in re.findall(r"^\| (\d+) \|", text_of("docs/running.md"), re.MULTILINE)}
     assert codes <= told
 
@@ -220,7 +220,7 @@ PRESET_ROW = re.compile(r"^\| `(\w+)` \|((?:[^|\n]*\|){7})$", re.MULTILINE)
 
 
 def test_everything_that_can_be_named_in_an_algorithm_is_on_its_page() -> None:
-    built_in = {name for registry in (SURROGATES, ADVANTAGES, NORMALISERS) for name in registry.built_in}
+    built_in = {name for registry in (POLICY_LOSSES, ADVANTAGES, NORMALIZERS) for name in registry.built_in}
     choices = {*get_args(Anchor), *get_args(Aggregation), *get_args(Credit)}
     assert built_in | choices | set(MASKS) | set(PRESETS) <= set(spans(ALGORITHMS))
 

@@ -5,17 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from outpace.algorithms.advantages import Peers
-    from outpace.algorithms.normalisers import BatchSignal
-    from outpace.algorithms.registry import advantage, normaliser, surrogate
-    from outpace.algorithms.tokens import Tokens
+    from outpace.algorithms.advantages import BatchAdvantages, GroupReturns
+    from outpace.algorithms.losses import Tokens
+    from outpace.algorithms.registry import advantage, normalizer, policy_loss
+    from outpace.commands.show import read_rollouts
     from outpace.config import Config
-    from outpace.observe.callbacks import Callback
-    from outpace.observe.read_rollouts import read_rollouts
-    from outpace.pipeline.evaluation import Evaluation
-    from outpace.rewards.evaluator import evaluator
+    from outpace.controller.evaluation import Evaluation
+    from outpace.monitoring.callbacks import Callback
+    from outpace.rewards.functions import evaluator
     from outpace.rewards.registry import register as register_reward
-    from outpace.rollouts.custom import rollout
+    from outpace.rollouts.episode import rollout
     from outpace.tasks.registry import register as register_task
     from outpace.trainer import Trainer
     from outpace.types import Answer, Endpoint, Episode, Task, Trajectory
@@ -23,13 +22,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Answer",
-    "BatchSignal",
+    "BatchAdvantages",
     "Callback",
     "Config",
     "Endpoint",
     "Episode",
     "Evaluation",
-    "Peers",
+    "GroupReturns",
     "Task",
     "Tokens",
     "Trainer",
@@ -37,35 +36,35 @@ __all__ = [
     "__version__",
     "advantage",
     "evaluator",
-    "normaliser",
+    "normalizer",
+    "policy_loss",
     "read_rollouts",
     "register_reward",
     "register_task",
     "rollout",
-    "surrogate",
 ]
 
 _PUBLIC_NAMES = {
     "Answer": "outpace.types",
-    "BatchSignal": "outpace.algorithms.normalisers",
-    "Callback": "outpace.observe.callbacks",
+    "BatchAdvantages": "outpace.algorithms.advantages",
+    "Callback": "outpace.monitoring.callbacks",
     "Config": "outpace.config",
     "Endpoint": "outpace.types",
     "Episode": "outpace.types",
-    "Evaluation": "outpace.pipeline.evaluation",
-    "Peers": "outpace.algorithms.advantages",
+    "Evaluation": "outpace.controller.evaluation",
+    "GroupReturns": "outpace.algorithms.advantages",
     "Task": "outpace.types",
-    "Tokens": "outpace.algorithms.tokens",
+    "Tokens": "outpace.algorithms.losses",
     "Trainer": "outpace.trainer",
     "Trajectory": "outpace.types",
     "advantage": "outpace.algorithms.registry",
-    "evaluator": "outpace.rewards.evaluator",
-    "normaliser": "outpace.algorithms.registry",
-    "read_rollouts": "outpace.observe.read_rollouts",
+    "evaluator": "outpace.rewards.functions",
+    "normalizer": "outpace.algorithms.registry",
+    "read_rollouts": "outpace.commands.show",
     "register_reward": "outpace.rewards.registry:register",
     "register_task": "outpace.tasks.registry:register",
-    "rollout": "outpace.rollouts.custom",
-    "surrogate": "outpace.algorithms.registry",
+    "rollout": "outpace.rollouts.episode",
+    "policy_loss": "outpace.algorithms.registry",
 }
 
 

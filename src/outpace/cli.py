@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import outpace
-from outpace.errors import EXIT_LEFT_AT_ONCE, BadInput, OutpaceError, PartFailed
+from outpace.errors import EXIT_SECOND_SIGNAL, BadInput, ComponentFailed, OutpaceError
 
 if TYPE_CHECKING:
     from outpace.config.section import Section
 
-EXIT_NOBODY_READS = 141
+EXIT_BROKEN_PIPE = 141
 """The shell's exit code for SIGPIPE: the reader of a pipe has closed it, as in `outpace fleet RUN | grep -q …`."""
 
 
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = verb(arguments, settings)
         sys.stdout.flush()
         return code
-    except PartFailed as error:
+    except ComponentFailed as error:
         if error.remote_traceback:
             print(error.remote_traceback.rstrip(), file=sys.stderr)
         return _print_error(error)
@@ -45,10 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _print_error(error)
     except KeyboardInterrupt:
         print("outpace: aborted without a checkpoint", file=sys.stderr)
-        return EXIT_LEFT_AT_ONCE
+        return EXIT_SECOND_SIGNAL
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _stdout_closed():
-            return EXIT_NOBODY_READS
+            return EXIT_BROKEN_PIPE
         traceback.print_exc()
         return OutpaceError.exit_code
 
@@ -89,8 +89,8 @@ _BARE_SETTING = re.compile(r"\+*([A-Za-z][\w.-]*?)(=.*)?", re.DOTALL)
 
 def _reject_bare_setting(word: str) -> None:
     """Reject `section.key=value` without dashes (Hydra style), which would be read as a config file name."""
-    from outpace.config.equivalents import equivalent
-    from outpace.config.loading import FIELDS
+    from outpace.config.load import FIELDS
+    from outpace.config.other_libraries import equivalent_setting
 
     match = _BARE_SETTING.fullmatch(word)
     if match is None or Path(word).exists():
@@ -98,7 +98,7 @@ def _reject_bare_setting(word: str) -> None:
     name, value = match[1], match[2] or ""
     if name in FIELDS:
         raise BadInput(f"{word}: settings need two leading dashes: --{name}{value or ' value'}")
-    if value and (remedy := equivalent(name, "--")):
+    if value and (remedy := equivalent_setting(name, "--")):
         raise BadInput(f"{name}: no such setting; {remedy}")
     if value and "." in name:
         raise BadInput(f"{name}: no such setting; write settings as --section.key value")
@@ -113,11 +113,11 @@ def _print_error(error: OutpaceError) -> int:
 
 
 def train(arguments: argparse.Namespace, settings: list[str]) -> int:
-    from outpace.background import run_plan
-    from outpace.config.loading import dump_toml, load_config
-    from outpace.config.rules import resolve
-    from outpace.placement import placement_of
-    from outpace.planning import Objects, config_of_run, make_plan
+    from outpace.config.load import dump_toml, load_config
+    from outpace.config.validation import resolve
+    from outpace.hardware.placement import placement_of
+    from outpace.run.background import run_plan
+    from outpace.run.plan import UserObjects, load_run_config, make_plan
 
     resumes = arguments.resume is not None
     if resumes and arguments.config is not None:
@@ -125,7 +125,7 @@ def train(arguments: argparse.Namespace, settings: list[str]) -> int:
             "--resume: the run directory already has a config; pass changes as --section.key value instead of a file"
         )
     if resumes:
-        config = config_of_run(arguments.resume, [*settings, f"--run.dir={arguments.resume}"])
+        config = load_run_config(arguments.resume, [*settings, f"--run.dir={arguments.resume}"])
     else:
         config = load_config(arguments.config, settings)
     if arguments.dry_run:
@@ -133,26 +133,26 @@ def train(arguments: argparse.Namespace, settings: list[str]) -> int:
         print(dump_toml(resolved), end="")
         print("\n" + "\n".join(f"# {line}" for line in placement_of(resolved).lines()))
         return 0
-    run_plan(make_plan(config, Objects(), arguments.quiet), resume=resumes)
+    run_plan(make_plan(config, UserObjects(), arguments.quiet), resume=resumes)
     return 0
 
 
 def evaluate(arguments: argparse.Namespace, settings: list[str]) -> int:
-    from outpace.evaluate import evaluate_model
+    from outpace.commands.evaluate import evaluate_model
 
     print(json.dumps(evaluate_model(arguments.run, settings), indent=2))
     return 0
 
 
 def play(arguments: argparse.Namespace, settings: list[str]) -> int:
-    from outpace.play import play as run_play
+    from outpace.commands.play import play as run_play
 
     run_play(arguments.config, settings, arguments.task, arguments.raw)
     return 0
 
 
 def show(arguments: argparse.Namespace, settings: list[str]) -> int:
-    from outpace.observe.show import show as print_rollouts
+    from outpace.commands.show import show as print_rollouts
 
     _no_settings(settings)
     print_rollouts(
@@ -174,23 +174,23 @@ def export(arguments: argparse.Namespace, settings: list[str]) -> int:
 
 
 def ledger(arguments: argparse.Namespace, settings: list[str]) -> int:
-    from outpace.pipeline.account import account_of
+    from outpace.controller.ledger import ledger_report
 
     _no_settings(settings)
-    print(json.dumps(account_of(arguments.run), indent=2))
+    print(json.dumps(ledger_report(arguments.run), indent=2))
     return 0
 
 
 def simulate(arguments: argparse.Namespace, settings: list[str]) -> int:
-    from outpace.simulate import command
+    from outpace.simulator import plan
 
-    return command.main(arguments.config, settings, arguments.json, arguments.quiet)
+    return plan.simulate_command(arguments.config, settings, arguments.json, arguments.quiet)
 
 
 def doctor(arguments: argparse.Namespace, settings: list[str]) -> int:
-    from outpace.config.loading import load_config
-    from outpace.config.rules import resolve
-    from outpace.observe.doctor import doctor as run_checks
+    from outpace.commands.doctor import doctor as run_checks
+    from outpace.config.load import load_config
+    from outpace.config.validation import resolve
 
     return run_checks(resolve(load_config(arguments.config, settings)))
 
@@ -202,26 +202,26 @@ def bench(arguments: argparse.Namespace, settings: list[str]) -> int:
 
 
 def fleet(arguments: argparse.Namespace, settings: list[str]) -> int:
-    from outpace.observe.fleet import Order
-    from outpace.observe.fleet_orders import current, order_all, shown
+    from outpace.commands.fleet import current_fleet, engines_json, send_orders
+    from outpace.monitoring.fleet_orders import FleetOrder
 
     _no_settings(settings)
-    orders = [Order(add=url) for url in arguments.add] + [Order(remove=name) for name in arguments.remove]
+    orders = [FleetOrder(add=url) for url in arguments.add] + [FleetOrder(remove=name) for name in arguments.remove]
     if orders:
-        order_all(arguments.run, orders, lambda line: print(f"outpace: {line}", file=sys.stderr))
-    print(shown(current(arguments.run)))
+        send_orders(arguments.run, orders, lambda line: print(f"outpace: {line}", file=sys.stderr))
+    print(engines_json(current_fleet(arguments.run)))
     return 0
 
 
 def serve(arguments: argparse.Namespace, settings: list[str]) -> int:
-    from outpace.serve import serve as run_servers
+    from outpace.commands.serve import serve as run_servers
 
     run_servers(arguments.config, settings, arguments.dry_run)
     return 0
 
 
 def check_logprobs(arguments: argparse.Namespace, settings: list[str]) -> int:
-    from outpace.agree import agree as run_check
+    from outpace.commands.logprob_check import check_logprobs as run_check
 
     return run_check(arguments.run, settings)
 
@@ -247,14 +247,8 @@ COMMANDS = (
     "bench",
 )  # fmt: skip
 _BENCHMARKS = {
-    "checkpoint": "outpace.bench.checkpoint",
-    "controller": "outpace.bench.controller",
-    "engine": "outpace.bench.engine",
-    "episodes": "outpace.bench.episodes",
-    "learner": "outpace.bench.learner",
-    "memory": "outpace.bench.memory",
-    "overlap": "outpace.bench.overlap",
-    "publish": "outpace.bench.publish",
+    "engine": "outpace.commands.bench_engine",
+    "overlap": "outpace.commands.bench_overlap",
 }
 _SETTINGS_EPILOG = "Also takes settings as --section.key value; `outpace train --help` lists them all."
 _UNKNOWN_COMMAND = re.compile(r"argument : invalid choice: '(.*?)'")
@@ -264,20 +258,20 @@ _UNKNOWN_OPTION = re.compile(r"unrecognized arguments: --([\w-]+)")
 
 def _usage_error(message: str, program: str) -> str:
     """Return argparse's message, or a better one with a suggestion."""
-    from outpace.config.equivalents import equivalent
-    from outpace.config.loading import settings_like
-    from outpace.references import nearest
+    from outpace.config.load import similar_settings
+    from outpace.config.other_libraries import equivalent_setting
+    from outpace.runtime.references import closest_names
 
     if command := _UNKNOWN_COMMAND.match(message):
-        close = nearest(command[1], COMMANDS)
+        close = closest_names(command[1], COMMANDS)
         hint = f"did you mean {close[0]}?" if close else f"the commands are {', '.join(COMMANDS)}"
         if command[1] in ("help", "version"):
             hint = f"use outpace --{command[1]}"
         return f"{command[1]}: no such command; {hint}"
     if option := _UNKNOWN_OPTION.match(message):
-        if remedy := equivalent(option[1], "--"):
+        if remedy := equivalent_setting(option[1], "--"):
             return f"--{option[1]}: no such option; {remedy}"
-        similar = " or ".join(f"--{key}" for key in settings_like(option[1].replace("-", "_")))
+        similar = " or ".join(f"--{key}" for key in similar_settings(option[1].replace("-", "_")))
         hint = f"; did you mean {similar}?" if similar else " value"
         return f"--{option[1]}: no such option; write settings as --section.key{hint}"
     if extra := _UNKNOWN_WORDS.match(message):
@@ -300,26 +294,26 @@ class _DescribeSettings(argparse.Action):
         )
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: object, section: object, *_: object) -> None:
-        from outpace.config.loading import describe, index
+        from outpace.config.load import describe_settings, list_sections
 
         sections = self.sections()
         if section is None:
             parser.print_help()
             print("\nsettings by section:\n")
-            print(index(sections), end="\n\n")
-            print(describe(sections))
+            print(list_sections(sections), end="\n\n")
+            print(describe_settings(sections))
             print(
                 "\nWrite a setting as `--section.key value` on the command line, or as `key = value` under `[section]`"
             )
             print(f"in a TOML or YAML file. `{parser.prog} --help SECTION` shows one section: {', '.join(sections)}.")
         elif section in sections:
-            print(describe({str(section): sections[str(section)]}))
+            print(describe_settings({str(section): sections[str(section)]}))
         else:
             raise BadInput(f"--help {section}: no such section; the sections are {', '.join(sections)}")
         parser.exit()
 
     def sections(self) -> Mapping[str, type[Section]]:
-        from outpace.config.loading import SECTIONS
+        from outpace.config.load import SECTIONS
 
         return SECTIONS
 
@@ -328,7 +322,7 @@ class _DescribeSimulation(_DescribeSettings):
     """`--help` of `outpace simulate`, which has its own settings."""
 
     def sections(self) -> Mapping[str, type[Section]]:
-        from outpace.simulate.loading import SECTIONS
+        from outpace.simulator.settings import SECTIONS
 
         return SECTIONS
 

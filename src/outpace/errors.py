@@ -17,7 +17,9 @@
 
 from __future__ import annotations
 
-EXIT_LEFT_AT_ONCE = 130
+import re
+
+EXIT_SECOND_SIGNAL = 130
 """Exit code after a second signal: the run exits immediately, without writing a checkpoint."""
 
 
@@ -47,19 +49,19 @@ class Interrupted(OutpaceError):
         return [f"outpace: {self}"]
 
 
-class PartFailed(OutpaceError):
+class ComponentFailed(OutpaceError):
     """A component raised or died. `remote_traceback` is its traceback as text."""
 
     exit_code = 4
 
-    def __init__(self, part: str, message: str, remote_traceback: str = "") -> None:
-        super().__init__(f"{part}: {message}")
-        self.part = part
+    def __init__(self, component: str, message: str, remote_traceback: str = "") -> None:
+        super().__init__(f"{component}: {message}")
+        self.component = component
         self.message = message
         self.remote_traceback = remote_traceback
 
 
-class PartLost(PartFailed):
+class ComponentLost(ComponentFailed):
     """A component or the connection to it is gone. The call may be retried on its successor."""
 
 
@@ -137,3 +139,19 @@ def one_line(text: object, limit: int = 300) -> str:
 
 def clip(text: str, limit: int) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def plural(count: int, noun: str) -> str:
+    """Format a count with its noun: `plural(1, "step")` is "1 step", `plural(2048, "step")` is "2,048 steps"."""
+    return f"{count:,} {noun if count == 1 else _plural_of(noun)}"
+
+
+def _plural_of(noun: str) -> str:
+    if re.search("[^aeiou]y$", noun):
+        return f"{noun[:-1]}ies"
+    return f"{noun}es" if noun.endswith(("s", "x", "ch", "sh")) else f"{noun}s"
+
+
+def with_article(noun: str) -> str:
+    """Put "a" or "an" before a noun, chosen by its first letter. Correct for the nouns that messages use."""
+    return f"{'an' if noun[:1].lower() in 'aeio' else 'a'} {noun}"

@@ -16,17 +16,17 @@ from outpace.types import (
     Endpoint,
     EngineStats,
     Episode,
+    FleetMember,
     Floats,
     Generation,
     GroupOrder,
     GroupReport,
     Ints,
+    JournalLocation,
     LearnerStats,
     LoadReport,
     Manifest,
-    Member,
     Message,
-    Place,
     Sampling,
     StepReport,
     StopReason,
@@ -52,7 +52,7 @@ class Engine(Protocol):
         """Abort these requests. Each returns its tokens so far with stop reason `aborted`."""
         ...
 
-    async def peek(self, request_id: str, after: int) -> Ints:
+    async def stream_tokens(self, request_id: str, after: int) -> Ints:
         """Return the tokens of an in-flight request beyond the first `after`, waiting until there is at least one.
 
         Empty if the request has ended or is unknown."""
@@ -75,7 +75,7 @@ class Engine(Protocol):
 class Learner(Protocol):
     """Trains on journaled groups; each batch produces one policy version. Calls run in order."""
 
-    async def chunk(self, version: Version, places: list[Place], replayed: bool = False) -> ChunkReport:
+    async def chunk(self, version: Version, places: list[JournalLocation], replayed: bool = False) -> ChunkReport:
         """Run forward and backward over these groups, as part of the batch trained from `version`.
 
         `replayed`: the groups were trained on before; their lag is reported separately. Over RPC all arguments must be
@@ -127,15 +127,15 @@ class Worker(Protocol):
         """Free these journal segments: nothing in them is needed anymore."""
         ...
 
-    async def record_rollouts(self, step: Version, places: list[Place]) -> None:
+    async def record_rollouts(self, step: Version, places: list[JournalLocation]) -> None:
         """Write these journaled groups to `rollouts/`. The step was trained on them, possibly among others."""
         ...
 
-    async def fleet(self, members: list[Member]) -> None:
+    async def fleet(self, members: list[FleetMember]) -> None:
         """Replace the list of engines: membership, loaded versions and whether each one serves."""
         ...
 
-    async def openings(self, count: int) -> list[Ints]:
+    async def first_prompts(self, count: int) -> list[Ints]:
         """Return the prompt token ids of the first `count` tasks."""
         ...
 

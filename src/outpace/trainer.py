@@ -20,29 +20,29 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outpace.background import BackgroundRun, Prepared, claim, plan_in
 from outpace.checkpoint import commit
+from outpace.checkpoint.commit import CHECKPOINTS
 from outpace.checkpoint.export import export
-from outpace.checkpoint.retention import CHECKPOINTS
+from outpace.commands.evaluate import evaluate_plan
 from outpace.config import Config
-from outpace.config.dependent import with_values
-from outpace.config.equivalents import equivalent
-from outpace.config.loading import load_config, make_config
-from outpace.config.rules import default_directory
+from outpace.config.defaults import with_values
+from outpace.config.load import load_config, make_config
+from outpace.config.other_libraries import equivalent_setting
+from outpace.config.validation import default_directory
+from outpace.controller.evaluation import Evaluation
 from outpace.errors import BadInput, one_line
-from outpace.evaluate import evaluate_plan
-from outpace.models.objects import check_objects, save_objects
-from outpace.observe.callbacks import Callback
-from outpace.observe.runlog import MODEL, RunLog
-from outpace.observe.summary import Summary
-from outpace.pipeline.evaluation import Evaluation
-from outpace.planning import Objects, Tasks, make_plan
+from outpace.models.loading import check_model_objects, save_model_objects
+from outpace.monitoring.callbacks import Callback
+from outpace.monitoring.run_directory import MODEL_FOLDER, RunLog
+from outpace.monitoring.summary import Summary
 from outpace.protocols import Reward, Rollout
-from outpace.references import is_reference
-from outpace.rollouts.environments.kinds import Given
-from outpace.runtime.scratch import temporary_directory
-from outpace.session import Plan
-from outpace.tasks.registry import is_of_family
+from outpace.rollouts.environments.session import EnvironmentArgument
+from outpace.run.background import BackgroundRun, PreparedRun, claim_and_plan, claim_run_directory
+from outpace.run.plan import TasksArgument, UserObjects, make_plan
+from outpace.run.session import RunPlan
+from outpace.runtime.cleanup import temporary_directory
+from outpace.runtime.references import is_reference
+from outpace.tasks.registry import is_package_task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -68,27 +68,27 @@ class Trainer:
     def __init__(
         self,
         model: str | Path | PreTrainedModel | None = None,
-        tasks: str | Path | Tasks | None = None,
+        tasks: str | Path | TasksArgument | None = None,
         rewards: Reward | str | Sequence[Reward | str] | None = None,
         config: Config | Mapping[str, Any] | str | Path | None = None,
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
-        eval_tasks: str | Path | Tasks | None = None,
+        eval_tasks: str | Path | TasksArgument | None = None,
         rollout: Rollout | None = None,
-        environment: Given | None = None,
+        environment: EnvironmentArgument | None = None,
         tools: Callable[..., Any] | str | Sequence[Callable[..., Any] | str] = (),
         callbacks: Sequence[Callback] = (),
         quiet: bool = False,
         **others: Any,
     ) -> None:
         for name in others:
-            raise BadInput(f"{name}: Trainer has no such argument; {equivalent(name) or 'see its signature'}")
+            raise BadInput(f"{name}: Trainer has no such argument; {equivalent_setting(name) or 'see its signature'}")
         changes: dict[str, Any] = {}
         self._model: tuple[Any, Any] | None = None  # model and tokenizer objects
         if isinstance(model, str | Path):
             changes["model"] = {"path": str(model)}
         elif model is not None:
-            check_objects(model, tokenizer)
+            check_model_objects(model, tokenizer)
             self._model = model, tokenizer
         if tokenizer is not None and self._model is None:
             raise BadInput("tokenizer: pass it only with a model object; model.path already includes a tokenizer")
@@ -96,7 +96,7 @@ class Trainer:
             changes["tasks"] = _task_settings(tasks)
         if isinstance(eval_tasks, str | Path):
             changes["tasks"] = {**changes.get("tasks", {}), "eval_path": str(eval_tasks)}
-        self._objects = Objects(
+        self._objects = UserObjects(
             tasks=None if isinstance(tasks, str | Path) else tasks,
             eval_tasks=None if isinstance(eval_tasks, str | Path) else eval_tasks,
             rewards=_as_tuple("rewards", rewards),
@@ -146,7 +146,7 @@ class Trainer:
             run, config = self._run_directory, self.config
             checkpoint = None if run is None else commit.newest_complete(run / CHECKPOINTS)
             if self._model is not None:
-                save_objects(*self._model, directory / "given")
+                save_model_objects(*self._model, directory / "given")
                 config = with_values(config, {"model.path": str(directory / "given")})
             plan = make_plan(config, self._objects, self._quiet)
             overrides = {"run.dir": str(directory), "run.runtime": "local"}
@@ -168,28 +168,28 @@ class Trainer:
         directory = self.config.run.dir or self._directory
         return None if directory is None else Path(directory)
 
-    def _prepare(self, resume: bool) -> Prepared:
+    def _prepare(self, resume: bool) -> PreparedRun:
         config = self.config
         if resume and config.run.dir is None and self._directory is not None:
             config = with_values(config, {"run.dir": self._directory})
         if self._model is None:
-            prepared = claim(make_plan(config, self._objects, self._quiet), resume)
+            prepared = claim_run_directory(make_plan(config, self._objects, self._quiet), resume)
         else:
             named = with_values(config, {"run.dir": config.run.dir or default_directory()})
-            prepared = plan_in(named, resume, lambda log: self._plan_with_objects(named, resume, log))
+            prepared = claim_and_plan(named, resume, lambda log: self._plan_with_objects(named, resume, log))
         self._directory = prepared[0].config.run.dir
         return prepared
 
-    def _plan_with_objects(self, config: Config, resume: bool, log: RunLog) -> Plan:
+    def _plan_with_objects(self, config: Config, resume: bool, log: RunLog) -> RunPlan:
         """Save the model object next to that of an earlier run, and replace the earlier one once the plan is valid."""
         assert self._model is not None
-        model, new = (log.dir / MODEL).absolute(), (log.dir / f"{MODEL}.new").absolute()
+        model, new = (log.dir / MODEL_FOLDER).absolute(), (log.dir / f"{MODEL_FOLDER}.new").absolute()
         if resume:
             if not model.is_dir():
                 raise BadInput(f"model: the run in {log.dir} was not started with a model object; pass its model.path")
             return make_plan(with_values(config, {"model.path": str(model)}), self._objects, self._quiet)
         try:
-            save_objects(*self._model, new)
+            save_model_objects(*self._model, new)
             plan = make_plan(with_values(config, {"model.path": str(new)}), self._objects, self._quiet)
             log.replace_model(new)
         finally:
@@ -217,7 +217,7 @@ def _config_type_error(config: Any) -> str:
         for each in dataclasses.fields(config)
         if each.default is not dataclasses.MISSING and getattr(config, each.name, each.default) != each.default
     ]
-    remedies = [f"for {name}, {remedy}" for name in changed if (remedy := equivalent(name)) is not None]
+    remedies = [f"for {name}, {remedy}" for name in changed if (remedy := equivalent_setting(name)) is not None]
     return one_line("; ".join([reason, *remedies[:MAX_REMEDIES]]), 600)
 
 
@@ -231,7 +231,7 @@ def _merge(config: Config, changes: Mapping[str, Any]) -> Config:
 def _task_settings(tasks: str | Path) -> dict[str, str]:
     """Return `tasks.path` if the value looks like a path or exists as one, `tasks.name` otherwise."""
     text = str(tasks)
-    if isinstance(tasks, str) and (is_reference(text) or is_of_family(text)):
+    if isinstance(tasks, str) and (is_reference(text) or is_package_task(text)):
         return {"name": text}
     is_path = "/" in text or text.endswith((".jsonl", ".json", ".parquet")) or Path(text).exists()
     return {"path": text} if is_path or isinstance(tasks, Path) else {"name": text}

@@ -188,7 +188,7 @@ class Row(msgspec.Struct, frozen=True):
     sources: list[str] = []
 
 
-class Place(msgspec.Struct, frozen=True, order=True):
+class JournalLocation(msgspec.Struct, frozen=True, order=True):
     """Location of a record in the journal."""
 
     segment: str
@@ -235,7 +235,7 @@ class GroupReport(msgspec.Struct, frozen=True):
     task_id: str
     outcome: Outcome
     reason: str = ""
-    place: Place | None = None
+    place: JournalLocation | None = None
     rewards: list[float] = []
     reward_parts: dict[str, float] = {}  # mean by reward function
     episodes: int = 0
@@ -252,7 +252,7 @@ class GroupReport(msgspec.Struct, frozen=True):
     failures: list[Failure] = []  # of all episodes, by source and reason
 
 
-class Kept(msgspec.Struct, frozen=True):
+class FinishedGroup(msgspec.Struct, frozen=True):
     """A finished group as the journal stores it for the controller: its order and its report."""
 
     order: GroupOrder
@@ -320,7 +320,7 @@ class TensorSpec(msgspec.Struct, frozen=True):
     crc32: int
 
 
-class Delta(msgspec.Struct, frozen=True):
+class WeightDelta(msgspec.Struct, frozen=True):
     """Changes since the snapshot of version `base`, in a separate file. Enough for a reader that holds `base`."""
 
     base: Version
@@ -329,7 +329,7 @@ class Delta(msgspec.Struct, frozen=True):
     crc32: int  # of the file
 
 
-class Adapter(msgspec.Struct, frozen=True):
+class LoraAdapter(msgspec.Struct, frozen=True):
     """Marks a snapshot whose tensors are a LoRA adapter on top of the run's base model."""
 
     rank: int
@@ -359,8 +359,8 @@ class Manifest(msgspec.Struct, frozen=True):
     path: str
     tensors: list[TensorSpec]
     seconds: float = 0.0  # how long the snapshot blocked the learner
-    delta: Delta | None = None
-    adapter: Adapter | None = None
+    delta: WeightDelta | None = None
+    adapter: LoraAdapter | None = None
     device: DeviceMemory | None = None
 
     @property
@@ -397,7 +397,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     retries: int = 0  # requests that were retried, in whole or in part
 
 
-class Member(msgspec.Struct, frozen=True):
+class FleetMember(msgspec.Struct, frozen=True):
     """The controller's view of one engine, for routing requests."""
 
     name: str

@@ -14,7 +14,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from outpace.algorithms.tokens import Tokens
+from outpace.algorithms.losses import Tokens
 
 
 class Token(NamedTuple):

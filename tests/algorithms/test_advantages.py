@@ -12,20 +12,19 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from outpace.algorithms import advantages
-from outpace.algorithms.advantages import Doubles, Peers, is_uniform, spread
-from outpace.algorithms.catalogue import ADVANTAGES, NORMALISERS
+from outpace.algorithms import ADVANTAGES, NORMALIZERS, advantages
+from outpace.algorithms.advantages import Doubles, GroupReturns, is_uniform, sample_std
 
 RETURNS = st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=12)
 SEVERAL = st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=12)
-NEED_PEERS = [name for name, facts in ADVANTAGES.built_in.items() if getattr(facts, "needs_peers", False)]
+NEED_PEERS = [name for name, registration in ADVANTAGES.built_in.items() if getattr(registration, "needs_peers", False)]
 
 
-def peers(returns: list[float], lengths: list[float] | None = None, **rest: Any) -> Peers:
-    return Peers(np.array(returns, dtype=np.float64), np.array(lengths or [1.0] * len(returns)), **rest)
+def peers(returns: list[float], lengths: list[float] | None = None, **rest: Any) -> GroupReturns:
+    return GroupReturns(np.array(returns, dtype=np.float64), np.array(lengths or [1.0] * len(returns)), **rest)
 
 
-def estimate(name: str, given_peers: Peers, **chosen: Any) -> Doubles:
+def estimate(name: str, given_peers: GroupReturns, **chosen: Any) -> Doubles:
     result: Doubles = ADVANTAGES.find(name).function(given_peers, **chosen)
     return result
 
@@ -215,7 +214,9 @@ def test_advantages_are_always_finite_and_the_returns_are_left_as_they_are(name:
     assert given_peers.returns_G.tolist() == values
 
 
-@pytest.mark.parametrize("name", [name for name, facts in ADVANTAGES.built_in.items() if getattr(facts, "additive", 0)])
+@pytest.mark.parametrize(
+    "name", [name for name, registration in ADVANTAGES.built_in.items() if getattr(registration, "additive", 0)]
+)
 @settings(deadline=None)
 @given(values=SEVERAL)
 def test_an_additive_estimator_subtracts_something_from_the_return(name: str, values: list[float]) -> None:
@@ -230,8 +231,12 @@ def test_an_additive_estimator_subtracts_something_from_the_return(name: str, va
 
 
 def test_every_estimator_declares_a_normaliser_that_exists() -> None:
-    wanted = {name: facts.normalise for name, facts in ADVANTAGES.built_in.items() if hasattr(facts, "normalise")}
-    assert set(wanted.values()) <= set(NORMALISERS.built_in)
+    wanted = {
+        name: registration.normalise
+        for name, registration in ADVANTAGES.built_in.items()
+        if hasattr(registration, "normalise")
+    }
+    assert set(wanted.values()) <= set(NORMALIZERS.built_in)
     assert {name for name, stage in wanted.items() if stage != "none"} == {
         "reinforce_pp",
         "reinforce_pp_baseline",
@@ -246,15 +251,15 @@ def test_every_estimator_declares_a_normaliser_that_exists() -> None:
 @settings(deadline=None)
 @given(SEVERAL)
 def test_the_spread_is_the_deviation_of_a_sample_in_any_order(values: list[float]) -> None:
-    found = spread(np.array(values))
+    found = sample_std(np.array(values))
     assert found == pytest.approx(statistics.stdev(values), rel=1e-9, abs=1e-12)
-    assert found == spread(np.array(values[::-1]))
+    assert found == sample_std(np.array(values[::-1]))
 
 
 def test_the_spread_of_huge_and_of_tiny_values_neither_overflows_nor_vanishes() -> None:
-    assert spread(np.array([1e200, -1e200])) == pytest.approx(math.sqrt(2) * 1e200)
-    assert spread(np.array([1e-200, -1e-200])) == pytest.approx(math.sqrt(2) * 1e-200)
-    assert spread(np.array([3.0])) == spread(np.zeros(0)) == 0.0
+    assert sample_std(np.array([1e200, -1e200])) == pytest.approx(math.sqrt(2) * 1e200)
+    assert sample_std(np.array([1e-200, -1e-200])) == pytest.approx(math.sqrt(2) * 1e-200)
+    assert sample_std(np.array([3.0])) == sample_std(np.zeros(0)) == 0.0
 
 
 @pytest.mark.parametrize("size", [3, 5, 6, 7])
@@ -270,5 +275,5 @@ def test_one_different_reward_makes_a_group_worth_training() -> None:
 
 
 def test_what_is_registered_is_the_function_of_that_name() -> None:
-    for name, facts in ADVANTAGES.built_in.items():
-        assert facts.function is getattr(advantages, name)
+    for name, registration in ADVANTAGES.built_in.items():
+        assert registration.function is getattr(advantages, name)

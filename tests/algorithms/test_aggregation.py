@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from algorithms.reference import Pass, examples, lay_out, passes
-from outpace.algorithms.aggregation import denominator, token_weights
+from outpace.algorithms.losses import aggregation_weights, loss_denominator
 from outpace.algorithms.registry import Aggregation
 
 AGGREGATIONS: list[Aggregation] = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "dr_grpo"]
@@ -26,7 +26,7 @@ def plain(aggregation: Aggregation, losses: list[list[float]]) -> float:
 
 def weighted_sum(aggregation: Aggregation, sequences: Pass) -> float:
     tokens = lay_out(sequences)
-    return float((tokens.logp_N.detach() * token_weights(aggregation, tokens)).sum())
+    return float((tokens.logp_N.detach() * aggregation_weights(aggregation, tokens)).sum())
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
@@ -35,7 +35,7 @@ def weighted_sum(aggregation: Aggregation, sequences: Pass) -> float:
 def test_weighted_sums_of_passes_over_one_denominator_are_the_mean_of_the_step(
     aggregation: Aggregation, sequences: Pass, cut: int
 ) -> None:
-    below = denominator(aggregation, sum(len(sequence) for sequence in sequences), len(sequences), LONGEST)
+    below = loss_denominator(aggregation, sum(len(sequence) for sequence in sequences), len(sequences), LONGEST)
     total = weighted_sum(aggregation, sequences[:cut]) + weighted_sum(aggregation, sequences[cut:])
     losses = [[token.logp for token in sequence] for sequence in sequences]
     assert total / below == pytest.approx(plain(aggregation, losses), rel=1e-9)
@@ -43,11 +43,11 @@ def test_weighted_sums_of_passes_over_one_denominator_are_the_mean_of_the_step(
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_a_step_without_tokens_can_be_divided(aggregation: Aggregation) -> None:
-    assert token_weights(aggregation, lay_out([[]])).shape == (0,)
-    assert denominator(aggregation, tokens=0, sequences=0, longest=0) == 1.0
+    assert aggregation_weights(aggregation, lay_out([[]])).shape == (0,)
+    assert loss_denominator(aggregation, tokens=0, sequences=0, max_completion_tokens=0) == 1.0
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_weights_are_of_the_type_of_the_tokens(aggregation: Aggregation) -> None:
     tokens = lay_out([[(-1.0, -1.0, -1.0, 1.0)]], torch.float32)  # type: ignore[list-item]
-    assert token_weights(aggregation, tokens).dtype == torch.float32
+    assert aggregation_weights(aggregation, tokens).dtype == torch.float32

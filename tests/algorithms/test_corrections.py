@@ -12,18 +12,17 @@ from torch import Tensor
 
 from algorithms import dense, reference
 from algorithms.reference import MASK_CASES, SURROGATE_CASES, WEIGHT_CASES, Pass, Token, examples, lay_out, passes
-from outpace.algorithms.aggregation import token_weights
-from outpace.algorithms.catalogue import SURROGATES
-from outpace.algorithms.corrections import MASKS, keep, m2po, weights
+from outpace.algorithms import POLICY_LOSSES
+from outpace.algorithms.corrections import MASKS, correction_weights, keep_mask, m2po
+from outpace.algorithms.losses import Tokens, aggregation_weights
 from outpace.algorithms.registry import Aggregation
-from outpace.algorithms.tokens import Tokens
 from outpace.config.algorithm import CorrectionConfig
 
 log_ratios = st.lists(st.sampled_from([0.0, 0.25, -0.25, 0.5]) | st.floats(-3, 3), max_size=30)
 
 
 def log_rho(tokens: Tokens) -> Tensor:
-    return tokens.anchor_logp_N - tokens.sampler_logp_N
+    return tokens.old_logp_N - tokens.sampler_logp_N
 
 
 def with_ratios(sequences: list[list[float]], advantage: float = 1.0) -> Tokens:
@@ -32,11 +31,11 @@ def with_ratios(sequences: list[list[float]], advantage: float = 1.0) -> Tokens:
 
 
 def kept(tokens: Tokens, name: str, **knobs: float) -> list[bool]:
-    return [bool(x) for x in keep(tokens, log_rho(tokens), {name: knobs})]
+    return [bool(x) for x in keep_mask(tokens, log_rho(tokens), {name: knobs})]
 
 
 def test_every_mask_takes_settings_of_the_config_with_the_defaults_of_its_help() -> None:
-    assert {name: dict(facts.parameters) for name, facts in MASKS.items()} == {
+    assert {name: dict(registration.parameters) for name, registration in MASKS.items()} == {
         "token": {"token_low": 0.5, "token_high": 5.0},
         "sequence": {"sequence_low": 0.5, "sequence_high": 2.0},
         "geometric": {"geometric_low": 0.99, "geometric_high": 1.01},
@@ -44,15 +43,15 @@ def test_every_mask_takes_settings_of_the_config_with_the_defaults_of_its_help()
         "opsm": {"opsm_delta": 0.1},
         "m2po": {"m2po_limit": 0.04},
     }
-    for facts in MASKS.values():
-        assert set(facts.parameters) <= set(CorrectionConfig.model_fields)
+    for registration in MASKS.values():
+        assert set(registration.parameters) <= set(CorrectionConfig.model_fields)
 
 
 def test_only_m2po_needs_the_closed_batch_and_keep_refuses_it() -> None:
-    assert [name for name, facts in MASKS.items() if facts.scope == "batch"] == ["m2po"]
+    assert [name for name, registration in MASKS.items() if registration.scope == "batch"] == ["m2po"]
     tokens = with_ratios([[1.0]])
     with pytest.raises(AssertionError, match="m2po"):
-        keep(tokens, log_rho(tokens), {"m2po": {}})
+        keep_mask(tokens, log_rho(tokens), {"m2po": {}})
 
 
 @pytest.mark.parametrize("knobs", WEIGHT_CASES)
@@ -61,7 +60,7 @@ def test_only_m2po_needs_the_closed_batch_and_keep_refuses_it() -> None:
 def test_weights_match_a_reference_that_goes_token_by_token(knobs: dict[str, Any], sequences: Pass) -> None:
     tokens = lay_out(sequences)
     expected_N = reference.by_sequence(reference.weights, sequences, **knobs)
-    np.testing.assert_allclose(weights(tokens, log_rho(tokens), **knobs), expected_N, rtol=1e-12)
+    np.testing.assert_allclose(correction_weights(tokens, log_rho(tokens), **knobs), expected_N, rtol=1e-12)
 
 
 @pytest.mark.parametrize(("name", "knobs"), MASK_CASES)
@@ -77,9 +76,9 @@ def test_masks_match_a_reference_that_goes_token_by_token(name: str, knobs: dict
 def test_several_masks_keep_what_each_of_them_keeps(sequences: Pass) -> None:
     tokens = lay_out(sequences)
     single = [kept(tokens, name, **knobs) for name, knobs in MASK_CASES]
-    together = keep(tokens, log_rho(tokens), dict(MASK_CASES))
+    together = keep_mask(tokens, log_rho(tokens), dict(MASK_CASES))
     assert together.tolist() == [all(column) for column in zip(*single, strict=True)]
-    assert keep(tokens, log_rho(tokens), {}).tolist() == [True] * len(together)
+    assert keep_mask(tokens, log_rho(tokens), {}).tolist() == [True] * len(together)
 
 
 PRODUCTS: list[tuple[dict[str, Any], dict[str, dict[str, float]]]] = [
@@ -99,9 +98,13 @@ def test_gradients_of_every_corrected_surrogate_match_autograd_of_the_plain_prod
     for weighting, masks in PRODUCTS:
         for aggregation in AGGREGATIONS:
             tokens, padded = lay_out(sequences), dense.pad(sequences)
-            factor_N = weights(tokens, log_rho(tokens), **weighting) * keep(tokens, log_rho(tokens), masks)
-            loss_N = SURROGATES.built_in[name].function(tokens, **knobs) * factor_N
-            (gradient_N,) = torch.autograd.grad((loss_N * token_weights(aggregation, tokens)).sum(), tokens.logp_N)
+            factor_N = correction_weights(tokens, log_rho(tokens), **weighting) * keep_mask(
+                tokens, log_rho(tokens), masks
+            )
+            loss_N = POLICY_LOSSES.built_in[name].function(tokens, **knobs) * factor_N
+            (gradient_N,) = torch.autograd.grad(
+                (loss_N * aggregation_weights(aggregation, tokens)).sum(), tokens.logp_N
+            )
 
             plain = dense.SURROGATES[name](padded, **knobs) * dense.weights(padded, **weighting) * padded.real_S_T
             for mask, bounds in masks.items():
@@ -149,7 +152,7 @@ def test_corrections_carry_no_gradient_even_when_their_ratio_does() -> None:
     log_ratio_N = tokens.logp_N - tokens.sampler_logp_N
     assert log_ratio_N.requires_grad
     for level in ("none", "token", "sequence"):
-        assert not weights(tokens, log_ratio_N, level, 0.0, 2.0).requires_grad  # type: ignore[arg-type]
+        assert not correction_weights(tokens, log_ratio_N, level, 0.0, 2.0).requires_grad  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -158,7 +161,7 @@ def test_extreme_ratios_give_finite_weights_and_are_rejected(dtype: torch.dtype)
     sequences = [[Token(-1.0, x, 0.0, -1.0)] for x in extreme] + [[Token(-1.0, x, 0.0, -1.0) for x in extreme]]
     tokens = lay_out(sequences, dtype)
     for level in ("token", "sequence"):
-        weights_N = weights(tokens, log_rho(tokens), level, 0.0, None)  # type: ignore[arg-type]
+        weights_N = correction_weights(tokens, log_rho(tokens), level, 0.0, None)  # type: ignore[arg-type]
         assert weights_N.dtype == dtype
         assert weights_N.isfinite().all()
     assert kept(tokens, "token") == [False] * 12
@@ -170,8 +173,8 @@ def test_extreme_ratios_give_finite_weights_and_are_rejected(dtype: torch.dtype)
 def test_nothing_is_kept_of_nothing() -> None:
     for sequences in ([], [[]], [[], []]):
         tokens = lay_out(sequences)
-        assert weights(tokens, log_rho(tokens), "sequence", 0.0, 2.0).shape == (0,)
-        assert keep(tokens, log_rho(tokens), dict(MASK_CASES)).shape == (0,)
+        assert correction_weights(tokens, log_rho(tokens), "sequence", 0.0, 2.0).shape == (0,)
+        assert keep_mask(tokens, log_rho(tokens), dict(MASK_CASES)).shape == (0,)
     assert m2po(np.zeros(0)).shape == (0,)
 
 

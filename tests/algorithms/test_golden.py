@@ -9,12 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from outpace.algorithms import kl, surrogates
-from outpace.algorithms.aggregation import denominator, token_weights
-from outpace.algorithms.corrections import keep, m2po, opsm, weights
+from outpace.algorithms import losses
+from outpace.algorithms.corrections import correction_weights, keep_mask, m2po, opsm, staleness_sums
+from outpace.algorithms.losses import Tokens, aggregation_weights, loss_denominator
 from outpace.algorithms.registry import Aggregation
-from outpace.algorithms.statistics import staleness_sums
-from outpace.algorithms.tokens import Tokens
 
 
 def doubles(*values: float) -> Tensor:
@@ -37,12 +35,12 @@ def golden(expected: float | list[float]) -> object:
 
 
 def aggregate(loss_N: Tensor, aggregation: Aggregation = "token_mean") -> float:
-    below = denominator(aggregation, tokens=5, sequences=2, longest=4)
-    return (loss_N * token_weights(aggregation, PROX)).sum().item() / below
+    below = loss_denominator(aggregation, tokens=5, sequences=2, max_completion_tokens=4)
+    return (loss_N * aggregation_weights(aggregation, PROX)).sum().item() / below
 
 
 def ppo() -> Tensor:
-    return surrogates.ppo(PROX, clip_low=0.2, clip_high=0.28)
+    return losses.ppo(PROX, clip_low=0.2, clip_high=0.28)
 
 
 def test_the_ratios() -> None:
@@ -65,43 +63,43 @@ def test_ppo_under_every_aggregation(aggregation: Aggregation, expected: float) 
 
 
 def test_a_dual_clip_of_three_changes_nothing_here() -> None:
-    assert torch.equal(surrogates.ppo(PROX, clip_low=0.2, clip_high=0.28, dual_clip=3.0), ppo())
+    assert torch.equal(losses.ppo(PROX, clip_low=0.2, clip_high=0.28, dual_clip=3.0), ppo())
 
 
 def test_the_other_surrogates_to_the_proximal_policy() -> None:
-    gspo_N = surrogates.gspo(PROX)
+    gspo_N = losses.gspo(PROX)
     assert gspo_N.tolist() == golden([-0.935507] * 3 + [0.9997] * 2)
     assert aggregate(gspo_N, "seq_mean_token_mean") == golden(0.032097)
-    assert aggregate(surrogates.cispo(PROX)) == golden(0.324599)
-    assert aggregate(surrogates.sapo(PROX), "seq_mean_token_mean") == golden(-0.086573)
-    assert surrogates.gmpo(PROX).tolist() == golden([-0.935507] * 3 + [0.860708] * 2)
-    assert (surrogates.vespo(PROX) / surrogates.reinforce(PROX)).tolist() == golden([1.154662] * 3 + [0.682743] * 2)
+    assert aggregate(losses.cispo(PROX)) == golden(0.324599)
+    assert aggregate(losses.sapo(PROX), "seq_mean_token_mean") == golden(-0.086573)
+    assert losses.gmpo(PROX).tolist() == golden([-0.935507] * 3 + [0.860708] * 2)
+    assert (losses.vespo(PROX) / losses.reinforce(PROX)).tolist() == golden([1.154662] * 3 + [0.682743] * 2)
 
 
 def test_the_surrogates_to_the_sampler() -> None:
-    assert aggregate(surrogates.truncated_is(ROLLOUT, cap=1.2)) == golden(0.535932)
-    assert aggregate(surrogates.truncated_is(ROLLOUT, cap=5.0)) == golden(1.041914)
-    assert aggregate(surrogates.dppo(ROLLOUT, ratio_penalty=1e-3)) == golden(-0.585386)
+    assert aggregate(losses.truncated_is(ROLLOUT, cap=1.2)) == golden(0.535932)
+    assert aggregate(losses.truncated_is(ROLLOUT, cap=5.0)) == golden(1.041914)
+    assert aggregate(losses.dppo(ROLLOUT, ratio_penalty=1e-3)) == golden(-0.585386)
 
 
 def test_truncated_weights() -> None:
-    raw_N = weights(PROX, LOG_RHO, "token", 0.0, None)
+    raw_N = correction_weights(PROX, LOG_RHO, "token", 0.0, None)
     assert raw_N.tolist() == golden([1.105171, 0.904837, 3.320117, 1.051271, 0.818731])
-    assert aggregate(ppo() * weights(PROX, LOG_RHO, "token", 0.0, 2.0)) == golden(-0.380324)
-    by_sequence_N = weights(PROX, LOG_RHO, "sequence", 0.0, None)
+    assert aggregate(ppo() * correction_weights(PROX, LOG_RHO, "token", 0.0, 2.0)) == golden(-0.380324)
+    by_sequence_N = correction_weights(PROX, LOG_RHO, "sequence", 0.0, None)
     assert by_sequence_N.tolist() == golden([3.320117] * 3 + [0.860708] * 2)
 
 
 def test_rejected_tokens_stay_in_the_denominator() -> None:
-    kept_N = keep(PROX, LOG_RHO, {"token": {"token_low": 0.5, "token_high": 2.0}})
-    assert aggregate(ppo() * weights(PROX, LOG_RHO, "token", 0.0, None) * kept_N) == golden(-0.083997)
+    kept_N = keep_mask(PROX, LOG_RHO, {"token": {"token_low": 0.5, "token_high": 2.0}})
+    assert aggregate(ppo() * correction_weights(PROX, LOG_RHO, "token", 0.0, None) * kept_N) == golden(-0.083997)
 
 
 @pytest.mark.parametrize(
     ("low", "high", "kept"), [(0.927, 1.4919, [1, 1]), (0.9278, 1.4919, [1, 0]), (0.927, 1.4918, [0, 1])]
 )
 def test_the_geometric_means_are_1_491825_and_0_927743(low: float, high: float, kept: list[int]) -> None:
-    kept_N = keep(PROX, LOG_RHO, {"geometric": {"geometric_low": low, "geometric_high": high}})
+    kept_N = keep_mask(PROX, LOG_RHO, {"geometric": {"geometric_low": low, "geometric_high": high}})
     assert kept_N.tolist() == [kept[0]] * 3 + [kept[1]] * 2
 
 
@@ -119,8 +117,8 @@ def test_m2po_drops_only_the_third_token() -> None:
 @pytest.mark.parametrize(
     ("estimator", "expected"), [("k1", 0.08), ("k2", 0.016), ("k3", 0.014946), ("unbiased", 0.015268)]
 )
-def test_the_divergence_from_the_reference(estimator: kl.Estimator, expected: float) -> None:
-    found_N = kl.penalty(estimator, CURRENT, REFERENCE, PROX.log_ratio_N)
+def test_the_divergence_from_the_reference(estimator: losses.KlEstimator, expected: float) -> None:
+    found_N = losses.kl_penalty(estimator, CURRENT, REFERENCE, PROX.log_ratio_N)
     assert aggregate(found_N) == golden(expected)
 
 

@@ -11,25 +11,25 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from algorithms.reference import examples
-from outpace.algorithms.kl import Estimator, penalty
+from outpace.algorithms.losses import KlEstimator, kl_penalty
 
-ESTIMATORS: list[Estimator] = ["k1", "k2", "k3", "unbiased"]
+ESTIMATORS: list[KlEstimator] = ["k1", "k2", "k3", "unbiased"]
 
 logprob = st.floats(-2.5, 0.0, width=32)
 rows = st.lists(st.tuples(logprob, logprob, logprob), max_size=20)
 
 
-def evaluate(estimator: Estimator, table: Any, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+def evaluate(estimator: KlEstimator, table: Any, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     """Value and gradient for rows of (log pi, log reference, log sampler)."""
     columns = torch.tensor(table, dtype=torch.float64).reshape(len(table), 3).to(dtype).unbind(1)
     logp_N, reference_N, sampler_N = (column.clone() for column in columns)
     logp_N.requires_grad_()
-    value_N = penalty(estimator, logp_N, reference_N, logp_N - sampler_N)
+    value_N = kl_penalty(estimator, logp_N, reference_N, logp_N - sampler_N)
     (gradient_N,) = torch.autograd.grad(value_N.sum(), logp_N)
     return value_N.detach(), gradient_N
 
 
-def plain(estimator: Estimator, logp: float, reference: float, sampler: float) -> tuple[float, float]:
+def plain(estimator: KlEstimator, logp: float, reference: float, sampler: float) -> tuple[float, float]:
     """Value and derivative, worked out by hand."""
     d, w = logp - reference, math.exp(logp - sampler)
     k3 = math.exp(-d) - 1 + d
@@ -44,7 +44,7 @@ def plain(estimator: Estimator, logp: float, reference: float, sampler: float) -
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @examples(100)
 @given(table=rows)
-def test_value_and_gradient_match_the_plain_formula(estimator: Estimator, table: list[Any]) -> None:
+def test_value_and_gradient_match_the_plain_formula(estimator: KlEstimator, table: list[Any]) -> None:
     found = torch.stack(evaluate(estimator, table), 1)
     expected = np.array([plain(estimator, *row) for row in table]).reshape(len(table), 2)
     np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
@@ -52,7 +52,7 @@ def test_value_and_gradient_match_the_plain_formula(estimator: Estimator, table:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_extreme_distances_stay_finite(estimator: Estimator, dtype: torch.dtype) -> None:
+def test_extreme_distances_stay_finite(estimator: KlEstimator, dtype: torch.dtype) -> None:
     far = [-math.inf, -1e30, -1e4, 0.0]
     table = [(-1.0, x, y) for x in far for y in far] + [(x, -1.0, y) for x in far[1:] for y in far]
     for numbers in evaluate(estimator, table, dtype):
@@ -66,10 +66,10 @@ def test_k3_stops_at_its_bound_while_k1_and_k2_go_on_pulling() -> None:
     assert [x.item() for x in evaluate("k1", beyond)] == [-4.0, 1.0]
 
 
-def over_vocabulary(estimator: Estimator, logits: Tensor, reference: Tensor, sampler: Tensor) -> Tensor:
+def over_vocabulary(estimator: KlEstimator, logits: Tensor, reference: Tensor, sampler: Tensor) -> Tensor:
     """The expectation of the gradient in the logits, when tokens are drawn from `sampler`."""
     logp_V = logits.log_softmax(0)
-    penalty_V = penalty(estimator, logp_V, reference.log_softmax(0), logp_V - sampler.log_softmax(0))
+    penalty_V = kl_penalty(estimator, logp_V, reference.log_softmax(0), logp_V - sampler.log_softmax(0))
     return torch.autograd.grad((sampler.softmax(0) * penalty_V).sum(), logits)[0]
 
 
@@ -92,7 +92,7 @@ def test_beyond_the_bound_of_k3_unbiased_goes_on_pulling_towards_the_reference()
     distance = torch.tensor([-19.0, -5.0, -2.7, -2.5, 0.5, 12.0], dtype=torch.float64)
     logp = torch.full_like(distance, -3.0).requires_grad_()
     log_ratio = logp - torch.full_like(distance, -3.2)
-    value = penalty("unbiased", logp, logp.detach() - distance, log_ratio)
+    value = kl_penalty("unbiased", logp, logp.detach() - distance, log_ratio)
     (gradient,) = torch.autograd.grad(value.sum(), logp)
     torch.testing.assert_close(gradient, math.exp(0.2) * distance)
     assert value.max() <= 10 * math.exp(0.2) + 1e-9

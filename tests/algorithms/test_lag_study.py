@@ -10,8 +10,8 @@ from types import ModuleType
 
 import pytest
 
-from outpace.config.loading import load_config
-from outpace.config.rules import resolve
+from outpace.config.load import load_config
+from outpace.config.validation import resolve
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import outpace
-from outpace.algorithms.catalogue import ADVANTAGES, SURROGATES
-from outpace.references import load_function
+from outpace.algorithms import ADVANTAGES, POLICY_LOSSES
+from outpace.runtime.references import load_function
 from support import journalled, read_lines, resolved
 
 ROOT = Path(__file__).parents[2]
@@ -72,9 +72,9 @@ def test_nothing_beside_function_and_decorator_is_needed(tmp_path: Path) -> None
 
 
 def test_the_registry_finds_both_by_reference_and_takes_neither_for_a_built_in_one() -> None:
-    assert SURROGATES.find(SURROGATE).parameters == {"cap": 2.0, "clip_low": 0.5}
+    assert POLICY_LOSSES.find(SURROGATE).parameters == {"cap": 2.0, "clip_low": 0.5}
     assert ADVANTAGES.find(ADVANTAGE).additive
-    assert "banded_is" not in SURROGATES.built_in
+    assert "banded_is" not in POLICY_LOSSES.built_in
     assert "above_median" not in ADVANTAGES.built_in
 
 

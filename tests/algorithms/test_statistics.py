@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from algorithms.reference import examples
-from outpace.algorithms.statistics import RATIO_BINS, RATIO_EDGES, effective_sample_size, staleness_sums
+from outpace.algorithms.corrections import RATIO_BINS, RATIO_EDGES, effective_sample_size, staleness_sums
 
 Row = tuple[float, float, float, float, bool, bool]
 

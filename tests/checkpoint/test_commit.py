@@ -11,7 +11,17 @@ from pathlib import Path
 import pytest
 
 from outpace.checkpoint import commit as commits
-from outpace.checkpoint.commit import begin, clean, commit, discard, go_back, newest_complete, prune, step_of, verify
+from outpace.checkpoint.commit import (
+    begin,
+    clean,
+    commit,
+    discard,
+    newest_complete,
+    prune,
+    remove_newer,
+    step_of,
+    verify,
+)
 from outpace.errors import CorruptData
 
 
@@ -181,11 +191,11 @@ def test_a_reader_leaves_a_replacement_under_way_alone(tmp_path: Path, monkeypat
         if label == "commit.set_aside":
             newest = newest_complete(tmp_path)
             assert newest is not None
-            assert commits.of_step(tmp_path, 1) == newest
-            assert commits.steps(tmp_path) == [1]
+            assert commits.checkpoint_path(tmp_path, 1) == newest
+            assert commits.list_steps(tmp_path) == [1]
             seen.append((newest / "model.safetensors").read_text())
 
-    monkeypatch.setattr(commits.crash, "reached", look)
+    monkeypatch.setattr(commits.diagnostics, "crash_point", look)
     make(tmp_path, 1, "new")
     assert seen == ["old 1"]
     assert names(tmp_path) == ["step-000001"]
@@ -216,7 +226,7 @@ def test_a_name_that_may_not_last_is_taken_back(
 ) -> None:
     make(tmp_path, 1, "old")
     step = 1 if replaces else 2
-    synced = commits.sync
+    synced = commits.fsync_path
 
     def fails_at_last(path: Path) -> None:
         if path == tmp_path:
@@ -224,7 +234,7 @@ def test_a_name_that_may_not_last_is_taken_back(
         synced(path)
 
     with monkeypatch.context() as disk:
-        disk.setattr(commits, "sync", fails_at_last)
+        disk.setattr(commits, "fsync_path", fails_at_last)
         with pytest.raises(OSError, match="Input/output"):
             make(tmp_path, step, "new")
     assert names(tmp_path) == ["step-000001"]
@@ -385,7 +395,7 @@ def test_a_damaged_newer_one_does_not_make_pruning_remove_the_good_ones(tmp_path
     damaged.write_bytes(bytes(damaged.stat().st_size))
     chosen = newest_complete(tmp_path)
     assert chosen is not None
-    go_back(tmp_path, step_of(chosen))
+    remove_newer(tmp_path, step_of(chosen))
     make(tmp_path, 15)
     prune(tmp_path, keep=1)
     assert names(tmp_path) == ["step-000015"]
@@ -399,12 +409,12 @@ def test_pruning_leaves_foreign_directories_alone(tmp_path: Path) -> None:
 
 
 def test_steps_are_listed_from_the_newest(tmp_path: Path) -> None:
-    assert commits.steps(tmp_path / "missing") == []
+    assert commits.list_steps(tmp_path / "missing") == []
     for step in (3, 20, 100):
-        assert make(tmp_path, step) == commits.of_step(tmp_path, step)
-    assert commits.steps(tmp_path) == [100, 20, 3]
+        assert make(tmp_path, step) == commits.checkpoint_path(tmp_path, step)
+    assert commits.list_steps(tmp_path) == [100, 20, 3]
 
 
 def test_checkpoint_names_round_trip() -> None:
-    checkpoints = [commits.of_step("checkpoints", step) for step in (0, 7, 1_234_567)]
+    checkpoints = [commits.checkpoint_path("checkpoints", step) for step in (0, 7, 1_234_567)]
     assert [step_of(checkpoint) for checkpoint in checkpoints] == [0, 7, 1_234_567]

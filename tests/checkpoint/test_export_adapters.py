@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from outpace.checkpoint.commit import begin, commit
 from outpace.checkpoint.export import export
 from outpace.errors import BadInput
-from outpace.learn import state
-from outpace.learn.core import LearnerCore
-from outpace.learn.policy_weights import published
-from outpace.learn.settings import CoreSettings
+from outpace.learner import state
+from outpace.learner.core import LearnerCore
+from outpace.learner.learner import published_tensors
+from outpace.learner.settings import LearnerCoreSettings
 from support import resolved
 
 TOKENS = torch.arange(12)[None] % 32
@@ -37,7 +37,7 @@ def make_run(tmp_path: Path, base: Path) -> Callable[..., tuple[Path, LearnerCor
     """A run directory with one checkpoint, and the learner that made it."""
 
     def make(rank: int) -> tuple[Path, LearnerCore]:
-        settings = CoreSettings.of(resolved({"lora.rank": rank}))
+        settings = LearnerCoreSettings.of(resolved({"lora.rank": rank}))
         core = LearnerCore(LlamaForCausalLM.from_pretrained(base), settings)
         with torch.no_grad():
             for parameter in core.parameters.values():
@@ -64,7 +64,7 @@ def test_an_export_is_the_model_with_the_adapters_worked_in(
     run, core = make_run(4)
     out = export(run, tmp_path / "out")
     model = AutoModelForCausalLM.from_pretrained(out)
-    expected = published(core)
+    expected = published_tensors(core)
     assert {name: tensor.tolist() for name, tensor in model.state_dict().items()} == {
         name: tensor.tolist() for name, tensor in expected.items()
     }

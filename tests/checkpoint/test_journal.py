@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from outpace.checkpoint.entries import EntryFile
-from outpace.checkpoint.journal import JournalWriter, read
+from outpace.checkpoint.journal import EntryFile, JournalWriter, read_record
 from outpace.errors import CorruptData
-from outpace.types import Place
+from outpace.types import JournalLocation
 from support import a_record, kept_of
 
 OpenJournal = Callable[..., JournalWriter]
@@ -31,14 +30,14 @@ def journal(tmp_path: Path) -> Iterator[OpenJournal]:
         writer.close()
 
 
-def append(writer: JournalWriter, group: int, tokens: int = 5) -> Place:
+def append(writer: JournalWriter, group: int, tokens: int = 5) -> JournalLocation:
     return writer.append(kept_of(group), a_record(group, tokens))
 
 
 def test_what_was_appended_is_read_back_by_its_place(tmp_path: Path, journal: OpenJournal) -> None:
     writer = journal()
     places = [append(writer, group) for group in range(10)]
-    assert [read(tmp_path, place).group for place in reversed(places)] == list(range(9, -1, -1))
+    assert [read_record(tmp_path, place).group for place in reversed(places)] == list(range(9, -1, -1))
 
 
 def test_two_writers_never_share_a_segment(tmp_path: Path, journal: OpenJournal) -> None:
@@ -50,7 +49,7 @@ def test_a_writer_that_starts_again_leaves_earlier_segments_alone(tmp_path: Path
     before = append(journal(), 0)
     after = append(journal(), 1)
     assert before.segment != after.segment
-    assert read(tmp_path, before).group == 0
+    assert read_record(tmp_path, before).group == 0
 
 
 def test_a_flipped_bit_is_caught(tmp_path: Path, journal: OpenJournal) -> None:
@@ -60,7 +59,7 @@ def test_a_flipped_bit_is_caught(tmp_path: Path, journal: OpenJournal) -> None:
     data[-1] ^= 1
     path.write_bytes(data)
     with pytest.raises(CorruptData, match="checksum"):
-        read(tmp_path, place)
+        read_record(tmp_path, place)
 
 
 def test_a_record_cut_short_is_caught(tmp_path: Path, journal: OpenJournal) -> None:
@@ -68,7 +67,7 @@ def test_a_record_cut_short_is_caught(tmp_path: Path, journal: OpenJournal) -> N
     path = tmp_path / place.segment
     path.write_bytes(path.read_bytes()[:-3])
     with pytest.raises(CorruptData, match=rf"^(?!.*checksum).*{re.escape(place.segment)}"):
-        read(tmp_path, place)
+        read_record(tmp_path, place)
 
 
 def test_a_place_that_points_elsewhere_is_caught(tmp_path: Path, journal: OpenJournal) -> None:
@@ -76,7 +75,7 @@ def test_a_place_that_points_elsewhere_is_caught(tmp_path: Path, journal: OpenJo
     append(writer, 0)
     second = append(writer, 1)
     with pytest.raises(CorruptData):
-        read(tmp_path, Place(second.segment, second.offset - 1, second.length))
+        read_record(tmp_path, JournalLocation(second.segment, second.offset - 1, second.length))
 
 
 def test_a_writer_never_takes_a_number_below_one_that_is_there(tmp_path: Path, journal: OpenJournal) -> None:
@@ -97,7 +96,7 @@ def test_a_segment_that_took_half_an_entry_is_left_for_good(
             append(writer, 1)
     after = append(writer, 2)
     assert after.segment != before.segment
-    assert [read(tmp_path, place).group for place in (before, after)] == [0, 2]
+    assert [read_record(tmp_path, place).group for place in (before, after)] == [0, 2]
 
 
 def test_anybody_may_delete_what_a_writer_has_left_behind(tmp_path: Path, journal: OpenJournal) -> None:
@@ -118,7 +117,7 @@ def test_threads_that_append_at_once_never_mix_their_records(tmp_path: Path, jou
     writer = journal(segment_bytes=2000)
     with ThreadPoolExecutor(8) as pool:
         places = list(pool.map(lambda group: append(writer, group, tokens=group % 40), range(400)))
-    assert [read(tmp_path, place).group for place in places] == list(range(400))
+    assert [read_record(tmp_path, place).group for place in places] == list(range(400))
     written = {path.name for path in tmp_path.iterdir()}
     assert written == {place.segment for place in places}, "no segment is made that holds nothing"
 
@@ -138,7 +137,7 @@ def test_closing_waits_for_an_append_on_another_thread(
 ) -> None:
     inside, going_on, append_to = threading.Event(), threading.Event(), EntryFile.append
 
-    def slow(self: EntryFile, pieces: list[bytes]) -> Place:
+    def slow(self: EntryFile, pieces: list[bytes]) -> JournalLocation:
         inside.set()
         assert going_on.wait(20)
         return append_to(self, pieces)
@@ -152,4 +151,4 @@ def test_closing_waits_for_an_append_on_another_thread(
         assert not closed.done()
         going_on.set()
         closed.result()
-        assert read(tmp_path, appended.result()).group == 0
+        assert read_record(tmp_path, appended.result()).group == 0

@@ -1,8 +1,7 @@
 import json
 from pathlib import Path
 
-from outpace.checkpoint.commit import begin, commit
-from outpace.checkpoint.retention import best_first, best_step
+from outpace.checkpoint.commit import begin, best_first, best_step, commit
 
 
 def make_run(run: Path, checkpoints: list[int], evaluations: list[dict[str, object]]) -> Path:

@@ -3,10 +3,10 @@ from typing import Any
 
 import pytest
 
-from outpace.config.dependent import value_of
-from outpace.config.loading import FIELDS, make_config
+from outpace.config.defaults import get_value
+from outpace.config.load import FIELDS, make_config
 from outpace.config.presets import PRESETS
-from outpace.config.rules import resolve
+from outpace.config.validation import resolve
 from outpace.errors import BadInput
 from support import names
 
@@ -20,7 +20,7 @@ def resolved(preset: str | None, **values: Any) -> Any:
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_resolves_and_all_it_says_is_used(name: str) -> None:
     config = resolved(name)
-    assert {key: value_of(config, key) for key in PRESETS[name].values} == dict(PRESETS[name].values)
+    assert {key: get_value(config, key) for key in PRESETS[name].values} == dict(PRESETS[name].values)
     assert resolve(config) == config
 
 

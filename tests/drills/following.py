@@ -24,7 +24,7 @@ from typing import Any
 MARK = "OUTPACE_DRILL"
 LOOK_S = 0.05
 SCRATCH_OWNER = "/owner.lock"
-MODULES = {"outpace.rewards.grader": "grader", "outpace.rollouts.environments.stage_child": "environment"}
+MODULES = {"outpace.rewards.grader": "grader", "outpace.rollouts.environments.child": "environment"}
 
 Hook = Callable[["Run"], None]
 
@@ -142,9 +142,9 @@ class Steps:
             status = file.stat()
         except OSError:
             return
-        stamp = (status.st_ino, status.st_size, status.st_mtime_ns)
-        if stamp != self._stamp:
-            self._stamp = stamp
+        min_version = (status.st_ino, status.st_size, status.st_mtime_ns)
+        if min_version != self._stamp:
+            self._stamp = min_version
             step = last_step(file)
             if not self.seen or self.seen[-1][1] != step:
                 self.seen.append((status.st_mtime, step))

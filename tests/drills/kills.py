@@ -2,7 +2,7 @@
 
     reference run ─▶ for every drill: run, die where told, resume until done ─▶ checks ─▶ table, result.json
 
-In a drill processes die at labelled places (`outpace.crash`) or at a random moment, at most one per start of the run.
+In a drill processes die at crash points (`outpace.runtime.diagnostics`) or at a random moment, at most one per start.
 What comes out is held against what must be: every visit once, nothing left behind, and in a deterministic mode the very
 bits of a run that nobody disturbed.
 """

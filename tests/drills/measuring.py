@@ -53,7 +53,7 @@ class Life:
 
 
 class Measuring:
-    """A hook for `Run.start`."""
+    """A hook for `SimulatedRun.start`."""
 
     def __init__(self) -> None:
         self.lives: dict[tuple[int, str], Life] = {}  # by process number and role

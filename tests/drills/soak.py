@@ -53,7 +53,7 @@ class Kill:
 
 
 class Killing:
-    """A hook for `Run.start`: each role in its turn, in an order drawn anew every round."""
+    """A hook for `SimulatedRun.start`: each role in its turn, in an order drawn anew every round."""
 
     def __init__(self, seed: int, until: int, apart: float) -> None:
         self._draw = random.Random(seed)

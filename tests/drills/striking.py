@@ -16,7 +16,7 @@ STEP_S = 0.3
 
 
 class AtRandom:
-    """A hook for `Run.start`: strikes once, a random moment after a random step, or before the first."""
+    """A hook for `SimulatedRun.start`: strikes once, a random moment after a random step, or before the first."""
 
     def __init__(self, seed: int) -> None:
         self._draw = random.Random(seed)

@@ -21,7 +21,7 @@ def places() -> set[str]:
 def labels_in(module: ast.Module) -> Iterator[str]:
     named = {ast.unparse(node.targets[0]): node.value for node in ast.walk(module) if isinstance(node, ast.Assign)}
     for node in ast.walk(module):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "crash.reached":
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "diagnostics.crash_point":
             yield from labels_of(node.args[0], named)
 
 

@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from outpace.types import Manifest
-from outpace.weights.store import SnapshotWriter
+from outpace.weights.shared_memory import SnapshotWriter
 
 VOCABULARY = 61
 CONTEXT = 96

@@ -109,7 +109,7 @@ def test_a_checkpoint_that_does_not_fit_on_the_disk_is_left_out_and_said(
     said = capsys.readouterr().out
     assert re.search(r"\bstep 4\b.*No space left on device", said), said
     assert sum(line.get("faults/checkpoint_skipped", 0) for line in read_lines(tmp_path / "run/metrics.jsonl")) >= 1
-    kept = commit.steps(tmp_path / "run" / "checkpoints")
+    kept = commit.list_steps(tmp_path / "run" / "checkpoints")
     assert kept[0] == 7
     assert 4 not in kept
 

@@ -14,7 +14,7 @@ from faults.watching import Runs, Settings, steps_of, words
 
 SOURCE = Path(__file__).parents[2] / "src" / "outpace"
 TIMES_OF_DAY = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.today", "date.today"}
-NO_WAIT = {"config/rules.py", "rollouts/gateway/openai_replies.py", "runtime/scratch.py"}
+NO_WAIT = {"config/validation.py", "rollouts/gateway/openai.py", "runtime/cleanup.py"}
 """Where the time of day is a name of a run directory, a field of a reply, and what files are dated by."""
 
 

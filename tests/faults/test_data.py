@@ -3,7 +3,7 @@
 Shown elsewhere: missing prompts, empty and damaged files, rows of mixed kinds and ids given twice, each with its line
 (tests/tasks/test_dataset.py, tests/system/test_bad_input.py); what changed between two runs
 (tests/tasks/test_fingerprint.py); a request that fails, whose episode alone is lost (tests/rollouts/test_worker.py,
-tests/engines/test_embedded.py); answers all alike within one group (tests/rollouts/test_closing.py).
+tests/engines/embedded/test_engine.py); answers all alike within one group (tests/rollouts/test_group_scoring.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pytest
 import outpace as api
 from faults.watching import Settings, every_task_once, summary_of, visits_of
 from outpace.cli import main
-from outpace.errors import OutpaceError, PartFailed
+from outpace.errors import ComponentFailed, OutpaceError
 from support import as_arguments, naming, read_lines
 
 pytestmark = pytest.mark.timeout(400)
@@ -38,14 +38,14 @@ def moody(prompts, completions, **columns):
 NO_NUMBER = """
 import outpace
 
-@outpace.surrogate
+@outpace.policy_loss
 def no_number(tokens):
     return tokens.logp_N * float("nan")
 """
 
 MILLION = """
 import json, resource, sys
-from outpace.tasks.files import open_dataset
+from outpace.tasks.dataset import open_dataset
 from outpace.tasks.fingerprint import fingerprint
 
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -123,7 +123,7 @@ def test_a_run_in_which_nothing_teaches_says_so_and_ends_where_told(
 ) -> None:
     config = inline(settings, filter__uniform=True, pacing__max_filtered=100, run__steps=100)
     config |= {"rewards.functions": [f"{rewards}:always"], "rollout.max_tokens": 1, "rollout.group_size": 2}
-    with pytest.raises(PartFailed, match=naming("100 groups", "pacing.max_filtered", "rewards", "1")):
+    with pytest.raises(ComponentFailed, match=naming("100 groups", "pacing.max_filtered", "rewards", "1")):
         api.Trainer(config=config).train()
     assert re.search(r"\b16 groups\b.*pacing\.max_filtered", capsys.readouterr().out)
     assert summary_of(tmp_path / "run")["exit"] == 4
@@ -136,7 +136,7 @@ def test_losses_that_are_no_number_change_nothing_are_kept_and_end_the_run(setti
     (tmp_path / "own.py").write_text(NO_NUMBER)
     config = inline(settings, run__steps=50, learner__max_bad_steps=3)
     config |= {"algorithm.surrogate": f"{tmp_path}/own.py:no_number"}
-    with pytest.raises(OutpaceError, match=naming("3 steps", "finite")):
+    with pytest.raises(OutpaceError, match=naming("3", "steps", "finite")):
         api.Trainer(config=config, quiet=True).train()
     run = tmp_path / "run"
     assert [line["step"] for line in read_lines(run / "metrics.jsonl")] == [1, 2]

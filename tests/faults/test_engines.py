@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated import PLAIN, Pace, Simulation, Trace, core_of, erratic, steady
 
-from outpace.pipeline.events import Admit, EngineJoined, EngineLoaded, EngineLost, Event, LoadWeights
+from outpace.controller.events import Admit, EngineJoined, EngineLoaded, EngineLost, Event, LoadWeights
 from outpace.types import Version
 
 RUN = replace(PLAIN, steps=20, tasks=30, max_lag=2)
@@ -37,7 +37,7 @@ class Fleet(Simulation):
             self.clock.after(at, lambda engine=engine, for_s=for_s: self._die(engine, for_s))
 
     def _watch(self) -> None:
-        start, load, tell = self.parts.start, self.parts.load, self.parts._tell
+        start, load, send = self.parts.start, self.parts.load, self.parts._send_event
 
         def starting(admit: Admit) -> None:
             if len(self.weightless) == len(self.parts.served):
@@ -49,12 +49,12 @@ class Fleet(Simulation):
                 self.loaded_while_down.append((engine, version))
             load(engine, version)
 
-        def telling(event: Event) -> None:
+        def sending(event: Event) -> None:
             if isinstance(event, EngineLoaded):
                 self.weightless.discard(event.engine)
-            tell(event)
+            send(event)
 
-        self.parts.start, self.parts.load, self.parts._tell = starting, loading, telling  # type: ignore[method-assign]
+        self.parts.start, self.parts.load, self.parts._send_event = starting, loading, sending  # type: ignore[method-assign]
 
     def _die(self, engine: str, for_s: float | None) -> None:
         if engine in self.down:
@@ -64,11 +64,11 @@ class Fleet(Simulation):
         self.parts._lives[engine] += 1
         if for_s is not None:
             self.clock.after(for_s, lambda: self._come_back(engine))
-        self.tell(EngineLost(engine))
+        self.send_event(EngineLost(engine))
 
     def _come_back(self, engine: str) -> None:
         self.down.remove(engine)
-        self.tell(EngineJoined(engine))
+        self.send_event(EngineJoined(engine))
 
 
 def went_well(fleet: Fleet) -> Trace:

@@ -1,7 +1,7 @@
 """Where a run may not write, and numbers that no file takes.
 
 Shown elsewhere: a read-only file system and a disk that fills up while lines are written
-(tests/observe/test_runlog.py); a callback that raises ends the run with its own traceback
+(tests/monitoring/test_run_directory.py); a callback that raises ends the run with its own traceback
 (tests/system/test_training.py).
 """
 
@@ -15,8 +15,8 @@ import pytest
 
 from faults.watching import Settings
 from outpace.cli import main
-from outpace.observe.metrics import Meter
-from outpace.observe.runlog import RunLog
+from outpace.monitoring.metrics import Meter
+from outpace.monitoring.run_directory import RunLog
 from support import as_arguments
 
 pytestmark = pytest.mark.timeout(400)

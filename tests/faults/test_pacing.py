@@ -2,7 +2,7 @@
 
 Shown elsewhere: with no lag a run computes what the plain script computes, bit for bit
 (tests/system/test_plain_script.py); the bounds of admission and lag under any schedule
-(tests/pipeline/test_core_properties.py); an engine with nothing to do burns no processor
+(tests/controller/test_scheduler_properties.py); an engine with nothing to do burns no processor
 (tests/engines/test_embedded.py).
 """
 
@@ -16,7 +16,7 @@ import pytest
 from simulated import PLAIN, Simulation, core_of, steady
 
 from faults.watching import Runs, Settings, steps_of, words
-from outpace.pipeline.events import Admit
+from outpace.controller.events import Admit
 from outpace.types import Outcome
 
 LONG = replace(PLAIN, steps=60, tasks=50, max_lag=2, depth=1.0)

@@ -1,7 +1,7 @@
 """Processes that are killed, stop answering or exit: what is replaced, what ends the run, and how soon.
 
 Shown elsewhere: kills at every labelled place and at random moments (tests/drills); graders and environments that
-crash or hang (tests/rewards/test_pool.py, tests/rollouts/test_stage_process.py).
+crash or hang (tests/rewards/test_grader_pool.py, tests/rollouts/environments/test_process.py).
 """
 
 from __future__ import annotations
@@ -125,11 +125,11 @@ def test_a_dead_learner_ends_the_run_commits_nothing_and_the_run_can_be_resumed(
     directory = tmp_path / "run"
     run = start(*words(epochs))
     until_step(run, directory, 7)
-    before = commit.steps(directory / "checkpoints")
+    before = commit.list_steps(directory / "checkpoints")
     os.kill(run.part("learner"), signal.SIGKILL)
     assert run.end(ENDS_S) == 4, run.said
     assert re.search(r"\blearner: .*SIGKILL", run.said), run.said
-    committed = set(commit.steps(directory / "checkpoints")) - set(before)
+    committed = set(commit.list_steps(directory / "checkpoints")) - set(before)
     assert all(step % 5 == 0 for step in committed), "none was made of the death"
     assert run.orphans() == []
     again = start("--resume", str(directory))

@@ -2,7 +2,8 @@
 
 Shown elsewhere: one signal makes a checkpoint from which the run goes on, also when it is sent to the whole process
 group; children die with a killed controller; a second run on one directory is refused naming the first
-(tests/system/test_training.py); shared memory of a killed run is swept by the next (tests/runtime/test_scratch.py).
+(tests/system/test_training.py); the next run removes shared memory of a killed one
+(tests/runtime/test_runtime_directory.py).
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def test_a_run_that_left_at_once_goes_on_from_its_newest_checkpoint(
 ) -> None:
     directory = tmp_path / "run"
     run = start(*words(settings, run__steps=400, checkpoint__every=2))
-    run.until(lambda: commit.steps(directory / "checkpoints"))
+    run.until(lambda: commit.list_steps(directory / "checkpoints"))
     run.signal(signal.SIGTERM)
     run.signal(signal.SIGTERM)
     assert run.end(90) in (3, 130), run.said
@@ -75,7 +76,7 @@ def test_a_run_killed_outright_leaves_its_directory_free_for_the_next(
 ) -> None:
     directory = tmp_path / "run"
     run = start(*words(settings, run__steps=100_000, checkpoint__every=2))
-    run.until(lambda: commit.steps(directory / "checkpoints"))
+    run.until(lambda: commit.list_steps(directory / "checkpoints"))
     run.signal(signal.SIGKILL)
     run.end(90)
     assert run.orphans() == []

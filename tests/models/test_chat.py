@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from outpace.errors import BadInput, RequestFailed
-from outpace.models.chat import STAND_IN, Bridge, as_messages, as_text, bridge, render
+from outpace.models.chat import PLACEHOLDER, Bridge, as_messages, as_text, bridge, render
 
 TEMPLATE = """\
 {%- if tools %}{{- '[tools]' + (tools | tojson) + '[/]' }}{%- endif %}
@@ -87,19 +87,21 @@ def test_without_a_template_only_text_can_be_rendered() -> None:
     with pytest.raises(BadInput, match=r"^rollout\.environment: .*\btools\b"):
         render(plain, "hi", tools=[TOOL])
     with pytest.raises(RequestFailed, match=r"observe\(text\)"):
-        bridge(plain, HI, STAND_IN, HI)
+        bridge(plain, HI, PLACEHOLDER, HI)
 
 
 def test_a_bridge_ends_the_answer_says_the_messages_and_begins_the_next_answer() -> None:
     said = [{"role": "tool", "content": "3"}, {"role": "user", "content": "go on"}]
-    assert text_of(ids_of(bridge(TOKENIZER, HI, STAND_IN, said))) == "[/]\n[tool]3[/]\n[user]go on[/]\n[assistant]"
+    assert text_of(ids_of(bridge(TOKENIZER, HI, PLACEHOLDER, said))) == "[/]\n[tool]3[/]\n[user]go on[/]\n[assistant]"
 
 
 def test_a_bridge_that_knows_how_the_past_was_shown_is_the_same_bridge() -> None:
-    first = bridge(TOKENIZER, HI, STAND_IN, HI)
+    first = bridge(TOKENIZER, HI, PLACEHOLDER, HI)
     assert first is not None
-    heard = [*HI, STAND_IN, *HI]
-    assert bridge(TOKENIZER, heard, STAND_IN, HI, shown=first.shown) == bridge(TOKENIZER, heard, STAND_IN, HI)
+    heard = [*HI, PLACEHOLDER, *HI]
+    assert bridge(TOKENIZER, heard, PLACEHOLDER, HI, rendered=first.rendered) == bridge(
+        TOKENIZER, heard, PLACEHOLDER, HI
+    )
 
 
 TURNS = st.lists(st.tuples(st.text(), st.text()), min_size=1, max_size=4)
@@ -112,14 +114,14 @@ def test_prompt_answers_and_bridges_make_up_the_whole_conversation(opening: str,
     ids = render(TOKENIZER, opening)
     for answer, reply in turns:
         said = as_messages(reply)
-        ids += TOKENIZER.encode(answer) + ids_of(bridge(TOKENIZER, heard, STAND_IN, said))
-        heard = [*heard, STAND_IN, *said]
+        ids += TOKENIZER.encode(answer) + ids_of(bridge(TOKENIZER, heard, PLACEHOLDER, said))
+        heard = [*heard, PLACEHOLDER, *said]
         whole = [*whole, {"role": "assistant", "content": answer}, *said]
     assert ids == render(TOKENIZER, whole)
 
 
 def test_a_bridge_shows_tools_where_the_prompt_did() -> None:
-    assert ids_of(bridge(TOKENIZER, HI, STAND_IN, HI, [TOOL])) == ids_of(bridge(TOKENIZER, HI, STAND_IN, HI))
+    assert ids_of(bridge(TOKENIZER, HI, PLACEHOLDER, HI, [TOOL])) == ids_of(bridge(TOKENIZER, HI, PLACEHOLDER, HI))
 
 
 @pytest.mark.parametrize(
@@ -132,21 +134,21 @@ def test_a_bridge_shows_tools_where_the_prompt_did() -> None:
     ids=["counts its turns", "changes what was said", "opens thoughts that it later drops"],
 )
 def test_a_template_that_shows_the_past_in_another_way_has_no_bridge(template: str) -> None:
-    assert bridge(make_tokenizer(template), HI, STAND_IN, HI) is None
+    assert bridge(make_tokenizer(template), HI, PLACEHOLDER, HI) is None
 
 
 def test_a_template_that_leaves_out_what_is_said_is_named() -> None:
     mute = make_tokenizer(
         TEMPLATE.replace("{{- '[' + message.role", "{{- '' if message.role == 'tool' else '[' + message.role")
     )
-    assert text_of(ids_of(bridge(mute, HI, STAND_IN, HI))) == "[/]\n[user]hi[/]\n[assistant]"
+    assert text_of(ids_of(bridge(mute, HI, PLACEHOLDER, HI))) == "[/]\n[user]hi[/]\n[assistant]"
     with pytest.raises(RequestFailed, match=r"\btool\b"):
-        bridge(mute, HI, STAND_IN, [{"role": "tool", "content": "3"}])
+        bridge(mute, HI, PLACEHOLDER, [{"role": "tool", "content": "3"}])
 
 
 def test_a_template_that_refuses_a_message_says_why() -> None:
     critic = {"role": "critic", "content": "bad"}
-    assert bridge(TOKENIZER, HI, STAND_IN, [critic]) is None
+    assert bridge(TOKENIZER, HI, PLACEHOLDER, [critic]) is None
     with pytest.raises(RequestFailed, match="no critics here"):
         render(TOKENIZER, [*HI, critic])
 
@@ -164,7 +166,7 @@ def test_a_token_across_the_end_of_an_answer_has_no_bridge() -> None:
         def encode(self, text: str, **options: Any) -> list[int]:
             return [ord(character) for character in text.replace("n\n", "ñ")]
 
-    assert bridge(Greedy(), HI, STAND_IN, HI) is None
+    assert bridge(Greedy(), HI, PLACEHOLDER, HI) is None
 
 
 def test_prompts_can_be_read_by_people() -> None:
@@ -177,6 +179,6 @@ def test_prompts_can_be_read_by_people() -> None:
 def test_messages_are_left_as_they_are() -> None:
     heard, said = deepcopy(HI), [{"role": "tool", "content": "3"}]
     before = deepcopy((heard, said))
-    bridge(TOKENIZER, heard, STAND_IN, said)
+    bridge(TOKENIZER, heard, PLACEHOLDER, said)
     as_messages(heard, "be kind")
     assert (heard, said) == before

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outpace.models.device import set_up_device
+from outpace.models.loading import set_up_device
 
 
 @pytest.mark.parametrize(("device", "index"), [("cuda", None), ("cuda:1", 1)])

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import outpace.models
 from outpace.tasks.countdown import Countdown
-from outpace.tasks.expressions import evaluate
+from outpace.tasks.generated import evaluate_expression
 
 STARTER = Path(outpace.models.__file__).parent / "starter"
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
@@ -124,7 +124,7 @@ def test_greedy_answers_end_by_themselves_and_are_mostly_expressions_over_the_nu
     for task, row in zip(tasks, tokens, strict=True):
         assert tokenizer.eos_token_id in row
         try:
-            _, used = evaluate(tokenizer.decode(row, skip_special_tokens=True))
+            _, used = evaluate_expression(tokenizer.decode(row, skip_special_tokens=True))
         except ValueError:
             continue
         well_formed += sorted(used) == sorted(task.columns["numbers"])

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from outpace.models.tokenizer_files import tokenizer_digest
+from outpace.models.loading import tokenizer_digest
 
 
 def directory(path: Path, **files: str) -> Path:

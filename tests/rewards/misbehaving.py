@@ -104,10 +104,10 @@ def devours_memory(**_: Any) -> list[float]:
 
 
 def forges_an_answer(completions: list[str]) -> list[float]:
-    from outpace import wire
-    from outpace.rewards.grader import Scores
+    from outpace.rewards.grader import ScoreReply
+    from outpace.runtime import wire
 
-    os.write(int(sys.argv[1]), wire.frame(wire.encode(Scores(10**6, [100.0] * len(completions)))))
+    os.write(int(sys.argv[1]), wire.frame(wire.encode(ScoreReply(10**6, [100.0] * len(completions)))))
     return [0.0] * len(completions)
 
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outpace.rewards.countdown import countdown
-from outpace.tasks.expressions import MAX_DEPTH, MAX_DIGITS, MAX_LENGTH, evaluate
+from outpace.rewards.builtin import countdown
+from outpace.tasks.generated import MAX_EXPRESSION_DEPTH, MAX_EXPRESSION_LENGTH, MAX_NUMBER_DIGITS, evaluate_expression
 
 Tree = int | tuple[str, Any, Any]
 
@@ -52,15 +52,15 @@ def sparsely_bracketed(tree: Tree, needs: int = 0) -> str:
 @given(trees, st.sampled_from([fully_bracketed, sparsely_bracketed]))
 def test_a_rendered_tree_evaluates_to_the_value_and_numbers_of_the_tree(tree: Tree, render: Any) -> None:
     text = render(tree)
-    if len(text) > MAX_LENGTH:
+    if len(text) > MAX_EXPRESSION_LENGTH:
         return
     try:
         expected = tree_value(tree)
     except ZeroDivisionError:
         with pytest.raises(ValueError, match="division by zero"):
-            evaluate(text)
+            evaluate_expression(text)
         return
-    assert evaluate(text) == (expected, tree_numbers(tree))
+    assert evaluate_expression(text) == (expected, tree_numbers(tree))
 
 
 @given(st.text() | st.text("0123456789+-*/() ", max_size=40))
@@ -95,25 +95,25 @@ def test_no_text_makes_the_grader_raise(text: str) -> None:
         "²+1",
         "1\uff0b2",
         "\x00",
-        "9" * (MAX_DIGITS + 1),
+        "9" * (MAX_NUMBER_DIGITS + 1),
         "9" * 100_000,
         "(" * 100_000,
-        "(" * (MAX_DEPTH + 1) + "1" + ")" * (MAX_DEPTH + 1),
-        "1+" * MAX_LENGTH + "1",
+        "(" * (MAX_EXPRESSION_DEPTH + 1) + "1" + ")" * (MAX_EXPRESSION_DEPTH + 1),
+        "1+" * MAX_EXPRESSION_LENGTH + "1",
         "__import__('os')",
     ],
 )
 def test_text_outside_the_grammar_is_a_value_error(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
-        evaluate(text)
+        evaluate_expression(text)
 
 
 def test_nesting_up_to_the_limit_is_accepted() -> None:
-    assert evaluate("(" * MAX_DEPTH + "7" + ")" * MAX_DEPTH) == (Fraction(7), [7])
+    assert evaluate_expression("(" * MAX_EXPRESSION_DEPTH + "7" + ")" * MAX_EXPRESSION_DEPTH) == (Fraction(7), [7])
 
 
 def test_a_fraction_on_the_way_to_the_target_is_exact() -> None:
-    assert evaluate("8/(3-8/3)") == (Fraction(24), [8, 3, 8, 3])
+    assert evaluate_expression("8/(3-8/3)") == (Fraction(24), [8, 3, 8, 3])
 
 
 def test_each_completion_is_judged_by_its_own_puzzle() -> None:

@@ -14,9 +14,9 @@ import pytest
 
 import outpace
 from outpace.errors import BadInput, RewardFailed
-from outpace.rewards.grading import Graded, grade
-from outpace.rewards.pool import GraderPool
-from outpace.rewards.registry import check_rewards, isolated, resolve_rewards
+from outpace.rewards.grader_pool import GraderPool
+from outpace.rewards.grading import GradedCompletion, grade
+from outpace.rewards.registry import check_rewards, isolated_sources, resolve_rewards
 from outpace.types import Episode, Task, Trajectory
 from support import naming
 
@@ -69,9 +69,9 @@ def episodes(number: int = 3) -> list[Episode]:
 async def where(request: pytest.FixtureRequest) -> AsyncIterator[Any]:
     pools: list[GraderPool] = []
 
-    async def judge(*functions: Any) -> list[Graded]:
+    async def judge(*functions: Any) -> list[GradedCompletion]:
         named = resolve_rewards(functions)
-        apart = isolated(named, request.param)
+        apart = isolated_sources(named, request.param)
         pools.append(GraderPool(apart))
         done, columns = episodes(), {"wanted": [2] * 3}
         texts = [episode.completion for episode in done]
@@ -108,7 +108,7 @@ async def test_a_failure_names_the_sample(where: Any, function: Any, keys: tuple
 
 async def test_a_process_that_ends_costs_its_own_call() -> None:
     named = resolve_rewards([leaves])
-    pool = GraderPool(isolated(named), workers=1)
+    pool = GraderPool(isolated_sources(named), workers=1)
     done = episodes()
     with pytest.raises(RewardFailed, match=naming("process", "leaves", "code 3", "sample 1")):
         await grade(named, None, ["p"] * 3, ["c"] * 3, {}, 30.0, pool, (TASK, done))
@@ -117,14 +117,14 @@ async def test_a_process_that_ends_costs_its_own_call() -> None:
 
 
 def outpace_wired(episode: Episode) -> dict[str, list[Any]]:
-    from outpace.rewards.evaluator import wired
+    from outpace.rewards.functions import encode_evaluator_arguments
 
-    return wired(TASK, episode)
+    return encode_evaluator_arguments(TASK, episode)
 
 
 async def test_a_task_that_does_not_travel_says_what_to_change() -> None:
     named = resolve_rewards([sampled])
-    pool = GraderPool(isolated(named))
+    pool = GraderPool(isolated_sources(named))
     task = Task("odd", "p", {"lock": object()})
     with pytest.raises(RewardFailed, match=naming("sampled", "rewards.isolation = thread", "task odd")):
         await grade(named, None, ["p"], ["c"], {}, 30.0, pool, (task, episodes(1)))

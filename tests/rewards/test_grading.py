@@ -11,7 +11,7 @@ import pytest
 
 from outpace.errors import RewardFailed
 from outpace.rewards import grading
-from outpace.rewards.grading import Graded, grade
+from outpace.rewards.grading import GradedCompletion, grade
 from support import naming
 
 Function = Callable[..., Any]
@@ -19,7 +19,7 @@ Function = Callable[..., Any]
 
 async def judge(
     *functions: Function, count: int = 2, weights: list[float] | None = None, timeout_s: float = 30.0, **columns: Any
-) -> list[Graded]:
+) -> list[GradedCompletion]:
     named = [(function.__name__, function) for function in functions]
     repeated = {name: [value] * count for name, value in columns.items()}
     return await grade(named, weights, ["p"] * count, ["c"] * count, repeated, timeout_s)
@@ -122,7 +122,7 @@ async def test_the_total_is_the_weighted_sum_and_parts_are_unweighted() -> None:
         return [0.5, 1.0]
 
     graded = await judge(a, b, weights=[2.0, -1.0])
-    assert graded == [Graded(1.5, {"a": 1.0, "b": 0.5}), Graded(-1.0, {"a": 0.0, "b": 1.0})]
+    assert graded == [GradedCompletion(1.5, {"a": 1.0, "b": 0.5}), GradedCompletion(-1.0, {"a": 0.0, "b": 1.0})]
 
 
 async def test_none_is_left_out_and_only_none_leaves_a_completion_ungraded() -> None:
@@ -132,7 +132,7 @@ async def test_none_is_left_out_and_only_none_leaves_a_completion_ungraded() -> 
     def b(**_: Any) -> list[float | None]:
         return [0.5, None]
 
-    assert await judge(a, b) == [Graded(0.5, {"b": 0.5}), Graded(None, {})]
+    assert await judge(a, b) == [GradedCompletion(0.5, {"b": 0.5}), GradedCompletion(None, {})]
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outpace.config import Config
-from outpace.config.rules import check
+from outpace.config.validation import check
 from outpace.errors import BadInput, RewardFailed
-from outpace.rewards import endpoint
+from outpace.rewards import judge
 from outpace.rewards.grading import grade
-from outpace.rewards.judge import Judge, score_in
-from outpace.rewards.registry import check_rewards, is_async, isolated, resolve_rewards
+from outpace.rewards.judge import Judge, parse_score
+from outpace.rewards.registry import check_rewards, is_async, isolated_sources, resolve_rewards
 from support import naming
 
 Answer = Callable[[], web.StreamResponse]
@@ -61,7 +61,7 @@ class Server:
 
 @pytest.fixture
 async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Server]:
-    monkeypatch.setattr(endpoint, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(judge, "FIRST_BACKOFF_S", 0.001)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     server = Server()
     app = web.Application()
@@ -137,13 +137,13 @@ async def test_texts_and_chats_are_shown_and_each_is_judged(server: Server) -> N
     ],
 )
 def test_the_last_score_is_read(text: str, score: float | None) -> None:
-    assert score_in(text, 10.0) == score
+    assert parse_score(text, 10.0) == score
 
 
 @given(st.text())
 def test_a_score_is_within_nothing_and_everything_whatever_is_said(text: str) -> None:
     for said_text in (text, f"Score: {text}"):
-        found = score_in(said_text, 10.0)
+        found = parse_score(said_text, 10.0)
         assert found is None or 0.0 <= found <= 1.0
 
 
@@ -193,7 +193,7 @@ async def test_a_refusal_is_final(server: Server, status: int) -> None:
 
 @given(st.integers(0, 8), st.floats(0, 100))
 def test_a_pause_grows_and_is_never_shorter_than_asked(attempt: int, asked_s: float) -> None:
-    assert endpoint.pause_s(attempt, asked_s) >= max(asked_s, endpoint.FIRST_PAUSE_S * 2**attempt / 2)
+    assert judge.backoff_s(attempt, asked_s) >= max(asked_s, judge.FIRST_BACKOFF_S * 2**attempt / 2)
 
 
 async def test_a_pause_that_would_outlast_the_limit_is_not_made(server: Server) -> None:
@@ -212,7 +212,7 @@ async def test_nobody_at_the_address_is_told(server: Server) -> None:
 
 
 async def test_a_flood_is_refused(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint, "MAX_ANSWER", 1000)
+    monkeypatch.setattr(judge, "MAX_RESPONSE_BYTES", 1000)
     server.answers = [said("x" * 5000)]
     await fails_naming(server, "1000 bytes")
 
@@ -227,8 +227,8 @@ async def test_no_more_requests_are_under_way_than_allowed_and_waiting_costs_no_
 
 
 async def test_the_last_to_leave_closes_the_session(server: Server) -> None:
-    async with endpoint.shared_endpoint(3) as outer:
-        async with endpoint.shared_endpoint(3) as inner:
+    async with judge.shared_endpoint(3) as outer:
+        async with judge.shared_endpoint(3) as inner:
             assert inner is outer
         assert not outer._session.closed
     assert outer._session.closed
@@ -292,4 +292,4 @@ def test_a_judge_that_nobody_asks_is_refused() -> None:
 def test_it_runs_on_the_event_loop() -> None:
     named = resolve_rewards(["judge"], config())
     assert is_async(named[0][1])
-    assert isolated(named, "process") == {}
+    assert isolated_sources(named, "process") == {}

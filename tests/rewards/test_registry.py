@@ -5,11 +5,10 @@ from typing import Any
 import pytest
 
 from outpace.errors import BadInput
-from outpace.rewards.countdown import countdown
-from outpace.rewards.number import last_integer, number
-from outpace.rewards.registry import check_rewards, isolated, resolve_rewards
-from outpace.runtime.code import Source
-from outpace.runtime.signature import accepted
+from outpace.rewards.builtin import countdown, last_integer, number
+from outpace.rewards.registry import check_rewards, isolated_sources, resolve_rewards
+from outpace.runtime.by_value import UserCodeSource
+from outpace.runtime.references import accepted_parameters
 
 
 def refusal(call: Any, *arguments: Any) -> str:
@@ -71,8 +70,8 @@ def test_equal_short_names_are_told_apart_by_the_reference(here: Path) -> None:
         ("no_such_module_at_all:f", ("no_such_module_at_all",)),
         ("outpace.no_such:f", ("outpace.no_such",)),
         ("no_such_file.py:f", ("no_such_file.py",)),
-        ("outpace.rewards.number:nmber", ("nmber", "did you mean number")),
-        ("outpace.rewards.number:INTEGER", ("INTEGER", "Pattern")),
+        ("outpace.rewards.builtin:nmber", ("nmber", "did you mean number")),
+        ("outpace.rewards.builtin:INTEGER", ("INTEGER", "Pattern")),
         ("raises.py:f", ("raises.py", "ValueError: two lines")),
         ("raises:f", ("raises", "ValueError: two lines")),
         ("exits.py:f", ("exits.py", "SystemExit: 3")),
@@ -117,8 +116,8 @@ def test_a_function_gets_what_it_names_or_everything() -> None:
     def every(prompts: Any, **columns: Any) -> None: ...
 
     given = ["prompts", "completions", "answer", "unwanted", "rest"]
-    assert accepted(some, given) == {"completions", "answer"}
-    assert accepted(every, given) == set(given)
+    assert accepted_parameters(some, given) == {"completions", "answer"}
+    assert accepted_parameters(every, given) == set(given)
 
 
 @pytest.mark.parametrize(
@@ -162,16 +161,19 @@ NAMED = [("countdown", countdown), ("mine", mine), ("patient", patient)]
 
 @pytest.mark.parametrize(("isolation", "apart"), [(None, ["mine"]), ("thread", []), ("process", ["countdown", "mine"])])
 def test_plain_functions_of_users_get_processes_and_async_ones_never(isolation: Any, apart: list[str]) -> None:
-    assert list(isolated(NAMED, isolation)) == apart
+    assert list(isolated_sources(NAMED, isolation)) == apart
 
 
 def test_a_function_goes_by_reference_where_it_has_one_and_by_value_otherwise() -> None:
-    by_value = isolated(NAMED, "process")
-    assert by_value["countdown"] == Source("outpace.rewards.countdown:countdown")
+    by_value = isolated_sources(NAMED, "process")
+    assert by_value["countdown"] == UserCodeSource("outpace.rewards.builtin:countdown")
     assert not by_value["mine"].reference
     assert by_value["mine"].code
-    named = isolated(NAMED, "process", ["countdown", "my_rewards.py:mine", "my_rewards.py:patient"])
-    assert named == {"countdown": Source("outpace.rewards.countdown:countdown"), "mine": Source("my_rewards.py:mine")}
+    named = isolated_sources(NAMED, "process", ["countdown", "my_rewards.py:mine", "my_rewards.py:patient"])
+    assert named == {
+        "countdown": UserCodeSource("outpace.rewards.builtin:countdown"),
+        "mine": UserCodeSource("my_rewards.py:mine"),
+    }
 
 
 def test_what_trl_passes_and_we_do_not_is_named() -> None:

@@ -21,9 +21,9 @@ import psutil
 import pytest
 
 from outpace.rewards import sandbox
-from outpace.rewards.sandbox import KEEPER, Isolation, SandboxFailed, SandboxLimits, SandboxResult, run_python
-from outpace.rewards.syscalls import compiled
-from outpace.runtime.family import MARK
+from outpace.rewards.sandbox import SANDBOX_SCRIPT, Isolation, SandboxFailed, SandboxLimits, SandboxResult, run_python
+from outpace.rewards.syscalls import compile_filter
+from outpace.runtime.process_tree import TREE_MARK_VARIABLE
 from rewards_support import forbid_namespaces, open_to_all, readable_python
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is for Linux")
@@ -51,7 +51,7 @@ def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def _is_python(process: psutil.Process) -> bool:
     try:
-        return process.status() != psutil.STATUS_ZOMBIE and str(KEEPER) in process.cmdline()
+        return process.status() != psutil.STATUS_ZOMBIE and str(SANDBOX_SCRIPT) in process.cmdline()
     except psutil.Error:
         return False
 
@@ -173,7 +173,7 @@ async def test_the_environment_is_empty(monkeypatch: pytest.MonkeyPatch) -> None
     if result.isolation.user or result.isolation.processes:
         assert "swordfish" not in result.stdout
     names = names_in(result.stdout.splitlines()[0])
-    assert names - {MARK, "LC_CTYPE"} == {"PATH", "LANG", "HOME", "TMPDIR"}
+    assert names - {TREE_MARK_VARIABLE, "LC_CTYPE"} == {"PATH", "LANG", "HOME", "TMPDIR"}
 
 
 def names_in(shown: str) -> set[str]:
@@ -205,7 +205,7 @@ async def test_the_home_and_the_checkout_cannot_be_seen_nor_deleted(tmp_path: Pa
     (precious / "thesis").write_text("years of work")
     code = (
         "import os, shutil, sys\n"
-        f"for place in ({str(precious)!r}, {str(Path.home())!r}, {str(KEEPER.parent)!r}):\n"
+        f"for place in ({str(precious)!r}, {str(Path.home())!r}, {str(SANDBOX_SCRIPT.parent)!r}):\n"
         "    print(os.path.exists(place + '/thesis'), os.path.exists(place + '/sandboxed.py'))\n"
         f"shutil.rmtree({str(tmp_path)!r}, ignore_errors=True)\n"
     )
@@ -303,7 +303,7 @@ async def test_a_sandbox_that_never_came_up_is_no_fault_of_the_program(
 ) -> None:
     dead = tmp_path / "dead.py"
     dead.write_text("import sys\nsys.exit('no such luck')")
-    monkeypatch.setattr(sandbox, "KEEPER", dead)
+    monkeypatch.setattr(sandbox, "SANDBOX_SCRIPT", dead)
     with pytest.raises(SandboxFailed, match="no such luck"):
         await run("print(1)")
 
@@ -312,15 +312,15 @@ async def test_a_sandbox_that_takes_all_the_time_itself_is_no_fault_of_the_progr
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow = tmp_path / "slow.py"
-    slow.write_text(KEEPER.read_text().replace("        write_files(spec)\n", "        time.sleep(60)\n"))
-    monkeypatch.setattr(sandbox, "KEEPER", slow)
+    slow.write_text(SANDBOX_SCRIPT.read_text().replace("        write_files(spec)\n", "        time.sleep(60)\n"))
+    monkeypatch.setattr(sandbox, "SANDBOX_SCRIPT", slow)
     with pytest.raises(SandboxFailed):
         await run("print(1)", SHORT)
 
 
 async def test_a_system_that_starts_nothing_is_no_fault_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    start = sandbox._Run._spec
-    monkeypatch.setattr(sandbox._Run, "_spec", lambda *given: {**start(*given), "python": "/no/such/python"})
+    start = sandbox._SandboxRun._spec
+    monkeypatch.setattr(sandbox._SandboxRun, "_spec", lambda *given: {**start(*given), "python": "/no/such/python"})
     with pytest.raises(SandboxFailed, match="FileNotFoundError"):
         await run("print(1)")
 
@@ -346,7 +346,7 @@ def keep(tmp_path: Path) -> Callable[[int, bool, str], tuple[dict[str, Any], str
     if os.geteuid() != 0 or os.uname().machine != "x86_64":
         pytest.skip("needs root, to become somebody else")
     script = tmp_path / "keeper.py"
-    shutil.copy(KEEPER, script)
+    shutil.copy(SANDBOX_SCRIPT, script)
     open_to_all(tmp_path)
 
     def run(uid: int, forbidden: bool, code: str) -> tuple[dict[str, Any], str]:
@@ -357,7 +357,7 @@ def keep(tmp_path: Path) -> Callable[[int, bool, str], tuple[dict[str, Any], str
         spec = {
             "timeout_s": 20, "memory_mb": 512, "processes": 16, "file_mb": 16, "disk_mb": 80, "uid": 1_500_000_000,
             "caller": uid, "directory": str(home), "files": {"program.py": code}, "channel": [], "python": python,
-            "command": ["program.py"], "filter": compiled().hex(), "readable": ["/usr"], "environment": {},
+            "command": ["program.py"], "filter": compile_filter().hex(), "readable": ["/usr"], "environment": {},
         }  # fmt: skip
 
         def become() -> None:

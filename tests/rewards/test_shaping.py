@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outpace.rewards.shaping import OVERLONG, Overlong, shaped
+from outpace.rewards.grading import OVERLONG_REWARD, OverlongPenalty, apply_overlong_penalty
 from outpace.types import Episode, Trajectory
 
-RULE = Overlong(limit=10, buffer=4, penalty=2.0)
+RULE = OverlongPenalty(limit=10, buffer=4, penalty=2.0)
 
 
 def trajectory(tokens: int, **more: Any) -> Trajectory:
@@ -32,7 +32,7 @@ def test_the_loss_follows_its_formula_up_to_the_limit(
 ) -> None:
     buffer, tokens = data.draw(st.integers(1, limit)), min(tokens, limit)
     expected = min(-(tokens - (limit - buffer)) / buffer * penalty, 0)
-    assert Overlong(limit, buffer, penalty).of(tokens) == pytest.approx(expected)
+    assert OverlongPenalty(limit, buffer, penalty).of(tokens) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("tokens", "loss"), [(0, 0.0), (6, 0.0), (7, -0.5), (10, -2.0), (11, -2.0), (1000, -2.0)])
@@ -41,22 +41,22 @@ def test_it_begins_with_the_buffer_and_is_never_more_than_the_penalty(tokens: in
 
 
 def test_all_sampled_tokens_of_the_episode_count_and_the_loss_is_shown_as_a_reward() -> None:
-    found = shaped(episode(5, 4, reward=1.0, rewards={"right": 1.0}), RULE)
-    assert (found.reward, found.rewards) == (-0.5, {"right": 1.0, OVERLONG: -1.5})
+    found = apply_overlong_penalty(episode(5, 4, reward=1.0, rewards={"right": 1.0}), RULE)
+    assert (found.reward, found.rewards) == (-0.5, {"right": 1.0, OVERLONG_REWARD: -1.5})
 
 
 def test_an_attempt_that_loses_nothing_shows_that_too() -> None:
-    found = shaped(episode(3, reward=1.0), RULE)
-    assert (found.reward, found.rewards) == (1.0, {OVERLONG: 0.0})
+    found = apply_overlong_penalty(episode(3, reward=1.0), RULE)
+    assert (found.reward, found.rewards) == (1.0, {OVERLONG_REWARD: 0.0})
 
 
 def test_trajectories_with_rewards_of_their_own_lose_the_same() -> None:
-    found = shaped(Episode([trajectory(4, reward=3.0), trajectory(4)], reward=1.0), RULE)
+    found = apply_overlong_penalty(Episode([trajectory(4, reward=3.0), trajectory(4)], reward=1.0), RULE)
     assert [kept.reward for kept in found.trajectories] == [2.0, None]
     assert found.reward == 0.0
 
 
 def test_without_a_rule_and_without_a_reward_nothing_changes() -> None:
     long, failed = episode(10, reward=1.0), episode(10, error="boom")
-    assert shaped(long, None) is long
-    assert shaped(failed, RULE) is failed
+    assert apply_overlong_penalty(long, None) is long
+    assert apply_overlong_penalty(failed, RULE) is failed

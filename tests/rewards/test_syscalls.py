@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from outpace.rewards.sandbox import SandboxLimits, run_python
-from outpace.rewards.syscalls import compiled
+from outpace.rewards.syscalls import compile_filter
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is for Linux")
 
@@ -37,7 +37,7 @@ print(other.recv(9).decode())
 def verdict(machine: str, architecture: int, number: int, *arguments: int) -> int:
     """What the filter answers to a call, reckoned as the kernel does."""
     data = struct.pack("<IIQ6Q", number, architecture, 0, *arguments, *[0] * (6 - len(arguments)))
-    steps = list(struct.iter_unpack("<HBBI", compiled(machine)))
+    steps = list(struct.iter_unpack("<HBBI", compile_filter(machine)))
     place = held = 0
     while True:
         operation, skip_if, skip_unless, value = steps[place]
@@ -78,6 +78,6 @@ def test_what_the_filter_says_of_each_call(
 
 
 def test_the_filter_is_known_for_two_kinds_of_machine_and_empty_elsewhere() -> None:
-    assert compiled("x86_64") != compiled("aarch64")
-    assert len(compiled("x86_64")) % 8 == 0
-    assert compiled("sparc") == b""
+    assert compile_filter("x86_64") != compile_filter("aarch64")
+    assert len(compile_filter("x86_64")) % 8 == 0
+    assert compile_filter("sparc") == b""

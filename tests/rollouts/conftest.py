@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outpace.models.dialect import TemplateDialect
+from outpace.models.chat_format import TemplateChatFormat
 from outpace.models.loading import load_tokenizer
-from outpace.rollouts.policy.client import PolicyClient
-from outpace.rollouts.policy.requests import ClientSettings
+from outpace.rollouts.client import PolicyClient
+from outpace.rollouts.requests import ClientSettings
 from outpace.types import EngineStats, Generation, GroupOrder, Ints, LoadReport, Manifest, Sampling, StopReason, Version
 
 CHATML = """\
@@ -161,11 +161,18 @@ def make_settings() -> Callable[..., ClientSettings]:
 @pytest.fixture
 def make_client(tokenizer: Any, make_settings: Callable[..., ClientSettings]) -> Callable[..., PolicyClient]:
     def make(
-        engine: Any, episode: int = 0, speaks: Any = None, min_version: int = 2, doors: Any = None, **changes: Any
+        engine: Any,
+        episode: int = 0,
+        speaks: Any = None,
+        min_version: int = 2,
+        endpoint_provider: Any = None,
+        **changes: Any,
     ) -> PolicyClient:
         spoken = speaks or tokenizer
         order = GroupOrder(7, task=0, epoch=0, min_version=min_version, size=2)
-        dialect = TemplateDialect(spoken, (spoken.eos_token_id,))
-        return PolicyClient(engine, dialect, make_settings(**changes), order, episode, doors=doors)
+        chat_format = TemplateChatFormat(spoken, (spoken.eos_token_id,))
+        return PolicyClient(
+            engine, chat_format, make_settings(**changes), order, episode, endpoint_provider=endpoint_provider
+        )
 
     return make

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outpace.errors import PartFailed, RequestFailed
-from outpace.rollouts.policy.client import PolicyClient
+from outpace.errors import ComponentFailed, RequestFailed
+from outpace.rollouts.client import PolicyClient
 from outpace.types import Answer, Message, Trajectory
 from support import naming
 
@@ -235,15 +235,15 @@ async def test_a_prefix_that_differs_from_what_was_sent_ends_the_run(make_engine
     client: PolicyClient = make_client(make_engine(["one", "two"]))
     first = await client.chat([HI])
     await client.chat([HI, first.message, MORE])
-    turn = client._asking.transcript.turns[0]
+    turn = client._sampler.transcript.turns[0]
     turn.observed = turn.observed + np.int32(1)
-    with pytest.raises(PartFailed, match=naming("7.0.0", "prefix")):
+    with pytest.raises(ComponentFailed, match=naming("7.0.0", "prefix")):
         client.trajectories()
 
 
 async def test_threads_of_one_episode_are_chats_of_their_own(make_engine: Any, make_client: Any) -> None:
     client: PolicyClient = make_client(make_engine(["one", "two", "three"]))
-    critic = client.thread("critic")
+    critic = client.conversation("critic")
     await client.sample("hi")
     await critic.sample("is it?")
     await client.sample("more")
@@ -268,8 +268,8 @@ async def test_of_answers_that_say_the_same_the_one_that_was_sent_back_goes_on(
 
 
 async def test_siblings_share_only_what_is_rendered_alike(tokenizer: Any, make_engine: Any) -> None:
-    from outpace.models.dialect import TemplateDialect
-    from outpace.rollouts.policy.conversations import Conversations
+    from outpace.models.chat_format import TemplateChatFormat
+    from outpace.rollouts.conversation import ConversationIndex
 
     thoughtful = copy.deepcopy(tokenizer)
     thoughtful.chat_template = tokenizer.chat_template.replace(
@@ -279,7 +279,7 @@ async def test_siblings_share_only_what_is_rendered_alike(tokenizer: Any, make_e
     rendered = []
     for thought in ("ONE", "TWO"):
         history = [HI, {"role": "assistant", "content": "yes", "reasoning_content": thought}, MORE]
-        position = Conversations(TemplateDialect(thoughtful, ()), openings).place("policy", [], history)
+        position = ConversationIndex(TemplateChatFormat(thoughtful, ()), openings).locate("policy", [], history)
         rendered.append(thoughtful.decode(position.observed))
     assert ["ONE" in rendered[0], "TWO" in rendered[1]] == [True, True]
 
@@ -332,7 +332,7 @@ async def test_what_is_known_of_a_long_conversation_does_not_grow_with_its_squar
     for _ in range(30):
         answer = await client.chat(history)
         history = [*history, answer.message, {"role": "user", "content": "x" * 1000}]
-    kept = [known.shown for alike in client._asking.conversations._known.values() for known in alike]
+    kept = [known.rendered for alike in client._sampler.conversations._known.values() for known in alike]
     assert len([text for text in kept if text]) == 1
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from outpace.engines.noise import request_seed
-from outpace.errors import PartLost, RequestFailed
+from outpace.errors import ComponentLost, RequestFailed
 from outpace.models.chat import render
-from outpace.models.dialect import TemplateDialect
-from outpace.rollouts.policy.client import PolicyClient
+from outpace.models.chat_format import TemplateChatFormat
+from outpace.rollouts.client import PolicyClient
+from outpace.runtime.rng import request_seed
 from outpace.types import OBSERVED, GroupOrder
 from support import naming
 
@@ -81,7 +81,7 @@ async def test_a_held_out_episode_may_be_sampled_in_any_way(
 ) -> None:
     engine = make_engine(["hello"])
     order = GroupOrder(7, task=0, epoch=0, min_version=5, size=1, heldout=True, pinned=5)
-    client = PolicyClient(engine, TemplateDialect(tokenizer, ()), make_settings(), order, 0)
+    client = PolicyClient(engine, TemplateChatFormat(tokenizer, ()), make_settings(), order, 0)
     await client.sample("hi", temperature=0.0, top_p=0.5, top_k=3)
     (sent,) = engine.samplings.values()
     assert (sent.temperature, sent.top_p, sent.top_k) == (0.0, 0.5, 3)
@@ -112,7 +112,7 @@ async def test_requests_of_an_evaluation_cannot_be_mistaken_for_those_of_trainin
 ) -> None:
     engine = make_engine(["hello"])
     order = GroupOrder(7, task=0, epoch=0, min_version=5, size=1, heldout=True, pinned=5)
-    await PolicyClient(engine, TemplateDialect(tokenizer, ()), make_settings(), order, 0).sample("hi")
+    await PolicyClient(engine, TemplateChatFormat(tokenizer, ()), make_settings(), order, 0).sample("hi")
     assert list(engine.prompts) == ["eval-5.7.0.0"]
     assert engine.bounds == [(5, 5)]
 
@@ -189,8 +189,8 @@ async def test_another_end_of_turn_than_the_templates_is_not_doubled(
 ) -> None:
     stops = (tokenizer.eos_token_id, tokenizer.pad_token_id)
     order = GroupOrder(7, task=0, epoch=0, min_version=0, size=1)
-    dialect = TemplateDialect(tokenizer, stops)
-    client = PolicyClient(make_engine(["a<|pad|>", "b"]), dialect, make_settings(), order, 0)
+    chat_format = TemplateChatFormat(tokenizer, stops)
+    client = PolicyClient(make_engine(["a<|pad|>", "b"]), chat_format, make_settings(), order, 0)
     await client.sample("x")
     await client.sample("y")
     assert (
@@ -266,7 +266,7 @@ async def test_an_engine_that_does_not_end_a_request_is_not_waited_for_without_e
         async def abort(self, request_ids: list[str]) -> None:
             self.aborted += request_ids
 
-    monkeypatch.setattr("outpace.rollouts.policy.requests.ABORT_GRACE_S", 0.01)
+    monkeypatch.setattr("outpace.rollouts.requests.ABORT_GRACE_S", 0.01)
     engine = make_engine([None])
     engine.__class__ = Deaf
     client = make_client(engine)
@@ -308,7 +308,7 @@ async def test_the_stop_reason_is_that_of_the_newest_answer(make_engine: Any, ma
 
 
 @pytest.mark.parametrize(
-    "trouble", [PartLost("engine-0", "closed its connection"), RequestFailed("it was closed"), None]
+    "trouble", [ComponentLost("engine-0", "closed its connection"), RequestFailed("it was closed"), None]
 )
 async def test_giving_up_is_no_failure_whatever_has_become_of_the_engine(
     trouble: Exception | None, make_engine: Any, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
@@ -319,7 +319,7 @@ async def test_giving_up_is_no_failure_whatever_has_become_of_the_engine(
         else:
             raise trouble
 
-    monkeypatch.setattr("outpace.rollouts.policy.requests.ABORT_GRACE_S", 0.01)
+    monkeypatch.setattr("outpace.rollouts.requests.ABORT_GRACE_S", 0.01)
     engine = make_engine([None, None])
     engine.abort = abort
     client = make_client(engine)

@@ -12,11 +12,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from outpace.errors import BadInput, ContextFull, PartFailed, RequestFailed
+from outpace.errors import BadInput, ComponentFailed, ContextFull, RequestFailed
 from outpace.protocols import ModelClient
-from outpace.rollouts.episodes import run_episode
-from outpace.rollouts.policy.client import PolicyClient
-from outpace.rollouts.single_turn import single_turn
+from outpace.rollouts.client import PolicyClient
+from outpace.rollouts.episode import run_episode, single_turn
 from outpace.types import OBSERVED, Episode, Task
 from support import naming
 
@@ -173,7 +172,7 @@ async def test_a_timeout_of_the_rollouts_own_is_told_apart(client: PolicyClient)
     assert episode.error == "TimeoutError: the page did not load"
 
 
-@pytest.mark.parametrize("error", [PartFailed("engine-0", "died"), BadInput("tasks: no template")])
+@pytest.mark.parametrize("error", [ComponentFailed("engine-0", "died"), BadInput("tasks: no template")])
 async def test_what_no_sibling_can_do_better_goes_up(
     make_engine: Any, make_client: MakeClient, error: Exception
 ) -> None:
@@ -187,8 +186,8 @@ async def test_the_failure_of_a_part_goes_up_out_of_a_task_group(make_engine: An
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(client.sample(task.prompt))
 
-    error = PartFailed("engine-0", "died")
-    with pytest.raises(PartFailed) as caught:
+    error = ComponentFailed("engine-0", "died")
+    with pytest.raises(ComponentFailed) as caught:
         await run(rollout, make_client(make_engine([error])))
     assert caught.value is error
 

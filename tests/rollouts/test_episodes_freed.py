@@ -12,31 +12,49 @@ from typing import Any
 
 import psutil
 import pytest
+from benchmarks.episodes import (
+    GROUP,
+    Archive,
+    EpisodeLoad,
+    Pace,
+    Script,
+    ScriptedEngine,
+    bench_config,
+    make_worker,
+    run_groups,
+)
 
-from outpace.bench.archive import GROUP, Archive, Load, Script
-from outpace.bench.episodes import make_worker, play, settings_of
-from outpace.bench.modelled import ModelledEngine, Pace
-from outpace.rollouts.environments.instance import Instance
-from outpace.rollouts.environments.stage import _OpenStage
-from outpace.rollouts.policy.client import PolicyClient
-from outpace.rollouts.policy.conversations import Conversations
-from outpace.rollouts.policy.requests import Requests
-from outpace.rollouts.policy.transcript import Turn
+from outpace.rollouts.client import PolicyClient
+from outpace.rollouts.conversation import ConversationIndex
+from outpace.rollouts.environments.child import EnvironmentInstance
+from outpace.rollouts.environments.session import _OpenSession
+from outpace.rollouts.requests import EpisodeRequests
 from outpace.rollouts.tools.toolbox import Toolbox
+from outpace.rollouts.transcript import Turn
 from outpace.rollouts.worker import RolloutWorker
-from outpace.runtime import threads
-from outpace.runtime.threads import steady_executor, warm_up
+from outpace.runtime import async_tools
+from outpace.runtime.async_tools import start_idle_threads, steady_executor
 from outpace.types import Generation, GroupReport
 
-OF_EPISODES = (PolicyClient, Conversations, Requests, Toolbox, Turn, Instance, Archive, _OpenStage, RolloutWorker)
-FAST = Load(episodes=96, turns=3, tool_ms=1, pace=Pace(first_token_s=0.002, tokens_per_s=1e5))
-HANGING = Load(episodes=32, turns=3, tool_ms=600_000, pace=FAST.pace)
+OF_EPISODES = (
+    PolicyClient,
+    ConversationIndex,
+    EpisodeRequests,
+    Toolbox,
+    Turn,
+    EnvironmentInstance,
+    Archive,
+    _OpenSession,
+    RolloutWorker,
+)
+FAST = EpisodeLoad(episodes=96, turns=3, tool_ms=1, pace=Pace(first_token_s=0.002, tokens_per_s=1e5))
+HANGING = EpisodeLoad(episodes=32, turns=3, tool_ms=600_000, pace=FAST.pace)
 
 
-class Announcing(ModelledEngine):
+class Announcing(ScriptedEngine):
     """Says when it has answered the first request of every episode."""
 
-    def __init__(self, load: Load) -> None:
+    def __init__(self, load: EpisodeLoad) -> None:
         super().__init__(Script(load, "starter"), load.pace)
         self._episodes = load.groups * GROUP
         self.all_answered = asyncio.Event()
@@ -77,22 +95,22 @@ def threads_come_down_to(count: int) -> bool:
     return threading.active_count() <= count
 
 
-async def rush(load: Load, folder: Path) -> list[GroupReport]:
+async def rush(load: EpisodeLoad, folder: Path) -> list[GroupReport]:
     asyncio.get_running_loop().set_default_executor(steady_executor())
-    worker = await make_worker(settings_of(load), folder, ModelledEngine(Script(load, "starter"), load.pace))
+    worker = await make_worker(bench_config(load), folder, ScriptedEngine(Script(load, "starter"), load.pace))
     try:
-        return await play(worker, range(load.groups))
+        return await run_groups(worker, range(load.groups))
     finally:
         await worker.close()
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-async def interrupted(load: Load, folder: Path) -> None:
+async def interrupted(load: EpisodeLoad, folder: Path) -> None:
     """All episodes are inside a tool call that does not end, when the worker is closed."""
     asyncio.get_running_loop().set_default_executor(steady_executor())
     engine = Announcing(load)
-    worker = await make_worker(settings_of(load), folder, engine)
-    playing = asyncio.ensure_future(play(worker, range(load.groups)))
+    worker = await make_worker(bench_config(load), folder, engine)
+    playing = asyncio.ensure_future(run_groups(worker, range(load.groups)))
     await engine.all_answered.wait()
     await worker.close()
     reports = await playing
@@ -102,8 +120,8 @@ async def interrupted(load: Load, folder: Path) -> None:
 
 @pytest.fixture
 def baseline(tmp_path: Path) -> Baseline:
-    asyncio.run(rush(Load(GROUP, 2, tool_ms=1, pace=FAST.pace), tmp_path / "warm"))
-    warm_up(threads.MOST_IDLE)
+    asyncio.run(rush(EpisodeLoad(GROUP, 2, tool_ms=1, pace=FAST.pace), tmp_path / "warm"))
+    start_idle_threads(async_tools.MAX_IDLE_THREADS)
     kept = of_episodes()
     return Baseline(threading.active_count(), psutil.Process().num_fds(), kept)
 

@@ -16,9 +16,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from outpace.engines.embedded.engine import EmbeddedEngine
-from outpace.rollouts.policy.client import PolicyClient
+from outpace.rollouts.client import PolicyClient
 from outpace.types import Message, Trajectory
-from outpace.weights.store import SnapshotWriter
+from outpace.weights.shared_memory import SnapshotWriter
 
 TOOL = {
     "type": "function",
@@ -69,10 +69,10 @@ async def converse(client: PolicyClient, chance: random.Random) -> None:
             message = {"role": "assistant", "content": "something that I never said"}
         result = [{"role": "tool", "content": chance.choice(WORDS)} for _ in range(chance.randint(0, 2))]
         history = [*history, message, *result, {"role": "user", "content": chance.choice(WORDS)}]
-    thread = client.thread("helper")
-    await thread.sample(chance.choice(WORDS), max_tokens=5)
-    thread.observe(" so ")
-    await thread.sample(max_tokens=5)
+    conversation = client.conversation("helper")
+    await conversation.sample(chance.choice(WORDS), max_tokens=5)
+    conversation.observe(" so ")
+    await conversation.sample(max_tokens=5)
 
 
 async def swap_until(done: asyncio.Event, engine: EmbeddedEngine, versions: Sequence[PreTrainedModel], at: Path) -> int:

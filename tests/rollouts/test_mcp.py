@@ -22,10 +22,10 @@ import psutil
 import pytest
 
 from outpace.errors import BadInput
-from outpace.rollouts.episodes import run_episode
-from outpace.rollouts.loop import ToolLoop
-from outpace.rollouts.policy.client import PolicyClient
-from outpace.rollouts.tools.mcp_servers import McpServer, close_servers, open_servers
+from outpace.rollouts.client import PolicyClient
+from outpace.rollouts.episode import run_episode
+from outpace.rollouts.tool_loop import ToolLoop
+from outpace.rollouts.tools.mcp import McpServer, close_servers, open_servers
 from outpace.rollouts.tools.toolbox import Toolbox, ToolLimits
 from outpace.types import Task, ToolCall
 from support import naming
@@ -73,7 +73,10 @@ def web() -> Iterator[HttpServer]:
 async def opened(*addresses: str) -> AsyncIterator[tuple[Toolbox, list[McpServer]]]:
     servers = await open_servers(addresses)
     try:
-        yield Toolbox([server.offer for server in servers], ToolLimits(timeout_s=60.0, max_result_chars=1000)), servers
+        yield (
+            Toolbox([server.tool_set for server in servers], ToolLimits(timeout_s=60.0, max_result_chars=1000)),
+            servers,
+        )
     finally:
         await close_servers(servers)
 
@@ -132,7 +135,7 @@ async def test_a_server_is_noticed_to_have_died_whoever_holds_its_pipe() -> None
         assert await ask(toolbox, ("whoami", {})) == [before]
         os.kill(int(before), signal.SIGKILL)
         (cut,) = await under_way
-        assert cut.fate == "error"
+        assert cut.status == "error"
         (after,) = await ask(toolbox, ("whoami", {}))
         assert after.isdecimal()
         assert after != before
@@ -163,10 +166,10 @@ async def test_a_server_behind_a_url_may_be_started_again(web: HttpServer) -> No
 async def test_a_call_that_hangs_is_given_up_and_the_server_goes_on(web: HttpServer) -> None:
     servers = await open_servers([web.url])
     try:
-        toolbox = Toolbox([servers[0].offer], ToolLimits(timeout_s=0.05))
+        toolbox = Toolbox([servers[0].tool_set], ToolLimits(timeout_s=0.05))
         (late,) = await ask(toolbox, ("web_hang", {}))
         assert re.search(naming("error: ", "web_hang", "0.05 s"), late)
-        patient = Toolbox([servers[0].offer], ToolLimits())
+        patient = Toolbox([servers[0].tool_set], ToolLimits())
         assert await ask(patient, ("web_add", {"a": 1, "b": 1})) == ["2"]
     finally:
         await close_servers(servers)
@@ -252,8 +255,8 @@ async def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.M
 
 def test_the_package_is_not_loaded_by_those_who_do_not_use_it() -> None:
     program = (
-        "import asyncio, sys; from outpace.rollouts import loop; from outpace.rollouts.tools import mcp_servers;"
-        "assert asyncio.run(mcp_servers.open_servers([])) == []; sys.exit('mcp' in sys.modules)"
+        "import asyncio, sys; from outpace.rollouts import tool_loop; from outpace.rollouts.tools import mcp;"
+        "assert asyncio.run(mcp.open_servers([])) == []; sys.exit('mcp' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
@@ -265,7 +268,7 @@ async def test_an_episode_may_use_a_server(
     engine = make_engine([asked + tokenizer.eos_token, "42." + tokenizer.eos_token])
     servers = await open_servers([web.url])
     try:
-        rollout = ToolLoop([server.offer for server in servers])
+        rollout = ToolLoop([server.tool_set for server in servers])
         episode = await run_episode(rollout, Task("t", "Add."), make_client(engine), 60.0)
     finally:
         await close_servers(servers)

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from openai import AsyncOpenAI
 
-from outpace.checkpoint.journal import JournalWriter, read
-from outpace.engines.fleet.fleet import Fleet
-from outpace.models.dialect import TemplateDialect
-from outpace.observe.rollout_files import (
+from outpace.checkpoint.journal import JournalWriter, read_record
+from outpace.engines.fleet import EngineFleet
+from outpace.models.chat_format import TemplateChatFormat
+from outpace.monitoring.rollout_files import (
     RecordedAttempt,
     RolloutWriter,
     read_group,
@@ -23,16 +23,15 @@ from outpace.observe.rollout_files import (
     untrained_groups,
 )
 from outpace.protocols import ModelClient
-from outpace.rollouts.closing import ClosingRules, Filter
+from outpace.rollouts.client import ClientSettings
+from outpace.rollouts.episode import single_turn
 from outpace.rollouts.gateway.server import Gateway
-from outpace.rollouts.limits import Limits
-from outpace.rollouts.loop import ToolLoop
-from outpace.rollouts.policy.client import ClientSettings
+from outpace.rollouts.group_scoring import GroupFilter, ScoringRules
 from outpace.rollouts.recording import RolloutRecorder
-from outpace.rollouts.single_turn import single_turn
+from outpace.rollouts.tool_loop import EpisodeLimits, ToolLoop
 from outpace.rollouts.tools.functions import load_tools
-from outpace.rollouts.tools.toolbox import FunctionTools, Offer, ToolLimits
-from outpace.rollouts.worker import Judges, RolloutWorker
+from outpace.rollouts.tools.toolbox import FunctionTools, ToolLimits, ToolSet
+from outpace.rollouts.worker import RewardFunctions, RolloutWorker
 from outpace.types import Episode, GroupOrder, GroupReport, Task, Trajectory
 from rollouts_support import worker_settings
 
@@ -83,17 +82,17 @@ def make_worker(
             return str(tokenizer.decode(list(tokens), skip_special_tokens=False))
 
         client = make_settings(max_tokens=64, system="Be brief.")
-        settings = worker_settings(client, **{k: v for k, v in changes.items() if k == "closing"})
+        settings = worker_settings(client, **{k: v for k, v in changes.items() if k == "scoring"})
         return RolloutWorker(
             settings,
-            Fleet({"engine-0": engine}),
-            TemplateDialect(tokenizer, (tokenizer.eos_token_id,)),
+            EngineFleet({"engine-0": engine}),
+            TemplateChatFormat(tokenizer, (tokenizer.eos_token_id,)),
             TASKS,
             None,
             rollout,
-            Judges(list(rewards), [1.0] * len(rewards), None),
+            RewardFunctions(list(rewards), [1.0] * len(rewards), None),
             journal,
-            doors=changes.get("doors"),
+            endpoint_provider=changes.get("endpoint_provider"),
             recorder=RolloutRecorder(RolloutWriter(tmp_path, 10**6), tmp_path / "journal", decode),
         )
 
@@ -141,7 +140,7 @@ async def test_the_arrays_are_exactly_those_that_the_learner_reads(
     report = await worker.run(order())
     assert report.place is not None
     await worker.record_rollouts(7, [report.place])
-    rows = read(tmp_path / "journal", report.place).rows
+    rows = read_record(tmp_path / "journal", report.place).rows
     recorded = [attempt.trajectories[0] for attempt in read_step(tmp_path, 7)]
     for row, kept in zip(rows, recorded, strict=True):
         for name in ("tokens", "mask", "logprobs", "versions", "advantages"):
@@ -201,9 +200,9 @@ async def test_an_attempt_that_is_cut_off_and_masked_is_recorded_as_filtered(
         answer = await client.sample(task.prompt)
         return Episode([], stop="length" if answer == "yes" else "stop")
 
-    rules = worker_settings(ClientSettings(1, 1.0, 1.0, 0, (), None, 0)).closing
-    closing = ClosingRules(rules.credit, Filter(truncated="mask"))
-    attempts = await trained(make_worker(make_engine(yes_or_no), cut_off_first, closing=closing), tmp_path)
+    rules = worker_settings(ClientSettings(1, 1.0, 1.0, 0, (), None, 0)).scoring
+    scoring = ScoringRules(rules.credit, GroupFilter(truncated="mask"))
+    attempts = await trained(make_worker(make_engine(yes_or_no), cut_off_first, scoring=scoring), tmp_path)
     assert sorted(each.outcome for each in attempts) == ["filtered", "trained"]
     (left_out,) = [each for each in attempts if each.outcome == "filtered"]
     assert "filter.truncated" in left_out.reason
@@ -216,7 +215,7 @@ async def test_tools_and_their_results_have_borders_of_their_own(
     def script(episode: int, turn: int) -> str:
         return CALL if turn == 0 else yes_or_no(episode, turn)
 
-    loop = ToolLoop([Offer("tools.functions", FunctionTools(load_tools([add])))], None, Limits(), ToolLimits())
+    loop = ToolLoop([ToolSet("tools.functions", FunctionTools(load_tools([add])))], None, EpisodeLimits(), ToolLimits())
     first, _ = await trained(make_worker(make_engine(script), loop), tmp_path)
     (trajectory,) = first.trajectories
     assert [turn.source for turn in trajectory.turns] == ["prompt", "assistant", "tool", "assistant"]
@@ -237,7 +236,7 @@ async def test_turns_of_an_agent_behind_the_gateway_have_their_borders_too(
             messages += [first.choices[0].message, {"role": "user", "content": "sure?"}]
             await openai.chat.completions.create(model=door.model, messages=messages)
 
-    worker = make_worker(make_engine(yes_or_no), agent, doors=Gateway("127.0.0.1", 0, "toy"))
+    worker = make_worker(make_engine(yes_or_no), agent, endpoint_provider=Gateway("127.0.0.1", 0, "toy"))
     first, _ = await trained(worker, tmp_path)
     await worker.close()
     (trajectory,) = first.trajectories

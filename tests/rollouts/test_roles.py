@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outpace.engines.fleet.fleet import Fleet
-from outpace.models.dialect import TemplateDialect
-from outpace.rollouts.policy.requests import ClientSettings
-from outpace.rollouts.worker import Judges, RolloutWorker
+from outpace.engines.fleet import EngineFleet
+from outpace.models.chat_format import TemplateChatFormat
+from outpace.rollouts.requests import ClientSettings
+from outpace.rollouts.worker import RewardFunctions, RolloutWorker
 from outpace.types import Generation, GroupOrder, GroupRecord, Ints, Sampling, Task, Version
 from rollouts_support import RecordingJournal, worker_settings
 
@@ -74,11 +74,18 @@ def group_of(tokenizer: Any, make_settings: Callable[..., ClientSettings]) -> Ca
                         whose[request_id] = trajectory.role, int(request_id.split(".")[1])
 
         settings = worker_settings(make_settings())
-        dialect = TemplateDialect(tokenizer, (tokenizer.eos_token_id,))
+        chat_format = TemplateChatFormat(tokenizer, (tokenizer.eos_token_id,))
         engine: Any = HastyEngine(tokenizer, chance)
         journal: Any = RecordingJournal()
         worker = RolloutWorker(
-            settings, Fleet({"e": engine}), dialect, [Task("t", "why?")], None, rollout, Judges([], []), journal
+            settings,
+            EngineFleet({"e": engine}),
+            chat_format,
+            [Task("t", "why?")],
+            None,
+            rollout,
+            RewardFunctions([], []),
+            journal,
         )
         report = await worker.run(GroupOrder(schedule, task=0, epoch=0, min_version=3, size=EPISODES))
         assert (report.outcome, report.failed_episodes) == ("finished", 0)
@@ -125,12 +132,12 @@ async def test_people_see_what_every_role_said_and_got(
         client.reward(0.25, role="solver")
         client.reward(0.75, role="judge")
 
-    dialect, journal = TemplateDialect(tokenizer, (tokenizer.eos_token_id,)), RecordingJournal()
+    chat_format, journal = TemplateChatFormat(tokenizer, (tokenizer.eos_token_id,)), RecordingJournal()
     engine: Any = make_engine(["because<|end|>", "right<|end|>"])
     settings = worker_settings(make_settings())
     tasks: Any = [Task("t", "why?")]
-    fleet = Fleet({"engine-0": engine})
-    worker = RolloutWorker(settings, fleet, dialect, tasks, None, debate, Judges([], []), journal)  # type: ignore[arg-type]
+    fleet = EngineFleet({"engine-0": engine})
+    worker = RolloutWorker(settings, fleet, chat_format, tasks, None, debate, RewardFunctions([], []), journal)  # type: ignore[arg-type]
     report = await worker.run(GroupOrder(0, task=0, epoch=0, min_version=3, size=1, show=True))
     await worker.close()
     assert report.reward_parts == {"role_judge": 0.75, "role_solver": 0.25, "rollout": 0.0}

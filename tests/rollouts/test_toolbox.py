@@ -15,10 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outpace.errors import BadInput
-from outpace.rollouts.tools.arguments import MAX_DEPTH
-from outpace.rollouts.tools.functions import ToolError, load_tools
-from outpace.rollouts.tools.results import as_text, bounded
-from outpace.rollouts.tools.toolbox import PER_ANSWER, SIDE_BY_SIDE, FunctionTools, Offer, Toolbox, ToolLimits, by_name
+from outpace.rollouts.tools.functions import MAX_DEPTH, ToolError, load_tools, result_text, truncate_text
+from outpace.rollouts.tools.toolbox import (
+    MAX_CALLS_PER_ANSWER,
+    MAX_CONCURRENT_CALLS,
+    FunctionTools,
+    Toolbox,
+    ToolLimits,
+    ToolSet,
+    tools_by_name,
+)
 from outpace.types import ToolCall
 from support import naming
 
@@ -35,10 +41,10 @@ class Sources:
 
 
 def box(*functions: Any, timeout_s: float = 30.0, max_result_chars: int = 100, **others: Any) -> Toolbox:
-    offers = [Offer("tools.functions", FunctionTools(load_tools(functions)))]
+    tool_sets = [ToolSet("tools.functions", FunctionTools(load_tools(functions)))]
     if others:
-        offers.append(Offer("rollout.environment", Sources(**others), ordered=True))
-    return Toolbox(offers, ToolLimits(timeout_s, max_result_chars))
+        tool_sets.append(ToolSet("rollout.environment", Sources(**others), ordered=True))
+    return Toolbox(tool_sets, ToolLimits(timeout_s, max_result_chars))
 
 
 def call(name: str, arguments: str = "{}", problem: str = "", number: int = 0) -> ToolCall:
@@ -61,7 +67,7 @@ def echo(value: Any) -> Any:
 async def test_a_result_is_a_tool_message_with_the_id_of_its_call() -> None:
     (result,) = await box(echo).run([call("echo", '{"value": "a"}', number=7)], 1, no_limit)
     assert result.message == {"role": "tool", "tool_call_id": "call-7", "name": "echo", "content": "a"}
-    assert result.fate == "done"
+    assert result.status == "done"
 
 
 async def test_calls_run_side_by_side_and_come_back_in_their_order() -> None:
@@ -105,7 +111,7 @@ async def test_only_so_many_calls_run_at_once() -> None:
         running -= 1
 
     await texts(box(work), *[call("work")] * 100)
-    assert most == SIDE_BY_SIDE
+    assert most == MAX_CONCURRENT_CALLS
 
 
 @pytest.mark.parametrize(
@@ -133,7 +139,7 @@ async def test_a_call_that_cannot_be_run_is_told_why_and_the_others_are_run(
     assert failed.text.startswith("error: ")
     assert re.search(naming(*told), failed.text)
     assert len(failed.text) < 500
-    assert (failed.fate, failed.failure, done.text) == ("error", "", "1")
+    assert (failed.status, failed.failure, done.text) == ("error", "", "1")
 
 
 async def test_no_text_at_all_is_a_call_without_arguments() -> None:
@@ -206,7 +212,7 @@ async def test_a_long_result_is_cut_and_the_model_is_told_how_much_is_missing() 
     kept, note = result.text.splitlines()
     assert kept == "y" * 50
     assert "9999950" in note
-    assert result.fate == "done"
+    assert result.status == "done"
 
 
 class Odd(BaseException):
@@ -232,7 +238,7 @@ async def test_an_exception_is_one_line_for_the_model(raised: BaseException, on_
     assert result.text.startswith("error: ")
     assert "tool" in result.text
     assert "\n" not in result.text
-    assert result.fate == "error"
+    assert result.status == "error"
 
 
 async def test_a_call_that_takes_too_long_is_given_up_on_a_thread_and_on_the_loop() -> None:
@@ -255,7 +261,7 @@ async def test_a_call_that_takes_too_long_is_given_up_on_a_thread_and_on_the_loo
         await asyncio.wait_for(cancelled.wait(), 60)
     finally:
         release.set()
-    assert [result.fate for result in results] == ["timeout", "timeout"]
+    assert [result.status for result in results] == ["timeout", "timeout"]
     assert results[0].text.startswith("error: ")
     assert re.search(naming("stuck", "0.01 s"), results[0].text)
 
@@ -272,7 +278,7 @@ async def test_calls_beyond_the_time_of_the_episode_are_cut_or_not_run() -> None
 
     results = await box(wait=wait).run([call("wait"), call("wait")], 2, lambda: next(left))
     assert begun == 1
-    assert [result.fate for result in results] == ["timeout", "timeout"]
+    assert [result.status for result in results] == ["timeout", "timeout"]
     assert all(result.text.startswith("error: ") and "wait" in result.text for result in results)
     assert results[0].text != results[1].text
 
@@ -287,16 +293,16 @@ async def test_calls_beyond_the_budget_are_answered_and_not_run() -> None:
 
     results = await box(tool).run([call("tool")] * 1000, 3, no_limit)
     assert (ran, len(results)) == (3, 1000)
-    assert {result.fate for result in results[3:]} == {"error"}
+    assert {result.status for result in results[3:]} == {"error"}
     assert all(result.text.startswith("error: ") for result in results[3:])
 
 
 async def test_a_thousand_calls_without_a_budget_are_bounded_all_the_same() -> None:
     results = await box(echo).run([call("echo", '{"value": 1}', number=n) for n in range(1000)], 1000, no_limit)
     assert [result.call.id for result in results] == [f"call-{n}" for n in range(1000)]
-    assert sum(result.fate == "done" for result in results) == PER_ANSWER
+    assert sum(result.status == "done" for result in results) == MAX_CALLS_PER_ANSWER
     assert results[-1].text.startswith("error: ")
-    assert str(PER_ANSWER) in results[-1].text
+    assert str(MAX_CALLS_PER_ANSWER) in results[-1].text
 
 
 async def test_an_environment_that_has_died_ends_the_other_calls_and_goes_up() -> None:
@@ -325,9 +331,9 @@ async def test_what_the_model_should_hear_of_an_environment_is_told() -> None:
 
 
 def test_two_sources_with_one_name_are_refused_and_both_are_named() -> None:
-    first, second = Offer("tools.mcp: one", Sources(add=None)), Offer("tools.mcp: two", Sources(add=None))
+    first, second = ToolSet("tools.mcp: one", Sources(add=None)), ToolSet("tools.mcp: two", Sources(add=None))
     with pytest.raises(BadInput, match=naming("tools.mcp: one", "tools.mcp: two", "add")):
-        by_name([first, second])
+        tools_by_name([first, second])
 
 
 anything = st.recursive(
@@ -340,7 +346,7 @@ anything = st.recursive(
 @settings(deadline=None)
 @given(anything, st.integers(16, 200))
 def test_whatever_a_tool_returns_becomes_bounded_text_that_can_be_encoded(value: Any, limit: int) -> None:
-    text = bounded(as_text(value), limit)
+    text = truncate_text(result_text(value), limit)
     text.encode()
     assert len(text) <= limit + 100  # and a note of what was left out
 
@@ -360,7 +366,7 @@ def fall() -> None:
 async def test_every_call_gets_one_result_in_order(calls: list[ToolCall], admitted: int) -> None:
     results = await box(echo, fall).run(calls, admitted, no_limit)
     assert [result.message["tool_call_id"] for result in results] == [call.id for call in calls]
-    assert all(result.text.startswith("error:") or result.fate == "done" for result in results)
+    assert all(result.text.startswith("error:") or result.status == "done" for result in results)
     json.dumps([result.message for result in results], ensure_ascii=False).encode()
 
 

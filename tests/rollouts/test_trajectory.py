@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outpace.rollouts.policy.trajectory import TrajectoryBuilder, problem
+from outpace.rollouts.transcript import TrajectoryBuilder, trajectory_problem
 from outpace.types import OBSERVED, Generation, Trajectory
 from support import naming
 
@@ -50,7 +50,7 @@ def test_tokens_stand_in_the_order_in_which_they_came_and_only_sampled_ones_trai
     assert built.versions.tolist() == [version if sampled else OBSERVED for _, sampled, version in flat]
     assert built.logprobs.tolist() == [-0.5 if sampled else 0.0 for _, sampled, _ in flat]
     assert len(builder) == len(flat)
-    assert problem(built) is None
+    assert trajectory_problem(built) is None
 
 
 def test_the_newest_token_is_known() -> None:
@@ -83,12 +83,12 @@ def test_the_arrays_travel_as_they_are_stored() -> None:
     ],
 )
 def test_a_trajectory_made_by_hand_is_checked(changes: dict[str, Any], said: tuple[str, ...]) -> None:
-    assert re.search(naming(*said), problem(trajectory(**changes)) or "")
+    assert re.search(naming(*said), trajectory_problem(trajectory(**changes)) or "")
 
 
 def test_a_trajectory_may_bring_its_reward_and_those_of_its_turns() -> None:
-    assert problem(trajectory(reward=1, turn_rewards=np.array([0.5], np.float32))) is None
+    assert trajectory_problem(trajectory(reward=1, turn_rewards=np.array([0.5], np.float32))) is None
 
 
 def test_observed_tokens_need_no_logprob() -> None:
-    assert problem(trajectory(logprobs=np.array([np.nan, np.nan, -1, -1], np.float32))) is None
+    assert trajectory_problem(trajectory(logprobs=np.array([np.nan, np.nan, -1, -1], np.float32))) is None

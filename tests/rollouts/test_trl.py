@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from outpace.config.loading import make_config
-from outpace.engines.fleet.fleet import Fleet
+from outpace.config.load import make_config
+from outpace.engines.fleet import EngineFleet
 from outpace.errors import BadInput
-from outpace.models.dialect import TemplateDialect
-from outpace.planning import Objects, make_plan
+from outpace.models.chat_format import TemplateChatFormat
+from outpace.rewards.grader_pool import GraderPool
 from outpace.rewards.grading import grade
-from outpace.rewards.pool import GraderPool
-from outpace.rewards.registry import check_rewards, isolated
-from outpace.rollouts.assembly import assemble
-from outpace.rollouts.worker import Judges, RolloutWorker
+from outpace.rewards.registry import check_rewards, isolated_sources
+from outpace.rollouts.build import build_rollout
+from outpace.rollouts.worker import RewardFunctions, RolloutWorker
+from outpace.run.plan import UserObjects, make_plan
 from outpace.types import GroupOrder, Task
 from rollouts_support import RecordingJournal, worker_settings
 
@@ -58,7 +58,7 @@ async def test_its_own_functions_judge_in_processes() -> None:
     from trl.rewards import accuracy_reward, think_format_reward
 
     functions = check_rewards([accuracy_reward, think_format_reward], columns=COLUMNS)
-    pool = GraderPool(isolated(functions))
+    pool = GraderPool(isolated_sources(functions))
     try:
         graded = await grade(functions, None, ["2+2?"] * 2, [THOUGHT, GUESS], COLUMNS, 60.0, pool)
     finally:
@@ -85,18 +85,18 @@ async def test_its_environments_and_rewards_that_ask_for_them_make_a_group(
         call = f'<tool_call>{{"name": "increment", "arguments": {{"step": {episode + 1}}}}}</tool_call>'
         return call if turn == 0 else "done"
 
-    assembled = await assemble(make_config({}), {"environment": IncrementEnv})
+    assembled = await build_rollout(make_config({}), {"environment": IncrementEnv})
     journal: Any = RecordingJournal()
     functions = check_rewards([reward_func, length_reward], columns=["start"])
-    assert list(isolated(functions)) == ["length_reward"], "an instance stays where it is"
+    assert list(isolated_sources(functions)) == ["length_reward"], "an instance stays where it is"
     worker = RolloutWorker(
         worker_settings(make_settings()),
-        Fleet({"engine-0": make_engine(said)}),
-        TemplateDialect(tokenizer, (tokenizer.eos_token_id,)),
+        EngineFleet({"engine-0": make_engine(said)}),
+        TemplateChatFormat(tokenizer, (tokenizer.eos_token_id,)),
         [Task("t", [{"role": "user", "content": "Count."}], {"start": 10})],
         None,
         assembled.rollout,
-        Judges(functions, [1.0, 0.0]),
+        RewardFunctions(functions, [1.0, 0.0]),
         journal,
         closers=assembled.closers,
     )
@@ -119,7 +119,7 @@ async def test_its_environments_and_rewards_that_ask_for_them_make_a_group(
 def test_a_reward_that_asks_for_environments_needs_them_here(
     settings: dict[str, Any], key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outpace.planning.resolve_model", Path)
-    objects = Objects(tasks=[{"prompt": "Count."}], environment=IncrementEnv, rewards=(reward_func,))
+    monkeypatch.setattr("outpace.run.plan.resolve_model", Path)
+    objects = UserObjects(tasks=[{"prompt": "Count."}], environment=IncrementEnv, rewards=(reward_func,))
     with pytest.raises(BadInput, match=f"^{key}: .*reward_func"):
         make_plan(make_config(settings), objects)

@@ -20,18 +20,27 @@ import psutil
 import pytest
 
 from outpace.checkpoint import journal
-from outpace.engines.fleet.fleet import Fleet
-from outpace.errors import PartFailed
-from outpace.models.dialect import TemplateDialect
+from outpace.engines.fleet import EngineFleet
+from outpace.errors import ComponentFailed
+from outpace.models.chat_format import TemplateChatFormat
 from outpace.protocols import ModelClient
-from outpace.rewards.pool import GraderPool
-from outpace.rewards.registry import isolated
-from outpace.rewards.shaping import Overlong
-from outpace.rollouts.policy.client import ClientSettings
-from outpace.rollouts.reports import SWAPPED
-from outpace.rollouts.single_turn import single_turn
-from outpace.rollouts.worker import Judges, RolloutWorker
-from outpace.types import Episode, GroupOrder, GroupRecord, Kept, Member, Place, Task, Trajectory
+from outpace.rewards.grader_pool import GraderPool
+from outpace.rewards.grading import OverlongPenalty
+from outpace.rewards.registry import isolated_sources
+from outpace.rollouts.client import ClientSettings
+from outpace.rollouts.episode import single_turn
+from outpace.rollouts.group_scoring import SWAPPED
+from outpace.rollouts.worker import RewardFunctions, RolloutWorker
+from outpace.types import (
+    Episode,
+    FinishedGroup,
+    FleetMember,
+    GroupOrder,
+    GroupRecord,
+    JournalLocation,
+    Task,
+    Trajectory,
+)
 from rollouts_support import RecordingJournal, worker_settings
 from support import naming
 
@@ -70,16 +79,16 @@ def make_worker(
         weights: Any = None,
         writer: Any = kept,
         advantage: str = "dr_grpo",
-        overlong: Overlong | None = None,
+        overlong: OverlongPenalty | None = None,
         pool: GraderPool | None = None,
-        closing: Any = None,
+        scoring: Any = None,
     ) -> RolloutWorker:
-        changes = {} if closing is None else {"closing": closing}
+        changes = {} if scoring is None else {"scoring": scoring}
         settings = worker_settings(make_settings(), advantage, overlong=overlong, **changes)
-        dialect = TemplateDialect(tokenizer, (tokenizer.eos_token_id,))
-        judges = Judges(list(rewards), weights or [1.0] * len(rewards), pool)
-        fleet = Fleet({f"engine-{number}": engine for number, engine in enumerate(engines)})
-        return RolloutWorker(settings, fleet, dialect, TASKS, HELDOUT, rollout, judges, writer)
+        chat_format = TemplateChatFormat(tokenizer, (tokenizer.eos_token_id,))
+        judges = RewardFunctions(list(rewards), weights or [1.0] * len(rewards), pool)
+        fleet = EngineFleet({f"engine-{number}": engine for number, engine in enumerate(engines)})
+        return RolloutWorker(settings, fleet, chat_format, TASKS, HELDOUT, rollout, judges, writer)
 
     return make
 
@@ -94,7 +103,7 @@ async def test_a_group_is_in_the_journal_when_its_report_comes(
     report = await worker.run(order(5))
     assert (report.group, report.task_id, report.outcome, report.reason) == (5, "t0", "finished", "")
     assert report.place is not None
-    record = journal.read(tmp_path, report.place)
+    record = journal.read_record(tmp_path, report.place)
     assert (record.group, record.task_id, record.epoch, record.admitted) == (5, "t0", 1, 2)
     assert record.rewards == report.rewards == [1.0, 0.0]
     assert [row.advantages[-1] for row in record.rows] == [0.5, -0.5]
@@ -103,7 +112,7 @@ async def test_a_group_is_in_the_journal_when_its_report_comes(
 
 async def test_a_group_that_cannot_be_journalled_is_not_reported(make_engine: Any, make_worker: MakeWorker) -> None:
     class FullDisk(RecordingJournal):
-        def append(self, kept: Kept, record: GroupRecord) -> Place:
+        def append(self, kept: FinishedGroup, record: GroupRecord) -> JournalLocation:
             raise OSError("no space left on device")
 
     with pytest.raises(OSError, match="no space"):
@@ -243,7 +252,7 @@ async def test_nearly_running_out_of_tokens_costs_reward_in_training_and_not_in_
     make_engine: Any, make_worker: MakeWorker, kept: RecordingJournal
 ) -> None:
     """`yes` has four tokens with its end, `no` three: of a buffer of 4 before 6 they use 2 and 1."""
-    worker = make_worker(make_engine(by_episode), overlong=Overlong(limit=6, buffer=4, penalty=2.0))
+    worker = make_worker(make_engine(by_episode), overlong=OverlongPenalty(limit=6, buffer=4, penalty=2.0))
     report = await worker.run(order())
     assert report.rewards == [1.0 - 1.0, 0.0 - 0.5]
     assert report.reward_parts == {"correct": 0.5, "overlong": -0.75}
@@ -364,8 +373,8 @@ async def test_a_caller_that_goes_away_is_not_answered(make_engine: Any, make_wo
 async def test_the_failure_of_the_engine_goes_up_and_leaves_no_episode_running(
     make_engine: Any, make_worker: MakeWorker
 ) -> None:
-    engine = make_engine(lambda episode, turn: None if episode == 0 else PartFailed("engine-0", "died"))
-    with pytest.raises(PartFailed, match="died"):
+    engine = make_engine(lambda episode, turn: None if episode == 0 else ComponentFailed("engine-0", "died"))
+    with pytest.raises(ComponentFailed, match="died"):
         await make_worker(engine).run(order())
     assert engine.aborted == ["0.0.0"]
 
@@ -450,7 +459,7 @@ async def test_a_group_judged_in_a_process_keeps_its_traceback_and_closing_ends_
         return [float(os.getpid()), 0.0]
 
     rewards = [("by_letter", by_letter)]
-    worker = make_worker(make_engine(by_episode), rewards=rewards, pool=GraderPool(isolated(rewards)))
+    worker = make_worker(make_engine(by_episode), rewards=rewards, pool=GraderPool(isolated_sources(rewards)))
     report = await worker.run(order())
     assert report.outcome == "finished"
     broken = await worker.run(order(1, task=1))
@@ -536,7 +545,9 @@ async def test_an_engine_that_joins_is_asked_and_one_that_does_not_serve_is_not(
 ) -> None:
     resting, serving = make_engine(by_episode), make_engine(by_episode)
     worker = make_worker(resting, serving)
-    await worker.fleet([Member("engine-0", "", serves=False, version=9), Member("engine-1", "", True, version=9)])
+    await worker.fleet(
+        [FleetMember("engine-0", "", serves=False, version=9), FleetMember("engine-1", "", True, version=9)]
+    )
     assert (await worker.run(order())).outcome == "finished"
     assert (len(resting.prompts), len(serving.prompts)) == (0, 2)
 
@@ -544,12 +555,12 @@ async def test_an_engine_that_joins_is_asked_and_one_that_does_not_serve_is_not(
 async def test_openings_are_what_the_engine_is_asked_first(make_engine: Any, make_worker: MakeWorker) -> None:
     engine = make_engine(by_episode)
     worker = make_worker(engine)
-    openings = await worker.openings(9)
-    assert len(openings) == len(TASKS)
-    for task, opening in enumerate(openings):
+    first_prompts = await worker.first_prompts(9)
+    assert len(first_prompts) == len(TASKS)
+    for task, opening in enumerate(first_prompts):
         await worker.run(order(task, task=task))
         assert engine.prompts[f"{task}.0.0"] == opening.tolist()
-    assert [len(opening) for opening in await worker.openings(1)] == [len(openings[0])]
+    assert [len(opening) for opening in await worker.first_prompts(1)] == [len(first_prompts[0])]
 
 
 async def test_an_estimator_never_runs_on_the_event_loop(
@@ -562,11 +573,11 @@ async def test_an_estimator_never_runs_on_the_event_loop(
         seen.append(threading.get_ident())
         return peers.returns_G - peers.returns_G.mean()
 
-    closing = worker_settings(make_settings()).closing
-    facts = replace(closing.credit.estimator.facts, function=lambda peers, **_: watching(peers))
-    estimator = replace(closing.credit.estimator, facts=facts)
-    watched = replace(closing, credit=replace(closing.credit, estimator=estimator))
-    worker = make_worker(make_engine(by_episode), closing=watched)
+    scoring = worker_settings(make_settings()).scoring
+    registration = replace(scoring.credit.estimator.registration, function=lambda peers, **_: watching(peers))
+    estimator = replace(scoring.credit.estimator, registration=registration)
+    watched = replace(scoring, credit=replace(scoring.credit, estimator=estimator))
+    worker = make_worker(make_engine(by_episode), scoring=watched)
     assert (await worker.run(order())).outcome == "finished"
     assert seen
     assert threading.get_ident() not in seen

@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from outpace.errors import BadInput, PartFailed, PartLost
+from outpace.errors import BadInput, ComponentFailed, ComponentLost
+from outpace.runtime.components import BROKEN_PREFIX
 from outpace.runtime.local import LocalRuntime
-from outpace.runtime.spec import BROKEN
 from runtime_support import start_toy
 
 pytestmark = pytest.mark.timeout(120)
@@ -27,10 +27,10 @@ async def until(true: Callable[[], bool]) -> None:
 
 async def test_a_death_is_told_with_how_it_was_and_the_last_words(runtime: LocalRuntime) -> None:
     toy = await start_toy(runtime)
-    with pytest.raises(PartLost):
+    with pytest.raises(ComponentLost):
         await toy.die(3)
     death = await runtime.deaths.get()
-    assert death.part == "toy"
+    assert death.component == "toy"
     assert "code 3" in death.message
     assert "these are my last words" in death.remote_traceback
 
@@ -39,10 +39,10 @@ async def test_calls_under_way_and_calls_to_a_dead_part_raise(runtime: LocalRunt
     toy = await start_toy(runtime)
     waiting = asyncio.create_task(toy.wait())
     os.kill(await toy.pid(), signal.SIGKILL)
-    with pytest.raises(PartLost):
+    with pytest.raises(ComponentLost):
         await waiting
     await runtime.deaths.get()
-    with pytest.raises(PartLost, match="SIGKILL"):
+    with pytest.raises(ComponentLost, match="SIGKILL"):
         await toy.pid()
     assert not await runtime.ping("toy", 1)
 
@@ -62,9 +62,9 @@ async def test_a_restart_that_fails_raises_and_can_be_tried_again(runtime: Local
     toy = await start_toy(runtime, settings={"dies_at": [1]})
     await runtime.kill("toy")
     await runtime.deaths.get()
-    with pytest.raises(PartFailed, match=r"\bcode 7\b"):
+    with pytest.raises(ComponentFailed, match=r"\bcode 7\b"):
         await runtime.restart("toy")
-    with pytest.raises(PartLost):
+    with pytest.raises(ComponentLost):
         await toy.pid()
     await runtime.restart("toy")
     assert await toy.attempt() == 2
@@ -104,7 +104,7 @@ async def test_a_part_that_is_stopped_does_not_answer_a_ping_and_can_be_killed(r
 
 async def test_a_restart_keeps_the_log(runtime: LocalRuntime, tmp_path: Path) -> None:
     toy = await start_toy(runtime)
-    with pytest.raises(PartLost):
+    with pytest.raises(ComponentLost):
         await toy.die(3)
     await runtime.deaths.get()
     await runtime.restart("toy")
@@ -113,11 +113,11 @@ async def test_a_restart_keeps_the_log(runtime: LocalRuntime, tmp_path: Path) ->
 
 async def test_a_part_that_breaks_down_is_a_lost_one_and_its_log_says_why(runtime: LocalRuntime) -> None:
     toy = await start_toy(runtime)
-    with pytest.raises(PartLost):
+    with pytest.raises(ComponentLost):
         await toy.break_down()
     death = await runtime.deaths.get()
     assert death.message == "cannot go on"
-    assert death.remote_traceback.endswith(f"Traceback: deep inside\n{BROKEN}cannot go on")
+    assert death.remote_traceback.endswith(f"Traceback: deep inside\n{BROKEN_PREFIX}cannot go on")
 
 
 @pytest.mark.parametrize("label", ["child.started", "child.ready"])
@@ -126,7 +126,7 @@ async def test_a_part_can_be_told_to_die_while_it_starts(
 ) -> None:
     monkeypatch.setenv("OUTPACE_CRASH", f"toy@{label}")
     monkeypatch.setenv("OUTPACE_CRASH_MARK", str(tmp_path / "mark"))
-    with pytest.raises(PartFailed, match="SIGKILL"):
+    with pytest.raises(ComponentFailed, match="SIGKILL"):
         await start_toy(runtime)
     assert await (await start_toy(runtime)).attempt() == 0
 
@@ -159,7 +159,7 @@ async def test_a_dump_leaves_a_part_alone_that_is_not_ready(runtime: LocalRuntim
 async def test_stop_leaves_no_process_whatever_state_it_is_in(
     runtime: LocalRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outpace.runtime.process.STOP_DEADLINE_S", 0.5)
+    monkeypatch.setattr("outpace.runtime.local.STOP_DEADLINE_S", 0.5)
     toys = [await start_toy(runtime, name) for name in ("lively", "stuck", "halted", "dead")]
     processes = [psutil.Process(await toy.pid()) for toy in toys]
     blocked = asyncio.create_task(toys[1].block(60))
@@ -169,7 +169,7 @@ async def test_stop_leaves_no_process_whatever_state_it_is_in(
     await runtime.deaths.get()
     await runtime.stop()
     assert not any(process.is_running() for process in processes)
-    with pytest.raises(PartFailed):
+    with pytest.raises(ComponentFailed):
         await blocked
 
 
@@ -206,14 +206,14 @@ async def test_a_death_is_told_even_where_the_log_has_gone(
 async def test_a_part_that_cannot_be_watched_any_more_is_a_dead_one(
     runtime: LocalRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def ended(_: object) -> PartLost:
+    async def ended(_: object) -> ComponentLost:
         raise ValueError("somebody else has asked for it")
 
     with monkeypatch.context() as broken:
-        broken.setattr("outpace.runtime.process.PartProcess.ended", ended)
+        broken.setattr("outpace.runtime.local.ComponentProcess.ended", ended)
         toy = await start_toy(runtime)
         death = await runtime.deaths.get()
-    assert isinstance(death, PartLost)
+    assert isinstance(death, ComponentLost)
     assert "ValueError: somebody else has asked for it" in str(death)
     await runtime.restart("toy")
     assert await toy.attempt() == 1
@@ -226,7 +226,7 @@ async def test_a_restart_that_fails_in_the_part_itself_can_be_tried_at_once(
     await runtime.kill("toy")
     await runtime.deaths.get()
     for _ in range(2):
-        with pytest.raises(PartFailed, match="FileExistsError"):
+        with pytest.raises(ComponentFailed, match="FileExistsError"):
             await runtime.restart("toy")
 
 
@@ -235,7 +235,7 @@ async def test_a_part_that_does_not_end_cannot_be_started_again(
 ) -> None:
     toy = await start_toy(runtime)
     with monkeypatch.context() as impatient:
-        impatient.setattr("outpace.runtime.process.STOP_DEADLINE_S", 0.01)
-        with pytest.raises(PartFailed, match="running"):
+        impatient.setattr("outpace.runtime.local.STOP_DEADLINE_S", 0.01)
+        with pytest.raises(ComponentFailed, match="running"):
             await runtime.restart("toy")
     assert await toy.attempt() == 0

@@ -9,16 +9,16 @@ from typing import Protocol
 import numpy as np
 import pytest
 
-from outpace import errors, wire
-from outpace.runtime.rpc import Channel, close_proxy, proxy, serve
-from outpace.runtime.sockets import connect, listen
-from outpace.types import Ints, Place
+from outpace import errors
+from outpace.runtime import wire
+from outpace.runtime.rpc import Channel, close_proxy, connect, listen, proxy, serve_calls
+from outpace.types import Ints, JournalLocation
 from support import naming
 
 
 class Shop(Protocol):
     async def double(self, values: Ints) -> Ints: ...
-    async def place(self, segment: str, offset: int) -> Place: ...
+    async def place(self, segment: str, offset: int) -> JournalLocation: ...
     async def fail(self, kind: str) -> None: ...
     async def wait(self) -> None: ...
 
@@ -31,8 +31,8 @@ class RealShop:
         self.order.append(int(values[0]))
         return values * 2
 
-    async def place(self, segment: str, offset: int) -> Place:
-        return Place(segment, offset, 0)
+    async def place(self, segment: str, offset: int) -> JournalLocation:
+        return JournalLocation(segment, offset, 0)
 
     async def fail(self, kind: str) -> None:
         raise {"request": errors.RequestFailed, "value": ValueError}[kind]("no such thing")
@@ -58,7 +58,7 @@ async def ends() -> AsyncIterator[tuple[Channel, Channel]]:
 async def shop(ends: tuple[Channel, Channel]) -> AsyncIterator[tuple[Shop, RealShop]]:
     near, far = ends
     real = RealShop()
-    server = asyncio.create_task(serve(real, Shop, far))
+    server = asyncio.create_task(serve_calls(real, Shop, far))
     remote = proxy(Shop, near, "shop", {"wait": 0.05})
     yield remote, real
     close_proxy(remote)
@@ -68,7 +68,7 @@ async def shop(ends: tuple[Channel, Channel]) -> AsyncIterator[tuple[Shop, RealS
 async def test_a_call_through_a_proxy_has_the_types_of_the_protocol(shop: tuple[Shop, RealShop]) -> None:
     remote, _ = shop
     np.testing.assert_array_equal(await remote.double(np.array([1, 2], dtype=np.int32)), [2, 4])
-    assert await remote.place("a", 3) == Place("a", 3, 0)
+    assert await remote.place("a", 3) == JournalLocation("a", 3, 0)
 
 
 async def test_calls_start_in_the_order_in_which_they_were_made(shop: tuple[Shop, RealShop]) -> None:
@@ -83,13 +83,13 @@ async def test_a_known_failure_keeps_its_type(shop: tuple[Shop, RealShop]) -> No
 
 
 async def test_any_other_failure_is_the_parts_and_brings_its_traceback(shop: tuple[Shop, RealShop]) -> None:
-    with pytest.raises(errors.PartFailed, match="shop: ValueError: no such thing") as caught:
+    with pytest.raises(errors.ComponentFailed, match="shop: ValueError: no such thing") as caught:
         await shop[0].fail("value")
     assert "in fail" in caught.value.remote_traceback
 
 
 async def test_a_call_that_is_not_answered_in_time_fails(shop: tuple[Shop, RealShop]) -> None:
-    with pytest.raises(errors.PartFailed, match=naming("shop", "wait", "0.05 s")):
+    with pytest.raises(errors.ComponentFailed, match=naming("shop", "wait", "0.05 s")):
         await shop[0].wait()
 
 
@@ -98,9 +98,9 @@ async def test_a_method_outside_the_protocol_is_refused(ends: tuple[Channel, Cha
         async def secret(self) -> None: ...
 
     near, far = ends
-    server = asyncio.create_task(serve(RealShop(), Shop, far))
+    server = asyncio.create_task(serve_calls(RealShop(), Shop, far))
     remote = proxy(Larger, near, "shop")
-    with pytest.raises(errors.PartFailed, match=naming("WireError", "'secret'")):
+    with pytest.raises(errors.ComponentFailed, match=naming("WireError", "'secret'")):
         await remote.secret()
     close_proxy(remote)
     server.cancel()
@@ -108,12 +108,12 @@ async def test_a_method_outside_the_protocol_is_refused(ends: tuple[Channel, Cha
 
 async def test_arguments_of_another_type_are_refused_before_the_method_runs(ends: tuple[Channel, Channel]) -> None:
     class Lying(Protocol):
-        async def place(self, segment: int, offset: str) -> Place: ...
+        async def place(self, segment: int, offset: str) -> JournalLocation: ...
 
     near, far = ends
-    server = asyncio.create_task(serve(RealShop(), Shop, far))
+    server = asyncio.create_task(serve_calls(RealShop(), Shop, far))
     remote = proxy(Lying, near, "shop")
-    with pytest.raises(errors.PartFailed, match="WireError"):
+    with pytest.raises(errors.ComponentFailed, match="WireError"):
         await remote.place(1, "x")
     close_proxy(remote)
     server.cancel()
@@ -126,9 +126,9 @@ async def test_every_pending_call_ends_when_the_other_side_goes(ends: tuple[Chan
     await asyncio.sleep(0)
     far.close()
     for call in calls:
-        with pytest.raises(errors.PartLost):
+        with pytest.raises(errors.ComponentLost):
             await call
-    with pytest.raises(errors.PartFailed):
+    with pytest.raises(errors.ComponentFailed):
         await remote.wait()
 
 
@@ -143,9 +143,9 @@ async def test_a_socket_needs_the_token(tmp_path: object) -> None:
     path = f"{tmp_path}/s.sock"
     server = await listen(path, "right", RealShop(), Shop)
     good = proxy(Shop, await connect(path, "right"), "shop")
-    assert await good.place("a", 1) == Place("a", 1, 0)
+    assert await good.place("a", 1) == JournalLocation("a", 1, 0)
     bad = proxy(Shop, await connect(path, "wrong"), "shop")
-    with pytest.raises(errors.PartFailed):
+    with pytest.raises(errors.ComponentFailed):
         await bad.place("a", 1)
     close_proxy(good)
     close_proxy(bad)
@@ -160,24 +160,27 @@ async def test_noise_at_a_socket_does_not_disturb_the_others(tmp_path: object, n
     writer.write(noise)
     writer.write_eof()
     good = proxy(Shop, await connect(path, "right"), "shop")
-    assert await good.place("a", 1) == Place("a", 1, 0)
+    assert await good.place("a", 1) == JournalLocation("a", 1, 0)
     writer.close()
     close_proxy(good)
     server.close()
 
 
 async def test_a_peer_that_never_listens_is_given_up(tmp_path: object) -> None:
-    with pytest.raises(errors.PartFailed, match=naming("nobody.sock", "0.01 s")):
+    with pytest.raises(errors.ComponentFailed, match=naming("nobody.sock", "0.01 s")):
         await connect(f"{tmp_path}/nobody.sock", "token", deadline_s=0.01)
 
 
 @pytest.mark.parametrize(
     ("trouble", "kind"),
-    [(OSError(errno.EIO, "input/output error"), errors.PartLost), (MemoryError(), errors.PartFailed)],
+    [(OSError(errno.EIO, "input/output error"), errors.ComponentLost), (MemoryError(), errors.ComponentFailed)],
 )
 @pytest.mark.timeout(120)
 async def test_calls_do_not_wait_for_replies_that_nobody_can_read(
-    trouble: Exception, kind: type[errors.PartFailed], ends: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
+    trouble: Exception,
+    kind: type[errors.ComponentFailed],
+    ends: tuple[Channel, Channel],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     near, _ = ends
     remote = proxy(Shop, near, "shop")
@@ -185,7 +188,7 @@ async def test_calls_do_not_wait_for_replies_that_nobody_can_read(
     await asyncio.sleep(0)
     near._reader.set_exception(trouble)
     for asked in (call, remote.wait()):
-        with pytest.raises(errors.PartFailed) as caught:
+        with pytest.raises(errors.ComponentFailed) as caught:
             await asked
         assert type(caught.value) is kind
     close_proxy(remote)
@@ -199,6 +202,6 @@ async def test_an_answer_that_is_too_long_is_a_failure(
     monkeypatch.setattr(wire, "MAX_FRAME", 10_000)
     with monkeypatch.context() as talkative:
         talkative.setattr(real, "double", lambda values: real.place("a" * 10_000, 0))
-        with pytest.raises(errors.PartFailed, match=naming("WireError", "10000")):
+        with pytest.raises(errors.ComponentFailed, match=naming("WireError", "10000")):
             await remote.double(np.array([1], dtype=np.int32))
-    assert await remote.place("a", 3) == Place("a", 3, 0)
+    assert await remote.place("a", 3) == JournalLocation("a", 3, 0)

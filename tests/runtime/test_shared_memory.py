@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from outpace.runtime import guardian_child
-from outpace.runtime.guardian import Guardian
+from outpace.runtime import cleanup_process
+from outpace.runtime.cleanup import CleanupProcess
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -37,7 +37,7 @@ time.sleep(600)
 class Creator:
     """A process of a run, with the mark of one of its parts."""
 
-    def __init__(self, guardian: Guardian, *arguments: str) -> None:
+    def __init__(self, guardian: CleanupProcess, *arguments: str) -> None:
         self.mark = guardian.new_mark()
         self.process = subprocess.Popen(
             [sys.executable, "-c", CREATOR, *arguments],
@@ -56,18 +56,20 @@ class Creator:
 
 
 @pytest.fixture
-def guardian(tmp_path: Path) -> Guardian:
-    return Guardian(tmp_path / "index")
+def guardian(tmp_path: Path) -> CleanupProcess:
+    return CleanupProcess(tmp_path / "index")
 
 
 def kill_trackers(creator: Creator) -> None:
     """They would remove the segments themselves."""
-    for number in guardian_child.marked(creator.mark) - {creator.process.pid}:
+    for number in cleanup_process.marked_pids(creator.mark) - {creator.process.pid}:
         os.kill(number, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("tracked", [True, False])
-def test_shared_memory_of_the_processes_that_a_guardian_kills_is_removed(guardian: Guardian, tracked: bool) -> None:
+def test_shared_memory_of_the_processes_that_a_guardian_kills_is_removed(
+    guardian: CleanupProcess, tracked: bool
+) -> None:
     creator = Creator(guardian)
     if not tracked:
         kill_trackers(creator)
@@ -76,7 +78,7 @@ def test_shared_memory_of_the_processes_that_a_guardian_kills_is_removed(guardia
     assert creator.existing() == []
 
 
-def test_shared_memory_that_another_process_still_maps_is_left_alone(guardian: Guardian) -> None:
+def test_shared_memory_that_another_process_still_maps_is_left_alone(guardian: CleanupProcess) -> None:
     creator = Creator(guardian)
     kill_trackers(creator)
     with creator.segments[0].open("r+b") as file, mmap.mmap(file.fileno(), 4096):
@@ -86,7 +88,7 @@ def test_shared_memory_that_another_process_still_maps_is_left_alone(guardian: G
     creator.segments[0].unlink()
 
 
-def test_a_file_in_shared_memory_that_a_user_has_named_is_left_alone(guardian: Guardian) -> None:
+def test_a_file_in_shared_memory_that_a_user_has_named_is_left_alone(guardian: CleanupProcess) -> None:
     dataset = Path("/dev/shm") / f"dataset-{secrets.token_hex(8)}"
     dataset.write_bytes(bytes(4096))
     try:

@@ -8,22 +8,22 @@ import threading
 
 import pytest
 
-from outpace.runtime import threads
+from outpace.runtime import async_tools
 
 
 async def test_a_plain_function_runs_in_another_thread() -> None:
-    assert await threads.call(threading.current_thread) is not threading.current_thread()
+    assert await async_tools.call_user_function(threading.current_thread) is not threading.current_thread()
 
 
 async def test_a_coroutine_function_runs_on_the_loop() -> None:
     async def where(extra: int) -> tuple[threading.Thread, int]:
         return threading.current_thread(), extra
 
-    assert await threads.call(where, extra=2) == (threading.current_thread(), 2)
+    assert await async_tools.call_user_function(where, extra=2) == (threading.current_thread(), 2)
 
 
 async def test_a_function_that_hands_out_a_coroutine_is_awaited() -> None:
-    assert await threads.call(lambda: asyncio.sleep(0, "slept")) == "slept"
+    assert await async_tools.call_user_function(lambda: asyncio.sleep(0, "slept")) == "slept"
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), StopIteration("over"), SystemExit(3)])
@@ -32,35 +32,35 @@ async def test_exceptions_reach_the_caller(error: BaseException) -> None:
         raise error
 
     with pytest.raises((type(error), RuntimeError)) as caught:
-        await threads.call(fall)
+        await async_tools.call_user_function(fall)
     assert error in (caught.value, caught.value.__cause__)
 
 
 async def test_context_variables_are_seen() -> None:
     colour = contextvars.ContextVar("colour", default="none")
     colour.set("red")
-    assert await threads.call(colour.get) == "red"
+    assert await async_tools.call_user_function(colour.get) == "red"
 
 
 async def test_a_call_that_hangs_can_be_given_up() -> None:
     release = threading.Event()
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.01):
-            await threads.call(release.wait)
+            await async_tools.call_user_function(release.wait)
     hanging = [thread for thread in threading.enumerate() if thread.name == "outpace-user-code"]
     assert all(thread.daemon for thread in hanging)
     release.set()
 
 
 async def test_a_thread_that_came_back_is_used_again() -> None:
-    first = await threads.call(threading.get_ident)
+    first = await async_tools.call_user_function(threading.get_ident)
     await asyncio.sleep(0.05)  # it goes back a moment after its answer
-    assert await threads.call(threading.get_ident) == first
+    assert await async_tools.call_user_function(threading.get_ident) == first
 
 
 def test_a_steady_pool_has_all_its_threads_at_once_and_adds_none() -> None:
     before = threading.active_count()
-    with threads.steady_executor(3) as pool:
+    with async_tools.steady_executor(3) as pool:
         assert threading.active_count() == before + 3
         list(pool.map(abs, range(50)))
         assert threading.active_count() == before + 3

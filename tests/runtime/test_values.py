@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outpace import wire
 from outpace.errors import BadInput
-from outpace.runtime.values import encoded, packed, sendable, unpacked
+from outpace.runtime import wire
+from outpace.runtime.by_value import decode_values, encodable_text, encode_plain, encode_values
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text() | st.binary(),
@@ -42,41 +42,41 @@ def same(one: Any, other: Any) -> bool:
 
 @given(st.dictionaries(st.text(max_size=5), PLAIN, max_size=4))
 def test_plain_values_travel_as_msgpack(values: dict[str, Any]) -> None:
-    body, by_value = packed(values)
+    body, by_value = encode_values(values)
     assert not by_value
-    assert same(unpacked(body, by_value), values)
+    assert same(decode_values(body, by_value), values)
     assert wire.decode(body, Any) == values
 
 
 @given(st.dictionaries(st.text(max_size=5), PLAIN | ODD | st.lists(ODD, max_size=3), max_size=4))
 def test_all_values_arrive_with_their_types(values: dict[str, Any]) -> None:
-    body, by_value = packed(values)
-    assert same(unpacked(body, by_value), values)
+    body, by_value = encode_values(values)
+    assert same(decode_values(body, by_value), values)
 
 
 def test_nothing_is_lost_beside_a_value_that_is_not_plain() -> None:
     values = {"none": None, "exact": Decimal("0.1"), "circle": []}
     values["circle"].append(values["circle"])  # type: ignore[union-attr]
-    body, by_value = packed(values)
-    arrived = unpacked(body, by_value)
+    body, by_value = encode_values(values)
+    arrived = decode_values(body, by_value)
     assert (arrived["none"], arrived["exact"]) == (None, Decimal("0.1"))
     assert arrived["circle"][0] is arrived["circle"]
 
 
 def test_a_value_that_cannot_be_copied_is_named() -> None:
     with pytest.raises(BadInput, match=r"^lock: "):
-        packed({"fine": 1, "lock": threading.Lock()})
+        encode_values({"fine": 1, "lock": threading.Lock()})
 
 
 @given(PLAIN | ODD)
 def test_what_goes_up_encoded_comes_back_the_same(value: Any) -> None:
-    body = encoded(value)
+    body = encode_plain(value)
     if body is not None:
         assert same(wire.decode(body, Any), value)
 
 
 @given(st.text(st.characters() | st.characters(categories=["Cs"])))
 def test_any_text_can_be_made_fit_to_travel(text: str) -> None:
-    sent = sendable(text)
-    assert encoded(sent) is not None
+    sent = encodable_text(text)
+    assert encode_plain(sent) is not None
     assert len(sent) == len(text)

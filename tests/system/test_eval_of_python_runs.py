@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 import outpace as api
+from outpace.commands.evaluate import evaluate_model
 from outpace.errors import BadInput
-from outpace.evaluate import evaluate_model
-from outpace.planning import run_with_objects
-from outpace.saved_objects import reference_of
+from outpace.run.objects import reference_of
+from outpace.run.plan import load_run_with_objects
 from support import naming, run_command
 
 Settings = dict[str, Any]
@@ -95,7 +95,7 @@ def test_what_cannot_be_found_again_is_named(small: Settings) -> None:
 def test_objects_come_back_as_they_were_given(small: Settings) -> None:
     config = {**small, "eval.count": 3}
     api.Trainer(tasks=ROWS, eval_tasks=HELDOUT, rewards=[top_level, "number"], config=config, quiet=True).train()
-    _, objects = run_with_objects(Path(small["run.dir"]), [])
+    _, objects = load_run_with_objects(Path(small["run.dir"]), [])
     assert list(objects.eval_tasks or []) == HELDOUT[:3]
     loaded, named = objects.rewards
     assert callable(loaded)
@@ -107,7 +107,7 @@ def test_a_run_of_tasks_without_held_out_ones_is_not_evaluated_on_other_tasks(sm
     config = {**small, "eval.count": count, "eval.holdout": 0}
     api.Trainer(tasks=ROWS, rewards=top_level, config=config, quiet=True).train()
     with pytest.raises(BadInput, match=r"^tasks\.eval_path: "):
-        run_with_objects(Path(small["run.dir"]), ["--eval.count=4"])
+        load_run_with_objects(Path(small["run.dir"]), ["--eval.count=4"])
 
 
 def test_only_what_another_process_can_import_has_a_reference() -> None:

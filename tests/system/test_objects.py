@@ -142,7 +142,7 @@ def test_export_before_training_is_refused() -> None:
 
 SCRIPT = """
 import outpace
-from outpace.algorithms.tokens import Tokens
+from outpace.algorithms.losses import Tokens
 
 OFFSET = 0.5
 
@@ -158,7 +158,7 @@ def digits(completions, **columns):
 def above_worst(peers):
     return peers.returns_G - peers.returns_G.min()
 
-@outpace.surrogate(anchors=("rollout",))
+@outpace.policy_loss(anchors=("rollout",))
 def plain(tokens: Tokens):
     return -tokens.advantages_N * tokens.logp_N
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import outpace
-from outpace.algorithms.attempts import turn_numbers
+from outpace.algorithms.token_advantages import turn_numbers
 from support import as_arguments, journalled, read_lines, run_command
 
 AGENT = Path(__file__).parents[2] / "examples" / "openai_agent.py"

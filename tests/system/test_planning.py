@@ -13,15 +13,22 @@ import msgspec
 import pytest
 
 from outpace.checkpoint import commit
-from outpace.config.loading import dump_toml, make_config
-from outpace.config.rules import resolve
+from outpace.config.load import dump_toml, make_config
+from outpace.config.validation import resolve
 from outpace.errors import BadInput
 from outpace.models import loading
-from outpace.observe.summary import SummaryBuilder
-from outpace.planning import Objects, already_done, config_of_run, make_plan, nothing_left, with_checkpoint
+from outpace.monitoring.summary import SummaryBuilder
 from outpace.protocols import TaskSource
-from outpace.runtime import code
-from outpace.session import Plan
+from outpace.run.plan import (
+    UserObjects,
+    completed_message,
+    completed_summary,
+    load_run_config,
+    make_plan,
+    with_newest_checkpoint,
+)
+from outpace.run.session import RunPlan
+from outpace.runtime import by_value
 from outpace.trainer import Trainer
 from outpace.types import Task
 from support import naming
@@ -52,14 +59,14 @@ def heldout_file(tmp_path: Path) -> Path:
     return write(tmp_path / "test.jsonl", HELDOUT)
 
 
-def plan_of(config: dict[str, Any] | None = None, **given: Any) -> Plan:
+def plan_of(config: dict[str, Any] | None = None, **given: Any) -> RunPlan:
     trainer = Trainer("starter", rewards=reward, config=config, **given)
     return make_plan(trainer.config, trainer._objects)
 
 
-def carried(plan: Plan) -> tuple[TaskSource, TaskSource | None]:
+def carried(plan: RunPlan) -> tuple[TaskSource, TaskSource | None]:
     """The tasks as a worker gets them."""
-    train, heldout = code.unpack(plan.code)["tasks"]
+    train, heldout = by_value.unpickle_objects(plan.code)["tasks"]
     assert (len(train), 0 if heldout is None else len(heldout)) == (plan.tasks.count, plan.heldout)
     return train, heldout
 
@@ -139,14 +146,14 @@ def test_a_command_does_not_go_on_with_a_run_whose_objects_it_cannot_have(
     plan = make_plan(trainer.config, trainer._objects)
     (tmp_path / "config.toml").write_text(dump_toml(plan.config, plan.objects))
     with pytest.raises(BadInput, match=naming(str(tmp_path), f"({names})")):
-        config_of_run(tmp_path, ["--run.steps=3"])
+        load_run_config(tmp_path, ["--run.steps=3"])
 
 
 @pytest.mark.parametrize("name", ["arithmetic", "guess"])
 def test_a_command_goes_on_with_a_run_that_its_config_says_all_of(name: str, tmp_path: Path) -> None:
-    plan = make_plan(make_config({"tasks.name": name}), Objects())
+    plan = make_plan(make_config({"tasks.name": name}), UserObjects())
     (tmp_path / "config.toml").write_text(dump_toml(plan.config, plan.objects))
-    assert resolve(config_of_run(tmp_path, [f"--run.dir={plan.config.run.dir}"])) == plan.config
+    assert resolve(load_run_config(tmp_path, [f"--run.dir={plan.config.run.dir}"])) == plan.config
 
 
 def test_a_held_out_file_that_is_not_there_is_named() -> None:
@@ -262,30 +269,30 @@ def a_run_that_is_done(directory: Path, steps: int, **ended: Any) -> Path:
     return directory
 
 
-def resumed(run: Path, **settings: Any) -> Plan:
+def resumed(run: Path, **settings: Any) -> RunPlan:
     plan = plan_of({key.replace("__", "."): value for key, value in settings.items()}, tasks=ROWS)
-    return with_checkpoint(plan, run)
+    return with_newest_checkpoint(plan, run)
 
 
 def test_a_run_whose_steps_are_done_is_known_as_such(tmp_path: Path) -> None:
     plan = resumed(a_run_that_is_done(tmp_path, 4), run__steps=4)
-    done = already_done(plan, tmp_path)
+    done = completed_summary(plan, tmp_path)
     assert done is not None
     assert done.steps == 4
-    assert "4 steps" in nothing_left(plan)
-    assert "--run.steps 8" in nothing_left(plan)
+    assert "4 steps" in completed_message(plan)
+    assert "--run.steps 8" in completed_message(plan)
 
 
 @pytest.mark.parametrize(("ended", "steps"), [({}, 5), ({"exit": 3}, 4)])
 def test_a_run_that_is_to_go_on_or_did_not_end_well_is_not(tmp_path: Path, ended: dict[str, Any], steps: int) -> None:
     plan = resumed(a_run_that_is_done(tmp_path, 4, **ended), run__steps=steps)
-    assert already_done(plan, tmp_path) is None
+    assert completed_summary(plan, tmp_path) is None
 
 
 def test_a_run_that_was_killed_after_its_last_checkpoint_has_still_to_say_what_it_came_to(tmp_path: Path) -> None:
     run = a_run_that_is_done(tmp_path, 4)
     (run / "summary.json").unlink()
-    assert already_done(resumed(run, run__steps=4), run) is None
+    assert completed_summary(resumed(run, run__steps=4), run) is None
 
 
 def test_an_evaluation_of_more_tasks_than_are_held_out_is_warned_of() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 import outpace
 from outpace.cli import main
-from outpace.observe.rollout_files import recorded_steps, untrained_groups
+from outpace.monitoring.rollout_files import recorded_steps, untrained_groups
 from support import as_arguments, read_lines, run_command, start_command
 
 Settings = dict[str, Any]

@@ -19,7 +19,7 @@ import pytest
 
 import outpace as api
 from outpace.checkpoint import commit
-from outpace.errors import PartFailed
+from outpace.errors import ComponentFailed
 from support import read_lines
 
 Settings = dict[str, Any]
@@ -55,7 +55,7 @@ def endless(settings: Settings) -> Settings:
 
 
 def newest_checkpoint(settings: Settings) -> int:
-    return max(commit.steps(Path(settings["run.dir"]) / "checkpoints"))
+    return max(commit.list_steps(Path(settings["run.dir"]) / "checkpoints"))
 
 
 async def until(event: threading.Event) -> None:
@@ -215,7 +215,7 @@ def test_callbacks_get_the_lines_of_the_log_every_checkpoint_and_every_version_o
     run = Path(settings["run.dir"])
     assert told.lines == read_lines(run / "metrics.jsonl")
     assert [step for step, _ in told.checkpoints] == [2, 4]
-    assert told.checkpoints[-1][1] == commit.of_step(run / "checkpoints", 4)
+    assert told.checkpoints[-1][1] == commit.checkpoint_path(run / "checkpoints", 4)
     assert told.versions == sorted(set(told.versions)), "once each, in order"
     assert told.versions
 
@@ -227,7 +227,7 @@ def test_an_exception_in_a_callback_ends_the_run_with_a_checkpoint(endless: Sett
                 raise ValueError("not today")
 
     trainer = api.Trainer(config=endless, callbacks=[Fails()], quiet=True)
-    with pytest.raises(PartFailed, match="ValueError: not today") as caught:
+    with pytest.raises(ComponentFailed, match="ValueError: not today") as caught:
         trainer.train()
     assert "in on_batch_end" in caught.value.remote_traceback
     assert trainer.summary is not None
@@ -241,7 +241,7 @@ def test_an_exception_at_the_end_of_a_run_is_in_its_summary(settings: Settings) 
             raise ValueError("not today")
 
     trainer = api.Trainer(config={**settings, "run.runtime": "inline"}, callbacks=[Fails()], quiet=True)
-    with pytest.raises(PartFailed, match="ValueError: not today"):
+    with pytest.raises(ComponentFailed, match="ValueError: not today"):
         trainer.train()
     assert trainer.summary is not None
     assert (trainer.summary.exit, trainer.summary.steps) == (4, 3)

@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 import outpace as api
-from outpace.errors import BadInput, PartFailed
-from outpace.planning import config_of_run
+from outpace.errors import BadInput, ComponentFailed
+from outpace.run.plan import load_run_config
 from support import as_arguments, journalled, naming, read_lines, run_command, start_command
 
 Settings = dict[str, Any]
@@ -227,7 +227,7 @@ def test_a_signal_to_the_whole_process_group_is_a_signal_to_the_run(settings: Se
 
 def test_a_reward_that_always_raises_ends_the_run_and_says_what_it_raised(settings: Settings, rewards: Path) -> None:
     config = {**settings, "rewards.functions": [f"{rewards}:broken"], "pacing.max_failed": 6, "run.runtime": "inline"}
-    with pytest.raises(PartFailed, match=naming("6 groups", "pacing.max_failed", "no reward today")) as caught:
+    with pytest.raises(ComponentFailed, match=naming("6 groups", "pacing.max_failed", "no reward today")) as caught:
         api.Trainer(config=config, quiet=True).train()
     assert 'raise RuntimeError("no reward today")' in caught.value.remote_traceback
 
@@ -240,7 +240,7 @@ def test_a_run_in_which_every_group_is_filtered_ends_when_told_to(settings: Sett
         "pacing.max_filtered": 20,
         "run.runtime": "inline",
     }
-    with pytest.raises(PartFailed, match=naming("20 groups", "pacing.max_filtered", "rewards", "1")):
+    with pytest.raises(ComponentFailed, match=naming("20 groups", "pacing.max_filtered", "rewards", "1")):
         api.Trainer(config=config, quiet=True).train()
 
 
@@ -249,7 +249,7 @@ def test_a_callback_that_raises_ends_the_run_with_its_own_traceback(settings: Se
         def on_batch_end(self, metrics: Any) -> None:
             raise ValueError("not today")
 
-    with pytest.raises(PartFailed, match=naming("on_batch_end", "ValueError: not today")) as caught:
+    with pytest.raises(ComponentFailed, match=naming("on_batch_end", "ValueError: not today")) as caught:
         api.Trainer(
             config={**settings, "run.runtime": "inline", "run.steps": 50}, callbacks=[Bad()], quiet=True
         ).train()
@@ -341,7 +341,7 @@ def test_functions_of_main_work_and_so_does_training_inside_a_running_loop(setti
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[-1] == "3"
     with pytest.raises(BadInput, match=r"\(tasks, rewards, rollout\)"):
-        config_of_run(Path(f"{settings['run.dir']}a"), [])
+        load_run_config(Path(f"{settings['run.dir']}a"), [])
 
 
 async def test_train_async_leaves_the_loop_free(settings: Settings) -> None:

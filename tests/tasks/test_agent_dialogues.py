@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from outpace.models.loading import load_tokenizer
-from outpace.rewards.number import last_integer
-from outpace.tasks.calculator import sums
-from outpace.tasks.guess import games
+from outpace.rewards.builtin import last_integer
+from outpace.tasks.generated import calculator_problems, guess_problems
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
@@ -38,7 +37,7 @@ def asked(pieces: list[Any]) -> str:
 
 
 def test_without_bad_habits_every_dialogue_ends_well(script: ModuleType) -> None:
-    answers = {problem.text(): problem.answer for problem in sums("train")}
+    answers = {problem.text(): problem.answer for problem in calculator_problems("train")}
     for pieces in some(script, 200):
         if asked(pieces) in answers:
             assert last_integer(pieces[-1].text) == answers[asked(pieces)]
@@ -47,7 +46,9 @@ def test_without_bad_habits_every_dialogue_ends_well(script: ModuleType) -> None
 
 
 def test_no_held_out_problem_is_ever_shown(script: ModuleType) -> None:
-    heldout = {problem.text() for problem in sums("heldout")} | {game.text() for game in games("heldout")}
+    heldout = {problem.text() for problem in calculator_problems("heldout")} | {
+        game.text() for game in guess_problems("heldout")
+    }
     shown = {asked(pieces) for pieces in some(script, 2000)}
     assert len(shown) > 1000
     assert shown.isdisjoint(heldout)

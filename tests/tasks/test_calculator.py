@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outpace.rewards.number import number
-from outpace.tasks.calculator import Calculator, calculator, sums
+from outpace.rewards.builtin import number
+from outpace.tasks.generated import Calculator, calculator_problems, calculator_tasks
 
 SYMBOLS = st.text(alphabet="0123456789+-*/() ", max_size=30)
 
@@ -17,39 +17,41 @@ SYMBOLS = st.text(alphabet="0123456789+-*/() ", max_size=30)
 def test_every_answer_is_what_the_tool_says() -> None:
     tool = Calculator()
     tool.reset(expression="ignored", answer=0)
-    for problem in sums("heldout")[:200]:
+    for problem in calculator_problems("heldout")[:200]:
         assert tool.calculate(problem.expression) == str(problem.answer)
 
 
 def test_problems_are_within_reach_of_a_small_model() -> None:
-    every = [*sums("train"), *sums("heldout")]
+    every = [*calculator_problems("train"), *calculator_problems("heldout")]
     assert all(0 < problem.answer < 1_000_000 for problem in every)
     assert max(len(problem.expression) for problem in every) <= 11
 
 
 def test_no_seed_moves_a_held_out_sum_into_training() -> None:
-    heldout = {task.id for task in map(calculator("heldout", 0).__getitem__, range(len(sums("heldout"))))}
+    heldout = {
+        task.id for task in map(calculator_tasks("heldout", 0).__getitem__, range(len(calculator_problems("heldout"))))
+    }
     for seed in (0, 1):
-        train = calculator("train", seed)
+        train = calculator_tasks("train", seed)
         assert heldout.isdisjoint(train[index].id for index in range(len(train)))
-    assert len(heldout) == len(sums("heldout")) > 2000
+    assert len(heldout) == len(calculator_problems("heldout")) > 2000
 
 
 def test_the_seed_sets_the_order_and_nothing_else() -> None:
-    first, second = calculator("heldout", 1), calculator("heldout", 2)
+    first, second = calculator_tasks("heldout", 1), calculator_tasks("heldout", 2)
     assert first[0] != second[0]
     assert {first[index].id for index in range(len(first))} == {second[index].id for index in range(len(second))}
 
 
 def test_a_task_is_the_same_on_every_machine() -> None:
-    task = calculator("heldout", 0)[0]
+    task = calculator_tasks("heldout", 0)[0]
     assert task.id == "calculator/(752-45)*56"
     assert task.prompt == "What is (752-45)*56?"
     assert task.columns == {"expression": "(752-45)*56", "answer": 39592}
 
 
 def test_indices_outside_the_source_raise() -> None:
-    source = calculator("heldout")
+    source = calculator_tasks("heldout")
     for index in (-1, len(source)):
         with pytest.raises(IndexError, match=r"calculator/heldout/0\b"):
             source[index]
@@ -71,7 +73,7 @@ def test_whatever_is_asked_ends_in_a_number_or_a_refusal(text: str) -> None:
 
 
 def test_the_last_answer_is_judged_and_not_what_the_tool_said() -> None:
-    problem = sums("heldout")[0]
+    problem = calculator_problems("heldout")[0]
     call = {"role": "assistant", "content": "<tool_call>…</tool_call>"}
     heard = {"role": "tool", "content": str(problem.answer)}
     right = {"role": "assistant", "content": f"The answer is {problem.answer}."}

@@ -6,7 +6,7 @@ from itertools import permutations
 
 import pytest
 
-from outpace.tasks.countdown import Countdown, Puzzle, split_of
+from outpace.tasks.countdown import Countdown, Puzzle, puzzle_split
 
 EVAL_SIZE = 1024
 
@@ -30,7 +30,7 @@ def test_no_seed_puts_a_heldout_puzzle_into_training() -> None:
     heldout = set(puzzles(Countdown("heldout", seed=0)))
     for seed in range(3):
         assert heldout.isdisjoint(puzzles(Countdown("train", seed=seed)))
-    assert all(split_of(puzzle) == "heldout" for puzzle in heldout)
+    assert all(puzzle_split(puzzle) == "heldout" for puzzle in heldout)
 
 
 def test_every_seed_reaches_every_puzzle_of_a_split_once() -> None:

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from outpace.errors import BadInput
 from outpace.protocols import TaskSource
-from outpace.tasks.dataset import Dataset, Selection
-from outpace.tasks.files import JsonlRows, open_dataset
+from outpace.tasks.dataset import Dataset, JsonlRows, TaskSubset, open_dataset
 from support import names
 
 CHAT = [{"role": "user", "content": "hi"}]
@@ -190,7 +189,7 @@ def test_nothing_is_held_out_of_one_row_or_at_share_zero() -> None:
 
 def test_a_selection_refuses_indices_outside_it() -> None:
     train, _ = Dataset([{"prompt": "a"}, {"prompt": "b"}]).split(0.5, 0)
-    assert isinstance(train, Selection)
+    assert isinstance(train, TaskSubset)
     for index in (-1, 1):
         with pytest.raises(IndexError):
             train[index]

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from outpace.config.rules import ENVIRONMENTS_OF_TASKS, REWARDS_OF_TASKS
-from outpace.references import load_function
+from outpace.config.validation import TASK_ENVIRONMENTS, TASK_REWARDS
+from outpace.runtime.references import load_function
 from outpace.tasks.registry import open_tasks
 from support import resolved
 
-CALCULATOR = "outpace.tasks.calculator:Calculator"
+CALCULATOR = "outpace.tasks.generated:Calculator"
 
 
 def ways(settings: dict[str, Any]) -> tuple[str | None, list[str]]:
@@ -21,7 +21,7 @@ def ways(settings: dict[str, Any]) -> tuple[str | None, list[str]]:
 
 def test_a_task_brings_its_environment_and_its_judge() -> None:
     assert ways({"tasks.name": "calculator"}) == (CALCULATOR, ["number"])
-    assert ways({"tasks.name": "guess"}) == ("outpace.tasks.guess:Guess", [])
+    assert ways({"tasks.name": "guess"}) == ("outpace.tasks.generated:Guess", [])
     assert ways({"tasks.name": "countdown"}) == (None, ["countdown"])
 
 
@@ -44,9 +44,9 @@ def test_what_was_filled_in_is_filled_in_the_same_way_again() -> None:
     assert ways({"tasks.name": "calculator", "rollout.environment": environment}) == (environment, functions)
 
 
-@pytest.mark.parametrize("name", ENVIRONMENTS_OF_TASKS)
+@pytest.mark.parametrize("name", TASK_ENVIRONMENTS)
 def test_every_environment_of_a_task_takes_its_columns_and_someone_judges(name: str) -> None:
-    factory = load_function(ENVIRONMENTS_OF_TASKS[name], "rollout.environment")
+    factory = load_function(TASK_ENVIRONMENTS[name], "rollout.environment")
     train, _ = open_tasks(resolved({"tasks.name": name}))
     factory().reset(**train[0].columns)
-    assert REWARDS_OF_TASKS[name] or hasattr(factory, "get_reward")
+    assert TASK_REWARDS[name] or hasattr(factory, "get_reward")

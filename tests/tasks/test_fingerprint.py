@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 from outpace.errors import BadInput
 from outpace.tasks import fingerprint as module
 from outpace.tasks.countdown import Countdown
-from outpace.tasks.dataset import Dataset, Selection
-from outpace.tasks.files import open_dataset
-from outpace.tasks.fingerprint import Fingerprint, difference, fingerprint, spread
-from outpace.tasks.registry import Reopened, open_train
+from outpace.tasks.dataset import Dataset, TaskSubset, open_dataset
+from outpace.tasks.fingerprint import Fingerprint, difference, fingerprint, sample_indices
+from outpace.tasks.registry import ReopenedSource, open_train
 from outpace.types import Task
 from support import names, resolved
 
@@ -135,15 +134,15 @@ def test_held_out_rows_are_no_part_of_what_is_trained(tmp_path: Path) -> None:
 
 def test_another_choice_of_rows_is_a_difference(tmp_path: Path) -> None:
     dataset = as_file(tmp_path, plain(100))
-    ahead, behind = (fingerprint(Selection(dataset, np.arange(*ends))) for ends in ((0, 50), (50, 100)))
+    ahead, behind = (fingerprint(TaskSubset(dataset, np.arange(*ends))) for ends in ((0, 50), (50, 100)))
     assert difference(ahead, behind) is not None
 
 
 def test_the_middle_of_a_file_too_large_to_read_counts_by_the_length_of_its_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "PIECE", 64)
-    monkeypatch.setattr(module, "BYTES", 64 * 16)
+    monkeypatch.setattr(module, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(module, "MAX_BYTES", 64 * 16)
     old = fingerprint(as_file(tmp_path, plain()))
     longer = plain()
     longer[1001]["answer"] = 10_000
@@ -184,17 +183,17 @@ def test_a_source_opened_again_is_the_one_it_opens(tmp_path: Path) -> None:
     config = resolved(
         {"tasks.path": str(tmp_path / "data.jsonl"), "eval.holdout": 0.0, "rewards.functions": ["length"]}
     )
-    assert difference(fingerprint(Reopened(open_train, config)), fingerprint(open_train(config))) is None
+    assert difference(fingerprint(ReopenedSource(open_train, config)), fingerprint(open_train(config))) is None
 
 
 def test_a_slow_source_is_asked_for_the_first_samples_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(module, "SAMPLING_TIMEOUT_S", 0.0)
     slow, fast = Slow(0.001), Slow()
     few = fingerprint(slow)
-    assert slow.asked == module.SURE
-    monkeypatch.setattr(module, "PATIENCE_S", 60.0)
+    assert slow.asked == module.MIN_SAMPLES
+    monkeypatch.setattr(module, "SAMPLING_TIMEOUT_S", 60.0)
     many = fingerprint(fast)
-    assert fast.asked == module.SAMPLES
+    assert fast.asked == module.MAX_SAMPLES
     assert difference(few, many) is None
     assert difference(many, few) is None
 
@@ -254,7 +253,7 @@ def test_another_process_finds_the_same_and_it_travels_as_json() -> None:
 
 @given(count=st.integers(0, 3000), most=st.integers(2, 300))
 def test_places_are_spread_from_the_first_to_the_last_and_never_twice(count: int, most: int) -> None:
-    places = list(spread(count, most))
+    places = list(sample_indices(count, most))
     assert len(places) == len(set(places)) == min(count, most)
     assert places == sorted(places)
     assert not count or (places[0], places[-1]) == (0, count - 1)

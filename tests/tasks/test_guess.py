@@ -8,19 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outpace.tasks.guess import GUESSES, Guess, Hidden, games, guess
+from outpace.tasks.generated import GUESSES, Guess, GuessProblem, guess_problems, guess_tasks
 
-GAMES = st.sampled_from([*games("train"), *games("heldout")])
+GAMES = st.sampled_from([*guess_problems("train"), *guess_problems("heldout")])
 
 
-def started(game: Hidden) -> Guess:
+def started(game: GuessProblem) -> Guess:
     environment = Guess()
     environment.reset(low=game.low, high=game.high, secret=game.secret)
     return environment
 
 
 @given(game=GAMES)
-def test_halving_always_finds_the_number(game: Hidden) -> None:
+def test_halving_always_finds_the_number(game: GuessProblem) -> None:
     environment, low, high = started(game), game.low, game.high
     for _ in range(GUESSES):
         middle = (low + high) // 2
@@ -32,7 +32,7 @@ def test_halving_always_finds_the_number(game: Hidden) -> None:
 
 
 @given(game=GAMES, numbers=st.lists(st.integers(), min_size=1, max_size=GUESSES))
-def test_the_tool_tells_the_truth_and_the_reward_is_for_finding(game: Hidden, numbers: list[int]) -> None:
+def test_the_tool_tells_the_truth_and_the_reward_is_for_finding(game: GuessProblem, numbers: list[int]) -> None:
     environment = started(game)
     for number in numbers:
         said = environment.guess(number)
@@ -43,7 +43,7 @@ def test_the_tool_tells_the_truth_and_the_reward_is_for_finding(game: Hidden, nu
 
 
 def test_a_game_that_is_over_takes_no_more_guesses() -> None:
-    game = games("heldout")[0]
+    game = guess_problems("heldout")[0]
     lost, won = started(game), started(game)
     for _ in range(GUESSES):
         lost.guess(0)
@@ -57,7 +57,7 @@ def test_a_game_that_is_over_takes_no_more_guesses() -> None:
 
 
 def test_a_new_game_forgets_the_old_one() -> None:
-    game = games("heldout")[0]
+    game = guess_problems("heldout")[0]
     environment = started(game)
     environment.guess(game.secret)
     environment.reset(secret=game.secret)
@@ -66,22 +66,24 @@ def test_a_new_game_forgets_the_old_one() -> None:
 
 def test_one_prompt_hides_every_number_of_its_range_equally_often() -> None:
     hidden = defaultdict(list)
-    for game in [*games("train"), *games("heldout")]:
+    for game in [*guess_problems("train"), *guess_problems("heldout")]:
         hidden[game.text()].append(game)
     for same in hidden.values():
         assert [game.secret for game in same] == list(range(same[0].low, same[0].high + 1))
 
 
 def test_no_range_is_both_trained_on_and_held_out() -> None:
-    train, heldout = ({(game.low, game.high) for game in games(split)} for split in ("train", "heldout"))
+    train, heldout = ({(game.low, game.high) for game in guess_problems(split)} for split in ("train", "heldout"))
     assert train.isdisjoint(heldout)
     assert len(heldout) > 50
-    prompts = {task.prompt for task in map(guess("train", 5).__getitem__, range(len(games("train"))))}
-    assert prompts.isdisjoint(guess("heldout", 6)[index].prompt for index in range(len(games("heldout"))))
+    prompts = {task.prompt for task in map(guess_tasks("train", 5).__getitem__, range(len(guess_problems("train"))))}
+    assert prompts.isdisjoint(
+        guess_tasks("heldout", 6)[index].prompt for index in range(len(guess_problems("heldout")))
+    )
 
 
 def test_a_task_is_the_same_on_every_machine() -> None:
-    task = guess("heldout", 0)[0]
+    task = guess_tasks("heldout", 0)[0]
     assert task.id == "guess/72-85/85"
     assert task.prompt == "I think of a number from 72 to 85. Find it in 4 guesses."
     assert task.columns == {"low": 72, "high": 85, "secret": 85}

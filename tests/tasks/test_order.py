@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outpace.tasks.order import Order
+from outpace.tasks.order import TaskOrder
 
 
-def epoch_of(order: Order, epoch: int) -> list[int]:
+def epoch_of(order: TaskOrder, epoch: int) -> list[int]:
     start = epoch * order.count
     places = [order.task(position) for position in range(start, start + order.count)]
     assert {number for number, _ in places} == {epoch}
@@ -19,24 +19,24 @@ def epoch_of(order: Order, epoch: int) -> list[int]:
 
 @given(st.integers(1, 300), st.integers(), st.integers(0, 1000))
 def test_every_epoch_visits_every_task_exactly_once(count: int, seed: int, epoch: int) -> None:
-    assert sorted(epoch_of(Order(count, seed, shuffle=True), epoch)) == list(range(count))
+    assert sorted(epoch_of(TaskOrder(count, seed, shuffle=True), epoch)) == list(range(count))
 
 
 def test_without_shuffling_tasks_come_as_they_are() -> None:
-    assert [Order(3, 7, shuffle=False).task(position) for position in range(5)] == [
+    assert [TaskOrder(3, 7, shuffle=False).task(position) for position in range(5)] == [
         (0, 0), (0, 1), (0, 2), (1, 0), (1, 1)
     ]  # fmt: skip
 
 
 def test_the_order_depends_on_seed_and_epoch_and_on_nothing_else() -> None:
-    order = Order(100, 1, shuffle=True)
-    assert epoch_of(order, 0) == epoch_of(Order(100, 1, shuffle=True), 0)
+    order = TaskOrder(100, 1, shuffle=True)
+    assert epoch_of(order, 0) == epoch_of(TaskOrder(100, 1, shuffle=True), 0)
     assert epoch_of(order, 0) != epoch_of(order, 1)
-    assert epoch_of(order, 0) != epoch_of(Order(100, 2, shuffle=True), 0)
+    assert epoch_of(order, 0) != epoch_of(TaskOrder(100, 2, shuffle=True), 0)
 
 
 def test_a_very_large_source_costs_no_memory() -> None:
-    order = Order(10**12, 0, shuffle=True)
+    order = TaskOrder(10**12, 0, shuffle=True)
     seen = {order.task(position)[1] for position in range(1000)}
     assert len(seen) == 1000
     assert max(seen) > 9 * 10**11
@@ -44,7 +44,7 @@ def test_a_very_large_source_costs_no_memory() -> None:
 
 @pytest.mark.parametrize("count", [2, 3, 5, 17])
 def test_over_many_epochs_each_task_stands_first_about_as_often_as_any_other(count: int) -> None:
-    order = Order(count, 0, shuffle=True)
+    order = TaskOrder(count, 0, shuffle=True)
     epochs = 400 * count
     firsts = Counter(order.task(epoch * count)[1] for epoch in range(epochs))
     # 400 expected each, standard deviation below 20: six of them away would be no accident.
@@ -52,11 +52,11 @@ def test_over_many_epochs_each_task_stands_first_about_as_often_as_any_other(cou
 
 
 def test_neighbours_are_torn_apart() -> None:
-    indices = epoch_of(Order(1000, 0, shuffle=True), 0)
+    indices = epoch_of(TaskOrder(1000, 0, shuffle=True), 0)
     consecutive = sum(after - before == 1 for before, after in pairwise(indices))
     assert consecutive < 10
 
 
 def test_a_source_without_tasks_is_refused() -> None:
     with pytest.raises(ValueError, match="tasks"):
-        Order(0, 0, shuffle=True)
+        TaskOrder(0, 0, shuffle=True)

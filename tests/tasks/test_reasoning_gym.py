@@ -9,14 +9,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outpace.config.loading import make_config
+from outpace.config.load import make_config
 from outpace.errors import BadInput
 from outpace.rewards import reasoning_gym as rewards
-from outpace.rewards.reasoning_gym import EVALUATED_AS_FORMULA, EVALUATED_AS_LIST, extracted, is_harmless, reasoning_gym
-from outpace.rewards.registry import isolated, resolve_rewards
-from outpace.runtime import code
-from outpace.tasks.reasoning_gym import Generated
-from outpace.tasks.registry import Sources, open_tasks
+from outpace.rewards.reasoning_gym import (
+    EVALUATED_AS_FORMULA,
+    EVALUATED_AS_LIST,
+    is_safe_to_evaluate,
+    parse_answer,
+    reasoning_gym,
+)
+from outpace.rewards.registry import isolated_sources, resolve_rewards
+from outpace.runtime import by_value
+from outpace.tasks.reasoning_gym import ReasoningGymTasks
+from outpace.tasks.registry import TaskSources, open_tasks
 from outpace.types import Task
 from support import names, resolved
 
@@ -26,7 +32,7 @@ SMALL = {"min_terms": 2, "max_terms": 2, "max_digits": 1, "size": 300, "seed": 1
 SLOW_TO_MAKE = {"knight_swap", "sokoban", "futoshiki", "zebra_puzzles", "acre", "intermediate_integration", "puzzle24"}
 
 
-def opened(name: str, options: dict[str, Any] | None = None, **config: Any) -> Sources:
+def opened(name: str, options: dict[str, Any] | None = None, **config: Any) -> TaskSources:
     return open_tasks(make_config({"tasks.name": f"reasoning_gym/{name}", "tasks.options": options or {}, **config}))
 
 
@@ -80,8 +86,8 @@ def test_a_generator_that_repeats_itself_never_has_a_question_in_both_splits() -
 @given(seeds=st.lists(st.integers(0, 2**40), min_size=2, max_size=2))
 def test_no_seed_moves_a_held_out_question_into_training(seeds: list[int]) -> None:
     options = {"min_terms": 2, "max_terms": 2, "max_digits": 1}
-    train = Generated("chain_sum", "train", seeds[0], 60, options)
-    heldout = Generated("chain_sum", "heldout", seeds[1], 60, options)
+    train = ReasoningGymTasks("chain_sum", "train", seeds[0], 60, options)
+    heldout = ReasoningGymTasks("chain_sum", "heldout", seeds[1], 60, options)
     assert {train[index].prompt for index in range(60)}.isdisjoint(heldout[index].prompt for index in range(60))
 
 
@@ -93,7 +99,7 @@ def test_a_task_depends_on_its_index_alone_and_not_on_what_was_asked_before() ->
 
 def test_a_source_travels_to_another_process() -> None:
     train, _ = opened("chain_sum", SMALL)
-    assert code.unpack(code.pack({"tasks": train}))["tasks"][3] == train[3]
+    assert by_value.unpickle_objects(by_value.pickle_objects({"tasks": train}))["tasks"][3] == train[3]
 
 
 def test_naming_the_task_is_enough_to_be_graded() -> None:
@@ -135,7 +141,7 @@ def every_task() -> list[str]:
 @pytest.mark.filterwarnings("ignore")  # the package's own
 @pytest.mark.parametrize("name", every_task())
 def test_every_task_of_the_package_gives_its_own_answer_the_full_score(name: str) -> None:
-    source = Generated(name, "train", 0, 4, {})
+    source = ReasoningGymTasks(name, "train", 0, 4, {})
     for index in range(2):
         task = source[index]
         right = task.columns["answer"]
@@ -165,13 +171,13 @@ def test_text_and_messages_are_graded_alike() -> None:
 def test_the_answer_is_the_tagged_one_or_else_as_much_as_the_right_one_has(
     text: str, right: str | None, answer: str
 ) -> None:
-    assert extracted(text, right) == answer
+    assert parse_answer(text, right) == answer
 
 
 def test_it_runs_in_a_process_that_can_be_killed_unless_told_otherwise() -> None:
     functions = resolve_rewards(["reasoning_gym", "number"])
-    assert list(isolated(functions)) == ["reasoning_gym"]
-    assert isolated(functions, "thread") == {}
+    assert list(isolated_sources(functions)) == ["reasoning_gym"]
+    assert isolated_sources(functions, "thread") == {}
 
 
 # ------------------------------------------------------------------------------------------------ answers as programs
@@ -200,24 +206,24 @@ ATTACKS = (
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_no_grader_gets_to_evaluate_a_program(attack: str, name: str) -> None:
     harmless_text = name in EVALUATED_AS_LIST and attack.endswith("!")  # which `eval` refuses as well
-    assert is_harmless(attack, name) == harmless_text
+    assert is_safe_to_evaluate(attack, name) == harmless_text
 
 
 def test_a_formula_without_end_costs_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    task = Generated("countdown", "train", 0, 4, {})[0]
+    task = ReasoningGymTasks("countdown", "train", 0, 4, {})[0]
     right = task.columns["metadata"]["expression"]
-    monkeypatch.setattr(rewards, "is_harmless", lambda answer, source: True)
+    monkeypatch.setattr(rewards, "is_safe_to_evaluate", lambda answer, source: True)
     monkeypatch.setattr(rewards, "CPU_LIMIT_S", 1.0)
     columns = {name: [given] * 3 for name, given in task.columns.items()}
     assert reasoning_gym([task.prompt] * 3, [right, "((9**999)**999)**999", right], **columns) == [1.0, 0.0, 1.0]
 
 
 def test_an_integral_that_is_only_written_down_is_no_answer() -> None:
-    assert not is_harmless("Integral(x*sin(2*x), x) + C", "intermediate_integration")
+    assert not is_safe_to_evaluate("Integral(x*sin(2*x), x) + C", "intermediate_integration")
 
 
 def test_the_name_of_the_variable_with_the_right_answer_is_no_answer() -> None:
-    task = Generated("string_insertion", "train", 0, 4, {})[0]
+    task = ReasoningGymTasks("string_insertion", "train", 0, 4, {})[0]
     right = task.columns["answer"]
     assert score(task, right) == 1.0
     assert score(task, repr(list(right))) == 0.1, "a list of its letters is half an answer to the package"
@@ -225,8 +231,8 @@ def test_the_name_of_the_variable_with_the_right_answer_is_no_answer() -> None:
 
 
 def test_too_deep_or_too_long_to_look_at_is_not_evaluated() -> None:
-    assert not is_harmless("-" * 9000 + "1", "n_queens")
-    assert not is_harmless("1" * 20_000, "countdown")
+    assert not is_safe_to_evaluate("-" * 9000 + "1", "n_queens")
+    assert not is_safe_to_evaluate("1" * 20_000, "countdown")
 
 
 @pytest.mark.parametrize(
@@ -246,7 +252,7 @@ def test_too_deep_or_too_long_to_look_at_is_not_evaluated() -> None:
     ],
 )
 def test_arithmetic_lists_and_plain_text_are_passed_on(name: str, answer: str) -> None:
-    assert is_harmless(answer, name)
+    assert is_safe_to_evaluate(answer, name)
 
 
 def test_the_tasks_whose_graders_evaluate_answers_are_all_known() -> None:

@@ -4,13 +4,13 @@ from pathlib import Path
 import pytest
 
 from outpace.config import Config
-from outpace.config.loading import make_config
+from outpace.config.load import make_config
 from outpace.errors import BadInput
 from outpace.protocols import TaskSource
-from outpace.rewards.countdown import solves
-from outpace.runtime import code
+from outpace.rewards.builtin import solves
+from outpace.runtime import by_value
 from outpace.tasks.dataset import Dataset
-from outpace.tasks.registry import Reopened, Sources, open_heldout, open_tasks, open_train, register
+from outpace.tasks.registry import ReopenedSource, TaskSources, open_heldout, open_tasks, open_train, register
 from support import names
 
 
@@ -62,7 +62,7 @@ def test_a_registered_function_is_found_by_name(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("outpace.tasks.registry._factories", {})
 
     @register("mine")
-    def mine(config: Config) -> Sources:
+    def mine(config: Config) -> TaskSources:
         return Dataset([{"prompt": config.model.path}]), None
 
     train, heldout = open_tasks(make_config({"tasks.name": "mine", "model.path": "m"}))
@@ -142,7 +142,7 @@ def test_a_reopened_source_travels_as_the_config_that_names_it(tmp_path: Path) -
         (tmp_path / f"{name}.jsonl").write_text("".join(lines))
     config = make_config({"tasks.path": str(tmp_path / "a.jsonl"), "tasks.eval_path": str(tmp_path / "b.jsonl")})
     for opener, first in ((open_train, "a0"), (open_heldout, "b0")):
-        carried = code.pack({"tasks": Reopened(opener, config)})
-        arrived = code.unpack(carried)["tasks"]
+        carried = by_value.pickle_objects({"tasks": ReopenedSource(opener, config)})
+        arrived = by_value.unpickle_objects(carried)["tasks"]
         assert (len(arrived), arrived[0].id) == (20, first)
         assert b"a5" not in carried, "the rows stay where they are"

@@ -13,8 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 import outpace.models
 from outpace.models.loading import load_tokenizer, resolve_model
-from outpace.tasks.calculator import calculator
-from outpace.tasks.guess import guess
+from outpace.tasks.generated import calculator_tasks, guess_tasks
 from support import resolved
 
 AGENT = Path(outpace.models.__file__).parent / "starter_agent"
@@ -90,7 +89,7 @@ def test_numbers_are_written_digit_by_digit(tokenizer: Any, number: int, before:
 
 
 def test_problems_and_calls_are_short(tokenizer: Any) -> None:
-    for task in (calculator("heldout")[0], guess("heldout")[0]):
+    for task in (calculator_tasks("heldout")[0], guess_tasks("heldout")[0]):
         text = rendered(tokenizer, [{"role": "user", "content": task.prompt}], asked=True, tools=[TOOL])
         assert len(tokenizer.encode(text)) < 60
     call = '<tool_call>{"name": "guess", "arguments": {"number": 29}}</tool_call><|end|>'

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from outpace.weights import snapshot
-from outpace.weights.store import SnapshotWriter, read_snapshot
+from outpace.weights.shared_memory import SnapshotWriter, read_snapshot
 
 
 def test_buffers_made_ahead_are_the_ones_that_are_used(tmp_path: Path) -> None:
@@ -20,7 +20,7 @@ def test_buffers_made_ahead_are_the_ones_that_are_used(tmp_path: Path) -> None:
     writer.lay_out(tensors)
     for version in range(4):
         leased = [version - 2]  # a slow engine still reads it
-        writer.make_ready(leased)
+        writer.preallocate(leased)
         made = writer.buffers
         manifest = writer.publish(version, {"a": tensors["a"] + version}, leased)
         assert writer.buffers == made
@@ -32,7 +32,7 @@ def test_no_buffer_is_made_ahead_while_one_is_free(tmp_path: Path) -> None:
     writer = SnapshotWriter(tmp_path, "run")
     writer.publish(0, {"a": torch.zeros(3)}, [])
     for _ in range(3):
-        writer.make_ready([])
+        writer.preallocate([])
     assert writer.buffers == 2
 
 
@@ -50,7 +50,7 @@ def test_a_copy_waits_for_a_buffer_that_somebody_is_making(tmp_path: Path, monke
 
     monkeypatch.setattr(snapshot, "allocate", slowly)
     with ThreadPoolExecutor(2) as threads:
-        making = threads.submit(writer.make_ready, ())
+        making = threads.submit(writer.preallocate, ())
         assert begun.wait(60)
         copying = threads.submit(writer.publish, 0, tensors, ())
         go_on.set()

@@ -17,9 +17,8 @@ import torch
 
 from outpace.errors import CorruptData, UpdateFailed
 from outpace.types import Manifest
-from outpace.weights.collective import Sender
-from outpace.weights.meeting import meeting_for
-from outpace.weights.store import SnapshotWriter
+from outpace.weights.process_group import ProcessGroupSender, rendezvous_for
+from outpace.weights.shared_memory import SnapshotWriter
 from outpace_vllm.collective import PIECE_BYTES
 
 RECEIVER = """
@@ -100,12 +99,12 @@ def flip(path: Path, offset: int) -> None:
 
 async def send(manifest: Manifest, meeting: dict[str, Any]) -> None:
     async with asyncio.timeout(60):
-        await Sender().send(manifest, meeting)
+        await ProcessGroupSender().send(manifest, meeting)
 
 
 async def test_every_tensor_arrives_as_it_was_published(tmp_path: Path, programs: list[Any]) -> None:
     manifest, weights = published(tmp_path)
-    meeting = meeting_for(manifest, 30.0, "gloo")
+    meeting = rendezvous_for(manifest, 30.0, "gloo")
     process = receiver(tmp_path, programs)
     tell(process, meeting)
     await send(manifest, meeting)
@@ -119,7 +118,7 @@ async def test_every_tensor_arrives_as_it_was_published(tmp_path: Path, programs
 
 async def test_several_engines_are_served_at_once(tmp_path: Path, programs: list[Any]) -> None:
     manifest, _ = published(tmp_path)
-    meetings = [meeting_for(manifest, 40.0, "gloo") for _ in range(2)]
+    meetings = [rendezvous_for(manifest, 40.0, "gloo") for _ in range(2)]
     for number, meeting in enumerate(meetings):
         (tmp_path / str(number)).mkdir()
         tell(receiver(tmp_path / str(number), programs), meeting)
@@ -130,7 +129,7 @@ async def test_several_engines_are_served_at_once(tmp_path: Path, programs: list
 async def test_a_receiver_that_never_comes_is_an_error_by_the_deadline(tmp_path: Path) -> None:
     manifest, _ = published(tmp_path)
     with pytest.raises(UpdateFailed, match="version 4"):
-        await send(manifest, meeting_for(manifest, 1.0, "gloo"))
+        await send(manifest, rendezvous_for(manifest, 1.0, "gloo"))
 
 
 @pytest.mark.parametrize("how", ["die", "hang"])
@@ -138,11 +137,11 @@ async def test_a_receiver_lost_halfway_is_an_error_and_the_next_transfer_succeed
     tmp_path: Path, programs: list[Any], how: str
 ) -> None:
     manifest, weights = published(tmp_path)
-    meeting = meeting_for(manifest, 3.0, "gloo")
+    meeting = rendezvous_for(manifest, 3.0, "gloo")
     tell(receiver(tmp_path, programs, how), meeting)
     with pytest.raises(UpdateFailed, match="version 4"):
         await send(manifest, meeting)
-    meeting = meeting_for(manifest, 30.0, "gloo")
+    meeting = rendezvous_for(manifest, 30.0, "gloo")
     process = receiver(tmp_path, programs)
     tell(process, meeting)
     await send(manifest, meeting)
@@ -155,7 +154,7 @@ async def test_one_flipped_bit_is_found_by_the_receiver_and_told_to_the_sender(
 ) -> None:
     manifest, _ = published(tmp_path)
     flip(Path(manifest.path), manifest.tensors[2].offset + 9)
-    meeting = meeting_for(manifest, 30.0, "gloo")
+    meeting = rendezvous_for(manifest, 30.0, "gloo")
     process = receiver(tmp_path, programs)
     tell(process, meeting)
     with pytest.raises(UpdateFailed, match=r"\b1\b.*checksum"):
@@ -168,7 +167,7 @@ async def test_a_snapshot_that_is_gone_is_corrupt_data(tmp_path: Path) -> None:
     manifest, _ = published(tmp_path)
     os.unlink(manifest.path)
     with pytest.raises(CorruptData):
-        await send(manifest, meeting_for(manifest, 1.0, "gloo"))
+        await send(manifest, rendezvous_for(manifest, 1.0, "gloo"))
 
 
 def test_a_sender_that_never_comes_is_an_error_for_the_receiver_by_the_deadline(
@@ -176,7 +175,7 @@ def test_a_sender_that_never_comes_is_an_error_for_the_receiver_by_the_deadline(
 ) -> None:
     manifest, _ = published(tmp_path)
     process = receiver(tmp_path, programs)
-    meeting = meeting_for(manifest, 1.0, "gloo")
+    meeting = rendezvous_for(manifest, 1.0, "gloo")
     tell(process, meeting)
     assert re.match(rf"failed .*127\.0\.0\.1:{meeting['port']}\b", process.stdout.readline())
     assert process.wait(30) == 0

@@ -15,8 +15,8 @@ from torch import Tensor
 from outpace.errors import CorruptData
 from outpace.types import Manifest
 from outpace.weights import delta, snapshot
-from outpace.weights.local import LocalSnapshot
-from outpace.weights.store import SnapshotWriter, read_snapshot
+from outpace.weights.delta import LocalSnapshot
+from outpace.weights.shared_memory import SnapshotWriter, read_snapshot
 from weights_support import flip
 
 NOISE = torch.Generator().manual_seed(0)
@@ -51,13 +51,13 @@ def assert_local(local: Manifest, expected: dict[str, Tensor]) -> None:
 def test_a_copy_follows_by_deltas_whatever_share_has_changed(tmp_path: Path, dtype: torch.dtype, share: float) -> None:
     writer, local = SnapshotWriter(tmp_path, "a", deltas=tmp_path), LocalSnapshot(tmp_path)
     before = weights(dtype)
-    _, travelled = local.bring(first := writer.publish(1, before, []))
+    _, travelled = local.update_to(first := writer.publish(1, before, []))
     assert (first.delta, travelled) == (None, first.nbytes)
     after = changed(before, share)
     second = writer.publish(2, after, [])
     assert second.delta is not None
     assert second.delta.base == 1
-    here, travelled = local.bring(second)
+    here, travelled = local.update_to(second)
     assert travelled == second.delta.nbytes == os.path.getsize(second.delta.path)
     assert travelled < second.nbytes * min(1, share * 1.1 + 0.14)
     assert (here.version, here.delta) == (2, None)
@@ -74,33 +74,33 @@ def test_a_delta_that_would_save_little_is_not_made(tmp_path: Path) -> None:
 def test_whoever_has_not_the_base_reads_the_whole(tmp_path: Path) -> None:
     writer, local = SnapshotWriter(tmp_path, "a", deltas=tmp_path), LocalSnapshot(tmp_path)
     tensors = weights()
-    local.bring(writer.publish(1, tensors, []))
+    local.update_to(writer.publish(1, tensors, []))
     writer.publish(2, changed(tensors, 0.5), [])
     third = writer.publish(3, tensors, [])
-    here, travelled = local.bring(third)
+    here, travelled = local.update_to(third)
     assert travelled == third.nbytes
     assert_local(here, tensors)
-    assert local.refused == 0
+    assert local.damaged_deltas == 0
 
 
 def test_weights_of_another_incarnation_are_no_base(tmp_path: Path) -> None:
     tensors = weights()
     local = LocalSnapshot(tmp_path)
-    local.bring(SnapshotWriter(tmp_path, "a").publish(1, tensors, []))
+    local.update_to(SnapshotWriter(tmp_path, "a").publish(1, tensors, []))
     writer = SnapshotWriter(tmp_path, "b", deltas=tmp_path)
     writer.publish(1, changed(tensors, 0.1), [])
     second = writer.publish(2, after := changed(tensors, 0.1), [])
-    here, travelled = local.bring(second)
+    here, travelled = local.update_to(second)
     assert travelled == second.nbytes
     assert_local(here, after)
 
 
 def test_a_snapshot_that_is_larger_gets_a_file_of_its_own_and_nobody_s_mapping_shrinks(tmp_path: Path) -> None:
     local = LocalSnapshot(tmp_path)
-    small, _ = local.bring(SnapshotWriter(tmp_path, "a").publish(1, {"t": torch.ones(4)}, []))
+    small, _ = local.update_to(SnapshotWriter(tmp_path, "a").publish(1, {"t": torch.ones(4)}, []))
     with open(small.path, "rb") as held:
-        local.bring(SnapshotWriter(tmp_path, "b").publish(1, {"t": torch.ones(2)}, []))
-        assert os.fstat(held.fileno()).st_size == snapshot.end_of(small.tensors)
+        local.update_to(SnapshotWriter(tmp_path, "b").publish(1, {"t": torch.ones(2)}, []))
+        assert os.fstat(held.fileno()).st_size == snapshot.data_end(small.tensors)
 
 
 @given(data=st.data())
@@ -110,13 +110,13 @@ def test_every_flipped_bit_of_a_delta_is_noticed_and_the_whole_is_read(
     tmp_path = tmp_path_factory.mktemp("delta")
     writer, local = SnapshotWriter(tmp_path, "a", deltas=tmp_path), LocalSnapshot(tmp_path)
     before = {"t": torch.arange(300.0)}
-    local.bring(writer.publish(1, before, []))
+    local.update_to(writer.publish(1, before, []))
     second = writer.publish(2, after := {"t": before["t"] + (torch.arange(300) % 50 == 0)}, [])
     assert second.delta is not None
     flip(Path(second.delta.path), data.draw(st.integers(0, second.delta.nbytes - 1)), data.draw(st.integers(0, 7)))
-    here, travelled = local.bring(second)
+    here, travelled = local.update_to(second)
     assert travelled == second.nbytes
-    assert local.refused == 1
+    assert local.damaged_deltas == 1
     assert_local(here, after)
 
 
@@ -124,7 +124,7 @@ def test_every_flipped_bit_of_a_delta_is_noticed_and_the_whole_is_read(
 def test_a_delta_file_that_is_not_the_one_is_refused(tmp_path: Path, damage: str) -> None:
     writer, local = SnapshotWriter(tmp_path, "a", deltas=tmp_path), LocalSnapshot(tmp_path)
     tensors = weights()
-    local.bring(writer.publish(1, tensors, []))
+    local.update_to(writer.publish(1, tensors, []))
     second = writer.publish(2, after := changed(tensors, 0.01), [])
     assert second.delta is not None
     path = Path(second.delta.path)
@@ -141,36 +141,36 @@ def test_a_delta_file_that_is_not_the_one_is_refused(tmp_path: Path, damage: str
             foreign = other.publish(2, after, []).delta
             assert foreign is not None
             second = msgspec.structs.replace(second, delta=foreign)
-    here, travelled = local.bring(second)
-    assert (travelled, local.refused) == (second.nbytes, 1)
+    here, travelled = local.update_to(second)
+    assert (travelled, local.damaged_deltas) == (second.nbytes, 1)
     assert_local(here, after)
 
 
 def test_a_base_that_has_rotted_is_noticed_by_what_comes_out(tmp_path: Path) -> None:
     writer, local = SnapshotWriter(tmp_path, "a", deltas=tmp_path), LocalSnapshot(tmp_path)
     tensors = weights()
-    here, _ = local.bring(writer.publish(1, tensors, []))
+    here, _ = local.update_to(writer.publish(1, tensors, []))
     flip(Path(here.path), here.tensors[0].offset + 5)
     second = writer.publish(2, after := changed(tensors, 0.01), [])
-    here, travelled = local.bring(second)
-    assert (travelled, local.refused) == (second.nbytes, 1)
+    here, travelled = local.update_to(second)
+    assert (travelled, local.damaged_deltas) == (second.nbytes, 1)
     assert_local(here, after)
 
 
 def test_with_delta_and_whole_both_damaged_nothing_is_held_and_the_next_whole_one_is_taken(tmp_path: Path) -> None:
     writer, local = SnapshotWriter(tmp_path, "a", deltas=tmp_path), LocalSnapshot(tmp_path)
     tensors = weights()
-    first, _ = local.bring(writer.publish(1, tensors, []))
+    first, _ = local.update_to(writer.publish(1, tensors, []))
     second = writer.publish(2, changed(tensors, 0.01), [])
     assert second.delta is not None
     flip(Path(second.delta.path), 100)
     flip(Path(second.path), second.tensors[0].offset)
     with pytest.raises(CorruptData):
-        local.bring(second)
+        local.update_to(second)
     with pytest.raises(CorruptData, match="snapshot"):
         read_snapshot(first)
     third = writer.publish(3, after := changed(tensors, 0.02), [])
-    here, travelled = local.bring(third)
+    here, travelled = local.update_to(third)
     assert travelled == third.nbytes
     assert_local(here, after)
 
@@ -184,22 +184,22 @@ def test_the_base_of_a_delta_that_is_being_written_is_not_overwritten(
     tensors += [changed(tensors[0], 0.01) for _ in range(3)]
     first = writer.publish(0, tensors[0], [])
     one, two = writer.copy(1, tensors[1], []), writer.copy(2, tensors[2], [])
-    write = delta.write
+    write = delta.write_delta
 
     def meanwhile(*arguments: object) -> object:
-        monkeypatch.setattr(delta, "write", write)
+        monkeypatch.setattr(delta, "write_delta", write)
         writer.seal(one)
         writer.copy(3, tensors[3], [])
         return write(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(delta, "write", meanwhile)
+    monkeypatch.setattr(delta, "write_delta", meanwhile)
     second = writer.seal(two)
     assert second.delta is not None
     assert second.delta.base == 0
     read_snapshot(first)
     local = LocalSnapshot(tmp_path)
-    local.bring(first)
-    assert local.bring(second)[1] == second.delta.nbytes
+    local.update_to(first)
+    assert local.update_to(second)[1] == second.delta.nbytes
 
 
 def test_a_delta_goes_with_the_buffer_that_it_leads_to(tmp_path: Path) -> None:
@@ -266,5 +266,5 @@ def test_a_damaged_delta_is_refused_before_anything_is_touched(tmp_path: Path) -
     flip(Path(second.delta.path), second.delta.nbytes - 1)
     memory = bytearray(before := Path(first.path).read_bytes())
     with pytest.raises(CorruptData, match="checksum"):
-        delta.apply(second, memory)
+        delta.apply_delta(second, memory)
     assert memory == before

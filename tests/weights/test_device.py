@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from outpace.types import Manifest
-from outpace.weights.device import DeviceSnapshotWriter
+from outpace.weights.cuda_ipc import DeviceSnapshotWriter
 from outpace_vllm.ipc import DeviceMemoryError, open_device_memory, word_sums
 
 
@@ -133,7 +133,7 @@ def test_a_buffer_made_ready_is_the_one_that_the_next_copy_takes() -> None:
     writer = writer_on(shelf)
     for version in range(4):
         writer.lay_out(weights_of(version))
-        writer.make_ready([version - 1])
+        writer.preallocate([version - 1])
         ready = writer.buffers
         manifest = writer.publish(version, weights_of(version), [version - 1])
         assert writer.buffers == ready

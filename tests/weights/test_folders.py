@@ -10,10 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from outpace.errors import CorruptData, OutpaceError
-from outpace.types import Adapter, Manifest
-from outpace.weights.adapters import AdapterFolders
-from outpace.weights.files import Folders
-from outpace.weights.store import SnapshotWriter
+from outpace.types import LoraAdapter, Manifest
+from outpace.weights.files import AdapterFolders, SnapshotFolders
+from outpace.weights.shared_memory import SnapshotWriter
 from support import naming
 from weights_support import flip
 
@@ -32,7 +31,7 @@ def manifest(tmp_path: Path) -> Manifest:
 
 
 def test_a_folder_holds_what_was_published_in_a_format_that_others_read(tmp_path: Path, manifest: Manifest) -> None:
-    folder = Folders(tmp_path / "folders").write(manifest, {"config.json": b"{}"})
+    folder = SnapshotFolders(tmp_path / "folders").write(manifest, {"config.json": b"{}"})
     found = load_file(folder / "model.safetensors")
     assert found.keys() == TENSORS.keys()
     for name, tensor in TENSORS.items():
@@ -43,7 +42,7 @@ def test_a_folder_holds_what_was_published_in_a_format_that_others_read(tmp_path
 
 def test_a_flipped_bit_leaves_no_folder_and_the_one_before_it_whole(tmp_path: Path, manifest: Manifest) -> None:
     """Fault 31."""
-    folders = Folders(tmp_path / "folders")
+    folders = SnapshotFolders(tmp_path / "folders")
     before = folders.write(SnapshotWriter(tmp_path, "run2").publish(2, TENSORS, []))
     flip(Path(manifest.path), manifest.tensors[1].offset)
     with pytest.raises(CorruptData, match=naming("checksum", "embed")):
@@ -53,7 +52,7 @@ def test_a_flipped_bit_leaves_no_folder_and_the_one_before_it_whole(tmp_path: Pa
 
 
 def test_a_folder_can_be_written_again(tmp_path: Path, manifest: Manifest) -> None:
-    folders = Folders(tmp_path / "folders")
+    folders = SnapshotFolders(tmp_path / "folders")
     assert folders.write(manifest) == folders.write(manifest)
 
 
@@ -61,8 +60,8 @@ def test_folders_are_removed_by_version_and_what_others_left_at_the_beginning(
     tmp_path: Path, manifest: Manifest
 ) -> None:
     directory = tmp_path / "folders"
-    Folders(directory).write(manifest)
-    folders = Folders(directory)
+    SnapshotFolders(directory).write(manifest)
+    folders = SnapshotFolders(directory)
     assert not directory.exists()
     kept = folders.write(manifest)
     other = folders.write(SnapshotWriter(tmp_path, "next").publish(4, TENSORS, []))
@@ -79,14 +78,14 @@ def test_a_full_directory_is_reported_before_anything_is_written(
     real = os.statvfs(tmp_path)
     monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result((*real[:4], 0, *real[5:])))
     with pytest.raises(OutpaceError, match=naming(str(tmp_path / "folders"), "0 MB", "free")):
-        Folders(tmp_path / "folders").write(manifest)
+        SnapshotFolders(tmp_path / "folders").write(manifest)
     assert list((tmp_path / "folders").iterdir()) == []
 
 
 def test_an_adapter_is_a_folder_that_peft_reads(tmp_path: Path) -> None:
     tensors = {"base_model.model.model.layers.0.q_proj.lora_A.weight": torch.randn(4, 8)}
     published = SnapshotWriter(tmp_path, "run").publish(1, tensors, [])
-    manifest = msgspec.structs.replace(published, adapter=Adapter(4, 8.0, ["q_proj"]))
+    manifest = msgspec.structs.replace(published, adapter=LoraAdapter(4, 8.0, ["q_proj"]))
     folders = AdapterFolders(tmp_path / "adapters")
     folder = folders.write(manifest)
     assert load_file(folder / "adapter_model.safetensors").keys() == tensors.keys()

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from outpace.weights.plugin import plugin_path
+from outpace.weights.files import plugin_path
 
 PROGRAM = """
 import importlib.metadata, sys, types

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from outpace.errors import CorruptData, OutpaceError
 from outpace.weights import snapshot
-from outpace.weights.store import SnapshotWriter
+from outpace.weights.shared_memory import SnapshotWriter
 from support import naming
 from weights_support import flip
 
@@ -23,8 +23,8 @@ def test_a_whole_snapshot_is_verified_without_torch(tmp_path: Path) -> None:
     (tmp_path / "manifest").write_bytes(msgspec.msgpack.encode(manifest))
     program = (
         "import msgspec, sys; from pathlib import Path; from outpace.types import Manifest;"
-        "from outpace.weights import adapters, delta, files, local, plugin, snapshot;"
-        "from outpace.engines.servers.transports import adapters, collective, files, memory;"
+        "from outpace.weights import delta, files, snapshot;"
+        "from outpace.engines.server import transports;"
         f"data = Path({str(tmp_path / 'manifest')!r}).read_bytes();"
         "snapshot.verify(msgspec.msgpack.decode(data, type=Manifest)); sys.exit('torch' in sys.modules)"
     )
@@ -38,7 +38,7 @@ def test_every_flipped_bit_of_header_and_tensors_is_noticed(
     tensors = {"a": torch.arange(40.0), "b": torch.arange(9, dtype=torch.int64), "c": torch.ones(3).bfloat16()}
     manifest = SnapshotWriter(tmp_path_factory.mktemp("bits"), "run").publish(3, tensors, [])
     snapshot.verify(manifest)
-    header = range(len(snapshot.label("run", 3)))
+    header = range(len(snapshot.pack_header("run", 3)))
     places = [header, *(range(spec.offset, spec.offset + spec.nbytes) for spec in manifest.tensors)]
     place = data.draw(st.sampled_from(places))
     flip(Path(manifest.path), data.draw(st.sampled_from(place)), data.draw(st.integers(0, 7)))
@@ -70,7 +70,7 @@ def test_a_snapshot_that_is_reused_while_it_is_verified_is_noticed(tmp_path: Pat
     writer = SnapshotWriter(tmp_path, "a")
     manifest = writer.publish(1, {"t": torch.zeros(5)}, [])
     writer.publish(2, {"t": torch.zeros(5)}, [])
-    with pytest.raises(CorruptData, match="snapshot"), snapshot.opened(manifest):
+    with pytest.raises(CorruptData, match="snapshot"), snapshot.open_snapshot(manifest):
         writer.publish(3, {"t": torch.zeros(5)}, [])
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from outpace.errors import CorruptData, OutpaceError
 from outpace.types import Manifest
-from outpace.weights import store
-from outpace.weights.store import SnapshotWriter, read_snapshot
+from outpace.weights import shared_memory
+from outpace.weights.shared_memory import SnapshotWriter, read_snapshot
 from support import naming
 from weights_support import flip
 
@@ -90,7 +90,7 @@ def test_a_buffer_overwritten_during_the_copy_is_noticed(
     writer = SnapshotWriter(tmp_path, "a")
     first = writer.publish(0, weights_of(0), [])
     writer.publish(1, weights_of(1), [])
-    read_tensor = store._read_tensor
+    read_tensor = shared_memory._read_tensor
 
     def overwrite_meanwhile(*arguments: Any) -> Tensor:
         tensor = read_tensor(*arguments)
@@ -98,7 +98,7 @@ def test_a_buffer_overwritten_during_the_copy_is_noticed(
             writer.publish(2, weights_of(2), [])
         return tensor
 
-    monkeypatch.setattr(store, "_read_tensor", overwrite_meanwhile)
+    monkeypatch.setattr(shared_memory, "_read_tensor", overwrite_meanwhile)
     with pytest.raises(CorruptData, match="snapshot"):
         read_snapshot(first, verify=verify)
 

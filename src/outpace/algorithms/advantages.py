@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from outpace.algorithms.registry import ADVANTAGES, advantage
+from outpace.algorithms.registry import ADVANTAGES, NORMALIZERS, advantage, normalizer
 
 Doubles = NDArray[np.float64]
 
@@ -33,7 +33,7 @@ MEAN_EPSILON = 1e-6
 
 
 @dataclass(frozen=True)
-class Peers:
+class GroupReturns:
     """Attempts at one task in one role (with turn credit: at one turn). `lengths_G` counts their trained tokens.
 
     `parts` holds the individual rewards by reward function, NaN where a function did not apply; `weights` holds the
@@ -46,44 +46,44 @@ class Peers:
 
 
 @advantage(credits=("episode", "turn", "token"), additive=True, needs_peers=False)
-def none(group: Peers) -> Doubles:
+def none(group: GroupReturns) -> Doubles:
     """R: the return itself."""
     return group.returns_G
 
 
 @advantage(credits=("episode", "turn", "token"), additive=True)
-def dr_grpo(group: Peers) -> Doubles:
+def dr_grpo(group: GroupReturns) -> Doubles:
     """R - mean(R), not divided by the standard deviation, so groups of low variance are not amplified."""
     return _centered(group.returns_G)
 
 
 @advantage()
-def grpo(group: Peers, *, std_epsilon: float = 1e-4) -> Doubles:
+def grpo(group: GroupReturns, *, std_epsilon: float = 1e-4) -> Doubles:
     """(R - mean(R)) / (std(R) + epsilon), with the sample standard deviation (G - 1)."""
     return _standardized(group.returns_G, std_epsilon)
 
 
 @advantage(credits=("episode", "turn", "token"), additive=True)
-def rloo(group: Peers) -> Doubles:
+def rloo(group: GroupReturns) -> Doubles:
     """R minus the mean of the other attempts, which equals (R - mean(R)) G / (G - 1)."""
     count = len(group.returns_G)
     return _centered(group.returns_G) * (count / max(count - 1, 1))
 
 
 @advantage(credits=("token", "episode"), additive=True, needs_peers=False, normalise="whiten_tokens")
-def reinforce_pp(group: Peers) -> Doubles:
+def reinforce_pp(group: GroupReturns) -> Doubles:
     """REINFORCE++: the return, whitened over the tokens of the batch. The baseline is the batch, not the group."""
     return group.returns_G
 
 
 @advantage(credits=("episode", "turn", "token"), additive=True, normalise="whiten_tokens")
-def reinforce_pp_baseline(group: Peers) -> Doubles:
+def reinforce_pp_baseline(group: GroupReturns) -> Doubles:
     """REINFORCE++ with baseline: R - mean(R), whitened over the tokens of the batch."""
     return _centered(group.returns_G)
 
 
 @advantage()
-def maxrl(group: Peers) -> Doubles:
+def maxrl(group: GroupReturns) -> Doubles:
     """(R - mean(R)) / (mean(R) + 1e-6): rare successes weigh more, as in maximum likelihood.
 
     Assumes rewards that measure success from 0 up. A group with a mean of 0 or less gets 0: dividing by a negative mean
@@ -94,7 +94,7 @@ def maxrl(group: Peers) -> Doubles:
 
 
 @advantage(credits=("episode", "turn", "token"), additive=True)
-def opo(group: Peers) -> Doubles:
+def opo(group: GroupReturns) -> Doubles:
     """R - sum(T R) / sum(T), with T trained tokens: the minimum-variance baseline if the squared norm of an attempt's
     gradient is proportional to its length. If no attempt has tokens, all weigh the same."""
     total = float(group.lengths_G.sum())
@@ -106,7 +106,7 @@ def opo(group: Peers) -> Doubles:
 
 
 @advantage(credits=("episode",), parts=True, normalise="whiten_sequences")
-def gdpo(group: Peers, *, std_epsilon: float = 1e-4) -> Doubles:
+def gdpo(group: GroupReturns, *, std_epsilon: float = 1e-4) -> Doubles:
     """Normalize each individual reward within the group as in `grpo`, then sum them by weight. A high-variance reward
     does not dominate, and attempts with different rewards of equal sum remain distinguishable.
 
@@ -120,7 +120,7 @@ def gdpo(group: Peers, *, std_epsilon: float = 1e-4) -> Doubles:
 
 
 @advantage(credits=("episode",))
-def pass_at_k(group: Peers, *, pass_k: int | None = None) -> Doubles:
+def pass_at_k(group: GroupReturns, *, pass_k: int | None = None) -> Doubles:
     """An attempt's contribution to the best of k: the mean of max(S) - max(S without it) over all subsets S of k
     attempts that contain it. k is the number of attempts if not set, or if there are fewer than k.
 
@@ -144,7 +144,7 @@ def pass_at_k(group: Peers, *, pass_k: int | None = None) -> Doubles:
 
 
 @ADVANTAGES.register(credits=("token",), additive=True, needs_peers=False, critic=True, normalise="whiten_tokens")
-def gae(group: Peers, *, gae_lambda: float = 1.0) -> Doubles:
+def gae(group: GroupReturns, *, gae_lambda: float = 1.0) -> Doubles:
     """Generalized advantage estimation with a learned critic. The learner computes these advantages (`compute_gae`);
     there is no comparison within the group, so the result here is the plain return."""
     return group.returns_G
@@ -156,7 +156,7 @@ def is_uniform(rewards: Sequence[float] | Doubles, tolerance: float) -> bool:
     return len(rewards) == 0 or bool(max(rewards) - min(rewards) <= tolerance)
 
 
-def spread(values: Doubles) -> float:
+def sample_std(values: Doubles) -> float:
     """Sample standard deviation (N - 1), bit-identical in any order; 0 for fewer than two values. Deviations are scaled
     to 1 before squaring, so that no square overflows or underflows."""
     if _all_equal(values):
@@ -180,5 +180,73 @@ def _centered(values_G: Doubles) -> Doubles:
 
 
 def _standardized(values_G: Doubles, epsilon: float) -> Doubles:
-    scaled_G: Doubles = _centered(values_G) / (spread(values_G) + epsilon)
+    scaled_G: Doubles = _centered(values_G) / (sample_std(values_G) + epsilon)
     return scaled_G
+
+
+def compute_gae(rewards_T: Doubles, values_T: Doubles, gamma: float, lam: float) -> tuple[Doubles, Doubles]:
+    """Return the advantages A_t = d_t + gamma lam A_{t+1} with d_t = r_t + gamma V_{t+1} - V_t, and the critic's
+    targets A_t + V_t."""
+    assert len(rewards_T) == len(values_T)
+    values_T = values_T.astype(np.float64)
+    next_T = np.append(values_T[1:], 0.0)[: len(values_T)]
+    errors_T = rewards_T + gamma * next_T - values_T
+    return (advantages_T := discounted_sums(errors_T, gamma * lam)), advantages_T + values_T
+
+
+def discounted_sums(values_T: Doubles, factor: float) -> Doubles:
+    """Return sum over j >= t of factor^(j - t) values_j for every t."""
+    sums_T = np.array(values_T, dtype=np.float64)
+    if factor == 1:
+        return np.cumsum(sums_T[::-1])[::-1]
+    for t in range(len(sums_T) - 2, -1, -1):
+        sums_T[t] += factor * sums_T[t + 1]
+    return sums_T
+
+
+@dataclass(frozen=True)
+class BatchAdvantages:
+    """The advantages of a whole batch: one array per row with one value per trained token. `rewards` has one value per
+    attempt."""
+
+    advantages: list[Doubles]
+    rewards: Doubles
+
+
+@NORMALIZERS.register(alias="none")
+def no_normalizer(batch: BatchAdvantages) -> list[Doubles]:
+    """Leave advantages unchanged. The only normalizer that does not need the whole batch; it is never called."""
+    return batch.advantages
+
+
+@normalizer()
+def batch_std(batch: BatchAdvantages, *, std_epsilon: float = 1e-4) -> list[Doubles]:
+    """Divide by the standard deviation of the rewards of all attempts in the batch: one scale for all groups."""
+    return _scaled(batch.advantages, 0.0, sample_std(batch.rewards), std_epsilon)
+
+
+@normalizer()
+def whiten_tokens(batch: BatchAdvantages, *, std_epsilon: float = 1e-4) -> list[Doubles]:
+    """Mean 0 and standard deviation 1 over all trained tokens of the batch. Longer rows weigh more."""
+    return _whitened(batch.advantages, _joined(batch.advantages), std_epsilon)
+
+
+@normalizer()
+def whiten_sequences(batch: BatchAdvantages, *, std_epsilon: float = 1e-4) -> list[Doubles]:
+    """Mean 0 and standard deviation 1 over the rows of the batch, each counted once by its mean advantage."""
+    means = np.array([mean(row_T) for row_T in batch.advantages if len(row_T)], dtype=np.float64)
+    return _whitened(batch.advantages, means, std_epsilon)
+
+
+def _joined(rows: list[Doubles]) -> Doubles:
+    return np.concatenate(rows) if rows else np.zeros(0)
+
+
+def _whitened(rows: list[Doubles], values: Doubles, epsilon: float) -> list[Doubles]:
+    return _scaled(rows, mean(values) if len(values) else 0.0, sample_std(values), epsilon)
+
+
+def _scaled(rows: list[Doubles], center: float, scale: float, epsilon: float) -> list[Doubles]:
+    if scale == 0:
+        return [np.zeros_like(row_T) for row_T in rows]
+    return [(row_T - center) / (scale + epsilon) for row_T in rows]

@@ -17,16 +17,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from outpace.algorithms.registry import Facts
-from outpace.algorithms.tokens import Tokens, bounded_exp
+from outpace.algorithms.losses import LOG_RATIO_BOUND, Tokens, bounded_exp
+from outpace.algorithms.registry import Registration
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 WeightLevel = Literal["none", "token", "sequence"]
 Scope = Literal["token", "sequence", "batch"]
@@ -38,42 +40,44 @@ MAX_LOG_RATIO = 1e6
 
 
 @dataclass(frozen=True)
-class MaskFacts(Facts):
+class MaskRegistration(Registration):
     """A mask. `scope` is what the decision about a token depends on. Batch masks run on the complete batch and take
     numpy arrays; the others take the tokens of one pass."""
 
     scope: Scope = "token"
 
 
-MASKS: dict[str, MaskFacts] = {}
+MASKS: dict[str, MaskRegistration] = {}
 """Masks by their name in `correction.masks`."""
 
 
 def mask(scope: Scope) -> Callable[[F], F]:
     def register(function: F) -> F:
-        MASKS[function.__name__] = MaskFacts(function, function.__kwdefaults__ or {}, scope)
+        MASKS[function.__name__] = MaskRegistration(function, function.__kwdefaults__ or {}, scope)
         return function
 
     return register
 
 
-def weights(tokens: Tokens, log_rho_N: Tensor, level: WeightLevel, floor: float, cap: float | None) -> Tensor:
+def correction_weights(
+    tokens: Tokens, log_rho_N: Tensor, level: WeightLevel, floor: float, cap: float | None
+) -> Tensor:
     """Return rho per token, or its product over the sequence, truncated to [floor, cap]; 1 at level `none`."""
     if level == "none":
         return log_rho_N.new_ones(log_rho_N.shape)
     clamped_N = _clamped(log_rho_N)
     if level == "sequence":
-        clamped_N = tokens.spread(tokens.sum_by_sequence(clamped_N))
+        clamped_N = tokens.per_token(tokens.sum_by_sequence(clamped_N))
     return bounded_exp(clamped_N).clamp(min=floor, max=cap).to(log_rho_N.dtype)
 
 
-def keep(tokens: Tokens, log_rho_N: Tensor, masks: Mapping[str, Mapping[str, Any]]) -> Tensor:
+def keep_mask(tokens: Tokens, log_rho_N: Tensor, masks: Mapping[str, Mapping[str, Any]]) -> Tensor:
     """Return which tokens all masks keep. `masks` maps names to settings; batch masks are not allowed here."""
     kept_N = log_rho_N.new_ones(log_rho_N.shape).bool()
     for name, settings in masks.items():
-        facts = MASKS[name]
-        assert facts.scope != "batch", f"{name} needs the whole batch"
-        kept_N = kept_N & facts.function(tokens, log_rho_N, **settings)
+        registration = MASKS[name]
+        assert registration.scope != "batch", f"{name} needs the whole batch"
+        kept_N = kept_N & registration.function(tokens, log_rho_N, **settings)
     return kept_N
 
 
@@ -86,7 +90,7 @@ def token(tokens: Tokens, log_rho_N: Tensor, *, token_low: float = 0.5, token_hi
 @mask("sequence")
 def sequence(tokens: Tokens, log_rho_N: Tensor, *, sequence_low: float = 0.5, sequence_high: float = 2.0) -> Tensor:
     """Keep sequences whose product of ratios is within bounds. The longer the sequence, the less likely that is."""
-    return tokens.spread(_within(tokens.sum_by_sequence(_clamped(log_rho_N)), sequence_low, sequence_high))
+    return tokens.per_token(_within(tokens.sum_by_sequence(_clamped(log_rho_N)), sequence_low, sequence_high))
 
 
 @mask("sequence")
@@ -94,14 +98,14 @@ def geometric(
     tokens: Tokens, log_rho_N: Tensor, *, geometric_low: float = 0.99, geometric_high: float = 1.01
 ) -> Tensor:
     """Keep sequences whose geometric mean of ratios is within bounds, equally strict at every length."""
-    return tokens.spread(_within(tokens.mean_by_sequence(_clamped(log_rho_N)), geometric_low, geometric_high))
+    return tokens.per_token(_within(tokens.mean_by_sequence(_clamped(log_rho_N)), geometric_low, geometric_high))
 
 
 @mask("sequence")
 def veto(tokens: Tokens, log_rho_N: Tensor, *, veto_below: float = 1e-4) -> Tensor:
     """Reject sequences with any ratio below the bound: one token that is near-impossible under the old policy."""
     impossible_N = _clamped(log_rho_N) < _log(veto_below)
-    return tokens.spread(tokens.sum_by_sequence(impossible_N.double()) == 0)
+    return tokens.per_token(tokens.sum_by_sequence(impossible_N.double()) == 0)
 
 
 @mask("sequence")
@@ -112,7 +116,7 @@ def opsm(tokens: Tokens, log_rho_N: Tensor, *, opsm_delta: float = 0.1) -> Tenso
     Always compares the current policy with the sampler, independent of `log_rho_N`."""
     drift_N = _clamped(tokens.sampler_logp_N) - _clamped(tokens.logp_N.detach())
     far_S = tokens.mean_by_sequence(drift_N) > opsm_delta
-    return ~(tokens.spread(far_S) & (tokens.advantages_N < 0))
+    return ~(tokens.per_token(far_S) & (tokens.advantages_N < 0))
 
 
 @mask("batch")
@@ -143,3 +147,81 @@ def _within(log_ratio: Tensor, low: float, high: float) -> Tensor:
 
 def _log(bound: float) -> float:
     return math.log(bound) if bound > 0 else -math.inf
+
+
+RATIO_EDGES = (0.5, 0.8, 0.95, 1.05, 1.25, 2.0)
+"""Edges of the ratio histogram; an edge belongs to the bin above it."""
+
+RATIO_BINS = (
+    f"ratio_below_{RATIO_EDGES[0]:g}",
+    *(f"ratio_{low:g}_{high:g}" for low, high in pairwise(RATIO_EDGES)),
+    f"ratio_above_{RATIO_EDGES[-1]:g}",
+)
+"""Names of the sums that count the tokens per bin."""
+
+
+def staleness_sums(
+    logp_N: Tensor,
+    sampler_logp_N: Tensor,
+    advantages_N: Tensor,
+    coefficient_N: Tensor,
+    keep_N: Tensor,
+    fresh_N: Tensor,
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Return sums and maxima over the tokens of one pass, with a single device-to-host transfer.
+
+    `coefficient_N` is d(policy loss) / d log pi per token before aggregation. `keep_N` marks tokens that no mask
+    rejected. `fresh_N` marks tokens sampled by the version being trained; their mismatch is due to the engine alone.
+
+    - weight, weight_sq: of w = current / sampler, for `effective_sample_size`
+    - kl, kl_fresh: k3 estimate of KL(sampler || current), never negative
+    - tokens_fresh, tokens_positive, tokens_negative: token counts; positive and negative by the sign of the advantage
+    - masked, masked_positive, masked_negative: rejected tokens
+    - clipped_positive, clipped_negative: kept tokens with a non-zero advantage but no gradient in its direction
+    - `RATIO_BINS`: histogram of w
+    - maximum: ratio, the largest w
+    """
+    log_ratio_N = (logp_N.detach().double() - sampler_logp_N.double()).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    weights_N = log_ratio_N.exp()
+    kl_N = log_ratio_N.expm1() - log_ratio_N
+    positive_N, negative_N = advantages_N > 0, advantages_N < 0
+    clipped_N = keep_N & (coefficient_N * advantages_N >= 0)
+    terms = {
+        "weight": weights_N,
+        "weight_sq": weights_N.square(),
+        "kl": kl_N,
+        "kl_fresh": kl_N * fresh_N,
+        "tokens_fresh": fresh_N,
+        "tokens_positive": positive_N,
+        "tokens_negative": negative_N,
+        "masked": ~keep_N,
+        "masked_positive": ~keep_N & positive_N,
+        "masked_negative": ~keep_N & negative_N,
+        "clipped_positive": clipped_N & positive_N,
+        "clipped_negative": clipped_N & negative_N,
+        **_ratio_bins(weights_N),
+    }
+    largest = weights_N.max() if weights_N.numel() else weights_N.new_zeros(())
+    *sums, ratio = _fetch([*(values_N.sum() for values_N in terms.values()), largest], weights_N)
+    return dict(zip(terms, sums, strict=True)), {"ratio": ratio}
+
+
+def effective_sample_size(sums: Mapping[str, float], tokens: int) -> float:
+    """Return the normalized effective sample size, (sum w)^2 / (N sum w^2): 1 if all weights are equal."""
+    weight_sq = sums.get("weight_sq", 0.0)
+    return sums.get("weight", 0.0) ** 2 / (tokens * weight_sq) if tokens and weight_sq > 0 else 1.0
+
+
+def _ratio_bins(weights_N: Tensor) -> dict[str, Tensor]:
+    """Return which tokens are in each bin. Every token is in exactly one."""
+    above = [weights_N >= edge for edge in RATIO_EDGES]
+    inner = [low & ~high for low, high in pairwise(above)]
+    return dict(zip(RATIO_BINS, [~above[0], *inner, above[-1]], strict=True))
+
+
+def _fetch(scalars: list[Tensor], like: Tensor) -> list[float]:
+    """Copy all scalars to the host in one transfer."""
+    gathered = like.new_zeros(len(scalars))
+    for index, scalar in enumerate(scalars):
+        gathered[index] = scalar
+    return [float(number) for number in gathered.tolist()]

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, overload
 
 from outpace.errors import BadInput
-from outpace.references import is_reference, load_function, nearest
+from outpace.runtime.references import closest_names, is_reference, load_function
 
 Anchor = Literal["proximal", "rollout", "approximate"]
 Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "dr_grpo"]
@@ -25,12 +25,12 @@ Credit = Literal["episode", "turn", "token"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-FACTS = "__outpace__"
+REGISTRATION_ATTRIBUTE = "__outpace__"
 """Attribute of a registered function that holds its registration."""
 
 
 @dataclass(frozen=True)
-class Facts:
+class Registration:
     """A registered function. `parameters` are the settings it takes, with their defaults.
 
     `alias` is the name in the config if it differs from the function's."""
@@ -45,7 +45,7 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class SurrogateFacts(Facts):
+class PolicyLossRegistration(Registration):
     """A policy loss.
 
     - `anchors`: values of `algorithm.anchor` it supports, i.e. the old policies its ratio may use; first is default
@@ -62,7 +62,7 @@ class SurrogateFacts(Facts):
 
 
 @dataclass(frozen=True)
-class AdvantageFacts(Facts):
+class AdvantageRegistration(Registration):
     """An advantage estimator.
 
     - `normalise`: default of `algorithm.normalise`, the batch normalizer applied afterwards
@@ -81,7 +81,7 @@ class AdvantageFacts(Facts):
 
 
 @dataclass(frozen=True)
-class NormaliserFacts(Facts):
+class NormalizerRegistration(Registration):
     """A normalizer over the whole batch. It runs once all groups of the batch have arrived."""
 
 
@@ -92,19 +92,19 @@ class Registry:
     `setting` is the config key that names them, `word` their noun in messages, `decorator` their decorator in
     `outpace`."""
 
-    kind: type[Facts]
+    kind: type[Registration]
     setting: str
     word: str
     decorator: str
-    built_in: dict[str, Facts] = field(default_factory=dict)
-    own: dict[str, Facts] = field(default_factory=dict)
+    built_in: dict[str, Registration] = field(default_factory=dict)
+    own: dict[str, Registration] = field(default_factory=dict)
 
     def register(self, **fields: Any) -> Callable[[F], F]:
         """Return a decorator that registers a function. `fields` are the fields of `kind`."""
 
         def add(function: F) -> F:
             entry = self.kind(function, _parameters(function), **fields)
-            setattr(function, FACTS, entry)
+            setattr(function, REGISTRATION_ATTRIBUTE, entry)
             known = self.built_in if function.__module__.startswith("outpace.") else self.own
             known[entry.name] = entry
             return function
@@ -119,7 +119,7 @@ class Registry:
             return self.own[name]
         if not is_reference(name):
             raise BadInput(f"{self.setting}: {self._why_unknown(name)}")
-        found = getattr(load_function(name, self.setting), FACTS, None)
+        found = getattr(load_function(name, self.setting), REGISTRATION_ATTRIBUTE, None)
         if isinstance(found, self.kind):
             return found
         for other in REGISTRIES:
@@ -133,22 +133,22 @@ class Registry:
                 return f"{name} is {other.word}, not {self.word}"
         if name.endswith(".py"):
             return f"{name} is a file; name the function in it, as {name}:function"
-        close = nearest(name, {**self.built_in, **self.own})
+        close = closest_names(name, {**self.built_in, **self.own})
         known = f"use one of {', '.join(self.built_in)}, or package.module:function for your own"
         hint = f"did you mean {close[0]}?" if close else known
         return f"unknown {self.word.partition(' ')[2]} {name!r}; {hint}"
 
 
-SURROGATES = Registry(SurrogateFacts, "algorithm.surrogate", "a policy loss", "policy_loss")
-ADVANTAGES = Registry(AdvantageFacts, "algorithm.advantage", "an advantage estimator", "advantage")
-NORMALISERS = Registry(NormaliserFacts, "algorithm.normalise", "a batch normalizer", "normalizer")
-REGISTRIES = (SURROGATES, ADVANTAGES, NORMALISERS)
+POLICY_LOSSES = Registry(PolicyLossRegistration, "algorithm.surrogate", "a policy loss", "policy_loss")
+ADVANTAGES = Registry(AdvantageRegistration, "algorithm.advantage", "an advantage estimator", "advantage")
+NORMALIZERS = Registry(NormalizerRegistration, "algorithm.normalise", "a batch normalizer", "normalizer")
+REGISTRIES = (POLICY_LOSSES, ADVANTAGES, NORMALIZERS)
 
 
 @overload
-def surrogate(function: F, /) -> F: ...
+def policy_loss(function: F, /) -> F: ...
 @overload
-def surrogate(
+def policy_loss(
     *,
     anchors: tuple[Anchor, ...] = ...,
     aggregation: Aggregation = ...,
@@ -156,7 +156,7 @@ def surrogate(
     unbounded: bool = ...,
     ratio: bool = ...,
 ) -> Callable[[F], F]: ...
-def surrogate(
+def policy_loss(
     function: F | None = None,
     /,
     *,
@@ -167,7 +167,7 @@ def surrogate(
     ratio: bool = True,
 ) -> F | Callable[[F], F]:
     """Register a policy loss: `f(tokens: Tokens, *, settings…) -> loss per token`."""
-    register: Callable[[F], F] = SURROGATES.register(
+    register: Callable[[F], F] = POLICY_LOSSES.register(
         anchors=anchors, aggregation=aggregation, masks=masks, unbounded=unbounded, ratio=ratio
     )
     return register if function is None else register(function)
@@ -202,12 +202,12 @@ def advantage(
 
 
 @overload
-def normaliser(function: F, /) -> F: ...
+def normalizer(function: F, /) -> F: ...
 @overload
-def normaliser() -> Callable[[F], F]: ...
-def normaliser(function: F | None = None, /) -> F | Callable[[F], F]:
+def normalizer() -> Callable[[F], F]: ...
+def normalizer(function: F | None = None, /) -> F | Callable[[F], F]:
     """Register a normalizer: `f(batch: BatchAdvantages, *, settings…) -> per-token advantages, one array per row`."""
-    register: Callable[[F], F] = NORMALISERS.register()
+    register: Callable[[F], F] = NORMALIZERS.register()
     return register if function is None else register(function)
 
 

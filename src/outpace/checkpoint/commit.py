@@ -33,9 +33,27 @@ from pathlib import Path, PurePosixPath
 
 import msgspec
 
-from outpace import crash
-from outpace.checkpoint.durable import sync
 from outpace.errors import CorruptData
+from outpace.monitoring.line_file import read_lines
+from outpace.runtime import diagnostics
+
+
+def fsync_path(path: Path) -> None:
+    """Fsync a file, or a directory and the names in it."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Write a file and fsync it."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +87,7 @@ def begin(root: str | Path, step: int) -> Path:
     if temporary.exists():  # left by a killed writer
         _unname(temporary)
     temporary.mkdir()
-    crash.reached("commit.begin")
+    diagnostics.crash_point("commit.begin")
     return temporary
 
 
@@ -78,14 +96,14 @@ def commit(temporary: Path) -> Path:
     root, target = temporary.parent, temporary.parent / temporary.name.removeprefix(_UNFINISHED)
     try:
         _write_manifest(temporary, step_of(target))
-        crash.reached("commit.before_rename")
+        diagnostics.crash_point("commit.before_rename")
         _finish_replacement(root)
         _rename_to_step(temporary, target)
     except BaseException:
         discard(temporary)
         _finish_replacement(root)
         raise
-    crash.reached("commit.after_rename")
+    diagnostics.crash_point("commit.after_rename")
     _finish_replacement(root)
     return target
 
@@ -93,21 +111,21 @@ def commit(temporary: Path) -> Path:
 def _write_manifest(temporary: Path, step: int) -> None:
     """Fsync all files and directories, and write the manifest."""
     entries = [_sync_and_hash(path, temporary) for path in sorted(temporary.rglob("*")) if path.is_file()]
-    crash.reached("commit.before_manifest")
+    diagnostics.crash_point("commit.before_manifest")
     manifest = CheckpointManifest(step=step, files=entries)
     (temporary / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
-    sync(temporary / MANIFEST)
+    fsync_path(temporary / MANIFEST)
     for folder in [path for path in temporary.rglob("*") if path.is_dir()] + [temporary]:
-        sync(folder)
+        fsync_path(folder)
 
 
 def _rename_to_step(temporary: Path, target: Path) -> None:
     if target.exists():
         os.rename(target, _replaced_path(target))
-        crash.reached("commit.set_aside")
+        diagnostics.crash_point("commit.set_aside")
     os.rename(temporary, target)
     try:
-        sync(target.parent)
+        fsync_path(target.parent)
     except OSError:
         os.rename(target, temporary)  # not durable: a power loss could undo the rename
         raise
@@ -134,7 +152,7 @@ def prune(root: str | Path, keep: int, best: int | None = None) -> list[Path]:
 
     Checks only file names and sizes: the newest checkpoint was read back for its checksums when it was written."""
     assert keep >= 1, "the last complete checkpoint is never removed"
-    crash.reached("prune.before")
+    diagnostics.crash_point("prune.before")
     removed, complete = [], 0
     for path in _newest_first(Path(root)):
         is_complete = _sizes_match(path)
@@ -146,7 +164,7 @@ def prune(root: str | Path, keep: int, best: int | None = None) -> list[Path]:
     return removed
 
 
-def go_back(root: str | Path, step: int) -> None:
+def remove_newer(root: str | Path, step: int) -> None:
     """Prepare to resume from `step`: clean up, and remove newer checkpoints.
 
     Newer ones are damaged, or the run would resume from them. If kept, `prune` would count them as newest and delete
@@ -205,12 +223,12 @@ def step_of(checkpoint: str | Path) -> int:
     return _step_of(Path(checkpoint).name.removeprefix(_REPLACED))
 
 
-def steps(root: str | Path) -> list[int]:
+def list_steps(root: str | Path) -> list[int]:
     """Return the steps of all checkpoints, newest first. They may be incomplete."""
     return [step_of(path) for path in _newest_first(Path(root))]
 
 
-def of_step(root: str | Path, step: int) -> Path:
+def checkpoint_path(root: str | Path, step: int) -> Path:
     """Return the path of the checkpoint of `step`, whether or not it exists."""
     path = Path(root) / _name(step)
     return _replaced_path(path) if not path.exists() and _replaced_path(path).exists() else path
@@ -253,7 +271,7 @@ def _size_matches(checkpoint: Path, entry: FileEntry) -> bool:
 
 
 def _sync_and_hash(path: Path, root: Path) -> FileEntry:
-    sync(path)
+    fsync_path(path)
     return FileEntry(path.relative_to(root).as_posix(), path.stat().st_size, _crc32(path))
 
 
@@ -267,8 +285,8 @@ def _crc32(path: Path) -> int:
 
 def _remove(checkpoint: Path) -> None:
     unnamed = _unname(checkpoint)
-    sync(unnamed.parent)
-    crash.reached("prune.middle")
+    fsync_path(unnamed.parent)
+    diagnostics.crash_point("prune.middle")
     _erase(unnamed)
 
 
@@ -297,3 +315,29 @@ def _finish_replacement(root: Path) -> None:
             _erase(replaced)
         else:
             os.rename(replaced, target)
+
+
+CHECKPOINTS = "checkpoints"
+EVALUATIONS = "evals.jsonl"
+EVAL_REWARD = "eval/reward"
+
+
+def best_step(run: str | Path) -> int | None:
+    """Return the step of the best checkpoint of a run, or None if none was evaluated."""
+    return next(iter(best_first(run)), None)
+
+
+def best_first(run: str | Path) -> list[int]:
+    """Return the steps of all evaluated checkpoints, best first. They may be incomplete."""
+    rewards = _rewards(Path(run) / EVALUATIONS)
+    evaluated = [step for step in list_steps(Path(run) / CHECKPOINTS) if step in rewards]
+    return sorted(evaluated, key=lambda step: (rewards[step], step), reverse=True)
+
+
+def _rewards(path: Path) -> dict[int, float]:
+    """Return held-out rewards by version. After a resume, the later evaluation of a version counts."""
+    return {
+        line["step"]: float(line[EVAL_REWARD])
+        for line in read_lines(path)
+        if isinstance(line.get("step"), int) and isinstance(line.get(EVAL_REWARD), int | float)
+    }

@@ -20,10 +20,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from outpace.checkpoint.commit import MANIFEST, newest_complete, of_step, verify
-from outpace.checkpoint.retention import CHECKPOINTS, best_first
+from outpace.checkpoint.commit import CHECKPOINTS, MANIFEST, best_first, checkpoint_path, newest_complete, verify
 from outpace.errors import BadInput, CorruptData
-from outpace.models.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, describe_adapter, read_adapter
+from outpace.models.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_config_json, parse_adapter_config
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +98,7 @@ def _find(given: Path, best: bool) -> tuple[Path, Path]:
 
 def _best_complete(run: Path) -> Path | None:
     for step in best_first(run):
-        checkpoint = of_step(run / CHECKPOINTS, step)
+        checkpoint = checkpoint_path(run / CHECKPOINTS, step)
         try:
             verify(checkpoint)
         except CorruptData as error:
@@ -153,13 +152,13 @@ def _merge(model: dict[str, Any], adapters: Path, target: Path) -> None:
     import torch
     from safetensors.torch import load_file, save_file
 
-    from outpace.models.adapters import Adapters
     from outpace.models.loading import load_model
-    from outpace.weights.layout import distinct_tensors
+    from outpace.models.lora import LoraAdapters
+    from outpace.weights.shared_memory import distinct_tensors
 
     trusted = bool(model.get("trust_remote_code", False))
     loaded = load_model(model["path"], dtype="float32", device="cpu", trust_remote_code=trusted)
-    adapted = Adapters(loaded, read_adapter(adapters.with_name(ADAPTER_CONFIG).read_bytes()))
+    adapted = LoraAdapters(loaded, parse_adapter_config(adapters.with_name(ADAPTER_CONFIG).read_bytes()))
     adapted.load(load_file(adapters))
     save_file(distinct_tensors(adapted.merged(torch.float32)), target, metadata={"format": "pt"})
 
@@ -171,9 +170,11 @@ def _copy_adapters(model: str, adapters: Path, target: Path) -> None:
     from outpace.models.loading import resolve_model
 
     on_hub = "/" in model and not Path(model).expanduser().exists()
-    described = read_adapter(adapters.with_name(ADAPTER_CONFIG).read_bytes())
+    described = parse_adapter_config(adapters.with_name(ADAPTER_CONFIG).read_bytes())
     shutil.copyfile(adapters, target / ADAPTER_WEIGHTS)
-    (target / ADAPTER_CONFIG).write_bytes(describe_adapter(described, model if on_hub else str(resolve_model(model))))
+    (target / ADAPTER_CONFIG).write_bytes(
+        adapter_config_json(described, model if on_hub else str(resolve_model(model)))
+    )
 
 
 def _companions(source: Path) -> Iterator[Path]:

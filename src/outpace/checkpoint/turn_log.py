@@ -1,31 +1,248 @@
-"""MERGED"""
+"""Turn log: answers of unfinished groups, so that a group can resume after its worker or the run died.
+
+    record, close_group ─▶ queue ─▶ writer thread ─▶ a file under the worker's name
+    find ◀───────────────────────── writer thread ◀─ files of all workers, of this and earlier starts of the run
+
+The head of an entry identifies the request, its body is the answer. A closed group is an entry too: it invalidates what
+the same writer recorded for the group before. The file format is that of the journal.
+
+Invariants
+- A head identifies the request that the answer was sampled for: the episode, the request number, and a digest of prompt
+  and sampling parameters. The answer is used for no other request.
+- An answer is skipped if the head at its place has changed since it was indexed.
+- Recording never waits for the disk. A disk error loses recorded answers and logs a warning; the run continues.
+- The files of a worker hold at most as many bytes of closed groups as of open ones, plus `SPARE_BYTES`.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import queue
 import threading
+from collections.abc import Collection, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from outpace.checkpoint.entries import EntryFile, copied, files_of, read_entry
-from outpace.checkpoint.turns import (
-    FILE_BYTES,
-    KIND,
-    Answered,
-    Shelf,
-    owner_of,
-    packed_answer,
-    packed_closing,
-    question,
-    read_answers,
+import msgspec
+
+from outpace.checkpoint.journal import (
+    COMPACTED,
+    EntryFile,
+    JournalEntry,
+    copy_entries,
+    list_files,
+    pack_entry,
+    parse_file_name,
+    read_entry,
+    remove_other_files,
+    scan_entries,
 )
 from outpace.errors import CorruptData
-from outpace.types import Generation, GroupOrder, Ints, Place, Sampling
+from outpace.runtime import wire
+from outpace.types import Generation, GroupOrder, Ints, JournalLocation, Sampling, Version
 
 log = logging.getLogger(__name__)
+
+KIND = "turns"
+FILE_BYTES = 32 << 20
+MAX_SCANS = 20
+"""Maximum number of scans of a directory whose files are being replaced. Two are nearly always enough."""
+
+
+class RecordedAnswer(msgspec.Struct, frozen=True, array_like=True, tag="answered"):
+    """Head of a recorded answer. `number` is the request number in the episode. `min_version` is the oldest version
+    allowed to serve it; `oldest` and `newest` are the versions that did."""
+
+    position: int
+    group: int
+    min_version: Version
+    episode: int
+    number: int
+    request_digest: bytes
+    oldest: Version
+    newest: Version
+    tokens: int
+
+
+class ClosedGroup(msgspec.Struct, frozen=True, array_like=True, tag="closed"):
+    """Head of an entry that closes a group."""
+
+    position: int
+
+
+@dataclass(frozen=True)
+class TurnsFound:
+    """Recorded answers of an unfinished prompt visit."""
+
+    min_version: Version  # the highest that the visit was admitted with
+    newest: Version
+    answers: int
+
+
+def digest_request(prompt: Ints, sampling: Sampling) -> bytes:
+    """Return a digest of the prompt and the sampling parameters, without the seed."""
+    digest = hashlib.blake2b(prompt.tobytes(), digest_size=16)
+    digest.update(wire.encode(msgspec.structs.replace(sampling, seed=0)))
+    return digest.digest()
+
+
+def pack_answer(order: GroupOrder, episode: int, number: int, request_digest: bytes, answer: Generation) -> list[bytes]:
+    oldest, newest = version_range(answer, order.min_version)
+    head = RecordedAnswer(
+        order.position,
+        order.group,
+        order.min_version,
+        episode,
+        number,
+        request_digest,
+        oldest,
+        newest,
+        len(answer.tokens),
+    )
+    return pack_entry(wire.encode(head), wire.encode(answer))
+
+
+def pack_closed_group(position: int) -> list[bytes]:
+    return pack_entry(wire.encode(ClosedGroup(position)), b"")
+
+
+def version_range(answer: Generation, default: Version) -> tuple[Version, Version]:
+    """Return the oldest and newest version of the tokens, or `default` for an empty answer."""
+    if not len(answer.versions):
+        return default, default
+    return int(answer.versions.min()), int(answer.versions.max())
+
+
+class TurnIndex:
+    """Index of the recorded answers of all open positions, over all files. Keeps only heads in memory.
+
+    Files may grow or be replaced meanwhile; `refresh` continues from where it stopped."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._bytes_read: dict[str, int] = {}  # bytes read, by file
+        self._inodes: dict[str, int] = {}  # detects a file replaced under the same name
+        self._answers: dict[int, list[tuple[JournalLocation, RecordedAnswer]]] = {}
+
+    def refresh(self) -> None:
+        for _ in range(MAX_SCANS):
+            try:
+                inodes = {path.name: path.stat().st_ino for path in list_files(self._directory, KIND)}
+                self._forget({name for name, inode in self._inodes.items() if inodes.get(name) != inode})
+                self._inodes = inodes
+                for name in inodes:
+                    self._read_new_entries(self._directory / name)
+            except FileNotFoundError:
+                continue  # replaced since the listing; its entries are in another file now
+            return
+        log.warning("%s: files are replaced faster than they can be read; some answers are not reused", self._directory)
+
+    def answers_of(self, position: int) -> list[tuple[JournalLocation, RecordedAnswer]]:
+        return self._answers.get(position, [])
+
+    def positions(self) -> list[int]:
+        return list(self._answers)
+
+    def _read_new_entries(self, path: Path) -> None:
+        for entry in scan_entries(path, self._bytes_read.get(path.name, 0)):
+            self._bytes_read[path.name] = entry.place.offset + entry.place.length
+            self._add(path, entry)
+
+    def _add(self, path: Path, entry: JournalEntry) -> None:
+        head = _head_of(path, entry)
+        if isinstance(head, RecordedAnswer):
+            self._answers.setdefault(head.position, []).append((entry.place, head))
+        elif head is not None:
+            owner = file_owner(path.name)
+            self._replace_answers(
+                head.position,
+                [known for known in self.answers_of(head.position) if file_owner(known[0].segment) != owner],
+            )
+
+    def _replace_answers(self, position: int, answers: list[tuple[JournalLocation, RecordedAnswer]]) -> None:
+        if answers:
+            self._answers[position] = answers
+        else:
+            self._answers.pop(position, None)
+
+    def _forget(self, gone: set[str]) -> None:
+        if not gone:
+            return
+        for segment in gone:
+            self._bytes_read.pop(segment, None)
+        for position, answers in list(self._answers.items()):
+            self._replace_answers(position, [known for known in answers if known[0].segment not in gone])
+
+
+def file_owner(file: str) -> str | None:
+    name = parse_file_name(file, KIND)
+    return name.owner if name else None
+
+
+def read_answers(
+    directory: Path, known: list[tuple[JournalLocation, RecordedAnswer]]
+) -> Iterator[tuple[RecordedAnswer, Generation]]:
+    """Yield the answers that can be read and still match their heads."""
+    for place, head in known:
+        try:
+            answer = _answer_at(directory, place, head)
+        except (CorruptData, wire.WireError, OSError) as error:
+            log.warning("cannot read a recorded answer of group %d; it is sampled again: %s", head.group, error)
+        else:
+            yield head, answer
+
+
+def _answer_at(directory: Path, place: JournalLocation, head: RecordedAnswer) -> Generation:
+    entry = read_entry(directory / place.segment, place)
+    if wire.decode(entry.head, RecordedAnswer | ClosedGroup) != head:
+        raise CorruptData(f"the entry at {place} has been replaced")
+    return wire.decode(entry.body, Generation)
+
+
+def survey_turns(directory: Path, newest: Version | None = None) -> dict[int, TurnsFound]:
+    """Summarize the recorded answers of every open position, without answers that used a version after `newest`.
+
+    Blocks on the disk."""
+    index = TurnIndex(directory)
+    index.refresh()
+    heads = {position: [head for _, head in index.answers_of(position)] for position in index.positions()}
+    if newest is not None:
+        heads = {position: [head for head in found if head.newest <= newest] for position, found in heads.items()}
+    return {position: _summary(found) for position, found in heads.items() if found}
+
+
+def prune_turns(directory: Path, newest: Version, positions: Collection[int] | None = None) -> None:
+    """Delete the answers that used a version after `newest`, and those outside `positions` if given.
+
+    Weights newer than the resumed version no longer exist, so their answers cannot be used. Call before workers start.
+    A kill at any point leaves at worst some answers twice. Blocks on the disk."""
+    index = TurnIndex(directory)
+    index.refresh()
+    wanted = [position for position in index.positions() if positions is None or position in positions]
+    keep = [place for position in wanted for place, head in index.answers_of(position) if head.newest <= newest]
+    places = copy_entries(directory, COMPACTED, KIND, keep, FILE_BYTES)
+    remove_other_files(directory, KIND, {place.segment for place in places})
+
+
+def _summary(answers: list[RecordedAnswer]) -> TurnsFound:
+    return TurnsFound(
+        min_version=max(head.min_version for head in answers),
+        newest=max(head.newest for head in answers),
+        answers=len(answers),
+    )
+
+
+def _head_of(path: Path, entry: JournalEntry) -> RecordedAnswer | ClosedGroup | None:
+    try:
+        head: RecordedAnswer | ClosedGroup = wire.decode(entry.head, RecordedAnswer | ClosedGroup)
+    except wire.WireError as error:
+        log.warning("%s: skipping the entry at byte %d: %s", path, entry.place.offset, error)
+        return None
+    return head
+
 
 SPARE_BYTES = 4 << 20
 MOST_WAITING = 2_000
@@ -33,7 +250,7 @@ MOST_WAITING = 2_000
 GATHER_S = 0.05
 """Pause of the writer thread between batches: waking a thread costs more than writing."""
 
-Recorded = list[tuple[Answered, Generation]]
+Recorded = list[tuple[RecordedAnswer, Generation]]
 
 
 class _RecordJob(NamedTuple):  # created on the event loop; cheaper than a dataclass
@@ -133,9 +350,9 @@ class _Writer:
         self._directory = directory
         self._name = name
         self._spare_bytes = spare_bytes
-        self._index = Shelf(directory)
+        self._index = TurnIndex(directory)
         self._file: EntryFile | None = None
-        self._open: dict[int, list[Place]] = {}  # entries of this log that are still needed, by position
+        self._open: dict[int, list[JournalLocation]] = {}  # entries of this log that are still needed, by position
         self._open_bytes = 0
         self._all_bytes = 0
         self._took_over = False
@@ -177,13 +394,13 @@ class _Writer:
         self._all_bytes = sum(path.stat().st_size for path in self._files())
         self._took_over = True
         for position in self._index.positions():
-            for place, _ in self._index.of(position):
-                if owner_of(place.segment) == self._name:
+            for place, _ in self._index.answers_of(position):
+                if file_owner(place.segment) == self._name:
                     self._add(position, place)
 
     def _record(self, job: _RecordJob) -> None:
-        asked = question(job.prompt, job.sampling)
-        place = self._append(packed_answer(job.order, job.episode, job.number, asked, job.answer))
+        request_digest = digest_request(job.prompt, job.sampling)
+        place = self._append(pack_answer(job.order, job.episode, job.number, request_digest, job.answer))
         self._add(job.order.position, place)
 
     def _close_group(self, position: int) -> None:
@@ -191,27 +408,27 @@ class _Writer:
         if closed is None:
             return
         self._open_bytes -= sum(place.length for place in closed)
-        self._append(packed_closing(position))
+        self._append(pack_closed_group(position))
         if self._all_bytes - self._open_bytes > self._open_bytes + self._spare_bytes:
             self._rewrite()
 
     def _find(self, position: int) -> Recorded:
         self._index.refresh()
-        return list(read_answers(self._directory, self._index.of(position)))
+        return list(read_answers(self._directory, self._index.answers_of(position)))
 
-    def _append(self, pieces: list[bytes]) -> Place:
+    def _append(self, pieces: list[bytes]) -> JournalLocation:
         if self._file is None:
             self._file = EntryFile(self._directory, self._name, KIND)
         try:
             place = self._file.append(pieces)
         except OSError:
-            if not self._file.undone():
+            if not self._file.undo_append():
                 self._close()
             raise
         self._all_bytes += place.length
         return place
 
-    def _add(self, position: int, place: Place) -> None:
+    def _add(self, position: int, place: JournalLocation) -> None:
         self._open.setdefault(position, []).append(place)
         self._open_bytes += place.length
 
@@ -222,7 +439,7 @@ class _Writer:
         self._close()
         before = [(position, place) for position, places in self._open.items() for place in places]
         before = [known for known in before if _is_readable(self._directory, known[1])]
-        places = copied(self._directory, self._name, KIND, [place for _, place in before], FILE_BYTES)
+        places = copy_entries(self._directory, self._name, KIND, [place for _, place in before], FILE_BYTES)
         self._file = EntryFile(self._directory, self._name, KIND)
         keep = {self._file.path.name} | {place.segment for place in places}
         for path in self._files():
@@ -234,7 +451,7 @@ class _Writer:
         self._all_bytes = self._open_bytes
 
     def _files(self) -> list[Path]:
-        return [path for path in files_of(self._directory, KIND) if owner_of(path.name) == self._name]
+        return [path for path in list_files(self._directory, KIND) if file_owner(path.name) == self._name]
 
     def _log_failure(self, error: Exception) -> None:
         """Log a lost entry. Of several failures in a row, only the first is logged."""
@@ -243,7 +460,7 @@ class _Writer:
         self._failing = True
 
 
-def _is_readable(directory: Path, place: Place) -> bool:
+def _is_readable(directory: Path, place: JournalLocation) -> bool:
     try:
         read_entry(directory / place.segment, place)
     except (CorruptData, OSError) as error:

@@ -11,12 +11,31 @@ has the default of the function that takes it.
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, get_args
 
+import pydantic
 from pydantic import Field
 
-from outpace.algorithms.registry import Aggregation, Anchor, Credit
+from outpace.algorithms import ADVANTAGES, NORMALIZERS, POLICY_LOSSES
+from outpace.algorithms.corrections import MASKS, MaskRegistration
+from outpace.algorithms.registry import (
+    AdvantageRegistration,
+    Aggregation,
+    Anchor,
+    Credit,
+    NormalizerRegistration,
+    PolicyLossRegistration,
+    Registration,
+    Registry,
+)
 from outpace.config.section import Section
+from outpace.errors import BadInput, one_line
+
+if TYPE_CHECKING:
+    from outpace.config import Config
+
 
 Mask = Literal["token", "sequence", "geometric", "veto", "opsm", "m2po"]
 FunctionName = Literal["none"] | str
@@ -226,3 +245,124 @@ class GovernorConfig(Section):
     """Raise the lag by one after this many good steps in a row. Default: 5."""
     min_lag: int | None = Field(default=None, ge=0)
     """The lag is never lowered below this. Default: 0."""
+
+
+DEFAULT_POLICY_LOSS = "truncated_is"
+DEFAULT_ADVANTAGE = "dr_grpo"
+
+CHOICES = ("preset", "surrogate", "advantage", "normalise", "credit", "anchor", "aggregation")
+PARAMETERS = tuple(
+    key for key, info in AlgorithmConfig.model_fields.items() if info.default is None and key not in CHOICES
+)
+"""Keys of `[algorithm]` that a function may take as keyword-only arguments."""
+
+T = TypeVar("T", bound=Registration, covariant=True)
+F = TypeVar("F", bound=Registration)
+
+
+@dataclass(frozen=True)
+class ConfiguredFunction(Generic[T]):
+    """A registered function bound to the keyword arguments that the config sets."""
+
+    registration: T
+    settings: dict[str, Any]
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.registration.function(*arguments, **self.settings)
+
+
+def configured_policy_loss(config: AlgorithmConfig) -> ConfiguredFunction[PolicyLossRegistration]:
+    return _bind(_lookup(POLICY_LOSSES, config.surrogate or DEFAULT_POLICY_LOSS), config)
+
+
+def configured_advantage(config: AlgorithmConfig) -> ConfiguredFunction[AdvantageRegistration]:
+    return _bind(_lookup(ADVANTAGES, config.advantage or DEFAULT_ADVANTAGE), config)
+
+
+def configured_normalizer(config: AlgorithmConfig) -> ConfiguredFunction[NormalizerRegistration]:
+    return _bind(_lookup(NORMALIZERS, config.normalise or configured_advantage(config).registration.normalise), config)
+
+
+def configured_masks(config: CorrectionConfig) -> dict[str, ConfiguredFunction[MaskRegistration]]:
+    """Return every configured mask by name, both per-sequence and whole-batch masks: see `registration.scope`."""
+    return {name: _bind(MASKS[name], config) for name in config.masks or []}
+
+
+def _bind(registration: F, config: AlgorithmConfig | CorrectionConfig) -> ConfiguredFunction[F]:
+    given = {name: getattr(config, name) for name in registration.parameters}
+    return ConfiguredFunction(
+        registration, {name: registration.parameters[name] if value is None else value for name, value in given.items()}
+    )
+
+
+def _lookup(registry: Registry, name: str) -> Any:
+    """Return the registration of `name`, after checking a user's own. The name may hold line breaks, so the error is
+    reduced to one line."""
+    try:
+        registration = registry.find(name)
+    except BadInput as error:
+        raise BadInput(one_line(error, limit=600)) from error
+    if name not in registry.built_in:
+        _check_parameters(registration, registry.setting)
+        for problem in _decorator_problems(registration):
+            raise BadInput(f"{registry.setting}: {registration.name} {problem}")
+    return registration
+
+
+def _check_parameters(registration: Registration, setting: str) -> None:
+    """Check that a user's function takes only existing settings, and that its defaults are valid values of them."""
+    for name, default in registration.parameters.items():
+        if name not in PARAMETERS:
+            raise BadInput(
+                f"{setting}: {registration.name} takes {name}, which is not a setting of [algorithm]; "
+                f"rename it to one of {', '.join(PARAMETERS)}, or make it a constant"
+            )
+        try:
+            AlgorithmConfig.model_validate({name: default})
+        except pydantic.ValidationError:
+            raise BadInput(
+                f"{setting}: {registration.name} has the default {name} = {one_line(repr(default), limit=60)}, "
+                f"which is not a valid value of algorithm.{name}; change the default"
+            ) from None
+
+
+def _decorator_problems(registration: Registration) -> Iterator[str]:
+    """Yield what is wrong with the arguments of a user's decorator, which does not check types when it runs."""
+    if isinstance(registration, PolicyLossRegistration):
+        yield from _name_problems("anchors", registration.anchors, get_args(Anchor), needed=True)
+        yield from _name_problems("masks", registration.masks, tuple(MASKS))
+        yield from _name_problems("aggregation", (registration.aggregation,), get_args(Aggregation))
+    if isinstance(registration, AdvantageRegistration):
+        yield from _name_problems("credits", registration.credits, get_args(Credit), needed=True)
+        if "token" in registration.credits and not registration.additive:
+            yield (
+                'lists "token" in credits, which requires an advantage of the form return minus baseline; '
+                'set additive=True if it has this form, or remove "token"'
+            )
+
+
+def _name_problems(argument: str, given: Any, known: tuple[str, ...], *, needed: bool = False) -> Iterator[str]:
+    if not isinstance(given, tuple | list):
+        yield f"has {argument} = {one_line(repr(given), limit=60)}; give a tuple of {', '.join(known)}"
+        return
+    if needed and not given:
+        yield f"has an empty {argument}; give at least one of {', '.join(known)}"
+    for name in given:
+        if name not in known:
+            yield f"has an unknown value in {argument}: {one_line(repr(name), limit=60)}; use {', '.join(known)}"
+
+
+def full_batch_reasons(config: Config) -> Iterator[str]:
+    """Yield the reasons why the learner needs the complete batch before it can start; none if it can stream."""
+    algorithm = config.algorithm
+    if (estimator := configured_advantage(algorithm).registration).critic:
+        yield f"the advantage estimator {estimator.name} needs the values of the whole batch"
+    if (normalizer := configured_normalizer(algorithm).registration) is not NORMALIZERS.find("none"):
+        yield f"the normalizer {normalizer.name} needs statistics of the whole batch"
+    if algorithm.updates * algorithm.passes > 1:
+        yield "several updates per batch need the whole batch"
+    for name, mask in configured_masks(config.correction).items():
+        if mask.registration.scope == "batch":
+            yield f"the mask {name} needs the tokens of the whole batch"
+    if config.kl.coefficient > 0 and config.kl.place == "reward":
+        yield 'kl.place = "reward" changes rewards before advantages are computed'

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outpace.errors import BadInput
-from outpace.references import nearest
+from outpace.runtime.references import closest_names
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ PRESETS: dict[str, Preset] = {
 
 def find_preset(name: str) -> Preset:
     if name not in PRESETS:
-        close = nearest(name, PRESETS, count=2)
+        close = closest_names(name, PRESETS, count=2)
         hint = f"did you mean {' or '.join(close)}?" if close else f"use one of {', '.join(PRESETS)}"
         raise BadInput(f"algorithm.preset: unknown preset {name!r}; {hint}")
     return PRESETS[name]

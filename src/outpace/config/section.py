@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
+
 from pydantic import BaseModel, ConfigDict
 
 
@@ -11,3 +16,106 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+
+def parse_text(text: str, annotation: Any) -> Any:
+    """Return `text` parsed as a value of the type. Text that does not parse is returned unchanged, for the validator to
+    reject."""
+    options = get_args(annotation)
+    if NoneType in options:
+        option = next(option for option in options if option is not NoneType)
+        if text.strip().lower() == "none" and not _allows_literal(annotation, "none"):
+            return [] if _is_list_of_literals(option) else None
+        return parse_text(text, option)
+    if get_origin(annotation) is list:
+        return _parse_list(text, options[0])
+    if get_origin(annotation) is dict:
+        return _parse_table(text)
+    if annotation is bool:
+        return {"true": True, "false": False}.get(text.strip().lower(), text)
+    if annotation in (int, float):
+        try:
+            return annotation(text)
+        except ValueError:
+            return text
+    return text
+
+
+def _parse_list(text: str, item: Any) -> Any:
+    """Parse a JSON list, or comma-separated items."""
+    if text.lstrip().startswith("["):
+        return _json_or_text(text)
+    return [parse_text(part.strip(), item) for part in text.split(",")] if text.strip() else []
+
+
+def _parse_table(text: str) -> Any:
+    """Parse a JSON object, or comma-separated `name=value` pairs whose values may be JSON; `none` is an empty table."""
+    if text.strip().lower() == "none":
+        return {}
+    if text.lstrip().startswith("{"):
+        return _json_or_text(text)
+    try:
+        return dict(_named_values(text.strip()))
+    except ValueError:
+        return text
+
+
+def _named_values(text: str) -> Iterator[tuple[str, Any]]:
+    while text:
+        name, equals, rest = text.partition("=")
+        if not equals or not name.strip() or "," in name:
+            raise ValueError("every value needs a name")
+        value, text = _first_value(rest.lstrip())
+        yield name.strip(), value
+
+
+def _first_value(text: str) -> tuple[Any, str]:
+    """Return the first value, and the text after the comma that follows it. Commas inside the value do not count."""
+    if text.startswith(('"', "[", "{")):
+        try:
+            value, end = json.JSONDecoder().raw_decode(text)
+        except (ValueError, RecursionError):
+            value, end = None, -1
+        remainder = text[end:].lstrip()
+        if end > 0 and remainder[:1] in ("", ","):
+            return value, remainder[1:]
+    plain, _, rest = text.partition(",")
+    return _json_or_text(plain.strip()), rest
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _allows_literal(annotation: Any, word: str) -> bool:
+    """Return whether `word` is one of the type's literals, as `none` is for `correction.weight`."""
+    return any(option == word or _allows_literal(option, word) for option in get_args(annotation))
+
+
+def _is_list_of_literals(annotation: Any) -> bool:
+    """Return whether the type is a list of literals, such as `correction.masks`, for which `none` is the empty list."""
+    return get_origin(annotation) is list and get_origin(get_args(annotation)[0]) is Literal
+
+
+def takes_text(annotation: Any) -> bool:
+    return annotation is str or get_origin(annotation) is Literal or str in get_args(annotation)
+
+
+def type_name(annotation: Any) -> str:
+    """Return a readable type name: `integer`, `wait|drop`, `list of text`. If `none` is a literal of the type, it does
+    not mean "not set" and is not listed separately."""
+    options = get_args(annotation)
+    if NoneType in options and _allows_literal(annotation, "none"):
+        return "text" if str in options else type_name(options[0])
+    if get_origin(annotation) is Literal:
+        return "|".join(map(str, options))
+    if get_origin(annotation) is list:
+        return f"list of {type_name(options[0])}"
+    if get_origin(annotation) is dict:
+        return "table"
+    if NoneType in options:
+        return " or ".join(dict.fromkeys(type_name(option) for option in options))
+    return {bool: "true|false", int: "integer", float: "number", str: "text", NoneType: "none"}[annotation]

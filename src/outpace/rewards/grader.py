@@ -16,17 +16,14 @@ from typing import Any
 import msgspec
 
 from outpace.errors import RewardFailed
-from outpace.rewards.arguments import unpacked
-from outpace.rewards.evaluator import call_wired, is_evaluator
-from outpace.rewards.outcomes import checked
-from outpace.runtime.code import Source
-from outpace.runtime.servant_child import Done, Raised, serve
-from outpace.runtime.values import sendable
+from outpace.rewards.functions import call_evaluator, check_scores, is_evaluator, unpack_arguments
+from outpace.runtime.by_value import UserCodeSource, encodable_text
+from outpace.runtime.user_code_child import DoneReply, RaisedReply, serve_user_code
 
 SETTING = "rewards.functions"
 
 
-class Load(msgspec.Struct, tag="load"):
+class LoadReward(msgspec.Struct, tag="load"):
     """Load a function from `reference`, or from `code` if that is empty (see `outpace.runtime.by_value`)."""
 
     id: int
@@ -35,7 +32,7 @@ class Load(msgspec.Struct, tag="load"):
     code: bytes
 
 
-class Ask(msgspec.Struct, tag="ask"):
+class ScoreRequest(msgspec.Struct, tag="ask"):
     """Call a function on `count` completions, starting at sample `first` of the group. `arguments` and `by_value` come
     from `pack_arguments`."""
 
@@ -47,41 +44,41 @@ class Ask(msgspec.Struct, tag="ask"):
     first: int = 0
 
 
-class Scores(msgspec.Struct, tag="scores"):
+class ScoreReply(msgspec.Struct, tag="scores"):
     id: int
     values: list[float | None]
 
 
-class Refused(msgspec.Struct, tag="refused"):
+class ScoresRejected(msgspec.Struct, tag="refused"):
     """The function returned an invalid value; the message names the value and the sample."""
 
     id: int
     message: str
 
 
-Order = Load | Ask
-Answer = Done | Scores | Refused | Raised
+GraderRequest = LoadReward | ScoreRequest
+GraderReply = DoneReply | ScoreReply | ScoresRejected | RaisedReply
 
 
 def main() -> None:
-    serve("grader", Order, partial(_handle, {}))
+    serve_user_code("grader", GraderRequest, partial(_handle, {}))
 
 
-def _handle(functions: dict[str, Any], request: Order) -> Done | Scores | Refused:
-    if isinstance(request, Load):
-        functions[request.function] = Source(request.reference, request.code).load(SETTING)
-        return Done(request.id)
+def _handle(functions: dict[str, Any], request: GraderRequest) -> DoneReply | ScoreReply | ScoresRejected:
+    if isinstance(request, LoadReward):
+        functions[request.function] = UserCodeSource(request.reference, request.code).load(SETTING)
+        return DoneReply(request.id)
     returned = _call(request, functions[request.function])
     try:
-        return Scores(request.id, checked(request.function, returned, request.count, request.first))
+        return ScoreReply(request.id, check_scores(request.function, returned, request.count, request.first))
     except RewardFailed as error:
-        return Refused(request.id, sendable(str(error)))
+        return ScoresRejected(request.id, encodable_text(str(error)))
 
 
-def _call(request: Ask, function: Any) -> Any:
-    arguments = unpacked(request.arguments, request.by_value, request.count)
+def _call(request: ScoreRequest, function: Any) -> Any:
+    arguments = unpack_arguments(request.arguments, request.by_value, request.count)
     single = is_evaluator(function)
-    returned = call_wired(function, arguments) if single else function(**arguments)
+    returned = call_evaluator(function, arguments) if single else function(**arguments)
     returned = _await_result(returned) if inspect.isawaitable(returned) else returned
     return [returned] if single else returned
 

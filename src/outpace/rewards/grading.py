@@ -34,23 +34,20 @@ import msgspec
 
 from outpace.errors import BadInput, RewardFailed, one_line
 from outpace.protocols import Reward
-from outpace.rewards.evaluator import is_evaluator, wired
-from outpace.rewards.outcomes import Scores, checked
-from outpace.rewards.pool import GraderPool
-from outpace.rewards.registry import is_async, keeps_own_time
-from outpace.runtime.limits import TimeLimitError, is_ours, within
-from outpace.runtime.per_loop import PerLoop
-from outpace.runtime.servant import CallRaised, ServantDied
-from outpace.runtime.signature import accepted, named
-from outpace.runtime.threads import in_thread
-from outpace.types import Episode, Task
+from outpace.rewards.functions import Scores, check_scores, encode_evaluator_arguments, is_evaluator
+from outpace.rewards.grader_pool import GraderPool
+from outpace.rewards.registry import has_own_timeout, is_async
+from outpace.runtime.async_tools import PerLoop, TimeLimitError, is_own_cancellation, run_in_thread, with_time_limit
+from outpace.runtime.references import accepted_parameters, named_parameters
+from outpace.runtime.user_code import UserCodeDied, UserCodeError
+from outpace.types import Episode, Task, Trajectory
 
 MAX_THREADS = 8
 """Concurrent synchronous calls per event loop. Further calls wait; their timeout starts when they run."""
 
 
 @dataclass(frozen=True)
-class Graded:
+class GradedCompletion:
     """Scores of one completion. `parts` holds the unweighted scores of the functions that applied."""
 
     total: float | None
@@ -67,7 +64,7 @@ async def grade(
     pool: GraderPool | None = None,
     attempts: tuple[Task, Sequence[Episode]] | None = None,
     on_request: Mapping[str, Sequence[Any]] | None = None,
-) -> list[Graded]:
+) -> list[GradedCompletion]:
     """Grade `completions`. Prompts and every column have one value per completion; weights default to 1.
 
     Functions contained in `pool` run in its processes. `attempts` holds the task and the same completions as episodes,
@@ -96,15 +93,15 @@ async def _gather_all(calls: Iterable[Coroutine[Any, Any, Scores]]) -> list[Scor
     return cast(list[Scores], results)
 
 
-def _weighted_total(by_name: dict[str, Scores], weights: dict[str, float], sample: int) -> Graded:
+def _weighted_total(by_name: dict[str, Scores], weights: dict[str, float], sample: int) -> GradedCompletion:
     given = {name: scores[sample] for name, scores in by_name.items()}
     parts = {name: score for name, score in given.items() if score is not None}
     if not parts:
-        return Graded(None, {})
+        return GradedCompletion(None, {})
     total = sum(weights[name] * score for name, score in parts.items())
     if not math.isfinite(total):
         raise RewardFailed(f"the weighted sum of {', '.join(parts)} for sample {sample} is {total}")
-    return Graded(total, parts)
+    return GradedCompletion(total, parts)
 
 
 @dataclass(frozen=True)
@@ -143,8 +140,8 @@ def _with_function_name(call: _Call, error: RewardFailed) -> RewardFailed:
 async def _score(
     call: _Call, arguments: Mapping[str, Sequence[Any]], on_request: Mapping[str, Sequence[Any]]
 ) -> Scores:
-    chosen = {key: arguments[key] for key in accepted(call.function, arguments)}
-    chosen |= {key: on_request[key] for key in named(call.function, on_request)}
+    chosen = {key: arguments[key] for key in accepted_parameters(call.function, arguments)}
+    chosen |= {key: on_request[key] for key in named_parameters(call.function, on_request)}
     given = {key: list(values) for key, values in chosen.items()}
     if call.process is not None:
         return await _in_process(call, call.process, lambda: given)
@@ -173,7 +170,7 @@ async def _score_each(call: _Call, attempts: tuple[Task, Sequence[Episode]] | No
 
 async def _score_one(call: _Call, task: Task, episode: Episode) -> Scores:
     if call.process is not None:
-        return await _in_process(call, call.process, lambda: wired(task, episode))
+        return await _in_process(call, call.process, lambda: encode_evaluator_arguments(task, episode))
     copied = msgspec.structs.replace(episode, completion=_copy_containers(episode.completion))
     return _checked(call, [await _in_worker(call, partial(call.function, task, copied))])
 
@@ -186,9 +183,9 @@ async def _in_process(call: _Call, pool: GraderPool, given: Callable[[], dict[st
         return await pool.call(call.name, given(), call.count, call.timeout_s, call.first)
     except TimeLimitError:
         raise _timed_out(call) from None
-    except CallRaised as error:
+    except UserCodeError as error:
         raise _failed(call, f"raised {error.kind} on {call.samples}: {error.message}") from error
-    except ServantDied as error:
+    except UserCodeDied as error:
         failure = RewardFailed(f"the grader process of reward {call.name} {error} on {call.samples}")
         raise _with_function_name(call, failure) from None
     except BadInput as error:  # a column that cannot be sent to another process
@@ -198,16 +195,16 @@ async def _in_process(call: _Call, pool: GraderPool, given: Callable[[], dict[st
 
 
 async def _in_worker(call: _Call, work: Callable[[], Any]) -> Any:
-    limit = math.inf if keeps_own_time(call.function) else call.timeout_s
+    limit = math.inf if has_own_timeout(call.function) else call.timeout_s
     try:
-        return await (within(limit, work()) if is_async(call.function) else _run_in_thread(work, limit))
+        return await (with_time_limit(limit, work()) if is_async(call.function) else _run_in_thread(work, limit))
     except TimeLimitError:
         raise _timed_out(call) from None
     except RewardFailed as error:  # raised by a built-in function
         raise _with_function_name(call, error) from error.__cause__
     # Boundary to user code, which may raise anything, including SystemExit.
     except BaseException as error:
-        if is_ours(error):
+        if is_own_cancellation(error):
             raise
         raise _failed(call, f"raised {type(error).__name__} on {call.samples}: {one_line(error)}") from error
 
@@ -222,18 +219,18 @@ def _failed(call: _Call, what: str) -> RewardFailed:
 
 def _checked(call: _Call, returned: Any) -> Scores:
     try:
-        return checked(call.name, returned, call.count, call.first)
+        return check_scores(call.name, returned, call.count, call.first)
     except RewardFailed as error:
         raise _with_function_name(call, error) from error.__cause__
 
 
 async def _run_in_thread(call: Callable[[], Any], timeout_s: float) -> Any:
     async with _thread_slots():
-        returned, error = await within(timeout_s, in_thread(call))
+        returned, error = await with_time_limit(timeout_s, run_in_thread(call))
     if error is not None:
         raise error
     if inspect.isawaitable(returned):  # a plain function that returns a coroutine
-        return await within(timeout_s, returned)
+        return await with_time_limit(timeout_s, returned)
     return returned
 
 
@@ -242,3 +239,47 @@ _slots_by_loop: PerLoop[asyncio.Semaphore] = PerLoop()
 
 def _thread_slots() -> asyncio.Semaphore:
     return _slots_by_loop.get(lambda: asyncio.Semaphore(MAX_THREADS))
+
+
+OVERLONG_REWARD = "overlong"
+"""Key of the penalty in `Episode.rewards`."""
+
+
+@dataclass(frozen=True)
+class OverlongPenalty:
+    """Linear length penalty over the last `buffer` tokens before `limit`, from 0 up to `penalty`."""
+
+    limit: int
+    buffer: int
+    penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        assert self.buffer > 0
+
+    def of(self, tokens: int) -> float:
+        """Return min(-(tokens - (limit - buffer)) / buffer * penalty, 0), but at least -penalty.
+
+        The lower bound matters for multi-turn episodes, whose total may exceed the limit of a single completion."""
+        used = (tokens - (self.limit - self.buffer)) / self.buffer
+        return -min(used, 1.0) * self.penalty if used > 0 else 0.0
+
+
+def apply_overlong_penalty(episode: Episode, rule: OverlongPenalty | None) -> Episode:
+    """Return the episode with the penalty for its sampled tokens added to its reward, and to trajectory rewards if set.
+
+    Failed episodes are returned unchanged."""
+    if rule is None or episode.error is not None:
+        return episode
+    loss = rule.of(sum(int(trajectory.mask.sum()) for trajectory in episode.trajectories))
+    return msgspec.structs.replace(
+        episode,
+        trajectories=[_penalized(trajectory, loss) for trajectory in episode.trajectories],
+        reward=episode.reward + loss,
+        rewards={**episode.rewards, OVERLONG_REWARD: loss},
+    )
+
+
+def _penalized(trajectory: Trajectory, loss: float) -> Trajectory:
+    if trajectory.reward is None:
+        return trajectory
+    return msgspec.structs.replace(trajectory, reward=trajectory.reward + loss)

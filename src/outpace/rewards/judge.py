@@ -18,23 +18,141 @@ Invariants of the HTTP client (`JudgeEndpoint`)
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
+import random
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
 from outpace.config import Config
-from outpace.config.agents import JudgeConfig
-from outpace.errors import BadInput, RequestFailed, RewardFailed
+from outpace.config.sections import JudgeConfig
+from outpace.errors import BadInput, RequestFailed, RewardFailed, one_line
 from outpace.models.chat import as_text
-from outpace.rewards.endpoint import Endpoint, shared_endpoint
-from outpace.rewards.text import Completion
-from outpace.runtime.together import together
+from outpace.rewards.builtin import Completion
+from outpace.runtime.async_tools import PerLoop, gather_or_cancel
+
+if TYPE_CHECKING:
+    import aiohttp
+
+
+FIRST_BACKOFF_S = 0.5
+"""Backoff before the first retry, before jitter; doubles with each retry."""
+MAX_RESPONSE_BYTES = 1 << 22
+
+
+class _Retry(Exception):
+    """A failure worth retrying. `after_s` is the server's Retry-After."""
+
+    def __init__(self, why: str, after_s: float = 0.0) -> None:
+        super().__init__(why)
+        self.after_s = after_s
+
+
+class JudgeEndpoint:
+    """HTTP client with a concurrency limit, retries and bounded responses."""
+
+    def __init__(self, concurrency: int) -> None:
+        import aiohttp
+
+        self.users = 0
+        self._slots = asyncio.Semaphore(concurrency)
+        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=concurrency))
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def post(
+        self, address: str, body: dict[str, Any], headers: Mapping[str, str], timeout_s: float, retries: int
+    ) -> bytes:
+        """Return the body of a 200 response; raises `RequestFailed` that names the address otherwise."""
+        async with self._slots:
+            last = ""
+            try:
+                async with asyncio.timeout(timeout_s) as limit:
+                    for attempt in range(retries + 1):
+                        try:
+                            return await self._once(address, body, headers)
+                        except _Retry as error:
+                            last = str(error)
+                            if attempt < retries:
+                                await _back_off(attempt, error.after_s, limit)
+            except TimeoutError:
+                earlier = f"; earlier it {last}" if last else ""
+                raise RequestFailed(f"{address} did not answer within {timeout_s:g} s{earlier}") from None
+            raise RequestFailed(f"{address} {last}")
+
+    async def _once(self, address: str, body: dict[str, Any], headers: Mapping[str, str]) -> bytes:
+        import aiohttp
+
+        try:
+            async with self._session.post(address, json=body, headers=headers, allow_redirects=False) as response:
+                content = await _read_bounded(response)
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError) as error:
+            raise _Retry(f"cannot be reached: {one_line(error) or type(error).__name__}") from error
+        except aiohttp.ClientError as error:
+            raise RequestFailed(f"request to {address} failed: {type(error).__name__}: {one_line(error)}") from error
+        if response.status == 200:
+            return content
+        why = f"answered {response.status}: {one_line(content.decode('utf-8', 'replace'))}"
+        if response.status == 429 or response.status >= 500:
+            raise _Retry(why, _retry_after_s(response.headers.get("Retry-After", "")))
+        raise RequestFailed(f"{address} {why}")
+
+
+_endpoints: PerLoop[dict[int, JudgeEndpoint]] = PerLoop()
+
+
+@asynccontextmanager
+async def shared_endpoint(concurrency: int) -> AsyncIterator[JudgeEndpoint]:
+    """Yield the endpoint of the running event loop with that concurrency limit."""
+    endpoints = _endpoints.get(dict)
+    if concurrency not in endpoints:
+        endpoints[concurrency] = JudgeEndpoint(concurrency)
+    endpoint = endpoints[concurrency]
+    endpoint.users += 1
+    try:
+        yield endpoint
+    finally:
+        endpoint.users -= 1
+        if not endpoint.users:
+            del endpoints[concurrency]
+            await endpoint.close()
+
+
+async def _read_bounded(response: aiohttp.ClientResponse) -> bytes:
+    content = bytearray()
+    async for chunk in response.content.iter_any():
+        content += chunk
+        if len(content) > MAX_RESPONSE_BYTES:
+            raise RequestFailed(f"{response.url} sent more than {MAX_RESPONSE_BYTES} bytes")
+    return bytes(content)
+
+
+def backoff_s(attempt: int, asked_s: float) -> float:
+    """Return the wait before the next retry: exponential backoff with jitter, but at least the server's Retry-After."""
+    return max(asked_s, FIRST_BACKOFF_S * 2.0**attempt * random.uniform(0.5, 1.5))
+
+
+async def _back_off(attempt: int, asked_s: float, limit: asyncio.Timeout) -> None:
+    """Wait before the next attempt; raise `TimeoutError` at once if the wait would exceed the timeout."""
+    pause = backoff_s(attempt, asked_s)
+    ends = asyncio.get_running_loop().time() + pause
+    if ends >= (limit.when() or 0.0):
+        raise TimeoutError
+    await asyncio.sleep(pause)
+
+
+def _retry_after_s(header: str) -> float:
+    """Parse Retry-After in seconds. A date is ignored, because it would require synchronized clocks."""
+    return float(header) if header.isdigit() else 0.0
+
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +218,7 @@ class Judge:
         rows = [{name: values[sample] for name, values in columns.items()} for sample in samples]
         questions = [self.question(prompts[each], completions[each], rows[each]) for each in samples]
         async with shared_endpoint(self.settings.concurrency) as endpoint:
-            scores = await together(*(self._score(endpoint, question) for question in questions))
+            scores = await gather_or_cancel(*(self._score(endpoint, question) for question in questions))
         if unscored := scores.count(None):
             log.warning("judge: no score found in %d of %d replies", unscored, len(scores))
         return scores
@@ -113,7 +231,7 @@ class Judge:
         filled["completion"] = _delimited(as_text(completion), fence)
         return PLACEHOLDER.sub(lambda name: filled.get(name[1], name[0]), self.settings.prompt or DEFAULT_PROMPT)
 
-    async def _score(self, endpoint: Endpoint, question: str) -> float | None:
+    async def _score(self, endpoint: JudgeEndpoint, question: str) -> float | None:
         body = {
             "model": self.settings.model,
             "messages": [{"role": "user", "content": question}],
@@ -126,7 +244,7 @@ class Judge:
             )
         except RequestFailed as error:
             raise RewardFailed(f"reward judge: {error}") from error
-        return score_in(_text(reply), self.settings.scale)
+        return parse_score(_text(reply), self.settings.scale)
 
     def _address(self) -> str:
         return f"{str(self.settings.base_url).rstrip('/')}/chat/completions"
@@ -136,7 +254,7 @@ class Judge:
         return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-def score_in(text: str, scale: float) -> float | None:
+def parse_score(text: str, scale: float) -> float | None:
     """Return the last score in the text divided by `scale`, clipped to [0, 1]; None if there is no score."""
     found = SCORE.findall(text)
     return min(1.0, max(0.0, float(found[-1].replace("−", "-")) / scale)) if found else None

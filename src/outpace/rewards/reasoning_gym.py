@@ -26,8 +26,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from outpace.rewards.forked import judged
-from outpace.rewards.text import Completion, last_text
+from outpace.rewards.builtin import Completion, last_text, score_in_forks
 from outpace.tasks.reasoning_gym import make_generator
 
 EVALUATED_AS_LIST = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"})
@@ -77,7 +76,7 @@ def reasoning_gym(
     for entry in entries:
         _dataset(entry.source, entry.options)  # build once here, not in every fork
     formulas = [entry for entry in entries if entry.source in EVALUATED_AS_FORMULA]
-    forked = iter(judged(_score, formulas, CPU_LIMIT_S))
+    forked = iter(score_in_forks(_score, formulas, CPU_LIMIT_S))
     scores = [next(forked) if entry.source in EVALUATED_AS_FORMULA else _score(entry) for entry in entries]
     return [score or 0.0 for score in scores]
 
@@ -96,8 +95,8 @@ def _as_key(options: dict[str, Any]) -> str:
 
 def _score(entry: _Entry) -> float:
     problem = entry.problem
-    answer = extracted(entry.text, problem["answer"])
-    if not is_harmless(answer, entry.source):
+    answer = parse_answer(entry.text, problem["answer"])
+    if not is_safe_to_evaluate(answer, entry.source):
         return 0.0
     if entry.source in COMPARES_TUPLES:
         grids = {key: tuple(map(tuple, problem["metadata"][key])) for key in ("input", "output")}
@@ -113,7 +112,7 @@ def _dataset(source: str, options: str) -> Any:
     return make_generator(source, seed=0, size=1, **json.loads(options))
 
 
-def extracted(text: str, right: str | None) -> str:
+def parse_answer(text: str, right: str | None) -> str:
     """Extract the answer from a completion; it may have several lines only if the correct answer `right` does."""
     from reasoning_gym.utils import extract_answer
 
@@ -125,7 +124,7 @@ def extracted(text: str, right: str | None) -> str:
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
 
 
-def is_harmless(answer: str, source: str) -> bool:
+def is_safe_to_evaluate(answer: str, source: str) -> bool:
     """Return whether evaluating the answer in that task's scorer can only do arithmetic or build a list."""
     if source not in EVALUATED_AS_LIST | EVALUATED_AS_FORMULA:
         return True

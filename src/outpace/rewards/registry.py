@@ -22,13 +22,11 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, TypeVar, cast
 
 from outpace.config import Config
-from outpace.errors import BadInput
+from outpace.errors import BadInput, with_article
 from outpace.protocols import Reward
-from outpace.references import is_reference, load_function
-from outpace.rewards.evaluator import is_evaluator
-from outpace.runtime.code import Source, by_value
-from outpace.runtime.signature import BY_KEYWORD, named, parameters_of
-from outpace.wording import with_article
+from outpace.rewards.functions import is_evaluator
+from outpace.runtime.by_value import UserCodeSource, source_by_value
+from outpace.runtime.references import BY_KEYWORD, is_reference, load_function, named_parameters, parameters_of
 
 R = TypeVar("R", bound=Callable[..., Any])
 
@@ -39,16 +37,16 @@ ON_REQUEST = ("completion_ids", "environments")
 """Arguments that TRL passes too, passed only to functions that name them. `environments` are the live instances, so a
 function that names them runs in the rollout worker's process."""
 BUILT_IN = {
-    "countdown": "outpace.rewards.countdown:countdown",
-    "number": "outpace.rewards.number:number",
-    "math": "outpace.rewards.mathematics:math",
+    "countdown": "outpace.rewards.builtin:countdown",
+    "number": "outpace.rewards.builtin:number",
+    "math": "outpace.rewards.builtin:math",
     "reasoning_gym": "outpace.rewards.reasoning_gym:reasoning_gym",
 }
 RUN_IN_PROCESS = frozenset({BUILT_IN["reasoning_gym"], BUILT_IN["math"]})
 """Built-in functions that call third-party packages and therefore run in grader processes, like user functions."""
 BUILT_FROM_CONFIG = {
     "judge": "outpace.rewards.judge:make_judge",
-    "python": "outpace.rewards.programs:make_python",
+    "python": "outpace.rewards.python_tests:make_python",
 }
 """Built-in rewards with their own settings: the factory that builds each one from the config."""
 OPTIONAL_PACKAGES = {"math": ("math_verify", "math")}
@@ -56,7 +54,7 @@ OPTIONAL_PACKAGES = {"math": ("math_verify", "math")}
 MAIN_THREAD = frozenset({BUILT_IN["math"]})
 """Built-in functions that use signals and therefore cannot run on a thread."""
 
-OWN: dict[str, Reward] = {}
+REGISTERED: dict[str, Reward] = {}
 """Functions registered by the user."""
 
 NamedReward = tuple[str, Reward]
@@ -68,7 +66,7 @@ def register(name: str) -> Callable[[R], R]:
     def add(function: R) -> R:
         if name in BUILT_IN or name in BUILT_FROM_CONFIG:
             raise ValueError(f"a reward named {name!r} is built in")
-        OWN[name] = function
+        REGISTERED[name] = function
         return function
 
     return add
@@ -103,7 +101,7 @@ def check_rewards(
     for name, function in found:
         if config is not None and config.rewards.isolation == "thread" and _built_in(function) in MAIN_THREAD:
             raise BadInput(f"rewards.isolation: {name} must run in a process that can be killed; remove this setting")
-        if config is not None and named(function, ("environments",)):
+        if config is not None and named_parameters(function, ("environments",)):
             _check_environments_available(name, config)
         missing = set() if columns is None else _required(function) - {*columns, *ALWAYS_PASSED, *ON_REQUEST}
         if missing & NOT_PASSED:
@@ -132,28 +130,28 @@ def is_async(function: Reward) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-def keeps_own_time(function: Reward) -> bool:
+def has_own_timeout(function: Reward) -> bool:
     """Return whether a built-in reward enforces its own timeout per request, excluding time spent queued."""
     return getattr(function, "own_timeout", False) is True and type(function).__module__.startswith("outpace.rewards.")
 
 
-def isolated(
+def isolated_sources(
     functions: Sequence[NamedReward],
     isolation: Literal["process", "thread"] | None = None,
     references: Sequence[str] | None = None,
-) -> dict[str, Source]:
+) -> dict[str, UserCodeSource]:
     """Return the functions that run in grader processes, with the source each process loads them from.
 
     `isolation=None` isolates all but the built-in functions, which are trusted and take microseconds. Async functions
     always run on the event loop. Without `references`, functions that are not built in are sent by value."""
-    found: dict[str, Source] = {}
+    found: dict[str, UserCodeSource] = {}
     for (name, function), reference in zip(functions, references or [""] * len(functions), strict=True):
         built_in = _built_in(function)
-        in_worker = is_async(function) or bool(named(function, ("environments",)))
+        in_worker = is_async(function) or bool(named_parameters(function, ("environments",)))
         if in_worker or isolation == "thread" or (isolation is None and built_in and built_in not in RUN_IN_PROCESS):
             continue
         reference = built_in or (reference if is_reference(reference) else "")
-        found[name] = Source(reference) if reference else by_value(function)
+        found[name] = UserCodeSource(reference) if reference else source_by_value(function)
     return found
 
 
@@ -180,8 +178,8 @@ def _load(given: str | Reward, config: Config) -> Callable[..., Any]:
         raise BadInput(f"{SETTING}: {given!r} is {with_article(type(given).__name__)}, not a function or its name")
     if is_reference(given):
         return load_function(given, SETTING)
-    if given in OWN:
-        return OWN[given]
+    if given in REGISTERED:
+        return REGISTERED[given]
     _check_built_in(given)
     if given in BUILT_FROM_CONFIG:
         return cast(Reward, load_function(BUILT_FROM_CONFIG[given], SETTING)(config))
@@ -189,7 +187,7 @@ def _load(given: str | Reward, config: Config) -> Callable[..., Any]:
 
 
 def _check_built_in(name: str) -> None:
-    known = [*BUILT_IN, *BUILT_FROM_CONFIG, *OWN]
+    known = [*BUILT_IN, *BUILT_FROM_CONFIG, *REGISTERED]
     if name not in known:
         close = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {close[0]}?" if close else f"known rewards: {', '.join(known)}."

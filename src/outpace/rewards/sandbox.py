@@ -35,6 +35,7 @@ import os
 import secrets
 import signal
 import socket
+import stat
 import sys
 import tempfile
 import time
@@ -47,18 +48,135 @@ from typing import Any, Literal
 
 import psutil
 
-from outpace.config.agents import SandboxConfig
+from outpace.config.sections import SandboxConfig
 from outpace.errors import BadInput, OutpaceError, one_line
-from outpace.rewards.leftovers import remove_owned, remove_tree
-from outpace.rewards.streams import CHUNK, Kept, feed, reader
-from outpace.rewards.syscalls import compiled
-from outpace.runtime.family import MARK, end_family
+from outpace.rewards.syscalls import compile_filter
+from outpace.runtime.process_tree import TREE_MARK_VARIABLE, end_process_tree
+
+CHUNK = 64 * 1024
+DROP_PAUSE_S = 0.01
+"""Wait after each dropped chunk, so that backpressure slows down a program that floods its output."""
+
+
+class BoundedOutput:
+    """Keeps the first `limit` bytes of a stream; the rest is read and dropped."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._bytes = bytearray()
+        self.truncated = False
+
+    @property
+    def text(self) -> str:
+        return self._bytes.decode("utf-8", "replace")
+
+    async def read(self, stream: asyncio.StreamReader | None) -> None:
+        assert stream is not None, "the process was started with pipes"
+        while chunk := await stream.read(CHUNK):
+            left = self._limit - len(self._bytes)
+            self._bytes += chunk[:left]
+            if len(chunk) > left:
+                self.truncated = True
+                await asyncio.sleep(DROP_PAUSE_S)
+
+
+async def write_input(stream: asyncio.StreamWriter | None, text: str) -> None:
+    """Write `text` to the stream as far as the program reads it, then close the stream."""
+    assert stream is not None, "the process was started with pipes"
+    with suppress(ConnectionError):  # a program need not read its input
+        stream.write(text.encode("utf-8", "replace"))
+        await stream.drain()
+    stream.close()
+
+
+async def pipe_reader(descriptor: int) -> tuple[asyncio.StreamReader, asyncio.ReadTransport]:
+    """Return a stream reader for the reading end of a pipe, and its transport, which closes the pipe."""
+    stream = asyncio.StreamReader(limit=CHUNK)
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(descriptor, "rb", buffering=0)
+    )
+    return stream, transport
+
 
 log = logging.getLogger(__name__)
 
+WORLD_WRITABLE = ("/tmp", "/var/tmp", "/dev/shm")
+"""World-writable directories."""
+
+
+def remove_tree(path: str) -> None:
+    """Remove a directory and its contents; log a warning if the system refuses."""
+    try:
+        top = _open_directory(path, None)
+        try:
+            while names := os.listdir(top):
+                for name in names:
+                    _remove(name, top)
+        finally:
+            os.close(top)
+        os.rmdir(path)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        log.warning("cannot remove the files of a sandboxed program: %s", error)
+
+
+def remove_owned(uid: int, directories: tuple[str, ...] = WORLD_WRITABLE) -> None:
+    """Remove everything that the run's user id left in the world-writable directories."""
+    for directory in directories:
+        with suppress(FileNotFoundError):
+            names = os.listdir(directory)
+            for path in (os.path.join(directory, name) for name in names):
+                _remove_if_owned(path, uid)
+
+
+def _remove_if_owned(path: str, uid: int) -> None:
+    with suppress(FileNotFoundError):  # the directory is shared: the entry may vanish
+        found = os.lstat(path)
+        if found.st_uid != uid:
+            return
+        if stat.S_ISDIR(found.st_mode):
+            remove_tree(path)
+        else:
+            os.unlink(path)
+
+
+def _remove(name: str, top: int) -> None:
+    """Remove one entry of the top directory; its subdirectories are moved up to the top."""
+    if _try_unlink(name, top):
+        return
+    here = _open_directory(name, top)
+    try:
+        for inner in os.listdir(here):
+            if not _try_unlink(inner, here):
+                os.close(_open_directory(inner, here))  # makes it writable: rename requires that
+                os.rename(inner, f"moved-{secrets.token_hex(16)}", src_dir_fd=here, dst_dir_fd=top)
+    finally:
+        os.close(here)
+    os.rmdir(name, dir_fd=top)
+
+
+def _try_unlink(name: str, directory: int) -> bool:
+    try:
+        os.unlink(name, dir_fd=directory)
+    except IsADirectoryError:
+        return False
+    return True
+
+
+def _open_directory(name: str, directory: int | None) -> int:
+    """Open a directory for reading after restoring the owner's permissions."""
+    handle = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=directory)
+    try:
+        os.chmod(f"/proc/self/fd/{handle}", 0o700)
+        return os.open(f"/proc/self/fd/{handle}", os.O_RDONLY | os.O_DIRECTORY)
+    finally:
+        os.close(handle)
+
+
 Status = Literal["ok", "error", "timeout", "memory", "killed"]
 
-KEEPER = Path(__file__).with_name("sandboxed.py")
+SANDBOX_SCRIPT = Path(__file__).with_name("sandboxed.py")
 START_LIMIT_S = 20.0
 """Added to the program's own timeout: time to create the namespaces and start an interpreter on a busy machine."""
 END_LIMIT_S = 2.0
@@ -139,13 +257,13 @@ async def run_python(
     """Run `code` as a program with `files` in its working directory. It inherits `channel` if given."""
     directory = tempfile.mkdtemp(prefix="outpace-sandbox-")
     try:
-        run = _Run(directory, limits)
+        run = _SandboxRun(directory, limits)
         return await run.execute({"program.py": code, **(files or {})}, ["program.py", *arguments], stdin, channel)
     finally:
         await asyncio.shield(asyncio.to_thread(remove_tree, directory))
 
 
-class _Run:
+class _SandboxRun:
     def __init__(self, directory: str, limits: SandboxLimits) -> None:
         self._directory = directory
         self._limits = limits
@@ -160,8 +278,8 @@ class _Run:
         spec = self._spec(files, command, [] if channel is None else [channel.fileno()])
         started = time.monotonic()
         process, report_fd = await self._start(spec)
-        out, err = Kept(self._limits.output_kb * 1024), Kept(self._limits.output_kb * 1024)
-        pipes = [out.read(process.stdout), err.read(process.stderr), feed(process.stdin, stdin)]
+        out, err = BoundedOutput(self._limits.output_kb * 1024), BoundedOutput(self._limits.output_kb * 1024)
+        pipes = [out.read(process.stdout), err.read(process.stderr), write_input(process.stdin, stdin)]
         tasks = [asyncio.create_task(pipe) for pipe in pipes]
         report: dict[str, Any] = {}
         try:
@@ -172,7 +290,7 @@ class _Run:
 
     async def _read_report(self, report_fd: int) -> dict[str, Any]:
         """Read the report of supervisor and init, merged into one dict. At end of file both have exited."""
-        stream, transport = await reader(report_fd)
+        stream, transport = await pipe_reader(report_fd)
         lines = bytearray()
         try:
             async with asyncio.timeout(self._limits.timeout_s + START_LIMIT_S):
@@ -191,10 +309,11 @@ class _Run:
             "timeout_s": limits.timeout_s, "memory_mb": limits.memory_mb, "processes": limits.processes,
             "file_mb": limits.file_mb, "disk_mb": 4 * limits.file_mb + 16,
             "uid": self._uid, "caller": os.geteuid(), "directory": home, "files": files, "channel": channel,
-            "python": sys.executable, "command": command, "filter": compiled().hex(),
+            "python": sys.executable, "command": command, "filter": compile_filter().hex(),
             "readable": [sys.prefix, sys.base_prefix, sys.base_exec_prefix, str(real.parent.parent)],
             "environment": {
-                "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": home, "TMPDIR": home, MARK: self._mark,
+                "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": home, "TMPDIR": home,
+                TREE_MARK_VARIABLE: self._mark,
             },
         }  # fmt: skip
 
@@ -206,8 +325,9 @@ class _Run:
             os.write(spec_fd, json.dumps(spec).encode())
             os.lseek(spec_fd, 0, os.SEEK_SET)
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-I", "-S", str(KEEPER), str(spec_fd), str(writing),
-                pass_fds=[spec_fd, writing, *spec["channel"]], env={MARK: self._mark}, cwd="/", start_new_session=True,
+                sys.executable, "-I", "-S", str(SANDBOX_SCRIPT), str(spec_fd), str(writing),
+                pass_fds=[spec_fd, writing, *spec["channel"]], env={TREE_MARK_VARIABLE: self._mark}, cwd="/",
+                start_new_session=True,
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
                 limit=CHUNK,
             )  # fmt: skip
@@ -241,7 +361,7 @@ async def _wait_for_exit(process: asyncio.subprocess.Process) -> None:
 
 def _kill_all(leader: int, mark: str, uid: int) -> None:
     """Kill the process tree and every process of the run's user id, which a process cannot shed."""
-    killed = end_family(leader, mark)
+    killed = end_process_tree(leader, mark)
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             if process.uids().real == uid:
@@ -250,7 +370,7 @@ def _kill_all(leader: int, mark: str, uid: int) -> None:
         log.warning("a sandboxed program left processes of group %d that cannot be killed", leader)
 
 
-def _result(report: dict[str, Any], out: Kept, err: Kept, seconds: float) -> SandboxResult:
+def _result(report: dict[str, Any], out: BoundedOutput, err: BoundedOutput, seconds: float) -> SandboxResult:
     if "failure" in report:
         raise SandboxFailed(f"the sandbox could not start the program: {report['failure']}")
     if "isolation" not in report or "syscalls" not in report:  # both are reported before the program starts

@@ -38,7 +38,7 @@ _MACHINES = {"x86_64": (0xC000003E, 56, 53, _X86), "aarch64": (0xC00000B7, 220, 
 """Per machine: AUDIT_ARCH value, numbers of `clone` and `socketpair`, and the forbidden calls."""
 
 
-def compiled(machine: str | None = None) -> bytes:
+def compile_filter(machine: str | None = None) -> bytes:
     """Return the filter for this machine; empty if its system call numbers are not known."""
     known = _MACHINES.get(machine or platform.machine())
     if known is None:

@@ -25,10 +25,10 @@ from urllib.parse import urlsplit
 
 from outpace.errors import BadInput, one_line
 from outpace.protocols import ModelClient, Rollout
-from outpace.rewards.streams import reader
-from outpace.runtime.family import MARK, family_ended, how_it_ended
-from outpace.runtime.lifeline import launched
-from outpace.runtime.output import Output
+from outpace.rewards.sandbox import pipe_reader
+from outpace.runtime.die_with_parent import command_dying_with_parent
+from outpace.runtime.process_tree import TREE_MARK_VARIABLE, describe_exit, end_process_tree_async
+from outpace.runtime.user_code import ProcessOutput
 from outpace.types import Endpoint, Episode, Task
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ NO_PROGRAM = (errno.ENOENT, errno.EACCES, errno.ENOEXEC, errno.ENOTDIR)
 _endings: set[asyncio.Task[None]] = set()  # keeps references: asyncio may garbage-collect an unreferenced task
 
 
-def as_rollout(command: Sequence[str]) -> Rollout:
+def agent_rollout(command: Sequence[str]) -> Rollout:
     """Return a rollout that starts `command` once per episode and passes it every column of the task."""
     if not command:
         raise BadInput("rollout.agent: empty; set the program to start and its arguments")
@@ -58,7 +58,7 @@ def as_rollout(command: Sequence[str]) -> Rollout:
     return run_agent
 
 
-async def all_ended() -> None:
+async def wait_until_ended() -> None:
     """Wait until all programs of ended episodes on this event loop are gone, with their child processes."""
     loop = asyncio.get_running_loop()
     here = [ending for ending in _endings if ending.get_loop() is loop]
@@ -71,9 +71,9 @@ class AgentProcess:
     def __init__(self, command: Sequence[str], environment: dict[str, str]) -> None:
         self._command = command
         self._mark = secrets.token_hex(16)
-        self._environment = {**environment, MARK: self._mark}
+        self._environment = {**environment, TREE_MARK_VARIABLE: self._mark}
         self._process: asyncio.subprocess.Process | None = None
-        self._outputs: list[Output] = []
+        self._outputs: list[ProcessOutput] = []
         # A separate task: cancelling the caller must not leave a half-started process.
         self._starting = asyncio.create_task(self._start())
 
@@ -104,11 +104,12 @@ class AgentProcess:
             stdout, stderr = await self._open_log_pipe(child_ends), await self._open_log_pipe(child_ends)
             error_reader, error_writer = os.pipe()
             child_ends.callback(os.close, error_writer)
-            error_stream, transport = await reader(error_reader)
+            error_stream, transport = await pipe_reader(error_reader)
             try:
                 self._process = await asyncio.create_subprocess_exec(
-                    *launched(self._command, error_writer), pass_fds=[error_writer], env=self._environment,
-                    start_new_session=True, stdin=asyncio.subprocess.PIPE, stdout=stdout, stderr=stderr,
+                    *command_dying_with_parent(self._command, error_writer), pass_fds=[error_writer],
+                    env=self._environment, start_new_session=True, stdin=asyncio.subprocess.PIPE,
+                    stdout=stdout, stderr=stderr,
                 )  # fmt: skip
                 child_ends.close()
                 number = await error_stream.read()
@@ -122,7 +123,7 @@ class AgentProcess:
         """Open a pipe to the worker log and return the end that the program writes to."""
         reading, writing = os.pipe()
         child_ends.callback(os.close, writing)
-        self._outputs.append(await Output.of(reading, "an agent"))
+        self._outputs.append(await ProcessOutput.of(reading, "an agent"))
         return writing
 
     async def _end(self) -> None:
@@ -135,7 +136,7 @@ class AgentProcess:
 
 
 async def _end_process_tree(process: asyncio.subprocess.Process, mark: str) -> None:
-    gone = await family_ended(process.pid, mark)
+    gone = await end_process_tree_async(process.pid, mark)
     with suppress(TimeoutError):
         await asyncio.wait_for(process.wait(), END_LIMIT_S)
     if process.stdin is not None:
@@ -183,5 +184,5 @@ def _as_json(task: Task) -> bytes:
 
 
 def _exit_reason(status: int, last_line: str) -> str:
-    how = how_it_ended(status)
+    how = describe_exit(status)
     return f"{how}: {one_line(last_line)}" if last_line else how

@@ -17,21 +17,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
-from outpace.errors import RequestFailed
+from outpace.errors import BadInput, RequestFailed, one_line, plural
 from outpace.models.chat import Schema, as_messages
-from outpace.rollouts.policy.trajectory import TrajectoryBuilder
+from outpace.rollouts.transcript import TrajectoryBuilder
 from outpace.types import Answer, Endpoint, Message, StopReason, ToolCall, Trajectory
-from outpace.wording import plural
 
 
 @dataclass(frozen=True)
-class Scene:
+class HumanTurn:
     """What the person is shown before answering. `new` are the messages since the last turn of this role."""
 
     role: str
@@ -41,7 +41,7 @@ class Scene:
 
 
 @dataclass(frozen=True)
-class Typed:
+class TypedAnswer:
     """A typed answer: text, and tool calls as (name, arguments)."""
 
     text: str
@@ -51,11 +51,11 @@ class Typed:
 class Person(Protocol):
     """User interface of the human client."""
 
-    async def answer(self, scene: Scene) -> Typed | None:
+    async def answer(self, human_turn: HumanTurn) -> TypedAnswer | None:
         """Return the answer, or None to give up the episode."""
         ...
 
-    def hear(self, text: str) -> None:
+    def show(self, text: str) -> None:
         """Show text that a rollout appends without requesting an answer."""
         ...
 
@@ -101,8 +101,8 @@ class HumanClient:
     ) -> Answer:
         async with self._lock:
             history = as_messages(list(messages), self._system)
-            scene = Scene(role, history, self._new_messages(role, history), tools)
-            typed = await self._person.answer(scene)
+            human_turn = HumanTurn(role, history, self._new_messages(role, history), tools)
+            typed = await self._person.answer(human_turn)
             if typed is None:
                 self.gave_up = True
                 raise asyncio.CancelledError
@@ -121,7 +121,7 @@ class HumanClient:
         return answer.text
 
     def observe(self, text: str) -> None:
-        self._person.hear(text)
+        self._person.show(text)
 
     async def complete(self, prompt: str | Sequence[int], *, role: str = "policy", **overrides: Any) -> Answer:
         text = prompt if isinstance(prompt, str) else f"[{plural(len(prompt), 'token')}]"
@@ -173,7 +173,7 @@ class HumanClient:
             raise ValueError(f"request {request_id!r} has no answer in this episode")
         return request_id
 
-    def _answer(self, typed: Typed) -> Answer:
+    def _answer(self, typed: TypedAnswer) -> Answer:
         request_id = f"answer-{len(self.requests)}"
         self.requests.append(request_id)
         calls = [
@@ -193,3 +193,73 @@ class HumanClient:
             logprobs=none.astype(np.float32),
             versions=none,
         )
+
+
+CALL = "/call"
+
+
+def read_answer(lines: Sequence[str], tools: Sequence[Schema]) -> TypedAnswer:
+    """Parse typed lines into text and tool calls. Raises `BadInput` for a malformed call."""
+    calls = tuple(read_call(line, tools) for line in lines if is_call(line))
+    text_lines = [line[1:] if line.startswith("//") else line for line in lines if not is_call(line)]
+    return TypedAnswer("\n".join(text_lines), calls)
+
+
+def is_call(line: str) -> bool:
+    return line.split(maxsplit=1)[:1] == [CALL]
+
+
+def read_call(line: str, tools: Sequence[Schema]) -> tuple[str, dict[str, Any]]:
+    _, name, rest = (*line.split(maxsplit=2), "", "")[:3]
+    if not name:
+        raise BadInput(f"{CALL}: name a tool, as in {CALL} name key=value or {CALL} name {{JSON}}")
+    rest = rest.strip()
+    if rest.startswith("{"):
+        return name, _parse_object(name, rest)
+    return name, _parse_pairs(name, rest, _string_parameters(name, tools))
+
+
+def _parse_object(name: str, text: str) -> dict[str, Any]:
+    try:
+        arguments: dict[str, Any] = json.loads(text)  # text that starts with a brace is an object, or fails to parse
+    except (ValueError, RecursionError) as error:
+        raise BadInput(f"{CALL} {name}: not valid JSON: {one_line(error)}") from None
+    return arguments
+
+
+def _parse_pairs(name: str, text: str, string_parameters: set[str]) -> dict[str, Any]:
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise BadInput(f"{CALL} {name}: {one_line(error)}; quote text as in key='two words'") from None
+    for word in words:
+        if not word.partition("=")[0].isidentifier() or "=" not in word:
+            raise BadInput(f"{CALL} {name}: {one_line(word, 60)!r} is not key=value; quote text as in key='two words'")
+    pairs = [word.partition("=") for word in words]
+    return {key: value if key in string_parameters else _parse_value(value) for key, _, value in pairs}
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _string_parameters(name: str, tools: Sequence[Schema]) -> set[str]:
+    """Return the string parameters of a tool. Their values are never parsed as JSON."""
+    described: Schema = next((tool["function"] for tool in tools if tool["function"].get("name") == name), {})
+    properties = described.get("parameters", {}).get("properties", {})
+    return {key for key, schema in properties.items() if schema.get("type") == "string"}
+
+
+def tool_signature(tool: Schema) -> str:
+    """Describe a tool in one line: `look_up(volume: integer, page: integer)  description`."""
+    described = tool["function"]
+    parameters = described.get("parameters", {})
+    required = parameters.get("required", [])
+    shown = [
+        f"{key}{'' if key in required else '?'}: {schema.get('type', 'any')}"
+        for key, schema in parameters.get("properties", {}).items()
+    ]
+    return f"{described['name']}({', '.join(shown)})  {one_line(described.get('description', ''))}".rstrip()

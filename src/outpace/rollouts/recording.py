@@ -22,17 +22,17 @@ import numpy as np
 from outpace.checkpoint import journal
 from outpace.errors import CorruptData
 from outpace.models.chat import as_text
-from outpace.observe.rollout_files import (
+from outpace.monitoring.rollout_files import (
     AttemptOutcome,
     RecordedAttempt,
     RecordedTrajectory,
     RecordedTurn,
     RolloutWriter,
 )
-from outpace.rollouts.closing import LEFT_OUT, row_of
-from outpace.rollouts.episodes import whole_return
-from outpace.types import AttemptRecord, Episode, Floats, GroupOrder, GroupRecord, Ints, Place, Row, Task
-from outpace.wire import WireError
+from outpace.rollouts.episode import total_return
+from outpace.rollouts.group_scoring import MASKED_REASON, row_of
+from outpace.runtime.wire import WireError
+from outpace.types import AttemptRecord, Episode, Floats, GroupOrder, GroupRecord, Ints, JournalLocation, Row, Task
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ def attempt_records(task: Task, episodes: Sequence[Episode], trained: Sequence[R
         records.append(
             AttemptRecord(
                 stop=episode.stop,
-                reward=whole_return(episode) if episode.error is None else None,
+                reward=total_return(episode) if episode.error is None else None,
                 rewards=episode.rewards,
                 error=episode.error,
                 untrained=[] if is_trained else [row_of(trajectory) for trajectory in episode.trajectories],
@@ -69,7 +69,7 @@ class RolloutRecorder:
     decode: Decode
     critic: bool = False
 
-    def record_step(self, step: int, places: Sequence[Place]) -> None:
+    def record_step(self, step: int, places: Sequence[JournalLocation]) -> None:
         """Write the journaled groups at `places` as the rollouts of `step`."""
         try:
             attempts = [
@@ -156,7 +156,7 @@ def _attempt_outcome(
     if attempt.error is not None and outcome != "dropped":
         return "failed", attempt.error
     if outcome == "trained" and not trained:
-        return "filtered", LEFT_OUT
+        return "filtered", MASKED_REASON
     return outcome, reason
 
 

@@ -27,40 +27,35 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from outpace import crash
 from outpace.checkpoint.journal import JournalWriter
 from outpace.checkpoint.turn_log import TurnLog
-from outpace.engines.fleet.fleet import Fleet
+from outpace.engines.fleet import EngineFleet
 from outpace.errors import RewardFailed
 from outpace.models.chat import as_messages
-from outpace.models.dialect import Dialect
+from outpace.models.chat_format import ChatFormat
 from outpace.protocols import Reward, Rollout, TaskSource
-from outpace.rewards.grading import Graded, grade
-from outpace.rewards.pool import GraderPool
+from outpace.rewards.grader_pool import GraderPool
+from outpace.rewards.grading import GradedCompletion, OverlongPenalty, apply_overlong_penalty, grade
 from outpace.rewards.registry import ON_REQUEST
-from outpace.rewards.shaping import Overlong, shaped
 from outpace.rollouts import agent_process
-from outpace.rollouts.closing import ClosingRules, Verdict, close_group
-from outpace.rollouts.episodes import failed, run_episode
-from outpace.rollouts.policy.client import Doors, Openings, PolicyClient
-from outpace.rollouts.policy.requests import ClientSettings
+from outpace.rollouts.client import EndpointProvider, PolicyClient, RenderedPrompts
+from outpace.rollouts.episode import GroupTurns, failed_episode, run_episode
+from outpace.rollouts.group_scoring import ScoredGroup, ScoringRules, build_report, count_sampled_tokens, score_group
 from outpace.rollouts.recording import RolloutRecorder, attempt_records
-from outpace.rollouts.reports import report_of, sampled_by
-from outpace.rollouts.turns import GroupTurns
-from outpace.runtime import rng
-from outpace.runtime.limits import is_ours
-from outpace.runtime.signature import named
-from outpace.runtime.together import together
+from outpace.rollouts.requests import ClientSettings
+from outpace.runtime import diagnostics, rng
+from outpace.runtime.async_tools import gather_or_cancel, is_own_cancellation
+from outpace.runtime.references import named_parameters
 from outpace.types import (
     Episode,
     Failure,
+    FinishedGroup,
+    FleetMember,
     GroupOrder,
     GroupRecord,
     GroupReport,
     Ints,
-    Kept,
-    Member,
-    Place,
+    JournalLocation,
     Task,
     Version,
 )
@@ -80,12 +75,12 @@ class WorkerSettings:
     eval_temperature: float
     episode_timeout_s: float
     reward_timeout_s: float
-    closing: ClosingRules
-    overlong: Overlong | None = None
+    scoring: ScoringRules
+    overlong: OverlongPenalty | None = None
 
 
 @dataclass(frozen=True)
-class Judges:
+class RewardFunctions:
     """Named reward functions and their weights. Empty if the rollout returns the reward itself.
 
     `pool` holds the processes of functions that do not run in the worker process. The worker closes it."""
@@ -101,14 +96,14 @@ class RolloutWorker:
     def __init__(
         self,
         settings: WorkerSettings,
-        engines: Fleet,
-        dialect: Dialect,
+        engines: EngineFleet,
+        chat_format: ChatFormat,
         train: TaskSource,
         heldout: TaskSource | None,
         rollout: Rollout,
-        judges: Judges,
+        reward_functions: RewardFunctions,
         journal: JournalWriter,
-        doors: Doors | None = None,
+        endpoint_provider: EndpointProvider | None = None,
         closers: Sequence[Callable[[], Awaitable[None]]] = (),
         turns: TurnLog | None = None,
         recorder: RolloutRecorder | None = None,
@@ -116,18 +111,20 @@ class RolloutWorker:
         """The worker owns and closes `engines`, `endpoint_provider`, the reward process pool and everything in
         `closers`. Without `turns`, answers of unfinished groups are not recorded. Without `recorder`, nothing is
         written to rollouts/."""
-        weights = dict(zip((name for name, _ in judges.functions), judges.weights, strict=True))
-        self._scoring = replace(settings.closing, credit=replace(settings.closing.credit, weights=weights))
+        weights = dict(zip((name for name, _ in reward_functions.functions), reward_functions.weights, strict=True))
+        self._scoring = replace(settings.scoring, credit=replace(settings.scoring.credit, weights=weights))
         self._settings = settings
         self._fleet = engines
-        self._dialect = dialect
+        self._chat_format = chat_format
         self._train = train
         self._heldout = heldout
         self._rollout = rollout
-        self._rewards = judges
-        self._requested_arguments = {name for _, function in judges.functions for name in named(function, ON_REQUEST)}
+        self._rewards = reward_functions
+        self._requested_arguments = {
+            name for _, function in reward_functions.functions for name in named_parameters(function, ON_REQUEST)
+        }
         self._journal = journal
-        self._endpoints = doors
+        self._endpoints = endpoint_provider
         self._closers = closers
         self._turns = turns
         self._recorder = recorder
@@ -135,7 +132,7 @@ class RolloutWorker:
         self._dropped: set[int] = set()  # running groups cancelled by the controller
 
     async def run(self, order: GroupOrder) -> GroupReport:
-        crash.reached("worker.evaluate" if order.heldout else "worker.run")
+        diagnostics.crash_point("worker.evaluate" if order.heldout else "worker.run")
         turns = GroupTurns(None if order.heldout else self._turns, order)
         clients = self._clients(order, turns)
         making = self._evaluate(order, clients) if order.heldout else self._make_group(order, clients, turns)
@@ -144,9 +141,9 @@ class RolloutWorker:
         try:
             return await work
         except asyncio.CancelledError as error:
-            if is_ours(error):  # the caller of `run` was cancelled, not only this group
+            if is_own_cancellation(error):  # the caller of `run` was cancelled, not only this group
                 raise
-            tokens = sampled_by(clients)
+            tokens = count_sampled_tokens(clients)
             if order.group in self._dropped and not order.heldout:
                 await self._record_dropped(order, clients)
             return GroupReport(order.group, "", "failed", "cancelled", tokens_sampled=tokens, cancelled=True)
@@ -165,24 +162,24 @@ class RolloutWorker:
                 work.cancel()
 
     async def release(self, segments: list[str]) -> None:
-        crash.reached("worker.release")
+        diagnostics.crash_point("worker.release")
         await asyncio.to_thread(self._journal.release, segments)
 
-    async def record_rollouts(self, step: Version, places: list[Place]) -> None:
+    async def record_rollouts(self, step: Version, places: list[JournalLocation]) -> None:
         if self._recorder is not None:
             await asyncio.to_thread(self._recorder.record_step, step, places)
 
-    async def fleet(self, members: list[Member]) -> None:
+    async def fleet(self, members: list[FleetMember]) -> None:
         await self._fleet.update(members)
 
-    async def openings(self, count: int) -> list[Ints]:
+    async def first_prompts(self, count: int) -> list[Ints]:
         return await asyncio.to_thread(self._render_prompts, count)
 
     def _render_prompts(self, count: int) -> list[Ints]:
         """Render the first `count` task prompts as chats without tools. A custom rollout may send something else."""
         tasks = [self._train[index] for index in range(min(count, len(self._train)))]
         chats = [as_messages(task.prompt, self._settings.client.system) for task in tasks]
-        return [np.array(self._dialect.open(chat), dtype=np.int32) for chat in chats]
+        return [np.array(self._chat_format.open(chat), dtype=np.int32) for chat in chats]
 
     async def rng(self) -> bytes:
         return rng.capture()
@@ -206,25 +203,25 @@ class RolloutWorker:
             ending.push_async_callback(asyncio.to_thread, self._journal.close)
             if self._turns is not None:
                 ending.push_async_callback(asyncio.to_thread, self._turns.close)
-            ending.push_async_callback(agent_process.all_ended)
+            ending.push_async_callback(agent_process.wait_until_ended)
 
     async def _make_group(self, order: GroupOrder, clients: list[PolicyClient], turns: GroupTurns) -> GroupReport:
         started = time.monotonic()
         task = await asyncio.to_thread(self._train.__getitem__, order.task)
         await turns.load()
         ended = await self._episodes(task, clients)
-        crash.reached("worker.episodes_done")
+        diagnostics.crash_point("worker.episodes_done")
         graded = await self._graded(task, ended, clients)
-        crash.reached("worker.graded")
-        episodes = [shaped(episode, self._settings.overlong) for episode in graded]
-        verdict = await asyncio.to_thread(close_group, episodes, self._scoring)  # may call a custom estimator
-        crash.reached("worker.closed")
-        report = report_of(order, task, episodes, clients, verdict, time.monotonic() - started)
+        diagnostics.crash_point("worker.graded")
+        episodes = [apply_overlong_penalty(episode, self._settings.overlong) for episode in graded]
+        verdict = await asyncio.to_thread(score_group, episodes, self._scoring)  # may call a custom estimator
+        diagnostics.crash_point("worker.closed")
+        report = build_report(order, task, episodes, clients, verdict, time.monotonic() - started)
         if turns.reused:
             report = msgspec.structs.replace(report, metrics={**report.metrics, REUSED: float(turns.reused)})
         record = self._record(order, task, episodes, verdict)
         if verdict.outcome == "finished":
-            kept = Kept(order, msgspec.structs.replace(report, views=[]))
+            kept = FinishedGroup(order, msgspec.structs.replace(report, views=[]))
             place = await asyncio.to_thread(self._journal.append, kept, record)
             report = msgspec.structs.replace(report, place=place)
         elif self._recorder is not None:
@@ -233,7 +230,7 @@ class RolloutWorker:
         turns.close()
         return report
 
-    def _record(self, order: GroupOrder, task: Task, episodes: list[Episode], verdict: Verdict) -> GroupRecord:
+    def _record(self, order: GroupOrder, task: Task, episodes: list[Episode], verdict: ScoredGroup) -> GroupRecord:
         survivors = [episode for episode in episodes if episode.error is None]
         return GroupRecord(
             group=order.group,
@@ -251,7 +248,9 @@ class RolloutWorker:
         if self._recorder is None:
             return
         task = await asyncio.to_thread(self._train.__getitem__, order.task)
-        record = self._record(order, task, [failed(client, DROPPED) for client in clients], Verdict("failed", "", []))
+        record = self._record(
+            order, task, [failed_episode(client, DROPPED) for client in clients], ScoredGroup("failed", "", [])
+        )
         await asyncio.to_thread(self._recorder.record_untrained, order, record, "dropped", DROPPED)
 
     async def _evaluate(self, order: GroupOrder, clients: list[PolicyClient]) -> GroupReport:
@@ -260,23 +259,25 @@ class RolloutWorker:
         task = await asyncio.to_thread(self._heldout.__getitem__, order.task)
         episodes = await self._graded(task, await self._episodes(task, clients), clients)
         survivors = any(episode.error is None for episode in episodes)
-        verdict = Verdict("finished" if survivors else "failed", episodes[0].error or "", [])
-        return report_of(order, task, episodes, clients, verdict, time.monotonic() - started)
+        verdict = ScoredGroup("finished" if survivors else "failed", episodes[0].error or "", [])
+        return build_report(order, task, episodes, clients, verdict, time.monotonic() - started)
 
     def _clients(self, order: GroupOrder, turns: GroupTurns) -> list[PolicyClient]:
         """Return one client per episode."""
         settings = self._settings.client
         if order.heldout:
             settings = replace(settings, seed=self._settings.eval_seed, temperature=self._settings.eval_temperature)
-        openings: Openings = {}
+        first_prompts: RenderedPrompts = {}
         return [
-            PolicyClient(self._fleet, self._dialect, settings, order, index, openings, self._endpoints, recorded)
+            PolicyClient(
+                self._fleet, self._chat_format, settings, order, index, first_prompts, self._endpoints, recorded
+            )
             for index, recorded in enumerate(turns.episodes)
         ]
 
     async def _episodes(self, task: Task, clients: list[PolicyClient]) -> list[Episode]:
         limit = self._settings.episode_timeout_s
-        return await together(*(run_episode(self._rollout, task, client, limit) for client in clients))
+        return await gather_or_cancel(*(run_episode(self._rollout, task, client, limit) for client in clients))
 
     async def _graded(self, task: Task, episodes: list[Episode], clients: list[PolicyClient]) -> list[Episode]:
         """Grade all episodes that did not fail. If a reward function fails, all of them fail with its error."""
@@ -316,7 +317,7 @@ class RolloutWorker:
             given["environments"] = [client.environment for _, client in ended]
         return given
 
-    def _with_reward(self, episode: Episode, graded: Graded) -> Episode:
+    def _with_reward(self, episode: Episode, graded: GradedCompletion) -> Episode:
         own = episode.rewards
         if not own and (episode.reward or not self._rewards.functions):
             own = {"rollout": episode.reward}

@@ -23,21 +23,20 @@ from typing import Any
 
 import msgspec
 
-from outpace import crash, errors
-from outpace.runtime import garbage, stacks
-from outpace.runtime import spec as components
-from outpace.runtime.lifeline import die_with_parent
-from outpace.runtime.peers import peer
-from outpace.runtime.rpc import Channel, serve
-from outpace.runtime.sockets import listen
-from outpace.runtime.threads import steady_executor
+from outpace import errors
+from outpace.runtime import components as components
+from outpace.runtime import diagnostics
+from outpace.runtime.async_tools import steady_executor
+from outpace.runtime.die_with_parent import die_with_parent
+from outpace.runtime.reconnect import reconnecting_proxy
+from outpace.runtime.rpc import Channel, listen, serve_calls
 
 
-class Ready(msgspec.Struct, tag="ready"):
+class ComponentReady(msgspec.Struct, tag="ready"):
     pid: int
 
 
-class Broken(msgspec.Struct, tag="broken"):
+class ComponentBroken(msgspec.Struct, tag="broken"):
     """The component could not be built."""
 
     kind: str
@@ -45,40 +44,40 @@ class Broken(msgspec.Struct, tag="broken"):
     traceback: str
 
 
-Hello = Ready | Broken
+StartupReply = ComponentReady | ComponentBroken
 
-STACKS = "waits:"
+STATE_REPORT_HEADER = "waits:"
 """First line of the report that is written on SIGUSR2."""
 
 
-async def live(fd: int) -> None:
+async def run_component(fd: int) -> None:
     """Build the component that the parent describes, and serve it until the parent closes the socket."""
     asyncio.get_running_loop().set_default_executor(steady_executor())
     reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=fd))
     channel = Channel(reader, writer)
-    spec = await channel.receive(components.PartSpec)
+    spec = await channel.receive(components.ComponentSpec)
     if spec is None:
         return  # the parent ended before it sent the spec
-    crash.be(spec.name)
-    crash.reached("child.started")
+    diagnostics.set_crash_process(spec.name)
+    diagnostics.crash_point("child.started")
     try:
-        component = await components.build(spec, await _peers(spec))
+        component = await components.build_component(spec, await _peers(spec))
         if spec.listen:
-            await listen(spec.listen, spec.token, component, components.resolve(spec.protocol))
+            await listen(spec.listen, spec.token, component, components.load_object(spec.protocol))
     except Exception as error:  # process boundary: the parent reports it as this component's failure
-        await channel.send(Broken(type(error).__name__, str(error), traceback.format_exc()))
+        await channel.send(ComponentBroken(type(error).__name__, str(error), traceback.format_exc()))
         await channel.finish()
         return
-    garbage.settle()
+    diagnostics.tune_gc()
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, _write_stacks)
-    crash.reached("child.ready")
-    await channel.send(Ready(os.getpid()))
+    diagnostics.crash_point("child.ready")
+    await channel.send(ComponentReady(os.getpid()))
     watch = asyncio.create_task(_exit_if_broken(component))
     try:
-        await serve(component, components.resolve(spec.protocol), channel)
+        await serve_calls(component, components.load_object(spec.protocol), channel)
     finally:
         watch.cancel()
-        await components.close(component)
+        await components.close_component(component)
 
 
 async def _exit_if_broken(component: object) -> None:
@@ -87,18 +86,19 @@ async def _exit_if_broken(component: object) -> None:
     if isinstance(component, components.Breakable):
         failure = await component.broken()
         print(failure.remote_traceback, file=sys.stderr)
-        print(f"{components.BROKEN}{errors.one_line(failure.message, 1000)}", file=sys.stderr, flush=True)
+        print(f"{components.BROKEN_PREFIX}{errors.one_line(failure.message, 1000)}", file=sys.stderr, flush=True)
         os._exit(1)
 
 
 def _write_stacks() -> None:
-    report = f"{STACKS}\n{stacks.waits()}\ntasks:\n{stacks.tasks()}\n{stacks.threads()}"
+    tasks, threads = diagnostics.describe_tasks(), diagnostics.describe_threads()
+    report = f"{STATE_REPORT_HEADER}\n{diagnostics.describe_waits()}\ntasks:\n{tasks}\n{threads}"
     print(report, file=sys.stderr, flush=True)
 
 
-async def _peers(spec: components.PartSpec) -> dict[str, Any]:
-    protocol = components.resolve(spec.peer_protocol)
-    return {name: await peer(protocol, path, spec.token, name) for name, path in spec.peers.items()}
+async def _peers(spec: components.ComponentSpec) -> dict[str, Any]:
+    protocol = components.load_object(spec.peer_protocol)
+    return {name: await reconnecting_proxy(protocol, path, spec.token, name) for name, path in spec.peers.items()}
 
 
 def main() -> None:
@@ -111,7 +111,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    asyncio.run(live(int(sys.argv[1])))
+    asyncio.run(run_component(int(sys.argv[1])))
     logging.shutdown()
     # Do not wait for compute threads that may still be inside a kernel: there is nothing left to save.
     sys.stdout.flush()

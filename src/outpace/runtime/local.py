@@ -16,19 +16,173 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
+import signal
+import socket
+import sys
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, Literal, TypeVar
 
 import msgspec
+import psutil
 
 from outpace import errors
-from outpace.runtime import stacks
-from outpace.runtime.guardian import Guardian
-from outpace.runtime.process import LogMode, PartProcess
-from outpace.runtime.rpc import attach, close_proxy, detach, ping, proxy
-from outpace.runtime.spec import PartSpec
+from outpace.runtime import diagnostics
+from outpace.runtime.child import STATE_REPORT_HEADER, ComponentBroken, StartupReply
+from outpace.runtime.cleanup import CleanupProcess
+from outpace.runtime.components import BROKEN_PREFIX, ComponentSpec
+from outpace.runtime.process_tree import describe_exit
+from outpace.runtime.rpc import Channel, attach_proxy, close_proxy, detach_proxy, ping_proxy, proxy
+
+STOP_DEADLINE_S = 5.0
+LOG_TAIL_LINES = 30
+MAX_LOG_READ = 20_000
+"""Most bytes of a log that are read at a time."""
+
+LogMode = Literal["ab", "wb"]
+
+
+class ComponentProcess:
+    """Parent side of one component process, from its start to its end, with its log."""
+
+    def __init__(self, spec: ComponentSpec, process: asyncio.subprocess.Process, channel: Channel, log: Path) -> None:
+        self._spec = spec
+        self._process = process
+        self._log = log
+        self._ready = False
+        self.channel = channel
+
+    @classmethod
+    async def launch(
+        cls, spec: ComponentSpec, environment: dict[str, str], log: Path, mode: LogMode
+    ) -> ComponentProcess:
+        """Start the process. It is not ready before `send_spec`."""
+        ours, theirs = socket.socketpair()
+        with theirs, _open(log, mode) as output:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "outpace.runtime.child", str(theirs.fileno()), str(os.getpid()),
+                pass_fds=[theirs.fileno()], env={**os.environ, **environment},
+                stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
+            )  # fmt: skip
+        return cls(spec, process, Channel(*await asyncio.open_connection(sock=ours)), log)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def lives(self) -> bool:
+        return self._process.returncode is None
+
+    async def send_spec(self) -> None:
+        """Send the spec and wait until the component is ready. Kills the process on failure."""
+        try:
+            await self._send_spec()
+            self._ready = True
+        finally:
+            if not self._ready:
+                self.kill()
+                self.channel.close()
+
+    async def _send_spec(self) -> None:
+        name = self._spec.name
+        try:
+            async with asyncio.timeout(self._spec.start_s):
+                await self.channel.send(self._spec)
+                hello = await self.channel.receive(StartupReply)
+        except TimeoutError:
+            raise errors.ComponentFailed(name, f"was not ready within {self._spec.start_s:g} s", self.tail()) from None
+        except OSError:
+            hello = None
+        if hello is None:
+            raise errors.ComponentFailed(name, f"did not start: it {await self._describe_end()}", self.tail())
+        if isinstance(hello, ComponentBroken):
+            if hello.kind == errors.BadInput.__name__:
+                raise errors.BadInput(hello.message)
+            raise errors.ComponentFailed(name, f"{hello.kind}: {hello.message}", hello.traceback)
+
+    async def ended(self) -> errors.ComponentLost:
+        """Wait until the process ends and return the cause."""
+        how, tail = describe_exit(await self._process.wait()), self.tail()
+        _, broken_down, why = tail.rpartition("\n")[2].partition(BROKEN_PREFIX)
+        return errors.ComponentLost(self._spec.name, why if broken_down else how, tail)
+
+    def kill(self) -> None:
+        if self.lives:
+            self._process.kill()
+
+    async def stop(self) -> None:
+        """Close the channel, which makes the process exit; kill it if it does not."""
+        self.channel.close()
+        if not await self.gone():
+            self.kill()
+            await self.gone()
+
+    async def gone(self) -> bool:
+        """Wait up to `STOP_DEADLINE_S` for the process to end. Returns whether it has."""
+        try:
+            async with asyncio.timeout(STOP_DEADLINE_S):
+                await self._process.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def tail(self) -> str:
+        """Return the end of its log, empty if there is none."""
+        lines = self._log_since(self._log_size() - MAX_LOG_READ).splitlines()
+        return "\n".join(lines[-LOG_TAIL_LINES:])
+
+    async def dump_state(self, within_s: float) -> str:
+        """Return the waits, tasks and thread stacks that the process writes to its log on a signal."""
+        state = self._state()
+        if state != "running" or not self._ready:
+            return f"{self._spec.name} (process {self.pid}) is {state}"
+        length = self._log_size()
+        self._process.send_signal(signal.SIGUSR2)
+        await asyncio.sleep(within_s)
+        if STATE_REPORT_HEADER not in self._log_since(length):
+            self._process.send_signal(signal.SIGUSR1)
+            await asyncio.sleep(within_s)
+        dump = self._log_since(length) or "wrote nothing to its log, not even its thread stacks"
+        return f"{self._spec.name} (process {self.pid}):\n{dump}"
+
+    def _state(self) -> str:
+        if not self.lives:
+            return "dead"
+        try:
+            state = psutil.Process(self.pid).status()
+        except psutil.Error:
+            return "dead"
+        named = {psutil.STATUS_STOPPED: "stopped by a signal", psutil.STATUS_ZOMBIE: "a zombie"}
+        return named.get(state, "running") if self._ready else "starting"
+
+    def _log_size(self) -> int:
+        """Size in bytes, 0 if the log was removed: reporting a death must not depend on the log."""
+        try:
+            return self._log.stat().st_size
+        except OSError:
+            return 0
+
+    def _log_since(self, length: int) -> str:
+        try:
+            with open(self._log, "rb") as log:
+                log.seek(max(0, length))
+                return log.read(MAX_LOG_READ).decode(errors="replace").strip()
+        except OSError:
+            return ""
+
+    async def _describe_end(self) -> str:
+        if not await self.gone():  # the socket closes shortly before the process ends
+            return "closed its connection"
+        return describe_exit(await self._process.wait())
+
+
+def _open(path: Path, mode: LogMode) -> BinaryIO:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return open(path, mode)
+
 
 P = TypeVar("P")
 
@@ -40,9 +194,9 @@ DUMP_S = 2.0
 class _Component:
     """State of a component that is kept across restarts of its process."""
 
-    spec: PartSpec
+    spec: ComponentSpec
     environment: dict[str, str]
-    process: PartProcess | None = None
+    process: ComponentProcess | None = None
     mark: str = ""  # by which the cleanup process finds what this process has started
     remote: object = None
     watcher: asyncio.Task[None] | None = None
@@ -56,16 +210,16 @@ def _stop_order(component: _Component) -> tuple[bool, bool]:
 class LocalRuntime:
     """Starts components as `python -m outpace.runtime.child`, watches, restarts and stops them."""
 
-    def __init__(self, logs: Path, append: bool = False, guardian: Guardian | None = None) -> None:
+    def __init__(self, logs: Path, append: bool = False, cleanup: CleanupProcess | None = None) -> None:
         """`append` keeps the logs of an earlier start of the same run."""
         self._logs = logs
         self._append = append
-        self._cleanup = guardian
+        self._cleanup = cleanup
         self._components: dict[str, _Component] = {}
         self._stopping = False
-        self.deaths: asyncio.Queue[errors.PartFailed] = asyncio.Queue()
+        self.deaths: asyncio.Queue[errors.ComponentFailed] = asyncio.Queue()
 
-    async def start(self, protocol: type[P], spec: PartSpec, environment: dict[str, str]) -> P:
+    async def start(self, protocol: type[P], spec: ComponentSpec, environment: dict[str, str]) -> P:
         component = self._components[spec.name] = _Component(spec, environment)
         process = await self._launch(component, "ab" if self._append else "wb")
         remote = proxy(protocol, process.channel, spec.name)
@@ -76,10 +230,10 @@ class LocalRuntime:
     async def restart(self, name: str) -> None:
         component = self._components[name]
         if component.process is not None and not await component.process.gone():
-            raise errors.PartFailed(name, "is still running and cannot be restarted")
+            raise errors.ComponentFailed(name, "is still running and cannot be restarted")
         component.spec = msgspec.structs.replace(component.spec, attempt=component.spec.attempt + 1)
         process = await self._launch(component, "ab")
-        attach(component.remote, process.channel)
+        attach_proxy(component.remote, process.channel)
         self._watch(component, process)
 
     async def kill(self, name: str) -> None:
@@ -93,12 +247,12 @@ class LocalRuntime:
         self._sweep(component)
 
     async def ping(self, name: str, deadline_s: float) -> bool:
-        return await ping(self._components[name].remote, deadline_s)
+        return await ping_proxy(self._components[name].remote, deadline_s)
 
     async def dump(self) -> str:
         processes = [component.process for component in self._components.values() if component.process is not None]
-        dumps = await asyncio.gather(*(process.speak(DUMP_S) for process in processes))
-        return "\n\n".join([f"controller:\n{stacks.waits()}\n{stacks.tasks()}", *dumps])
+        dumps = await asyncio.gather(*(process.dump_state(DUMP_S) for process in processes))
+        return "\n\n".join([f"controller:\n{diagnostics.describe_waits()}\n{diagnostics.describe_tasks()}", *dumps])
 
     async def stop(self) -> None:
         self._stopping = True
@@ -107,46 +261,46 @@ class LocalRuntime:
             await asyncio.gather(*(self._stop(component) for component in components))
         self._components.clear()
 
-    async def _launch(self, component: _Component, mode: LogMode) -> PartProcess:
+    async def _launch(self, component: _Component, mode: LogMode) -> ComponentProcess:
         log = self._logs / f"{component.spec.name}.log"
         environment = component.environment
         if self._cleanup is not None:
             component.mark = self._cleanup.new_mark()
             environment = environment | self._cleanup.marked(component.mark)
-        process = component.process = await PartProcess.launch(component.spec, environment, log, mode)
+        process = component.process = await ComponentProcess.launch(component.spec, environment, log, mode)
         if self._cleanup is not None:
             self._cleanup.watch(component.mark, process.pid)
         try:
-            await process.introduce()
+            await process.send_spec()
         except BaseException:  # `send_spec` has killed it
             self._sweep(component)
             raise
         if self._stopping:
-            raise errors.PartFailed(component.spec.name, "was stopped")
+            raise errors.ComponentFailed(component.spec.name, "was stopped")
         return process
 
-    def _watch(self, component: _Component, process: PartProcess) -> None:
+    def _watch(self, component: _Component, process: ComponentProcess) -> None:
         name = component.spec.name
         component.watcher = asyncio.create_task(self._report_death(component, process), name=f"watch {name}")
 
-    async def _report_death(self, component: _Component, process: PartProcess) -> None:
+    async def _report_death(self, component: _Component, process: ComponentProcess) -> None:
         death = await self._wait_for_end(process, component.spec.name)
         if self._stopping:
             return
         try:
             self._sweep(component)
-            detach(component.remote, death)
+            detach_proxy(component.remote, death)
         finally:
             self.deaths.put_nowait(death)
 
-    async def _wait_for_end(self, process: PartProcess, name: str) -> errors.PartLost:
+    async def _wait_for_end(self, process: ComponentProcess, name: str) -> errors.ComponentLost:
         """Wait until the process ends. If waiting fails, kill it and report that: its death must never go unnoticed."""
         try:
             return await process.ended()
         except Exception as error:  # task boundary
             process.kill()
             text = "".join(traceback.format_exception(error))
-            return errors.PartLost(name, f"could not be monitored: {type(error).__name__}: {error}", text)
+            return errors.ComponentLost(name, f"could not be monitored: {type(error).__name__}: {error}", text)
 
     def _sweep(self, component: _Component) -> None:
         if self._cleanup is not None:

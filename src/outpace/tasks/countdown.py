@@ -18,7 +18,7 @@ from itertools import combinations_with_replacement, product
 from math import gcd
 from typing import NamedTuple
 
-from outpace.tasks.problems import Split, split_by_hash, stable_hash
+from outpace.tasks.generated import Split, split_by_hash, stable_hash
 from outpace.types import Task
 
 PLAIN_OPERATORS = {3: "+-*", 4: "+-"}
@@ -42,7 +42,7 @@ def puzzle_hash(puzzle: Puzzle) -> int:
     return stable_hash(puzzle.text())
 
 
-def split_of(puzzle: Puzzle) -> Split:
+def puzzle_split(puzzle: Puzzle) -> Split:
     return split_by_hash(puzzle.text(), HELDOUT_ONE_IN)
 
 
@@ -95,7 +95,7 @@ def _walk(split: Split, seed: int, length: int) -> tuple[int, int]:
 @cache
 def _puzzles(split: Split) -> tuple[Puzzle, ...]:
     """Return the puzzles of a split, sorted by hash so that every stride visits them in an arbitrary order."""
-    return tuple(sorted((puzzle for puzzle in _all_puzzles() if split_of(puzzle) == split), key=puzzle_hash))
+    return tuple(sorted((puzzle for puzzle in _all_puzzles() if puzzle_split(puzzle) == split), key=puzzle_hash))
 
 
 def _all_puzzles() -> Iterator[Puzzle]:

@@ -25,14 +25,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from outpace.errors import BadInput, one_line
+from outpace.errors import BadInput, one_line, plural
 from outpace.protocols import TaskSource
-from outpace.wording import plural
 
-SURE, SAMPLES = 16, 256
-PATIENCE_S = 0.5
-BYTES = 2**30
-PIECE = 2**20
+MIN_SAMPLES, MAX_SAMPLES = 16, 256
+SAMPLING_TIMEOUT_S = 0.5
+MAX_BYTES = 2**30
+CHUNK_BYTES = 2**20
 
 Indices = NDArray[np.int64]
 
@@ -53,7 +52,7 @@ class ImageLike(Protocol):
     def tobytes(self) -> bytes: ...
 
 
-class Sample(msgspec.Struct, frozen=True):
+class TaskSample(msgspec.Struct, frozen=True):
     """Id and content digest of one sampled task."""
 
     index: int
@@ -68,14 +67,14 @@ class Fingerprint(msgspec.Struct, frozen=True):
 
     count: int
     digest: str
-    samples: tuple[Sample, ...]
+    samples: tuple[TaskSample, ...]
 
 
 def fingerprint(source: TaskSource) -> Fingerprint:
     """Return the fingerprint of the tasks. A sampled task that fails to load is recorded by its exception type, except
     `BadInput`, which is raised."""
     count = len(source)
-    return Fingerprint(count, content(source, np.arange(count)).hex(), tuple(_samples(source, count)))
+    return Fingerprint(count, content_digest(source, np.arange(count)).hex(), tuple(_samples(source, count)))
 
 
 def difference(old: Fingerprint, new: Fingerprint) -> str | None:
@@ -97,14 +96,14 @@ def difference(old: Fingerprint, new: Fingerprint) -> str | None:
 # ------------------------------------------------------------------------------------------------------------- digests
 
 
-def content(source: Any, indices: Indices) -> bytes:
+def content_digest(source: Any, indices: Indices) -> bytes:
     """Return the digest of some tasks or rows of a source; b"" for a source that generates them on demand."""
     if isinstance(source, Digestible):
         return source.digest(indices)
-    return digest_of_values(source, indices) if isinstance(source, list | tuple) else b""
+    return digest_rows(source, indices) if isinstance(source, list | tuple) else b""
 
 
-def digest_of_values(rows: Any, indices: Indices) -> bytes:
+def digest_rows(rows: Any, indices: Indices) -> bytes:
     """Return the digest of rows in memory."""
     whole = blake2b(digest_size=16)
     for index in indices:
@@ -113,17 +112,17 @@ def digest_of_values(rows: Any, indices: Indices) -> bytes:
     return whole.digest()
 
 
-def digest_of_pieces(length: int, read: Callable[[int, int], bytes]) -> bytes:
+def digest_bytes(length: int, read: Callable[[int, int], bytes]) -> bytes:
     """Return the digest of `length` bytes, read with `read(start, end)`. Beyond MAX_BYTES, only chunks at fixed
     positions are read."""
     whole = blake2b(digest_size=16)
-    pieces = -(-length // PIECE)
-    for number in spread(pieces, BYTES // PIECE):
-        whole.update(read(number * PIECE, min(length, (number + 1) * PIECE)))
+    pieces = -(-length // CHUNK_BYTES)
+    for number in sample_indices(pieces, MAX_BYTES // CHUNK_BYTES):
+        whole.update(read(number * CHUNK_BYTES, min(length, (number + 1) * CHUNK_BYTES)))
     return whole.digest()
 
 
-def spread(count: int, most: int) -> Iterator[int]:
+def sample_indices(count: int, most: int) -> Iterator[int]:
     """Yield all of `count` indices, or `most` of them, evenly spaced from the first to the last."""
     if count <= most:
         yield from range(count)
@@ -135,26 +134,26 @@ def spread(count: int, most: int) -> Iterator[int]:
 # ------------------------------------------------------------------------------------------------------------- samples
 
 
-def _samples(source: TaskSource, count: int) -> Iterator[Sample]:
-    required = list(spread(count, SURE))
-    further = [index for index in spread(count, SAMPLES) if index not in required]
-    deadline = time.monotonic() + PATIENCE_S
+def _samples(source: TaskSource, count: int) -> Iterator[TaskSample]:
+    required = list(sample_indices(count, MIN_SAMPLES))
+    further = [index for index in sample_indices(count, MAX_SAMPLES) if index not in required]
+    deadline = time.monotonic() + SAMPLING_TIMEOUT_S
     for number, index in enumerate(required + further):
-        if number >= SURE and time.monotonic() > deadline:
+        if number >= MIN_SAMPLES and time.monotonic() > deadline:
             break
         yield _sample(source, index)
 
 
-def _sample(source: TaskSource, index: int) -> Sample:
+def _sample(source: TaskSource, index: int) -> TaskSample:
     try:
         task = source[index]
     except BadInput:
         raise
     # A user's task source may raise anything. Then the prompt visit fails later, not the start of the run.
     except Exception as error:
-        return Sample(index, "", type(error).__name__)
+        return TaskSample(index, "", type(error).__name__)
     digest = blake2b(_encoded((task.prompt, task.columns)), digest_size=8)
-    return Sample(index, _printable(task.id), digest.hexdigest())
+    return TaskSample(index, _printable(task.id), digest.hexdigest())
 
 
 def _printable(name: str) -> str:

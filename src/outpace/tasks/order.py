@@ -18,7 +18,7 @@ ROUNDS = 6
 
 
 @dataclass(frozen=True)
-class Order:
+class TaskOrder:
     """The unbounded sequence of tasks: `task(position)` returns the epoch and the task index at a position."""
 
     count: int

@@ -22,12 +22,11 @@ from typing import Any
 import msgspec
 
 from outpace.config import Config
-from outpace.errors import BadInput, one_line
+from outpace.errors import BadInput, one_line, plural
 from outpace.protocols import TaskSource
-from outpace.references import nearest
-from outpace.tasks.problems import Split, split_by_hash
+from outpace.runtime.references import closest_names
+from outpace.tasks.generated import Split, split_by_hash
 from outpace.types import Task
-from outpace.wording import plural
 
 PREFIX = "reasoning_gym"
 SIZE, HELDOUT_SIZE = 5000, 500
@@ -48,11 +47,11 @@ def open_reasoning_gym(config: Config) -> tuple[TaskSource, TaskSource]:
     for key, value, least in (("size", size, 1), ("seed", seed, 0)):
         if not isinstance(value, int) or value < least:
             raise BadInput(f"tasks.options: {key} should be an integer of at least {least}, not {one_line(value)}")
-    heldout = Generated(name, "heldout", config.eval.seed, HELDOUT_SIZE, options)
-    return Generated(name, "train", seed, size, options), heldout
+    heldout = ReasoningGymTasks(name, "heldout", config.eval.seed, HELDOUT_SIZE, options)
+    return ReasoningGymTasks(name, "train", seed, size, options), heldout
 
 
-class Generated:
+class ReasoningGymTasks:
     """The tasks of one split, generated on access. Thread-safe: a lock serializes calls into the package."""
 
     def __init__(self, name: str, split: Split, seed: int, size: int, options: Mapping[str, Any]) -> None:
@@ -67,7 +66,7 @@ class Generated:
         return self._size
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Generated, self._arguments
+        return ReasoningGymTasks, self._arguments
 
     def __getitem__(self, index: int) -> Task:
         if not 0 <= index < self._size:
@@ -97,8 +96,8 @@ class Generated:
 
     def _columns(self, entry: dict[str, Any]) -> dict[str, Any]:
         return {
-            "answer": plain(entry["answer"]),
-            "metadata": plain(entry["metadata"]),
+            "answer": to_json_types(entry["answer"]),
+            "metadata": to_json_types(entry["metadata"]),
             "source": self._name,
             "options": self._options,
         }
@@ -119,7 +118,7 @@ def make_generator(name: str, **options: Any) -> Any:
     fields = [field.name for field in dataclasses.fields(settings)]
     unknown = [option for option in options if option not in fields]
     if unknown:
-        close = nearest(unknown[0], fields)
+        close = closest_names(unknown[0], fields)
         hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(fields)}"
         raise BadInput(f"tasks.options: {name} has no option {unknown[0]}; {hint}")
     try:
@@ -133,7 +132,7 @@ def _checked_name(name: str) -> str:
     known = _known()
     if name in known:
         return name
-    close = nearest(name, known)
+    close = closest_names(name, known)
     hint = f"did you mean {PREFIX}/{close[0]}?" if close else f"name one, such as {PREFIX}/chain_sum"
     raise BadInput(f"tasks.name: reasoning-gym has no task {name!r}; {hint}")
 
@@ -151,14 +150,14 @@ def _known() -> dict[str, tuple[Any, Any]]:
     return {name: kinds for name, kinds in DATASETS.items() if name != "composite"}
 
 
-def plain(value: Any) -> Any:
+def to_json_types(value: Any) -> Any:
     """Convert a value to JSON types: tuples and arrays become lists, keys and all other values become text."""
     if isinstance(value, Mapping):
-        return {str(key): plain(each) for key, each in value.items()}
+        return {str(key): to_json_types(each) for key, each in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [plain(each) for each in value]
+        return [to_json_types(each) for each in value]
     if hasattr(value, "tolist"):  # numpy scalars and arrays
-        return plain(value.tolist())
+        return to_json_types(value.tolist())
     try:
         return msgspec.to_builtins(value, builtin_types=(bool, int, float, str), enc_hook=str)
     except msgspec.ValidationError:

@@ -15,25 +15,24 @@ import numpy as np
 from outpace.config import Config
 from outpace.errors import BadInput
 from outpace.protocols import TaskSource
-from outpace.references import is_reference, load_function
-from outpace.tasks.dataset import Selection
-from outpace.tasks.files import JSONL, open_dataset
-from outpace.tasks.fingerprint import Indices, content
+from outpace.runtime.references import is_reference, load_function
+from outpace.tasks.dataset import JSONL_SUFFIXES, TaskSubset, open_dataset
+from outpace.tasks.fingerprint import Indices, content_digest
 from outpace.types import Task
 
-Sources = tuple[TaskSource, TaskSource | None]
-TaskFactory = Callable[[Config], Sources]
+TaskSources = tuple[TaskSource, TaskSource | None]
+TaskFactory = Callable[[Config], TaskSources]
 
 _factories: dict[str, TaskFactory] = {}
 
-FAMILIES = {"reasoning_gym": "outpace.tasks.reasoning_gym:open_reasoning_gym"}
+TASK_PACKAGES = {"reasoning_gym": "outpace.tasks.reasoning_gym:open_reasoning_gym"}
 """Task packages: `tasks.name` is `<package>/<task>`."""
 
 
-def is_of_family(name: str) -> bool:
+def is_package_task(name: str) -> bool:
     """Return whether `name` is a task of another package, as `<package>/<task>`. An existing file takes precedence."""
     package, slash, _ = name.partition("/")
-    return bool(slash) and package in FAMILIES and not Path(name).exists()
+    return bool(slash) and package in TASK_PACKAGES and not Path(name).exists()
 
 
 def register(name: str) -> Callable[[TaskFactory], TaskFactory]:
@@ -50,12 +49,12 @@ def register(name: str) -> Callable[[TaskFactory], TaskFactory]:
     return decorator
 
 
-def own_tasks() -> dict[str, TaskFactory]:
+def user_tasks() -> dict[str, TaskFactory]:
     """Return the tasks that the user registered."""
     return {name: factory for name, factory in _factories.items() if not factory.__module__.startswith("outpace.")}
 
 
-def open_tasks(config: Config) -> Sources:
+def open_tasks(config: Config) -> TaskSources:
     """Return the training tasks and the held-out tasks that the config names."""
     train, heldout = _open_path(config) if config.tasks.path is not None else _open_name(config)
     return train, heldout if config.tasks.eval_path is None else open_heldout(config)
@@ -77,7 +76,7 @@ def open_heldout(config: Config) -> TaskSource:
     )
 
 
-class Reopened:
+class ReopenedSource:
     """A source that a config names, used when the other source is a Python object. It is pickled as its config and
     reopened on arrival, so that neither open files nor rows are sent between processes."""
 
@@ -93,24 +92,24 @@ class Reopened:
         return self._source[index]
 
     def digest(self, indices: Indices) -> bytes:
-        return content(self._source, indices)
+        return content_digest(self._source, indices)
 
-    def __reduce__(self) -> tuple[type[Reopened], tuple[Callable[[Config], TaskSource], Config]]:
-        return Reopened, (self._opener, self._config)
+    def __reduce__(self) -> tuple[type[ReopenedSource], tuple[Callable[[Config], TaskSource], Config]]:
+        return ReopenedSource, (self._opener, self._config)
 
 
-def _open_path(config: Config) -> Sources:
+def _open_path(config: Config) -> TaskSources:
     tasks = config.tasks
     assert tasks.path is not None
-    if tasks.path.endswith((*JSONL, ".parquet")) and tasks.split != "train":
+    if tasks.path.endswith((*JSONL_SUFFIXES, ".parquet")) and tasks.split != "train":
         raise BadInput(f"tasks.split: {tasks.path} is a file and has no splits; leave this out")
     dataset = open_dataset(tasks.path, split=tasks.split, limit=tasks.limit, duplicate_ids=tasks.duplicate_ids)
     return dataset.split(0 if tasks.eval_path else config.eval.holdout, config.eval.seed)
 
 
-def _open_name(config: Config) -> Sources:
+def _open_name(config: Config) -> TaskSources:
     name = config.tasks.name or "countdown"
-    if config.tasks.options and not is_reference(name) and not is_of_family(name):
+    if config.tasks.options and not is_reference(name) and not is_package_task(name):
         raise BadInput(f"tasks.options: {name} has no options; leave this out")
     sources = _factory(name)(config)
     if not isinstance(sources, tuple) or len(sources) != 2:
@@ -120,15 +119,15 @@ def _open_name(config: Config) -> Sources:
         raise BadInput(f"tasks.name: {name} has no training tasks")
     limit = config.tasks.limit
     if limit is not None and limit < len(train):
-        train = Selection(train, np.arange(limit))
+        train = TaskSubset(train, np.arange(limit))
     return train, heldout
 
 
 def _factory(name: str) -> TaskFactory:
     if is_reference(name):
         return load_function(name, "tasks.name")
-    if is_of_family(name):
-        return load_function(FAMILIES[name.partition("/")[0]], "tasks.name")
+    if is_package_task(name):
+        return load_function(TASK_PACKAGES[name.partition("/")[0]], "tasks.name")
     if name not in _factories:
         close = difflib.get_close_matches(name, _factories, n=1)
         hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(sorted(_factories))}"
@@ -137,28 +136,28 @@ def _factory(name: str) -> TaskFactory:
 
 
 @register("countdown")
-def _countdown(config: Config) -> Sources:
+def _countdown(config: Config) -> TaskSources:
     from outpace.tasks.countdown import Countdown
 
     return Countdown("train", config.run.seed), Countdown("heldout", config.eval.seed)
 
 
 @register("arithmetic")
-def _arithmetic(config: Config) -> Sources:
-    from outpace.tasks.arithmetic import arithmetic
+def _arithmetic(config: Config) -> TaskSources:
+    from outpace.tasks.generated import arithmetic_tasks
 
-    return arithmetic("train", config.run.seed), arithmetic("heldout", config.eval.seed)
+    return arithmetic_tasks("train", config.run.seed), arithmetic_tasks("heldout", config.eval.seed)
 
 
 @register("calculator")
-def _calculator(config: Config) -> Sources:
-    from outpace.tasks.calculator import calculator
+def _calculator(config: Config) -> TaskSources:
+    from outpace.tasks.generated import calculator_tasks
 
-    return calculator("train", config.run.seed), calculator("heldout", config.eval.seed)
+    return calculator_tasks("train", config.run.seed), calculator_tasks("heldout", config.eval.seed)
 
 
 @register("guess")
-def _guess(config: Config) -> Sources:
-    from outpace.tasks.guess import guess
+def _guess(config: Config) -> TaskSources:
+    from outpace.tasks.generated import guess_tasks
 
-    return guess("train", config.run.seed), guess("heldout", config.eval.seed)
+    return guess_tasks("train", config.run.seed), guess_tasks("heldout", config.eval.seed)

@@ -15,7 +15,7 @@ Elements are compared as raw integers, so every bit counts, also in NaN and sign
 
 Invariants
 - A delta file is written once, under a unique name, and is complete before it is announced. Its checksum is in the
-  `Delta`; the checksums of the resulting tensors are in the manifest.
+  `WeightDelta`; the checksums of the resulting tensors are in the manifest.
 - `PART` bounds the memory use, whatever the size of the model.
 - `LocalSnapshot` applies deltas where it can and reads the whole snapshot otherwise. Its file is an ordinary snapshot
   file, void while it changes, so its readers need not handle deltas. After a delta every checksum is compared with the
@@ -25,6 +25,8 @@ Invariants
 
 from __future__ import annotations
 
+import logging
+import mmap
 import os
 import struct
 import zlib
@@ -37,7 +39,8 @@ import numpy as np
 import numpy.typing as npt
 
 from outpace.errors import CorruptData
-from outpace.types import Delta, Manifest, TensorSpec, Version
+from outpace.types import Manifest, TensorSpec, Version, WeightDelta
+from outpace.weights import snapshot
 from outpace.weights.snapshot import CHUNK, ITEM_BYTES
 
 PART = 1 << 22
@@ -58,7 +61,7 @@ BufferLike = Any
 """Any object with the buffer protocol."""
 
 
-class Header(msgspec.Struct, frozen=True, array_like=True):
+class DeltaHeader(msgspec.Struct, frozen=True, array_like=True):
     """Header of a delta file."""
 
     incarnation: str
@@ -66,7 +69,9 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     version: Version
 
 
-def write(path: Path, header: Header, old: BufferLike, new: BufferLike, tensors: list[TensorSpec]) -> Delta | None:
+def write_delta(
+    path: Path, header: DeltaHeader, old: BufferLike, new: BufferLike, tensors: list[TensorSpec]
+) -> WeightDelta | None:
     """Write the delta between two snapshots, headers included. Return None, without a file, if it saves too little."""
     partial = path.with_name(path.name + ".partial")
     limit = MAX_DELTA_SHARE * sum(spec.nbytes for spec in tensors)
@@ -78,10 +83,10 @@ def write(path: Path, header: Header, old: BufferLike, new: BufferLike, tensors:
         partial.rename(path)
     finally:
         partial.unlink(missing_ok=True)
-    return Delta(header.base, str(path), nbytes, checksum)
+    return WeightDelta(header.base, str(path), nbytes, checksum)
 
 
-def apply(manifest: Manifest, memory: BufferLike) -> None:
+def apply_delta(manifest: Manifest, memory: BufferLike) -> None:
     """Update the snapshot in `memory` from the delta's base to the version of `manifest`.
 
     A damaged file raises `CorruptData` before anything changes. The caller verifies the result."""
@@ -109,7 +114,7 @@ def _write_all(file: BinaryIO, pieces: Iterator[BufferLike], limit: float) -> tu
     return nbytes, checksum
 
 
-def _encoded(header: Header, old: BufferLike, new: BufferLike, tensors: list[TensorSpec]) -> Iterator[BufferLike]:
+def _encoded(header: DeltaHeader, old: BufferLike, new: BufferLike, tensors: list[TensorSpec]) -> Iterator[BufferLike]:
     text = msgspec.msgpack.encode(header)
     yield _MAGIC + _LENGTH.pack(len(text)) + text
     for spec in tensors:
@@ -166,7 +171,7 @@ def _blocks(elements: int) -> int:
     return -(-elements // (1 << _BLOCK_BITS))
 
 
-def _check_file(file: BinaryIO, delta: Delta) -> None:
+def _check_file(file: BinaryIO, delta: WeightDelta) -> None:
     """Check size and checksum before reading the content."""
     size = os.fstat(file.fileno()).st_size
     if size != delta.nbytes:
@@ -184,8 +189,8 @@ def _check_header(file: BinaryIO, manifest: Manifest) -> None:
     if _read_exactly(file, len(_MAGIC)) != _MAGIC:
         raise ValueError("the file is not a delta")
     (length,) = _LENGTH.unpack(_read_exactly(file, _LENGTH.size))
-    found = msgspec.msgpack.decode(_read_exactly(file, length), type=Header)
-    if found != Header(manifest.incarnation, manifest.delta.base, manifest.version):
+    found = msgspec.msgpack.decode(_read_exactly(file, length), type=DeltaHeader)
+    if found != DeltaHeader(manifest.incarnation, manifest.delta.base, manifest.version):
         raise ValueError(f"the file is a delta from {found.base} to {found.version} of {found.incarnation}")
 
 
@@ -198,3 +203,84 @@ def _read_exactly(file: BinaryIO, nbytes: int) -> bytes:
     if len(data) < nbytes:
         raise ValueError("the file is truncated")
     return data
+
+
+log = logging.getLogger(__name__)
+
+
+class LocalSnapshot:
+    """A local copy of the policy, updated by deltas. Not thread-safe. `damaged_deltas` counts rejected deltas."""
+
+    def __init__(self, directory: Path) -> None:
+        self.damaged_deltas = 0
+        self._path = directory / "local.weights"
+        self._memory: mmap.mmap | None = None
+        self._local: Manifest | None = None
+
+    def update_to(self, manifest: Manifest) -> tuple[Manifest, int]:
+        """Update the copy; return its manifest and the number of bytes transferred. Raises `CorruptData`."""
+        local, self._local = self._local, None
+        transferred = self._apply_delta(manifest, local)
+        if transferred is None:
+            transferred = self._read_whole(manifest)
+        self._label(manifest, manifest.version)
+        self._local = msgspec.structs.replace(manifest, path=str(self._path), delta=None)
+        return self._local, transferred
+
+    def close(self) -> None:
+        self._path.unlink(missing_ok=True)
+        self._memory = self._local = None
+
+    def _apply_delta(self, manifest: Manifest, local: Manifest | None) -> int | None:
+        """Apply the delta; return its size, or None if there is no delta from the local version or it is damaged."""
+        if local is None or local.incarnation != manifest.incarnation or _layout(local) != _layout(manifest):
+            return None
+        if manifest.delta is None or manifest.delta.base != local.version:
+            return None
+        self._label(manifest, snapshot.VOID)
+        try:
+            apply_delta(manifest, self._memory)
+            self._check(manifest)
+        except CorruptData as error:
+            self.damaged_deltas += 1
+            log.warning("%s; reading the whole snapshot instead", error)
+            return None
+        return manifest.delta.nbytes
+
+    def _read_whole(self, manifest: Manifest) -> int:
+        with snapshot.open_snapshot(manifest) as file:
+            memory = self._allocate(snapshot.data_end(manifest.tensors))
+            self._label(manifest, snapshot.VOID)
+            for spec in manifest.tensors:
+                offset = spec.offset
+                for piece in file.chunks(spec):
+                    memory[offset : offset + len(piece)] = piece
+                    offset += len(piece)
+        return manifest.nbytes
+
+    def _allocate(self, nbytes: int) -> mmap.mmap:
+        if self._memory is None or len(self._memory) != nbytes:
+            self._memory = None
+            self._memory = snapshot.allocate(self._path, nbytes)
+        return self._memory
+
+    def _label(self, manifest: Manifest, version: int) -> None:
+        assert self._memory is not None
+        label = snapshot.pack_header(manifest.incarnation, version)
+        self._memory[: len(label)] = label
+
+    def _check(self, manifest: Manifest) -> None:
+        assert self._memory is not None
+        with memoryview(self._memory) as content:
+            for spec in manifest.tensors:
+                if _crc32(content, spec) != spec.crc32:
+                    raise CorruptData(f"delta of version {manifest.version}: wrong checksum of {spec.name}")
+
+
+def _crc32(content: memoryview, spec: TensorSpec) -> int:
+    with content[spec.offset : spec.offset + spec.nbytes] as piece:
+        return zlib.crc32(piece)
+
+
+def _layout(manifest: Manifest) -> list[tuple[str, str, list[int], int]]:
+    return [(spec.name, spec.dtype, spec.shape, spec.offset) for spec in manifest.tensors]

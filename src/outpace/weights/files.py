@@ -18,11 +18,12 @@ import json
 import shutil
 import struct
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from outpace.types import Manifest, TensorSpec, Version
-from outpace.weights.snapshot import ITEM_BYTES, opened, require_space
+from outpace.types import LoraAdapter, Manifest, TensorSpec, Version
+from outpace.weights.snapshot import ITEM_BYTES, open_snapshot, require_space
 
 MODEL = "model.safetensors"
 
@@ -42,7 +43,7 @@ _DTYPES = {
 }
 
 
-class Folders:
+class SnapshotFolders:
     """One folder per version of one run."""
 
     def __init__(self, directory: Path, tensors: str = MODEL) -> None:
@@ -90,7 +91,7 @@ class Folders:
 
 
 def _write_tensors(path: Path, header: bytes, manifest: Manifest) -> None:
-    with opened(manifest) as snapshot, path.open("wb") as file:
+    with open_snapshot(manifest) as snapshot, path.open("wb") as file:
         file.write(header)
         for spec in _ordered(manifest.tensors):
             for piece in snapshot.chunks(spec):
@@ -112,3 +113,64 @@ def _header(tensors: list[TensorSpec]) -> bytes:
 def _ordered(tensors: list[TensorSpec]) -> list[TensorSpec]:
     """Sort the widest dtypes first, which keeps every tensor aligned: the format does not allow padding."""
     return sorted(tensors, key=lambda spec: -ITEM_BYTES[spec.dtype])
+
+
+class AdapterFolders:
+    """One folder per version of a LoRA adapter, in PEFT format."""
+
+    def __init__(self, directory: Path) -> None:
+        self._folders = SnapshotFolders(directory, "adapter_model.safetensors")
+
+    def write(self, manifest: Manifest) -> Path:
+        assert manifest.adapter is not None, "the snapshot is not an adapter"
+        return self._folders.write(manifest, {"adapter_config.json": peft_config(manifest.adapter)})
+
+    def remove(self, version: Version) -> None:
+        self._folders.remove(version)
+
+    def clear(self) -> None:
+        self._folders.clear()
+
+
+def peft_config(adapter: LoraAdapter) -> bytes:
+    """Return `adapter_config.json` with every field that a reader might otherwise default differently."""
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None,
+        "r": adapter.rank,
+        "lora_alpha": adapter.alpha,
+        "target_modules": adapter.targets,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "use_rslora": False,
+        "use_dora": False,
+        "modules_to_save": None,
+    }
+    return json.dumps(settings, indent=2).encode()
+
+
+PACKAGE = "outpace_vllm"
+
+_METADATA = f"Metadata-Version: 2.1\nName: {PACKAGE.replace('_', '-')}\nVersion: 0\n"
+_ENTRY_POINTS = f"[vllm.general_plugins]\noutpace = {PACKAGE}:register\n"
+
+
+def plugin_path(directory: Path) -> Path:
+    """Copy the vLLM plugin and its entry point into a directory for the PYTHONPATH of a server; return the directory.
+
+    The server may run in another environment. Adding our site-packages instead would shadow its own packages, torch
+    first of all."""
+    spec = find_spec(PACKAGE)
+    assert spec is not None
+    assert spec.origin is not None, "the plugin is installed with outpace"
+    root = directory / "vllm-plugin"
+    metadata = root / f"{PACKAGE}-0.dist-info"
+    metadata.mkdir(parents=True, exist_ok=True)
+    (metadata / "METADATA").write_text(_METADATA)
+    (metadata / "entry_points.txt").write_text(_ENTRY_POINTS)
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(Path(spec.origin).parent, root / PACKAGE, dirs_exist_ok=True, ignore=ignored)
+    return root

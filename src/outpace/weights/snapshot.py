@@ -50,7 +50,7 @@ _HEADER = struct.Struct("<8s64sq")  # magic, incarnation, version
 _MAGIC = b"outpaceW"
 
 
-def label(incarnation: str, version: Version) -> bytes:
+def pack_header(incarnation: str, version: Version) -> bytes:
     """Return the header of a snapshot."""
     return _HEADER.pack(_MAGIC, incarnation.encode(), version)
 
@@ -59,7 +59,7 @@ def padded(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def end_of(tensors: list[TensorSpec]) -> int:
+def data_end(tensors: list[TensorSpec]) -> int:
     """Return the minimum length of the file."""
     return max((spec.offset + spec.nbytes for spec in tensors), default=DATA_OFFSET)
 
@@ -72,7 +72,7 @@ class SnapshotFile:
         self._descriptor = descriptor
 
     def check_label(self) -> None:
-        expected = label(self._manifest.incarnation, self._manifest.version)
+        expected = pack_header(self._manifest.incarnation, self._manifest.version)
         found = bytearray(len(expected))
         if self._read(memoryview(found), 0) < len(expected) or found != expected:
             raise CorruptData(f"the buffer of version {self._manifest.version} now holds another snapshot")
@@ -112,7 +112,7 @@ class SnapshotFile:
 
 
 @contextmanager
-def opened(manifest: Manifest) -> Iterator[SnapshotFile]:
+def open_snapshot(manifest: Manifest) -> Iterator[SnapshotFile]:
     """Open the snapshot. Check the header on entry and again on exit, after the body has read its data."""
     _check_sizes(manifest)
     try:
@@ -130,7 +130,7 @@ def opened(manifest: Manifest) -> Iterator[SnapshotFile]:
 
 def verify(manifest: Manifest) -> None:
     """Raise `CorruptData` unless the snapshot exists and every checksum matches."""
-    with opened(manifest) as snapshot:
+    with open_snapshot(manifest) as snapshot:
         for spec in manifest.tensors:
             for _ in snapshot.chunks(spec):
                 pass

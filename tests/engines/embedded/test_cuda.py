@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from outpace.engines.embedded.build import build_decoder
-from outpace.engines.embedded.cache import SlotCache
+from outpace.engines.embedded.decode_batch import DecodeBatch
 from outpace.engines.embedded.engine import EmbeddedEngine
-from outpace.engines.embedded.lane import Lane
-from outpace.memory import ModelShape, engine_memory
+from outpace.engines.embedded.kv_cache import SlotCache
+from outpace.engines.embedded.load_decoder import build_decoder
+from outpace.hardware.memory import ModelShape, engine_memory
 from outpace.types import Generation, Sampling
 from support import resolved
 
@@ -48,7 +48,7 @@ def test_in_deterministic_mode_no_bit_depends_on_company_on_a_gpu(
     model_of: Callable[..., PreTrainedModel], prompts: Callable[..., list[np.ndarray]]
 ) -> None:
     decoder = build_decoder(model_of("llama").cuda(), 5, None, deterministic=True, path="fast")
-    lane = Lane(decoder, 0, "keep", None)
+    lane = DecodeBatch(decoder, 0, "keep", None)
     given = prompts(1, 4, 9, 17, 30, 33, 40, 12)
 
     def serve(chosen: list[int]) -> dict[str, Generation]:
@@ -78,7 +78,7 @@ async def test_cudnn_plans_no_attention_of_the_engine(model_of: Callable[..., Pr
 def test_a_cache_that_grows_keeps_no_memory_of_its_smaller_self() -> None:
     torch.cuda.empty_cache()
     shapes, device = [(4, 64, 64)] * 8, torch.device("cuda")
-    cache = SlotCache(shapes, 128, 1024, torch.bfloat16, device, whole=False)
+    cache = SlotCache(shapes, 128, 1024, torch.bfloat16, device, preallocate=False)
     for length in (200, 400, 1000):
         cache.reserve(length)
     needed = 2 * len(shapes) * 128 * 4 * 1024 * 64 * 2
@@ -99,7 +99,7 @@ def test_the_estimate_for_the_engine_is_near_the_measured_peak_on_a_gpu(slots: i
     )  # fmt: skip
     model = LlamaForCausalLM(shape).to("cuda", torch.bfloat16)
     decoder = build_decoder(model, slots, context, deterministic=False, path="fast")
-    lane = Lane(decoder, 0, "keep", None)
+    lane = DecodeBatch(decoder, 0, "keep", None)
     for index in range(slots):
         prompt = np.full(context - 8, index, dtype=np.int32)
         lane.submit(str(index), prompt, Sampling(max_tokens=7, seed=index), 0)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import MambaConfig, MambaForCausalLM, PreTrainedModel
 
-from outpace.engines.embedded.build import build_decoder
-from outpace.engines.embedded.general import GeneralDecoder
-from outpace.engines.embedded.lane import Lane
+from outpace.engines.embedded.decode_batch import DecodeBatch
 from outpace.engines.embedded.llama import LlamaDecoder
+from outpace.engines.embedded.load_decoder import build_decoder
+from outpace.engines.embedded.transformers_decoder import TransformersDecoder
 from outpace.errors import BadInput
 from outpace.types import Generation, Sampling
 from support import needs_bfloat16
@@ -35,7 +35,7 @@ CASES = [
 ]
 
 
-def serve(lane: Lane, requests: dict[str, tuple[np.ndarray, Sampling]]) -> dict[str, Generation]:
+def serve(lane: DecodeBatch, requests: dict[str, tuple[np.ndarray, Sampling]]) -> dict[str, Generation]:
     for name, (prompt, sampling) in requests.items():
         lane.submit(name, prompt, sampling, 0)
     finished: dict[str, Generation] = {}
@@ -46,9 +46,9 @@ def serve(lane: Lane, requests: dict[str, tuple[np.ndarray, Sampling]]) -> dict[
     return finished
 
 
-def lane_of(model: PreTrainedModel, path: str, slots: int = 4, **options: bool) -> Lane:
+def lane_of(model: PreTrainedModel, path: str, slots: int = 4, **options: bool) -> DecodeBatch:
     deterministic = options.get("deterministic", False)
-    return Lane(build_decoder(model, slots, None, deterministic=deterministic, path=path), 0, "keep", None)  # type: ignore[arg-type]
+    return DecodeBatch(build_decoder(model, slots, None, deterministic=deterministic, path=path), 0, "keep", None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("family", "path"), CASES)
@@ -95,9 +95,9 @@ def test_logprobs_are_those_of_a_teacher_forced_forward(
 
 def test_the_fast_path_is_picked_where_it_fits(model_of: Callable[..., PreTrainedModel]) -> None:
     assert isinstance(build_decoder(model_of("qwen3"), 2, None, deterministic=False, path="auto"), LlamaDecoder)
-    assert isinstance(build_decoder(model_of("gpt2"), 2, None, deterministic=False, path="auto"), GeneralDecoder)
+    assert isinstance(build_decoder(model_of("gpt2"), 2, None, deterministic=False, path="auto"), TransformersDecoder)
     sliding = model_of("mistral-sliding")
-    assert isinstance(build_decoder(sliding, 2, None, deterministic=False, path="auto"), GeneralDecoder)
+    assert isinstance(build_decoder(sliding, 2, None, deterministic=False, path="auto"), TransformersDecoder)
     assert isinstance(build_decoder(sliding, 2, 7, deterministic=False, path="auto"), LlamaDecoder)
 
 
@@ -137,7 +137,7 @@ def test_the_fast_path_refuses_a_model_of_which_it_does_not_read_every_tensor(
         change(model)
     with pytest.raises(BadInput, match=re.escape(tensor)):
         build_decoder(model, 2, None, deterministic=False, path="fast")
-    assert isinstance(build_decoder(model, 2, None, deterministic=False, path="auto"), GeneralDecoder)
+    assert isinstance(build_decoder(model, 2, None, deterministic=False, path="auto"), TransformersDecoder)
 
 
 def test_the_fast_path_gives_way_where_its_logits_are_not_the_models(model_of: Callable[..., PreTrainedModel]) -> None:
@@ -146,7 +146,7 @@ def test_the_fast_path_gives_way_where_its_logits_are_not_the_models(model_of: C
         model.get_submodule(f"model.layers.{layer}.self_attn").scaling = 0.1  # type: ignore[assignment]
     with pytest.raises(BadInput, match=r"engine\.path.*logits"):
         build_decoder(model, 2, None, deterministic=False, path="fast")
-    assert isinstance(build_decoder(model, 2, None, deterministic=False, path="auto"), GeneralDecoder)
+    assert isinstance(build_decoder(model, 2, None, deterministic=False, path="auto"), TransformersDecoder)
 
 
 def test_a_model_that_no_path_reproduces_is_refused(model_of: Callable[..., PreTrainedModel]) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from outpace.engines.embedded.sampling import sample
-from outpace.engines.noise import noise, request_seed
+from outpace.runtime.rng import request_seed, uniform_noise
 
 Array = NDArray[np.float64]
 
@@ -49,15 +49,15 @@ def reference_distribution(logits: Array, temperature: float, top_k: int, top_p:
 
 def test_noise_depends_on_its_own_seed_and_index_alone() -> None:
     seeds, indices = np.arange(50, dtype=np.int64) * 7919, np.arange(50, dtype=np.int64)
-    together = noise(seeds, indices)
-    alone = [noise(seeds[row : row + 1], indices[row : row + 1])[0] for row in range(50)]
+    together = uniform_noise(seeds, indices)
+    alone = [uniform_noise(seeds[row : row + 1], indices[row : row + 1])[0] for row in range(50)]
     assert together.tolist() == alone
 
 
 @pytest.mark.parametrize("axis", ["seed", "index"])
 def test_noise_is_uniform_and_uncorrelated_along_both_axes(axis: str) -> None:
     moving, fixed = np.arange(100_000, dtype=np.int64), np.full(100_000, 12345, dtype=np.int64)
-    uniform = noise(moving, fixed) if axis == "seed" else noise(fixed, moving)
+    uniform = uniform_noise(moving, fixed) if axis == "seed" else uniform_noise(fixed, moving)
     assert uniform.min() >= 0
     assert uniform.max() < 1
     counts, _ = np.histogram(uniform, bins=100, range=(0, 1))
@@ -76,7 +76,7 @@ def test_request_seeds_differ_whenever_any_part_differs() -> None:
 def test_samples_follow_the_softmax() -> None:
     count = 200_000
     logits = np.random.default_rng(0).normal(size=12) * 2
-    uniform = noise(np.zeros(count, dtype=np.int64), np.arange(count, dtype=np.int64))
+    uniform = uniform_noise(np.zeros(count, dtype=np.int64), np.arange(count, dtype=np.int64))
     tokens, _ = draw(np.tile(logits, (count, 1)), uniform, temperature=0.7)
     expected = reference_distribution(logits, 0.7, 0, 1.0) * count
     observed = np.bincount(tokens, minlength=12)

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from engines_support import engine_of
 from outpace.engines.embedded.engine import EmbeddedEngine
 from outpace.engines.embedded.llama import LlamaDecoder
-from outpace.errors import CorruptData, PartFailed, RequestFailed
+from outpace.errors import ComponentFailed, CorruptData, RequestFailed
 from outpace.types import Generation, Manifest, Sampling
 
 pytestmark = pytest.mark.timeout(120)
@@ -126,9 +126,9 @@ async def test_a_swap_that_fails_half_way_ends_the_engine_rather_than_mix_weight
         )
         await settled(engine)
         monkeypatch.setattr(LlamaDecoder, "install", half)
-        with pytest.raises(PartFailed, match="KeyError"):
+        with pytest.raises(ComponentFailed, match="KeyError"):
             await engine.load(publish(model_of("llama", seed=1), 2), pinned=False)
-        with pytest.raises(PartFailed, match="KeyError"):
+        with pytest.raises(ComponentFailed, match="KeyError"):
             await request
         assert "KeyError" in (await broken).message
-        assert (await engine.broken()).part == "engine"
+        assert (await engine.broken()).component == "engine"

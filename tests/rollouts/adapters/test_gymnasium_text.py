@@ -11,14 +11,12 @@ from typing import Any
 import pytest
 
 from outpace.errors import BadInput
-from outpace.rollouts.adapters.gymnasium_text import OVER, text_environment, without_escapes
-from outpace.rollouts.environments.kinds import Origin
-from outpace.rollouts.environments.stage import Stages
-from outpace.rollouts.episodes import run_episode
-from outpace.rollouts.limits import Limits
-from outpace.rollouts.loop import ToolLoop
+from outpace.rollouts.adapters.gymnasium import EPISODE_OVER, text_environment, without_escapes
+from outpace.rollouts.environments.session import EnvironmentSessions, EnvironmentSource
+from outpace.rollouts.episode import run_episode
+from outpace.rollouts.tool_loop import EpisodeLimits, ToolLoop
 from outpace.rollouts.tools.functions import tools_of
-from outpace.runtime import code
+from outpace.runtime import by_value
 from outpace.types import Task
 from support import naming
 
@@ -37,21 +35,21 @@ def test_the_way_to_the_goal_is_one_point_and_the_end() -> None:
     assert lake.reset(seed=0) == "[S]FFF\nFHFH\nFFFH\nHFFG"
     seen = [lake.act(direction) for direction in WAY_TO_THE_GOAL]
     assert seen[0].splitlines()[-4:] == ["SFFF", "[F]HFH", "FFFH", "HFFG"]
-    assert seen[-1].endswith(f"HFF[G]\n{OVER}")
+    assert seen[-1].endswith(f"HFF[G]\n{EPISODE_OVER}")
     assert lake.get_reward() == 1.0
 
 
 def test_nothing_happens_after_the_end_until_it_is_reset() -> None:
     lake = frozen_lake()()
-    assert lake.act("left") == OVER, "before the first reset"
+    assert lake.act("left") == EPISODE_OVER, "before the first reset"
     lake.reset(seed=0)
     for direction in WAY_TO_THE_GOAL:
         lake.act(direction)
-    assert lake.act("left") == OVER
+    assert lake.act("left") == EPISODE_OVER
     assert lake.get_reward() == 1.0
     lake.reset(seed=0)
     assert lake.get_reward() == 0.0
-    assert lake.act("down") != OVER
+    assert lake.act("down") != EPISODE_OVER
 
 
 @pytest.mark.parametrize(("reuse", "left_open"), [(False, 0), (True, 1)])
@@ -70,7 +68,7 @@ async def test_a_game_is_closed_with_its_instance(reuse: bool, left_open: int) -
         def close(self) -> None:
             opened.remove(id(self))
 
-    stages = Stages({"": Origin("environment", factory=text_environment(Counted))}, reuse=reuse)
+    stages = EnvironmentSessions({"": EnvironmentSource("environment", factory=text_environment(Counted))}, reuse=reuse)
     assert not opened, "the one that was made to look at its spaces"
     for _ in range(3):
         stage = await stages.open(Task("t", "p"))
@@ -95,8 +93,8 @@ async def shrunk(opened: set[int], size: int) -> None:
 def test_a_truncated_episode_is_over_too() -> None:
     lake = frozen_lake(max_episode_steps=2)()
     lake.reset(seed=0)
-    assert OVER not in lake.act("left")
-    assert lake.act("left").endswith(OVER)
+    assert EPISODE_OVER not in lake.act("left")
+    assert lake.act("left").endswith(EPISODE_OVER)
 
 
 def test_an_action_goes_by_name_or_by_number() -> None:
@@ -134,7 +132,7 @@ def test_an_observation_can_be_described_in_words_instead() -> None:
     blackjack = text_environment("Blackjack-v1", actions=("stick", "hit"), describe=lambda seen: f"You have {seen[0]}.")
     game = blackjack()
     assert game.reset(seed=0).startswith("You have ")
-    assert game.act("stick").endswith(OVER)
+    assert game.act("stick").endswith(EPISODE_OVER)
 
 
 class Echo(gymnasium.Env):  # type: ignore[misc, name-defined]
@@ -152,7 +150,7 @@ class Echo(gymnasium.Env):  # type: ignore[misc, name-defined]
 def test_text_goes_in_and_comes_out_as_it_is_and_rewards_add_up() -> None:
     game = text_environment(Echo)()
     assert game.reset() == "Say something."
-    assert [game.act("hello"), game.act("bye")] == ["you said hello", f"you said bye\n{OVER}"]
+    assert [game.act("hello"), game.act("bye")] == ["you said hello", f"you said bye\n{EPISODE_OVER}"]
     assert game.get_reward() == 1.0
     game.reset()
     with pytest.raises(ValueError, match="far too long for the space of these actions"):
@@ -177,7 +175,7 @@ def test_what_cannot_be_played_in_words_is_refused(make: Callable[[], Any], mess
 
 
 def test_a_class_travels_to_another_process_by_value() -> None:
-    lake = code.unpack(code.pack({"environment": frozen_lake()}))["environment"]()
+    lake = by_value.unpickle_objects(by_value.pickle_objects({"environment": frozen_lake()}))["environment"]()
     assert lake.reset(seed=0).startswith("[S]FFF")
 
 
@@ -186,7 +184,7 @@ def test_only_what_is_highlighted_stands_in_brackets() -> None:
 
 
 FILE = """
-from outpace.rollouts.adapters.gymnasium_text import text_environment
+from outpace.rollouts.adapters.gymnasium import text_environment
 
 FrozenLake = text_environment("FrozenLake-v1", actions=("left", "down", "right", "up"), is_slippery=False)
 """
@@ -199,9 +197,11 @@ async def test_a_file_that_names_it_is_played_to_the_end(
     (tmp_path / "my_lake.py").write_text(FILE)
     calls = [json.dumps({"name": "act", "arguments": {"action": direction}}) for direction in WAY_TO_THE_GOAL]
     engine = make_engine([*(f"<tool_call>{call}</tool_call>" for call in calls), "There."])
-    stages = Stages({"": Origin("rollout.environment", f"{tmp_path}/my_lake.py:FrozenLake")}, isolation=isolation)
+    stages = EnvironmentSessions(
+        {"": EnvironmentSource("rollout.environment", f"{tmp_path}/my_lake.py:FrozenLake")}, isolation=isolation
+    )
     try:
-        rollout = ToolLoop(stages=stages, limits=Limits(turns=10))
+        rollout = ToolLoop(stages=stages, limits=EpisodeLimits(turns=10))
         client = make_client(engine, max_tokens=200, stop_strings=())
         episode = await run_episode(rollout, Task("lake", "Walk to G.\n", {"seed": 0}), client, 60)
     finally:

@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 
 from outpace.errors import BadInput
-from outpace.rollouts.adapters.gymnasium_text import OVER
-from outpace.rollouts.adapters.openenv import observation_text, openenv_environment
-from outpace.rollouts.adapters.openenv_session import ServerRefused
-from outpace.rollouts.environments.kinds import Origin
-from outpace.rollouts.environments.stage import Stages
+from outpace.rollouts.adapters.gymnasium import EPISODE_OVER
+from outpace.rollouts.adapters.openenv import OpenEnvError, observation_text, openenv_environment
+from outpace.rollouts.environments.session import EnvironmentSessions, EnvironmentSource
 from outpace.rollouts.tools.functions import ToolError, tools_of
 from outpace.types import Task
 
@@ -60,7 +58,7 @@ def test_the_policy_is_shown_what_there_is_to_see_and_no_metadata(observation: A
     ],
 )
 def test_the_error_of_a_tool_is_an_error(observation: Any) -> None:
-    with pytest.raises(ServerRefused, match="not for sale"):
+    with pytest.raises(OpenEnvError, match="not for sale"):
         observation_text(observation)
 
 
@@ -79,8 +77,8 @@ async def test_an_action_is_a_tool_and_the_rewards_of_the_steps_add_up(openenv_s
     game = made()
     assert await game.reset(secret=5, unused="column") == "Guess."
     assert await game.step(number=3) == "wrong"
-    assert await game.step(number=5) == f"right\n{OVER}"
-    assert await game.step(number=5) == OVER
+    assert await game.step(number=5) == f"right\n{EPISODE_OVER}"
+    assert await game.step(number=5) == EPISODE_OVER
     assert await game.get_reward() == 0.75
 
 
@@ -96,9 +94,9 @@ async def test_mcp_tools_are_tools_with_their_own_schemas(openenv_server: Server
     shop = made()
     await shop.reset()
     assert await shop.price(item="abc") == "3"
-    with pytest.raises(ServerRefused, match="not for sale"):
+    with pytest.raises(OpenEnvError, match="not for sale"):
         await shop.price(item="gold")
-    assert await shop.sell(item="abc", count=2) == f"sold 2 abc\n{OVER}"
+    assert await shop.sell(item="abc", count=2) == f"sold 2 abc\n{EPISODE_OVER}"
     assert await shop.get_reward() == 2.0
 
 
@@ -106,11 +104,11 @@ async def test_mcp_tools_are_tools_with_their_own_schemas(openenv_server: Server
 async def test_what_the_server_refuses_is_told_and_the_episode_goes_on(openenv_server: Server) -> None:
     game = openenv_environment(openenv_server("guess"))()
     await game.reset()
-    with pytest.raises(ServerRefused, match="numbers are not negative"):
+    with pytest.raises(OpenEnvError, match="numbers are not negative"):
         await game.step(number=-1)
-    with pytest.raises(ServerRefused, match="number: Input should be a valid integer"):
+    with pytest.raises(OpenEnvError, match="number: Input should be a valid integer"):
         await game.step(number="seven")
-    assert await game.step(number=7) == f"right\n{OVER}"
+    assert await game.step(number=7) == f"right\n{EPISODE_OVER}"
     assert await game.get_reward() == 1.0
 
 
@@ -135,7 +133,7 @@ async def test_sessions_are_given_back_also_by_episodes_that_were_given_up(opene
     kept = [made() for _ in range(SESSIONS)]
     for game in kept:
         await _with_patience(game.reset)
-    with pytest.raises(ServerRefused, match=r"(?i)capacity"):
+    with pytest.raises(OpenEnvError, match=r"(?i)capacity"):
         await made().reset()
     for game in kept:
         await game.get_reward()
@@ -147,7 +145,7 @@ async def _with_patience(reset: Callable[[], Any]) -> None:
         while True:
             try:
                 await reset()
-            except ServerRefused:
+            except OpenEnvError:
                 await asyncio.sleep(0.05)
             else:
                 return
@@ -162,7 +160,7 @@ async def test_after_an_interrupted_step_no_late_answer_is_taken_for_another(ope
     step.cancel()
     with pytest.raises(asyncio.CancelledError):
         await step
-    with pytest.raises(ServerRefused, match="session"):
+    with pytest.raises(OpenEnvError, match="session"):
         await game.step(number=5)
     assert await game.get_reward() == 0.0
 
@@ -185,7 +183,9 @@ async def test_a_file_that_names_it_is_an_environment_of_a_run(
     (tmp_path / "my_shop.py").write_text(
         f"from outpace.rollouts.adapters.openenv import openenv_environment\nShop = openenv_environment({url!r})\n"
     )
-    stages = Stages({"": Origin("rollout.environment", f"{tmp_path}/my_shop.py:Shop")}, isolation=isolation)
+    stages = EnvironmentSessions(
+        {"": EnvironmentSource("rollout.environment", f"{tmp_path}/my_shop.py:Shop")}, isolation=isolation
+    )
     try:
         stage = await stages.open(Task("shop", "Sell.", {}))
         await stage.reset({})

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outpace.config.loading import make_config
+from outpace.config.load import make_config
 from outpace.errors import BadInput
-from outpace.rollouts.adapters.verifiers_env import NUMBER, VerifiersEnvironment
-from outpace.rollouts.episodes import run_episode
+from outpace.rollouts.adapters.verifiers import TASK_INDEX, VerifiersEnvironment
+from outpace.rollouts.episode import run_episode
 from outpace.rollouts.gateway.server import Gateway
 from outpace.types import Endpoint, Task
 
@@ -45,13 +45,13 @@ def make_episode(
     """The client of an episode whose policy always says the same."""
 
     def made(says: str | Exception) -> Any:
-        return make_client(make_engine(lambda episode, turn: says), doors=gateway)
+        return make_client(make_engine(lambda episode, turn: says), endpoint_provider=gateway)
 
     return made
 
 
 def asked(number: int) -> Task:
-    return Task(f"tiny_sums/{number}", "", {NUMBER: number})
+    return Task(f"tiny_sums/{number}", "", {TASK_INDEX: number})
 
 
 def test_the_taskset_becomes_tasks_of_which_some_are_held_out() -> None:
@@ -59,9 +59,9 @@ def test_the_taskset_becomes_tasks_of_which_some_are_held_out() -> None:
     assert heldout is not None
     assert len(train) + len(heldout) == 40
     found = [source[index] for source in (train, heldout) for index in range(len(source))]
-    assert {task.columns[NUMBER] for task in found} == set(range(40))
+    assert {task.columns[TASK_INDEX] for task in found} == set(range(40))
     for task in found:
-        assert task.prompt == f"What is {task.columns[NUMBER]} + 1?"
+        assert task.prompt == f"What is {task.columns[TASK_INDEX]} + 1?"
 
 
 def test_a_limit_takes_the_first_tasks() -> None:

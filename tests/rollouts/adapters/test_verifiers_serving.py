@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from outpace.rollouts.adapters.verifiers_env import VerifiersEnvironment
+from outpace.rollouts.adapters.verifiers import VerifiersEnvironment
 
 
 class SharedLater:

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from openai import AsyncOpenAI
 
-from outpace.models.dialect import TemplateDialect
-from outpace.rollouts.gateway import wanted
+from outpace.models.chat_format import TemplateChatFormat
+from outpace.rollouts.client import PolicyClient
+from outpace.rollouts.gateway import protocol
 from outpace.rollouts.gateway.server import Gateway
-from outpace.rollouts.policy.client import PolicyClient
 from outpace.types import Endpoint, EngineStats, Generation, GroupOrder, Ints, LoadReport, Manifest, Sampling, Version
 
 
@@ -83,7 +83,7 @@ class TypingEngine:
                 await self.write(1 << 30)
                 return
 
-    async def peek(self, request_id: str, after: int) -> Ints:
+    async def stream_tokens(self, request_id: str, after: int) -> Ints:
         async with self._changed:
             self._looked = after
             self._changed.notify_all()
@@ -124,8 +124,8 @@ def policy(tokenizer: Any, make_settings: Callable[..., Any]) -> Callable[..., P
     def make(engine: Any, episode: int = 0, speaks: Any = None, **changes: Any) -> PolicyClient:
         spoken = speaks or tokenizer
         settings = make_settings(**{"max_tokens": 2000, "stop_strings": (), **changes})
-        dialect = TemplateDialect(spoken, (spoken.eos_token_id,))
-        return PolicyClient(engine, dialect, settings, GroupOrder(7, 0, 0, 0, 8), episode)
+        chat_format = TemplateChatFormat(spoken, (spoken.eos_token_id,))
+        return PolicyClient(engine, chat_format, settings, GroupOrder(7, 0, 0, 0, 8), episode)
 
     return make
 
@@ -159,6 +159,6 @@ async def agent_of() -> AsyncIterator[Callable[[Endpoint], AsyncOpenAI]]:
 
 @pytest.fixture(autouse=True)
 def _nothing_told_yet() -> Iterator[None]:
-    wanted.tell_once.cache_clear()
+    protocol.log_pinned_once.cache_clear()
     yield
-    wanted.tell_once.cache_clear()
+    protocol.log_pinned_once.cache_clear()

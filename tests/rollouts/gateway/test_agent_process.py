@@ -18,14 +18,14 @@ from typing import Any
 import psutil
 import pytest
 
-from outpace.engines.fleet.fleet import Fleet
+from outpace.engines.fleet import EngineFleet
 from outpace.errors import BadInput
-from outpace.models.dialect import TemplateDialect
-from outpace.rollouts.agent_process import all_ended, as_rollout
-from outpace.rollouts.episodes import run_episode
-from outpace.rollouts.policy.client import PolicyClient
-from outpace.rollouts.worker import Judges, RolloutWorker
-from outpace.runtime.output import MAX_OUTPUT
+from outpace.models.chat_format import TemplateChatFormat
+from outpace.rollouts.agent_process import agent_rollout, wait_until_ended
+from outpace.rollouts.client import PolicyClient
+from outpace.rollouts.episode import run_episode
+from outpace.rollouts.worker import RewardFunctions, RolloutWorker
+from outpace.runtime.user_code import MAX_OUTPUT
 from outpace.types import GroupOrder, Task
 from rollouts_support import RecordingJournal, worker_settings
 from support import naming
@@ -44,9 +44,9 @@ def client_of(gateway: Any, tokenizer: Any, make_settings: Any) -> Callable[...,
     """The client of an episode, with the gateway behind it."""
 
     def make(engine: Any) -> PolicyClient:
-        dialect = TemplateDialect(tokenizer, (tokenizer.eos_token_id,))
+        chat_format = TemplateChatFormat(tokenizer, (tokenizer.eos_token_id,))
         settings = make_settings(max_tokens=2000, stop_strings=())
-        return PolicyClient(engine, dialect, settings, GroupOrder(7, 0, 0, 0, 1), 0, doors=gateway)
+        return PolicyClient(engine, chat_format, settings, GroupOrder(7, 0, 0, 0, 1), 0, endpoint_provider=gateway)
 
     return make
 
@@ -66,7 +66,7 @@ async def test_a_program_that_knows_nothing_of_outpace_makes_an_episode(
     client_of: Any, typing_engine: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     client = client_of(typing_engine(CALL, "it is 3<|end|>"))
-    episode = await run_episode(as_rollout(AGENT), TASK, client, 60)
+    episode = await run_episode(agent_rollout(AGENT), TASK, client, 60)
     assert (episode.error, episode.stop, episode.completion) == (None, "stop", "it is 3")
     assert len(episode.trajectories) == 1
     assert episode.requests == ["7.0.0", "7.0.1"]
@@ -75,7 +75,7 @@ async def test_a_program_that_knows_nothing_of_outpace_makes_an_episode(
 
 async def test_a_program_that_fails_is_a_failed_episode_with_its_last_words(client_of: Any, typing_engine: Any) -> None:
     client = client_of(typing_engine(CALL, "it is 4<|end|>"))
-    episode = await run_episode(as_rollout(AGENT), TASK, client, 60)
+    episode = await run_episode(agent_rollout(AGENT), TASK, client, 60)
     assert re.search(naming("code 1", "but the model said it is 4"), episode.error or "")
     assert sum(int(trajectory.mask.sum()) for trajectory in episode.trajectories) > 0  # for the accounts
 
@@ -92,7 +92,7 @@ async def test_a_program_that_fails_is_a_failed_episode_with_its_last_words(clie
 async def test_how_a_program_ends_is_told(
     text: str, told: tuple[str, ...], client_of: Any, typing_engine: Any, nothing_asked: str
 ) -> None:
-    episode = await run_episode(as_rollout(program(text)), TASK, client_of(typing_engine("x")), 60)
+    episode = await run_episode(agent_rollout(program(text)), TASK, client_of(typing_engine("x")), 60)
     assert re.search(naming(*told), episode.error or "")
     assert (episode.error == nothing_asked) == (not told)
 
@@ -104,10 +104,10 @@ async def test_the_task_comes_in_whole_and_its_columns_need_not_be_read(client_o
         "sys.exit(' '.join([task['id'], task['prompt'][0]['content'], str(len(task['data'])), task['path']]))"
     )
     engine = typing_engine("x")
-    read = await run_episode(as_rollout(reads), large, client_of(engine), 60)
+    read = await run_episode(agent_rollout(reads), large, client_of(engine), 60)
     assert re.search(naming("code 1", "x/ö hi 1000000 /tmp"), read.error or "")
     ignores = program("import sys; sys.exit('no')")
-    unread = await run_episode(as_rollout(ignores), large, client_of(engine), 60)
+    unread = await run_episode(agent_rollout(ignores), large, client_of(engine), 60)
     assert re.search(r"code 1\b.*\bno$", unread.error or "")
 
 
@@ -120,7 +120,7 @@ async def test_a_program_sees_where_its_model_is(
     text = f"import os, sys; sys.exit(' '.join(map(os.environ.get, {names})) + str(os.environ.get('PYTHONPATH')))"
     client = client_of(typing_engine("x"))
     endpoint = await client.endpoint()
-    episode = await run_episode(as_rollout(program(text)), TASK, client, 60)
+    episode = await run_episode(agent_rollout(program(text)), TASK, client, 60)
     session = endpoint.base_url.removesuffix("/v1")
     seen = f"{endpoint.base_url} {endpoint.api_key} policy-model sums/1 {session} intranet,127.0.0.1None"
     assert re.search(naming("code 1", seen), episode.error or "")
@@ -150,7 +150,7 @@ async def test_a_program_ends_with_its_episode_and_all_its_family(
     text = FAMILY.format(mark=mark, then="" if how == "by itself" else "time.sleep(1000)")
     client = client_of(typing_engine("x"))
     episode = asyncio.create_task(
-        run_episode(as_rollout(program(text)), TASK, client, 3 if how == "time limit" else 60)
+        run_episode(agent_rollout(program(text)), TASK, client, 3 if how == "time limit" else 60)
     )
     if how == "cancelled":
         while not await asyncio.to_thread(alive, mark):  # noqa: ASYNC110 - another process knows nothing of events
@@ -169,7 +169,7 @@ async def test_a_program_that_talks_without_end_is_cut_short(
     client_of: Any, typing_engine: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     text = "import sys; sys.stdout.write('x' * 3_000_000); sys.exit('enough')"
-    episode = await run_episode(as_rollout(program(text)), TASK, client_of(typing_engine("x")), 60)
+    episode = await run_episode(agent_rollout(program(text)), TASK, client_of(typing_engine("x")), 60)
     assert re.search(naming("code 1", "enough"), episode.error or "")
     logged = capfd.readouterr().err
     assert len(logged) < 200_000
@@ -188,13 +188,13 @@ async def test_whoever_is_cancelled_twice_leaves_an_end_that_can_be_waited_for(
     client_of: Any, typing_engine: Any
 ) -> None:
     mark = f"twice-{os.getpid()}"
-    rollout = as_rollout([*program(SLEEPS), mark])
+    rollout = agent_rollout([*program(SLEEPS), mark])
     episode = asyncio.create_task(rollout(TASK, client_of(typing_engine("x"))))
     await started(mark)
     while not episode.done():
         episode.cancel()
         await asyncio.sleep(0)
-    await all_ended()
+    await wait_until_ended()
     assert alive(mark) == []
 
 
@@ -205,9 +205,9 @@ async def test_a_worker_that_closes_leaves_no_agent_of_a_group_or_of_an_evaluati
 ) -> None:
     mark = f"closing-{os.getpid()}-{heldout}-{impatient}"
     worker = RolloutWorker(
-        worker_settings(make_settings()), Fleet({"e": typing_engine("x")}),
-        TemplateDialect(tokenizer, (tokenizer.eos_token_id,)),
-        [TASK], [TASK], as_rollout([*program(SLEEPS), mark]), Judges([], []), RecordingJournal(), gateway,
+        worker_settings(make_settings()), EngineFleet({"e": typing_engine("x")}),
+        TemplateChatFormat(tokenizer, (tokenizer.eos_token_id,)),
+        [TASK], [TASK], agent_rollout([*program(SLEEPS), mark]), RewardFunctions([], []), RecordingJournal(), gateway,
     )  # fmt: skip
     running = asyncio.create_task(worker.run(GroupOrder(1, 0, 0, 0, 3, heldout=heldout)))
     await started(mark, 3)
@@ -248,7 +248,7 @@ asyncio.run(main())
 async def test_a_program_starts_with_the_signals_of_any_program(client_of: Any, typing_engine: Any) -> None:
     """Python ignores some of them, and what is ignored is inherited."""
     shown = ["sh", "-c", "grep SigIgn /proc/self/status >&2; exit 1"]
-    episode = await run_episode(as_rollout(shown), TASK, client_of(typing_engine("x")), 60)
+    episode = await run_episode(agent_rollout(shown), TASK, client_of(typing_engine("x")), 60)
     ignored = int(str(episode.error).split()[-1], 16)
     assert not ignored & (1 << (signal.SIGPIPE - 1))
 
@@ -260,9 +260,9 @@ async def test_a_program_that_cannot_be_there_ends_the_run(client_of: Any, typin
     nonsense.chmod(0o755)
     for command in ("/no/such/program", "no-such-program", str(data), str(nonsense), f"{data}/program"):
         with pytest.raises(BadInput, match=rf"^rollout\.agent: .*{re.escape(command)}\b"):
-            await run_episode(as_rollout([command]), TASK, client_of(typing_engine("x")), 60)
+            await run_episode(agent_rollout([command]), TASK, client_of(typing_engine("x")), 60)
     with pytest.raises(BadInput, match=r"^rollout\.agent: "):
-        as_rollout([])
+        agent_rollout([])
 
 
 async def test_a_program_that_cannot_be_started_now_fails_its_episode(
@@ -271,7 +271,7 @@ async def test_a_program_that_cannot_be_started_now_fails_its_episode(
     busy = tmp_path / "busy"
     shutil.copy2("/bin/sh", busy)
     with busy.open("ab"):  # whoever is writing it keeps it from being started
-        episode = await run_episode(as_rollout([str(busy)]), TASK, client_of(typing_engine("x")), 60)
+        episode = await run_episode(agent_rollout([str(busy)]), TASK, client_of(typing_engine("x")), 60)
     assert re.search(naming("agent", "Text file busy"), episode.error or "")
 
 
@@ -299,10 +299,12 @@ async def test_want_of_descriptors_fails_the_episode_and_loses_none(
 ) -> None:
     client = client_of(typing_engine("x"))
     await client.endpoint()
-    await run_episode(as_rollout(program("")), TASK, client_of(typing_engine("x")), 60)  # what stays open is open now
+    await run_episode(
+        agent_rollout(program("")), TASK, client_of(typing_engine("x")), 60
+    )  # what stays open is open now
     before = len(os.listdir("/proc/self/fd"))
     with descriptors_left(spare):
-        episode = await run_episode(as_rollout(program("")), TASK, client, 60)
+        episode = await run_episode(agent_rollout(program("")), TASK, client, 60)
     await asyncio.sleep(0)  # transports close in the next turn of the loop
     assert episode.error == nothing_asked or "Too many open files" in (episode.error or "")
     assert episode.error != nothing_asked or spare > 6

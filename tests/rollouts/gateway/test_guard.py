@@ -17,8 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from outpace.errors import BadInput
-from outpace.rollouts.gateway.app import MAX_BODY
-from outpace.rollouts.gateway.openai_form import MAX_DEPTH, MAX_SIZE
+from outpace.rollouts.gateway.http import MAX_BODY
+from outpace.rollouts.gateway.openai import MAX_DEPTH, MAX_SIZE
 from outpace.rollouts.gateway.server import Gateway
 from outpace.types import Endpoint
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from outpace.engines.fleet.fleet import Fleet
-from outpace.errors import PartLost
+from outpace.engines.fleet import EngineFleet
+from outpace.errors import ComponentLost
 from outpace.types import Ints
 
 HI: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
-LOST = PartLost("engine-0", "closed its connection")
+LOST = ComponentLost("engine-0", "closed its connection")
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -25,8 +25,8 @@ async def test_a_stream_goes_on_with_the_answer_of_the_successor(
     gateway: Any, policy: Any, typing_engine: Any, agent_of: Any
 ) -> None:
     engine = typing_engine(LOST, "hello<|end|>", by_hand=True)
-    engine.peek = lost
-    client = policy(Fleet({"engine-0": engine}))
+    engine.stream_tokens = lost
+    client = policy(EngineFleet({"engine-0": engine}))
     agent = agent_of(await gateway.open(client))
     stream = await agent.chat.completions.create(**HI, stream=True)
     await engine.write(1 << 30)
@@ -41,7 +41,7 @@ async def test_an_episode_that_ends_while_its_engine_is_lost_is_no_failure_of_th
 ) -> None:
     engine = typing_engine("hello", by_hand=True)
     engine.abort = lost
-    client = policy(Fleet({"engine-0": engine}))
+    client = policy(EngineFleet({"engine-0": engine}))
     agent = agent_of(await gateway.open(client))
     asked = asyncio.create_task(agent.chat.completions.create(**HI))
     await engine.started.wait()

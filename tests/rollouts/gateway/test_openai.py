@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from outpace.errors import BadInput, ContextFull, PartFailed, RequestFailed
+from outpace.errors import BadInput, ComponentFailed, ContextFull, RequestFailed
 from support import naming
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
@@ -240,7 +240,7 @@ async def test_unknown_fields_do_no_harm(gateway: Any, policy: Any, typing_engin
         (ContextFull("the prompt has 9 tokens, the context 8"), openai.BadRequestError, "context_length_exceeded"),
         (RequestFailed("logits are not finite"), openai.BadRequestError, None),
         (BadInput("the chat template shows the model no tools"), openai.BadRequestError, None),
-        (PartFailed("engine", "was stopped"), openai.InternalServerError, None),
+        (ComponentFailed("engine", "was stopped"), openai.InternalServerError, None),
         (ZeroDivisionError("oh"), openai.InternalServerError, None),
     ],
 )
@@ -256,4 +256,4 @@ async def test_a_request_that_fails_says_why(
         await (heard(asked) if stream else asked)
     assert told.value.code == code
     serious = await gateway.close_session(client)
-    assert serious is (failure if isinstance(failure, PartFailed) else None)
+    assert serious is (failure if isinstance(failure, ComponentFailed) else None)

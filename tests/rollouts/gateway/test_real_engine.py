@@ -15,8 +15,8 @@ import pytest
 from outpace.engines.embedded.engine import EmbeddedEngine
 from outpace.models.loading import load_model
 from outpace.protocols import Engine
-from outpace.runtime.rpc import Channel, close_proxy, proxy, serve
-from outpace.weights.store import SnapshotWriter
+from outpace.runtime.rpc import Channel, close_proxy, proxy, serve_calls
+from outpace.weights.shared_memory import SnapshotWriter
 
 ASKED: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "3 4 5 -> 12"}]}
 
@@ -34,7 +34,7 @@ async def distant_engine(real_engine: EmbeddedEngine) -> AsyncIterator[Engine]:
     ours, theirs = socket.socketpair()
     near = Channel(*await asyncio.open_connection(sock=ours))
     far = Channel(*await asyncio.open_connection(sock=theirs))
-    serving = asyncio.create_task(serve(real_engine, Engine, far))
+    serving = asyncio.create_task(serve_calls(real_engine, Engine, far))
     remote = proxy(Engine, near, "engine-0")
     yield remote
     close_proxy(remote)
@@ -55,9 +55,9 @@ async def test_streamed_text_is_the_answer_and_comes_in_pieces(
         return chunks[0].id, "".join(texts), sum(bool(text) for text in texts)
 
     told = await asyncio.gather(*(ask() for _ in range(12)))
-    written = {turn.request_id: turn.generation.tokens.tolist() for turn in client._asking.transcript.turns}
+    written = {turn.request_id: turn.generation.tokens.tolist() for turn in client._sampler.transcript.turns}
     assert {request: text for request, text, _ in told} == {
-        request: client.dialect.parse(tokens, ()).content for request, tokens in written.items()
+        request: client.chat_format.parse(tokens, ()).content for request, tokens in written.items()
     }
     assert max(pieces for _, _, pieces in told) > 1
 
@@ -101,7 +101,7 @@ async def test_an_agent_that_hangs_up_frees_the_slot_of_the_real_engine(
     advance = real_engine._main.advance
     real_engine._main.advance = lambda: [*(turns.acquire() and ()), *advance()]  # type: ignore[method-assign]
     client = policy(distant_engine, temperature=1.0)
-    client.dialect._stop_ids = ()  # it writes until its context is full
+    client.chat_format._stop_ids = ()  # it writes until its context is full
     agent = agent_of(await gateway.open(client))
     stream = await agent.chat.completions.create(**ASKED, stream=True)
     while not (await anext(stream)).choices[0].delta.content:

@@ -10,8 +10,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outpace.models.dialect import parse_text
-from outpace.rollouts.gateway.reveal import plainly_shown, shown
+from outpace.models.chat_format import parse_text
+from outpace.rollouts.gateway.protocol import stable_prefix, stable_text_prefix
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 ADD: list[Any] = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
@@ -103,18 +103,18 @@ def test_what_is_shown_of_a_text_is_always_a_beginning_of_its_content(text: str)
     for length in range(len(text)):
         read = parse_text(text[:length])
         if not (read.calls or read.reasoning):
-            assert content.startswith(shown(read.content)), text[:length]
+            assert content.startswith(stable_prefix(read.content)), text[:length]
 
 
 @given(st.lists(st.sampled_from(["a", "é", " ", ". ", "x<y", "\n"]), min_size=1, max_size=30).map("".join))
 def test_plain_text_is_shown_but_for_white_space_at_its_end(text: str) -> None:
     if not text[0].isspace():
-        assert shown(text) in (text.rstrip(), text.rstrip().removesuffix("<"))
+        assert stable_prefix(text) in (text.rstrip(), text.rstrip().removesuffix("<"))
 
 
 @given(st.text(max_size=40), st.text(min_size=1, max_size=4))
 def test_nothing_is_shown_from_a_stop_string_on(text: str, stop: str) -> None:
-    assert stop not in shown(text, [stop])
+    assert stop not in stable_prefix(text, [stop])
 
 
 @given(st.text("ab€é\ufffd <", max_size=12), st.text("ab€é <", min_size=1, max_size=3))
@@ -122,4 +122,4 @@ def test_a_stop_string_is_never_shown_however_its_characters_come_in(text: str, 
     written = (text + stop).encode()
     if (text + stop).find(stop) == len(text):  # else an answer would have ended before
         for length in range(len(written)):
-            assert text.startswith(plainly_shown(written[:length].decode(errors="replace"), [stop]))
+            assert text.startswith(stable_text_prefix(written[:length].decode(errors="replace"), [stop]))

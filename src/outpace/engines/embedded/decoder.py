@@ -25,7 +25,7 @@ from outpace.types import Ints
 WINDOW_STEP: Final = 16
 """Key windows and single prefills are rounded up to a multiple of this, to keep the number of shapes small."""
 
-Prepared = Mapping[str, Tensor]
+DecoderWeights = Mapping[str, Tensor]
 """A weight set in the decoder's layout, dtype and device."""
 
 
@@ -63,17 +63,17 @@ class Decoder(Protocol):
         """Zero a slot. Needed only when it contains non-finite values."""
         ...
 
-    def prepare(self, tensors: Mapping[str, Tensor]) -> Prepared:
+    def prepare(self, tensors: Mapping[str, Tensor]) -> DecoderWeights:
         """Convert tensors with the names of the model's state dict into this decoder's layout.
 
         Raises `BadInput` when a tensor is missing or has the wrong shape. The result never aliases the input."""
         ...
 
-    def install(self, prepared: Prepared) -> None:
+    def install(self, prepared: DecoderWeights) -> None:
         """Use these weights from the next call on."""
         ...
 
-    def sibling(self, prepared: Prepared, slots: int | None = None) -> Decoder:
+    def sibling(self, prepared: DecoderWeights, slots: int | None = None) -> Decoder:
         """Return a second decoder of the same model with these weights and an empty cache (default: as many slots)."""
         ...
 

@@ -23,36 +23,130 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from outpace import crash
-from outpace.engines.embedded.build import DecoderPath, build_decoder
-from outpace.engines.embedded.decoder import Prepared
-from outpace.engines.embedded.lane import KvPolicy
-from outpace.engines.embedded.lanes import STALE, Lanes
-from outpace.engines.embedded.peeking import Peek, Peeks, Seen
-from outpace.engines.embedded.request import Done
-from outpace.engines.embedded.stopping import Decode
-from outpace.engines.embedded.submissions import Submissions
-from outpace.engines.embedded.tuning import fitting_threads
-from outpace.errors import OutpaceError, PartFailed, RequestFailed
-from outpace.models.device import set_up_device
-from outpace.models.loading import load_model, load_tokenizer
-from outpace.runtime.core_sharing import CoreSharing
-from outpace.stopwatch import Stopwatch
+from outpace.engines.continuation import Decode
+from outpace.engines.embedded.decode_batch import FinishedRequest, GenerationRequest, KvPolicy
+from outpace.engines.embedded.decoder import DecoderWeights
+from outpace.engines.embedded.load_decoder import DecoderPath, build_decoder, tune_threads
+from outpace.engines.embedded.weight_sets import STALE, WeightSets
+from outpace.errors import ComponentFailed, OutpaceError, RequestFailed
+from outpace.hardware.cores import CoreSharing
+from outpace.models.loading import load_model, load_tokenizer, set_up_device
+from outpace.monitoring.efficiency import Stopwatch
+from outpace.runtime import diagnostics
 from outpace.types import EngineStats, Generation, Ints, LoadReport, Manifest, Sampling, Version
-from outpace.weights.store import read_snapshot
+from outpace.weights.shared_memory import read_snapshot
+
+
+class PendingRequests:
+    """Futures of the pending requests. Event loop only.
+
+    The compute thread identifies a submission by its key, callers by a request id, which may be reused.
+    """
+
+    def __init__(self) -> None:
+        self._serial = itertools.count()
+        self._keys: dict[str, str] = {}  # request id -> key of its newest submission
+        self._answers: dict[str, asyncio.Future[Generation]] = {}  # by key
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    def reject_duplicate(self, request_id: str) -> None:
+        if request_id in self._keys:
+            raise RequestFailed(f"request {request_id} is already in flight")
+
+    def new_key(self, request_id: str) -> str:
+        return f"{request_id} #{next(self._serial)}"
+
+    async def answer(self, request_id: str, key: str) -> Generation:
+        """Wait for the result of the submission with this key."""
+        self._keys[request_id] = key
+        future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+        self._answers[key] = future
+        try:
+            return await future
+        finally:
+            del self._keys[request_id], self._answers[key]
+
+    def keys_of(self, request_ids: Iterable[str]) -> set[str]:
+        """Return the keys of those requests that are still pending."""
+        return {self._keys[request_id] for request_id in request_ids if request_id in self._keys}
+
+    def deliver(self, finished: Iterable[FinishedRequest]) -> None:
+        for done in finished:
+            future = self._answers.get(done.id)
+            if future is None or future.done():
+                continue  # the caller is gone
+            if isinstance(done.result, Generation):
+                future.set_result(done.result)
+            else:
+                future.set_exception(done.result)
+
+    def fail(self, error: OutpaceError) -> None:
+        for future in self._answers.values():
+            if not future.done():
+                future.set_exception(error)
+
+
+@dataclass(frozen=True, eq=False)
+class StreamRequest:
+    """A reader waits for the tokens of a request beyond the first `after`."""
+
+    request_id: str
+    after: int
+    answer: asyncio.Future[Ints]
+
+
+StreamedTokens = tuple[StreamRequest, Ints]
+
+
+class StreamRequests:
+    """Stream requests that wait for new tokens. Compute thread only.
+
+    Their futures belong to the event loop; this class only reads whether they are done.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[StreamRequest] = []
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, stream_request: StreamRequest) -> None:
+        self._waiting.append(stream_request)
+
+    def pop_ready(self, active_requests: Mapping[str, GenerationRequest]) -> list[StreamedTokens]:
+        """Remove and return the stream requests that can be answered now.
+
+        A request that is not active gets no tokens."""
+        found: list[StreamedTokens] = []
+        remaining: list[StreamRequest] = []
+        for waiting in self._waiting:
+            request = active_requests.get(waiting.request_id)
+            if request is None:
+                found.append((waiting, np.zeros(0, dtype=np.int32)))
+            elif len(request.tokens) > waiting.after:
+                found.append((waiting, np.array(request.tokens[waiting.after :], dtype=np.int32)))
+            elif not waiting.answer.done():
+                remaining.append(waiting)
+        self._waiting = remaining
+        return found
+
 
 T = TypeVar("T")
 
@@ -91,29 +185,29 @@ class EmbeddedEngine:
         set_up_device(model.device)
         decoder = build_decoder(model, slots, context, deterministic=deterministic, path=path)
         decode = None if tokenizer is None else _text_decoder(tokenizer)
-        self._lanes = Lanes(decoder, STALE if stale else 0, kv, decode, pinned_slots)
-        self._main = self._lanes.main
+        self._weight_sets = WeightSets(decoder, STALE if stale else 0, kv, decode, pinned_slots)
+        self._main = self._weight_sets.main
         self._threads = threads or torch.get_num_threads()
         self._sharing = sharing
         self._on_cpu = model.device.type == "cpu"
         counted = self._threads if self._on_cpu else None
         self._work, self._eval_work = Stopwatch(counted), Stopwatch(counted)
 
-        self._submissions = Submissions()
+        self._pending_requests = PendingRequests()
         self._calls: set[Future[Any]] = set()
-        self._peeking: set[asyncio.Future[Ints]] = set()
-        self._failure_future: asyncio.Future[PartFailed] | None = None
+        self._stream_futures: set[asyncio.Future[Ints]] = set()
+        self._failure_future: asyncio.Future[ComponentFailed] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._load_lock = asyncio.Lock()
 
         self._condition = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()
-        self._peeks = Peeks()
+        self._stream_requests = StreamRequests()
         self._closing = False
         self._turns = 0
-        self._failure: PartFailed | None = None
+        self._failure: ComponentFailed | None = None
         self._thread = threading.Thread(target=self._compute, name="outpace-engine", daemon=True)
-        crash.reached("engine.built")
+        diagnostics.crash_point("engine.built")
         self._thread.start()
 
     # ---------------------------------------------------------------------------------------------------- event loop
@@ -122,33 +216,33 @@ class EmbeddedEngine:
         self, request_id: str, token_ids: Ints, sampling: Sampling, min_version: Version, pinned: Version | None
     ) -> Generation:
         self._loop = asyncio.get_running_loop()
-        self._submissions.refuse_twice(request_id)
-        key = self._submissions.new_key(request_id)
-        self._post(lambda: self._lanes.submit(key, token_ids, sampling, min_version, pinned))
+        self._pending_requests.reject_duplicate(request_id)
+        key = self._pending_requests.new_key(request_id)
+        self._post(lambda: self._weight_sets.submit(key, token_ids, sampling, min_version, pinned))
         try:
-            return await self._submissions.answer(request_id, key)
+            return await self._pending_requests.answer(request_id, key)
         except asyncio.CancelledError:
             if self._failure is None and not self._closing:
-                self._post(lambda: self._lanes.abort({key}))
+                self._post(lambda: self._weight_sets.abort({key}))
             raise
 
     async def abort(self, request_ids: list[str]) -> None:
-        keys = self._submissions.keys_of(request_ids)
-        self._post(lambda: self._lanes.abort(keys))
+        keys = self._pending_requests.keys_of(request_ids)
+        self._post(lambda: self._weight_sets.abort(keys))
 
-    async def peek(self, request_id: str, after: int) -> Ints:
+    async def stream_tokens(self, request_id: str, after: int) -> Ints:
         self._raise_if_unusable()
-        keys = self._submissions.keys_of([request_id])
+        keys = self._pending_requests.keys_of([request_id])
         if not keys:
             return np.zeros(0, dtype=np.int32)
         self._loop = asyncio.get_running_loop()
-        stream_request = Peek(keys.pop(), after, self._loop.create_future())
-        self._post(lambda: self._peeks.add(stream_request))
-        self._peeking.add(stream_request.answer)
+        stream_request = StreamRequest(keys.pop(), after, self._loop.create_future())
+        self._post(lambda: self._stream_requests.add(stream_request))
+        self._stream_futures.add(stream_request.answer)
         try:
             return await stream_request.answer
         finally:
-            self._peeking.discard(stream_request.answer)
+            self._stream_futures.discard(stream_request.answer)
 
     async def load(self, manifest: Manifest, pinned: bool) -> LoadReport:
         async with self._load_lock:
@@ -164,12 +258,12 @@ class EmbeddedEngine:
             )
 
     async def release_pinned(self) -> None:
-        await self._on_compute(self._lanes.drop_pinned)
+        await self._on_compute(self._weight_sets.drop_pinned)
 
     async def stats(self) -> EngineStats:
         """Return the counters without stopping the compute thread; they may be one step apart."""
         self._raise_if_unusable()
-        batches = self._lanes.all
+        batches = self._weight_sets.all
         return EngineStats(
             version=self._main.version,
             running=sum(batch.running for batch in batches),
@@ -185,7 +279,7 @@ class EmbeddedEngine:
             turns=self._turns,
         )
 
-    async def broken(self) -> PartFailed:
+    async def broken(self) -> ComponentFailed:
         """Wait until the compute thread has failed and return the error."""
         with self._condition:
             if self._failure is not None:
@@ -209,10 +303,10 @@ class EmbeddedEngine:
                 f"cannot load version {manifest.version}: the engine already serves version {self._main.version}"
             )
 
-    def _prepare(self, manifest: Manifest) -> Prepared:
+    def _prepare(self, manifest: Manifest) -> DecoderWeights:
         with torch.no_grad():
             prepared = self._main.decoder.prepare(read_snapshot(manifest))
-        crash.reached("engine.load_read")
+        diagnostics.crash_point("engine.load_read")
         return prepared
 
     def _raise_if_unusable(self) -> None:
@@ -243,22 +337,22 @@ class EmbeddedEngine:
         finally:
             self._calls.discard(future)
 
-    def _deliver(self, finished: list[Done], streamed: list[Seen]) -> None:
+    def _deliver(self, finished: list[FinishedRequest], streamed: list[StreamedTokens]) -> None:
         for stream_request, tokens in streamed:
             if not stream_request.answer.done():
                 stream_request.answer.set_result(tokens)
-        self._submissions.settle(finished)
+        self._pending_requests.deliver(finished)
 
     def _fail_pending(self, error: OutpaceError) -> None:
-        self._submissions.fail(error)
-        for future in self._peeking:
+        self._pending_requests.fail(error)
+        for future in self._stream_futures:
             if not future.done():
                 future.set_exception(error)
         for call in self._calls:
             if not call.done():
                 call.set_exception(error)
 
-    def _report_failure(self, failure: PartFailed) -> None:
+    def _report_failure(self, failure: ComponentFailed) -> None:
         if self._failure_future is not None and not self._failure_future.done():
             self._failure_future.set_result(failure)
         self._fail_pending(failure)
@@ -269,7 +363,7 @@ class EmbeddedEngine:
         try:
             if self._sharing is None:
                 if self._on_cpu:
-                    self._threads = fitting_threads(self._main.decoder, self._threads)
+                    self._threads = tune_threads(self._main.decoder, self._threads)
                 torch.set_num_threads(self._threads)  # torch's thread count belongs to the thread that sets it
             while self._take_turn():
                 pass
@@ -278,7 +372,7 @@ class EmbeddedEngine:
 
     def _take_turn(self) -> bool:
         with self._condition:
-            while not (self._inbox or self._closing or self._lanes.has_work):
+            while not (self._inbox or self._closing or self._weight_sets.has_work):
                 if self._sharing is not None:
                     self._sharing.idle()
                 self._condition.wait()
@@ -288,25 +382,25 @@ class EmbeddedEngine:
             self._inbox.clear()
         for command in commands:
             command()
-        with self._sharing_cores(self._sharing) if self._sharing and self._lanes.has_work else nullcontext():
-            for batch in self._lanes.all:
+        with self._sharing_cores(self._sharing) if self._sharing and self._weight_sets.has_work else nullcontext():
+            for batch in self._weight_sets.all:
                 if batch.has_work:
                     with self._work.running() if batch is self._main else self._eval_work.running():
-                        self._lanes.ended += batch.advance()
-                    crash.reached("engine.turn")
+                        self._weight_sets.finished += batch.advance()
+                    diagnostics.crash_point("engine.turn")
         self._turns += 1
         self._flush()
         return True
 
     def _sharing_cores(self, sharing: CoreSharing) -> AbstractContextManager[None]:
         if sharing.most is None and self._main.running == 0:  # measuring clears the decoder
-            sharing.measure_most(lambda: fitting_threads(self._main.decoder, self._threads))
-        return sharing.comparing(max(1, sum(batch.running for batch in self._lanes.all)))
+            sharing.measure_most(lambda: tune_threads(self._main.decoder, self._threads))
+        return sharing.comparing(max(1, sum(batch.running for batch in self._weight_sets.all)))
 
     def _flush(self) -> None:
-        streamed = self._peeks.seen(self._lanes.under_way()) if self._peeks else []
-        if (self._lanes.ended or streamed) and self._loop is not None:
-            finished, self._lanes.ended = self._lanes.ended, []
+        streamed = self._stream_requests.pop_ready(self._weight_sets.active_requests()) if self._stream_requests else []
+        if (self._weight_sets.finished or streamed) and self._loop is not None:
+            finished, self._weight_sets.finished = self._weight_sets.finished, []
             self._wake(lambda: self._deliver(finished, streamed))
 
     def _wake(self, callback: Callable[[], None]) -> None:
@@ -314,15 +408,17 @@ class EmbeddedEngine:
             self._loop.call_soon_threadsafe(callback)
 
     def _fail(self, error: BaseException) -> None:
-        failure = PartFailed("engine", f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)))
+        failure = ComponentFailed(
+            "engine", f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
+        )
         with self._condition:
             self._failure = failure
             self._inbox.clear()
         self._wake(lambda: self._report_failure(failure))
 
-    def _swap(self, prepared: Prepared, manifest: Manifest, pinned: bool) -> float:
+    def _swap(self, prepared: DecoderWeights, manifest: Manifest, pinned: bool) -> float:
         started = time.perf_counter()
-        swap = self._lanes.swap_pinned if pinned else self._lanes.swap_main
+        swap = self._weight_sets.swap_pinned if pinned else self._weight_sets.swap_main
         swap(prepared, manifest.version)
         return time.perf_counter() - started
 

@@ -14,6 +14,7 @@ always bounded, encodable and free of binary data.
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 import re
 import typing
@@ -25,10 +26,59 @@ from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapt
 
 from outpace.errors import BadInput, one_line
 from outpace.models.chat import Schema
-from outpace.references import load_function
-from outpace.rollouts.tools.results import told
-from outpace.runtime import threads
-from outpace.runtime.limits import is_ours
+from outpace.runtime import async_tools
+from outpace.runtime.async_tools import is_own_cancellation
+from outpace.runtime.references import load_function
+
+
+def result_text(value: Any) -> str:
+    """Convert a tool result to text: strings verbatim, None as empty, binary data as a description, the rest as JSON.
+
+    May run user code, but does not raise its exceptions."""
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return str.__str__(value)  # ignore the `__str__` of a subclass
+    if isinstance(value, bytes | bytearray | memoryview):
+        return _binary(value)
+    try:
+        return json.dumps(value, ensure_ascii=False, default=_non_json)
+    except Exception:  # cycles, invalid keys, depth, or user code that raises
+        return _safe_str(value)
+
+
+def truncate_text(text: str, limit: int) -> str:
+    """Cut the text to `limit` characters with a note on the rest, and replace characters that cannot be encoded."""
+    left_out = len(text) - limit
+    kept = text if left_out <= 0 else f"{text[:limit]}\n[{left_out} more characters omitted]"
+    return kept.encode("utf-8", "replace").decode()  # a lone surrogate would make the tokenizer fail
+
+
+def describe_binary(size: int, kind: str = "binary data") -> str:
+    return f"[{size} byte{'s' * (size != 1)} of {kind}]"
+
+
+def describe_error(error: BaseException) -> str:
+    """Return an exception in one line: its type and message."""
+    message = one_line(_safe_str(error))
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+def _non_json(value: Any) -> str:
+    """Convert a value that JSON does not support."""
+    return _binary(value) if isinstance(value, bytes | bytearray | memoryview) else _safe_str(value)
+
+
+def _binary(value: bytes | bytearray | memoryview) -> str:
+    return describe_binary(value.nbytes if isinstance(value, memoryview) else len(value))
+
+
+def _safe_str(value: object) -> str:
+    try:
+        return str(value)
+    except Exception:  # user-defined `__str__`
+        return f"<{type(value).__name__}>"
+
 
 NOT_TOOLS = ("reset", "get_reward")
 
@@ -63,16 +113,16 @@ class Tool:
         Raises `ToolError` for invalid arguments and for any exception of the function."""
         checked = self.checked(arguments)
         try:
-            return await threads.call(bound or self.function, **checked)
+            return await async_tools.call_user_function(bound or self.function, **checked)
         # User code may raise anything; the error is returned to the model.
         except BaseException as error:
-            if is_ours(error):
+            if is_own_cancellation(error):
                 raise
             # Warn once per tool: it may be a bug in the tool.
             level = logging.DEBUG if self.name in _raised else logging.WARNING
             log.log(level, "tool %s raised", self.name, exc_info=True)
             _raised.add(self.name)
-            raise ToolError(f"{self.name} raised {told(error)}") from error
+            raise ToolError(f"{self.name} raised {describe_error(error)}") from error
 
     def checked(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Convert the arguments to the declared types. Raises `ToolError`."""
@@ -89,7 +139,7 @@ class Tool:
         except ValidationError as error:
             raise ToolError(f"{self.name}: {name}: {one_line(error.errors()[0]['msg'])}") from None
         except Exception as error:  # types may have custom validators, which may raise anything
-            raise ToolError(f"{self.name}: {name}: {told(error)}") from error
+            raise ToolError(f"{self.name}: {name}: {describe_error(error)}") from error
 
 
 def tools_of(environment: type, setting: str = "rollout.environment") -> dict[str, Tool]:
@@ -160,7 +210,7 @@ def _parameters(function: Callable[..., Any], where: str) -> list[inspect.Parame
         hints = typing.get_type_hints(function, include_extras=True)
         signature = inspect.signature(function)
     except Exception as error:  # resolving a hint evaluates user code
-        raise BadInput(f"{where}: cannot resolve a type hint: {told(error)}") from None
+        raise BadInput(f"{where}: cannot resolve a type hint: {describe_error(error)}") from None
     found = [
         parameter.replace(annotation=hints.get(parameter.name, inspect.Parameter.empty))
         for parameter in signature.parameters.values()
@@ -189,3 +239,42 @@ def _parameter_descriptions(document: str) -> dict[str, str]:
     if section is None:
         return {}
     return {name: " ".join(text.split()) for name, text in _ARGUMENT.findall(inspect.cleandoc(section[1]))}
+
+
+MAX_DEPTH = 100
+"""Maximum nesting of objects and lists. JSON parsers fail at somewhat deeper nesting."""
+
+
+def read_arguments(tool: str, text: str) -> dict[str, Any]:
+    """Parse the JSON arguments of a call; empty text means no arguments. Raises `ToolError`.
+
+    A tool may run in another process or behind a shared connection, so text that cannot be encoded and nesting that is
+    too deep are rejected here."""
+    try:
+        arguments = json.loads(text) if text.strip() else {}
+    except (ValueError, RecursionError) as error:
+        raise ToolError(f"the arguments of {tool} are not valid JSON: {one_line(error)}") from None
+    if not isinstance(arguments, dict):
+        raise ToolError(f"the arguments of {tool} are not a JSON object")
+    if _nests_deeper_than(MAX_DEPTH, arguments):
+        raise ToolError(f"the arguments of {tool} are nested deeper than {MAX_DEPTH} levels")
+    try:
+        json.dumps(arguments, ensure_ascii=False).encode()
+    except UnicodeEncodeError:  # lone surrogate: valid in JSON, but not in UTF-8
+        raise ToolError(f"the arguments of {tool} contain a lone surrogate such as \\ud800") from None
+    return arguments
+
+
+def _nests_deeper_than(limit: int, value: Any) -> bool:
+    layer = [value]
+    for _ in range(limit):
+        layer = [inner for outer in layer for inner in _inside(outer)]
+        if not layer:
+            return False
+    return True
+
+
+def _inside(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return value if isinstance(value, list) else []

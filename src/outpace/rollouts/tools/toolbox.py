@@ -22,20 +22,18 @@ from typing import Any, Literal, Protocol
 
 from outpace.errors import BadInput, one_line
 from outpace.models.chat import Schema
-from outpace.rollouts.tools.arguments import read_arguments
-from outpace.rollouts.tools.functions import Tool, ToolError
-from outpace.rollouts.tools.results import as_text, bounded
-from outpace.runtime import threads
-from outpace.runtime.together import together
+from outpace.rollouts.tools.functions import Tool, ToolError, read_arguments, result_text, truncate_text
+from outpace.runtime import async_tools
+from outpace.runtime.async_tools import gather_or_cancel
 from outpace.types import Message, ToolCall
 
-SIDE_BY_SIDE = 16
+MAX_CONCURRENT_CALLS = 16
 """Maximum number of concurrent calls of one answer."""
 
-PER_ANSWER = 128
+MAX_CALLS_PER_ANSWER = 128
 """Maximum number of calls of one answer that run, whatever the budget: all results go into one prompt."""
 
-Fate = Literal["done", "error", "timeout"]
+CallStatus = Literal["done", "error", "timeout"]
 
 
 class ToolTimeout(ToolError):
@@ -56,7 +54,7 @@ class ToolSource(Protocol):
 
 
 @dataclass(frozen=True)
-class Offer:
+class ToolSet:
     """A tool source and the setting it comes from. An `ordered` source is stateful: its calls run one at a time, and it
     applies its own timeout."""
 
@@ -72,17 +70,17 @@ class ToolLimits:
 
 
 @dataclass(frozen=True)
-class Result:
+class ToolResult:
     """Result of one call, as returned to the model."""
 
     call: ToolCall
     text: str
-    fate: Fate
+    status: CallStatus
     failure: str = ""  # reason, if the tool itself failed
 
     @property
     def message(self) -> Message:
-        name = {"name": bounded(one_line(self.call.name, 100), 100)} if self.call.name else {}
+        name = {"name": truncate_text(one_line(self.call.name, 100), 100)} if self.call.name else {}
         return {"role": "tool", "tool_call_id": self.call.id, **name, "content": self.text}
 
 
@@ -100,52 +98,56 @@ class FunctionTools:
 class Toolbox:
     """All tools that the model can call in one episode."""
 
-    def __init__(self, offers: Sequence[Offer], limits: ToolLimits) -> None:
-        self._offers = by_name(offers)
+    def __init__(self, tool_sets: Sequence[ToolSet], limits: ToolLimits) -> None:
+        self._tool_sets = tools_by_name(tool_sets)
         self._limits = limits
-        concurrent = asyncio.Semaphore(SIDE_BY_SIDE)
-        self._semaphores = {offer.origin: asyncio.Semaphore(1) if offer.ordered else concurrent for offer in offers}
-        self.schemas: list[Schema] = [schema for offer in offers for schema in offer.source.tools.values()]
+        concurrent = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
+        self._semaphores = {
+            tool_set.origin: asyncio.Semaphore(1) if tool_set.ordered else concurrent for tool_set in tool_sets
+        }
+        self.schemas: list[Schema] = [schema for tool_set in tool_sets for schema in tool_set.source.tools.values()]
 
-    async def run(self, calls: Sequence[ToolCall], admitted: int, seconds_left: Callable[[], float]) -> list[Result]:
+    async def run(
+        self, calls: Sequence[ToolCall], admitted: int, seconds_left: Callable[[], float]
+    ) -> list[ToolResult]:
         """Return the results of all calls, in order. Runs only the first `admitted` calls, within the time left."""
-        run = min(len(calls), admitted, PER_ANSWER)
-        results = await together(*(self._result(call, seconds_left) for call in calls[:run])) if run else []
-        too_many = f"error: not run: an answer may make at most {PER_ANSWER} calls"
-        results += [Result(call, too_many, "error") for call in calls[run:admitted]]
-        return results + [Result(call, "error: no calls left", "error") for call in calls[admitted:]]
+        run = min(len(calls), admitted, MAX_CALLS_PER_ANSWER)
+        results = await gather_or_cancel(*(self._result(call, seconds_left) for call in calls[:run])) if run else []
+        too_many = f"error: not run: an answer may make at most {MAX_CALLS_PER_ANSWER} calls"
+        results += [ToolResult(call, too_many, "error") for call in calls[run:admitted]]
+        return results + [ToolResult(call, "error: no calls left", "error") for call in calls[admitted:]]
 
-    async def _result(self, call: ToolCall, seconds_left: Callable[[], float]) -> Result:
+    async def _result(self, call: ToolCall, seconds_left: Callable[[], float]) -> ToolResult:
         try:
-            offer, arguments = self._parse(call)
-            async with self._semaphores[offer.origin]:
-                text = await self._run_with_timeout(offer, call.name, arguments, seconds_left())
-            return Result(call, bounded(text, self._limits.max_result_chars), "done")
+            tool_set, arguments = self._parse(call)
+            async with self._semaphores[tool_set.origin]:
+                text = await self._run_with_timeout(tool_set, call.name, arguments, seconds_left())
+            return ToolResult(call, truncate_text(text, self._limits.max_result_chars), "done")
         except ToolError as error:
-            text = bounded(f"error: {error}", self._limits.max_result_chars)
+            text = truncate_text(f"error: {error}", self._limits.max_result_chars)
             is_timeout = isinstance(error, ToolTimeout)
             # An invalid call has no `__cause__`: the tool itself did not fail.
             failure = one_line(str(error).removeprefix(f"{call.name} ")) if is_timeout or error.__cause__ else ""
-            return Result(call, text, "timeout" if is_timeout else "error", failure)
+            return ToolResult(call, text, "timeout" if is_timeout else "error", failure)
 
-    def _parse(self, call: ToolCall) -> tuple[Offer, dict[str, Any]]:
+    def _parse(self, call: ToolCall) -> tuple[ToolSet, dict[str, Any]]:
         if call.problem:
             raise ToolError(one_line(call.problem))
-        if call.name not in self._offers:
-            available = one_line(", ".join(self._offers), 1000) or "none"
+        if call.name not in self._tool_sets:
+            available = one_line(", ".join(self._tool_sets), 1000) or "none"
             raise ToolError(f"there is no tool {one_line(repr(call.name), 100)}; available tools: {available}")
-        return self._offers[call.name], read_arguments(call.name, call.arguments)
+        return self._tool_sets[call.name], read_arguments(call.name, call.arguments)
 
-    async def _run_with_timeout(self, offer: Offer, name: str, arguments: dict[str, Any], left: float) -> str:
-        limit = left if offer.ordered else min(left, self._limits.timeout_s)
+    async def _run_with_timeout(self, tool_set: ToolSet, name: str, arguments: dict[str, Any], left: float) -> str:
+        limit = left if tool_set.ordered else min(left, self._limits.timeout_s)
         if limit <= 0:
             raise ToolTimeout(f"{name} was not run: the time limit of the episode is reached")
-        work = asyncio.ensure_future(_text_of(offer.source.call(name, arguments)))
+        work = asyncio.ensure_future(_text_of(tool_set.source.call(name, arguments)))
         try:
             done, _ = await asyncio.wait({work}, timeout=None if limit == math.inf else limit)
         finally:
             if not work.done():
-                leave_behind(work)
+                cancel_without_waiting(work)
         if not done:
             reason = "the time limit of the episode is reached" if limit == left else f"it took longer than {limit:g} s"
             raise ToolTimeout(f"{name} timed out: {reason}")
@@ -154,14 +156,14 @@ class Toolbox:
         return work.result()
 
 
-def by_name(offers: Sequence[Offer]) -> dict[str, Offer]:
+def tools_by_name(tool_sets: Sequence[ToolSet]) -> dict[str, ToolSet]:
     """Map each tool name to its tool set. Raises `BadInput` if two sets have a tool of the same name."""
-    found: dict[str, Offer] = {}
-    for offer in offers:
-        for name in offer.source.tools:
+    found: dict[str, ToolSet] = {}
+    for tool_set in tool_sets:
+        for name in tool_set.source.tools:
             if name in found:
-                raise BadInput(f"{offer.origin} and {found[name].origin} both have a tool named {name}; remove one")
-            found[name] = offer
+                raise BadInput(f"{tool_set.origin} and {found[name].origin} both have a tool named {name}; remove one")
+            found[name] = tool_set
     return found
 
 
@@ -169,8 +171,8 @@ async def _text_of(call: Any) -> str:
     """Await a call and convert its result to text. Objects are converted on a thread: it may be slow user code."""
     value = await call
     if value is None or isinstance(value, str):
-        return as_text(value)
-    text, error = await threads.in_thread(partial(as_text, value))
+        return result_text(value)
+    text, error = await async_tools.run_in_thread(partial(result_text, value))
     if error is not None:
         raise ToolError(f"cannot convert the result to text: {type(error).__name__}")
     return str(text)
@@ -180,7 +182,7 @@ _abandoned: set[asyncio.Future[Any]] = set()
 """Cancelled calls that are no longer awaited. Keeps references: asyncio may garbage-collect an unreferenced task."""
 
 
-def leave_behind(work: asyncio.Future[Any]) -> None:
+def cancel_without_waiting(work: asyncio.Future[Any]) -> None:
     """Cancel a call without waiting for it: it may ignore the cancellation."""
     work.cancel()
     _abandoned.add(work)

@@ -1,1 +1,0 @@
-"""Benchmarks: each measures one part of outpace against a fixed limit (`outpace bench`)."""

@@ -1,0 +1,118 @@
+"""`outpace eval` and `Trainer.evaluate`: held-out reward of a model or run. Starts engines and workers, no learner."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from outpace.checkpoint.export import export
+from outpace.config import Config
+from outpace.config.defaults import with_values
+from outpace.config.load import load_config
+from outpace.controller.evaluation import Evaluation, Evaluator
+from outpace.errors import BadInput
+from outpace.protocols import Worker
+from outpace.run.components import ComponentSpecs, start_engines
+from outpace.run.plan import UserObjects, load_run_with_objects, make_plan
+from outpace.run.session import RunPlan
+from outpace.runtime.async_tools import gather_or_cancel
+from outpace.runtime.cleanup import RuntimeDirectory, temporary_directory
+from outpace.runtime.local import LocalRuntime
+from outpace.types import FleetMember
+
+
+def evaluate_model(run: Path | None, settings: Sequence[str]) -> dict[str, Any]:
+    """Evaluate `model.path`, or a run's newest complete checkpoint on that run's held-out tasks."""
+    if run is None:
+        config, objects = load_config(None, settings), UserObjects()
+    else:
+        config, objects = load_run_with_objects(run, settings)
+    evaluation = evaluate(config, objects, run)
+    measured = {name: value for name, value in evaluation.metrics().items() if not name.startswith("eval/version")}
+    return {"model": str(run or config.model.path), **measured}
+
+
+def evaluate(config: Config, objects: UserObjects, run: Path | None = None) -> Evaluation:
+    """Evaluate the config's model, or the newest complete checkpoint of `run` instead. Blocks."""
+    with temporary_directory("eval") as directory:
+        overrides = {"run.dir": str(directory)}
+        if run is not None:
+            export(run, directory / "model")
+            overrides["model.path"] = str(directory / "model")
+        plan = make_plan(with_values(config, overrides), objects)
+        return evaluate_plan(plan, directory)
+
+
+def evaluate_plan(plan: RunPlan, directory: Path) -> Evaluation:
+    """Evaluate a plan's model on its held-out tasks, with logs in `directory`. Blocks; Ctrl-C cancels it.
+
+    Runs in a thread with its own event loop, so it works inside a running loop."""
+    if plan.config.engine.urls:
+        raise BadInput(
+            "engine.urls: evaluation sends no weights, so a running server may hold the wrong ones; "
+            "leave this empty to launch a server"
+        )
+    if plan.eval_count == 0:
+        raise BadInput("eval.count: there are no held-out tasks; set tasks.eval_path or a larger eval.holdout")
+    if plan.eval_warning:
+        print(f"outpace: {plan.eval_warning}", file=sys.stderr)
+    loop = asyncio.new_event_loop()
+    work = loop.create_task(_evaluate(plan, directory))
+    outcome: Future[Evaluation] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(loop.run_until_complete(work))
+        except BaseException as error:  # thread boundary: raised again below
+            outcome.set_exception(error)
+        finally:
+            loop.run_until_complete(loop.shutdown_default_executor())
+            loop.close()
+
+    thread = threading.Thread(target=run, name="outpace-evaluation", daemon=True)
+    thread.start()
+    try:
+        return outcome.result()
+    except KeyboardInterrupt:
+        loop.call_soon_threadsafe(work.cancel)
+        raise
+    finally:
+        thread.join()
+
+
+async def _evaluate(plan: RunPlan, directory: Path) -> Evaluation:
+    runtime_dir = RuntimeDirectory()
+    runtime = LocalRuntime(directory / "logs", cleanup=runtime_dir.cleanup)
+    specs = ComponentSpecs(plan.config, directory, runtime_dir.path, plan.code)
+    try:
+        engines = specs.engines()
+        _, *workers = await gather_or_cancel(
+            start_engines(runtime, engines),
+            *(runtime.start(Worker, *worker) for worker in specs.workers()),
+        )
+        members = [FleetMember(name, socket, serves=True) for name, socket in specs.sockets.items()]
+        await gather_or_cancel(*(worker.fleet(members) for worker in workers))
+        evaluator = Evaluator(plan.eval_count, plan.config.eval.max_running)
+        work = evaluator.run(0, lambda order: workers[order.group % len(workers)].run(order), pinned=False)
+        return await _or_component_failure(work, runtime)
+    finally:
+        await runtime.stop()
+        await asyncio.to_thread(runtime_dir.remove)
+
+
+async def _or_component_failure(work: Coroutine[Any, Any, Evaluation], runtime: LocalRuntime) -> Evaluation:
+    """Return the evaluation, or raise if a component dies. There are no restarts: an evaluation is cheap to rerun."""
+    evaluation, death = asyncio.create_task(work), asyncio.create_task(runtime.deaths.get())
+    try:
+        await asyncio.wait({evaluation, death}, return_when=asyncio.FIRST_COMPLETED)
+        if death.done():
+            raise death.result()
+        return evaluation.result()
+    finally:
+        evaluation.cancel()
+        death.cancel()

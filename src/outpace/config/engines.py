@@ -1,0 +1,151 @@
+"""Settings of inference engines and servers, weight sync and LoRA; comparison of server addresses."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+from urllib.parse import urlsplit
+
+from pydantic import Field, field_validator
+
+from outpace.config.section import Section
+
+DEFAULT_SLOTS = 64
+
+
+class EngineConfig(Section):
+    """Inference engines: embedded, vLLM or SGLang.
+
+    `engine.path` applies to the embedded engine only. `engine.urls`, `engine.api_key_env`, `engine.retries`,
+    `engine.seeded` and the settings in seconds apply to servers only.
+    """
+
+    kind: Literal["embedded", "vllm", "sglang"] = "embedded"
+    """Engine kind: the embedded engine, or vLLM or SGLang servers reached over HTTP."""
+    count: int | None = Field(default=None, ge=1)
+    """Number of engines. Default: 1, or the number of `urls`."""
+    urls: list[str] = []
+    """URLs of running servers, such as `http://host:8000`. If empty, outpace starts the servers: see `launch`."""
+    slots: int | None = Field(default=None, ge=1)
+    """Maximum sequences that one engine decodes concurrently. Default: 64; for the built-in models half of a batch's
+    attempts, between 64 and 256."""
+    kv: Literal["keep", "recompute"] = "keep"
+    """KV cache of running sequences after a weight update: keep it, or recompute it with the new weights."""
+    context: int | None = Field(default=None, ge=2)
+    """Maximum sequence length, including the prompt. Default: the model's limit; with `run.deterministic` 256 for
+    `starter` and 512 for `starter-agent`."""
+    threads: int | None = Field(default=None, ge=1)
+    """Maximum CPU compute threads of one engine; it uses fewer where more do not help. Default: run.threads, or as many
+    as the machine's load allows."""
+    path: Literal["auto", "fast", "general"] = "auto"
+    """Decoder of the embedded engine: `fast` supports the Llama family, `general` any causal LM; `auto` picks one."""
+    api_key_env: str = "OUTPACE_ENGINE_API_KEY"
+    """Environment variable that holds the servers' API key. May be unset if the servers need no key."""
+    retries: int = Field(default=2, ge=0)
+    """Retries of a failed request on the same server, continuing from the tokens it already has, before the request
+    moves to another engine."""
+    idle_s: float = Field(default=60.0, gt=0)
+    """A request that has produced no token for this long is considered lost. Pauses of its server do not count."""
+    control_s: float = Field(default=120.0, gt=0)
+    """Timeout of one call that pauses, updates or resumes a server."""
+    probe_s: float = Field(default=5.0, gt=0)
+    """Interval between health probes; a probe samples one token."""
+    probe_deadline_s: float = Field(default=10.0, gt=0)
+    """Timeout of a health probe. After three consecutive timeouts the server is considered dead."""
+    seeded: bool = False
+    """Send a seed with every request. Slows down sampling, and still does not make servers exactly reproducible."""
+
+    @property
+    def resolved_slots(self) -> int:
+        return self.slots or DEFAULT_SLOTS
+
+
+class LaunchConfig(Section):
+    """Inference servers that outpace starts.
+
+    These settings apply if `engine.kind` is `vllm` or `sglang` and `engine.urls` is empty.
+    """
+
+    python: str | None = None
+    """Python executable of the environment with vLLM or SGLang. Default: the Python that runs outpace."""
+    args: list[str] = []
+    """Extra server arguments, such as `["--tensor-parallel-size", "2"]`. They take precedence over outpace's own."""
+    env: dict[str, str] = {}
+    """Extra environment variables of the server."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """Port of the first server; further servers use the following ports. 0 picks free ports."""
+    start_s: float = Field(default=600.0, gt=0)
+    """Timeout from the start of a server to its first completed request."""
+    gpu_memory: float | None = Field(default=None, gt=0, lt=1)
+    """Fraction of its GPU's memory that each server uses. Default: the servers on a GPU share 0.9 of it, or 0.4 if the
+    learner runs there too."""
+
+    @field_validator("env", mode="before")
+    @classmethod
+    def _numbers_to_text(cls, env: Any) -> Any:
+        """Accept numbers, as in `X = 1`: environment variables are always text."""
+        if not isinstance(env, dict):
+            return env
+        return {
+            name: str(v) if isinstance(v, int | float) and not isinstance(v, bool) else v for name, v in env.items()
+        }
+
+
+class WeightsConfig(Section):
+    """Weight sync from the learner to the engines."""
+
+    every: int = Field(default=1, ge=1)
+    """Interval in steps at which new weights are published, at most `pacing.max_lag` + 1."""
+    update: Literal["inflight", "drain"] = "inflight"
+    """`inflight` updates weights while sequences are being sampled; `drain` lets running groups finish first."""
+    transport: Literal["auto", "files", "memory", "ipc", "collective"] = "auto"
+    """Transport of weights to a server: `files` (any server), `memory` (shared memory, same machine as the learner),
+    `ipc` (CUDA IPC, same GPU as the learner) or `collective` (NCCL, or gloo without a GPU). All but `files` need
+    outpace's plugin in the server; servers that outpace starts have it. Default: chosen by what is available."""
+    delta: bool = False
+    """Publish only the changes since the last version, as a file, to engines that support it."""
+    dir: str | None = None
+    """Directory for weight files, readable by the servers. Default: a memory-backed directory, removed with the run."""
+
+
+class LoraConfig(Section):
+    """LoRA adapters."""
+
+    rank: int = Field(default=0, ge=0)
+    """LoRA rank; 0 trains the full model. Needs the package `peft`: `pip install 'outpace[lora]'`. vLLM supports
+    ranks up to 512."""
+    alpha: float | None = Field(default=None, gt=0)
+    """LoRA alpha: the adapter output is scaled by alpha / rank. Default: twice the rank."""
+    targets: list[str] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    """Linear layers that get an adapter, by name suffix. An output head tied to the embeddings cannot have one."""
+
+
+_DEFAULT_PORTS = {"http": 80, "https": 443}
+_LOOPBACK = ("127.0.0.1", "::1", "0.0.0.0", "::", "localhost")
+
+
+class ServerAddress(NamedTuple):
+    """A normalized server address. Equal for all spellings: case, default port, trailing slash, names of localhost."""
+
+    scheme: str
+    host: str
+    port: int | None
+    path: str
+
+
+def server_address(url: str) -> ServerAddress:
+    """Return the normalized address of a URL. Text that is not a URL is equal only to itself."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port or _DEFAULT_PORTS.get(parts.scheme)
+    except ValueError:  # the port is not a number, or too large
+        return ServerAddress("", url, None, "")
+    return ServerAddress(parts.scheme, "localhost" if host in _LOOPBACK else host, port, parts.path.rstrip("/"))
+
+
+def is_server_url(url: str) -> bool:
+    """Return whether `url` is a server URL such as `http://host:8000`; port and path are optional."""
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in _DEFAULT_PORTS and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False

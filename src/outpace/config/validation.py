@@ -1,0 +1,422 @@
+"""Validation of a whole config, and resolution of its remaining defaults.
+
+`check` rejects combinations of settings that cannot work or would be ignored. `resolve` fills in every default, so that
+the config in the run directory says exactly what ran; it is idempotent. A rule takes a config with its dependent
+defaults filled in and yields error lines that start with the key to change; `check` raises the first one. The algorithm
+adds its own defaults (`outpace.config.defaults`) and rules (`outpace.config.algorithm_validation`).
+
+Conditions that depend on the machine (is there a GPU, does the server have the plugin) are checked at startup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from outpace.config import STARTER, STARTER_AGENT, Config
+from outpace.config.algorithm_validation import ALGORITHM_RULES, Rule
+from outpace.config.defaults import fill_defaults, get_value, with_values
+from outpace.config.engines import DEFAULT_SLOTS, ServerAddress, is_server_url, server_address
+from outpace.config.section import Section
+from outpace.errors import BadInput, one_line, plural, with_article
+from outpace.runtime.references import absolute_reference
+
+LAST_PORT = 65535
+VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values that vLLM accepts for `--max-lora-rank`."""
+API_KEY_HINT = "remove it, and put the key into the environment variable named by engine.api_key_env"
+
+
+def _check_urls(config: Config) -> Iterator[str]:
+    urls = config.engine.urls
+    first_at: dict[ServerAddress, int] = {}
+    for position, url in enumerate(urls):
+        first = first_at.setdefault(server_address(url), position)
+        if "@" in url:  # do not repeat the URL: this line may end up in a log
+            yield f"engine.urls: a URL contains a user name or password; {API_KEY_HINT}"
+        elif not is_server_url(url):
+            yield f"engine.urls: {url!r} is not a server URL; write http://host:port"
+        elif first != position:
+            yield f"engine.urls: {urls[first]} and {url} are the same server; list each server once"
+
+
+def _check_embedded(config: Config) -> Iterator[str]:
+    if config.engine.kind != "embedded":
+        return
+    remedy = 'engine.kind is "embedded"; set it to vllm or sglang, or leave this out'
+    if config.engine.urls:
+        yield f"engine.urls: {remedy}"
+    yield from (f"{key}: no server is started, because {remedy}" for key in _changed("launch", config.launch))
+    for key in _changed("engine", config.engine):
+        if key in ("engine.api_key_env", "engine.seeded"):
+            yield f"{key}: only servers use it, and {remedy}"
+    if config.weights.transport != "auto":
+        yield f"weights.transport: the embedded engine always reads weights from memory, and {remedy}"
+    if config.weights.dir is not None and not config.weights.delta:
+        yield "weights.dir: the embedded engine reads only delta files; set weights.delta, or leave this out"
+
+
+def _check_server_source(config: Config) -> Iterator[str]:
+    engine = config.engine
+    if engine.kind == "embedded":
+        return
+    if engine.path != "auto":
+        yield f"engine.path: only the embedded engine uses it, and engine.kind is {engine.kind}; leave this out"
+    if engine.urls and engine.count != len(engine.urls):
+        servers = plural(len(engine.urls), "server")
+        yield f"engine.count: is {engine.count}, but engine.urls lists {servers}; leave this out"
+    if engine.urls:
+        for key in _changed("launch", config.launch):
+            yield f"{key}: engine.urls lists running servers, so none is started; remove one of the two"
+    elif config.launch.port and config.launch.port + (engine.count or 1) - 1 > LAST_PORT:
+        yield f"launch.port: {engine.count} servers starting at {config.launch.port} exceed port {LAST_PORT}; lower it"
+
+
+def _check_server_mode(config: Config) -> Iterator[str]:
+    kind = config.engine.kind
+    if kind == "embedded":
+        return
+    if config.run.deterministic:
+        yield f'run.deterministic: {kind} is not deterministic; use engine.kind = "embedded"'
+    if config.run.runtime == "inline":
+        yield f'run.runtime: {kind} runs in separate processes; use "local", or engine.kind = "embedded"'
+
+
+def _check_transport(config: Config) -> Iterator[str]:
+    transport = config.weights.transport
+    if transport == "ipc" and (config.run.device == "cpu" or config.run.deterministic):
+        yield 'weights.transport: "ipc" shares GPU memory, but run.device is cpu; use "memory"'
+    if config.engine.kind == "sglang" and transport not in ("auto", "files"):
+        yield f'weights.transport: sglang supports only "files", not "{transport}"; leave this out'
+    if transport == "ipc" and config.weights.delta:
+        yield 'weights.delta: "ipc" shares weights without a copy, so there is no delta; remove one of the two'
+    if config.lora.rank == 0:
+        return
+    if config.engine.kind == "vllm" and transport not in ("auto", "files"):
+        yield f'weights.transport: vllm loads adapters from files, not by "{transport}"; leave this out'
+    if config.weights.delta:
+        yield "weights.delta: adapters are small and change completely; leave this out, or set lora.rank to 0"
+
+
+def _check_lora(config: Config) -> Iterator[str]:
+    lora = config.lora
+    if lora.rank == 0 and "lora.targets" in _changed("lora", lora):
+        yield "lora.targets: lora.rank is 0, so the full model is trained; set a rank, or leave this out"
+    if lora.rank > 0 and not lora.targets:
+        yield "lora.targets: is empty, so no module would be trained; name some, or leave this out"
+    if config.engine.kind == "vllm" and lora.rank > VLLM_LORA_RANKS[-1]:
+        yield f"lora.rank: vLLM supports at most rank {VLLM_LORA_RANKS[-1]}, not {lora.rank}; lower it"
+    for target in lora.targets:
+        if lora.targets.count(target) > 1:
+            yield f"lora.targets: {target} is listed twice; remove one"
+
+
+def _changed(name: str, section: Section) -> Iterator[str]:
+    """Return the keys that differ from their defaults. A config saved by a run sets every key, so compare values."""
+    defaults: Any = type(section)()
+    return (f"{name}.{key}" for key, value in section if value != getattr(defaults, key))
+
+
+ENGINE_RULES: tuple[Rule, ...] = (
+    _check_urls,
+    _check_embedded,
+    _check_server_source,
+    _check_server_mode,
+    _check_transport,
+    _check_lora,
+)
+
+
+TASK_REWARDS: dict[str, list[str]] = {
+    "countdown": ["countdown"],
+    "arithmetic": ["number"],
+    "calculator": ["number"],
+    "guess": [],
+    "reasoning_gym": ["reasoning_gym"],
+}
+"""Default reward functions of the built-in tasks. Empty: the task's environment gives the reward."""
+
+TASK_ENVIRONMENTS = {
+    "calculator": "outpace.tasks.generated:Calculator",
+    "guess": "outpace.tasks.generated:Guess",
+}
+"""Default environments of the built-in tasks that need one."""
+
+FUNCTION_KEYS = (
+    "tasks.name",
+    "rollout.function",
+    "rollout.environment",
+    "algorithm.surrogate",
+    "algorithm.advantage",
+    "algorithm.normalise",
+)
+"""Settings that may name a function in a file, as `path/to/file.py:function`."""
+
+FUNCTION_LIST_KEYS = ("rewards.functions", "tools.functions")
+PATH_KEYS = ("tasks.path", "tasks.eval_path", "launch.python")
+"""Settings that may hold a path on this machine."""
+
+DEFAULT_TASK = "countdown"
+DEFAULT_STEPS = 100
+TRUNCATION_BIAS = "truncated sampling biases the importance weights: the learner cannot tell which tokens were kept"
+MODEL_DEFAULTS: dict[str, dict[str, Any]] = {
+    STARTER: {"learner.lr": 3e-4, "rollout.max_tokens": 32},
+    STARTER_AGENT: {"learner.lr": 3e-4, "rollout.max_tokens": 48},
+}
+OTHER_MODELS: dict[str, Any] = {"learner.lr": 1e-6, "rollout.max_tokens": 512}
+ADAPTER_LR = {STARTER: 3e-3, STARTER_AGENT: 3e-3}
+OTHER_ADAPTER_LR = 1e-5
+"""Ten times the learning rate of full training, which works best for LoRA at any rank."""
+
+MAX_DEFAULT_SLOTS = 256
+
+DETERMINISTIC_CONTEXTS = {STARTER: 256, STARTER_AGENT: 512}
+"""Context limits in deterministic mode, where the engine attends over its whole context at every step. The built-in
+tasks need no more."""
+
+
+def resolve(
+    config: Config,
+    *,
+    own_tasks: bool = False,
+    own_rewards: bool = False,
+    own_rollout: bool = False,
+    now: datetime | None = None,
+) -> Config:
+    """Fill in every default, check the result, and return it.
+
+    `own_tasks`, `own_rewards` and `own_rollout` (or environment): the Python caller passes these as objects, so the
+    config does not name them.
+    """
+    filled = fill_defaults(with_values(config, _defaults(config, own_tasks, now or datetime.now())))
+    if not own_tasks and not own_rollout and not _has_rollout(filled):
+        filled = with_values(filled, {"rollout.environment": TASK_ENVIRONMENTS.get(filled.tasks.name or "")})
+    if not own_rewards and not filled.rewards.functions:
+        filled = with_values(filled, {"rewards.functions": _rewards_for(filled)})
+    filled = _with_absolute_files(filled)
+    check(filled)
+    return filled
+
+
+def check(config: Config) -> None:
+    """Raise `BadInput` for the first rule that the config violates, with its dependent defaults filled in."""
+    filled = fill_defaults(config)
+    for rule in (*RULES, *ENGINE_RULES, *ALGORITHM_RULES):
+        for problem in rule(filled):
+            raise BadInput(problem)
+
+
+# --------------------------------------------------------------------------------------------------------- defaults
+
+
+def _defaults(config: Config, own_tasks: bool, now: datetime) -> dict[str, Any]:
+    """Return the values to set, by dotted key."""
+    engines = config.engine.count or len(config.engine.urls) or 1
+    slots = config.engine.slots or _default_slots(config, engines)
+    unset: dict[str, Any] = {
+        **MODEL_DEFAULTS.get(config.model.path, OTHER_MODELS),
+        "engine.slots": slots,
+        "pacing.max_running": 2 * slots * engines,
+        "eval.temperature": config.rollout.temperature,
+        "run.dir": default_directory(now),
+    }
+    if config.lora.rank > 0:
+        unset["learner.lr"] = ADAPTER_LR.get(config.model.path, OTHER_ADAPTER_LR)
+    if config.run.epochs is None:
+        unset["run.steps"] = DEFAULT_STEPS
+    if config.tasks.path is None and not own_tasks:
+        unset["tasks.name"] = DEFAULT_TASK
+    if config.run.deterministic:
+        unset["engine.context"] = DETERMINISTIC_CONTEXTS.get(config.model.path)
+    values = {key: value for key, value in unset.items() if get_value(config, key) is None}
+    values["pacing.chunk_groups"] = min(config.pacing.chunk_groups, config.pacing.groups_per_step)
+    if config.run.deterministic and config.run.device == "auto":
+        values["run.device"] = "cpu"
+    return values
+
+
+def _default_slots(config: Config, engines: int) -> int:
+    """Return the default slots per engine: more for the built-in models, up to half a batch over all engines.
+
+    A decode step of a small model costs little more with more sequences. But if all attempts of a batch are in flight
+    at once, they also finish at about the same time, and the learner has to wait for the first of them."""
+    if config.model.path not in MODEL_DEFAULTS or config.engine.kind != "embedded" or config.run.deterministic:
+        return DEFAULT_SLOTS
+    half_a_batch = config.pacing.groups_per_step * config.rollout.group_size // 2
+    return max(DEFAULT_SLOTS, min(half_a_batch // engines, MAX_DEFAULT_SLOTS))
+
+
+def default_directory(now: datetime | None = None) -> str:
+    return f"runs/{now or datetime.now():%Y%m%d-%H%M%S}"
+
+
+def keys_from_task(config: Config, another_task: bool) -> set[str]:
+    """Return the keys that are set to the default of the config's built-in task. As with `keys_at_default`, dropping
+    them lets an override bring its own. Rewards are included only if the override names `another_task`: a custom
+    rollout has no default rewards, and may be scored by those of the task."""
+    task = config.tasks.name or ""
+    defaults: dict[str, Any] = {"rollout.environment": TASK_ENVIRONMENTS.get(task)}
+    if another_task:
+        defaults["rewards.functions"] = _default_rewards(task) or None
+    return {key for key, value in defaults.items() if value is not None and get_value(config, key) == value}
+
+
+def _with_absolute_files(config: Config) -> Config:
+    """Make file names absolute, because a run may be resumed from another directory."""
+    named = {key: get_value(config, key) for key in FUNCTION_KEYS}
+    values: dict[str, Any] = {key: absolute_reference(name) for key, name in named.items() if name is not None}
+    values |= {key: [absolute_reference(name) for name in get_value(config, key)] for key in FUNCTION_LIST_KEYS}
+    values["environment.kinds"] = {kind: absolute_reference(name) for kind, name in config.environment.kinds.items()}
+    values |= {key: _absolute_path(path) for key in PATH_KEYS if (path := get_value(config, key)) is not None}
+    if config.weights.dir is not None:
+        values["weights.dir"] = str(Path(config.weights.dir).expanduser().absolute())
+    return with_values(config, values)
+
+
+def _absolute_path(path: str) -> str:
+    """Return the absolute path if it exists; other names, such as Hugging Face datasets, are returned unchanged."""
+    file = Path(path).expanduser()
+    return str(file.absolute()) if file.exists() else path
+
+
+def _has_rollout(config: Config) -> bool:
+    rollout = config.rollout
+    return bool(rollout.function or rollout.agent or rollout.environment or config.environment.kinds)
+
+
+def _rewards_for(config: Config) -> list[str]:
+    task = config.tasks.name or ""
+    is_custom = config.rollout.environment_class not in (None, TASK_ENVIRONMENTS.get(task))
+    if config.rollout.function is not None or config.environment.kinds or is_custom:
+        return []  # a custom rollout or environment may give the reward itself
+    rewards = _default_rewards(task)
+    if rewards is None:
+        raise BadInput("rewards.functions: is empty; name one, such as my_rewards.py:score or package.module:score")
+    return rewards
+
+
+def _default_rewards(task: str) -> list[str] | None:
+    return TASK_REWARDS.get(task.partition("/")[0])  # a task, or the package before the slash
+
+
+# ------------------------------------------------------------------------------------------------------------ rules
+
+
+def _check_task_source(config: Config) -> Iterator[str]:
+    if config.tasks.name is not None and config.tasks.path is not None:
+        yield f"tasks.path: tasks.name is also set, to {config.tasks.name}; remove one of the two"
+
+
+def _check_task_options(config: Config) -> Iterator[str]:
+    """Reject values that TOML cannot hold: the config of a run is saved as TOML."""
+    for place, value in _leaves("tasks.options", config.tasks.options):
+        if value is None:
+            yield f"{place}: null is not supported; leave it out, or use another value that the task treats as none"
+        elif not isinstance(value, str | int | float):
+            kind = with_article(type(value).__name__)
+            yield f"{place}: is {kind}; use text, numbers, true, false, lists or tables"
+        elif isinstance(value, str) and _has_lone_surrogate(value):
+            yield f"{place}: contains a lone surrogate, such as \\ud800; remove it"
+
+
+def _leaves(place: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield every value that is not a table or list, and every table key, with its dotted location."""
+    if isinstance(value, dict):
+        for name, each in value.items():
+            yield (place, name) if isinstance(name, str) else (f"{place}: the name {name!r}", object())
+            yield from _leaves(f"{place}.{one_line(ascii(name)[1:-1], 60)}", each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _leaves(place, each)
+    else:
+        yield place, value
+
+
+def _has_lone_surrogate(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def _check_rewards(config: Config) -> Iterator[str]:
+    functions, weights = config.rewards.functions, config.rewards.weights
+    for name in functions:
+        if functions.count(name) > 1:
+            yield f"rewards.functions: {name} is listed twice; set rewards.weights instead"
+    if weights is not None and functions and len(weights) != len(functions):
+        yield f"rewards.weights: has length {len(weights)}; give one weight per function, {len(functions)} in all"
+    if config.rewards.memory_mb is not None and config.rewards.isolation == "thread":
+        yield 'rewards.memory_mb: threads have no memory limit; set rewards.isolation = "process", or leave this out'
+
+
+def _check_judge(config: Config) -> Iterator[str]:
+    functions = config.rewards.functions  # empty if a Python caller passes rewards
+    if config.judge.base_url is not None and functions and "judge" not in functions:
+        yield "judge.base_url: the judge is not used; add judge to rewards.functions, or leave this out"
+
+
+def _check_rollout_source(config: Config) -> Iterator[str]:
+    rollout = config.rollout
+    ways: dict[str, Any] = {
+        "rollout.function": rollout.function,
+        "rollout.agent": " ".join(rollout.agent),
+        "rollout.environment": rollout.environment_class,
+        "environment.kinds": ", ".join(config.environment.kinds),
+    }
+    (first, named), *others = [(way, value) for way, value in ways.items() if value] or [("", "")]
+    for other, _ in others:
+        yield f"{other}: {first} is also set, to {named}; remove one of the two"
+    for tools, given in (("functions", config.tools.functions), ("mcp", config.tools.mcp)):
+        if given and first in ("rollout.function", "rollout.agent"):
+            yield f"tools.{tools}: {first} does not use these tools; leave this out"
+
+
+def _check_environment_limits(config: Config) -> Iterator[str]:
+    if config.environment.memory_mb is not None and config.environment.isolation == "thread":
+        yield 'environment.memory_mb: threads have no memory limit; set environment.isolation = "process"'
+
+
+def _check_sampling(config: Config) -> Iterator[str]:
+    if config.rollout.temperature == 0:
+        yield "rollout.temperature: greedy attempts are identical, with zero advantage; only eval.temperature may be 0"
+    if config.rollout.top_p < 1:
+        yield f"rollout.top_p: {TRUNCATION_BIAS}; leave it at 1.0"
+    if config.rollout.top_k > 0:
+        yield f"rollout.top_k: {TRUNCATION_BIAS}; leave it at 0"
+
+
+def _check_publish_interval(config: Config) -> Iterator[str]:
+    every, max_lag = config.weights.every, config.pacing.max_lag
+    if every > max_lag + 1:
+        yield (
+            f"weights.every: engines would lag by {plural(every - 1, 'version')}, but pacing.max_lag allows {max_lag}; "
+            f"use at most {max_lag + 1}"
+        )
+
+
+def _check_deterministic(config: Config) -> Iterator[str]:
+    if not config.run.deterministic:
+        return
+    if config.weights.update != "inflight":
+        yield "weights.update: run.deterministic updates weights at its own fixed points; leave this out"
+    if config.pacing.on_stale != "wait":
+        yield f'pacing.on_stale: "{config.pacing.on_stale}" depends on timing; run.deterministic needs "wait"'
+    if config.run.device == "cuda":
+        yield "run.device: run.deterministic needs the CPU; use cpu, or remove run.deterministic"
+
+
+RULES: tuple[Rule, ...] = (
+    _check_task_source,
+    _check_task_options,
+    _check_rewards,
+    _check_judge,
+    _check_rollout_source,
+    _check_environment_limits,
+    _check_sampling,
+    _check_publish_interval,
+    _check_deterministic,
+)

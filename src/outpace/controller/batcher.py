@@ -1,0 +1,247 @@
+"""Batch formation: which finished groups make up the open batch, and which past groups are replayed in it.
+
+Batcher invariants (v = open batch, B = batch size, k = groups already in the open batch)
+- For every d >= v, the outstanding groups outside the batch with deadline <= d, running ones included, number at most
+  (d - v) * B + (B - k), so they fit into the batches up to d. A finished group is taken only if this still holds
+  afterwards. Due groups therefore come first, waiting for a running one if necessary, and no early group crowds out a
+  due one.
+- Finished groups are taken by earliest deadline, ties by admission. When nothing is running, the first in this order
+  can always be taken, so the batch only ever waits for a running group.
+- With `in_order`, groups are taken strictly in admission order and sent in chunks of a fixed size, so completion order
+  has no effect. In this mode, and only in this mode, deadlines must not decrease in admission order.
+
+Otherwise deadlines may decrease from one group to the next (the governor lowers the allowed lag). The first invariant
+still holds: a group with deadline D is admitted only while all outstanding groups, whatever their deadlines, number
+less than (D + 1 - v) * B. Including it, those outside the batch are at most (D + 1 - v) * B - k, which bounds the
+groups due by any d >= D; for d < D nothing changes. Taking a group raises k by one: for d at or past its deadline it
+also leaves the count, and for earlier d the condition is checked explicitly.
+
+Replay invariants
+- Batch v replays at most floor(fraction * B) groups, each first trained in one of the batches v - max_age to v - 1, and
+  each at most `times` times in total. It replays fewer if the pool is smaller.
+- Groups with the largest reward standard deviation go first, ties by newest. Groups with zero deviation carry no
+  signal and never enter the pool. The choice depends only on what was trained.
+- A replayed group is not a prompt visit: the ledger does not change, and its lag may exceed max_lag by design.
+- Every trained group is retired exactly once, at the end of some batch. Until then its journal entry must be kept.
+- The pool is part of a checkpoint. After a resume it holds those of its groups that the journal still has: all of them
+  for the newest checkpoint, possibly fewer for an older one.
+
+The pool holds numbers only. Tokens and sampling logprobs stay in the journal. Old-policy logprobs are recomputed from
+the current weights each time a group is trained and are never stored.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from math import floor
+
+import msgspec
+
+from outpace.errors import plural
+from outpace.types import Version
+
+
+class Batcher:
+    """Fills the open batch from finished groups by deadline, and splits it into chunks for the learner."""
+
+    def __init__(self, size: int, chunk_groups: int, in_order: bool, version: Version) -> None:
+        self.size = size
+        self.chunk_groups = chunk_groups
+        self.in_order = in_order
+        self.version = version
+        self.batch: list[int] = []
+        self._sent = 0  # groups of the batch sent to the learner
+        self._deadlines: dict[int, Version] = {}  # of outstanding groups outside the batch, in admission order
+        self._due: Counter[Version] = Counter()  # number of those groups by deadline
+        self._running: dict[int, None] = {}  # in admission order
+        self._ready: list[tuple[Version, int]] = []  # heap of finished groups
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
+    def finished(self) -> int:
+        """Number of finished groups that are not yet trained, those of the open batch included."""
+        return len(self._ready) + len(self.batch)
+
+    @property
+    def outstanding(self) -> int:
+        return self.running + self.finished
+
+    @property
+    def missing(self) -> int:
+        """Number of groups the open batch still needs."""
+        return self.size - len(self.batch)
+
+    # ------------------------------------------------------------------------------------------------------ groups
+
+    def admit(self, group: int, deadline: Version) -> None:
+        assert group not in self._deadlines
+        assert deadline >= self.version
+        self._deadlines[group] = deadline
+        self._due[deadline] += 1
+        self._running[group] = None
+
+    def adopt(self, group: int, deadline: Version) -> None:
+        """Add a group that finished before this start of the run."""
+        self.admit(group, deadline)
+        self.finish(group)
+
+    def finish(self, group: int) -> None:
+        del self._running[group]
+        heappush(self._ready, (self._deadlines[group], group))
+
+    def discard(self, group: int) -> None:
+        """Remove a running group that will not be trained."""
+        del self._running[group]
+        self._forget(group)
+
+    def extend(self, group: int) -> None:
+        """Move the deadline of a running group one version later."""
+        assert group in self._running
+        deadline = self._deadlines[group]
+        self._uncount(deadline)
+        self._deadlines[group] = deadline + 1  # in place: keeps the admission order
+        self._due[deadline + 1] += 1
+
+    def _forget(self, group: int) -> Version:
+        deadline = self._deadlines.pop(group)
+        self._uncount(deadline)
+        return deadline
+
+    def _uncount(self, deadline: Version) -> None:
+        self._due[deadline] -= 1
+        if not self._due[deadline]:
+            del self._due[deadline]
+
+    # ------------------------------------------------------------------------------------------------ the open batch
+
+    def fill(self) -> None:
+        """Take every finished group that may be taken."""
+        while self.missing and self._ready and self._may_take_first():
+            _, group = heappop(self._ready)
+            deadline = self._forget(group)
+            assert deadline >= self.version, f"group {group} was due in batch {deadline}, not {self.version}"
+            self.batch.append(group)
+
+    def _may_take_first(self) -> bool:
+        deadline, group = self._ready[0]
+        if self.in_order:  # deadlines never decrease here, so the first ready group is the oldest finished one
+            return group == next(iter(self._deadlines))
+        return self._crowded(deadline) is None
+
+    def _crowded(self, deadline: Version) -> Version | None:
+        """Return the first deadline whose groups would no longer fit if a group with this later `deadline` were
+        taken."""
+        outstanding = 0
+        for due in sorted(self._due):
+            if due >= deadline:
+                return None
+            outstanding += self._due[due]
+            if outstanding > (due - self.version) * self.size + self.missing - 1:
+                return due
+        return None
+
+    def overdue(self) -> int | None:
+        """Return the oldest running group that alone keeps finished groups from completing the batch, if any."""
+        if self.in_order or not self.missing or len(self._ready) < self.missing:
+            return None
+        due = self._crowded(self._ready[0][0])
+        if due is None:
+            return None
+        # Finished groups have later deadlines, so the group with this one is running.
+        return next(group for group in self._running if self._deadlines[group] == due)
+
+    def waiting_for(self) -> str:
+        """Describe what the open batch waits for."""
+        if not (due := self.awaited()):
+            return f"{plural(self.missing, 'more group')} for batch {self.version}"
+        names = ", ".join(map(str, due[:10])) + (", …" if len(due) > 10 else "")
+        return f"running group{'' if len(due) == 1 else 's'} {names} (needed for batch {self.version})"
+
+    def awaited(self) -> list[int]:
+        """Return the running groups that the open batch cannot close without."""
+        if not self.missing:
+            return []
+        due = self._crowded(self._ready[0][0]) if self._ready and not self.in_order else self.version
+        return [group for group in self._running if due is not None and self._deadlines[group] <= due]
+
+    def next_chunk(self, complete: bool) -> tuple[int, ...]:
+        """Return the groups to send to an idle learner, or () if there are too few. `complete`: the batch gets no
+        more groups."""
+        unsent = self.batch[self._sent :]
+        if len(unsent) < self.chunk_groups and not complete:
+            return ()
+        chunk = tuple(unsent[: self.chunk_groups] if self.in_order else unsent)
+        self._sent += len(chunk)
+        return chunk
+
+    def close(self) -> list[int]:
+        """Return the groups that the step trained, and open the next batch."""
+        assert self._sent == len(self.batch)
+        trained, self.batch, self._sent = self.batch, [], 0
+        self.version += 1
+        return trained
+
+
+@dataclass(frozen=True)
+class ReplaySettings:
+    fraction: float
+    max_age: int
+    times: int
+
+
+class ReplayEntry(msgspec.Struct):
+    """A trained group that may be trained again. Its fields are stored in checkpoints."""
+
+    spread: float  # standard deviation of the group's rewards
+    trained: Version  # the batch that first trained it
+    left: int  # replays left
+
+
+class ReplayPool:
+    """Chooses past groups to train again. Disabled without settings, or if the fraction rounds down to no group."""
+
+    def __init__(
+        self, settings: ReplaySettings | None, groups_per_step: int, pool: Mapping[int, ReplayEntry] | None = None
+    ) -> None:
+        self._settings = settings
+        # Rounded, so that 0.29 * 100 = 28.999999999999996 does not lose a group.
+        self._count = 0 if settings is None else floor(round(settings.fraction * groups_per_step, 6))
+        kept = pool if pool is not None and self._count > 0 else {}
+        self._pool = {group: msgspec.structs.replace(pooled) for group, pooled in kept.items()}
+
+    def state(self) -> dict[int, ReplayEntry]:
+        return {group: msgspec.structs.replace(pooled) for group, pooled in self._pool.items()}
+
+    @property
+    def replay_enabled(self) -> bool:
+        """Whether trained groups are kept for replay."""
+        return self._count > 0
+
+    def choose(self) -> tuple[int, ...]:
+        """Return the groups that the open batch replays, highest reward standard deviation first."""
+        ranked = sorted(self._pool, key=lambda group: (-self._pool[group].spread, -group))
+        return tuple(ranked[: self._count])
+
+    def batch_trained(self, batch: Version, deviations: dict[int, float], replayed: tuple[int, ...]) -> tuple[int, ...]:
+        """Update the pool after `batch`; `deviations` are the reward standard deviations of its own groups. Return
+        the groups no longer needed."""
+        if self._settings is None or not self.replay_enabled:
+            return ()
+        for group in replayed:
+            self._pool[group].left -= 1
+        oldest = batch + 1 - self._settings.max_age  # oldest batch whose groups the next batch may replay
+        gone = [group for group, pooled in self._pool.items() if not pooled.left or pooled.trained < oldest]
+        for group in gone:
+            del self._pool[group]
+        for group, spread in deviations.items():
+            if spread > 0:
+                self._pool[group] = ReplayEntry(spread, batch, self._settings.times)
+            else:
+                gone.append(group)
+        return tuple(gone)

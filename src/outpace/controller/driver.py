@@ -1,0 +1,279 @@
+"""Driver: the controller's event loop over real components. One event queue in; actions run as supervised tasks.
+
+                         ┌───────────────────────── events ─────────────────────────┐
+                         ▼                                                           │
+    queue ─▶ scheduler.handle(event) ─▶ actions ─▶ one task each ─▶ worker.run ──────┤ GroupClosed
+                                                            ─▶ learner.chunk, .step ─┤ ChunkTrained, BatchTrained
+                                                            ─▶ learner.publish ──────┤ Published
+                                                            ─▶ engine.load ──────────┤ EngineLoaded
+                                                            ─▶ evaluate ─────────────┤ EvaluationDone
+                                                            ─▶ learner.save, commit ─┘
+    actions are carried out by `GroupTracker` (groups), `Training` (learner, records, checkpoints) and `PolicyVersions`
+    (weights, evaluations). Beside them: `ComponentSupervisor` restarts dead engines and workers (EngineLost,
+    EngineJoined), `EngineRegistry` keeps the workers' view of the fleet current, `FleetMembership` adds and removes
+    engines, `Watchdog` detects stalls.
+
+The loop waits for the queue only. It is filled by the tasks above, the supervisor and signals. If nothing arrives for
+`stall_s`, the run ends as stalled, and the error says what each component waits for.
+
+Invariants
+- No tensors and no user code in this process: the controller holds metadata only.
+- An exception in a task ends the run with the failing component's own traceback.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from outpace.controller import events as ev
+from outpace.controller.engine_registry import Components, EngineRegistry, FleetMembership, StartEngine
+from outpace.controller.evaluation import Evaluator
+from outpace.controller.failure_budget import LimitReached
+from outpace.controller.groups import GroupSettings, GroupTracker
+from outpace.controller.policy_versions import PolicyVersions
+from outpace.controller.recorder import Recorder
+from outpace.controller.recovery import NO_RECOVERED_WORK, RecoveredWork
+from outpace.controller.scheduler import Scheduler
+from outpace.controller.supervisor import AwakeClock, ComponentSupervisor, SupervisionSettings, Watchdog
+from outpace.controller.training import SaveCheckpoint, Training
+from outpace.errors import ComponentFailed, ComponentLost, Stalled
+from outpace.runtime import diagnostics
+from outpace.types import Version
+
+DEATH_NOTICE_S = 2.0
+"""How long to wait for the cause of a component's death before reporting "connection closed"."""
+
+WATCH_S = 1.0
+"""Maximum interval between watchdog ticks."""
+
+
+@dataclass(frozen=True)
+class DriverSettings:
+    stall_s: float
+    groups: GroupSettings
+    supervision: SupervisionSettings
+    leaving_s: float = 60.0  # how long a leaving engine may take to finish its requests
+
+
+class Driver:
+    """Runs the scheduler against real components until it finishes."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        components: Components,
+        recorder: Recorder,
+        evaluator: Evaluator,
+        save: SaveCheckpoint,
+        settings: DriverSettings,
+        recovered: RecoveredWork = NO_RECOVERED_WORK,
+        start_engine: StartEngine | None = None,
+    ) -> None:
+        """`recovered` is the work recovered from the journal, as given to the scheduler. `start_engine` starts further
+        engines; None: the fleet is fixed."""
+        self._scheduler = scheduler
+        self._components = components
+        self._recorder = recorder
+        self._queue: asyncio.Queue[ev.Event | BaseException] = asyncio.Queue()
+        post = self._queue.put_nowait
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._awaited_tasks: set[asyncio.Task[None]] = set()  # tasks that the end of the run waits for
+        self._watchdog = Watchdog(settings.stall_s)
+        sockets = {name: components.sockets.get(name, "") for name in components.engines}
+        self._registry = EngineRegistry(sockets, components.workers)
+        self._supervisor = ComponentSupervisor(
+            components.runtime,
+            components.roles,
+            components.engines,
+            settings.supervision,
+            post,
+            self._notice,
+            self._registry.resend,
+        )
+        self._groups = GroupTracker(components, self._supervisor, recorder, settings.groups, recovered, post)
+        self._training = Training(scheduler, components, self._supervisor, recorder, self._groups, save, post)
+        self._policy_versions = PolicyVersions(
+            components,
+            self._supervisor,
+            self._registry,
+            recorder,
+            evaluator,
+            self._groups.run_order,
+            self._watchdog.record_progress,
+            post,
+            scheduler.settings.eval_pinned,
+        )
+        self._membership = (
+            FleetMembership(
+                recorder.log.dir,
+                components,
+                self._supervisor,
+                self._registry,
+                start_engine,
+                post,
+                recorder.console.status,
+                settings.leaving_s,
+            )
+            if start_engine
+            else None
+        )
+        self._finish: str | None = None
+        self._limit_reached: LimitReached | None = None
+
+    async def run(self, served: dict[str, Version]) -> str:
+        """Drive the scheduler from start to finish; return the reason it finished."""
+        for task in (
+            self._supervisor.watch(),
+            self._supervisor.probe(),
+            self._watch(),
+            self._registry.keep_workers_updated(),
+        ):
+            self._spawn(task)
+        if self._membership is not None:
+            self._spawn(self._membership.watch())
+        try:
+            self._handle(ev.RunStarted(served))
+            diagnostics.crash_point("controller.started")
+            while self._finish is None:
+                self._handle(await self._next())
+            await self._complete()
+        finally:
+            await self._cancel_tasks()
+        if self._limit_reached is not None:
+            raise self._limit_reached
+        return self._finish
+
+    def stop(self) -> None:
+        """Request a stop after the current step."""
+        self._queue.put_nowait(ev.StopRequested())
+
+    # ------------------------------------------------------------------------------------------------ the loop
+
+    def _handle(self, event: ev.Event) -> None:
+        self._registry.record(event, self._scheduler.version)
+        for action in self._scheduler.handle(event):
+            self._carry_out(action)
+        if isinstance(event, ev.EvaluationDone):
+            self._training.evaluated()
+
+    async def _next(self) -> ev.Event:
+        item = await self._queue.get()
+        self._watchdog.record_progress()
+        if isinstance(item, LimitReached) and self._scheduler.version > 0:
+            self._limit_reached = item
+            return ev.StopRequested()  # write a checkpoint first; the error is raised after it
+        if isinstance(item, BaseException):
+            raise await self._find_cause(item)
+        return item
+
+    async def _watch(self) -> None:
+        """Tick the watchdog for as long as the run lasts."""
+        interval_s = min(WATCH_S, self._watchdog.patience_s / 20)
+        awake = AwakeClock(asyncio.get_running_loop().time, interval_s)
+        while True:
+            await asyncio.sleep(interval_s)
+            verdict = self._watchdog.tick(awake.lap())
+            if verdict == "fine":
+                continue
+            reason = f"no progress for {self._watchdog.stalled_s:.1f} s: {self._scheduler.waiting_reason()}"
+            self._recorder.console.status(reason)
+            path = await asyncio.to_thread(self._recorder.log.stall, reason, await self._components.runtime.dump())
+            if verdict == "end":
+                raise Stalled(f"{reason}; stack traces of all components are in {path}")
+
+    async def _find_cause(self, error: BaseException) -> BaseException:
+        """Return the best available error for a lost component: its connections close first, the cause of its death
+        arrives a moment later."""
+        if not isinstance(error, ComponentLost):
+            return error
+        try:
+            async with asyncio.timeout(DEATH_NOTICE_S):
+                while not isinstance(item := await self._queue.get(), ComponentFailed) or isinstance(
+                    item, ComponentLost
+                ):
+                    pass
+                return item
+        except TimeoutError:
+            return error
+
+    def _notice(self, role: str, text: str) -> None:
+        self._recorder.fault(f"{role}_lost")
+        self._recorder.console.status(text)
+
+    def _carry_out(self, action: ev.Action) -> None:
+        match action:
+            case ev.Admit():
+                self._spawn(self._groups.run(action))
+            case ev.Cancel():
+                self._spawn(self._groups.cancel(action.group))
+            case ev.TrainChunk():
+                self._spawn(self._training.chunk(action))
+            case ev.CloseBatch():
+                self._awaited_tasks.add(self._spawn(self._training.step(action)))
+            case ev.Finalize():
+                self._groups.add_finalized(action)
+            case ev.WriteRecord():
+                self._awaited_tasks.add(self._spawn(self._training.record(action, self._groups.take_finalized())))
+            case ev.Retire():
+                self._groups.retire(action.groups)
+            case ev.Publish():
+                self._spawn(self._policy_versions.publish(action))
+            case ev.LoadWeights():
+                self._spawn(self._policy_versions.load(action))
+            case ev.Evaluate():
+                self._spawn(self._policy_versions.evaluate(action))
+            case ev.Checkpoint():
+                self._awaited_tasks.add(
+                    self._spawn(self._training.checkpoint(action, self._groups.journal.start_checkpoint()))
+                )
+            case ev.LagChanged():
+                self._recorder.lag_changed(action.by)
+            case ev.EpochStarted():
+                self._recorder.epoch_started(action.epoch)
+            case ev.EpochEnded():
+                self._recorder.epoch_ended(action.epoch)
+            case ev.PolicyUpdated():
+                self._recorder.policy_updated(action.version)
+            case ev.Finish():
+                self._finish = action.reason
+                self._training.leave()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+        return task
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._awaited_tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._queue.put_nowait(error)
+
+    async def _complete(self) -> None:
+        """Wait for step records and checkpoints, then cancel all other tasks."""
+        diagnostics.crash_point("controller.finishing")
+        while self._awaited_tasks:  # the watchdog is still running
+            done, _ = await asyncio.wait(self._awaited_tasks, timeout=WATCH_S, return_when=asyncio.FIRST_COMPLETED)
+            if done:
+                self._watchdog.record_progress()
+            await self._raise_failures()
+        if self._training.checkpoint_error is not None:  # no later checkpoint will replace it
+            raise self._training.checkpoint_error
+        await self._cancel_tasks()
+        await self._raise_failures()
+
+    async def _raise_failures(self) -> None:
+        while not self._queue.empty():
+            item = self._queue.get_nowait()
+            if isinstance(item, BaseException) and not (self._limit_reached and isinstance(item, LimitReached)):
+                raise await self._find_cause(item)
+
+    async def _cancel_tasks(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,298 @@
+"""Ledger: the state of every prompt visit. No visit is lost and none is counted twice.
+
+A visit is a position in the task order (position // tasks is its epoch). Each visit goes
+planned -> running -> finished -> trained, or leaves early as filtered, failed, dropped or (task resting) skipped. It is
+finalized exactly once. A visit to be repeated (`requeue`, or a resumed run) is planned again, before any new one. A
+visit whose finished group was recovered by a resume starts as finished.
+
+Memory is bounded: new positions are issued in order, so a position below the cursor that is not open is finalized and
+only counts remain of it. Epochs that ended long ago share one set of counts.
+
+`OutcomeRecords` decides which record in batches.jsonl a finalized visit belongs to. `ledger_report` (`outpace ledger`)
+shows the ledger of a run's newest complete checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import insort
+from collections import Counter, deque
+from collections.abc import Collection
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from outpace.checkpoint import commit
+from outpace.controller.events import Action, Finalize, WriteRecord
+from outpace.errors import BadInput
+from outpace.monitoring.line_file import read_lines
+from outpace.types import Version
+
+FinalOutcome = Literal["trained", "filtered", "failed", "dropped", "skipped"]
+
+KEPT_EPOCHS = 256
+"""Number of ended epochs that keep their own counts. Keeping all would leak memory when an epoch is a few tasks."""
+
+
+class EpochCounts(msgspec.Struct):
+    """Number of visits of one epoch by final outcome."""
+
+    epoch: int
+    trained: int = 0
+    filtered: int = 0
+    failed: int = 0
+    dropped: int = 0
+    skipped: int = 0
+
+    @property
+    def finalized(self) -> int:
+        return sum(self.as_counts().values())
+
+    def add(self, outcome: str, count: int = 1) -> None:
+        setattr(self, outcome, getattr(self, outcome) + count)
+
+    def as_counts(self) -> dict[str, int]:
+        return {
+            "trained": self.trained,
+            "filtered": self.filtered,
+            "failed": self.failed,
+            "dropped": self.dropped,
+            "skipped": self.skipped,
+        }
+
+
+class LedgerState(msgspec.Struct, frozen=True):
+    """Checkpointed ledger. After a restore every open visit is planned again, first and in order."""
+
+    cursor: int = 0
+    queued: list[int] = []
+    running: list[int] = []
+    finished: list[int] = []
+    epochs: list[EpochCounts] = []  # started, oldest first
+    earlier: EpochCounts = msgspec.field(
+        default_factory=lambda: EpochCounts(epoch=-1)
+    )  # sum over ended epochs not in `epochs`
+    requeued: int = 0  # visits cancelled and planned again
+    extended: int = 0  # deadlines extended
+
+    @property
+    def open(self) -> set[int]:
+        """Visits that were issued and are not finalized."""
+        return {*self.queued, *self.running, *self.finished}
+
+
+class Ledger:
+    """Tracks visits from issue to final outcome. Every transition asserts the state it starts from."""
+
+    def __init__(
+        self, tasks: int, epochs: int | None, state: LedgerState, finished: Collection[int] = frozenset()
+    ) -> None:
+        """`finished`: open visits whose groups were recovered, including those issued after `state` was taken."""
+        self.tasks = tasks
+        self.limit = None if epochs is None else tasks * epochs
+        self.cursor = max([state.cursor, *(position + 1 for position in finished)])
+        self.requeued = state.requeued
+        self.extended = state.extended
+        opened = state.open | set(range(state.cursor, self.cursor))
+        assert opened.issuperset(finished), "a finalized visit cannot be finished again"
+        self._queue = deque(sorted(opened.difference(finished)))
+        self._open: dict[int, Literal["running", "finished"]] = dict.fromkeys(sorted(finished), "finished")
+        self._earlier = msgspec.structs.replace(state.earlier)
+        self._epochs = {tally.epoch: msgspec.structs.replace(tally) for tally in state.epochs}
+        self.new_epochs = sorted({position // tasks for position in finished} - self._epochs.keys())
+        """Epochs that start with recovered visits."""
+        self._epochs |= {epoch: EpochCounts(epoch) for epoch in self.new_epochs}
+        self._finalized = self._earlier.finalized + sum(tally.finalized for tally in self._epochs.values())
+
+    def state(self) -> LedgerState:
+        return LedgerState(
+            cursor=self.cursor,
+            queued=list(self._queue),
+            running=[position for position, state in self._open.items() if state == "running"],
+            finished=[position for position, state in self._open.items() if state == "finished"],
+            epochs=[msgspec.structs.replace(tally) for tally in self._epochs.values()],
+            earlier=msgspec.structs.replace(self._earlier),
+            requeued=self.requeued,
+            extended=self.extended,
+        )
+
+    @property
+    def finalized(self) -> int:
+        """Number of visits finalized since the run began."""
+        return self._finalized
+
+    @property
+    def left(self) -> int | None:
+        """Number of visits that can still be issued; None: no limit."""
+        if self.limit is None:
+            return None
+        return max(0, self.limit - self.cursor) + len(self._queue)
+
+    # ------------------------------------------------------------------------------------------------- transitions
+
+    def issue(self) -> tuple[int, bool]:
+        """planned -> running. Return the next position, and whether it is the first of its epoch."""
+        assert self.left != 0, "no task left to issue"
+        if self._queue:
+            position = self._queue.popleft()
+        else:
+            position = self.cursor
+            self.cursor += 1
+        assert position not in self._open, f"position {position} is already open"
+        self._open[position] = "running"
+        epoch = position // self.tasks
+        if begins := epoch not in self._epochs:
+            self._epochs[epoch] = EpochCounts(epoch)
+        return position, begins
+
+    def finish(self, position: int) -> None:
+        assert self._open.get(position) == "running", f"position {position} is not running"
+        self._open[position] = "finished"
+
+    def requeue(self, position: int) -> None:
+        """running -> planned, ahead of all others."""
+        assert self._open.pop(position, None) == "running", f"position {position} is not running"
+        self._queue.appendleft(position)
+        self.requeued += 1
+
+    def finalize(self, position: int, outcome: FinalOutcome) -> bool:
+        """running or finished -> final outcome. Return whether every task of its epoch is now finalized."""
+        before = self._open.pop(position, None)
+        expected = "finished" if outcome == "trained" else "running"
+        assert before == expected, f"position {position} cannot be {outcome}: it is {before or 'not open'}"
+        tally = self._epochs[position // self.tasks]
+        tally.add(outcome)
+        self._finalized += 1
+        assert tally.finalized <= self.tasks
+        if ended := tally.finalized == self.tasks:
+            self._merge_old_epochs()
+        return ended
+
+    def _merge_old_epochs(self) -> None:
+        ended = [epoch for epoch, tally in self._epochs.items() if tally.finalized == self.tasks]
+        for epoch in ended[: max(0, len(ended) - KEPT_EPOCHS)]:
+            for outcome, count in self._epochs.pop(epoch).as_counts().items():
+                self._earlier.add(outcome, count)
+
+    # ----------------------------------------------------------------------------------------------------- queries
+
+    def counts(self) -> dict[str, int]:
+        """Return totals over the whole run: visits by final outcome, visits requeued, deadlines extended."""
+        total = msgspec.structs.replace(self._earlier)
+        for tally in self._epochs.values():
+            for outcome, count in tally.as_counts().items():
+                total.add(outcome, count)
+        return {**total.as_counts(), "requeued": self.requeued, "extended": self.extended}
+
+
+def counts_by_epoch(tasks: int, state: LedgerState) -> list[dict[str, int]]:
+    """Return one row per epoch for display: planned, running, finished, and finalized by outcome. They sum to
+    `tasks`."""
+    rows: list[dict[str, int]] = []
+    for tally in state.epochs:
+        running = sum(position // tasks == tally.epoch for position in state.running)
+        finished = sum(position // tasks == tally.epoch for position in state.finished)
+        planned = tasks - tally.finalized - running - finished
+        row = {"epoch": tally.epoch, "planned": planned, "running": running, "finished": finished}
+        rows.append({**row, **tally.as_counts()})
+    return rows
+
+
+class OutcomeRecords:
+    """Decides which record a finalized visit belongs to: the step that follows it, or one before a checkpoint
+    between steps.
+
+    Every finalized visit is recorded once, and the records up to a checkpoint contain exactly what its ledger has
+    finalized. In deterministic mode a step records the visits admitted before its last group. All of them have
+    closed by then, so completion order has no effect; later visits wait for their own step."""
+
+    def __init__(self, deterministic: bool, finalized: int) -> None:
+        """`finalized` visits are already on record."""
+        self._deterministic = deterministic
+        self._recorded = finalized
+        self._waiting: list[tuple[float, Finalize]] = []  # deterministic: with their rank in admission order
+
+    @property
+    def complete(self) -> bool:
+        """Whether everything finalized is on record."""
+        return not self._waiting
+
+    def finalize(self, finalize: Finalize, next_group: int) -> list[Action]:
+        """Add a visit finalized without being trained. A skipped visit ranks just before the next group to be
+        admitted."""
+        if not self._deterministic:
+            return [finalize]
+        rank = next_group - 0.5 if finalize.group is None else finalize.group
+        insort(self._waiting, (rank, finalize), key=itemgetter(0))
+        return []
+
+    def step(self, version: Version, last_group: int, finalized: int) -> list[Action]:
+        """Return the record of the step that made `version`; `finalized` is the total number of finalized visits."""
+        ready = [finalize for rank, finalize in self._waiting if rank < last_group]
+        del self._waiting[: len(ready)]
+        self._recorded = finalized - len(self._waiting)
+        return [*ready, WriteRecord(version, self._recorded, trained=True)]
+
+    def between(self, version: Version, finalized: int) -> list[Action]:
+        """Return the record that a checkpoint of `version` relies on, or [] if nothing is missing."""
+        ready, self._waiting = [finalize for _, finalize in self._waiting], []
+        if finalized == self._recorded:
+            return []
+        self._recorded = finalized
+        return [*ready, WriteRecord(version, finalized, trained=False)]
+
+
+STATE_FILE = "controller.json"
+"""File of a checkpoint that holds the controller's state."""
+
+
+class _StoredLedger(msgspec.Struct):
+    """The part of the checkpointed scheduler state that the report needs."""
+
+    tasks: int
+    version: Version = 0
+    ledger: LedgerState = LedgerState()
+
+
+def ledger_report(run: Path) -> dict[str, Any]:
+    """Return what became of every task as of the run's newest complete checkpoint (`outpace ledger`).
+
+    Per epoch: the number of visits planned, running, finished and finalized by outcome. From batches.jsonl: visits
+    finalized twice, and visits of complete epochs that were never finalized."""
+    checkpoint = commit.newest_complete(run / "checkpoints")
+    if checkpoint is None:
+        raise BadInput(f"ledger: {run} has no complete checkpoint yet")
+    snapshot = json.loads((checkpoint / STATE_FILE).read_text())["core"]
+    state = msgspec.convert(snapshot, _StoredLedger, strict=False)
+    epochs = counts_by_epoch(state.tasks, state.ledger)
+    ends = _count_finalized(run / "batches.jsonl", state.version, Ledger(state.tasks, None, state.ledger).finalized)
+    return {
+        "version": state.version,
+        "tasks": state.tasks,
+        "epochs": epochs,
+        "twice": [_describe_visit(visit) for visit, times in sorted(ends.items()) if times > 1],
+        "never": [
+            _describe_visit((row["epoch"], task))
+            for row in epochs
+            if not row["planned"] + row["running"] + row["finished"]
+            for task in range(state.tasks)
+            if (row["epoch"], task) not in ends
+        ],
+    }
+
+
+def _describe_visit(visit: tuple[int, int]) -> str:
+    return f"epoch {visit[0]}: task {visit[1]}"
+
+
+def _count_finalized(batches: Path, version: int, accounted: int) -> Counter[tuple[int, int]]:
+    """Count how often each visit (epoch, task) was finalized, up to a checkpoint."""
+    return Counter(
+        (entry["epoch"], entry["task"])
+        for line in read_lines(batches)
+        if line["step"] <= version and line.get("accounted", 0) <= accounted
+        for entry in [*line["groups"], *line.get("settled", [])]
+        if not entry.get("replay")  # a replayed group is not a visit
+    )

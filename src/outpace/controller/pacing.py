@@ -1,0 +1,258 @@
+"""Pacing: how many groups may start now, by when each must be trained, and how much lag is allowed.
+
+Admission invariants (B = groups per batch, v = learner version, e = oldest serving version)
+- A group admitted while the allowed lag is l gets min_version a = e and deadline a + l. None of its tokens is older
+  than a, so training it in a batch v <= a + l keeps every token's lag within l. The allowed lag is 0 during warmup and
+  the governor's otherwise, which is at most max_lag. When it decreases, later groups may be due before earlier ones.
+- At admission, outstanding groups never exceed (l + 1 - (v - e)) * B, those with later deadlines included. Hence every
+  admitted group can still be trained in time, in whatever order deadlines come: for every d, the groups with a
+  deadline <= d fit into the batches up to d. The batcher preserves this (proof there).
+- Nothing is admitted that the remaining steps or epochs do not need.
+- A decrease of the allowed lag cannot deadlock. If B or more groups are outstanding, they make the open batch. If
+  fewer are, admission lacks room only because e < v - l, which ends when the engines have loaded the newest published
+  version p: if l >= publish_every - 1, v - p is at most that; if l is smaller, every version is published, starting
+  with the step that lowered it.
+
+In deterministic mode, depth does not limit admission, so the groups of a version depend on outcomes only. No group is
+admitted before a checkpoint for a batch behind it, so a checkpoint finds nothing outstanding and a resumed run repeats
+exactly what the uninterrupted one does.
+
+Governor: after every step it looks at how off-policy the batch was. If the effective sample size is too low or the
+mismatch KL too high, the allowed lag decreases by one; `patience` good batches in a row raise it by one. It affects
+later admissions only, never the deadline of an admitted group.
+
+Governor invariants
+- min_lag <= allowed lag <= max_lag, and it changes by at most one per step.
+- Between two decreases there is a bad batch that consists only of groups admitted after the first one. A decrease shows
+  in batches only when the groups admitted before it are used up, `lag` versions later; until then bad batches carry no
+  new information and are ignored.
+- Between a change and the next raise there are `patience` good batches and no bad one, made only of groups admitted
+  since that change: groups sampled under another lag say nothing about this one.
+- A bad batch from before a raise does count: it was bad at less than the current lag.
+
+Groups are numbered in admission order, across resumes too, so "since" is a comparison of numbers. Every group admitted
+before a change is trained or gone within `max_lag` + 1 batches (later only if on_stale = train moves deadlines), so the
+governor never ignores batches forever.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+from typing import Literal
+
+import msgspec
+
+from outpace.controller.batcher import ReplaySettings
+from outpace.controller.curriculum import CurriculumSettings
+from outpace.errors import BadInput, plural
+from outpace.types import Version
+
+
+@dataclass(frozen=True)
+class GovernorSettings:
+    ess_min: float
+    kl_max: float
+    patience: int
+    min_lag: int
+
+
+class GovernorState(msgspec.Struct, frozen=True):
+    """Checkpointed governor state."""
+
+    lag: int | None = None  # None: max_lag, as set when the run resumes
+    good: int = 0
+    lowered_at: int = 0
+    changed_at: int = 0
+
+
+class Governor:
+    """Adjusts the allowed lag by how off-policy batches are. Without settings it is always `max_lag`."""
+
+    def __init__(self, settings: GovernorSettings | None, max_lag: int, state: GovernorState) -> None:
+        self._settings = settings
+        self._max = max_lag
+        self._min = max_lag if settings is None else min(settings.min_lag, max_lag)
+        self.lag = max(self._min, max_lag if state.lag is None else min(state.lag, max_lag))
+        self._good = state.good
+        self._lowered_at = state.lowered_at  # first group admitted since the last decrease
+        self._changed_at = state.changed_at  # first group admitted since the last change
+
+    def state(self) -> GovernorState:
+        if self._settings is None:
+            return GovernorState()
+        lag = None if self.lag == self._max else self.lag
+        return GovernorState(lag, self._good, self._lowered_at, self._changed_at)
+
+    def record(self, ess: float, kl: float, oldest: int, next_group: int) -> int:
+        """Record a trained batch whose first admitted group was `oldest`; return the change of the allowed lag.
+
+        `next_group` is the number of the next group to be admitted. NaN metrics count as bad."""
+        if self._settings is None or oldest < self._lowered_at:
+            return 0
+        if not (ess >= self._settings.ess_min and kl <= self._settings.kl_max):
+            return self._move(-1, next_group)
+        if oldest >= self._changed_at:
+            self._good += 1
+        return self._move(+1, next_group) if self._good >= self._settings.patience else 0
+
+    def _move(self, by: int, next_group: int) -> int:
+        self._good = 0
+        if not self._min <= self.lag + by <= self._max:
+            return 0
+        self.lag += by
+        self._changed_at = next_group
+        if by < 0:
+            self._lowered_at = next_group
+        return by
+
+
+OnStale = Literal["wait", "requeue", "drop", "train"]
+
+
+@dataclass(frozen=True)
+class SchedulerSettings:
+    groups_per_step: int
+    group_size: int
+    max_lag: int
+    depth: float
+    chunk_groups: int
+    max_running: int  # episodes
+    on_stale: OnStale
+    warmup_steps: int
+    publish_every: int
+    update: Literal["inflight", "drain"]
+    deterministic: bool
+    steps: int | None  # None: no limit
+    epochs: int | None  # None: no limit
+    tasks: int  # in one epoch
+    eval_every: int  # 0: only the first and the last version
+    eval_enabled: bool
+    checkpoint_every: int  # 0: only at the end
+    governor: GovernorSettings | None = None  # None: the allowed lag is always max_lag
+    difficulty: CurriculumSettings | None = None  # None: no task is skipped
+    replay: ReplaySettings | None = None  # None: no group is trained twice
+    eval_pinned: bool = True  # False: engines have one weight set, and evaluation uses the serving one
+
+    def __post_init__(self) -> None:
+        for name in ("groups_per_step", "group_size", "chunk_groups", "max_running", "publish_every", "tasks"):
+            if getattr(self, name) < 1:
+                raise BadInput(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("max_lag", "depth", "warmup_steps", "eval_every", "checkpoint_every"):
+            if getattr(self, name) < 0:
+                raise BadInput(f"{name} must not be negative, but is {getattr(self, name)}")
+        if self.max_lag < self.publish_every - 1:
+            raise BadInput(
+                f"publishing every {plural(self.publish_every, 'version')} needs max_lag >= {self.publish_every - 1}, "
+                f"not {self.max_lag}: otherwise the engines never get weights fresh enough to serve"
+            )
+        if self.governor is not None and self.deterministic:
+            raise BadInput("governor: run.deterministic needs a fixed lag; turn the governor or run.deterministic off")
+
+    def is_last(self, version: Version) -> bool:
+        return self.steps is not None and version >= self.steps
+
+    def is_checkpointed(self, version: Version) -> bool:
+        return self.checkpoint_every > 0 and version % self.checkpoint_every == 0
+
+    def is_boundary(self, version: Version) -> bool:
+        """Return whether a resume from this version is exact in deterministic mode.
+
+        With nothing outstanding, the next group then has this version as its minimum, as it does after a resume, which
+        loads no other version."""
+        return self.max_lag == 0 or version <= self.warmup_steps or self.is_checkpointed(version)
+
+    def is_evaluated(self, version: Version) -> bool:
+        due = version == 0 or self.is_last(version) or (self.eval_every > 0 and version % self.eval_every == 0)
+        return self.eval_enabled and due
+
+    def newest_evaluated(self, version: Version) -> Version:
+        """Return the newest version up to this one that is to be evaluated, -1 if none."""
+        if not self.eval_enabled:
+            return -1
+        if self.is_evaluated(version):
+            return version
+        return version // self.eval_every * self.eval_every if self.eval_every else 0
+
+    def is_published(self, version: Version, lag: int) -> bool:
+        """Return whether this version is published: every k-th version and every version that is needed.
+
+        Needed are warmup versions and the one after them (no older weights are allowed), evaluated versions,
+        checkpoints in deterministic mode (a resumed run starts from those weights), the last version, and every
+        version while the governor holds the lag below what publishing every k-th version needs."""
+        return (
+            version % self.publish_every == 0
+            or version <= self.warmup_steps
+            or lag < self.publish_every - 1
+            or self.is_last(version)
+            or self.is_evaluated(version)
+            or (self.deterministic and self.is_checkpointed(version))
+        )
+
+
+@dataclass(frozen=True)
+class PipelineLoad:
+    """The state of the pipeline that admission depends on, in groups."""
+
+    version: Version  # of the learner
+    oldest: Version  # oldest serving version
+    running: int
+    outstanding: int  # running, or finished and not yet trained
+    tasks_left: int | None  # None: no limit
+    lag: int  # the governor's limit; warmup can lower it further
+
+
+class Pacing:
+    """The admission rule. Stateless: every call takes the current load."""
+
+    def __init__(self, settings: SchedulerSettings) -> None:
+        self.settings = settings
+        # Rounded, so that 1.1 * 10 = 11.000000000000002 does not admit a twelfth group.
+        self._depth_limit = ceil(round((1 + settings.depth) * settings.groups_per_step, 6))
+        self._running_limit = max(1, settings.max_running // settings.group_size)
+
+    def lag(self, load: PipelineLoad) -> int:
+        """Return the allowed lag. In deterministic mode it depends on min_version, not on the learner's progress."""
+        return self.lag_at(load.oldest if self.settings.deterministic else load.version, load.lag)
+
+    def lag_at(self, version: Version, lag: int) -> int:
+        return 0 if version < self.settings.warmup_steps else lag
+
+    def deadline(self, load: PipelineLoad) -> Version:
+        """Return the last batch that may train a group admitted now."""
+        return load.oldest + self.lag(load)
+
+    def can_admit(self, load: PipelineLoad, min_version: Version) -> bool:
+        """Return whether a group with an older `min_version` than the current one, and so an earlier deadline, can
+        be admitted: there must be time even if everything outstanding is trained first."""
+        batches = min_version + self.lag(load) + 1 - load.version
+        return min_version <= load.oldest and batches * self.settings.groups_per_step > load.outstanding
+
+    def limits(self, load: PipelineLoad) -> dict[str, int]:
+        """Return how many more groups each rule would admit. The smallest number applies."""
+        size = self.settings.groups_per_step
+        limits = {
+            "max_running": self._running_limit - load.running,
+            "max_lag": (self.deadline(load) + 1 - load.version) * size - load.outstanding,
+        }
+        if self.settings.deterministic:
+            if every := self.settings.checkpoint_every:
+                next_checkpoint = (load.oldest // every + 1) * every
+                limits["checkpoint"] = (next_checkpoint - load.version) * size - load.outstanding
+        else:
+            limits["depth"] = self._depth_limit - load.outstanding
+        if self.settings.steps is not None:
+            limits["steps"] = (self.settings.steps - load.version) * size - load.outstanding
+        if load.tasks_left is not None:
+            limits["epochs"] = load.tasks_left
+        return limits
+
+    def limited_by(self, load: PipelineLoad) -> str:
+        """Return the rule that admits no more groups now, or ""."""
+        limits = self.limits(load)
+        rule = min(limits, key=limits.__getitem__)
+        return rule if limits[rule] <= 0 else ""
+
+    def room(self, load: PipelineLoad) -> int:
+        """Return how many groups may be admitted now."""
+        return max(0, min(self.limits(load).values()))

@@ -1,0 +1,488 @@
+"""Scheduler: the controller's pure state machine. `handle(event)` returns the actions to take.
+
+No clock, no I/O, no tensors: the driver and the simulator run the same code.
+
+     tasks ──▶ pacing: start a group? ──Admit──▶ workers ──GroupClosed──▶ batcher: which batch trains it?
+                  ▲ oldest serving version                                    │ TrainChunk … CloseBatch
+                  │                                                           ▼
+     weight publisher ──LoadWeights──▶ engines   Publish, Checkpoint, Evaluate ◀── learner: BatchTrained
+        ▲                                            │
+        └──────────────── Published ◀────────────────┘
+
+Three further machines adjust pacing and batches: the governor (allowed lag, updated by BatchTrained), the curriculum
+(tasks skipped at admission, updated by GroupClosed) and the replay pool (groups trained again, last chunk of a batch).
+
+What waits for what
+- admission: room (a group is trained or leaves), or an engine loading weights (EngineLoaded);
+- the open batch: running groups (GroupClosed);
+- the learner: it runs one call at a time, in the order given (ChunkTrained, BatchTrained). Publish and Checkpoint need
+  no wait: whatever is ordered after them runs after them;
+- an engine: nothing, except for its running groups when draining or in deterministic mode;
+- an evaluation: its version to be published and the running evaluation to finish (EvaluationDone);
+- the end of the run: the learner, publications and evaluations. A requested stop does not wait for evaluations.
+
+Every event re-evaluates everything in a fixed order, so no wakeup can be missed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal, Self
+
+import msgspec
+
+from outpace.controller import events as ev
+from outpace.controller.batcher import Batcher, ReplayPool
+from outpace.controller.curriculum import Curriculum
+from outpace.controller.ledger import FinalOutcome, Ledger, OutcomeRecords
+from outpace.controller.pacing import Governor, Pacing, PipelineLoad, SchedulerSettings
+from outpace.controller.recovery import NO_RECOVERED_WORK, RecoveredWork, group_closed_event
+from outpace.controller.scheduler_state import AdmittedGroup, PromptVisit, SchedulerState, decode_state
+from outpace.controller.weight_publisher import EvaluationQueue, WeightPublisher
+from outpace.errors import plural
+from outpace.tasks.order import TaskOrder
+from outpace.types import FinishedGroup, Version
+
+__all__ = ["Scheduler", "SchedulerSettings"]
+
+MAX_QUEUED_EVALUATIONS = 2
+"""Deterministic mode stops loading weights when more evaluations wait than this: each leases a snapshot."""
+
+
+class Scheduler:
+    """Turns each event into actions. `state` and `recovered` restore an earlier start of the run."""
+
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        order: TaskOrder,
+        state: SchedulerState | None = None,
+        recovered: RecoveredWork = NO_RECOVERED_WORK,
+        evaluated: Version = -1,
+    ) -> None:
+        """`evaluated` is the newest version whose evaluation result is known, -1 if none."""
+        self.settings = settings
+        self.order = order
+        self._last_checkpoint = state  # the state of the newest checkpoint ordered
+        state = state or SchedulerState(order.count, order.seed, order.shuffle)
+        state.check(order)
+        assert settings.tasks == order.count
+        self.version: Version = state.version
+        self._next_group = max([state.next_group, *(kept.order.group + 1 for kept in recovered.finished)])
+        self._groups: dict[int, AdmittedGroup] = {}
+        self._cancelled: set[int] = set()
+        self._requeued: set[int] = set()  # positions of prompt visits
+        self._pacing = Pacing(settings)
+        self._batcher = Batcher(
+            settings.groups_per_step, settings.chunk_groups, in_order=settings.deterministic, version=state.version
+        )
+        finished = {kept.order.position for kept in recovered.finished}
+        self._ledger = Ledger(order.count, settings.epochs, state.ledger, finished)
+        self._recorded_versions = dict(recovered.recorded or {})
+        self._governor = Governor(settings.governor, settings.max_lag, state.governor)
+        self._difficulty = Curriculum(settings.difficulty, order.count, settings.deterministic, state.difficulty)
+        pool = {kept.order.group: state.replay[kept.order.group] for kept in recovered.pooled}
+        self._replay = ReplayPool(settings.replay, settings.groups_per_step, pool)
+        self._replayed: tuple[int, ...] | None = None  # groups replayed in the open batch; None: not chosen yet
+        self._publisher = WeightPublisher("lockstep" if settings.deterministic else settings.update)
+        self._evaluations = EvaluationQueue(settings.deterministic, evaluated)
+        self._evaluated = evaluated
+        self._announced = state.version  # newest version that every serving engine has reached
+        self._learner: Literal["idle", "chunk", "step"] = "idle"
+        self._publishing: set[Version] = set()
+        self._started = self._stopping = self._finished = False
+        self._records = OutcomeRecords(settings.deterministic, self._ledger.finalized)
+        self._actions: list[ev.Action] = []
+        for kept in recovered.finished:
+            self._restore_group(kept)
+        self._exact_state = self._state()  # deterministic mode: newest state that resumes exactly
+
+    def _restore_group(self, kept: FinishedGroup) -> None:
+        """Restore a group that an earlier start finished. Its deadline still follows from its `min_version`."""
+        order, closed = kept.order, group_closed_event(kept.report)
+        visit = PromptVisit(order.position, order.epoch, order.task)
+        self._groups[order.group] = AdmittedGroup(visit, order.min_version, closed.reward_std)
+        self._batcher.adopt(order.group, order.min_version + self._pacing.lag(self._load))
+        self._difficulty.record(order.group, order.task, order.epoch, closed.reward)
+
+    # -------------------------------------------------------------------------------------------------------- state
+
+    @classmethod
+    def restore(
+        cls,
+        settings: SchedulerSettings,
+        order: TaskOrder,
+        snapshot: dict[str, object],
+        recovered: RecoveredWork = NO_RECOVERED_WORK,
+        evaluated: Version = -1,
+    ) -> Self:
+        """Resume from the state in a `Checkpoint`. Prompt visits that were in flight are issued again first, in order,
+        unless their groups were recovered."""
+        return cls(settings, order, decode_state(snapshot), recovered, evaluated)
+
+    def _state(self) -> SchedulerState:
+        return SchedulerState(
+            tasks=self.order.count,
+            seed=self.order.seed,
+            shuffle=self.order.shuffle,
+            version=self.version,
+            next_group=self._next_group,
+            ledger=self._ledger.state(),
+            governor=self._governor.state(),
+            difficulty=self._difficulty.state(),
+            replay=self._replay.state(),
+        )
+
+    @property
+    def running(self) -> int:
+        """Number of groups being rolled out."""
+        return self._batcher.running
+
+    @property
+    def finished(self) -> int:
+        """Number of groups finished and not yet trained."""
+        return self._batcher.finished
+
+    @property
+    def outstanding(self) -> int:
+        return self._batcher.outstanding
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Totals over the whole run: visits by final outcome, visits requeued, deadlines extended."""
+        return self._ledger.counts()
+
+    @property
+    def max_lag(self) -> int:
+        """The lag the governor allows now."""
+        return self._governor.lag
+
+    @property
+    def resting(self) -> int:
+        """Number of tasks that the curriculum skips for now."""
+        return self._difficulty.resting
+
+    def has_pending_evaluation(self, version: Version) -> bool:
+        """Return whether an evaluation of this or an older version is pending or running."""
+        return self._evaluations.is_pending(version)
+
+    @property
+    def replay_enabled(self) -> bool:
+        """Whether trained groups are kept for replay until a `Retire` names them."""
+        return self._replay.replay_enabled
+
+    @property
+    def pool(self) -> tuple[int, ...]:
+        """Groups that may be replayed."""
+        return tuple(self._replay.state())
+
+    @property
+    def _training_done(self) -> bool:
+        """Whether all steps are done, or all tasks are used up and nothing is outstanding."""
+        return self.settings.is_last(self.version) or (self._ledger.left == 0 and not self.outstanding)
+
+    @property
+    def _oldest_serving(self) -> Version:
+        """Oldest version that groups are admitted for. Ignores a lagging engine whose version is too old to be trained
+        in time, so that it does not hold up the others."""
+        if self.settings.deterministic:
+            return self._publisher.oldest
+        return self._publisher.oldest_from(self.version - self._pacing.lag_at(self.version, self._governor.lag))
+
+    @property
+    def _load(self) -> PipelineLoad:
+        return PipelineLoad(
+            version=self.version,
+            oldest=self._oldest_serving,
+            running=self.running,
+            outstanding=self.outstanding,
+            tasks_left=self._ledger.left,
+            lag=self._governor.lag,
+        )
+
+    # ------------------------------------------------------------------------------------------------------- events
+
+    def handle(self, event: ev.Event) -> list[ev.Action]:
+        """Apply an event and return the actions it leads to, in the order to carry them out."""
+        if self._finished:
+            return []
+        self._apply(event)
+        self._announce_policy()
+        if self._stopping:
+            self._stop()
+        elif self._started:
+            self._advance()
+        actions, self._actions = self._actions, []
+        return actions
+
+    def _apply(self, event: ev.Event) -> None:
+        match event:
+            case ev.RunStarted(engines):
+                self._start(engines)
+            case ev.GroupClosed():
+                self._group_closed(event)
+            case ev.ChunkTrained(version):
+                assert (self._learner, version) == ("chunk", self.version)
+                self._learner = "idle"
+            case ev.BatchTrained():
+                self._batch_trained(event)
+            case ev.Published(version):
+                self._publishing.remove(version)
+                self._publisher.published(version)
+                self._evaluations.published(version)
+            case ev.EvaluationDone(version):
+                self._evaluations.done(version)
+            case ev.StopRequested():
+                self._stopping = True
+            case _:
+                self._publisher.handle(event)
+
+    def _announce_policy(self) -> None:
+        served = self._publisher.served_by_all
+        if served is not None and served > self._announced:
+            self._announced = served
+            self._actions.append(ev.PolicyUpdated(served))
+
+    def _start(self, engines: dict[str, Version]) -> None:
+        assert not self._started
+        self._started = True
+        self._publisher.start(engines, self.version)
+        self._actions.extend(ev.EpochStarted(epoch) for epoch in self._ledger.new_epochs)
+        self._publish()
+        if self.settings.newest_evaluated(self.version) > self._evaluated:
+            self._evaluations.request(self.version, published=False)
+
+    def _group_closed(self, event: ev.GroupClosed) -> None:
+        if event.group in self._cancelled:
+            self._cancelled.remove(event.group)
+            return
+        group = self._groups[event.group]
+        self._difficulty.record(event.group, group.visit.task, group.visit.epoch, event.reward)
+        if event.outcome == "finished":
+            least = group.min_version
+            assert event.oldest >= least, f"group {event.group} has tokens older than its min_version {least}"
+            self._groups[event.group] = replace(group, reward_std=event.reward_std)
+            self._batcher.finish(event.group)
+            self._ledger.finish(group.visit.position)
+        else:
+            self._batcher.discard(event.group)
+            self._finalize_group(event.group, event.outcome)
+
+    def _batch_trained(self, event: ev.BatchTrained) -> None:
+        version = event.version
+        assert (self._learner, version) == ("step", self.version + 1)
+        self._learner = "idle"
+        trained = self._batcher.close()
+        self._update_governor(event, oldest_group=min(trained))
+        self._difficulty.batch_trained(version, last_group=max(trained))
+        self._update_pool(version, trained)
+        for group in trained:
+            self._finalize_group(group, "trained")
+        self.version = version
+        self._actions += self._records.step(version, max(trained), self._ledger.finalized)
+        if not self.outstanding and self.settings.is_boundary(version) and self._records.complete:
+            self._exact_state = self._state()
+        if self._stopping:
+            return
+        if self.settings.is_published(version, self._governor.lag):
+            self._publish()
+        if self.settings.is_evaluated(version):
+            self._evaluations.request(version, published=False)
+        if self.settings.is_checkpointed(version):
+            self._checkpoint()
+
+    def _update_governor(self, event: ev.BatchTrained, oldest_group: int) -> None:
+        if event.version <= self.settings.warmup_steps:  # warmup batches have no lag to learn from
+            return
+        if by := self._governor.record(event.ess, event.kl, oldest_group, self._next_group):
+            self._actions.append(ev.LagChanged(self._governor.lag, by))
+
+    def _update_pool(self, version: Version, trained: list[int]) -> None:
+        reward_stds = {group: self._groups[group].reward_std for group in trained}
+        gone = self._replay.batch_trained(version - 1, reward_stds, self._replayed or ())
+        self._replayed = None
+        if gone:
+            self._actions.append(ev.Retire(gone))
+
+    def _finalize_group(self, group: int, outcome: FinalOutcome) -> None:
+        self._finalize_visit(self._groups.pop(group).visit, outcome, group)
+
+    def _finalize_visit(self, visit: PromptVisit, outcome: FinalOutcome, group: int | None = None) -> None:
+        self._requeued.discard(visit.position)
+        ended = self._ledger.finalize(visit.position, outcome)
+        if outcome != "trained":
+            finalize = ev.Finalize(visit.task, visit.epoch, outcome, group)
+            self._actions += self._records.finalize(finalize, self._next_group)
+        if ended:
+            self._actions.append(ev.EpochEnded(visit.epoch))
+
+    # ------------------------------------------------------------------------------------------------------ actions
+
+    def _advance(self) -> None:
+        self._fill_batch()
+        self._admit()
+        self._feed_learner()
+        if self._training_done:
+            self._finish_training()
+        awaited = self._publisher.stale or not self.settings.eval_pinned
+        if not self._training_done or (awaited and not self._evaluations.idle):
+            # In deterministic mode no evaluation is skipped, so stop loading before their snapshots fill the memory.
+            busy = self.running or (self.settings.deterministic and self._evaluations.waiting > MAX_QUEUED_EVALUATIONS)
+            loads = self._publisher.next_loads(busy=bool(busy))
+            self._actions.extend(ev.LoadWeights(engine, version) for engine, version in loads)
+        if (version := self._evaluations.next()) is not None:
+            self._actions.append(ev.Evaluate(version))
+        if self._training_done and self._learner == "idle" and not self._publishing and self._evaluations.idle:
+            self._finish("done")
+
+    def _fill_batch(self) -> None:
+        self._batcher.fill()
+        while self.settings.on_stale != "wait" and (group := self._batcher.overdue()) is not None:
+            self._handle_overdue(group)
+            self._batcher.fill()
+
+    def _handle_overdue(self, group: int) -> None:
+        """Resolve a running group that keeps a batch from closing, as `on_stale` says."""
+        if self.settings.on_stale == "train":
+            self._batcher.extend(group)
+            self._ledger.extended += 1
+            return
+        self._batcher.discard(group)
+        self._cancelled.add(group)
+        self._actions.append(ev.Cancel(group))
+        if self.settings.on_stale == "requeue":
+            position = self._groups.pop(group).visit.position
+            self._requeued.add(position)
+            self._ledger.requeue(position)
+        else:
+            self._finalize_group(group, "dropped")
+
+    def _admit(self) -> None:
+        if self._publisher.blocks_admission:
+            return
+        self._difficulty.catch_up(self._oldest_serving)
+        lag = self._pacing.lag(self._load)
+        for _ in range(self._pacing.room(self._load)):
+            if (visit := self._next_visit()) is None:
+                return
+            min_version, recorded = self._min_version(visit.position)
+            group, self._next_group = self._next_group, self._next_group + 1
+            self._groups[group] = AdmittedGroup(visit, min_version)
+            self._batcher.admit(group, min_version + lag)
+            again = visit.position in self._requeued
+            self._actions.append(ev.Admit(group, visit.task, visit.epoch, min_version, visit.position, recorded, again))
+
+    def _min_version(self, position: int) -> tuple[Version, bool]:
+        """Return the minimum version for this visit, and whether an earlier start recorded completions for it.
+
+        Recorded completions keep the minimum version they were sampled under if that leaves the group enough time."""
+        newest = self._oldest_serving
+        min_version = self._recorded_versions.pop(position, None)
+        if min_version is None:
+            return newest, False
+        return (min_version if self._pacing.can_admit(self._load, min_version) else newest), True
+
+    def _next_visit(self) -> PromptVisit | None:
+        """Return the next visit to run; finalize skipped ones on the way. None when no task is left."""
+        while self._ledger.left != 0:
+            position, epoch_begins = self._ledger.issue()
+            visit = PromptVisit(position, *self.order.task(position))
+            if epoch_begins:
+                self._actions.append(ev.EpochStarted(visit.epoch))
+            if not self._difficulty.should_skip(visit.task, visit.epoch):
+                return visit
+            self._finalize_visit(visit, "skipped")
+        return None
+
+    def _feed_learner(self) -> None:
+        if self._learner != "idle" or not self._batcher.batch:
+            return
+        # Only the last batch of a run may be short: no task is left and every outstanding group is in the batch.
+        last = self._ledger.left == 0 and self.outstanding == len(self._batcher.batch)
+        complete = not self._batcher.missing or last
+        if chunk := self._batcher.next_chunk(complete):
+            self._learner = "chunk"
+            self._actions.append(ev.TrainChunk(self.version, chunk))
+        elif complete:
+            self._complete_batch()
+
+    def _complete_batch(self) -> None:
+        """Order the replayed chunk, then the optimizer step: the batch's own groups are trained."""
+        if self._replayed is None:
+            self._replayed = self._replay.choose()
+            if self._replayed:
+                self._learner = "chunk"
+                self._actions.append(ev.TrainChunk(self.version, self._replayed, replayed=True))
+                return
+        self._learner = "step"
+        self._actions.append(ev.CloseBatch(self.version, tuple(self._batcher.batch), self._replayed))
+
+    def _publish(self) -> None:
+        leased = self._publisher.leases() | self._evaluations.leases() | self._publishing
+        self._publishing.add(self.version)
+        self._actions.append(ev.Publish(self.version, tuple(sorted(leased))))
+
+    def _checkpoint(self) -> None:
+        """Order a checkpoint, unless the newest one ordered has the same state.
+
+        In deterministic mode, a stop between two periodic checkpoints can be resumed exactly only if the last step left
+        nothing outstanding. Otherwise the newest checkpoint stands and later work is redone."""
+        state = self._state()
+        if self.settings.deterministic and self._stopping and not self._training_done:
+            state = self._exact_state
+            if state.version != self.version or self.has_pending_evaluation(self.version - 1):
+                return
+        else:
+            self._actions += self._records.between(self.version, self._ledger.finalized)
+        if state != self._last_checkpoint:
+            self._last_checkpoint = state
+            self._actions.append(ev.Checkpoint(self.version, msgspec.to_builtins(state, str_keys=True)))
+
+    def _finish_training(self) -> None:
+        """Publish, checkpoint and evaluate the final version. The checkpoint does not wait for the evaluation."""
+        published = self._publisher.newest == self.version
+        if not published and self.version not in self._publishing:
+            self._publish()
+        self._checkpoint()
+        if self.settings.eval_enabled:
+            self._evaluations.request(self.version, published)
+
+    def _stop(self) -> None:
+        """Stop once the learner is idle. The open batch is abandoned; its visits stay open for a resume."""
+        if self._learner == "idle" and not self._publishing:
+            self._checkpoint()
+            self._finish("stopped")
+
+    def _finish(self, reason: str) -> None:
+        self._finished = True
+        self._actions.append(ev.Finish(reason))
+
+    # -------------------------------------------------------------------------------------------------- diagnostics
+
+    def waiting_reason(self) -> str:
+        """Return one line saying what the run waits for."""
+        if not self._started:
+            return "the components have not started"
+        reasons = [self._learner_state(), *self._admission_state()]
+        reasons += [f"learner is publishing version {version}" for version in sorted(self._publishing)]
+        reasons += [f"engine {name} is loading version {load}" for name, load in self._publisher.loading.items()]
+        if self._evaluations.current is not None:
+            reasons.append(f"version {self._evaluations.current} is being evaluated")
+        return "; ".join(reasons)
+
+    def _learner_state(self) -> str:
+        if self._learner == "chunk":
+            return f"learner is training a chunk of batch {self.version}"
+        if self._learner == "step":
+            return f"learner is taking the optimizer step of batch {self.version}"
+        if self._training_done:
+            return "training is over"
+        return f"learner waits for {self._batcher.waiting_for()}"
+
+    def _admission_state(self) -> list[str]:
+        if self._training_done or self._stopping:
+            return []
+        if self._publisher.blocks_admission:
+            return ["admission waits for the engines to load weights"]
+        rule = self._pacing.limited_by(self._load)
+        return [f"{plural(self.running, 'group')} running, admission is limited by {rule}"] if rule else []

@@ -1,0 +1,133 @@
+"""Continuation: one generation sampled in several parts, after its engine was lost or interrupted.
+
+    request ─▶ partial output ─▶ request for the rest: prompt + output so far, fewer tokens ─▶ … ─▶ one generation
+
+Invariants
+- A sampled token stays, with its logprob and version, and is never sampled again. Only tokens after a stop string are
+  dropped: neither engine can see a stop string that begins in one part and ends in the next, so it is found here.
+- No part requests more tokens than are left. `ended` is set when no further part is needed.
+- Parts use independent noise: the seed of a part derives from the seed of the request and the number of tokens so far.
+  Until there is a token, the request is sent unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+import numpy as np
+
+from outpace.errors import plural
+from outpace.runtime.rng import request_seed
+from outpace.types import Floats, Generation, Ints, Sampling, StopReason
+
+Decode = Callable[[Sequence[int]], str]
+"""Maps token ids to text, keeping special tokens and all spaces."""
+
+_PARTIAL = "\ufffd"  # the replacement character: decoded bytes that are not yet a whole character
+_SLACK = 4  # tokens: a character has at most four bytes, and some decoders strip a leading space
+
+
+class StopStrings:
+    """Detects whether the newest token completes one of `strings`. Shared by all requests with the same strings.
+
+    Decoding text at every token would cost more than a decode step of a small model. A token can complete a stop
+    string only if its text contains the string's last character, so a set lookup rules out most tokens, and only the
+    tail of the output is decoded for the others.
+    """
+
+    def __init__(self, strings: Sequence[str], decode: Decode) -> None:
+        self._strings = tuple(strings)
+        self._decode = decode
+        self._last_characters = {string[-1] for string in strings}
+        self._ends_in_space = any(character.isspace() for character in self._last_characters)
+        self._tail = max(len(string.encode()) for string in strings) + _SLACK
+        self._may_complete: dict[int, bool] = {}
+
+    def completed_by_last(self, tokens: Sequence[int]) -> bool:
+        newest = tokens[-1]
+        possible = self._may_complete.get(newest)
+        if possible is None:
+            possible = self._may_complete[newest] = self._can_complete(self._decode([newest]))
+        if not possible:
+            return False
+        text = self._decode(tokens[-self._tail :])
+        return any(string in text for string in self._strings)
+
+    def _can_complete(self, text: str) -> bool:
+        undecided = not text or _PARTIAL in text or self._ends_in_space
+        return undecided or any(character in text for character in self._last_characters)
+
+
+class ContinuedGeneration:
+    """A request, the output so far, and the prompt and sampling parameters of the next part."""
+
+    def __init__(self, token_ids: Ints, sampling: Sampling, decode: Decode | None = None) -> None:
+        """Without `decode`, stop strings are found by the engines only."""
+        self._token_ids = np.asarray(token_ids, dtype=np.int32)
+        self._sampling = sampling
+        self._strings = StopStrings(sampling.stop_strings, decode) if decode and sampling.stop_strings else None
+        self._stop_string_found = False
+        self._tokens: Ints = np.zeros(0, dtype=np.int32)
+        self._logprobs: Floats = np.zeros(0, dtype=np.float32)
+        self._versions: Ints = np.zeros(0, dtype=np.int32)
+
+    def __len__(self) -> int:
+        """Return the number of tokens so far."""
+        return len(self._tokens)
+
+    def add(self, generation: Generation) -> None:
+        """Append a part: the result of a request with `prompt` and `sampling`."""
+        if not len(generation.tokens) == len(generation.logprobs) == len(generation.versions):
+            raise ValueError("a part needs one logprob and one version per token")
+        if len(generation.tokens) and self.ended == "stop":
+            raise ValueError("got a part after the end of the generation")
+        if len(generation.tokens) > self.left:
+            raise ValueError(
+                f"got a part of {plural(len(generation.tokens), 'token')}, but only {self.left} were left to sample"
+            )
+        kept = self._until_stop_string(generation.tokens)
+        self._tokens = np.concatenate([self._tokens, generation.tokens[:kept]], dtype=np.int32)
+        self._logprobs = np.concatenate([self._logprobs, generation.logprobs[:kept]], dtype=np.float32)
+        self._versions = np.concatenate([self._versions, generation.versions[:kept]], dtype=np.int32)
+
+    @property
+    def prompt(self) -> Ints:
+        """Prompt of the next part."""
+        return np.concatenate([self._token_ids, self._tokens], dtype=np.int32) if len(self) else self._token_ids
+
+    @property
+    def sampling(self) -> Sampling:
+        """Sampling parameters of the next part."""
+        if not len(self):
+            return self._sampling
+        seed = request_seed(self._sampling.seed, len(self), 0, 0)
+        return msgspec.structs.replace(self._sampling, max_tokens=self.left, seed=seed)
+
+    @property
+    def left(self) -> int:
+        """Number of tokens that may still be sampled."""
+        return self._sampling.max_tokens - len(self)
+
+    @property
+    def ended(self) -> StopReason | None:
+        """Why the generation is complete, or None. Needed because a lost part has no stop reason of its own."""
+        if self._stop_string_found or (len(self) and int(self._tokens[-1]) in self._sampling.stop_ids):
+            return "stop"
+        return "length" if self.left <= 0 else None
+
+    def generation(self, stop: StopReason) -> Generation:
+        """Return the tokens so far as a generation."""
+        return Generation(self._tokens, self._logprobs, self._versions, stop)
+
+    def _until_stop_string(self, tokens: Ints) -> int:
+        """Return how many of these tokens belong to the generation, up to and including a stop string."""
+        if self._strings is None:
+            return len(tokens)
+        answer: list[int] = self._tokens.tolist()
+        for number, token in enumerate(tokens.tolist(), start=1):
+            answer.append(token)
+            if self._strings.completed_by_last(answer):
+                self._stop_string_found = True
+                return number
+        return len(tokens)

@@ -1,0 +1,344 @@
+"""Continuous batching over one weight set: requests join and leave the running batch at any token.
+
+`DecodeBatch.advance` is one turn: waiting requests move into free slots, one decode step samples a token for every
+running request, finished requests leave. A request whose `min_version` is newer than the batch's version stays in the
+queue, and later requests may overtake it.
+
+Invariants
+- A token's version is the version of the batch when its logits were computed; weights are swapped between two steps.
+- Rows 0 … n-1 are running and the rest is free, except in deterministic mode: there a request keeps its slot and idle
+  slots are stepped too, so every tensor shape is independent of the other requests.
+- A slot's KV cache holds all tokens of its sequence except the last, which the next step feeds.
+- Each token carries its logprob and its version: `spans` records where in the output each version began.
+
+Not thread-safe: use a batch from one thread only.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+
+from outpace.engines.continuation import Decode, StopStrings
+from outpace.engines.embedded.decoder import Decoder, DecoderWeights
+from outpace.engines.embedded.sampling import sample
+from outpace.errors import ContextFull, RequestFailed, plural
+from outpace.runtime.rng import SEED_MASK, uniform_noise
+from outpace.types import Generation, Ints, Sampling, StopReason, Version
+
+
+@dataclass(eq=False)
+class GenerationRequest:
+    """A request and the tokens sampled so far. `spans` are (first output index, version), oldest first."""
+
+    id: str
+    prompt: Ints
+    sampling: Sampling
+    min_version: Version
+    limit: int
+    stop_ids: frozenset[int]
+    stop_strings: StopStrings | None
+    prompt_version: Version = -1  # that prefilled the prompt: its cache may be copied under this version only
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[tuple[int, Version]] = field(default_factory=list)
+
+    def sequence(self) -> Ints:
+        """Return prompt and output so far."""
+        return np.concatenate((self.prompt, np.array(self.tokens, dtype=np.int32)))
+
+    def append(self, token: int, logprob: float) -> StopReason | None:
+        """Add a sampled token. Return the stop reason if the request ends with it."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        if token in self.stop_ids:
+            return "stop"
+        if self.stop_strings is not None and self.stop_strings.completed_by_last(self.tokens):
+            return "stop"
+        return "length" if len(self.tokens) >= self.limit else None
+
+    def generation(self, stop: StopReason) -> Generation:
+        versions = np.empty(len(self.tokens), dtype=np.int32)
+        for start, version in self.spans:
+            versions[start:] = version
+        return Generation(
+            tokens=np.array(self.tokens, dtype=np.int32),
+            logprobs=np.array(self.logprobs, dtype=np.float32),
+            versions=versions,
+            stop=stop,
+        )
+
+
+@dataclass(frozen=True)
+class FinishedRequest:
+    """A request that ended: its generation or its error."""
+
+    id: str
+    result: Generation | RequestFailed
+
+
+def check_request(prompt: Ints, sampling: Sampling, vocabulary: int) -> None:
+    """Raise `RequestFailed` for input that would fail later or break the whole batch."""
+    if len(prompt) == 0:
+        raise RequestFailed("the prompt is empty")
+    if int(prompt.min()) < 0 or int(prompt.max()) >= vocabulary:
+        raise RequestFailed(f"the prompt contains a token id outside the vocabulary of {vocabulary}")
+    if sampling.max_tokens < 1:
+        raise RequestFailed(f"max_tokens is {sampling.max_tokens}, must be at least 1")
+    if not 0 <= sampling.temperature < float("inf"):
+        raise RequestFailed(f"temperature is {sampling.temperature}, must be finite and not negative")
+    if not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
+        raise RequestFailed(f"top_p is {sampling.top_p}, top_k is {sampling.top_k}: need 0 < top_p <= 1, top_k >= 0")
+    if "" in sampling.stop_strings:
+        raise RequestFailed("a stop string is empty")
+
+
+KvPolicy = Literal["keep", "recompute"]
+
+
+class _StepInputs:
+    """Inputs of a decode step, one entry per slot: newest token, its position, sampling parameters."""
+
+    def __init__(self, slots: int) -> None:
+        self.token = np.zeros(slots, dtype=np.int64)
+        self.position = np.zeros(slots, dtype=np.int64)
+        self.index = np.zeros(slots, dtype=np.int64)  # number of tokens sampled
+        self.seed = np.zeros(slots, dtype=np.int64)
+        self.temperature = np.ones(slots, dtype=np.float32)
+        self.top_k = np.zeros(slots, dtype=np.int64)
+        self.top_p = np.ones(slots, dtype=np.float32)
+
+    def fill(self, row: int, request: GenerationRequest) -> None:
+        sampling = request.sampling
+        self.token[row] = request.prompt[-1]
+        self.position[row] = len(request.prompt) - 1
+        self.index[row] = 0
+        self.seed[row] = sampling.seed & SEED_MASK
+        self.temperature[row], self.top_k[row], self.top_p[row] = sampling.temperature, sampling.top_k, sampling.top_p
+
+    def empty(self, row: int) -> None:
+        """Make a row idle: token 0 at position 0, no truncation."""
+        for array in (self.token, self.position, self.index, self.seed, self.top_k):
+            array[row] = 0
+        self.temperature[row] = self.top_p[row] = 1
+
+    def move(self, source: int, target: int) -> None:
+        for array in (
+            self.token, self.position, self.index, self.seed, self.temperature, self.top_k, self.top_p,
+        ):  # fmt: skip
+            array[target] = array[source]
+
+
+class DecodeBatch:
+    """The requests of one weight set and their decoder."""
+
+    def __init__(self, decoder: Decoder, version: Version, kv: KvPolicy, decode: Decode | None) -> None:
+        self.decoder = decoder
+        self.version = version
+        self._kv: KvPolicy = kv
+        self._decode = decode
+        self._waiting: deque[GenerationRequest] = deque()
+        self._running: list[GenerationRequest | None] = [None] * decoder.slots
+        self._rows = _StepInputs(decoder.slots)
+        self._scratch = _StepInputs(1)
+        self._stop_strings: dict[tuple[str, ...], StopStrings] = {}
+        self.tokens = 0
+        self.prefill_tokens = 0
+        self.steps = 0
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        return sum(request is not None for request in self._running)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `advance` would do anything. Requests that wait for newer weights do not count."""
+        return any(self._running) or any(request.min_version <= self.version for request in self._waiting)
+
+    # ------------------------------------------------------------------------------------------------ requests
+
+    def active_requests(self) -> dict[str, GenerationRequest]:
+        """Return every request that has not ended, by id."""
+        return {request.id: request for request in (*self._waiting, *self._running) if request is not None}
+
+    def submit(self, request_id: str, prompt: Ints, sampling: Sampling, min_version: Version) -> None:
+        """Queue a request. Raise `RequestFailed`, changing nothing, when it can never be served."""
+        room = self.decoder.context - len(prompt)
+        if room <= 0:
+            raise ContextFull(f"the prompt has {plural(len(prompt), 'token')}, the context is {self.decoder.context}")
+        check_request(prompt, sampling, self.decoder.vocabulary)
+        request = GenerationRequest(
+            id=request_id,
+            prompt=prompt,
+            sampling=sampling,
+            min_version=min_version,
+            limit=min(sampling.max_tokens, room),
+            stop_ids=frozenset(sampling.stop_ids),
+            stop_strings=self._stop_strings_of(sampling.stop_strings),
+        )
+        self._scratch.fill(0, request)  # a value that overflows its array raises here, not during a turn of the batch
+        self._waiting.append(request)
+
+    def _stop_strings_of(self, strings: Sequence[str]) -> StopStrings | None:
+        if not strings:
+            return None
+        if self._decode is None:
+            raise RequestFailed("stop strings need a tokenizer, but the engine has none")
+        key = tuple(strings)
+        if key not in self._stop_strings:
+            self._stop_strings[key] = StopStrings(key, self._decode)
+        return self._stop_strings[key]
+
+    def abort(self, request_ids: set[str]) -> list[FinishedRequest]:
+        """End these requests with the tokens sampled so far."""
+        return self._end(lambda request: request.id in request_ids, lambda request: request.generation("aborted"))
+
+    def fail_all(self, reason: str) -> list[FinishedRequest]:
+        """Fail every request."""
+        return self._end(lambda _: True, lambda _: RequestFailed(reason))
+
+    def _end(
+        self,
+        chosen: Callable[[GenerationRequest], bool],
+        result: Callable[[GenerationRequest], Generation | RequestFailed],
+    ) -> list[FinishedRequest]:
+        done = [FinishedRequest(request.id, result(request)) for request in self._waiting if chosen(request)]
+        self._waiting = deque(request for request in self._waiting if not chosen(request))
+        for slot, request in enumerate(self._running):
+            if request is not None and chosen(request):
+                done.append(FinishedRequest(request.id, result(request)))
+                self._free(slot)
+        return done
+
+    # ------------------------------------------------------------------------------------------------ decoding
+
+    def advance(self) -> list[FinishedRequest]:
+        """Admit waiting requests, decode one token for every running request, return those that ended."""
+        self._admit()
+        rows = self._compact()
+        if rows == 0:
+            return []
+        state = self._rows
+        logits = self.decoder.step(state.token[:rows], state.position[:rows])
+        with torch.inference_mode():
+            chosen, chosen_logprobs = sample(
+                logits,
+                state.temperature[:rows],
+                state.top_k[:rows],
+                state.top_p[:rows],
+                uniform_noise(state.seed[:rows], state.index[:rows]),
+            )
+        token = chosen.cpu().numpy()
+        state.token[:rows] = token
+        state.position[:rows] += 1
+        state.index[:rows] += 1
+        self.steps += 1
+        return self._record(token.tolist(), chosen_logprobs.cpu().numpy())
+
+    def _record(
+        self, tokens: list[int], logprobs: np.ndarray[tuple[int, ...], np.dtype[np.float32]]
+    ) -> list[FinishedRequest]:
+        """Append each running request's token; free the slots of those that end with it."""
+        done: list[FinishedRequest] = []
+        finite = bool(np.isfinite(logprobs).all())
+        for slot, (request, token, logprob) in enumerate(
+            zip(self._running, tokens, logprobs.tolist(), strict=False)  # only the first rows were stepped
+        ):
+            if request is None:
+                self._rows.empty(slot)
+                continue
+            if not finite and not np.isfinite(logprob):
+                done.append(
+                    FinishedRequest(request.id, RequestFailed(f"logits of version {self.version} are not finite"))
+                )
+                self._free(slot)
+                self.decoder.clear(slot)
+                continue
+            self.tokens += 1
+            stop = request.append(token, logprob)
+            if stop is not None:
+                done.append(FinishedRequest(request.id, request.generation(stop)))
+                self._free(slot)
+        return done
+
+    def _admit(self) -> None:
+        """Move waiting requests into free slots. The cache of a prompt that is already in a slot is copied."""
+        free = [slot for slot, request in enumerate(self._running) if request is None] if self._waiting else []
+        if not free:
+            return
+        resident = {
+            request.prompt.tobytes(): slot
+            for slot, request in enumerate(self._running)
+            if request is not None and request.prompt_version == self.version
+        }
+        admitted: list[int] = []
+        copies: list[tuple[int, int, int]] = []
+        deferred: list[GenerationRequest] = []
+        while self._waiting and len(admitted) + len(copies) < len(free):
+            request = self._waiting.popleft()
+            if request.min_version > self.version:
+                deferred.append(request)
+                continue
+            slot = free[len(admitted) + len(copies)]
+            self._start(slot, request)
+            source = resident.setdefault(request.prompt.tobytes(), slot)
+            if source == slot:
+                admitted.append(slot)
+            else:
+                copies.append((source, slot, len(request.prompt) - 1))
+        self._waiting.extendleft(reversed(deferred))
+        self._prefill(admitted)
+        for source, target, length in copies:
+            self.decoder.copy(source, target, length)
+
+    def _start(self, slot: int, request: GenerationRequest) -> None:
+        request.prompt_version = self.version
+        request.spans.append((0, self.version))
+        self._running[slot] = request
+        self._rows.fill(slot, request)
+
+    def _prefill(self, slots: Sequence[int]) -> None:
+        """Compute the KV cache of these slots: all tokens but the newest."""
+        prefixes = {slot: request.sequence()[:-1] for slot in slots if (request := self._running[slot]) is not None}
+        prefixes = {slot: prefix for slot, prefix in prefixes.items() if len(prefix)}
+        if prefixes:
+            self.decoder.prefill(list(prefixes), list(prefixes.values()))
+            self.prefill_tokens += sum(len(prefix) for prefix in prefixes.values())
+
+    def _compact(self) -> int:
+        """Move running requests into the gaps of finished ones; return the number of rows to step."""
+        running = self.running
+        if self.decoder.deterministic:
+            return self.decoder.slots if running else 0
+        gaps = [slot for slot in range(running) if self._running[slot] is None]
+        movers = [slot for slot in range(running, self.decoder.slots) if self._running[slot] is not None]
+        for gap, mover in zip(gaps, movers, strict=True):
+            self.decoder.copy(mover, gap, int(self._rows.position[mover]))
+            self._rows.move(mover, gap)
+            self._running[gap], self._running[mover] = self._running[mover], None
+        return running
+
+    def _free(self, slot: int) -> None:
+        self._running[slot] = None
+        self._rows.empty(slot)
+
+    # ------------------------------------------------------------------------------------------------ weights
+
+    def swap(self, prepared: DecoderWeights, version: Version) -> None:
+        """Use new weights from the next token on; tokens already sampled stay."""
+        self.decoder.install(prepared)
+        self.version = version
+        for request in self._running:
+            if request is not None:
+                request.spans.append((len(request.tokens), version))
+        if self._kv == "recompute":
+            self._prefill([slot for slot, request in enumerate(self._running) if request is not None])

@@ -1,0 +1,242 @@
+"""Builds server engines: launches or finds a server, checks it, and starts monitoring it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from outpace.config import Config
+from outpace.engines.server.admission import ConcurrencyLimit
+from outpace.engines.server.checks import check_server, describe_failure, expected_token_ids
+from outpace.engines.server.commands import server_kind
+from outpace.engines.server.launch import (
+    AnyServer,
+    LaunchPlan,
+    ServerClaim,
+    check_sampling,
+    launch_server,
+    server_at,
+    wait_until_reachable,
+)
+from outpace.engines.server.protocol import STALE, ServerFacts, ServerRequirements, Transport
+from outpace.engines.server.server_engine import ServerEngine, ServerEngineSettings
+from outpace.engines.server.server_process import ServerProcess, keep_log_copy
+from outpace.engines.server.state import HealthMachine
+from outpace.engines.server.transports import (
+    AdapterTransport,
+    CollectiveTransport,
+    FilesTransport,
+    MemoryTransport,
+    SendWeights,
+    SglangAdapters,
+    SglangFiles,
+)
+from outpace.errors import BadInput, ServerFailed
+from outpace.hardware.cores import engine_threads
+from outpace.hardware.placement import ON_CPU, GpuAssignment, transport_of, uses_gpu
+from outpace.models.loading import BUILT_IN, SMOLLM2, resolve_model
+from outpace.runtime.cleanup import temporary_files_environment
+from outpace.weights.delta import LocalSnapshot
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EngineSetup:
+    """Identity of one engine of a run, and its directories and GPUs."""
+
+    name: str
+    index: int
+    url: str  # of a running server; empty: launch one
+    incarnation: str
+    scratch: Path
+    logs: Path
+    gpus: GpuAssignment
+
+
+async def build_server_engine(
+    config: Config,
+    name: str,
+    index: int,
+    *,
+    url: str,
+    incarnation: str,
+    scratch: Path,
+    logs: Path,
+    stale: bool,
+    gpus: GpuAssignment = ON_CPU,
+    send: SendWeights | None = None,
+) -> ServerEngine:
+    """Launch a server, or connect to the one at `url`, check it, and return its started engine. Raises `BadInput`.
+
+    `stale`: this engine replaces an earlier one of the same run. A launched server then has the initial model, which is
+    outdated; one at a URL may have any weights. `send` makes the learner send weights over a process group."""
+    place = EngineSetup(name, index, url, incarnation, scratch, logs, gpus)
+    tokens = asyncio.create_task(expected_token_ids(config.model.path, config.model.trust_remote_code))
+    try:
+        claim = await _claim(url, place) if url else None
+        try:
+            server, process = await (_connect if url else _launch)(config, place, stale)
+        except BaseException:
+            _release(claim)
+            raise
+        try:
+            claim = claim or await _claim(server.url, place)
+            facts = await check_server(server, requirements_of(config, await tokens))
+            door = _make_engine(config, place, server, facts, process, stale, send, claim)
+            return await _start(door, server)
+        except BaseException:
+            _release(claim)
+            await server.close()
+            if process is not None:
+                await process.stop()
+            raise
+    finally:
+        tokens.cancel()
+
+
+async def _claim(url: str, place: EngineSetup) -> ServerClaim:
+    """Claim the server. In a thread, because another process testing the lock holds it for a moment."""
+    return await asyncio.to_thread(ServerClaim, url, place.scratch, place.logs.parent)
+
+
+def _release(claim: ServerClaim | None) -> None:
+    if claim is not None:
+        claim.release()
+
+
+async def _launch(config: Config, place: EngineSetup, stale: bool) -> tuple[AnyServer, ServerProcess | None]:
+    """Launch a server. A run that fails to start removes its directory, so errors then name a copy of the log."""
+    recipe = await LaunchPlan.of(config, place.scratch, place.incarnation)
+    log_path = place.logs / f"{place.name}-server.log"
+    with nullcontext() if stale else keep_log_copy(log_path):
+        started = await launch_server(
+            recipe, place.index, log_path, log.info, temporary_files_environment(place.scratch), gpus=place.gpus
+        )
+    return started.server, started.process
+
+
+async def _connect(config: Config, place: EngineSetup, stale: bool) -> tuple[AnyServer, ServerProcess | None]:
+    """Connect to a running server. If `stale`, wait up to launch.start_s for it to come back, else fail at once."""
+    server = server_at(config, place.url, place.incarnation)
+    try:
+        await wait_until_reachable(server, config.launch.start_s if stale else 0.0)
+        await check_server(server, requirements_of(config, {}))  # before sampling, which may take a while
+        if not stale:
+            await _warn_about_other_clients(server)
+        await check_sampling(server)
+    except BaseException:
+        await server.close()
+        raise
+    return server, None
+
+
+async def _warn_about_other_clients(server: AnyServer) -> None:
+    """Warn about requests that are not ours. They may be of a run on another machine, which `ServerClaim` cannot see
+    and whose updates would replace our weights."""
+    try:
+        pressure = await server.pressure()
+    except ServerFailed as error:
+        log.info("%s does not report its load: %s", server.url, error)
+        return
+    if count := pressure.running + pressure.waiting:
+        log.warning(
+            "the server is busy with %d requests of other clients; if another run updates %s, neither run can train on "
+            "its samples; stop that run or use another server",
+            count,
+            server.url,
+        )
+
+
+async def _start(door: ServerEngine, server: AnyServer) -> ServerEngine:
+    try:
+        await door.start()
+    except ServerFailed as failed:
+        raise BadInput(describe_failure(server.url, failed)) from failed
+    return door
+
+
+def requirements_of(config: Config, tokens: dict[str, list[int]]) -> ServerRequirements:
+    return ServerRequirements(
+        model=_model_name(config.model.path),
+        dtype=config.model.dtype,
+        context=config.engine.context,
+        tokenizer=tokens,
+        transport=transport_of(config),
+        adapters=config.lora.rank > 0,
+        temperature=config.rollout.temperature,
+        lora_rank=config.lora.rank,
+    )
+
+
+def _model_name(path: str) -> str:
+    """The model directory if it is local, else its Hub name."""
+    is_here = path in BUILT_IN or path == SMOLLM2 or Path(path).expanduser().exists()
+    return str(resolve_model(path)) if is_here else path
+
+
+def _make_engine(
+    config: Config,
+    place: EngineSetup,
+    server: AnyServer,
+    facts: ServerFacts,
+    process: ServerProcess | None,
+    stale: bool,
+    send: SendWeights | None,
+    claim: ServerClaim | None = None,
+) -> ServerEngine:
+    engine = config.engine
+    slots = min(engine.resolved_slots, int(facts.details.get("slots") or engine.resolved_slots))
+    counts_cores = process is not None and not uses_gpu(config)
+    settings = ServerEngineSettings(
+        name=place.name,
+        incarnation=place.incarnation,
+        version=STALE if stale or process is None else 0,
+        context=min((most for most in (engine.context, facts.context) if most is not None), default=None),
+        retries=engine.retries,
+        idle_s=engine.idle_s,
+        control_s=engine.control_s,
+        probe_s=engine.probe_s,
+        probe_deadline_s=engine.probe_deadline_s,
+        kv=engine.kv,
+        pins=config.lora.rank > 0,
+        slots=slots,
+        threads=engine_threads(config) if counts_cores else 0,
+    )
+    weights = transport_for(config, place, server, send)
+    return ServerEngine(server, weights, HealthMachine(), ConcurrencyLimit(slots), settings, process, claim)
+
+
+def transport_for(config: Config, place: EngineSetup, server: AnyServer, send: SendWeights | None) -> Transport:
+    """The transport selected by the config. Files are written to a directory of this engine."""
+    http, control_s, name = server.http, config.engine.control_s, transport_of(config)
+    directory = _weights_directory(config, place)
+    copy = LocalSnapshot(_created(place.scratch / f"{place.name}-copy")) if config.weights.delta else None
+    if server_kind(config) == "sglang":
+        if name != "files":
+            raise BadInput(f'weights.transport: sglang loads weights from files, not by "{name}"; remove this setting')
+        adapts = config.lora.rank > 0
+        return SglangAdapters(http, control_s, directory) if adapts else SglangFiles(http, control_s, directory, copy)
+    if config.lora.rank:
+        return AdapterTransport(http, control_s, directory)
+    if name == "files":
+        return FilesTransport(http, control_s, directory, copy)
+    memory = MemoryTransport(http, control_s, copy)
+    if name != "collective":
+        return memory
+    assert send is not None, "the process group transport needs the learner"
+    return CollectiveTransport(memory, send, "nccl" if uses_gpu(config) else "gloo", control_s)
+
+
+def _weights_directory(config: Config, place: EngineSetup) -> Path:
+    """Directory for weight files: in memory, or in weights.dir, by incarnation since other runs may share that one."""
+    shared = Path(config.weights.dir).expanduser() / place.incarnation if config.weights.dir else place.scratch
+    return shared / f"{place.name}-weights"
+
+
+def _created(directory: Path) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory

@@ -1,0 +1,399 @@
+"""State of one server engine: the server, its health, its loaded versions and its active requests.
+
+    ActiveRequest    one `generate` call, across all the segments of its output
+    RequestSegment   one HTTP request for it: the tokens that came back, and the weight versions that sampled them
+
+After any change call `react`: it ends requests that cannot continue and admits those that can start.
+
+Invariant: a sampled token is kept from the moment it arrives. An abort, an idle timeout or a crash ends a segment but
+keeps its tokens. Only tokens sampled by foreign weights are discarded.
+
+Health of one server: a pure state machine without clock or network.
+
+It records observations as facts and derives the state from them. The first matching row wins:
+
+    state      condition                                           new requests   in-flight requests
+    dead       it ended, or `patience` probes in a row failed,     no             no
+               or it has foreign weights
+    draining   `drain` was called                                  no             yes
+    starting   it has not answered yet                             no             no
+    stale      its weights are unknown                             no             no
+    suspect    the last probe failed, or `patience` requests       no             yes
+               failed since one passed
+    healthy    none of the above                                   yes            yes
+
+Invariants
+- Dead is final: a replacement server gets its own HealthMachine.
+- After a start or a torn update there are no new requests until the next load, whatever else is observed.
+- Probes that fail before the start do not count: the launcher decides how long a start may take.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from outpace.engines.continuation import ContinuedGeneration
+from outpace.engines.server.admission import AdmissionQueue, BusyClock, ConcurrencyLimit, LoadedVersions
+from outpace.engines.server.protocol import Piece, Server, ServerRequest, VersionSpan
+from outpace.errors import RequestFailed, ServerFailed, ServerFaulty, plural
+from outpace.types import Generation, Health, Ints, Sampling, StopReason, Version
+
+_NO_TOKENS = np.zeros(0, dtype=np.int32)
+
+
+class RequestSegment:
+    """One HTTP request for (the rest of) a generation.
+
+    `version` is the oldest version its tokens can have: the one loaded when it was sent. `spans`: whether to trust the
+    weight versions that the server reports."""
+
+    def __init__(self, request: ServerRequest, version: Version, spans: bool) -> None:
+        self.request = request
+        self.version = version
+        self._trust_spans = spans
+        self.tokens: list[int] = []
+        self.stop: StopReason | None = None
+        self.end_reason: StopReason | ServerFailed | None = None  # why we ended it
+        self.last_token_at = asyncio.get_running_loop().time()
+        self.ended = asyncio.Event()
+        self._logprobs: list[float] = []
+        self._spans: list[VersionSpan] | None = None
+        self._reader: asyncio.Task[None] | None = None
+
+    def take(self, piece: Piece) -> None:
+        if len(piece.tokens) != len(piece.logprobs):
+            raise ServerFaulty(f"{plural(len(piece.tokens), 'token')} came with {len(piece.logprobs)} logprobs")
+        if len(self.tokens) + len(piece.tokens) > self.request.sampling.max_tokens:
+            raise ServerFaulty(f"the server sent more than max_tokens = {self.request.sampling.max_tokens} tokens")
+        self.tokens += piece.tokens
+        self._logprobs += piece.logprobs
+        self.stop = piece.stop
+        self._spans = piece.spans if self._trust_spans else None
+        self.last_token_at = asyncio.get_running_loop().time()
+
+    def set_reader(self, task: asyncio.Task[None]) -> None:
+        self._reader = task
+
+    def end(self, why: StopReason | ServerFailed) -> None:
+        """Stop reading. Tokens received so far are kept."""
+        if self.end_reason is None and self.stop is None:
+            self.end_reason = why
+            if self._reader is not None:
+                self._reader.cancel()
+
+    def discard(self) -> None:
+        """Stop reading and discard all tokens, even of a complete output: foreign weights sampled them."""
+        self.stop = None
+        self.end("lost")
+        self.tokens, self._logprobs, self._spans = [], [], None
+
+    def has_foreign_versions(self, newest: Version) -> bool:
+        """Whether the server reports a weight version outside the range that we loaded."""
+        return any(not self.version <= version <= newest for version, _, _ in self._spans or [])
+
+    def generation(self) -> Generation:
+        versions = np.full(len(self.tokens), self.version, dtype=np.int32)
+        if self._spans is not None and _covers(self._spans, len(self.tokens)):
+            for version, start, end in self._spans:
+                versions[start:end] = version
+        return Generation(
+            tokens=np.array(self.tokens, dtype=np.int32),
+            logprobs=np.array(self._logprobs, dtype=np.float32),
+            versions=versions,
+            stop=self.stop or "lost",
+        )
+
+
+def _covers(spans: Iterable[VersionSpan], count: int) -> bool:
+    reached = 0
+    for _, start, end in spans:
+        if start != reached or end < start:
+            return False
+        reached = end
+    return reached == count
+
+
+class ActiveRequest:
+    """One `generate` call and the output of all its segments."""
+
+    def __init__(self, request_id: str, token_ids: Ints, sampling: Sampling) -> None:
+        self.id = request_id
+        self.output = ContinuedGeneration(token_ids, sampling)
+        self.stop_strings = bool(sampling.stop_strings)
+        self.aborted = False
+        self.segment: RequestSegment | None = None
+        self._waiters: list[asyncio.Future[None]] = []
+
+    def join(self, segment: RequestSegment) -> None:
+        """Append the tokens of a finished segment to the output."""
+        self.segment = None
+        self.output.add(segment.generation())
+
+    def tokens_after(self, after: int) -> Ints:
+        pending = self.segment.tokens if self.segment is not None else []
+        have = self.output.generation("lost").tokens
+        return np.concatenate([have, np.array(pending, dtype=np.int32)])[after:]
+
+    def count(self) -> int:
+        return len(self.output) + (len(self.segment.tokens) if self.segment is not None else 0)
+
+    async def wait_for_tokens(self) -> None:
+        """Wait for more tokens, or for the end of the request."""
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        await waiter
+
+    def notify(self) -> None:
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+
+class ActiveRequests:
+    """All active requests by request id."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, ActiveRequest] = {}
+
+    def begin(self, request_id: str, token_ids: Ints, sampling: Sampling) -> ActiveRequest:
+        if request_id in self._by_id:
+            raise RequestFailed(f"request {request_id} is already running")
+        request = self._by_id[request_id] = ActiveRequest(request_id, token_ids, sampling)
+        return request
+
+    def end(self, request: ActiveRequest) -> None:
+        del self._by_id[request.id]
+        request.notify()
+
+    def of(self, request_ids: Iterable[str]) -> list[ActiveRequest]:
+        return [self._by_id[request_id] for request_id in request_ids if request_id in self._by_id]
+
+    @property
+    def segments(self) -> list[RequestSegment]:
+        return [request.segment for request in self._by_id.values() if request.segment is not None]
+
+    async def stream_tokens(self, request_id: str, after: int) -> Ints:
+        """Tokens from position `after` on, as soon as there are any. Empty once the request has ended."""
+        request = self._by_id.get(request_id)
+        while request is not None and request.count() <= after:
+            if self._by_id.get(request_id) is not request:
+                return _NO_TOKENS
+            await request.wait_for_tokens()
+        if request is None or self._by_id.get(request_id) is not request:
+            return _NO_TOKENS
+        return request.tokens_after(after)
+
+
+UNKNOWN_WEIGHTS = "no weights of this run are loaded yet"
+PATIENCE = 3
+
+
+class HealthMachine:
+    """Pure state machine for the health of one server."""
+
+    def __init__(self, patience: int = PATIENCE) -> None:
+        assert patience >= 1
+        self._patience = patience
+        self._started = False
+        self._loaded = False
+        self._draining = False
+        self._failed_probes = 0
+        self._failed_requests = 0
+        self._death_reason = ""
+        self._last_failure = ""  # the last failure
+        self._stale_reason = UNKNOWN_WEIGHTS
+
+    @property
+    def state(self) -> Health:
+        if self._death_reason:
+            return "dead"
+        if self._draining:
+            return "draining"
+        if not self._started:
+            return "starting"
+        if not self._loaded:
+            return "stale"
+        if self._failed_probes or self._failed_requests >= self._patience:
+            return "suspect"
+        return "healthy"
+
+    @property
+    def serves(self) -> bool:
+        """Whether the server may get new requests."""
+        return self.state == "healthy"
+
+    @property
+    def finishes(self) -> bool:
+        """Whether in-flight requests may finish."""
+        return self.state in ("healthy", "suspect") or (self.state == "draining" and self._started and self._loaded)
+
+    @property
+    def why(self) -> str:
+        """Why the server is in its state; empty if healthy."""
+        reasons: dict[Health, str] = {
+            "starting": "the server has not answered yet",
+            "stale": self._stale_reason,
+            "healthy": "",
+            "suspect": self._last_failure,
+            "dead": self._death_reason,
+            "draining": "the engine is draining",
+        }
+        return reasons[self.state]
+
+    def started(self) -> None:
+        """The server answered, for the first time or after a restart. Its weights are unknown."""
+        self._started = True
+        self._loaded = False
+        self._stale_reason = UNKNOWN_WEIGHTS
+
+    def loaded(self) -> None:
+        """A complete, known version is loaded. Failed probes and requests still count."""
+        self._loaded = True
+
+    def torn(self, why: str = "an update failed half-way") -> None:
+        """An update failed half-way: the weights are unknown."""
+        self._loaded = False
+        self._stale_reason = why
+
+    def probe_passed(self) -> None:
+        self._failed_probes = 0
+        self._failed_requests = 0
+        self._last_failure = ""
+
+    def probe_failed(self, why: str) -> None:
+        if not self._started:
+            return
+        self._failed_probes += 1
+        self._last_failure = why
+        if self._failed_probes >= self._patience:
+            self.ended(f"{self._failed_probes} probes in a row failed: {why}")
+
+    def request_passed(self) -> None:
+        """A request completed. Resets the count of failed requests, not that of failed probes."""
+        self._failed_requests = 0
+
+    def request_failed(self, why: str) -> None:
+        self._failed_requests += 1
+        if not self._failed_probes:
+            self._last_failure = why
+
+    def drain(self) -> None:
+        """Finish in-flight requests and accept no new ones."""
+        self._draining = True
+
+    def ended(self, why: str) -> None:
+        """The server exited or is given up. Keeps the first reason."""
+        self._death_reason = self._death_reason or why or "the server ended"
+
+
+@dataclass(frozen=True)
+class ServerEngineSettings:
+    name: str  # of the component
+    incarnation: str  # of the run; keeps cached prefixes of another run apart
+    version: Version = 0  # loaded at start; STALE: unknown
+    context: int | None = None  # longest sequence; None: the server decides
+    retries: int = 2
+    idle_s: float = 60.0
+    control_s: float = 120.0
+    probe_s: float = 5.0
+    probe_deadline_s: float = 10.0
+    kv: Literal["keep", "recompute"] = "keep"
+    pins: bool = False  # whether a second version can be loaded for evaluation
+    slots: int = 64
+    threads: int = 0  # CPU threads of a launched CPU server; 0: report wall-clock time instead of CPU time
+
+
+@dataclass
+class EngineCounters:
+    """Running totals. Token counts cover training rollouts only."""
+
+    tokens: int = 0
+    prefill_tokens: int = 0
+    pieces: int = 0
+    turns: int = 0
+    retries: int = 0
+
+
+class ServerState:
+    """State shared by RequestRunner, WeightUpdater and HealthMonitor. Call `react` after changing any of it."""
+
+    def __init__(
+        self, server: Server, health: HealthMachine, limit: ConcurrencyLimit, settings: ServerEngineSettings
+    ) -> None:
+        self.server = server
+        self.health = health
+        self.limit = limit
+        self.settings = settings
+        self.loaded_versions = LoadedVersions(settings.version)
+        self.admission = AdmissionQueue(lambda: limit.value)
+        self.active_requests = ActiveRequests()
+        self.counters = EngineCounters()
+        self.busy, self.eval_busy = BusyClock(), BusyClock()
+        self.died = asyncio.Event()
+        self.probe_soon = asyncio.Event()  # requests failed; probe soon to find out why
+        self.closed = False
+        self.paused = False  # by a weight update of ours
+        self.pauses = 0  # number of pauses so far
+
+    @property
+    def accepts_requests(self) -> bool:
+        """Whether requests may be sent. Not during a pause: they would be labeled with the old version and could hit
+        prefixes cached under the old weights."""
+        return self.health.serves and not self.paused
+
+    @contextmanager
+    def pausing(self) -> Iterator[None]:
+        """Mark the server as paused by us. Paused time does not count towards the idle timeout of any request."""
+        self.paused = True
+        self.pauses += 1
+        try:
+            yield
+        finally:
+            self.paused = False
+            now = asyncio.get_running_loop().time()
+            for segment in self.active_requests.segments:
+                segment.last_token_at = now
+
+    def torn(self, why: str) -> None:
+        """The server's weights are unknown: end running and waiting requests as lost, so they continue elsewhere."""
+        self.loaded_versions.mark_unknown()
+        self.health.torn(why)
+        self._end_all()
+        self.react()
+
+    def reject_foreign_weights(self, why: str) -> None:
+        """The server has foreign weights, since an unknown time: discard the output of in-flight requests and die.
+
+        Dying is required: the controller assumes this engine still has the version it loaded and would send nothing
+        before the next one. The replacement engine gets a fresh load."""
+        for segment in self.active_requests.segments:
+            segment.discard()
+        self.health.ended(why)
+        self.react()
+
+    def react(self) -> None:
+        """Apply a state change: end requests that cannot continue, admit those that can start."""
+        if self.health.state in ("dead", "draining"):
+            self.admission.end("lost")
+        if not self.health.finishes:
+            self._end_segments()
+        if self.health.state == "suspect":
+            self.probe_soon.set()
+        if self.health.state == "dead":
+            self.died.set()
+        self.admission.wake()
+
+    def _end_all(self) -> None:
+        self._end_segments()
+        self.admission.end("lost")
+
+    def _end_segments(self) -> None:
+        for segment in self.active_requests.segments:
+            segment.end("lost")

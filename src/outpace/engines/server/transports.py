@@ -1,0 +1,389 @@
+"""Transports that bring snapshots to servers. Each class implements `outpace.engines.server.protocol.Transport`.
+
+    class                 server   the server loads the weights
+    MemoryTransport       vLLM     from shared memory or over CUDA IPC, through outpace's transfer engine
+    CollectiveTransport   vLLM     received over a process group while it samples
+    FilesTransport        vLLM     from a directory of safetensors files
+    AdapterTransport      vLLM     as a new adapter beside the model, without a pause
+    SglangFiles           SGLang   from a directory of safetensors files
+    SglangAdapters        SGLang   as a new adapter beside the model
+
+SGLang's other routes are not used. `/update_weights_from_tensor` and `/update_weights_from_ipc` take pickles, which
+can run code in the server. `/update_weights_from_distributed` receives straight into the live weights: the server is
+paused for the whole transfer, nothing is verified first, and if the learner dies in the middle the server waits for
+it forever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import logging
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, ParamSpec, TypeVar
+
+import msgspec
+
+from outpace.engines.server.http import HttpClient
+from outpace.engines.server.protocol import PreparedWeights
+from outpace.engines.server.vllm_replies import label_of
+from outpace.errors import ServerFailed, ServerFaulty, ServerRefused, UpdateFailed, one_line
+from outpace.types import Manifest, Version
+from outpace.weights import snapshot
+from outpace.weights.delta import LocalSnapshot
+from outpace.weights.files import AdapterFolders, SnapshotFolders
+from outpace.weights.process_group import rendezvous_for
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class SingleThread:
+    """Runs the file operations of a transport in one thread, in the order of the calls.
+
+    A thread cannot be cancelled: a `prepare` that timed out keeps running, and the next one would write to the same
+    place. Here the next one waits for its turn, within its own deadline."""
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(1, "transport")
+
+    async def run(self, call: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
+        """Run `call` in the thread. A call whose caller was cancelled before its turn is skipped."""
+        return await asyncio.wrap_future(self._executor.submit(call, *arguments, **options))
+
+    def close(self) -> None:
+        """Drop queued calls. A running call finishes in the background."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+_REMEDY = """start the server with --weight-transfer-config '{"backend": "outpace"}'"""
+
+
+@dataclass
+class PreparedMemory:
+    version: Version
+    nbytes: int
+    update: dict[str, Any]
+    label: str  # of the weights, for servers that report versions
+
+
+def prepared_memory(manifest: Manifest, nbytes: int, update: dict[str, Any]) -> PreparedMemory:
+    return PreparedMemory(manifest.version, nbytes, update, label_of(manifest.incarnation, manifest.version))
+
+
+class MemoryTransport:
+    """Implements `Transport` over shared memory or CUDA IPC, through outpace's transfer engine in vLLM.
+
+    memory   the server's workers map the snapshot file; we verify its checksums before the pause
+    ipc      the workers open the snapshot in GPU memory and verify it, since only they can
+
+    vLLM considers an update open from `start` to `finish`, or until it fails. An update left open, for instance by a
+    killed engine, is closed first."""
+
+    needs_pause = True
+
+    def __init__(self, http: HttpClient, control_s: float, copy: LocalSnapshot | None = None) -> None:
+        """`copy`: a local snapshot that is kept current by deltas."""
+        self._http = http
+        self._control_s = control_s
+        self._copy = copy
+        self._thread = SingleThread()
+        self._initialized = False
+
+    async def prepare(self, manifest: Manifest) -> PreparedMemory:
+        await self.ensure_initialized()
+        if manifest.device is not None:
+            return prepared_memory(manifest, manifest.nbytes, device_update(manifest))
+        return await self._thread.run(self._verified, manifest)
+
+    async def swap(self, ready: PreparedWeights) -> None:
+        assert isinstance(ready, PreparedMemory), "prepared by another transport"
+        await self.update(ready.update, ready.label)
+
+    async def forget(self, version: Version) -> None:
+        """Nothing is stored."""
+
+    async def close(self, server_stays: bool) -> None:
+        try:
+            if self._copy is not None:
+                await self._thread.run(self._copy.close)
+        finally:
+            self._thread.close()
+
+    async def ensure_initialized(self) -> None:
+        if self._initialized:
+            return
+        try:
+            await self._post("/init_weight_transfer_engine", {"init_info": {}})
+        except (ServerFaulty, ServerRefused) as error:
+            raise UpdateFailed(f"{error}; {_REMEDY}") from error
+        self._initialized = True
+
+    async def update(self, update: dict[str, Any], label: str | None = None) -> None:
+        """Run one update from start to finish, and label the server's weights with `label` if given."""
+        try:
+            await self._post("/start_weight_update")
+        except ServerFaulty:
+            await self._close_open_update()
+            await self._post("/start_weight_update")
+        await self._post("/update_weights", {"update_info": update})
+        await self._post("/finish_weight_update", {"weight_version": label} if label is not None else {})
+
+    async def _close_open_update(self) -> None:
+        """Close an update that was left open. Repeatable: after a failed call the server may drop the connection."""
+        await self._http.post("/finish_weight_update", {}, deadline_s=self._control_s, repeatable=True)
+
+    def _verified(self, manifest: Manifest) -> PreparedMemory:
+        transferred = manifest.nbytes
+        if self._copy is not None:
+            manifest, transferred = self._copy.update_to(manifest)
+        else:
+            snapshot.verify(manifest)
+        return prepared_memory(manifest, transferred, memory_update(manifest))
+
+    async def _post(self, path: str, body: dict[str, Any] | None = None) -> None:
+        await self._http.post(path, body if body is not None else {}, deadline_s=self._control_s)
+
+
+def memory_update(manifest: Manifest) -> dict[str, Any]:
+    label = {"incarnation": manifest.incarnation, "version": manifest.version}
+    return {"kind": "memory", "path": manifest.path, "label": label, "tensors": _tensors(manifest)}
+
+
+def device_update(manifest: Manifest) -> dict[str, Any]:
+    assert manifest.device is not None
+    return {
+        "kind": "ipc",
+        "device": manifest.device.device,
+        "handle": base64.b64encode(manifest.device.handle).decode(),
+        "nbytes": manifest.device.nbytes,
+        "sums": manifest.device.sums,
+        "tensors": _tensors(manifest),
+    }
+
+
+def _tensors(manifest: Manifest) -> list[dict[str, Any]]:
+    kept = ("name", "dtype", "shape", "offset", "nbytes")
+    return [{field: getattr(spec, field) for field in kept} for spec in manifest.tensors]
+
+
+@dataclass
+class PreparedFiles:
+    version: Version
+    nbytes: int
+    folder: Path
+
+
+class FilesTransport:
+    """Implements `Transport` over a directory of safetensors files, for any vLLM in dev mode. `directory` belongs to
+    this transport and must be readable by the server."""
+
+    needs_pause = True
+
+    def __init__(self, http: HttpClient, control_s: float, directory: Path, copy: LocalSnapshot | None = None) -> None:
+        """`copy`: a local snapshot that is kept current by deltas."""
+        self._http = http
+        self._control_s = control_s
+        self._folders = SnapshotFolders(directory)
+        self._copy = copy
+        self._thread = SingleThread()
+
+    async def prepare(self, manifest: Manifest) -> PreparedFiles:
+        return await self._thread.run(self._write, manifest)
+
+    async def swap(self, ready: PreparedWeights) -> None:
+        assert isinstance(ready, PreparedFiles), "prepared by another transport"
+        call = {"method": "reload_weights", "kwargs": {"weights_path": str(ready.folder)}}
+        await self._http.post("/collective_rpc", call, deadline_s=self._control_s)
+        await self._thread.run(self._folders.remove, ready.version)
+
+    async def forget(self, version: Version) -> None:
+        await self._thread.run(self._folders.remove, version)
+
+    async def close(self, server_stays: bool) -> None:
+        try:
+            await self._thread.run(self._clear)
+        finally:
+            self._thread.close()
+
+    def _clear(self) -> None:
+        self._folders.clear()
+        if self._copy is not None:
+            self._copy.close()
+
+    def _write(self, manifest: Manifest) -> PreparedFiles:
+        """Write the files. First remove those of a failed update, which may be as large."""
+        self._folders.keep_only(manifest.version)
+        transferred = manifest.nbytes
+        if self._copy is not None:
+            manifest, transferred = self._copy.update_to(manifest)
+        return PreparedFiles(manifest.version, transferred, self._folders.write(manifest))
+
+
+SendWeights = Callable[[Manifest, dict[str, Any]], Awaitable[None]]
+"""Makes the learner send a snapshot to the receiver that joins the given process group. Raises `UpdateFailed`."""
+
+
+class CollectiveTransport:
+    """Implements `Transport` over a process group of two: the learner and the server's worker.
+
+    prepare   server: start receiving, in a thread of its worker
+              learner: send; returns when the worker has all tensors with correct checksums
+    swap      server: load the received weights
+
+    `updates` sends the update calls to the server."""
+
+    needs_pause = True
+
+    def __init__(
+        self, updates: MemoryTransport, send: SendWeights, backend: Literal["gloo", "nccl"], timeout_s: float
+    ) -> None:
+        self._updates = updates
+        self._send = send
+        self._backend = backend
+        self._timeout_s = timeout_s
+
+    async def prepare(self, manifest: Manifest) -> PreparedMemory:
+        meeting = rendezvous_for(manifest, self._timeout_s, self._backend)
+        await self._updates.ensure_initialized()
+        await self._updates.update({"kind": "fetch", "meeting": meeting})
+        await self._send(manifest, meeting)
+        return prepared_memory(manifest, manifest.nbytes, {"kind": "fetched", "key": meeting["key"]})
+
+    async def swap(self, ready: PreparedWeights) -> None:
+        await self._updates.swap(ready)
+
+    async def forget(self, version: Version) -> None:
+        """Nothing is stored."""
+
+    async def close(self, server_stays: bool) -> None:
+        await self._updates.close(server_stays)
+
+
+log = logging.getLogger(__name__)
+
+_UNLOAD_ALL_S = 2.0  # timeout for unloading our adapters on close
+
+
+@dataclass
+class PreparedAdapterFiles:
+    version: Version
+    nbytes: int
+    folder: Path
+    adapter: str  # name to use in requests
+
+
+class AdapterTransport:
+    """Implements `Transport` for adapters that vLLM registers beside its model, each version under its own name.
+
+    No pause: running requests continue with the adapter they started with. A version and its folder are removed when no
+    request uses it any more. Until then the server may read the folder again at any time, since it keeps only a few
+    adapters in memory. `directory` belongs to this transport and must be readable by the server."""
+
+    needs_pause = False
+
+    def __init__(self, http: HttpClient, control_s: float, directory: Path) -> None:
+        self._http = http
+        self._control_s = control_s
+        self._folders = AdapterFolders(directory)
+        self._thread = SingleThread()
+        self._registered: dict[Version, str] = {}  # includes calls without a reply
+
+    async def prepare(self, manifest: Manifest) -> PreparedAdapterFiles:
+        if manifest.adapter is None:
+            raise UpdateFailed(f"version {manifest.version} is a whole model, but this server expects an adapter")
+        folder = await self._thread.run(self._folders.write, manifest)
+        name = f"outpace-{manifest.incarnation}-{manifest.version}"
+        return PreparedAdapterFiles(manifest.version, manifest.nbytes, folder, name)
+
+    async def swap(self, ready: PreparedWeights) -> None:
+        """Register the adapter. One already registered under this name is from a call without a reply: replace it."""
+        assert isinstance(ready, PreparedAdapterFiles), "prepared by another transport"
+        call = {"lora_name": ready.adapter, "lora_path": str(ready.folder)}
+        self._registered[ready.version] = ready.adapter
+        try:
+            await self._post("/v1/load_lora_adapter", call)
+        except ServerRefused as error:
+            if "already" not in str(error):
+                del self._registered[ready.version]
+                raise
+            await self._unload(ready.adapter)
+            await self._post("/v1/load_lora_adapter", call)
+
+    async def forget(self, version: Version) -> None:
+        name = self._registered.pop(version, None)
+        try:
+            if name is not None:
+                await self._unload(name)
+        finally:
+            await self._thread.run(self._folders.remove, version)
+
+    async def close(self, server_stays: bool) -> None:
+        try:
+            if server_stays:
+                await self._unload_all()
+            await self._thread.run(self._folders.clear)
+        finally:
+            self._thread.close()
+
+    async def _unload_all(self) -> None:
+        """Unload our adapters, best effort: closing does not wait for an unresponsive server."""
+        try:
+            async with asyncio.timeout(_UNLOAD_ALL_S):
+                await asyncio.gather(*(self._unload(name) for name in self._registered.values()))
+        except (ServerFailed, TimeoutError) as error:
+            log.warning("%s: cannot unload adapters of this run: %s", self._http.url, one_line(error) or "no answer")
+
+    async def _unload(self, name: str) -> None:
+        try:
+            await self._post("/v1/unload_lora_adapter", {"lora_name": name})
+        except ServerRefused as error:
+            if error.status != 404:  # already gone
+                raise
+
+    async def _post(self, path: str, body: dict[str, str]) -> None:
+        """POST to an adapter route. Success is a plain-text reply, so a JSON decoding error is not a failure."""
+        try:
+            await self._http.post(path, body, deadline_s=self._control_s)
+        except ServerFaulty as error:
+            if not isinstance(error.__cause__, msgspec.DecodeError):
+                raise
+
+
+SGLANG_UPDATE = "/update_weights_from_disk"
+
+_ADAPTER_ROUTES = {
+    "/v1/load_lora_adapter": "/load_lora_adapter",
+    "/v1/unload_lora_adapter": "/unload_lora_adapter",
+}
+"""vLLM's adapter routes and their SGLang counterparts."""
+
+
+class SglangFiles(FilesTransport):
+    """Implements `Transport` over files for SGLang."""
+
+    async def swap(self, ready: PreparedWeights) -> None:
+        assert isinstance(ready, PreparedFiles), "prepared by another transport"
+        await self._http.post(SGLANG_UPDATE, sglang_update_body(ready.folder), deadline_s=self._control_s)
+        await self._thread.run(self._folders.remove, ready.version)
+
+
+class SglangAdapters(AdapterTransport):
+    """Implements `Transport` for adapters of SGLang."""
+
+    async def _post(self, path: str, body: dict[str, str]) -> None:
+        await super()._post(_ADAPTER_ROUTES[path], body)
+
+
+def sglang_update_body(folder: Path) -> dict[str, object]:
+    """Body of an update call. The defaults would flush the cache, which kills a server that has requests, and use the
+    load format of the server's start, which may be `dummy`."""
+    return {
+        "model_path": str(folder),
+        "load_format": "auto",
+        "flush_cache": False,
+        "abort_all_requests": False,
+    }

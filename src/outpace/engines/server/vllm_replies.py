@@ -1,0 +1,296 @@
+"""vLLM's wire format: request bodies, streamed chunks, weight labels, server info and metrics.
+
+A chunk has the tokens since the last chunk, with the logprob of each. An error may arrive in mid-stream as a chunk of
+its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import Any
+
+import msgspec
+
+from outpace.engines.server.http import HttpClient
+from outpace.engines.server.protocol import (
+    STALE,
+    Piece,
+    Pressure,
+    ServerFacts,
+    ServerRequest,
+    VersionSpan,
+    check_logprobs,
+    stream_error,
+)
+from outpace.errors import ServerFailed, ServerFaulty, ServerRefused, one_line, plural
+from outpace.types import Sampling, StopReason, Version
+
+GENERATE = "/inference/v1/generate"
+COMPLETIONS = "/v1/completions"
+
+_SEED_MASK = 2**63 - 1  # the range that the server accepts
+
+
+def request_body(route: str, request: ServerRequest, model: str, *, seeded: bool) -> dict[str, Any]:
+    """Request body for a stream of tokens and logprobs.
+
+    Every sampling parameter is sent: the server would fill missing ones from the model's generation config. The
+    end-of-sequence token matters only if it is one of our stop ids, hence `ignore_eos`. As with the embedded engine,
+    the output includes the stop token, or the token that completes a stop string."""
+    parameters = _sampling(request.sampling, seeded)
+    common = {"model": model, "request_id": request.id, "cache_salt": request.salt, "stream": True}
+    if route == GENERATE:
+        return {**common, "token_ids": request.token_ids.tolist(), "sampling_params": parameters}
+    del parameters["detokenize"]  # this route always detokenizes
+    prompt = {"prompt": request.token_ids.tolist(), **parameters}
+    return {**common, **prompt, "add_special_tokens": False, "return_token_ids": True}
+
+
+def server_request_id(route: str, ask_id: str) -> str:
+    """The server's own id of the request sent as `ask_id`."""
+    return f"generate-tokens-{ask_id}" if route == GENERATE else f"cmpl-{ask_id}-0"
+
+
+def _sampling(sampling: Sampling, seeded: bool) -> dict[str, Any]:
+    return {
+        "n": 1,
+        "max_tokens": sampling.max_tokens,
+        "min_tokens": 0,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": 0.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "seed": sampling.seed & _SEED_MASK if seeded else None,
+        "stop": sampling.stop_strings,
+        "stop_token_ids": sampling.stop_ids,
+        "ignore_eos": True,
+        "logprobs": 0,  # of the sampled token only
+        "detokenize": bool(sampling.stop_strings),
+        "skip_special_tokens": False,  # a stop string may be a special token
+        "spaces_between_special_tokens": False,
+    }
+
+
+ABORT = "/abort_requests"
+LABEL = "/update_weight_version"
+PAUSE = "/pause"
+LOAD_ADAPTER = "/v1/load_lora_adapter"
+
+_QUERY_S = 20.0
+_INFO_S = 60.0  # the first call inspects the whole machine
+_START_TIME = "process_start_time_seconds"
+_ROUTES = (GENERATE, COMPLETIONS, ABORT, LABEL, PAUSE, LOAD_ADAPTER)
+
+
+async def read_facts(http: HttpClient) -> ServerFacts:
+    """Query the server's info. `details` has its `routes`, the model name or path (`root`), whether it has `dev_mode`,
+    the maximum number of concurrent sequences (`slots`), its `device` and `max_lora_rank`."""
+    version, models, routes, config = await _query_all(http)
+    own = models[0]
+    model_config = _section(config, "model_config")
+    dtype = model_config.get("dtype")
+    return ServerFacts(
+        kind="vllm",
+        version=version,
+        model=str(own.get("id")),
+        context=model_config.get("max_model_len") or own.get("max_model_len"),
+        dtype=None if dtype is None else str(dtype).removeprefix("torch."),
+        logprobs=model_config.get("logprobs_mode"),
+        controls=PAUSE in routes,
+        spans=LABEL in routes and GENERATE in routes,
+        plugin=_section(config, "weight_transfer_config").get("backend") == "outpace",
+        adapters=LOAD_ADAPTER in routes and bool(_section(config, "lora_config")),
+        details={
+            "routes": sorted(routes),
+            "root": model_config.get("model") or own.get("root"),
+            "dev_mode": config is not None,
+            "slots": _section(config, "scheduler_config").get("max_num_seqs"),
+            "device": _section(config, "device_config").get("device"),
+            "max_lora_rank": _section(config, "lora_config").get("max_lora_rank"),
+        },
+    )
+
+
+async def _query_all(http: HttpClient) -> tuple[str, list[dict[str, Any]], set[str], dict[str, Any] | None]:
+    """Send all queries concurrently, since each may be slow. The first failure cancels the rest."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            version, models = group.create_task(_version(http)), group.create_task(_models(http))
+            routes, config = group.create_task(_routes(http)), group.create_task(_config(http))
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return version.result(), models.result(), routes.result(), config.result()
+
+
+async def read_pressure(http: HttpClient) -> Pressure:
+    """Read the load over all engines of the server: the sum of requests, the maximum of KV cache usage."""
+    found: dict[str, list[float]] = {}
+    for line in (await http.text("/metrics", deadline_s=_QUERY_S)).splitlines():
+        if line.startswith(("vllm:", _START_TIME)):
+            name = line.partition("{")[0].partition(" ")[0]
+            found.setdefault(name, []).append(_number(http.url, line.rpartition(" ")[2]))
+    if "vllm:num_requests_running" not in found:
+        raise ServerFaulty(f"{http.url}/metrics: no vllm:num_requests_running")
+    used = found.get("vllm:kv_cache_usage_perc") or found.get("vllm:gpu_cache_usage_perc") or [0.0]
+    return Pressure(
+        running=int(sum(found["vllm:num_requests_running"])),
+        waiting=int(sum(found.get("vllm:num_requests_waiting", []))),
+        cache_used=max(used),
+        preemptions=int(sum(found.get("vllm:num_preemptions_total", []))),
+        began=max(found.get(_START_TIME) or found.get("vllm:num_preemptions_created") or [], default=None),
+    )
+
+
+async def _version(http: HttpClient) -> str:
+    reply = await http.get("/version", deadline_s=_QUERY_S)
+    if not isinstance(reply, dict) or not isinstance(reply.get("version"), str):
+        raise ServerFaulty(f"{http.url}/version: no version in the response; is this a vLLM server?")
+    return str(reply["version"])
+
+
+async def _models(http: HttpClient) -> list[dict[str, Any]]:
+    reply = await http.get("/v1/models", deadline_s=_QUERY_S)
+    models = reply.get("data") if isinstance(reply, dict) else None
+    if not isinstance(models, list) or not models or not all(isinstance(model, dict) for model in models):
+        raise ServerFaulty(f"{http.url}/v1/models: no model in the response")
+    return sorted(models, key=lambda model: model.get("parent") is not None)  # adapters come last
+
+
+async def _routes(http: HttpClient) -> set[str]:
+    """The routes we use that the server has. If its OpenAPI listing is disabled, probe each with a wrong method: an
+    existing route replies 405."""
+    try:
+        reply = await http.get("/openapi.json", deadline_s=_INFO_S)
+        return {route for route in _ROUTES if route in _section(reply, "paths")}
+    except ServerRefused:
+        return {route for route in _ROUTES if await _exists(http, route)}
+
+
+async def _exists(http: HttpClient, route: str) -> bool:
+    try:
+        await http.text(route, deadline_s=_QUERY_S)
+    except ServerRefused as refusal:
+        return refusal.status == 405
+    return True
+
+
+async def _config(http: HttpClient) -> dict[str, Any] | None:
+    """The server's configuration; None if it is not in dev mode."""
+    try:
+        reply = await http.get("/server_info", deadline_s=_INFO_S, query={"config_format": "json"})
+    except ServerRefused:
+        return None
+    return _section(reply, "vllm_config")
+
+
+def _section(content: Any, name: str) -> dict[str, Any]:
+    found = content.get(name) if isinstance(content, dict) else None
+    return found if isinstance(found, dict) else {}
+
+
+def _number(url: str, text: str) -> float:
+    """Parse a metric. A gauge that was never set may be NaN, which is rejected."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise ServerFaulty(f"{url}/metrics: {text!r} is not a number")
+    return number
+
+
+def label_of(incarnation: str, version: Version) -> str:
+    """The label of a weight version on the server. It includes the incarnation because every run counts from 0."""
+    return f"{incarnation}.{version}"
+
+
+def version_of(incarnation: str, label: str) -> Version | None:
+    """The version in a label; None if the label is not one of this run."""
+    owner, _, version = label.rpartition(".")
+    return int(version) if owner == incarnation and version.isdecimal() else None
+
+
+_STOPS: dict[str, StopReason] = {"stop": "stop", "length": "length", "abort": "aborted", "repetition": "stop"}
+
+
+class _Entry(msgspec.Struct):
+    logprob: float | None = None
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Entry] | None = None  # of /inference/v1/generate
+    token_logprobs: list[float | None] | None = None  # of /v1/completions
+
+
+class _WeightSpan(msgspec.Struct):
+    version: str | int
+    start: int
+    end: int
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[int] | None = None
+    logprobs: _Logprobs | None = None
+    finish_reason: str | None = None
+    weight_versions: list[_WeightSpan] | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = []
+    error: Any = None
+
+
+_DECODER = msgspec.json.Decoder(_Chunk)
+
+
+def parse_chunk(where: str, payload: bytes, incarnation: str) -> Piece | None:
+    """Parse one chunk; None if it carries no output. `incarnation`: of the run whose weight labels are ours."""
+    try:
+        chunk = _DECODER.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ServerFaulty(f"{where}: invalid chunk ({error}): {one_line(payload[:200])}") from error
+    if chunk.error is not None:
+        raise _stream_error(where, chunk.error)
+    if not chunk.choices:
+        return None
+    choice = chunk.choices[0]
+    tokens = choice.token_ids or []
+    return Piece(tokens, _logprobs(where, choice, len(tokens)), _stop(where, choice), _spans(choice, incarnation))
+
+
+def _logprobs(where: str, choice: _Choice, count: int) -> list[float]:
+    found: list[float | None] = []
+    if choice.logprobs is not None and choice.logprobs.content is not None:
+        found = [entry.logprob for entry in choice.logprobs.content]
+    elif choice.logprobs is not None and choice.logprobs.token_logprobs is not None:
+        found = choice.logprobs.token_logprobs
+    if len(found) != count:
+        raise ServerFaulty(f"{where}: {plural(count, 'token')} came with {len(found)} logprobs")
+    return check_logprobs(where, found)
+
+
+def _stop(where: str, choice: _Choice) -> StopReason | None:
+    if choice.finish_reason is None:
+        return None
+    if choice.finish_reason not in _STOPS:
+        raise ServerFaulty(f"{where}: a request ended with finish reason {one_line(choice.finish_reason)!r}")
+    return _STOPS[choice.finish_reason]
+
+
+def _spans(choice: _Choice, incarnation: str) -> list[VersionSpan] | None:
+    """Spans of weight versions. Tokens with a foreign label (another run, or a restarted server) are STALE."""
+    spans: list[VersionSpan] = []
+    for span in choice.weight_versions or []:
+        version = version_of(incarnation, str(span.version))
+        spans.append((STALE if version is None else version, span.start, span.end))
+    return spans or None
+
+
+def _stream_error(where: str, error: Any) -> ServerFailed:
+    details = error if isinstance(error, dict) else {"message": error}
+    code = details.get("code")
+    return stream_error(where, details.get("message", error), code if isinstance(code, int) else None)

@@ -1,1 +1,0 @@
-"""The `Engine` protocol over one server: requests, weight updates, health, partial output."""

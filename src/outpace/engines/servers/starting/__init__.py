@@ -1,1 +1,0 @@
-"""Launching servers: command lines, processes, readiness, and the causes of failed starts."""

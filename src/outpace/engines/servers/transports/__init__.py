@@ -1,1 +1,0 @@
-"""Weight transports: each module implements `Transport` for one way of transferring snapshots."""

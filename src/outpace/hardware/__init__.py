@@ -1,0 +1,1 @@
+"""Hardware of this machine: placement on GPUs, CPU cores and threads, memory estimates."""

@@ -1,0 +1,288 @@
+"""Memory estimates of the learner and embedded engines, made before anything starts.
+
+There are two figures for each. The minimum is used in any case: weights, gradients, optimizer states, the first part of
+the KV cache. The maximum is reached when every sequence fills the context and every learner pass is full, which many
+runs never see. So a run is rejected only if the minimum does not fit, and warned about if the maximum does not.
+
+Estimates are for Llama-style decoders. A model whose config.json lacks the needed values is not estimated.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from outpace.config import Config
+from outpace.errors import BadInput
+from outpace.hardware.placement import GpuAssignment, Placement
+
+GB = 10**9
+MIB = 1 << 20
+BYTES = {"float32": 4, "bfloat16": 2}
+FIRST_CAPACITY = 128
+"""Initial capacity of a KV cache, in tokens."""
+PREFILL_TOKENS = 4096
+LOGITS_PER_SLICE = 1 << 24
+NVIDIA_SMI_S = 20.0
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    parameters: int
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    feed_forward: int  # sum over all experts that one token is routed to
+    vocabulary: int
+    context: int
+
+    @classmethod
+    def read(cls, directory: Path) -> ModelShape | None:
+        """Read the shape from the model's files. Returns None if they lack a needed value."""
+        try:
+            config: dict[str, Any] = json.loads((directory / "config.json").read_text())
+            config = config.get("text_config") or config
+            heads = int(config["num_attention_heads"])
+            experts = int(config.get("num_experts_per_tok") or 1)
+            return cls(
+                parameters=sum(_parameters(file) for file in _weight_files(directory)),
+                layers=int(config["num_hidden_layers"]),
+                width=int(config["hidden_size"]),
+                heads=heads,
+                kv_heads=int(config.get("num_key_value_heads") or heads),
+                head_size=int(config.get("head_dim") or config["hidden_size"] // heads),
+                feed_forward=experts * int(config.get("moe_intermediate_size") or config["intermediate_size"]),
+                vocabulary=int(config["vocab_size"]),
+                context=int(config["max_position_embeddings"]),
+            )
+        except (OSError, KeyError, TypeError, ValueError):
+            return None
+
+    def kv_bytes(self, dtype: str) -> int:
+        """Return the bytes of the KV cache per token."""
+        return 2 * self.layers * self.kv_heads * self.head_size * BYTES[dtype]
+
+
+def _weight_files(directory: Path) -> set[Path]:
+    """Return the files that are loaded. Some models also contain the same weights in another format."""
+    index = directory / "model.safetensors.index.json"
+    if index.exists():
+        return {directory / name for name in json.loads(index.read_text())["weight_map"].values()}
+    whole = directory / "model.safetensors"
+    return {whole} if whole.exists() else set(directory.glob("*.safetensors"))
+
+
+def _parameters(file: Path) -> int:
+    """Count the parameters in a safetensors file from its header."""
+    with file.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        if size > file.stat().st_size:
+            raise ValueError(f"{file} is not a safetensors file")
+        header = json.loads(opened.read(size))
+    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Memory in bytes: `fixed` in any case, plus `filled` with full contexts and passes.
+
+    `setting` is the setting to lower if it does not fit. Its value is `units`; each unit takes `fixed_per_unit` in any
+    case and `per_unit` with full contexts and passes."""
+
+    fixed: int
+    filled: int
+    setting: str
+    units: int
+    per_unit: int
+    fixed_per_unit: int = 0
+    lowest: int = 1
+    """Lowering `setting` below this alone saves no memory."""
+
+    @property
+    def most(self) -> int:
+        return self.fixed + self.filled
+
+    def largest_fitting(self, available: float) -> int:
+        """Return a value of `setting` with which `most` fits. Below 1 means that no value does."""
+        return math.floor(self.units - max(0.0, self.most - available) / max(self.per_unit, 1))
+
+
+# ----------------------------------------------------------------------------------------------------------- estimates
+
+
+def engine_memory(config: Config, shape: ModelShape) -> MemoryEstimate:
+    """Estimate the memory of one embedded engine."""
+    slots, size = config.engine.resolved_slots, BYTES[config.model.dtype]
+    context = min(config.engine.context or shape.context, shape.context)
+    kv = shape.kv_bytes(config.model.dtype)
+    weights = shape.parameters * size
+    first = context if config.run.deterministic else min(context, FIRST_CAPACITY)
+    evaluated = config.eval.count > 0
+    pinned = (slots if config.run.deterministic else min(slots, config.eval.max_running)) if evaluated else 0
+    # One row of a step: logits as computed and in float32, logprobs, probabilities, cumulative sums in float64;
+    # attention scores in float32 and in the model's dtype.
+    row = shape.vocabulary * (size + 20) + shape.heads * context * (4 + 2 * size)
+    prefill = max(PREFILL_TOKENS, context) * size * (8 * shape.width + 4 * shape.feed_forward)
+    per_slot = context * kv + row
+    fixed = 2 * weights + slots * first * kv  # one weight set in use, one being loaded
+    full = slots * per_slot + pinned * context * kv + (weights if evaluated else 0) + prefill
+    return MemoryEstimate(fixed, full - slots * first * kv, "engine.slots", slots, per_slot, first * kv)
+
+
+def learner_memory(config: Config, shape: ModelShape) -> MemoryEstimate:
+    parameters = shape.parameters
+    if config.lora.rank:
+        fixed = 4 * parameters + 16 * _adapter_parameters(config, shape)
+    else:
+        fixed = 16 * parameters  # float32: weights, gradients, two moments
+        fixed += 4 * parameters if config.kl.coefficient > 0 else 0
+    halves = config.model.dtype == "bfloat16"
+    context = min(config.engine.context or shape.context, shape.context)
+    batch = config.pacing.groups_per_step * config.rollout.group_size * context
+    tokens = min(max(config.learner.tokens_per_pass, context), batch)
+    layer = _layer_activations(shape, halves)
+    if config.learner.gradient_checkpointing:
+        per_token = shape.layers * 4 * shape.width + layer
+    else:
+        per_token = shape.layers * layer
+    per_token += 16 * shape.width
+    slices = 4 * LOGITS_PER_SLICE * 4 + 4 * shape.vocabulary * shape.width
+    casts = 2 * parameters if halves else 0
+    filled = tokens * per_token + slices + casts
+    if config.learner.tokens_per_pass <= context:  # a pass holds at least one sequence
+        return MemoryEstimate(fixed, filled, "engine.context", tokens, per_token)
+    return MemoryEstimate(fixed, filled, "learner.tokens_per_pass", tokens, per_token, lowest=context)
+
+
+def _layer_activations(shape: ModelShape, halves: bool) -> int:
+    """Return the bytes per token that one layer keeps for its backward pass. Norms keep their float32 input and output;
+    with bfloat16 matmuls every linear layer keeps its own bfloat16 copy of its input."""
+    width, queries = shape.width, shape.heads * shape.head_size
+    keys, wide = shape.kv_heads * shape.head_size, shape.feed_forward
+    if halves:
+        return 26 * width + 6 * queries + 4 * keys + 8 * wide
+    return 24 * width + 12 * queries + 8 * keys + 16 * wide
+
+
+def _adapter_parameters(config: Config, shape: ModelShape) -> int:
+    queries, keys = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
+    sizes = {
+        "q_proj": shape.width + queries,
+        "k_proj": shape.width + keys,
+        "v_proj": shape.width + keys,
+        "o_proj": queries + shape.width,
+    }
+    feed_forward = shape.width + shape.feed_forward
+    return sum(shape.layers * config.lora.rank * sizes.get(target, feed_forward) for target in config.lora.targets)
+
+
+# ------------------------------------------------------------------------------------------------------------ checking
+
+
+@dataclass(frozen=True)
+class AvailableMemory:
+    """Total bytes per GPU, named as in CUDA_VISIBLE_DEVICES, and of the host. GPUs of unknown size are missing."""
+
+    gpus: Mapping[str, int]
+    host: int
+
+
+def check_memory(config: Config, placement: Placement, shape: ModelShape, available: AvailableMemory) -> list[str]:
+    """Return warnings for what may not fit. Raises `BadInput` for what cannot fit."""
+    learner = learner_memory(config, shape)
+    engines = [engine_memory(config, shape)] * len(placement.engines) if config.engine.kind == "embedded" else []
+    warnings: list[str] = []
+    for device in dict.fromkeys(_device(each) for each in (placement.learner, *placement.engines)):
+        room: float | None = available.gpus.get(device) if device else available.host
+        if room is None:
+            continue
+        estimates = [each for each, gpus in zip(engines, placement.engines, strict=False) if _device(gpus) == device]
+        if _device(placement.learner) == device:
+            room *= placement.learner.memory
+            estimates.append(learner)
+        where = f"GPU {device}" if device else "this machine"
+        warnings += _check_device(estimates, room, where, adapters=config.lora.rank > 0)
+    return warnings
+
+
+def _device(assignment: GpuAssignment) -> str:
+    """Return the first GPU, or an empty string for the host."""
+    return assignment.gpus[0] if assignment.gpus else ""
+
+
+def _check_device(estimates: list[MemoryEstimate], room: float, where: str, adapters: bool) -> Iterator[str]:
+    if not estimates:
+        return
+    least, most = sum(each.fixed for each in estimates), sum(each.most for each in estimates)
+    if least > room:
+        largest = max(estimates, key=lambda each: each.fixed)
+        raise BadInput(_does_not_fit(largest, least, room, where, adapters))
+    if most > room:
+        largest = max(estimates, key=lambda each: each.filled)
+        value = largest.largest_fitting(room - (most - largest.most))
+        both = dict.fromkeys((largest.setting, "engine.context"))
+        advice = f"set {largest.setting} = {value}" if value >= largest.lowest else f"lower {' and '.join(both)}"
+        yield (
+            f"memory of {where}: the run needs {most / GB:.1f} GB if every context and pass is full, but only "
+            f"{room / GB:.1f} GB are available; if it runs out of memory, {advice}"
+        )
+
+
+def _does_not_fit(largest: MemoryEstimate, least: int, room: float, where: str, adapters: bool) -> str:
+    sizes = f"the run needs at least {least / GB:.1f} GB on {where}, but {room / GB:.1f} GB are available"
+    excess = (least - room) / largest.fixed_per_unit if largest.fixed_per_unit else math.inf
+    if largest.units - excess >= 1:
+        return f"{largest.setting}: {sizes}; set {math.floor(largest.units - excess)} or less"
+    remedy = "use" if adapters else "set lora.rank = 16 to train adapters only, or use"
+    return f"model.path: {sizes}; {remedy} a smaller model"
+
+
+# -------------------------------------------------------------------------------------------------------- this machine
+
+
+def memory_warnings(config: Config, placement: Placement, model: Path) -> list[str]:
+    """Check a run of the model in directory `model` on this machine. Raises `BadInput` if it cannot fit."""
+    shape = ModelShape.read(model)
+    return [] if shape is None else check_memory(config, placement, shape, available_memory(placement))
+
+
+def available_memory(placement: Placement) -> AvailableMemory:
+    gpus = [gpu for each in (placement.learner, *placement.engines) for gpu in each.gpus]
+    swap = psutil.swap_memory().total
+    return AvailableMemory(_gpu_totals(gpus) if gpus else {}, psutil.virtual_memory().total + swap)
+
+
+def _gpu_totals(gpus: list[str]) -> dict[str, int]:
+    """Query nvidia-smi, because torch is not loaded in this process. Empty if it is missing or its output is
+    invalid."""
+    query = ["nvidia-smi", "--query-gpu=uuid,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        output = subprocess.run(query, capture_output=True, text=True, check=True, timeout=NVIDIA_SMI_S).stdout
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return parse_gpu_totals(output, gpus, os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID")
+
+
+def parse_gpu_totals(output: str, gpus: list[str], in_bus_order: bool) -> dict[str, int]:
+    """Parse the total bytes of these GPUs from nvidia-smi's output. CUDA may number GPUs in another order than
+    nvidia-smi; an index then gets the largest total."""
+    rows = [tuple(map(str.strip, line.split(","))) for line in output.splitlines()]
+    totals = {row[0]: int(row[1]) * MIB for row in rows if len(row) == 2 and row[1].isdecimal()}
+    by_index = list(totals.values())
+    found: dict[str, int] = {}
+    for gpu in gpus:
+        if gpu.isdecimal() and int(gpu) < len(by_index):
+            found[gpu] = by_index[int(gpu)] if in_bus_order else max(by_index)
+        elif matching := [total for uuid, total in totals.items() if uuid.startswith(gpu)]:
+            found[gpu] = matching[0]
+    return found

@@ -1,0 +1,306 @@
+"""GPU placement: which process computes on which GPU, and how weights reach the engines.
+
+`assign_gpus` is a pure function of the config and the visible GPUs. The learner gets the first GPU and the engines the
+others, round-robin; they share the learner's GPU only if there is no other. Launched servers and the learner share a
+GPU with fixed memory budgets. Each child process sees only its own GPUs, through CUDA_VISIBLE_DEVICES.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import re
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from outpace.config import Config
+from outpace.errors import BadInput
+
+Transport = Literal["files", "memory", "ipc", "collective"]
+
+CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+
+WSL_DRIVER = Path("/usr/lib/wsl/lib/libcuda.so.1")
+"""Path of the CUDA driver under WSL, which has no /dev/nvidia*."""
+
+MARGIN = 0.05
+"""Fraction of a shared GPU's memory outside all budgets: CUDA contexts and library workspaces."""
+
+SMALLEST_LEARNER = 0.1
+"""Smallest fraction of a GPU's memory with which a learner can work."""
+
+SERVERS_ALONE = 0.9
+"""Fraction of a GPU's memory that all servers on it take together if the learner is on another GPU. Default for
+launch.gpu_memory."""
+
+SERVERS_BESIDE_LEARNER = 0.4
+"""The same for a GPU that the servers share with the learner."""
+
+PARALLELISM = {
+    "tensor": ("--tensor-parallel-size", "-tp", "--tp-size", "--tp"),
+    "pipeline": ("--pipeline-parallel-size", "-pp", "--pp-size"),
+    "data": ("--data-parallel-size", "-dp", "--dp-size", "--dp"),
+}
+"""Options of vLLM and SGLang that multiply the number of GPUs of one server."""
+
+
+class GpuAssignment(msgspec.Struct, frozen=True):
+    """The GPUs of one process (empty: it computes on the CPU) and its fraction of each GPU's memory."""
+
+    gpus: list[str] = []
+    memory: float = 1.0
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {CUDA_VISIBLE_DEVICES: ",".join(self.gpus)} if self.gpus else {}
+
+
+ON_CPU = GpuAssignment()
+
+
+class Placement(msgspec.Struct, frozen=True):
+    """GPU assignments of all processes of a run. GPUs are named as in CUDA_VISIBLE_DEVICES."""
+
+    learner: GpuAssignment
+    engines: list[GpuAssignment]
+    workers: list[str]  # the GPUs that rollout workers may use
+    transport: Transport
+    groups: list[list[str]] = []  # sets of GPUs for one engine each, assigned round-robin
+    joining_memory: list[float] = []  # memory fraction of one more server, per group; empty: engines have no budgets
+
+    def assign_joining_engine(self, others: Collection[GpuAssignment]) -> GpuAssignment:
+        """Return the assignment of an engine that joins while `others` run: the GPUs with the most free memory."""
+        if not self.groups:
+            return ON_CPU
+        taken = [sum(engine.memory for engine in others if engine.gpus == group) for group in self.groups]
+        if not self.joining_memory:
+            return GpuAssignment(self.groups[taken.index(min(taken))])
+        for index, group in enumerate(self.groups):
+            taken[index] += self.learner.memory if set(self.learner.gpus) & set(group) else 0.0
+        best = min(range(len(self.groups)), key=lambda index: taken[index] + self.joining_memory[index])
+        group, memory = self.groups[best], self.joining_memory[best]
+        if taken[best] + memory > 1.0:
+            smaller = "" if set(self.learner.gpus) & set(group) else " or a smaller launch.gpu_memory"
+            raise BadInput(
+                f"launch.gpu_memory: one more server needs {memory:g} of the memory of {_named(group)}, but "
+                f"{taken[best]:.2f} is already assigned; start the run with more engines{smaller}"
+            )
+        return GpuAssignment(group, memory)
+
+    def lines(self) -> Iterator[str]:
+        """Yield one line per process with its GPUs, for display."""
+        yield f"learner: {_shown(self.learner)}"
+        for index, engine in enumerate(self.engines):
+            yield f"engine-{index}: {_shown(engine)}"
+        yield f"rollout workers: {_named(self.workers)}"
+        yield f"weights: {self.transport}"
+
+
+def _shown(assignment: GpuAssignment) -> str:
+    share = f", {assignment.memory:.0%} of its memory" if assignment.memory < 1 else ""
+    return _named(assignment.gpus) + share
+
+
+def _named(gpus: Sequence[str]) -> str:
+    if not gpus:
+        return "CPU"
+    return f"GPU {gpus[0]}" if len(gpus) == 1 else f"GPUs {', '.join(gpus)}"
+
+
+# -------------------------------------------------------------------------------------------------------- this machine
+
+
+def listed_gpus(variable: str) -> list[str]:
+    """Parse a value of CUDA_VISIBLE_DEVICES into indices or UUIDs. As in CUDA, -1 ends the list."""
+    gpus: list[str] = []
+    for gpu in (word.strip() for word in variable.split(",")):
+        if gpu in ("", "-1", "NoDevFiles"):
+            break
+        if gpu not in gpus:
+            gpus.append(gpu)
+    return gpus
+
+
+def visible_gpus(config: Config) -> list[str]:
+    """Return the GPUs visible to this process, without loading torch. With run.device = "cuda" at least one is assumed,
+    unless CUDA_VISIBLE_DEVICES is set. With "auto" there are none if the installed torch is a CPU build."""
+    if config.run.device == "auto" and not torch_has_cuda():
+        return []
+    variable = os.environ.get(CUDA_VISIBLE_DEVICES)
+    if variable is not None:
+        return listed_gpus(variable)
+    count = len(list(Path("/dev").glob("nvidia[0-9]*"))) or int(WSL_DRIVER.exists())
+    return [str(index) for index in range(count or int(config.run.device == "cuda"))]
+
+
+@functools.cache
+def torch_has_cuda() -> bool:
+    """Return whether torch is a CUDA build, from the source of `torch.version`: loading torch takes seconds. True if
+    unknown."""
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        return True
+    try:
+        version = Path(found.origin).with_name("version.py").read_text()
+    except OSError:
+        return True
+    return re.search(r"^cuda\b.*= *None", version, re.MULTILINE) is None
+
+
+def uses_gpu(config: Config) -> bool:
+    return config.run.device == "cuda" or (config.run.device == "auto" and bool(visible_gpus(config)))
+
+
+def placement_of(config: Config) -> Placement:
+    """Return the placement on this machine. Raises `BadInput` if there are not enough GPUs."""
+    return assign_gpus(config, visible_gpus(config))
+
+
+# ----------------------------------------------------------------------------------------------------------- the rules
+
+
+def assign_gpus(config: Config, gpus: Sequence[str]) -> Placement:
+    """Assign GPUs to all processes. `gpus` are the visible ones, named as in CUDA_VISIBLE_DEVICES; `config` is
+    resolved.
+
+    Raises `BadInput` if there are not enough GPUs."""
+    engines = config.engine.count or max(len(config.engine.urls), 1)
+    wanted = config.rollout.gpus
+    if wanted > len(gpus):
+        raise BadInput(
+            f"rollout.gpus: {wanted} requested, but {_count(len(gpus))} visible; lower it or make more GPUs visible"
+        )
+    if config.run.device == "cuda" and not gpus:
+        raise BadInput(
+            f'run.device: "cuda" is set, but no GPU is visible; set "cpu" or add a GPU to {CUDA_VISIBLE_DEVICES}'
+        )
+    if config.run.device == "cpu" or not gpus:
+        on_cpu = [ON_CPU] * engines
+        return Placement(ON_CPU, on_cpu, list(gpus[:wanted]), _transport(config, shares=False))
+
+    size = _gpus_per_engine(config)
+    enough_for_all = len(gpus) - wanted >= 1 + size
+    workers = list(gpus[len(gpus) - wanted :])
+    learner, groups = _groups(config, gpus[: len(gpus) - wanted] if enough_for_all else gpus, size)
+    if not _launches(config) or not groups:
+        assigned = [GpuAssignment(groups[index % len(groups)] if groups else []) for index in range(engines)]
+        transport = _transport(config, shares=False)
+        return Placement(GpuAssignment([learner]), assigned, workers, transport, groups)
+    shares = learner in groups[0]
+    on_group = [len(range(index, engines, len(groups))) for index in range(len(groups))]
+    memory = [_server_memory(config, servers, shares) for servers in on_group]
+    return Placement(
+        GpuAssignment([learner], 1.0 - on_group[0] * memory[0] - MARGIN if shares else 1.0),
+        [GpuAssignment(groups[index % len(groups)], memory[index % len(groups)]) for index in range(engines)],
+        workers,
+        _transport(config, shares=groups == [[learner]]),
+        groups,
+        joining_memory=[_server_memory(config, 1, shares)] * len(groups),
+    )
+
+
+def _launches(config: Config) -> bool:
+    return config.engine.kind != "embedded" and not config.engine.urls
+
+
+def _groups(config: Config, gpus: Sequence[str], size: int) -> tuple[str, list[list[str]]]:
+    """Return the learner's GPU, and the sets of GPUs that are assigned to engines round-robin."""
+    learner, others = gpus[0], list(gpus[1:])
+    if config.engine.urls:
+        return learner, []
+    if config.run.runtime == "inline":  # one process, whose device is the first GPU
+        return learner, [[learner]]
+    if _launches(config) and CUDA_VISIBLE_DEVICES in config.launch.env:
+        return _given_groups(config, gpus, size)
+    if config.weights.transport == "ipc":  # works only within one GPU
+        if size > 1:
+            raise BadInput(f'weights.transport: "ipc" needs one GPU, but a server uses {size}; set "memory"')
+        return learner, [[learner]]
+    if size > len(gpus):
+        raise BadInput(
+            f"launch.args: the parallelism needs {size} GPUs per server, but {_count(len(gpus))} visible; "
+            f"lower --tensor-parallel-size or make more GPUs visible"
+        )
+    if size > len(others):
+        return learner, [list(gpus[:size])]
+    return learner, [others[start : start + size] for start in range(0, len(others) - size + 1, size)]
+
+
+def _given_groups(config: Config, gpus: Sequence[str], size: int) -> tuple[str, list[list[str]]]:
+    """Use the GPUs from launch.env for every server. The learner gets another GPU if there is one."""
+    given = listed_gpus(config.launch.env[CUDA_VISIBLE_DEVICES])
+    if not given:  # servers on the CPU
+        return gpus[0], []
+    if size > len(given):
+        raise BadInput(
+            f"launch.env: {CUDA_VISIBLE_DEVICES} gives a server {len(given)} GPUs, but its parallelism needs {size}; "
+            f"add GPUs there or lower --tensor-parallel-size"
+        )
+    return next((gpu for gpu in gpus if gpu not in given), gpus[0]), [given]
+
+
+def _gpus_per_engine(config: Config) -> int:
+    if not _launches(config):
+        return 1
+    sizes = dict(_parallelism(config.launch.args))
+    if "--enable-dp-attention" in config.launch.args:  # SGLang: data parallelism inside the tensor-parallel GPUs
+        sizes.pop("data", None)
+    product = 1
+    for size in sizes.values():
+        product *= size
+    return product
+
+
+def _parallelism(args: Sequence[str]) -> Iterator[tuple[str, int]]:
+    names = {option: kind for kind, options in PARALLELISM.items() for option in options}
+    for index, word in enumerate(args):
+        option, is_joined, value = word.partition("=")
+        kind = names.get(option.replace("_", "-"))
+        if kind is None:
+            continue
+        text = value if is_joined else args[index + 1] if index + 1 < len(args) else ""
+        if not text.isdecimal() or int(text) < 1:
+            raise BadInput(f"launch.args: {option} must be a positive integer, not {text!r}")
+        yield kind, int(text)
+
+
+def _server_memory(config: Config, servers: int, shares: bool) -> float:
+    """Return the memory fraction of one of `servers` on the same GPUs. `shares`: the learner is on one of these
+    GPUs."""
+    given = config.launch.gpu_memory
+    if given is None:
+        return (SERVERS_BESIDE_LEARNER if shares else SERVERS_ALONE) / max(servers, 1)
+    most = 1.0 - MARGIN - SMALLEST_LEARNER if shares else 1.0
+    if servers * given > most + 1e-9:
+        whose = "one server" if servers == 1 else f"each of {servers} servers"
+        problem = "leaves too little GPU memory for the learner" if shares else "exceeds the memory of the GPU"
+        raise BadInput(
+            f"launch.gpu_memory: {given:g} for {whose} {problem}; set {int(100 * most / servers) / 100:g} or less, "
+            f"or start fewer servers"
+        )
+    return given
+
+
+def transport_of(config: Config) -> Transport:
+    """Return the weight transport. The controller resolves "auto" in the config of a child process, because a child
+    does not see all GPUs."""
+    return placement_of(config).transport if config.weights.transport == "auto" else config.weights.transport
+
+
+def _transport(config: Config, shares: bool) -> Transport:
+    """Resolve weights.transport = "auto" to the fastest transport that is certain to work.
+    `shares`: every engine is a server on the learner's GPU."""
+    if config.weights.transport != "auto":
+        return config.weights.transport
+    if config.engine.kind == "sglang" or config.engine.urls:
+        return "files"
+    in_files = config.lora.rank > 0 or config.weights.delta
+    return "ipc" if shares and config.engine.kind == "vllm" and not in_files else "memory"
+
+
+def _count(gpus: int) -> str:
+    return "none is" if gpus == 0 else "only one is" if gpus == 1 else f"only {gpus} are"

@@ -1,0 +1,303 @@
+"""LearnerCore: the training step without processes, files or event loops.
+
+Exact by linearity: `accumulate` adds gradients of unnormalized sums, `update` divides once by the denominator of
+everything accumulated. An update therefore does not depend on how its rows were split into chunks and passes, up to
+rounding. With the same chunks in the same order and the same thread count it is bit-identical.
+
+    accumulate* ─▶ update ─▶ close        one update per batch: groups are trained as they arrive
+    (accumulate* ─▶ update)* ─▶ close     several updates: the whole batch is collected first (`BatchLearner`)
+
+Parameters are float32, independent of the dtype of matrix products. With LoRA, `parameters` are those of the adapter,
+and the model's own stay frozen.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from outpace.algorithms import losses
+from outpace.errors import OutpaceError, plural
+from outpace.learner.forward import (
+    Forward,
+    ForwardOptions,
+    ForwardOutputs,
+    PackedForward,
+    PaddedForward,
+    choose_forward,
+)
+from outpace.learner.loss import OLD_LOGP, OLD_VALUES, LossAssembly
+from outpace.learner.metrics import StepTotals, step_metrics
+from outpace.learner.optimizer import ValueHead, clip_factor, learning_rate, make_optimizer
+from outpace.learner.packing import Extras, PackedBatch, pack
+from outpace.learner.reference import Reference, make_reference
+from outpace.learner.settings import LearnerCoreSettings
+from outpace.models.lora import LoraAdapters
+from outpace.types import OBSERVED, ChunkReport, Floats, Ints, Row, StepReport, Version
+
+REFERENCE_LOGP = "reference_logp"
+
+Update = tuple[float, float]
+"""Loss and gradient norm of one update."""
+
+
+class NotFinite(OutpaceError):
+    """`learner.max_bad_steps` consecutive steps had a non-finite loss or gradient."""
+
+
+class LearnerCore:
+    """Owns the model, the optimizer and, if the algorithm needs them, a reference and a critic. Not thread-safe."""
+
+    def __init__(self, model: PreTrainedModel, settings: LearnerCoreSettings) -> None:
+        self.settings = settings
+        self.model = model
+        self.version: Version = 0
+        self.tokens = 0  # trained since the start of the run
+        self.bad_steps = 0  # consecutive steps with a skipped update
+        self.engine_kl = 0.0  # latest KL on tokens sampled by the version being trained
+        dtype = getattr(torch, settings.dtype)
+        self.adapters = LoraAdapters(model, settings.adapter) if settings.adapter else None
+        _prepare(model, settings.learner.gradient_checkpointing, torch.float64 if dtype == torch.float64 else None)
+        options = ForwardOptions(settings.temperature, dtype, settings.algorithm.entropy != 0, settings.has_critic)
+        logprobs_only = ForwardOptions(settings.temperature, dtype)
+        self._forward = choose_forward(model, options)
+        self.reference: Reference | None = (
+            make_reference(model, self.adapters, self._forward, logprobs_only) if settings.kl.coefficient > 0 else None
+        )
+        self.critic = _make_critic(model, settings)
+        self._loss = LossAssembly(settings)
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.critic_parameters = (
+            {f"critic.{name}": p for name, p in self.critic.named_parameters()} if self.critic else {}
+        )
+        self.optimizer = make_optimizer(self.parameters, self.critic_parameters, settings)
+        self._accumulated = StepTotals()  # since the last update
+        self._step = StepTotals()  # since the last version
+        self._updates: list[Update] = []  # since the last version
+        self._seconds = 0.0
+
+    # ------------------------------------------------------------------------------------------------- gradients
+
+    def accumulate(self, rows: Sequence[Row], extras: Sequence[Extras] = (), replayed: bool = False) -> ChunkReport:
+        """Run forward and backward over these rows, adding to the gradient of the next update."""
+        started = time.perf_counter()
+        chunk = StepTotals()
+        for packed in pack(rows, self.settings.learner.tokens_per_pass, extras):
+            chunk.add(self._train_pass(packed, replayed))
+        self._accumulated.add(chunk)
+        seconds = time.perf_counter() - started
+        self._seconds += seconds
+        return ChunkReport(
+            tokens=chunk.tokens,
+            rows=len(rows),
+            loss_sum=chunk.loss_sum,
+            lag_counts=dict(chunk.lag_counts),
+            replay_lag_counts=dict(chunk.replay_lag_counts),
+            seconds=seconds,
+        )
+
+    def _train_pass(self, packed: PackedBatch, replayed: bool) -> StepTotals:
+        reference_logp_N = self.reference.logp(packed) if self.reference and self.settings.kl_in_loss else None
+        outputs = self._forward(packed)
+        values_N = self._values(outputs)
+        gradient = self._loss.gradient(packed, outputs, self.version, reference_logp_N, values_N)
+        pairs = [
+            (outputs.logp_N, gradient.logp_N),
+            (outputs.entropy_N, gradient.entropy_N),
+            (values_N, gradient.values_N),
+        ]
+        starts = [(tensor, start) for tensor, start in pairs if tensor is not None and start is not None]
+        torch.autograd.backward([tensor for tensor, _ in starts], [start for _, start in starts])
+        return StepTotals.from_pass(packed, gradient, self.version, replayed, before_first_update=not self._updates)
+
+    def _values(self, outputs: ForwardOutputs) -> Tensor | None:
+        if self.critic is None:
+            return None
+        assert outputs.hidden_ND is not None
+        values_N: Tensor = self.critic(outputs.hidden_ND)
+        return values_N
+
+    @torch.no_grad()
+    def score(self, rows: Sequence[Row]) -> list[dict[str, Floats]]:
+        """Score every trained token with the current weights. Per row: logprobs, and values and reference logprobs if
+        the algorithm needs them."""
+        started = time.perf_counter()
+        empty = np.zeros(0, dtype=np.float32)
+        scores = [dict.fromkeys(self._score_names, empty) for _ in rows]
+        trained = iter([score for score, row in zip(scores, rows, strict=True) if row.mask.any()])
+        for packed in pack(rows, self.settings.learner.tokens_per_pass):
+            ends = np.cumsum(np.bincount(packed.sequence_N, minlength=packed.documents))[:-1]
+            by_name = {name: np.split(values, ends) for name, values in self._score_pass(packed).items()}
+            for document in range(packed.documents):
+                next(trained).update({name: parts[document] for name, parts in by_name.items()})
+        self._seconds += time.perf_counter() - started
+        return scores
+
+    @property
+    def _score_names(self) -> list[str]:
+        names = {OLD_LOGP: True, OLD_VALUES: self.critic is not None, REFERENCE_LOGP: self._kl_in_reward}
+        return [name for name, wanted in names.items() if wanted]
+
+    @property
+    def _kl_in_reward(self) -> bool:
+        return self.reference is not None and not self.settings.kl_in_loss
+
+    def _score_pass(self, packed: PackedBatch) -> dict[str, Floats]:
+        outputs = self._forward(packed)
+        found = {OLD_LOGP: outputs.logp_N}
+        if (values_N := self._values(outputs)) is not None:
+            found[OLD_VALUES] = values_N
+        if self.reference is not None and self._kl_in_reward:
+            found[REFERENCE_LOGP] = self.reference.logp(packed)
+        return {name: values.cpu().numpy() for name, values in found.items()}
+
+    # --------------------------------------------------------------------------------------------------- updates
+
+    def update(self) -> None:
+        """Normalize what was accumulated since the last update and take one optimizer step. The step is skipped if loss
+        or gradient norm is not finite."""
+        started = time.perf_counter()
+        totals, self._accumulated = self._accumulated, StepTotals()
+        denominator = losses.loss_denominator(
+            self.settings.aggregation, totals.tokens, totals.sequences, self.settings.max_completion_tokens
+        )
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        loss = totals.loss_sum / denominator
+        grad_norm = float(nn.utils.get_total_norm(gradients)) / denominator if totals.tokens else 0.0
+        if totals.tokens and _is_finite((loss, grad_norm)):
+            self._apply(gradients, grad_norm, denominator)
+        self.drop_gradients()
+        self._step.add(totals)
+        self._updates.append((loss, grad_norm))
+        self._seconds += time.perf_counter() - started
+
+    def _apply(self, gradients: list[Tensor], grad_norm: float, denominator: float) -> None:
+        limit = self.settings.learner.max_grad_norm
+        torch._foreach_mul_(gradients, clip_factor(grad_norm, limit) / denominator)
+        if self.critic_parameters:
+            critic_gradients = [p.grad for p in self.critic_parameters.values() if p.grad is not None]
+            norm = float(nn.utils.get_total_norm(critic_gradients)) / denominator
+            torch._foreach_mul_(critic_gradients, clip_factor(norm, limit) / denominator)
+        lr = self._learning_rate()
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr * group["ratio"]
+        self.optimizer.step()
+
+    def close(self) -> StepReport:
+        """Finish the batch after its last update: increment the version and report."""
+        step, self._step = self._step, StepTotals()
+        updates, self._updates = self._updates, []
+        skipped = self._check_finite(updates)
+        if fresh := step.sums["tokens_fresh"]:
+            self.engine_kl = step.sums["kl_fresh"] / fresh
+        lr = self._learning_rate()
+        passes = self.settings.algorithm.passes
+        self.version += 1
+        self.tokens += step.tokens // passes
+        if self.reference is not None and (every := self.settings.kl.sync_every) and self.version % every == 0:
+            self.reference.refresh()
+        seconds, self._seconds = self._seconds, 0.0
+        losses, norms = zip(*([*filter(_is_finite, updates)] or updates), strict=True)
+        return StepReport(
+            version=self.version,
+            loss=sum(losses) / len(losses),
+            tokens=step.tokens // passes,
+            grad_norm=sum(norms) / len(norms),
+            lr=lr,
+            skipped=skipped,
+            seconds=seconds,
+            metrics=step_metrics(step, self.engine_kl, passes),
+        )
+
+    def step(self) -> StepReport:
+        """Update and close, for a batch with one update."""
+        self.update()
+        return self.close()
+
+    def drop_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=False)  # stay allocated for the next batch
+        self._accumulated = StepTotals()
+
+    def _learning_rate(self) -> float:
+        config = self.settings.learner
+        assert config.lr is not None, "the config must be resolved"
+        return learning_rate(
+            config.lr, self.version, self.settings.total_steps, config.schedule, config.lr_warmup_steps
+        )
+
+    def _check_finite(self, updates: list[Update]) -> bool:
+        """Return whether an update of this step was skipped. Raise `NotFinite` after too many such steps in a row."""
+        bad = [update for update in updates if not _is_finite(update)]
+        self.bad_steps = self.bad_steps + 1 if bad else 0
+        if self.bad_steps >= self.settings.learner.max_bad_steps:
+            raise NotFinite(
+                f"{plural(self.bad_steps, 'consecutive step')} with a non-finite loss or gradient "
+                f"(version {self.version}: loss {bad[-1][0]}, gradient norm {bad[-1][1]})"
+            )
+        return bool(bad)
+
+
+def _is_finite(update: Update) -> bool:
+    return all(map(math.isfinite, update))
+
+
+def _make_critic(model: PreTrainedModel, settings: LearnerCoreSettings) -> ValueHead | None:
+    if not settings.has_critic:
+        return None
+    embeddings = model.get_input_embeddings().weight
+    assert isinstance(embeddings, Tensor)
+    width = int(getattr(model.config, "hidden_size", embeddings.shape[1]))
+    return ValueHead(width, bool(settings.critic.shared)).to(device=model.device, dtype=model.dtype)
+
+
+def _prepare(model: PreTrainedModel, gradient_checkpointing: bool, dtype: torch.dtype | None) -> None:
+    """Set float32 parameters and disable dropout: the sampler has none, and importance weights compare with it."""
+    nn.Module.to(model, dtype or torch.float32)
+    nn.Module.eval(model)
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # transformers only checkpoints modules in training mode; their submodules stay in evaluation mode.
+        for module in model.modules():
+            if getattr(module, "gradient_checkpointing", False):
+                module.training = True
+
+
+@torch.no_grad()
+def sequence_logprobs(core: LearnerCore, sequences: Sequence[Ints], temperature: float) -> list[Floats]:
+    """Score whole sequences with the learner's weights and training arithmetic: one logprob per token except the first.
+
+    Used by the logprob check to compare the sampler with the learner, not for training. A sequence with an out-of-range
+    token id gets NaN throughout: an out-of-range embedding lookup would leave a GPU unusable for this process."""
+    vocabulary = int(core.model.get_input_embeddings().weight.shape[0])  # type: ignore[index]
+    known = [bool(np.all((tokens >= 0) & (tokens < vocabulary))) for tokens in sequences]
+    rows = [_trained_row(tokens) for tokens, valid in zip(sequences, known, strict=True) if valid and len(tokens) > 1]
+    scored = _scores(_forward_at(core, temperature), rows, core.settings.learner.tokens_per_pass)
+    nan = np.float32(np.nan)
+    return [
+        next(scored) if valid and len(tokens) > 1 else np.full(max(len(tokens) - 1, 0), nan)
+        for tokens, valid in zip(sequences, known, strict=True)
+    ]
+
+
+def _scores(forward: Forward, rows: Sequence[Row], tokens_per_pass: int) -> Iterator[Floats]:
+    for packed in pack(rows, tokens_per_pass):
+        logp_N = forward(packed).logp_N.float().cpu().numpy()
+        yield from np.split(logp_N, np.cumsum(np.bincount(packed.sequence_N))[:-1])
+
+
+def _forward_at(core: LearnerCore, temperature: float) -> Forward:
+    """Return a forward at this temperature, packed or padded like the core's."""
+    kind = PackedForward if isinstance(core._forward, PackedForward) else PaddedForward
+    return kind(core.model, ForwardOptions(temperature, getattr(torch, core.settings.dtype)))
+
+
+def _trained_row(tokens: Ints) -> Row:
+    count = len(tokens)
+    zeros = np.zeros(count, dtype=np.float32)
+    return Row(tokens, np.arange(count) > 0, zeros, np.full(count, OBSERVED, dtype=np.int32), zeros)

@@ -1,0 +1,199 @@
+"""Loss assembly: from the logprobs of one pass to the gradient that backward starts with.
+
+The loss works on vectors with one entry per trained token, detached from the model. Its derivatives with respect to
+logprob, entropy and value are computed here and passed to a single backward through the model. Policy loss,
+corrections, KL and aggregation therefore cost a few vector operations, independent of the model.
+
+    logp ──▶ policy loss(current / old) ──▶ × correction weight × kept? × aggregation weight ─┐
+         ──▶ KL to the reference ─────────▶ × aggregation weight ─────────────────────────────┼─▶ sum ─▶ d/d logp
+    entropy, values ──────────────────────▶ × aggregation weight ─────────────────────────────┘       d/d entropy, value
+
+Everything is a sum. The step divides once, by the denominator of the whole batch. A masked token is removed from the
+numerator only.
+
+Legend: _N one entry per trained token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outpace.algorithms import corrections, losses
+from outpace.algorithms.corrections import staleness_sums
+from outpace.algorithms.losses import Tokens
+from outpace.config.algorithm import configured_masks, configured_policy_loss
+from outpace.errors import BadInput, plural
+from outpace.learner.forward import ForwardOutputs
+from outpace.learner.packing import PackedBatch
+from outpace.learner.settings import LearnerCoreSettings
+from outpace.types import Floats, Ints, Version
+
+OLD_LOGP = "old_logp"
+OLD_VALUES = "old_values"
+RETURNS = "returns"
+KEEP = "keep"
+"""Keys of `PackedBatch.extras`: per-token values that `BatchLearner` computes before training."""
+
+
+@dataclass(frozen=True)
+class LossGradient:
+    """Gradients that backward starts with, and the sums of the pass. `loss_sum` is the total loss of all terms."""
+
+    logp_N: Tensor
+    entropy_N: Tensor | None
+    values_N: Tensor | None
+    loss_sum: float
+    sums: dict[str, float] = field(default_factory=dict)
+    maxima: dict[str, float] = field(default_factory=dict)
+
+
+class LossAssembly:
+    """Combines policy loss, corrections, KL, entropy and value loss into one loss."""
+
+    def __init__(self, settings: LearnerCoreSettings) -> None:
+        self._settings = settings
+        self._policy_loss = configured_policy_loss(settings.algorithm)
+        self._old_policy = settings.anchor
+        masks = configured_masks(settings.correction)  # batch masks arrive as `KEEP`
+        self._masks = {name: mask.settings for name, mask in masks.items() if mask.registration.scope != "batch"}
+
+    def gradient(
+        self,
+        packed: PackedBatch,
+        outputs: ForwardOutputs,
+        version: Version,
+        reference_logp_N: Tensor | None = None,
+        values_N: Tensor | None = None,
+    ) -> LossGradient:
+        tokens = self._tokens(packed, outputs.logp_N, version)
+        weights_N = losses.aggregation_weights(self._settings.aggregation, tokens)
+        correction_N, keep_N = self._corrections(tokens, packed.extras)
+        policy = (self._policy_losses(tokens) * (correction_N * weights_N)).sum(dtype=torch.float64)
+        (coefficient_N,) = torch.autograd.grad(policy, tokens.logp_N)
+        sums, maxima = staleness_sums(
+            tokens.logp_N.detach(),
+            tokens.sampler_logp_N,
+            tokens.advantages_N,
+            coefficient_N,
+            keep_N,
+            _like(packed.versions_N == version, keep_N),
+        )
+        total = policy.item()
+        sums["entropy"] = outputs.entropy_N.detach().sum(dtype=torch.float64).item()
+        sums["policy"] = total
+        if reference_logp_N is not None:
+            kl_N, coefficients_N = self._kl_to_reference(tokens, reference_logp_N, weights_N)
+            coefficient_N = coefficient_N + coefficients_N
+            sums["kl_reference"] = kl_N.sum(dtype=torch.float64).item()
+            total += self._settings.kl.coefficient * (kl_N * weights_N).sum(dtype=torch.float64).item()
+        entropy_N, entropy_loss = self._entropy(outputs.entropy_N, weights_N)
+        value_N, value_loss, error_sum = self._values(packed.extras, values_N, weights_N)
+        if values_N is not None:
+            sums["value"] = error_sum
+        return LossGradient(coefficient_N, entropy_N, value_N, total + entropy_loss + value_loss, sums, maxima)
+
+    def _policy_losses(self, tokens: Tokens) -> Tensor:
+        """Call the policy loss and validate its result; it may be user code."""
+        name, loss_N = self._policy_loss.registration.name, self._policy_loss(tokens)
+        if not isinstance(loss_N, Tensor) or loss_N.shape != tokens.logp_N.shape:
+            found = f"a tensor of shape {tuple(loss_N.shape)}" if isinstance(loss_N, Tensor) else type(loss_N).__name__
+            raise BadInput(
+                f"algorithm.surrogate: {name} returned {found} for {plural(len(tokens.logp_N), 'token')}; "
+                "return a tensor with one loss per token"
+            )
+        if not loss_N.requires_grad:
+            raise BadInput(f"algorithm.surrogate: the loss of {name} has no gradient; compute it from tokens.logp_N")
+        return loss_N
+
+    def _tokens(self, packed: PackedBatch, logp_N: Tensor, version: Version) -> Tokens:
+        leaf_N = logp_N.detach().requires_grad_()
+        sampler_logp_N = _like(packed.sampler_logp_N, logp_N)
+        return Tokens(
+            logp_N=leaf_N,
+            old_logp_N=self._old_logp(packed, leaf_N.detach(), sampler_logp_N, version),
+            sampler_logp_N=sampler_logp_N,
+            advantages_N=_like(packed.advantages_N, logp_N),
+            sequence_N=torch.from_numpy(packed.sequence_N).to(logp_N.device),
+            sequences=packed.documents,
+        )
+
+    def _old_logp(self, packed: PackedBatch, logp_N: Tensor, sampler_logp_N: Tensor, version: Version) -> Tensor:
+        """Return logprobs of the old policy. Before the first update of a step it is the current policy, so no second
+        forward is needed."""
+        if self._old_policy == "rollout":
+            return sampler_logp_N
+        if self._old_policy == "approximate":
+            nearness_N = _like(interpolation_weights(packed.versions_N, version), logp_N)
+            return sampler_logp_N + nearness_N * (logp_N - sampler_logp_N)
+        old = packed.extras.get(OLD_LOGP)
+        return logp_N if old is None else _like(old, logp_N)
+
+    def _corrections(self, tokens: Tokens, extras: Mapping[str, Floats]) -> tuple[Tensor, Tensor]:
+        """Return the correction weight of every token (0 if rejected), and which tokens are kept."""
+        correction = self._settings.correction
+        current_N = tokens.logp_N.detach()
+        corrected = (
+            self._old_policy != "rollout" and self._policy_loss.registration.ratio
+        )  # the loss itself uses current / old
+        log_rho_N = (tokens.old_logp_N if corrected else current_N) - tokens.sampler_logp_N
+        keep_N = corrections.keep_mask(tokens, log_rho_N, self._masks)
+        if KEEP in extras:
+            keep_N = keep_N & _like(extras[KEEP], current_N).bool()
+        weight_N = corrections.correction_weights(
+            tokens, log_rho_N, correction.weight or "none", correction.floor or 0.0, correction.cap or None
+        )
+        return weight_N * keep_N, keep_N
+
+    def _kl_to_reference(self, tokens: Tokens, reference_logp_N: Tensor, weights_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the KL to the reference per token, and its gradient including coefficient and weights."""
+        config = self._settings.kl
+        leaf_N = tokens.logp_N
+        kl_N = losses.kl_penalty(config.estimator or "k3", leaf_N, reference_logp_N, leaf_N - tokens.sampler_logp_N)
+        (gradient_N,) = torch.autograd.grad((kl_N * weights_N).sum(), leaf_N)
+        return kl_N.detach(), config.coefficient * gradient_N
+
+    def _entropy(self, entropy_N: Tensor, weights_N: Tensor) -> tuple[Tensor | None, float]:
+        bonus = self._settings.algorithm.entropy
+        if bonus == 0:
+            return None, 0.0
+        gradient_N = -bonus * weights_N.to(entropy_N.dtype)
+        return gradient_N, (gradient_N * entropy_N.detach()).sum(dtype=torch.float64).item()
+
+    def _values(
+        self, extras: Mapping[str, Floats], values_N: Tensor | None, weights_N: Tensor
+    ) -> tuple[Tensor | None, float, float]:
+        """Clipped value loss: half the larger squared error of the value and of the value clipped around the old one.
+
+        Returns its gradient, its contribution to the loss, and its unweighted sum over tokens."""
+        if values_N is None:
+            return None, 0.0, 0.0
+        critic = self._settings.critic
+        assert critic.clip is not None
+        assert critic.coefficient is not None
+        leaf_N = values_N.detach().requires_grad_()
+        old_N, returns_N = _like(extras[OLD_VALUES], leaf_N), _like(extras[RETURNS], leaf_N)
+        clipped_N = old_N + (leaf_N - old_N).clamp(-critic.clip, critic.clip)
+        error_N = (leaf_N - returns_N).square().maximum((clipped_N - returns_N).square())
+        loss = 0.5 * critic.coefficient * (error_N * weights_N).sum(dtype=torch.float64)
+        (gradient_N,) = torch.autograd.grad(loss, leaf_N)
+        return gradient_N, loss.item(), 0.5 * error_N.detach().sum(dtype=torch.float64).item()
+
+
+def interpolation_weights(versions_N: Ints, version: Version) -> Floats:
+    """Return the weight of the current policy in the log-linear interpolation between sampler and current policy that
+    approximates the policy at the start of the step (`algorithm.anchor = "approximate"`).
+
+    The step from version v to v + 1 is the last of v + 1 - b steps since the sampling version b, so v - b of them lie
+    before it."""
+    next_version = version + 1
+    distance = np.maximum(next_version - versions_N, 1).astype(np.float64)
+    return np.clip((distance - 1) / distance, 0.0, 1.0).astype(np.float32)
+
+
+def _like(values: np.ndarray[tuple[int], np.dtype[np.generic]], other: Tensor) -> Tensor:
+    return torch.from_numpy(values).to(device=other.device, dtype=other.dtype)

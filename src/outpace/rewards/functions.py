@@ -1,0 +1,107 @@
+""""""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from outpace.errors import BadInput, RewardFailed, one_line, plural, with_article
+from outpace.runtime import wire
+from outpace.runtime.by_value import decode_values, encode_values, pickle_objects
+from outpace.types import Episode, Task
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_MARK = "__outpace_evaluator__"
+
+
+def evaluator(function: F) -> F:
+    """Mark a function `f(task, episode) -> float | None` as a reward function; it stays callable as before."""
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError:
+        name = getattr(function, "__name__", repr(function))
+        raise BadInput(f"@outpace.evaluator: {name} must take two arguments, a task and an episode") from None
+    setattr(function, _MARK, True)
+    return function
+
+
+def is_evaluator(function: Any) -> bool:
+    return getattr(function, _MARK, False) is True
+
+
+def encode_evaluator_arguments(task: Task, episode: Episode) -> dict[str, list[Any]]:
+    """Encode the arguments of one evaluator call in the shape of a reward function's arguments."""
+    try:
+        return {"task": [wire.encode(task)], "episode": [wire.encode(episode)]}
+    except (TypeError, ValueError, OverflowError, RecursionError, NotImplementedError) as error:
+        raise BadInput(f"task {task.id} or its episode cannot be sent to a grader process: {error}") from None
+
+
+def call_evaluator(function: Callable[..., Any], arguments: dict[str, list[Any]]) -> Any:
+    """Call an evaluator with arguments from `encode_evaluator_arguments`."""
+    (task,), (episode,) = arguments["task"], arguments["episode"]
+    return function(wire.decode(task, Task), wire.decode(episode, Episode))
+
+
+Scores = list[float | None]
+
+
+def check_scores(name: str, returned: Any, count: int, first: int = 0) -> Scores:
+    """Convert a reward function's return value to one finite float or None per completion, or raise `RewardFailed`.
+
+    Runs user code: iteration and conversion to float. `first` is the index of the first sample, for messages."""
+    if isinstance(returned, str | bytes | Mapping):
+        raise RewardFailed(
+            f"reward {name} returned {with_article(type(returned).__name__)}, not a list of {plural(count, 'number')}"
+        )
+    try:
+        values = list(returned)
+    except TypeError:
+        raise RewardFailed(
+            f"reward {name} returned {one_line(repr(returned), 60)}, not a list of {plural(count, 'number')}"
+        ) from None
+    if len(values) != count:
+        raise RewardFailed(f"reward {name} returned {plural(len(values), 'value')} for {plural(count, 'sample')}")
+    return [_number(name, value, sample) for sample, value in enumerate(values, first)]
+
+
+def _number(name: str, value: Any, sample: int) -> float | None:
+    if value is None:
+        return None
+    try:
+        score = math.nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor of several elements
+        score = math.nan
+    if not math.isfinite(score):
+        shown = one_line(repr(value), 60)
+        raise RewardFailed(f"reward {name} returned {shown} for sample {sample}, not a finite number or None")
+    return score
+
+
+Arguments = dict[str, list[Any]]
+
+
+def pack_arguments(arguments: Arguments) -> tuple[bytes, bool]:
+    """Encode the arguments of a call. Returns the bytes and whether they are by value (`outpace.runtime.by_value`).
+
+    A list that repeats one object is sent as that object once."""
+    same = {name: each[0] for name, each in arguments.items() if _is_repeated(each)}
+    parts = {"same": same, "each": {name: each for name, each in arguments.items() if name not in same}}
+    try:
+        return encode_values(parts)
+    except BadInput:
+        pickle_objects(arguments)  # raises an error that names the column
+        raise
+
+
+def unpack_arguments(body: bytes, by_value: bool, count: int) -> Arguments:
+    """Decode arguments; each becomes a list of `count` values."""
+    parts = decode_values(body, by_value)
+    return {**{name: [value] * count for name, value in parts["same"].items()}, **parts["each"]}
+
+
+def _is_repeated(each: list[Any]) -> bool:
+    return bool(each) and all(value is each[0] for value in each)

@@ -1,0 +1,420 @@
+"""Conversations of an episode: continue a chat from the exact token ids it was sampled with.
+
+`Conversation` is one growing chat: new messages are appended, and only they are rendered. `ConversationIndex` does the
+same for agents that send the full history with every request:
+
+    history ─▶ digest of every prefix ─▶ longest prefix that ends in a known answer ─▶ keep its ids, render the rest
+
+If the agent replaced an answer, or the chat format cannot continue exactly, the whole history is rendered again as the
+start of another trajectory. Both cases count as breaks.
+
+Prefixes are compared by a chain of digests, one per message. Two messages are equal if they have the same meaning:
+tool-call ids, empty fields, white space around an answer, key order in arguments and omitted reasoning do not matter.
+The token ids are always those of the original.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from outpace.errors import RequestFailed
+from outpace.models.chat import Bridge, Schema, as_messages
+from outpace.models.chat_format import AnsweredConversation, ChatFormat, placeholder_for
+from outpace.rollouts.requests import EpisodeRequests, ReservedRequest
+from outpace.rollouts.transcript import OBSERVATION, TrajectoryBuilder, Transcript, Turn
+from outpace.runtime.async_tools import LoopFairness, PerLoop
+from outpace.types import Answer, Generation, Ints, Message, StopReason, Trajectory
+
+Digest = bytes
+
+
+def prefix_digests(role: str, tools: Sequence[dict[str, Any]], messages: Sequence[Message]) -> list[Digest]:
+    """Return, for each message, the digest of the conversation up to and including it."""
+    return list(_chain(_digest(b"", [role, list(tools)]), messages))
+
+
+def extend_digest(digest: Digest, message: Message) -> Digest:
+    """Return the digest of a conversation extended by `message`."""
+    return _digest(digest, comparable_message(message))
+
+
+def comparable_message(message: Message) -> list[Any]:
+    """Return the content of a message in a form that can be compared."""
+    calls = [_call(call) for call in message.get("tool_calls") or ()]
+    content = content_text(message.get("content"))
+    role = message.get("role")
+    return [role, content.strip() if role == "assistant" else content, calls, message.get("name")]
+
+
+def answer_marks(messages: Sequence[Message]) -> tuple[Digest, ...]:
+    """Return, for each answer, a digest of its call ids and reasoning. It tells answers of equal content apart."""
+    return tuple(
+        _digest(b"", [[call.get("id") for call in message.get("tool_calls") or ()], message.get("reasoning_content")])
+        for message in messages
+        if message.get("role") == "assistant"
+    )
+
+
+def exact_digest(tools: Sequence[dict[str, Any]], messages: Sequence[Message]) -> Digest:
+    """Return a digest that is equal only for identical conversations, which are rendered identically."""
+    return _digest(b"exact", [list(tools), list(messages)])
+
+
+def content_text(content: Any) -> str:
+    """Return the content of a message as text, with its parts concatenated."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list | tuple):
+        return "".join(str(part.get("text", part)) if isinstance(part, dict) else str(part) for part in content)
+    return str(content)
+
+
+def _chain(digest: Digest, messages: Sequence[Message]) -> Iterator[Digest]:
+    for message in messages:
+        digest = extend_digest(digest, message)
+        yield digest
+
+
+def _call(call: dict[str, Any]) -> list[Any]:
+    function = call.get("function") or call
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return [function.get("name"), arguments]
+    return [function.get("name"), arguments or {}]
+
+
+def _digest(before: Digest, value: Any) -> Digest:
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16, key=before).digest()
+
+
+PROMPT = "prompt"
+"""Source of the first tokens of a trajectory."""
+
+
+def role_names(messages: Sequence[Message]) -> str:
+    return ", ".join(dict.fromkeys(str(message.get("role")) for message in messages))
+
+
+@dataclass(frozen=True)
+class ConversationPosition:
+    """Position of a request: after `parent`'s answer (None: at the start), with the tokens `observed` in between.
+
+    `context` is the conversation so far, with placeholders for the policy's answers. `shown` is its rendered text, if
+    the chat format provided it. `digest` and `marks` belong to the real conversation."""
+
+    parent: Turn | None
+    observed: Sequence[int]
+    context: tuple[Message, ...]
+    digest: Digest
+    marks: tuple[Digest, ...]
+    rendered: str = ""
+    source: str = PROMPT  # origin of the observed tokens
+
+
+@dataclass
+class _KnownAnswer:
+    """An answer that a conversation may continue from. `shown` is the full text, so it is dropped once one does."""
+
+    turn: Turn
+    context: tuple[Message, ...]
+    marks: tuple[Digest, ...]
+    rendered: str
+    continued: bool = False
+
+
+class ConversationIndex:
+    """Finds the answer that a message history continues from."""
+
+    def __init__(self, chat_format: ChatFormat, openings: dict[Digest, list[int]]) -> None:
+        """`openings` caches rendered starts; the episodes of a group begin with the same prompt and share it."""
+        self._chat_format = chat_format
+        self._openings = openings
+        self._known: dict[Digest, list[_KnownAnswer]] = {}
+        self._requested: set[Digest] = set()
+        self.breaks = 0
+
+    def locate(self, role: str, tools: Sequence[Schema], history: Sequence[Message]) -> ConversationPosition:
+        """Return the position of a request with this history. Counts a break if it cannot be continued exactly."""
+        chain, marks = prefix_digests(role, tools, history), answer_marks(history)
+        known, length = self._longest_known(history, chain, marks)
+        position = None if known is None else self._continuation(known, length, history, tools, chain, marks)
+        if position is None:
+            self.breaks += known is not None or self._replaces_answer(history, chain)
+            context = tuple(map(placeholder_for, history))
+            position = ConversationPosition(None, self.opening(history, tools), context, chain[-1], marks)
+        self._requested.add(chain[-1])
+        return position
+
+    def opening(self, history: Sequence[Message], tools: Sequence[Schema]) -> list[int]:
+        digest = exact_digest(tools, history)
+        if digest not in self._openings:
+            self._openings[digest] = self._chat_format.open(history, tools)
+        return self._openings[digest]
+
+    def reopening(self, history: Sequence[Message], tools: Sequence[Schema]) -> list[int]:
+        """Render a conversation that cannot be continued exactly, and count a break."""
+        self.breaks += 1
+        return self._chat_format.open(history, tools)
+
+    def remember(self, position: ConversationPosition, turn: Turn, answer: Answer) -> None:
+        """Add an answer, so that later histories can continue from it."""
+        message = answer.message
+        known = _KnownAnswer(turn, position.context, (*position.marks, *answer_marks([message])), position.rendered)
+        self._known.setdefault(extend_digest(position.digest, message), []).append(known)
+
+    def _continuation(
+        self,
+        known: _KnownAnswer,
+        length: int,
+        history: Sequence[Message],
+        tools: Sequence[Schema],
+        chain: Sequence[Digest],
+        marks: tuple[Digest, ...],
+    ) -> ConversationPosition | None:
+        answered, new = history[length - 1], history[length:]
+        found = render_continuation(
+            self._chat_format, known.turn, (), known.context, answered, new, tools, known.rendered
+        )
+        if found is None:
+            return None
+        known.continued, known.rendered = True, ""
+        context = (*known.context, placeholder_for(answered), *new)
+        return ConversationPosition(known.turn, found.ids, context, chain[-1], marks, found.rendered, role_names(new))
+
+    def _replaces_answer(self, history: Sequence[Message], chain: Sequence[Digest]) -> bool:
+        """Whether the history replaces an answer sampled here. Assistant messages in few-shot prompts do not count."""
+        followed = zip(chain, history[1:], strict=False)
+        return any(message.get("role") == "assistant" and digest in self._requested for digest, message in followed)
+
+    def _longest_known(
+        self, history: Sequence[Message], chain: Sequence[Digest], marks: tuple[Digest, ...]
+    ) -> tuple[_KnownAnswer | None, int]:
+        for length in range(len(history), 0, -1):
+            if history[length - 1].get("role") == "assistant" and chain[length - 1] in self._known:
+                answers = sum(message.get("role") == "assistant" for message in history[:length])
+                return _best_match(self._known[chain[length - 1]], marks[:answers]), length
+        return None, 0
+
+
+def _best_match(alike: list[_KnownAnswer], marks: tuple[Digest, ...]) -> _KnownAnswer:
+    """Choose among answers with equal content: prefer matching call ids and reasoning, then one that is not continued
+    yet, so that each continues in its own trajectory."""
+    candidates = [known for known in alike if known.marks == marks] or alike
+    return next((known for known in candidates if not known.continued), candidates[0])
+
+
+def render_continuation(
+    chat_format: ChatFormat,
+    turn: Turn,
+    after: Sequence[int],
+    context: Sequence[Message],
+    answered: Message,
+    new: Sequence[Message],
+    tools: Sequence[Schema],
+    rendered: str = "",
+) -> Bridge | None:
+    """Render `new` messages after a turn's answer and the tokens observed `after` it.
+
+    Returns None if the conversation cannot be continued exactly. `shown` is the text of the previous continuation, if
+    there was one."""
+    if any(message.get("role") == "assistant" for message in new):
+        return None  # rendered assistant messages would look like sampled answers
+    assert turn.generation is not None, "only an answered turn can be continued"
+    answer = np.concatenate([turn.generation.tokens, np.array(after, dtype=np.int32)])
+    return chat_format.extend(AnsweredConversation(context, turn.prompt(), answer, answered, rendered), new, tools)
+
+
+RequestListener = Callable[[str, Ints], None]
+"""Called with the id and the prompt of a request just before it is sent."""
+
+_fairness: PerLoop[LoopFairness] = PerLoop()
+
+
+async def yield_to_loop() -> None:
+    """Yield to the event loop before CPU-heavy work, so that a thousand concurrent episodes do not block it."""
+    await _fairness.get(LoopFairness).wait_turn()
+
+
+@dataclass
+class TurnSampler:
+    """Samples turns for one episode and records them in its transcript. Shared by all its conversations."""
+
+    chat_format: ChatFormat
+    system: str | None
+    requests: EpisodeRequests
+    conversations: ConversationIndex
+    transcript: Transcript = field(default_factory=Transcript)
+    newest: Answer | None = None
+
+    def reserve(self, overrides: dict[str, Any]) -> ReservedRequest:
+        return self.requests.reserve(self.chat_format.stop_ids, overrides)
+
+    async def sample_turn(
+        self,
+        request: ReservedRequest,
+        parent: Turn | None,
+        observed: Sequence[int],
+        role: str,
+        tools: Sequence[Schema] = (),
+        listener: RequestListener | None = None,
+        source: str = OBSERVATION,
+    ) -> tuple[Turn, Answer]:
+        """Send one request and record its turn.
+
+        The prompt is `observed` appended to `parent`'s answer, or `observed` alone if `parent` is None. `source` names
+        the origin of the observed tokens."""
+        turn, prompt = self.transcript.begin(request.id, role, parent, observed, source)
+        if listener is not None:
+            listener(request.id, prompt)
+        turn.generation = await self.requests.send(request, prompt)
+        self.transcript.turns.append(turn)  # before the next await: the tokens count even if this is cancelled
+        await yield_to_loop()
+        self.newest = self._answer(turn, turn.generation, prompt, tools, request.sampling.stop_strings)
+        return turn, self.newest
+
+    def branch(self, turn: Turn | None, after: Sequence[int], role: str) -> Trajectory:
+        """Return the sequence up to `turn`, followed by the tokens observed `after` it."""
+        if turn is not None:
+            return self.transcript.branch(turn, after)
+        built = TrajectoryBuilder()
+        built.observe(after)
+        return built.build(role)
+
+    def _answer(
+        self, turn: Turn, generation: Generation, prompt: Ints, tools: Sequence[Schema], stops: Sequence[str]
+    ) -> Answer:
+        parsed = self.chat_format.parse(generation.tokens.tolist(), prompt, tools)
+        calls = [
+            msgspec.structs.replace(call, id=call.id or f"call_{turn.request_id}_{index}")
+            for index, call in enumerate(parsed.calls)
+        ]
+        return Answer(
+            request_id=turn.request_id,
+            text=parsed.text,
+            content=without_stop(parsed.content, stops) if generation.stop == "stop" else parsed.content,
+            reasoning=parsed.reasoning,
+            calls=tuple(calls),
+            stop=generation.stop,
+            prompt_tokens=len(prompt),
+            tokens=_read_only(generation.tokens),
+            logprobs=_read_only(generation.logprobs),
+            versions=_read_only(generation.versions),
+        )
+
+
+def without_stop(content: str, stops: Sequence[str]) -> str:
+    """Remove the stop string that ended the answer from its content, as the OpenAI protocol requires."""
+    ends = [stop for stop in stops if content.endswith(stop)]
+    return content.removesuffix(max(ends, key=len)) if ends else content
+
+
+def _read_only(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return a read-only view."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+@dataclass(frozen=True)
+class _ConversationState:
+    """State of a conversation: `turn` is its last answer, `pending` the tokens observed since. `plain` means that it
+    contains text outside the chat template."""
+
+    turn: Turn | None = None
+    pending: tuple[int, ...] = ()
+    messages: tuple[Message, ...] = ()
+    tools: Sequence[Schema] = ()
+    plain: bool = False
+    source: str = OBSERVATION  # origin of the pending tokens
+
+
+class Conversation:
+    """One growing chat with the policy.
+
+    A conversation allows one request at a time; several conversations of an episode can run concurrently. A failed
+    request leaves the conversation unchanged, so it can be repeated."""
+
+    def __init__(self, sampler: TurnSampler, role: str) -> None:
+        self._sampler = sampler
+        self.role = role
+        self._state = _ConversationState()
+        self._sampling = False
+        self.newest: Answer | None = None
+
+    @property
+    def stop(self) -> StopReason:
+        """Stop reason of the newest answer."""
+        return "stop" if self.newest is None else self.newest.stop
+
+    async def sample(
+        self, prompt: str | list[Message] | None = None, *, tools: Sequence[Schema] = (), **overrides: Any
+    ) -> str:
+        """Sample an answer to `prompt`, or continue the sequence as it is if there is no prompt.
+
+        The first prompt starts the sequence and may pass `tools`; later prompts are appended with the chat template.
+        `overrides` are fields of `Sampling`; in training, temperature, top_p and top_k cannot be changed."""
+        self._refuse_while_sampling()
+        request = self._sampler.reserve(overrides)
+        self._sampling = True
+        try:
+            await yield_to_loop()
+            state = self._state if prompt is None else self._with_prompt(prompt, tools)
+            turn, answer = await self._sampler.sample_turn(
+                request, state.turn, state.pending, self.role, state.tools, source=state.source
+            )
+        finally:
+            self._sampling = False
+        messages = (*state.messages, answer.message)
+        self._state = replace(state, turn=turn, pending=(), messages=messages, source=OBSERVATION)
+        self.newest = answer
+        return answer.text
+
+    def observe(self, text: str) -> None:
+        """Append text verbatim that the policy did not sample."""
+        self._refuse_while_sampling()
+        pending = (*self._state.pending, *self._sampler.chat_format.encode(text))
+        self._state = replace(self._state, pending=pending, plain=True)
+
+    def trajectory(self) -> Trajectory:
+        """Return the sequence so far."""
+        return self._sampler.branch(self._state.turn, self._state.pending, self.role)
+
+    def _with_prompt(self, prompt: str | list[Message], tools: Sequence[Schema]) -> _ConversationState:
+        state = self._state
+        if state.turn is None and not state.pending:
+            messages = as_messages(prompt, self._sampler.system)
+            opening = self._sampler.conversations.opening(messages, tools)
+            return _ConversationState(None, tuple(opening), tuple(messages), tools, source=PROMPT)
+        if state.turn is not None and state.messages and not tools:
+            return self._continued(state, state.turn, as_messages(prompt))
+        raise RequestFailed("a prompt must start a conversation or follow an answer; only the first may pass tools")
+
+    def _continued(self, state: _ConversationState, turn: Turn, new: list[Message]) -> _ConversationState:
+        *before, answered = state.messages
+        context = [placeholder_for(message) for message in before]
+        found = render_continuation(self._sampler.chat_format, turn, state.pending, context, answered, new, state.tools)
+        messages = (*state.messages, *new)
+        if found is not None:
+            pending = (*state.pending, *found.ids)
+            return replace(state, pending=pending, messages=messages, source=role_names(new))
+        if state.plain:
+            raise RequestFailed("the conversation cannot be continued exactly, nor rendered again after observe()")
+        opening = self._sampler.conversations.reopening(messages, state.tools)
+        return replace(state, turn=None, pending=tuple(opening), messages=messages, source=PROMPT)
+
+    def _refuse_while_sampling(self) -> None:
+        if self._sampling:
+            raise RequestFailed("a request is still running; a conversation allows one request at a time")

@@ -1,0 +1,251 @@
+"""Running one episode: calls the rollout under a time limit and converts its result to an `Episode`.
+
+    rollout(task, client) ─▶ Episode, Trajectory, number or None ─▶ validated Episode
+
+A rollout that raises, times out or returns an invalid result gives an episode with an error. Only two errors propagate,
+because every other episode would fail the same way: `ComponentFailed` and `BadInput`.
+
+Custom rollouts (`@outpace.rollout`): an async function takes the task and the client of its episode. A plain function
+takes the task and an OpenAI-compatible endpoint for its episode, and runs on a thread, where it may block.
+`single_turn` is the default: one prompt, one answer.
+
+Recorded answers: while a group is unfinished, its answers are logged so that a restarted group does not sample them
+again.
+
+    EpisodeRequests ─▶ EpisodeTurns.record ─▶ TurnLog
+    EpisodeRequests ◀─ EpisodeTurns.recall ◀─ GroupTurns.load ◀─ TurnLog
+
+A restarted rollout runs from the beginning and sends the same requests in the same order. Each request whose prompt is
+unchanged gets its recorded answer without calling the engine. If the environment behaves differently, the prompts
+differ and nothing matches.
+
+Invariant: a recorded answer is used only for the request it was sampled for, identified by the episode and the request
+number. Matching by prompt alone would bias sampling toward short answers, which are recorded first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import logging
+import math
+import traceback
+from collections.abc import Callable
+from numbers import Real
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from outpace.checkpoint.turn_log import RecordedAnswer, TurnLog, digest_request
+from outpace.errors import BadInput, ComponentFailed, ContextFull, one_line
+from outpace.protocols import ModelClient, Rollout
+from outpace.rollouts.transcript import trajectory_problem
+from outpace.runtime import async_tools
+from outpace.types import Episode, Generation, GroupOrder, Ints, Message, Sampling, Task, Trajectory
+
+if TYPE_CHECKING:
+    from outpace.rollouts.client import PolicyClient
+
+
+log = logging.getLogger(__name__)
+
+
+async def run_episode(rollout: Rollout, task: Task, client: PolicyClient, timeout_s: float) -> Episode:
+    """Run the rollout once. Raises only `ComponentFailed`, `BadInput` and cancellation."""
+    try:
+        async with asyncio.timeout(timeout_s) as limit:
+            returned = await rollout(task, client)
+    except asyncio.CancelledError:
+        await client.abandon()
+        raise
+    except ContextFull as error:
+        if fatal := await client.abandon():
+            raise fatal from None
+        return failed_episode(client, str(error), stop="context")
+    except BaseException as error:  # user code may raise anything; report it as a failed episode
+        if isinstance(error, GeneratorExit):
+            raise
+        fatal = _fatal_error(error)
+        if fatal := await client.abandon() or fatal:
+            raise fatal from None
+        if isinstance(error, TimeoutError) and limit.expired():
+            return failed_episode(client, f"the episode took longer than rollout.timeout_s = {timeout_s:g} s")
+        log.warning("episode of task %s failed", task.id, exc_info=True)
+        text = "".join(traceback.format_exception(error))
+        return failed_episode(client, f"{type(error).__name__}: {one_line(error)}", text)
+    if fatal := await client.abandon():
+        raise fatal
+    return _as_episode(returned, task, client)
+
+
+def failed_episode(client: PolicyClient, reason: str, trace: str = "", stop: str = "error") -> Episode:
+    """Return a failed episode. It is not trained on; its sampled trajectories are kept for recording."""
+    return Episode(client.trajectories(), error=reason, stop=stop, requests=list(client.requests), traceback=trace)
+
+
+def total_return(episode: Episode) -> float:
+    """Return the total reward of an episode for display: its own reward, the turn rewards, and the mean of the
+    trajectory rewards."""
+    own = [trajectory.reward for trajectory in episode.trajectories if trajectory.reward is not None]
+    turns = sum(float(trajectory.turn_rewards.sum()) for trajectory in episode.trajectories)
+    return episode.reward + turns + (sum(own) / len(own) if own else 0.0)
+
+
+def _fatal_error(error: BaseException) -> ComponentFailed | BadInput | None:
+    """Return the error that must end the run, if there is one. Looks inside exception groups."""
+    if isinstance(error, BaseExceptionGroup):
+        return next((found for found in map(_fatal_error, error.exceptions) if found), None)
+    return error if isinstance(error, ComponentFailed | BadInput) else None
+
+
+def _as_episode(returned: object, task: Task, client: PolicyClient) -> Episode:
+    last = _last_answer(task, client)
+    rewards: dict[str, float] = {}
+    if isinstance(returned, Episode):
+        returned = msgspec.structs.replace(
+            returned,
+            trajectories=_returned_trajectories(returned) or client.trajectories(),
+            completion=returned.completion or last,
+            error=returned.error and one_line(returned.error),
+            requests=returned.requests or list(client.requests),
+            metrics={**_client_metrics(client), **returned.metrics},
+        )
+        return returned if returned.error else _checked(returned, client)
+    if isinstance(returned, Trajectory):
+        trajectories = [returned]
+    elif returned is None or isinstance(returned, Real):
+        if not client.requests:
+            return failed_episode(client, "the rollout sent no request to the policy")
+        trajectories = client.trajectories()
+        rewards = {} if returned is None else {"rollout": float(returned)}
+    else:
+        kind = type(returned).__name__
+        return failed_episode(
+            client, f"the rollout returned {kind}; it must return an Episode, a Trajectory, a number or None"
+        )
+    episode = Episode(
+        trajectories, last, rewards, stop=_stop(client), metrics=_client_metrics(client), requests=list(client.requests)
+    )
+    return _checked(episode, client)
+
+
+def _returned_trajectories(episode: Episode) -> list[Trajectory]:
+    """Return the trajectories of the returned episode, without the invalid ones if it failed."""
+    given = episode.trajectories
+    return [each for each in given if trajectory_problem(each) is None] if episode.error else given
+
+
+def _stop(client: PolicyClient) -> str:
+    """Return the stop reason of the newest answer, or "empty" if it ended normally without text."""
+    is_empty = client.newest is not None and not client.newest.text.strip()
+    return "empty" if is_empty and client.stop == "stop" else client.stop
+
+
+def _client_metrics(client: PolicyClient) -> dict[str, float]:
+    """Return the metrics of an episode with several answers."""
+    return {"breaks": float(client.breaks)} if client.answers > 1 else {}
+
+
+def _last_answer(task: Task, client: PolicyClient) -> str | list[Message]:
+    """Return the newest answer in the form of the prompt: messages for a message prompt, text for a text prompt."""
+    text = client.newest.text if client.newest else ""
+    return text if isinstance(task.prompt, str) else [{"role": "assistant", "content": text}]
+
+
+def _checked(episode: Episode, client: PolicyClient) -> Episode:
+    """Return the episode, or a failed one if its rewards or trajectories are not valid for training."""
+    for name, reward in {**episode.rewards, "reward": episode.reward}.items():
+        if not isinstance(reward, Real) or not math.isfinite(reward):
+            return failed_episode(client, f"the rollout's {name} is {one_line(repr(reward), 60)}, not a finite number")
+    if unused := client.silent_roles:
+        active = ", ".join(sorted({trajectory.role for trajectory in episode.trajectories}))
+        reason = f"a reward was set for the role {unused[0]!r}, which has no answers; roles with answers: {active}"
+        return failed_episode(client, reason)
+    for trajectory in episode.trajectories:
+        if fault := trajectory_problem(trajectory, client.min_version):
+            return failed_episode(client, f"the rollout returned a trajectory that cannot be trained on: {fault}")
+    return episode
+
+
+class GroupTurns:
+    """Recorded answers of one group."""
+
+    def __init__(self, turns: TurnLog | None, order: GroupOrder) -> None:
+        """`turns` is None if recording is off."""
+        self._log = turns
+        self._order = order
+        self.episodes = [EpisodeTurns(turns, order, episode) for episode in range(order.size)]
+
+    async def load(self) -> None:
+        """Load the answers of an earlier attempt at this group, except those older than its `min_version`."""
+        if self._log is None or not self._order.recorded:
+            return
+        for head, answer in await asyncio.to_thread(self._log.find, self._order.position):
+            if head.episode < len(self.episodes) and head.oldest >= self._order.min_version:
+                self.episodes[head.episode].add(head, answer)
+
+    def close(self) -> None:
+        """Mark the recorded answers of the group as no longer needed."""
+        if self._log is not None:
+            self._log.close_group(self._order.position)
+            for episode in self.episodes:
+                episode.close()
+
+    @property
+    def reused(self) -> int:
+        return sum(episode.reused for episode in self.episodes)
+
+
+class EpisodeTurns:
+    """Recorded answers of one episode."""
+
+    def __init__(self, turns: TurnLog | None, order: GroupOrder, episode: int) -> None:
+        self._log = turns
+        self._order = order
+        self._episode = episode
+        self._known: dict[tuple[int, bytes], Generation] = {}  # by request number and request digest
+        self.reused = 0
+
+    def add(self, head: RecordedAnswer, answer: Generation) -> None:
+        """Add a recorded answer. If a request was recorded twice, the later answer replaces the earlier one."""
+        self._known[head.number, head.request_digest] = answer
+
+    def recall(self, number: int, prompt: Ints, sampling: Sampling) -> Generation | None:
+        """Return the recorded answer of this request, or None."""
+        if not self._known:
+            return None
+        answer = self._known.pop((number, digest_request(prompt, sampling)), None)
+        self.reused += answer is not None
+        return answer
+
+    def record(self, number: int, prompt: Ints, sampling: Sampling, answer: Generation) -> None:
+        if self._log is not None and answer.stop != "aborted":
+            self._log.record(self._order, self._episode, number, prompt, sampling, answer)
+
+    def close(self) -> None:
+        """Stop recording. Answers of abandoned requests may still arrive, and nothing would delete them later."""
+        self._log = None
+
+
+def rollout(function: Callable[..., Any]) -> Rollout:
+    """Turn a function into a rollout: `async def agent(task, client)` or `def agent(task, endpoint)`."""
+    name = getattr(function, "__name__", repr(function))
+    try:
+        inspect.signature(function).bind("task", "client")
+    except TypeError:
+        message = f"rollout.function: {name} must take two arguments: task and client (endpoint if not async)"
+        raise BadInput(message) from None
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+        return function
+
+    @functools.wraps(function)
+    async def on_a_thread(task: Task, client: ModelClient) -> Any:
+        return await async_tools.call_user_function(function, task, await client.endpoint())
+
+    return on_a_thread
+
+
+async def single_turn(task: Task, client: ModelClient) -> None:
+    """Sample one answer to the prompt of the task. The reward functions grade it."""
+    await client.sample(task.prompt)

@@ -1,0 +1,221 @@
+""""""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+from aiohttp import hdrs, web
+
+from outpace.errors import BadInput, ContextFull, OutpaceError, RequestFailed, one_line
+from outpace.rollouts.gateway.anthropic import MessagesStream, error_body, messages_response, read_messages
+from outpace.rollouts.gateway.openai import (
+    ChatStream,
+    CompletionStream,
+    chat_response,
+    completion_response,
+    models,
+    read_chat,
+    read_completion,
+)
+from outpace.rollouts.gateway.protocol import GatewayReply, PolicyRequest, RequestRejected, full_text, make_reply
+from outpace.rollouts.gateway.server import EpisodeEnded, Exchange, GatewaySession, GatewaySessions
+
+log = logging.getLogger(__name__)
+
+MAX_BODY = 4 * 1024 * 1024
+SESSION: web.RequestKey[GatewaySession] = web.RequestKey("session", GatewaySession)
+NO_RETRY = {"x-should-retry": "false"}
+"""API clients retry by default; none of these errors is worth a retry."""
+
+Hosts = Callable[[], frozenset[str] | None]
+
+_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    421: "permission_error",
+}
+
+
+@web.middleware
+async def error_middleware(request: web.Request, handler: Any) -> web.StreamResponse:
+    """Turn every failure into an error response in the request's API format."""
+    try:
+        response: web.StreamResponse = await handler(request)
+    except web.HTTPException as error:
+        return error_response(request, RequestRejected(error.reason, status=error.status))
+    except Exception as error:  # boundary: the agent always gets a response
+        return error_response(request, to_rejection(error))
+    return response
+
+
+def to_rejection(error: Exception) -> RequestRejected:
+    if isinstance(error, RequestRejected):
+        return error
+    if isinstance(error, EpisodeEnded):
+        return RequestRejected("the episode has ended", status=410, code="episode_ended")
+    if isinstance(error, ContextFull):
+        return RequestRejected(one_line(error), code="context_length_exceeded")
+    if isinstance(error, RequestFailed | BadInput):
+        return RequestRejected(one_line(error))
+    if not isinstance(error, OutpaceError):
+        log.error("an agent's request failed", exc_info=error)
+    return RequestRejected(f"{type(error).__name__}: {one_line(error)}", status=500)
+
+
+def error_payload(request: web.Request, refused: RequestRejected) -> dict[str, Any]:
+    kind = _ERROR_TYPES.get(refused.status, "invalid_request_error" if refused.status < 500 else "api_error")
+    if request.path.endswith("/messages"):
+        return error_body(kind, str(refused))
+    return {"error": {"message": str(refused), "type": kind, "param": refused.param, "code": refused.code}}
+
+
+def error_response(request: web.Request, refused: RequestRejected) -> web.Response:
+    return json_response(error_payload(request, refused), refused.status, NO_RETRY)
+
+
+def json_response(body: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(body=msgspec.json.encode(body), status=status, headers=headers, content_type="application/json")
+
+
+async def read_body(request: web.Request) -> dict[str, Any]:
+    try:
+        body = msgspec.json.decode(await request.read())
+    except (msgspec.MsgspecError, RecursionError, ValueError) as error:
+        raise RequestRejected(f"the body is not JSON: {one_line(error)}") from None
+    if not isinstance(body, dict):
+        raise RequestRejected("the body is not a JSON object")
+    return body
+
+
+def auth_middleware(sessions: GatewaySessions, hosts: Hosts) -> Any:
+    @web.middleware
+    async def guard(request: web.Request, handler: Any) -> Any:
+        allowed = hosts()
+        if allowed is not None and request.headers.get(hdrs.HOST, "").lower() not in allowed:
+            raise RequestRejected("the Host header does not name this server", status=421)
+        session = sessions.find(request.match_info.get("session", ""))
+        if session is None:
+            raise RequestRejected("unknown endpoint, or its episode has ended", status=404)
+        if not session.accepts_token(_bearer_token(request)):
+            raise RequestRejected(
+                "the API key of this endpoint is missing or wrong", status=401, code="invalid_api_key"
+            )
+        request[SESSION] = session
+        return await handler(request)
+
+    return guard
+
+
+def _bearer_token(request: web.Request) -> str:
+    kind, _, token = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
+    return token.strip() if kind.lower() == "bearer" else request.headers.get("x-api-key", "")
+
+
+Json = dict[str, Any]
+
+HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
+
+
+class ReplyEvents(Protocol):
+    """Stream events of one API for one answer."""
+
+    def opening(self) -> Iterator[Json]: ...
+
+    def delta(self, text: str) -> Iterator[Json]: ...
+
+    def closing(self, reply: GatewayReply, rest: str) -> Iterator[Json]: ...
+
+
+class EventWriter:
+    """Writes server-sent events. `named`: every event has a type line, and there is no final `[DONE]`."""
+
+    def __init__(self, named: bool) -> None:
+        self._named = named
+        self.response = web.StreamResponse(headers=HEADERS)
+
+    async def begin(self, request: web.Request) -> None:
+        await self.response.prepare(request)
+
+    async def write(self, events: Iterable[Json]) -> None:
+        if data := b"".join(map(self._frame, events)):
+            await self.response.write(data)
+
+    async def end(self) -> None:
+        if not self._named:
+            await self.response.write(b"data: [DONE]\n\n")
+        await self.response.write_eof()
+
+    def _frame(self, event: Json) -> bytes:
+        name = f"event: {event['type']}\n".encode() if self._named else b""
+        return name + b"data: " + msgspec.json.encode(event) + b"\n\n"
+
+
+@dataclass(frozen=True)
+class ApiFormat:
+    """One API: how requests are parsed, and how an answer is returned, whole or as a stream of events."""
+
+    read: Callable[[dict[str, Any]], PolicyRequest]
+    response: Callable[[GatewayReply, str], dict[str, Any]]
+    stream: Callable[[str, str, PolicyRequest], ReplyEvents]
+    named_events: bool = False
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        session = request[SESSION]
+        policy_request = self.read(await read_body(request))
+        async with Exchange(session, policy_request) as exchange:
+            if policy_request.stream:
+                return await self._stream(request, exchange, policy_request)
+            reply = make_reply(await exchange.answer(), policy_request, session.client)
+            return json_response(self.response(reply, session.model))
+
+    async def _stream(
+        self, request: web.Request, exchange: Exchange, policy_request: PolicyRequest
+    ) -> web.StreamResponse:
+        """Stream the answer. Failures before the request is sent are plain responses; later ones are events."""
+        session = request[SESSION]
+        events = self.stream(await exchange.request_sent(), session.model, policy_request)
+        writer = EventWriter(self.named_events)
+        await writer.begin(request)
+        try:
+            await writer.write(events.opening())
+            async for text in exchange.deltas():
+                await writer.write(events.delta(text))
+            answer = await exchange.answer()
+            text = full_text(answer, policy_request, session.client)
+            reply = exchange.continue_streamed(make_reply(answer, policy_request, session.client), text)
+            await writer.write(events.closing(reply, reply.content.removeprefix(exchange.streamed)))
+        except ConnectionError:  # the agent closed the connection
+            return writer.response
+        except Exception as error:  # boundary: a started response can only report errors as events
+            await writer.write([error_payload(request, to_rejection(error))])
+        await writer.end()
+        return writer.response
+
+
+CHAT = ApiFormat(read_chat, chat_response, ChatStream)
+COMPLETION = ApiFormat(read_completion, completion_response, CompletionStream)
+MESSAGES = ApiFormat(read_messages, messages_response, MessagesStream, named_events=True)
+
+
+async def list_models(request: web.Request) -> web.Response:
+    return json_response(models(request[SESSION].model))
+
+
+_ROUTES = [
+    web.post("/sessions/{session}/v1/chat/completions", CHAT.handle),
+    web.post("/sessions/{session}/v1/completions", COMPLETION.handle),
+    web.post("/sessions/{session}/v1/messages", MESSAGES.handle),
+    web.get("/sessions/{session}/v1/models", list_models),
+]
+
+
+def make_app(sessions: GatewaySessions, hosts: Hosts) -> web.Application:
+    app = web.Application(client_max_size=MAX_BODY, middlewares=[error_middleware, auth_middleware(sessions, hosts)])
+    app.add_routes(_ROUTES)
+    return app

@@ -1,0 +1,290 @@
+"""Group scoring: turns the graded episodes of a group into training rows, and builds the group's report.
+
+    episodes ─▶ score_group ─▶ ScoredGroup (outcome, reason, rows with advantages) ─▶ build_report ─▶ GroupReport
+
+Pure: no I/O.
+
+- A failed episode is left out; the others of its group are still used.
+- A group that carries no learning signal (too few episodes left, all compared rewards equal, nothing left to train on)
+  is filtered or failed, with the reason.
+- An episode that is masked because it was truncated or is too long still counts toward the baseline of the others.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from outpace.algorithms.advantages import Doubles, is_uniform
+from outpace.algorithms.token_advantages import AdvantageSettings, compared_returns, group_advantages, with_advantages
+from outpace.errors import clip, plural
+from outpace.models.chat import as_text
+from outpace.rollouts.client import PolicyClient
+from outpace.rollouts.episode import total_return
+from outpace.types import (
+    OBSERVED,
+    Episode,
+    EpisodeView,
+    Failure,
+    GroupOrder,
+    GroupReport,
+    Message,
+    Outcome,
+    Row,
+    Task,
+    Trajectory,
+)
+
+TRUNCATED_STOPS = ("length", "tokens", "context")
+"""Stop reasons of truncated episodes: the token limit of an answer, of the episode, or the model's context."""
+
+MASKED_REASON = "not trained on: truncated (filter.truncated) or too long (filter.longer_than)"
+"""Reason recorded for an attempt that is masked within a trained group."""
+
+
+@dataclass(frozen=True)
+class GroupFilter:
+    """Resolved `[filter]` settings. `longer_than` None means no limit."""
+
+    uniform: bool = True
+    tolerance: float = 1e-6
+    min_group: int = 2
+    truncated: Literal["train", "mask"] = "train"
+    longer_than: int | None = None
+
+
+@dataclass(frozen=True)
+class ScoringRules:
+    credit: AdvantageSettings
+    filter: GroupFilter
+
+
+@dataclass(frozen=True)
+class ScoredGroup:
+    outcome: Outcome
+    reason: str
+    rows: list[Row]
+
+
+def score_group(episodes: list[Episode], rules: ScoringRules) -> ScoredGroup:
+    """Decide whether the group can be trained on, and compute the advantages of its rows."""
+    succeeded = [episode for episode in episodes if episode.error is None]
+    if reason := _too_few_reason(episodes, len(succeeded), rules.filter.min_group):
+        return ScoredGroup("failed", reason, [])
+    rows = [row_of(kept, index) for index, episode in enumerate(succeeded) for kept in episode.trajectories]
+    if not any(row.mask.any() for row in rows):
+        return ScoredGroup("failed", "no token was sampled", [])
+    if reason := _uniform_reason(rows, succeeded, rules):
+        return ScoredGroup("filtered", reason, [])
+    trained = [
+        with_advantages(row, advantages_T)
+        for row, advantages_T in zip(rows, _advantages(rows, succeeded, rules.credit), strict=True)
+        if row.mask.any() and _is_trained_on(succeeded[row.episode], rules.filter)
+    ]
+    if not trained:
+        return ScoredGroup("filtered", "every attempt was truncated or is too long to train on", [])
+    return ScoredGroup("finished", "", trained)
+
+
+def version_range(episodes: list[Episode]) -> tuple[int, int]:
+    """Return the oldest and newest policy version among the sampled tokens."""
+    sampled = [
+        trajectory.versions[trajectory.mask]
+        for episode in episodes
+        for trajectory in episode.trajectories
+        if trajectory.mask.any()
+    ]
+    if not sampled:
+        return OBSERVED, OBSERVED
+    versions = np.concatenate(sampled)
+    return int(versions.min()), int(versions.max())
+
+
+def _too_few_reason(episodes: list[Episode], succeeded: int, least: int) -> str:
+    """Return why too few episodes are left, with the first episode error, or an empty string."""
+    error = next((episode.error for episode in episodes if episode.error), "no attempt was made")
+    if succeeded == 0:
+        return error
+    if succeeded < least:
+        return f"{succeeded} of {plural(len(episodes), 'attempt')} succeeded, filter.min_group is {least}: {error}"
+    return ""
+
+
+def _uniform_reason(rows: list[Row], succeeded: list[Episode], rules: ScoringRules) -> str:
+    """Return why the group is uniform, or an empty string if its compared returns differ."""
+    if not rules.filter.uniform:
+        return ""
+    compared = list(compared_returns(rows, *_rewards_of(succeeded), rules.credit))
+    if not all(is_uniform(returns_G, rules.filter.tolerance) for returns_G in compared):
+        return ""
+    return f"all rewards are {compared[0][0]:g}" if len(compared) == 1 else "all compared rewards are equal"
+
+
+def _advantages(rows: list[Row], succeeded: list[Episode], credit: AdvantageSettings) -> Sequence[Doubles]:
+    if credit.estimator.registration.critic:
+        return [np.zeros(int(row.mask.sum())) for row in rows]  # the learner computes them from the critic
+    return group_advantages(rows, *_rewards_of(succeeded), credit)
+
+
+def _rewards_of(succeeded: list[Episode]) -> tuple[list[float], list[dict[str, float]]]:
+    return [episode.reward for episode in succeeded], [episode.rewards for episode in succeeded]
+
+
+def _is_trained_on(episode: Episode, rules: GroupFilter) -> bool:
+    if rules.truncated == "mask" and episode.stop in TRUNCATED_STOPS:
+        return False
+    return rules.longer_than is None or sampled_tokens(episode) <= rules.longer_than
+
+
+def sampled_tokens(episode: Episode) -> int:
+    return sum(int(trajectory.mask.sum()) for trajectory in episode.trajectories)
+
+
+def row_of(trajectory: Trajectory, episode: int = 0) -> Row:
+    """Convert a trajectory to a training row with zero advantages."""
+    return Row(
+        tokens=trajectory.tokens,
+        mask=trajectory.mask,
+        logprobs=trajectory.logprobs,
+        versions=trajectory.versions,
+        advantages=np.zeros(len(trajectory.tokens), dtype=np.float32),
+        episode=episode,
+        role=trajectory.role,
+        reward=None if trajectory.reward is None else float(trajectory.reward),
+        turn_rewards=trajectory.turn_rewards.astype(np.float32, copy=False),
+        sources=[str(source) for source in trajectory.sources],
+    )
+
+
+EXAMPLE_CHARACTERS = 500
+"""Characters of prompt and completion kept in the example of a group that is not trained on."""
+
+SWAPPED = "episode/swapped"
+"""Metric: fraction of trajectories whose weights changed between two sampled tokens."""
+
+Decode = Callable[[Sequence[int]], str]
+
+
+def build_report(
+    order: GroupOrder,
+    task: Task,
+    episodes: list[Episode],
+    clients: list[PolicyClient],
+    verdict: ScoredGroup,
+    seconds: float,
+) -> GroupReport:
+    """Build the report sent to the controller: metadata and example episodes, but no training rows."""
+    succeeded = [episode for episode in episodes if episode.error is None]
+    oldest, newest = version_range(succeeded)
+    decode = clients[0].decode
+    return GroupReport(
+        group=order.group,
+        task_id=task.id,
+        outcome=verdict.outcome,
+        reason=verdict.reason,
+        rewards=[total_return(episode) for episode in succeeded],
+        reward_parts=_means([{**episode.rewards, **_role_rewards(episode)} for episode in succeeded]),
+        episodes=len(succeeded),
+        failed_episodes=len(episodes) - len(succeeded),
+        tokens_sampled=count_sampled_tokens(clients),
+        oldest=oldest,
+        newest=newest,
+        truncated=sum(episode.stop in TRUNCATED_STOPS for episode in succeeded),
+        seconds=seconds,
+        metrics=_means([{**episode.metrics, SWAPPED: _swapped_fraction(episode)} for episode in succeeded]),
+        views=_views(order, task, episodes, verdict, newest, decode),
+        traceback=next((episode.traceback for episode in episodes if episode.traceback), ""),
+        failures=_failures(episodes),
+    )
+
+
+def _failures(episodes: list[Episode]) -> list[Failure]:
+    """Count the failures of all episodes by source and reason."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for episode in episodes:
+        for failure in episode.failures:
+            counts[failure.source, failure.reason] += failure.count
+        if episode.error and not any(failure.source.startswith("reward") for failure in episode.failures):
+            counts["rollout", episode.error] += 1
+    return [Failure(source, reason, count) for (source, reason), count in counts.items()]
+
+
+def count_sampled_tokens(clients: list[PolicyClient]) -> int:
+    """Count all sampled tokens, including those of abandoned answers and answers the rollout did not return."""
+    return sum(client.sampled + client.abandoned for client in clients)
+
+
+def _swapped_fraction(episode: Episode) -> float:
+    versions = [trajectory.versions[trajectory.mask] for trajectory in episode.trajectories if trajectory.mask.any()]
+    return sum(float(v.min() != v.max()) for v in versions) / max(len(versions), 1)
+
+
+def _role_rewards(episode: Episode) -> dict[str, float]:
+    """Return the mean trajectory reward of each role."""
+    rewards: dict[str, list[float]] = {}
+    for trajectory in episode.trajectories:
+        if trajectory.reward is not None:
+            rewards.setdefault(f"role_{trajectory.role}", []).append(trajectory.reward)
+    return {name: sum(values) / len(values) for name, values in rewards.items()}
+
+
+def _means(measured: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return the mean of each value over the episodes that report it."""
+    names = sorted({name for values in measured for name in values})
+    by_name = {name: [values[name] for values in measured if name in values] for name in names}
+    return {name: sum(values) / len(values) for name, values in by_name.items()}
+
+
+def _views(
+    order: GroupOrder, task: Task, episodes: list[Episode], verdict: ScoredGroup, version: int, decode: Decode
+) -> list[EpisodeView]:
+    """Return all episodes if the order sets `show`, or one clipped example if the group is not trained on."""
+    if order.show:
+        return [_view(task, episode, version, decode) for episode in episodes if episode.error is None]
+    if order.heldout or verdict.outcome == "finished":
+        return []
+    example = next((episode for episode in episodes if sampled_tokens(episode)), episodes[0])
+    view = _view(task, example, version, decode)
+    clipped = {"prompt": clip(view.prompt, EXAMPLE_CHARACTERS), "completion": clip(view.completion, EXAMPLE_CHARACTERS)}
+    return [msgspec.structs.replace(view, **clipped)]
+
+
+def _view(task: Task, episode: Episode, version: int, decode: Decode) -> EpisodeView:
+    return EpisodeView(
+        task_id=task.id,
+        prompt=as_text(task.prompt),
+        completion=_full_text(episode, decode) or _readable(episode.completion) or _sampled(episode, decode),
+        reward=total_return(episode),
+        stop=episode.stop,
+        version=version,
+    )
+
+
+def _full_text(episode: Episode, decode: Decode) -> str:
+    """Return the full sampled text by role, if the completion holds only the last of several answers."""
+    is_full_conversation = isinstance(episode.completion, list) and len(episode.completion) > 1
+    return "" if is_full_conversation or len(episode.requests) < 2 else _sampled(episode, decode, by_role=True)
+
+
+def _sampled(episode: Episode, decode: Decode, by_role: bool = False) -> str:
+    """Return the text after the prompt of every trajectory."""
+    if not by_role:
+        return "\n".join(decode(_after_prompt(kept)) for kept in episode.trajectories if kept.mask.any())
+    return "\n".join(f"[{kept.role}] {decode(_after_prompt(kept))}" for kept in episode.trajectories if kept.mask.any())
+
+
+def _after_prompt(trajectory: Trajectory) -> list[int]:
+    ids: list[int] = trajectory.tokens[int(trajectory.mask.argmax()) :].tolist()
+    return ids
+
+
+def _readable(completion: str | list[Message]) -> str:
+    """Return the completion as text, without a role label if it is a single answer."""
+    if isinstance(completion, list) and len(completion) == 1 and completion[0].get("role") == "assistant":
+        return str(completion[0].get("content"))
+    return as_text(completion)

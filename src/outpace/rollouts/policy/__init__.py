@@ -1,1 +1,0 @@
-"""The policy client of an episode: conversations in, exact tokens out."""

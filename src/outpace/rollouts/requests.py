@@ -1,0 +1,173 @@
+"""Requests of one episode: reserve ids and seeds, send to the engine, and abandon what is still in flight at the end.
+
+Invariant: the tokens of an abandoned request are counted even if its caller is cancelled, provided that the engine
+answers within `ABORT_GRACE_S`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from outpace.errors import OutpaceError, RequestFailed
+from outpace.protocols import Engine
+from outpace.rollouts.episode import EpisodeTurns
+from outpace.runtime.rng import request_seed
+from outpace.types import Generation, GroupOrder, Ints, Sampling
+
+log = logging.getLogger(__name__)
+
+ABORT_GRACE_S = 2.0
+"""How long to wait for an engine to abort requests and return what they have sampled."""
+
+DISTRIBUTION_SETTINGS = ("temperature", "top_p", "top_k")
+
+
+@dataclass(frozen=True)
+class ClientSettings:
+    """Sampling settings shared by all requests of a worker."""
+
+    max_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    stop_strings: tuple[str, ...]
+    system: str | None
+    seed: int
+
+
+@dataclass(frozen=True)
+class ReservedRequest:
+    """A request with its id and sampling seed, not sent yet."""
+
+    id: str
+    number: int
+    sampling: Sampling
+
+
+class EpisodeRequests:
+    def __init__(
+        self,
+        engine: Engine,
+        settings: ClientSettings,
+        order: GroupOrder,
+        episode: int,
+        turns: EpisodeTurns | None = None,
+    ) -> None:
+        self._engine = engine
+        self._settings = settings
+        self._order = order
+        self._episode = episode
+        self._turns = turns
+        self._open: dict[str, asyncio.Future[Generation]] = {}  # answers not yet returned to a caller
+        self._aborting: set[asyncio.Task[None]] = set()
+        self._ended = False
+        self.ids: list[str] = []
+        self.abandoned = 0  # tokens in abandoned answers
+
+    def reserve(self, stop_ids: Sequence[int], overrides: dict[str, Any]) -> ReservedRequest:
+        """Assign the next id and seed. `overrides` replace sampling settings; in training, temperature, top_p and top_k
+        must stay as configured."""
+        settings, number = self._settings, len(self.ids)
+        draw = self._order.group if self._order.draw is None else self._order.draw
+        if not self._order.heldout:
+            _check_distribution(settings, overrides)
+        fields: dict[str, Any] = {
+            "max_tokens": settings.max_tokens,
+            "seed": request_seed(settings.seed, draw, self._episode, number),
+            "temperature": settings.temperature,
+            "top_p": settings.top_p,
+            "top_k": settings.top_k,
+            "stop_ids": list(stop_ids),
+            "stop_strings": list(settings.stop_strings),
+        }
+        sampling = Sampling(**(fields | overrides))
+        prefix = f"eval-{self._order.min_version}." if self._order.heldout else ""
+        self.ids.append(f"{prefix}{self._order.group}.{self._episode}.{number}")
+        return ReservedRequest(self.ids[-1], number, sampling)
+
+    async def send(self, request: ReservedRequest, prompt: Ints) -> Generation:
+        """Return the recorded answer of an earlier attempt at this episode, or sample one from the engine."""
+        self.check_not_ended()
+        if self._turns is None:
+            return await self._generate(request, prompt)
+        answer = self._turns.recall(request.number, prompt, request.sampling)
+        if answer is None:
+            answer = await self._generate(request, prompt)
+            self._turns.record(request.number, prompt, request.sampling, answer)
+        return answer
+
+    async def _generate(self, request: ReservedRequest, prompt: Ints) -> Generation:
+        order = self._order
+        generating = self._engine.generate(request.id, prompt, request.sampling, order.min_version, order.pinned)
+        answer = asyncio.ensure_future(generating)
+        self._open[request.id] = answer
+        try:
+            # Shielded: after a cancellation the request is aborted below, and its tokens are still counted.
+            generation = await asyncio.shield(answer)
+        except asyncio.CancelledError:
+            if self._open.pop(request.id, None) is not None:
+                await self._abort({request.id: answer})
+            raise
+        except BaseException:
+            self._open.pop(request.id, None)
+            raise
+        if self._open.pop(request.id, None) is None:
+            raise RequestFailed("the episode ended before this request was answered")
+        return generation
+
+    async def abandon(self) -> None:
+        """Abort all in-flight requests of the episode and count their tokens. Later requests are refused."""
+        self._ended = True
+        abandoned_requests, self._open = self._open, {}
+        await self._abort(abandoned_requests)
+        if self._aborting:
+            await asyncio.wait(self._aborting)
+
+    def check_not_ended(self) -> None:
+        if self._ended:
+            raise RequestFailed("the episode is over; it accepts no more requests")
+
+    async def _abort(self, abandoned_requests: dict[str, asyncio.Future[Generation]]) -> None:
+        """Abort requests in a separate task, so that a second cancellation cannot prevent counting their tokens."""
+        if abandoned_requests:
+            aborting = asyncio.create_task(self._abort_and_count(abandoned_requests))
+            self._aborting.add(aborting)
+            aborting.add_done_callback(self._aborting.discard)
+            await asyncio.shield(aborting)
+
+    async def _abort_and_count(self, abandoned_requests: dict[str, asyncio.Future[Generation]]) -> None:
+        """Abort the requests and count their tokens. Bounded in time, and never raises an engine error: the episode is
+        already over."""
+        running = sorted(request_id for request_id, answer in abandoned_requests.items() if not answer.done())
+        try:
+            if running:
+                async with asyncio.timeout(ABORT_GRACE_S):
+                    await self._engine.abort(running)
+                    await asyncio.wait(abandoned_requests.values())
+        except (TimeoutError, OutpaceError) as error:  # the engine hangs, is down or has failed
+            log.info("cannot count the tokens of requests %s: %s", ", ".join(running), error or "no answer in time")
+        finally:
+            self.abandoned += sum(map(_tokens_of, abandoned_requests.values()))
+            for answer in abandoned_requests.values():
+                answer.cancel()
+
+
+def _check_distribution(settings: ClientSettings, overrides: dict[str, Any]) -> None:
+    for name in DISTRIBUTION_SETTINGS:
+        trained = getattr(settings, name)
+        if overrides.get(name, trained) != trained:
+            raise RequestFailed(
+                f"{name} = {overrides[name]} differs from rollout.{name} = {trained}; "
+                "in training, requests cannot change it"
+            )
+
+
+def _tokens_of(answer: asyncio.Future[Generation]) -> int:
+    """Return the number of tokens of an abandoned answer, or 0 if it never arrived."""
+    if not answer.done() or answer.cancelled() or answer.exception() is not None:
+        return 0
+    return len(answer.result().tokens)

@@ -1,0 +1,238 @@
+"""Tool loop: the policy answers, its tool calls run, and the results go back to it until an answer makes no call.
+
+    environment: open, reset ──▶ policy answers ──▶ tool calls? ── none ──▶ reward, close ──▶ episode
+                                       ▲                │ run all of them
+                                       └ tool messages ◀┘
+
+The `stop` reason of an episode is one of:
+
+    stop      the answer made no call                    turns     rollout.max_turns answers were sampled
+    empty     the answer made no call and has no text    calls     more than rollout.max_calls calls were made
+    length    the answer reached rollout.max_tokens      tokens    rollout.max_episode_tokens tokens were sampled
+    aborted   the engine aborted the answer              seconds   rollout.max_seconds have passed
+    context   the conversation no longer fits into the model's context
+
+`EpisodeLimits` holds these budgets, `EpisodeUsage` counts what an episode has used. Both are pure: the clock is
+injected and nothing waits.
+
+Invariants
+- Every call of an answer gets a result before the episode ends. Calls of a truncated answer do not run.
+- All stop reasons are normal ends, and the episode is graded. An episode without any answer fails, with the same stop
+  reason.
+- The environment is always closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from outpace.errors import ContextFull
+from outpace.models.chat import as_messages
+from outpace.protocols import ModelClient
+from outpace.rollouts.environments.session import EnvironmentSession, EnvironmentSessions, reset_columns
+from outpace.rollouts.tools.toolbox import Toolbox, ToolLimits, ToolSet
+from outpace.types import Answer, Episode, Failure, Message, Task, ToolCall
+
+
+@dataclass(frozen=True)
+class EpisodeLimits:
+    """Budgets of one episode; None means no limit. Each budget's stop reason has the name of its field."""
+
+    turns: int = 8
+    calls: int | None = None
+    tokens: int | None = None
+    seconds: float | None = None
+    answer_tokens: int | None = None  # rollout.max_tokens; the remaining `tokens` may allow less
+
+
+@dataclass
+class EpisodeUsage:
+    """Budget used by one episode. The time starts when this object is created."""
+
+    limits: EpisodeLimits
+    clock: Callable[[], float]
+    turns: int = 0
+    calls: int = 0
+    tokens: int = 0
+    started: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.started = self.clock()
+
+    def stop_reason(self) -> str | None:
+        """Return the stop reason if no further answer is allowed, else None.
+
+        The call budget ends the episode only once it is exceeded, so the policy still sees the last allowed results."""
+        limits = self.limits
+        if limits.calls is not None and self.calls > limits.calls:
+            return "calls"
+        if self.turns >= limits.turns:
+            return "turns"
+        if self.tokens_left() <= 0:
+            return "tokens"
+        return "seconds" if self.seconds_left() <= 0 else None
+
+    def answered(self, tokens: int) -> None:
+        self.turns += 1
+        self.tokens += tokens
+
+    def admit(self, calls: int) -> int:
+        """Count the calls of an answer, and return how many of them are within the budget."""
+        left = math.inf if self.limits.calls is None else self.limits.calls - self.calls
+        self.calls += calls
+        return int(min(calls, max(left, 0)))
+
+    def tokens_left(self) -> float:
+        return math.inf if self.limits.tokens is None else self.limits.tokens - self.tokens
+
+    def seconds_left(self) -> float:
+        return math.inf if self.limits.seconds is None else self.started + self.limits.seconds - self.clock()
+
+    def max_tokens(self) -> int | None:
+        """Return the token limit of the next answer if it is below rollout.max_tokens, else None."""
+        left = self.tokens_left()
+        usual = math.inf if self.limits.answer_tokens is None else self.limits.answer_tokens
+        return int(left) if left < usual else None
+
+
+ENVIRONMENT_REWARD = "environment"
+"""Name of the environment's reward in `Episode.rewards`."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ToolLoop:
+    """Rollout (`outpace.protocols.Rollout`) with tools, an environment per episode, or both."""
+
+    tool_sets: Sequence[ToolSet] = ()
+    stages: EnvironmentSessions | None = None
+    limits: EpisodeLimits = field(default_factory=EpisodeLimits)
+    tool_limits: ToolLimits = field(default_factory=ToolLimits)
+    clock: Callable[[], float] = time.monotonic
+
+    async def __call__(self, task: Task, client: ModelClient) -> Episode:
+        if self.stages is None:
+            return await self._episode(task, client, None)
+        stage = await self.stages.open(task)
+        client.environment = stage.instance
+        try:
+            return await self._episode(task, client, stage)
+        finally:
+            await _close(stage)
+
+    async def _episode(self, task: Task, client: ModelClient, stage: EnvironmentSession | None) -> Episode:
+        opening = None if stage is None else await stage.reset(reset_columns(task))
+        environment_tools = [] if stage is None else [ToolSet("rollout.environment", stage, ordered=True)]
+        episode = _ToolEpisode(
+            client=client,
+            toolbox=Toolbox([*self.tool_sets, *environment_tools], self.tool_limits),
+            usage=EpisodeUsage(self.limits, self.clock),
+            prompt=with_observation(as_messages(task.prompt), opening),
+        )
+        stop = await episode.run()
+        reward = await stage.reward() if stage is not None and episode.usage.turns else None
+        return Episode(
+            trajectories=[],
+            completion=episode.new_messages,
+            rewards={} if reward is None else {ENVIRONMENT_REWARD: reward},
+            stop=stop,
+            metrics=episode.metrics(),
+            error=None if episode.usage.turns else episode.no_answer_reason,
+            failures=[Failure(tool, reason, count) for (tool, reason), count in episode.failures.items()],
+        )
+
+
+@dataclass
+class _ToolEpisode:
+    """State of one running episode."""
+
+    client: ModelClient
+    toolbox: Toolbox
+    usage: EpisodeUsage
+    prompt: list[Message]
+    new_messages: list[Message] = field(default_factory=list)  # all messages after the prompt
+    statuses: Counter[str] = field(default_factory=Counter)
+    failures: Counter[tuple[str, str]] = field(default_factory=Counter)  # tool failures by tool and reason
+    no_answer_reason: str = ""  # why the episode has no answer
+
+    async def run(self) -> str:
+        """Sample answers and run tool calls until the episode ends. Returns the stop reason."""
+        try:
+            while (stop := self.usage.stop_reason()) is None:
+                answer = await self._answer()
+                if answer.stop != "stop" or not answer.calls:
+                    return self._stop_reason(answer)
+                await self._run(answer.calls)
+            return stop
+        except ContextFull as error:
+            self.no_answer_reason = str(error)
+            return "context"
+        except _TimeLimitReached:
+            self.no_answer_reason = f"no answer within rollout.max_seconds = {self.usage.limits.seconds:g} s"
+            return "seconds"
+
+    async def _answer(self) -> Answer:
+        limit, left = self.usage.max_tokens(), self.usage.seconds_left()
+        overrides: dict[str, Any] = {} if limit is None else {"max_tokens": limit}
+        try:
+            async with asyncio.timeout(None if left == math.inf else left) as time_left:
+                messages = [*self.prompt, *self.new_messages]
+                answer = await self.client.chat(messages, tools=self.toolbox.schemas, **overrides)
+        except TimeoutError:
+            if time_left.expired():
+                raise _TimeLimitReached from None
+            raise
+        self.usage.answered(len(answer.tokens))
+        self.new_messages.append(answer.message)
+        return answer
+
+    async def _run(self, calls: Sequence[ToolCall]) -> None:
+        results = await self.toolbox.run(calls, self.usage.admit(len(calls)), self.usage.seconds_left)
+        self.statuses.update(result.status for result in results)
+        self.failures.update((f"tool {result.call.name}", result.failure) for result in results if result.failure)
+        self.new_messages += [result.message for result in results]
+
+    def _stop_reason(self, answer: Answer) -> str:
+        if answer.stop == "length" and self.usage.tokens_left() <= 0:
+            return "tokens"
+        return "empty" if answer.stop == "stop" and not answer.text.strip() else answer.stop
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "turns": self.usage.turns,
+            "tool_calls": self.usage.calls,
+            "tool_errors": self.usage.calls - self.statuses["done"],
+            "tool_timeouts": self.statuses["timeout"],
+        }
+
+
+class _TimeLimitReached(Exception):
+    """rollout.max_seconds passed while an answer was being sampled."""
+
+
+async def _close(stage: EnvironmentSession) -> None:
+    """Close the environment. Shielded, so that cancelling the episode meanwhile does not leave it open."""
+    try:
+        await asyncio.shield(stage.close())
+    except Exception:  # user code: the episode is over, and its result is still valid
+        log.warning("closing an environment failed", exc_info=True)
+
+
+def with_observation(messages: list[Message], text: str | None) -> list[Message]:
+    """Return a copy of the messages with `text` appended to the last user message."""
+    if not text:
+        return messages
+    last = next((index for index in reversed(range(len(messages))) if messages[index].get("role") == "user"), None)
+    if last is None:
+        return [*messages, {"role": "user", "content": text}]
+    content = messages[last].get("content") or ""
+    longer = [*content, {"type": "text", "text": text}] if isinstance(content, list) else content + text
+    return [*messages[:last], {**messages[last], "content": longer}, *messages[last + 1 :]]

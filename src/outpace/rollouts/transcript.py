@@ -1,0 +1,262 @@
+"""Transcript: every token of one episode, as a tree of turns with the exact ids each answer was sampled from.
+
+    prompt ─▶ answer ─▶ observed ─▶ answer          first trajectory
+                  └───▶ observed ─▶ answer          second trajectory: the shared answer is context, trained only above
+
+Invariants
+- The prompt of a turn is its parent's prompt, its parent's answer verbatim, and the tokens observed since.
+- Across the trajectories, every sampled token is trainable exactly once, under the prefix it was sampled from. This is
+  checked against the checksum of the prompt that was sent, and a mismatch ends the run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from numbers import Real
+from zlib import crc32
+
+import numpy as np
+
+from outpace.algorithms.token_advantages import turn_numbers
+from outpace.errors import ComponentFailed, one_line
+from outpace.types import OBSERVED, Generation, Ints, Trajectory, Version
+
+OBSERVATION = "observation"
+"""Source of text that is not a chat message."""
+
+
+class TrajectoryBuilder:
+    """Builds a trajectory by appending. Sampled ids are kept verbatim, with their logprobs and versions."""
+
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+        self._mask: list[bool] = []
+        self._logprobs: list[float] = []
+        self._versions: list[int] = []
+        self._sources: list[list[str]] = []  # sources of each run of observed tokens
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    @property
+    def last(self) -> int | None:
+        """The last token, or None."""
+        return self._tokens[-1] if self._tokens else None
+
+    def observe(self, tokens: Sequence[int], source: str = OBSERVATION) -> None:
+        """Append tokens that the policy did not sample. `source` names their origin for display."""
+        if tokens and (not self._mask or self._mask[-1]):
+            self._sources.append([])
+        if tokens and source not in self._sources[-1]:
+            self._sources[-1].append(source)
+        self._tokens += tokens
+        self._mask += [False] * len(tokens)
+        self._logprobs += [0.0] * len(tokens)
+        self._versions += [OBSERVED] * len(tokens)
+
+    def sampled(self, generation: Generation) -> None:
+        """Append tokens sampled after exactly the tokens so far."""
+        self._tokens += generation.tokens.tolist()
+        self._mask += [True] * len(generation.tokens)
+        self._logprobs += generation.logprobs.tolist()
+        self._versions += generation.versions.tolist()
+
+    def prefix(self) -> Ints:
+        return np.array(self._tokens, dtype=np.int32)
+
+    def build(
+        self, role: str = "policy", reward: float | None = None, turn_rewards: Sequence[float] = ()
+    ) -> Trajectory:
+        return Trajectory(
+            tokens=np.array(self._tokens, dtype=np.int32),
+            mask=np.array(self._mask, dtype=np.bool_),
+            logprobs=np.array(self._logprobs, dtype=np.float32),
+            versions=np.array(self._versions, dtype=np.int32),
+            role=role,
+            reward=reward,
+            turn_rewards=np.array(turn_rewards, dtype=np.float32),
+            sources=[", ".join(sources) for sources in self._sources],
+        )
+
+
+def trajectory_problem(trajectory: Trajectory, min_version: Version = 0) -> str | None:
+    """Return why a trajectory cannot be trained on, or None. A rollout may have built it by hand.
+
+    Tokens sampled before `min_version` would exceed the staleness bound."""
+    columns = (trajectory.tokens, trajectory.mask, trajectory.logprobs, trajectory.versions)
+    if not all(isinstance(column, np.ndarray) and column.ndim == 1 for column in columns):
+        return "its columns must be one-dimensional arrays"
+    if len({len(column) for column in columns}) != 1:
+        return f"its columns differ in length: {', '.join(str(len(column)) for column in columns)}"
+    if trajectory.mask.dtype != np.bool_:
+        return f"its mask has dtype {trajectory.mask.dtype}, not bool"
+    if not np.isfinite(trajectory.logprobs[trajectory.mask]).all():
+        return "a sampled token has no finite logprob"
+    if (trajectory.versions[trajectory.mask] < 0).any():
+        return "a sampled token has no version"
+    if (trajectory.versions[trajectory.mask] < min_version).any():
+        oldest = int(trajectory.versions[trajectory.mask].min())
+        return f"a sampled token has version {oldest}, older than the min_version {min_version} of its group"
+    return _reward_problem(trajectory)
+
+
+def _reward_problem(trajectory: Trajectory) -> str | None:
+    """Return why the rewards are invalid, or None. A bad reward would corrupt the advantages of the whole group."""
+    reward, turn_rewards = trajectory.reward, trajectory.turn_rewards
+    if reward is not None and not (isinstance(reward, Real) and math.isfinite(reward)):
+        return f"its reward is {one_line(repr(reward), 60)}, not a finite number"
+    if not isinstance(turn_rewards, np.ndarray) or turn_rewards.ndim != 1 or turn_rewards.dtype.kind not in "fiu":
+        return "its turn rewards are not a one-dimensional array of numbers"
+    if not np.isfinite(turn_rewards).all():
+        return "a turn reward is not finite"
+    turns = len(set(turn_numbers(trajectory.mask).tolist()))
+    if len(turn_rewards) not in (0, turns):
+        return f"it has {len(turn_rewards)} turn rewards and {turns} turn{'s' * (turns != 1)}"
+    return None
+
+
+@dataclass(eq=False, slots=True)
+class Turn:
+    """One request and its answer, once it has arrived."""
+
+    request_id: str
+    role: str
+    parent: Turn | None
+    observed: Ints
+    source: str = OBSERVATION  # origin of the observed tokens
+    prompt_length: int = 0
+    prompt_check: int = 0
+    generation: Generation | None = None
+
+    @property
+    def length(self) -> int:
+        """Number of tokens in the answer."""
+        return 0 if self.generation is None else len(self.generation.tokens)
+
+    def lineage(self) -> list[Turn]:
+        """Return the turns from the first one to this one."""
+        found: list[Turn] = []
+        turn: Turn | None = self
+        while turn is not None:
+            found.append(turn)
+            turn = turn.parent
+        return found[::-1]
+
+    def prompt(self) -> Ints:
+        """Return the prompt ids of this turn."""
+        parts: list[Ints] = []
+        for turn in self.lineage():
+            parts.append(turn.observed)
+            if turn is not self:
+                assert turn.generation is not None, "a turn follows an answer"
+                parts.append(turn.generation.tokens)
+        return np.concatenate(parts)
+
+    def is_prefix_of(self, ids: Ints) -> bool:
+        """Whether `ids` begin with this turn's prompt and answer."""
+        assert self.generation is not None
+        end = self.prompt_length + len(self.generation.tokens)
+        answered = np.array_equal(ids[self.prompt_length : end], self.generation.tokens)
+        return answered and crc32(ids[: self.prompt_length].tobytes()) == self.prompt_check
+
+
+@dataclass
+class Transcript:
+    """All answered turns of an episode, and the rewards the rollout set for them."""
+
+    turns: list[Turn] = field(default_factory=list)  # answered turns only
+    rewards: dict[str, float] = field(default_factory=dict)  # trajectory rewards, by a request in the trajectory
+    role_rewards: dict[str, float] = field(default_factory=dict)
+    turn_rewards: dict[str, float] = field(default_factory=dict)
+
+    def begin(
+        self, request_id: str, role: str, parent: Turn | None, observed: Sequence[int], source: str = OBSERVATION
+    ) -> tuple[Turn, Ints]:
+        """Return a new turn and the prompt ids to send for it."""
+        turn = Turn(request_id, role, parent, np.array(observed, dtype=np.int32), source)
+        prompt = turn.prompt()
+        turn.prompt_length, turn.prompt_check = len(prompt), crc32(prompt.tobytes())
+        return turn, prompt
+
+    def set_reward(self, request_id: str, value: float) -> None:
+        """Set the reward of the trajectory that contains this request. The last one set wins."""
+        self.rewards.pop(request_id, None)
+        self.rewards[request_id] = value
+
+    def longest_prefix(self, ids: Sequence[int], role: str) -> tuple[Turn | None, int]:
+        """Return the turn of that role with the longest prompt and answer that `ids` begin with, and that length."""
+        wanted = np.array(ids, dtype=np.int32)
+        best: tuple[Turn | None, int] = (None, 0)
+        for turn in self.turns:
+            assert turn.generation is not None, "only answered turns are kept"
+            length = turn.prompt_length + len(turn.generation.tokens)
+            if turn.role == role and best[1] < length <= len(wanted) and turn.is_prefix_of(wanted):
+                best = turn, length
+        return best
+
+    def trajectories(self) -> list[Trajectory]:
+        """Return one trajectory per branch, in the order the branches were finished."""
+        parents = {id(turn.parent) for turn in self.turns if turn.parent is not None}
+        leaves = [turn for turn in self.turns if id(turn) not in parents]
+        claimed: set[int] = set()
+        return [self._trajectory(leaf, claimed) for leaf in leaves]
+
+    def branch(self, leaf: Turn, after: Sequence[int]) -> Trajectory:
+        """Return the sequence up to this turn and the tokens observed `after` it, ignoring other branches."""
+        return self._trajectory(leaf, set(), after)
+
+    def _trajectory(self, leaf: Turn, claimed: set[int], after: Sequence[int] = ()) -> Trajectory:
+        built = TrajectoryBuilder()
+        own: list[Turn] = []
+        for turn in leaf.lineage():
+            assert turn.generation is not None, "a turn follows an answer"
+            built.observe(turn.observed.tolist(), turn.source)
+            if id(turn) in claimed:
+                built.observe(turn.generation.tokens.tolist(), "assistant")
+            else:
+                claimed.add(id(turn))
+                own.append(turn)
+                built.sampled(turn.generation)
+        built.observe(after)
+        trajectory = built.build(leaf.role, self._reward(leaf.role, own), self._turn_rewards(own))
+        _assert_prefixes(trajectory, own)
+        return trajectory
+
+    def _reward(self, role: str, own: list[Turn]) -> float | None:
+        """Return the last reward set for one of these turns, or else the reward of the role."""
+        requests = {turn.request_id for turn in own}
+        given = [value for request_id, value in self.rewards.items() if request_id in requests]
+        return given[-1] if given else self.role_rewards.get(role)
+
+    def _turn_rewards(self, own: list[Turn]) -> list[float]:
+        """Return one reward per contiguous run of sampled tokens, or an empty list if no turn has a reward."""
+        if not any(turn.request_id in self.turn_rewards for turn in own):
+            return []
+        return [sum(self.turn_rewards.get(turn.request_id, 0.0) for turn in run) for run in _runs(own)]
+
+
+def _runs(own: list[Turn]) -> Iterator[list[Turn]]:
+    """Group turns into contiguous runs of sampled tokens. Turns without tokens are skipped."""
+    run: list[Turn] = []
+    for turn in own:
+        assert turn.generation is not None
+        if run and len(turn.observed):
+            yield run
+            run = []
+        if len(turn.generation.tokens):
+            run.append(turn)
+    if run:
+        yield run
+
+
+def _assert_prefixes(trajectory: Trajectory, own: list[Turn]) -> None:
+    """Check that every turn trained on here follows exactly the prompt that was sent for it."""
+    check, done = 0, 0
+    for turn in own:
+        check = crc32(trajectory.tokens[done : turn.prompt_length].tobytes(), check)
+        done = turn.prompt_length
+        if check != turn.prompt_check:
+            problem = f"request {turn.request_id} would be trained under a prefix it was not sampled from"
+            raise ComponentFailed("rollout", problem)

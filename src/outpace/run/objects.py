@@ -1,0 +1,203 @@
+"""User objects of a run: functions, classes and tasks that were passed or registered in Python.
+
+A run started from Python records them in its run directory so that `outpace eval` can find them again (`SavedObjects`):
+
+    objects.json    references (`module:name`, `/path/to/file.py:name`) of functions and classes; `missing`: the rest
+    heldout.jsonl   the held-out tasks used in evaluations, if the tasks were passed as objects
+
+Nothing is pickled. A lambda, a local function or a class from a notebook has no reference; the error names it.
+
+Child processes get the functions that a script registered by name: `registered_for_worker` and `registered_for_learner`
+collect them in the caller, and `Registered.install` registers them in the child.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import sysconfig
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from outpace.algorithms.registry import ADVANTAGES, NORMALIZERS, POLICY_LOSSES, Registration, Registry
+from outpace.config import Config
+from outpace.errors import BadInput, one_line
+from outpace.monitoring.line_file import read_lines, write_atomically
+from outpace.protocols import Reward, TaskSource
+from outpace.rewards import registry as rewards
+from outpace.runtime.references import FILE_MODULE, absolute_reference, load_function
+from outpace.tasks import registry as tasks
+from outpace.types import Task
+
+OBJECTS_FILE = "objects.json"
+HELDOUT_FILE = "heldout.jsonl"
+
+
+@dataclass(frozen=True)
+class SavedObjects:
+    """References by argument name (one reference, a list, or a dict by kind), and the objects without a reference."""
+
+    references: dict[str, Any] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+    heldout: list[Task] | None = None
+
+    def write(self, run: Path) -> None:
+        write_atomically(
+            run / OBJECTS_FILE, json.dumps({"references": self.references, "missing": self.missing}, indent=2) + "\n"
+        )
+        if self.heldout is not None:
+            write_atomically(run / HELDOUT_FILE, (_row_line(task) for task in self.heldout))
+
+
+def collect_saved_objects(given: Mapping[str, Any], heldout: TaskSource | None, count: int) -> SavedObjects:
+    """Collect the references of the objects in `given` (rewards, rollout, environment, tools), and the first `count`
+    held-out tasks if the caller passed them as objects."""
+    references: dict[str, Any] = {}
+    missing: dict[str, str] = {}
+    for name, value in given.items():
+        found = _references(value)
+        without = [_name_of(item) for item, reference in found if reference is None]
+        if without:
+            missing[name] = ", ".join(without)
+        elif isinstance(value, Mapping):
+            references[name] = {kind: reference for kind, (_, reference) in zip(value, found, strict=True)}
+        else:
+            references[name] = [reference for _, reference in found] if isinstance(value, list | tuple) else found[0][1]
+    tasks = None if heldout is None else [heldout[index] for index in range(min(count, len(heldout)))]
+    if tasks is not None and not all(map(_survives_json, tasks)):
+        tasks, missing["tasks"] = None, "columns that JSON cannot represent"
+    return SavedObjects(references, missing, tasks)
+
+
+def load_saved_objects(run: Path) -> dict[str, Any]:
+    """Load the objects of a run, as arguments of `UserObjects`. Raises `BadInput` for objects without a reference."""
+    try:
+        content = msgspec.json.decode((run / OBJECTS_FILE).read_bytes(), type=dict[str, dict[str, Any]])
+    except (OSError, ValueError):
+        raise BadInput(
+            f"{run}: the run uses Python objects, but {OBJECTS_FILE} is missing or unreadable; "
+            "call trainer.evaluate() in the script that started it"
+        ) from None
+    for name, what in content.get("missing", {}).items():
+        raise BadInput(
+            f"{run}: {name} ({one_line(what, 100)}) cannot be imported outside the script that started the run; "
+            "call trainer.evaluate() there, or define it at the top level of a file"
+        )
+    objects = {name: _loaded(name, found) for name, found in content.get("references", {}).items()}
+    if (run / HELDOUT_FILE).is_file():
+        objects["eval_tasks"] = list(read_lines(run / HELDOUT_FILE))
+    return objects
+
+
+# ------------------------------------------------------------------------------------------------------- references
+
+
+def _references(value: Any) -> list[tuple[Any, str | None]]:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return [(item, reference_of(item)) for item in (value if isinstance(value, list | tuple) else [value])]
+
+
+def reference_of(value: Any) -> str | None:
+    """Return a reference by which another process can import this function or class, or None. A string is already
+    one."""
+    if isinstance(value, str):
+        return absolute_reference(value)
+    name, place = getattr(value, "__qualname__", ""), getattr(value, "__module__", "")
+    module = sys.modules.get(place or "")
+    if not name or module is None or getattr(module, name, None) is not value:
+        return None  # a local function, a lambda, an instance, or a name that was rebound
+    file = getattr(module, "__file__", None) or ""
+    if place == "__main__" or place.startswith(FILE_MODULE) or _is_beside_script(place, file):
+        return f"{Path(file).resolve()}:{name}" if file.endswith(".py") and Path(file).is_file() else None
+    return f"{place}:{name}"
+
+
+def _is_beside_script(module: str, file: str) -> bool:
+    """Return whether this is a top-level module that is not installed. `outpace eval` may run where it is not
+    importable by name."""
+    installed = {sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")}
+    return "." not in module and file.endswith(".py") and not any(Path(file).is_relative_to(path) for path in installed)
+
+
+def _loaded(name: str, found: Any) -> Any:
+    if isinstance(found, dict):
+        return {kind: load_function(reference, name) for kind, reference in found.items()}
+    if isinstance(found, list):
+        return tuple(load_function(reference, name) if ":" in reference else reference for reference in found)
+    return load_function(found, name)
+
+
+def _name_of(value: Any) -> str:
+    return str(getattr(value, "__qualname__", None) or type(value).__name__)
+
+
+# ------------------------------------------------------------------------------------------------------------- tasks
+
+
+def _row(task: Task) -> dict[str, Any]:
+    return {**task.columns, "id": task.id, "prompt": task.prompt}
+
+
+def _row_line(task: Task) -> str:
+    return json.dumps(_row(task), ensure_ascii=False) + "\n"
+
+
+def _survives_json(task: Task) -> bool:
+    try:
+        return bool(json.loads(_row_line(task)) == _row(task))
+    except (TypeError, ValueError):
+        return False
+
+
+ALGORITHMS: dict[str, Registry] = {"surrogate": POLICY_LOSSES, "advantage": ADVANTAGES, "normalise": NORMALIZERS}
+"""Registries by their keys in `[algorithm]`."""
+
+
+@dataclass(frozen=True)
+class Registered:
+    """Functions that a script registered by name, for the child processes that look them up. Contains only what the
+    config uses. Importable functions are sent by reference; those of `__main__` or a notebook by value."""
+
+    tasks: dict[str, tasks.TaskFactory] = field(default_factory=dict)
+    rewards: dict[str, Reward] = field(default_factory=dict)
+    algorithms: dict[str, Registration] = field(default_factory=dict)
+
+    def install(self) -> None:
+        """Register the functions in this process."""
+        for name, factory in self.tasks.items():
+            tasks.register(name)(factory)
+        for name, function in self.rewards.items():
+            rewards.register(name)(function)
+        for key, registration in self.algorithms.items():
+            ALGORITHMS[key].own[registration.name] = registration
+
+
+def registered_for_worker(config: Config) -> Registered | None:
+    """Return the registered functions that a rollout worker needs, or None if there are none."""
+    name, own = config.tasks.name, tasks.user_tasks()
+    return _unless_empty(
+        Registered(
+            tasks={name: own[name]} if name in own else {},
+            rewards={name: rewards.REGISTERED[name] for name in config.rewards.functions if name in rewards.REGISTERED},
+            algorithms=_algorithms(config, ("advantage",)),
+        )
+    )
+
+
+def registered_for_learner(config: Config) -> Registered | None:
+    """Return the registered functions that the learner needs, or None if there are none."""
+    return _unless_empty(Registered(algorithms=_algorithms(config, tuple(ALGORITHMS))))
+
+
+def _algorithms(config: Config, keys: tuple[str, ...]) -> dict[str, Registration]:
+    chosen = {key: getattr(config.algorithm, key) for key in keys}
+    return {key: ALGORITHMS[key].own[name] for key, name in chosen.items() if name in ALGORITHMS[key].own}
+
+
+def _unless_empty(registered: Registered) -> Registered | None:
+    return registered if registered.tasks or registered.rewards or registered.algorithms else None

@@ -1,0 +1,283 @@
+"""Run planning: validate a config and the user's Python objects, and build a `RunPlan`.
+
+All validation happens here, before any process starts or any file of the run is written. The only side effect is that
+a model is downloaded or converted if necessary; the result is cached.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+
+from outpace.checkpoint import commit
+from outpace.config import Config
+from outpace.config.load import load_config, python_objects_of
+from outpace.config.validation import resolve
+from outpace.engines.server.commands import base_environment, installed_server, server_kind, server_python
+from outpace.errors import BadInput, one_line, plural, with_article
+from outpace.hardware.cores import check_dtype
+from outpace.hardware.placement import placement_of, uses_gpu
+from outpace.models.loading import resolve_model, tokenizer_digest
+from outpace.models.lora import check_peft
+from outpace.monitoring.callbacks import Callback
+from outpace.monitoring.summary import STOPPED, Summary
+from outpace.protocols import Reward, Rollout, TaskSource
+from outpace.rewards.registry import check_rewards
+from outpace.rollouts.build import check_rollout
+from outpace.rollouts.environments.session import EnvironmentArgument
+from outpace.run.objects import (
+    SavedObjects,
+    collect_saved_objects,
+    load_saved_objects,
+    registered_for_learner,
+    registered_for_worker,
+)
+from outpace.run.session import RunPlan
+from outpace.runtime import by_value
+from outpace.runtime.references import refuse_while_importing
+from outpace.tasks.dataset import Dataset, Rows
+from outpace.tasks.fingerprint import fingerprint
+from outpace.tasks.registry import ReopenedSource, TaskSources, open_heldout, open_tasks, open_train
+from outpace.types import Task
+
+TasksArgument = TaskSource | Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class UserObjects:
+    """Python objects passed to `Trainer` instead of being named in the config."""
+
+    tasks: TasksArgument | None = None
+    eval_tasks: TasksArgument | None = None
+    rewards: tuple[Reward | str, ...] = ()
+    rollout: Rollout | None = None
+    environment: EnvironmentArgument | None = None
+    tools: tuple[Callable[..., Any] | str, ...] = ()
+    callbacks: tuple[Callback, ...] = ()
+
+
+def make_plan(config: Config, objects: UserObjects, quiet: bool = False) -> RunPlan:
+    """Resolve and validate everything once: model and tasks first, then rewards and rollout."""
+    refuse_while_importing()
+    own_rollout = objects.rollout is not None or objects.environment is not None
+    rewards_optional = bool(objects.rewards) or own_rollout or config.rollout.function is not None
+    if objects.eval_tasks is not None:
+        config = _without_heldout(config)
+    own_tasks = objects.tasks is not None
+    config = resolve(config, own_tasks=own_tasks, own_rewards=True, own_rollout=own_rollout)
+    check_dtype(config.model.dtype, "model.dtype", on_cpu=not uses_gpu(config))
+    model = resolve_model(config.model.path)
+    if config.lora.rank:
+        check_peft()
+    _check_engines(config)
+    own_sources = _own_sources(config, objects)
+    train, heldout = own_sources or open_tasks(config)
+    config = resolve(config, own_tasks=own_tasks, own_rewards=rewards_optional, own_rollout=own_rollout)
+    named = objects.rewards or config.rewards.functions
+    rewards = check_rewards(named, config.rewards.weights, train[0].columns, config)
+    own = {"rollout": objects.rollout, "environment": objects.environment, "tools": objects.tools or None}
+    if not check_rollout(config, own, train[0]) and not rewards:
+        raise BadInput("rewards.functions: set at least one; no rollout or environment of this run gives a reward")
+    carried = {"tasks": own_sources, "rewards": rewards if objects.rewards else None, **own}
+    given = {name: value for name, value in carried.items() if value is not None}
+    learner_registered = registered_for_learner(config)
+    sent = {**carried, "registered": registered_for_worker(config)}
+    has_registered = sent["registered"] is not None or learner_registered is not None
+    return RunPlan(
+        config=config,
+        tasks=fingerprint(train),
+        tokenizer=tokenizer_digest(model),
+        heldout=0 if heldout is None else len(heldout),
+        code=by_value.pickle_objects(sent),
+        learner_code=by_value.pickle_objects({"registered": learner_registered}),
+        objects=(
+            *given,
+            *(("registered names",) if has_registered else ()),
+        ),
+        saved=_saved(config, objects, heldout if own_sources else None) if given else None,
+        callbacks=list(objects.callbacks),
+        quiet=quiet,
+    )
+
+
+def load_run_with_objects(run: Path, settings: Sequence[str]) -> tuple[Config, UserObjects]:
+    """Load a run's config with overrides and, for a run started from Python, the objects that evaluation needs.
+
+    Raises `BadInput` if such an object cannot be restored."""
+    file = _config_file(run)
+    config = load_config(file, settings)
+    if not python_objects_of(file):
+        return config, UserObjects()
+    found = load_saved_objects(run)
+    if config.tasks.name is None and config.tasks.path is None:
+        if config.tasks.eval_path is None and not found.get("eval_tasks"):
+            raise BadInput(f"tasks.eval_path: the run in {run} has no held-out tasks; set a file of tasks")
+        found["tasks"] = found.get("eval_tasks") or []  # evaluation needs no training tasks, but a plan must have some
+    return config, UserObjects(**found)
+
+
+def load_run_config(run: Path, settings: Sequence[str]) -> Config:
+    """Load a run's config with overrides. Rejects runs with Python objects, which a command cannot provide."""
+    file = _config_file(run)
+    if objects := python_objects_of(file):
+        raise BadInput(f"{run} was started from Python with its own objects ({objects}); continue it from Python")
+    return load_config(file, settings)
+
+
+def _saved(config: Config, objects: UserObjects, heldout: TaskSource | None) -> SavedObjects:
+    given = {
+        "rewards": objects.rewards,
+        "rollout": objects.rollout,
+        "environment": objects.environment,
+        "tools": objects.tools,
+    }
+    return collect_saved_objects({name: value for name, value in given.items() if value}, heldout, config.eval.count)
+
+
+def _config_file(run: Path) -> Path:
+    file = run / "config.toml"
+    if not file.is_file():
+        raise BadInput(f"{run}: not a run directory (no config.toml)")
+    return file
+
+
+def with_newest_checkpoint(plan: RunPlan, run_dir: Path) -> RunPlan:
+    """Return the plan, resuming from the run's newest complete checkpoint, or from version 0 if it has none yet."""
+    root = run_dir / "checkpoints"
+    checkpoint = commit.newest_complete(root)
+    if checkpoint is None and commit.list_steps(root):
+        raise BadInput(f"--resume: {run_dir} has no complete checkpoint; start over with run.overwrite = true")
+    return replace(plan, resumes=True, checkpoint=checkpoint)
+
+
+def completed_summary(plan: RunPlan, run_dir: Path) -> Summary | None:
+    """Return the summary of a completed run, or None if there is work left.
+
+    A run is complete if it ended without error, its newest checkpoint is of its last step, and `run.steps` and
+    `run.epochs` ask for no more."""
+    try:
+        ended = msgspec.json.decode((run_dir / "summary.json").read_bytes(), type=Summary)
+        before = tomllib.loads((run_dir / "config.toml").read_text()).get("run", {})
+    except (OSError, ValueError):
+        return None
+    if ended.exit or ended.reason == STOPPED:
+        return None
+    if plan.checkpoint is None or commit.step_of(plan.checkpoint) != ended.steps:
+        return None
+    run = plan.config.run
+    same_end = (run.steps, run.epochs) == (before.get("steps"), before.get("epochs"))
+    return ended if same_end or run.steps == ended.steps else None
+
+
+def completed_message(plan: RunPlan) -> str:
+    """Return the message for resuming a completed run."""
+    run = plan.config.run
+    if run.epochs is not None:
+        return f"already complete after {plural(run.epochs, 'epoch')}; extend it with --run.epochs {run.epochs + 1}"
+    return f"already complete after {plural(run.steps or 0, 'step')}; extend it with --run.steps {2 * (run.steps or 0)}"
+
+
+# ---------------------------------------------------------------------------------------------------------- engines
+
+
+def _check_engines(config: Config) -> None:
+    """Check everything about engines and weight transport that takes about a second at most."""
+    if config.weights.transport == "ipc" and not uses_gpu(config):
+        raise BadInput('weights.transport: "ipc" shares GPU memory, but this run uses no GPU; use "memory"')
+    placement_of(config)  # raises if the GPUs are too few or too small
+    if config.weights.dir is not None:
+        _check_writable(Path(config.weights.dir))
+    if config.engine.kind != "embedded" and not config.engine.urls:
+        _check_installed(config)
+
+
+def _check_installed(config: Config) -> None:
+    """Check the server installation. Runs in its own thread because the caller, such as a notebook, may have a loop."""
+    check = installed_server(server_python(config), server_kind(config), {**base_environment(), **config.launch.env})
+    with ThreadPoolExecutor(1) as executor:
+        executor.submit(asyncio.run, check).result()
+
+
+def _check_writable(folder: Path) -> None:
+    """Check by writing a temporary file, since permission bits are not enough. Leaves nothing behind."""
+    missing: list[Path] = []
+    try:
+        missing += [path for path in (folder, *folder.parents) if not path.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise BadInput(f"weights.dir: cannot write to {folder}: {error.strerror}; choose another directory") from None
+    finally:
+        for created in missing:
+            with contextlib.suppress(OSError):  # not empty anymore, or never created
+                created.rmdir()
+
+
+# ------------------------------------------------------------------------------------------------------------- tasks
+
+
+def _without_heldout(config: Config) -> Config:
+    """Clear the config's held-out tasks, which `eval_tasks` objects replace."""
+    return config.model_copy(
+        update={
+            "tasks": config.tasks.model_copy(update={"eval_path": None}),
+            "eval": config.eval.model_copy(update={"holdout": 0.0}),
+        }
+    )
+
+
+def _own_sources(config: Config, objects: UserObjects) -> TaskSources | None:
+    """Return training and held-out sources if at least one is a Python object. The other may come from the config."""
+    if objects.tasks is None and objects.eval_tasks is None:
+        return None
+    heldout = None if objects.eval_tasks is None else _as_source(objects.eval_tasks, "eval_tasks", config)
+    if objects.tasks is None:
+        return ReopenedSource(open_train, config), heldout
+    train = _as_source(objects.tasks, "tasks", config, config.tasks.limit)
+    if heldout is None and config.tasks.eval_path is not None:
+        heldout = ReopenedSource(open_heldout, config)
+    if heldout is None and isinstance(train, Dataset):
+        return train.split(config.eval.holdout, config.eval.seed)
+    return train, heldout
+
+
+def _as_source(given: TasksArgument, name: str, config: Config, limit: int | None = None) -> TaskSource:
+    """Return a task source unchanged, or wrap rows in a `Dataset`."""
+    _check_rows(given, name)
+    if len(given) and isinstance(given[0], Task):
+        return cast(TaskSource, given)
+    return Dataset(cast(Rows, given), name, limit=limit, duplicate_ids=config.tasks.duplicate_ids, setting=name)
+
+
+def _check_rows(given: Any, name: str) -> None:
+    """Reject anything but rows or tasks, such as the other types of the `datasets` package."""
+    kind = type(given).__name__
+    if isinstance(given, Mapping):
+        keys = one_line(", ".join(map(str, given)), 120)
+        first = next(iter(given), "train")
+        raise BadInput(
+            f"{name}: {with_article(kind)} of {keys} is not a list of rows; pass one split, such as data[{first!r}]"
+        )
+    try:
+        count = len(given)
+    except TypeError:
+        raise BadInput(
+            f"{name}: {with_article(kind)} has no length; pass rows with a length and an index, such as list(rows)"
+        ) from None
+    try:
+        if count:
+            given[0]
+    except (KeyError, TypeError, IndexError):
+        raise BadInput(
+            f"{name}: {with_article(kind)} has no row 0; pass a sequence of rows, each a dict with a prompt"
+        ) from None

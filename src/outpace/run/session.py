@@ -1,0 +1,470 @@
+"""Run session: one start of a run. Starts the components, drives training, and stops and cleans up everything.
+
+    claim the run directory ─▶ start engines, learner and workers in parallel ─▶ (resume) ─▶ drive ─▶ stop ─▶ summary
+
+Invariants
+- Files of an earlier run are not touched until the components are up and the checkpoint has loaded. The only exception
+  is journal data that this start cannot use; it can be generated again. Bad input costs nothing else.
+- However the run ends, child processes are stopped, the runtime directory is removed and `summary.json` gives the
+  reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from outpace.checkpoint import commit
+from outpace.checkpoint.commit import CHECKPOINTS
+from outpace.config import Config
+from outpace.config.algorithm import DifficultyConfig, GovernorConfig, ReplayConfig
+from outpace.config.load import dump_toml
+from outpace.controller.batcher import ReplaySettings
+from outpace.controller.curriculum import CurriculumSettings
+from outpace.controller.driver import Driver, DriverSettings
+from outpace.controller.engine_registry import Components, StartEngine
+from outpace.controller.evaluation import Evaluator
+from outpace.controller.failure_budget import FailureLimits
+from outpace.controller.groups import GroupSettings
+from outpace.controller.logprob_check import check_engine_logprobs
+from outpace.controller.pacing import GovernorSettings, SchedulerSettings
+from outpace.controller.recorder import Recorder
+from outpace.controller.scheduler import Scheduler
+from outpace.controller.supervisor import RestartSettings, SupervisionSettings
+from outpace.errors import EXIT_SECOND_SIGNAL, BadInput, ComponentFailed, CorruptData, Interrupted, OutpaceError, plural
+from outpace.hardware.cores import countable_cores
+from outpace.hardware.memory import memory_warnings
+from outpace.hardware.placement import placement_of
+from outpace.models.loading import resolve_model
+from outpace.monitoring.callbacks import Callback, CallbackRunner
+from outpace.monitoring.console import EngineLogWatcher, ProgressConsole
+from outpace.monitoring.run_directory import RunLog
+from outpace.monitoring.summary import STOPPED, Summary
+from outpace.protocols import Engine, Learner, Worker
+from outpace.run.components import ComponentSpecs, start_engines
+from outpace.run.objects import SavedObjects
+from outpace.run.resume import (
+    CheckpointWriter,
+    ResumePoint,
+    check_tasks,
+    load_resume_point,
+    same_group_config,
+    save_task_fingerprint,
+)
+from outpace.runtime.async_tools import gather_or_cancel
+from outpace.runtime.cleanup import RuntimeDirectory
+from outpace.runtime.components import InlineRuntime, Runtime
+from outpace.runtime.local import LocalRuntime
+from outpace.tasks.fingerprint import Fingerprint
+from outpace.tasks.order import TaskOrder
+from outpace.types import Version
+
+T = TypeVar("T")
+
+CALLBACKS_S = 600.0
+"""Time limit for callbacks to finish after the run has ended."""
+
+ABORT_CALLBACKS_S = 5.0
+"""The same after a second signal."""
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A validated and resolved run, ready to start."""
+
+    config: Config
+    tasks: Fingerprint  # of the training tasks
+    tokenizer: str  # digest
+    heldout: int  # number of held-out tasks
+    code: bytes = b""  # pickled user objects for the workers
+    learner_code: bytes = b""  # pickled user objects for the learner
+    objects: tuple[str, ...] = ()  # names of the user objects
+    saved: SavedObjects | None = None  # lets `outpace eval` restore the user objects
+    callbacks: list[Callback] = field(default_factory=list)
+    resumes: bool = False  # the run was started before
+    checkpoint: Path | None = None  # newest complete one; None: start from version 0
+    quiet: bool = False
+
+    @property
+    def eval_count(self) -> int:
+        return min(self.config.eval.count, self.heldout)
+
+    @property
+    def eval_warning(self) -> str:
+        """Warning if fewer tasks are held out than `eval.count`; empty otherwise."""
+        if not 0 < self.heldout < self.config.eval.count:
+            return ""
+        return (
+            f"eval.count is {self.config.eval.count:,}, but only {plural(self.heldout, 'task')} "
+            f"{'is' if self.heldout == 1 else 'are'} held out: every evaluation uses {self.heldout:,}"
+        )
+
+
+class RunSession:
+    """Runs one plan. Create it on the event loop that `run` will use."""
+
+    def __init__(self, plan: RunPlan, log: RunLog) -> None:
+        self._plan = plan
+        self._config = plan.config
+        self._log = log
+        self._driver: Driver | None = None
+        self._console: ProgressConsole | None = None
+        self._stop_requested = self._interrupted = False
+        self._starting: asyncio.Task[Components] | None = None
+        self._loop = asyncio.get_running_loop()
+        self.summary: Summary | None = None
+        """Set when the run has ended, however it ended."""
+
+    def stop(self, interrupted: bool = False) -> None:
+        """Stop after the current step, with a checkpoint. While components are still starting, stop immediately.
+
+        `run` then returns the summary, or raises `Interrupted` if any call passed `interrupted=True`."""
+        self._stop_requested = True
+        self._interrupted |= interrupted
+        if self._starting is not None:
+            self._starting.cancel()
+            return
+        if self._console is not None:
+            self._console.status("stopping: writing a checkpoint after the current learner call")
+        if self._driver is not None:
+            self._driver.stop()
+
+    async def run(self) -> Summary:
+        callbacks = CallbackRunner(
+            self._plan.callbacks,
+            on_failure=lambda _: self._loop.call_soon_threadsafe(self.stop),
+            on_stop=lambda: self._loop.call_soon_threadsafe(self.stop),
+            errors=self._config.run.callback_errors,
+        )
+        console = ProgressConsole(self._config.run.steps, quiet=self._plan.quiet, title=self._title())
+        recorder = Recorder(self._log, console, callbacks, countable_cores(self._config), self._config.run.seed)
+        console.start()
+        self._console = console
+        try:
+            reason = await self._drive(recorder)
+            callbacks.check()
+        except BaseException as error:
+            stopped = isinstance(error, Interrupted) and not self._interrupted
+            code, reason = (0, STOPPED) if stopped else (_exit_code(error), _reason(error))
+            self.summary = recorder.build_summary(code, reason)
+            console.close()
+            aborted = isinstance(error, asyncio.CancelledError)
+            await self._finish_run(recorder, self.summary, ABORT_CALLBACKS_S if aborted else CALLBACKS_S)
+            if stopped:
+                return self.summary
+            raise
+        code = Interrupted.exit_code if reason == STOPPED and self._interrupted else 0
+        self.summary = ended = recorder.build_summary(code, reason)
+        try:
+            await self._finish_run(recorder, ended, CALLBACKS_S)
+            callbacks.check()
+        except BaseException as error:
+            console.close()
+            self.summary = msgspec.structs.replace(ended, exit=_exit_code(error), reason=_reason(error))
+            await asyncio.to_thread(self._write_summary, recorder, self.summary)
+            raise
+        views = recorder.last_evaluation.views if recorder.last_evaluation else []
+        console.finish(ended, self._log.dir, views)
+        if code:
+            raise Interrupted(await asyncio.to_thread(self._resume_hint, ended.steps))
+        return ended
+
+    def _resume_hint(self, steps: int) -> str:
+        how = "train(resume=True)" if self._plan.objects else f"outpace train --resume {self._log.dir}"
+        kept = max(commit.list_steps(self._log.dir / CHECKPOINTS), default=0)
+        again = "" if kept == steps else f", from step {kept}"
+        if again and self._config.run.deterministic:
+            again += " (a deterministic run repeats the later steps exactly)"
+        return f"stopped after step {steps}; resume with: {how}{again}"
+
+    async def _finish_run(self, recorder: Recorder, ended: Summary, callbacks_s: float) -> None:
+        """Write the summary, call `on_run_end` and wait up to `callbacks_s` for the callbacks."""
+        await asyncio.to_thread(self._write_summary, recorder, ended)
+        recorder.callbacks.post("on_run_end", ended)
+        with contextlib.suppress(ComponentFailed):  # a failed callback has already ended the run, or is checked next
+            await recorder.callbacks.close(callbacks_s)
+
+    def _write_summary(self, recorder: Recorder, ended: Summary) -> None:
+        if not self._log.began:
+            return
+        try:
+            self._log.summary(ended)
+            recorder.timeline.write(self._log.dir / "timeline.json")
+        except OSError as error:  # a full disk must not mask why the run ended
+            recorder.console.status(f"cannot write to {self._log.dir}: {error.strerror}")
+
+    def _title(self) -> str:
+        return f"outpace · {self._config.model.path} · {self._config.tasks.name or self._config.tasks.path or 'tasks'}"
+
+    async def _drive(self, recorder: Recorder) -> str:
+        settings = scheduler_settings(self._config, self._plan.tasks.count, self._plan.eval_count > 0)
+        order = TaskOrder(self._plan.tasks.count, self._config.run.seed, self._config.tasks.shuffle)
+        resume_point = await asyncio.to_thread(self._resume_point, settings, order)
+        warnings = await asyncio.to_thread(self._memory_warnings)
+        runtime_dir = await asyncio.to_thread(RuntimeDirectory)
+        runtime = self._runtime(runtime_dir)
+        try:
+            for line in warnings:
+                recorder.console.status(line)
+            recorder.console.status(self._start_message(resume_point))
+            if warning := self._plan.eval_warning:
+                recorder.console.status(warning)
+            specs = ComponentSpecs(
+                self._config, self._log.dir, runtime_dir.path, self._plan.code, self._plan.learner_code
+            )
+            components = await self._start_unless_stopped(runtime, specs, recorder.console.status)
+            await self._restore(components, resume_point)
+            await self._check_logprobs(components, resume_point.version, recorder.console.status)
+            scheduler = Scheduler(settings, order, resume_point.state, resume_point.recovered, resume_point.evaluated)
+            await asyncio.to_thread(self._open_log, recorder, resume_point)
+            self._driver = self._make_driver(
+                scheduler, components, recorder, resume_point, self._engine_starter(components, specs)
+            )
+            if self._stop_requested:
+                self._driver.stop()
+            await recorder.training_begins(components.engines, components.learner)
+            recorder.callbacks.post("on_run_start", self._info(resume_point.version))
+            return await self._driver.run({name: (await e.stats()).version for name, e in components.engines.items()})
+        finally:
+            await runtime.stop()
+            await asyncio.to_thread(runtime_dir.remove)
+
+    def _memory_warnings(self) -> list[str]:
+        return memory_warnings(self._config, placement_of(self._config), resolve_model(self._config.model.path))
+
+    def _info(self, version: Version) -> dict[str, Any]:
+        return {
+            "dir": str(self._log.dir),
+            "steps": self._config.run.steps,
+            "version": version,
+            "config": self._config,
+        }
+
+    def _start_message(self, resume_point: ResumePoint) -> str:
+        if not self._plan.resumes:
+            return (
+                f"tasks: {self._plan.tasks.count:,}, held out: {self._plan.heldout:,}; "
+                "starting engines, learner and workers"
+            )
+        finished, unfinished = len(resume_point.recovered.finished), len(resume_point.recovered.recorded or {})
+        message = f"resuming from step {resume_point.version}"
+        if not resume_point.usable:
+            return f"{message}; tasks or settings that shape groups have changed, so journaled groups are not used"
+        return f"{message}; recovered {plural(finished, 'finished group')} and turns of {unfinished} unfinished ones"
+
+    # ------------------------------------------------------------------------------------------------ components
+
+    def _runtime(self, runtime_dir: RuntimeDirectory) -> Runtime:
+        if self._config.run.runtime == "inline":
+            return InlineRuntime()
+        return LocalRuntime(self._log.dir / "logs", append=self._plan.resumes, cleanup=runtime_dir.cleanup)
+
+    async def _start_unless_stopped(
+        self, runtime: Runtime, specs: ComponentSpecs, report: Callable[[str], None]
+    ) -> Components:
+        """Start all components. Servers can take minutes to start, so `stop` cancels this."""
+        stopped = Interrupted("stopped while components were starting; nothing was trained")
+        if self._stop_requested:
+            raise stopped
+        self._starting = asyncio.create_task(self._start_components(runtime, specs, report))
+        try:
+            return await self._starting
+        except asyncio.CancelledError:
+            if self._stop_requested:
+                raise stopped from None
+            raise
+        finally:
+            self._starting = None
+
+    async def _start_components(
+        self, runtime: Runtime, specs: ComponentSpecs, report: Callable[[str], None]
+    ) -> Components:
+        engine_specs = specs.engines()
+        logs = EngineLogWatcher(self._log.dir / "logs", specs.sockets, report)
+        following = asyncio.create_task(logs.follow())
+        try:
+            learner, engines, workers = await gather_or_cancel(
+                runtime.start(Learner, *specs.learner()),
+                start_engines(runtime, engine_specs),
+                gather_or_cancel(*(runtime.start(Worker, *worker) for worker in specs.workers())),
+            )
+        finally:
+            following.cancel()
+        await logs.finish()
+        return Components(
+            learner=learner,
+            engines=dict(zip(specs.sockets, engines, strict=False)),
+            workers={f"worker-{index}": worker for index, worker in enumerate(workers)},
+            runtime=runtime,
+            sockets=dict(specs.sockets),
+            urls=dict(zip(specs.sockets, self._config.engine.urls, strict=False)),
+        )
+
+    def _engine_starter(self, components: Components, specs: ComponentSpecs) -> StartEngine | None:
+        """Return the function that starts a joining engine.
+
+        None if no engine can join: the run is deterministic or has no child processes."""
+        if self._config.run.deterministic or self._config.run.runtime == "inline":
+            return None
+        runtime, starting = components.runtime, set[str]()
+
+        async def start_joining(url: str) -> tuple[str, str, Engine]:
+            if url and self._config.engine.kind == "embedded":
+                raise BadInput("engine.kind is embedded in this run, so no server can join; vllm and sglang allow it")
+            spec, environment = specs.joining_engine(url, starting | components.engines.keys())
+            starting.add(spec.name)
+            try:
+                return spec.name, specs.sockets[spec.name], await runtime.start(Engine, spec, environment)
+            finally:
+                starting.discard(spec.name)
+
+        return start_joining
+
+    async def _restore(self, components: Components, resume_point: ResumePoint) -> None:
+        for name, worker in components.workers.items():
+            if name in resume_point.rng:
+                await worker.set_rng(resume_point.rng[name].encode())
+        if resume_point.checkpoint is None:
+            return
+        try:
+            version = await components.learner.load(str(resume_point.checkpoint))
+        except CorruptData as error:  # its checksums matched, so it was written under another config
+            raise BadInput(f"--resume: {resume_point.checkpoint} does not fit this config: {error}") from None
+        assert version == resume_point.version, (
+            f"learner restored version {version}, scheduler is at {resume_point.version}"
+        )
+
+    async def _check_logprobs(self, components: Components, version: Version, report: Callable[[str], None]) -> None:
+        """Compare engine and learner logprobs. Skips embedded engines, which check their decoder when they load it."""
+        if self._config.engine.kind == "embedded":
+            return
+        report("comparing engine and learner logprobs")
+        worker = next(iter(components.workers.values()))
+        await check_engine_logprobs(components.engines, components.learner, worker, self._config, version, report)
+
+    # ------------------------------------------------------------------------------------------------ controller
+
+    def _resume_point(self, settings: SchedulerSettings, order: TaskOrder) -> ResumePoint:
+        if not self._plan.resumes:
+            return ResumePoint()
+        run = self._log.dir
+        same_tasks = check_tasks(run, self._plan.tasks, self._config.tasks.changed == "accept")
+        usable = same_tasks and same_group_config(run, dump_toml(self._config, self._plan.objects))
+        return load_resume_point(run, self._plan.checkpoint, settings, order, self._plan.tokenizer, usable)
+
+    def _open_log(self, recorder: Recorder, resume_point: ResumePoint) -> None:
+        """Write this start's files and roll back to the checkpoint. Nothing may be rejected after this."""
+        self._log.start(dump_toml(self._config, self._plan.objects))
+        save_task_fingerprint(self._log.dir, self._plan.tasks)
+        if self._plan.saved is not None:
+            self._plan.saved.write(self._log.dir)
+        if not self._plan.resumes:
+            return
+        commit.remove_newer(self._log.dir / CHECKPOINTS, resume_point.version)
+        kept = self._log.roll_back(resume_point.version, resume_point.accounted)
+        recorder.resume(kept, [each.report for each in resume_point.recovered.finished])
+
+    def _make_driver(
+        self,
+        scheduler: Scheduler,
+        components: Components,
+        recorder: Recorder,
+        resume_point: ResumePoint,
+        join: StartEngine | None,
+    ) -> Driver:
+        supervise = self._config.supervise
+        group_settings = GroupSettings(
+            group_size=self._config.rollout.group_size,
+            show_rollouts=self._config.run.show_rollouts,
+            limits=FailureLimits(
+                failed=self._config.pacing.max_failed,
+                filtered=self._config.pacing.max_filtered,
+                notice_every=4 * self._config.pacing.groups_per_step,
+                resumed=resume_point.version > 0,
+            ),
+        )
+        settings = DriverSettings(
+            stall_s=self._config.run.stall_s,
+            groups=group_settings,
+            supervision=SupervisionSettings(
+                RestartSettings(supervise.restarts, supervise.window_s),
+                supervise.probe_s,
+                supervise.silent_s,
+                all_engines=self._config.run.deterministic,
+            ),
+        )
+        evaluator = Evaluator(self._plan.eval_count, self._config.eval.max_running)
+        save = CheckpointWriter(self._log, components.learner, self._config.checkpoint, self._plan.tokenizer).save
+        return Driver(scheduler, components, recorder, evaluator, save, settings, resume_point.recovered, join)
+
+
+def scheduler_settings(config: Config, tasks: int, evaluates: bool) -> SchedulerSettings:
+    return SchedulerSettings(
+        groups_per_step=config.pacing.groups_per_step,
+        group_size=config.rollout.group_size,
+        max_lag=config.pacing.max_lag,
+        depth=config.pacing.depth,
+        chunk_groups=config.pacing.chunk_groups,
+        max_running=_resolved(config.pacing.max_running),
+        on_stale=config.pacing.on_stale,
+        warmup_steps=config.pacing.warmup_steps,
+        publish_every=config.weights.every,
+        update=config.weights.update,
+        deterministic=config.run.deterministic,
+        steps=config.run.steps,
+        epochs=config.run.epochs,
+        tasks=tasks,
+        eval_every=config.eval.every,
+        eval_enabled=evaluates,
+        eval_pinned=config.engine.kind == "embedded" or config.lora.rank > 0,
+        checkpoint_every=config.checkpoint.every,
+        governor=_governor(config.governor),
+        difficulty=_difficulty(config.difficulty),
+        replay=_replay(config.replay),
+    )
+
+
+def _governor(config: GovernorConfig) -> GovernorSettings | None:
+    if not config.enabled:
+        return None
+    return GovernorSettings(
+        ess_min=_resolved(config.ess_min),
+        kl_max=_resolved(config.kl_max),
+        patience=_resolved(config.patience),
+        min_lag=_resolved(config.min_lag),
+    )
+
+
+def _difficulty(config: DifficultyConfig) -> CurriculumSettings | None:
+    if config.easy_above is None and config.hard_below is None:
+        return None
+    return CurriculumSettings(config.easy_above, config.hard_below, _resolved(config.rest_epochs))
+
+
+def _replay(config: ReplayConfig) -> ReplaySettings | None:
+    if config.fraction == 0:
+        return None
+    return ReplaySettings(config.fraction, _resolved(config.max_age), _resolved(config.times))
+
+
+def _resolved(value: T | None) -> T:
+    assert value is not None, "the config must be resolved"
+    return value
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, asyncio.CancelledError):
+        return "aborted by a second signal"
+    return f"{type(error).__name__}: {error}"
+
+
+def _exit_code(error: BaseException) -> int:
+    if isinstance(error, OutpaceError):
+        return error.exit_code
+    return EXIT_SECOND_SIGNAL if isinstance(error, asyncio.CancelledError) else ComponentFailed.exit_code

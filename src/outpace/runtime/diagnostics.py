@@ -1,0 +1,148 @@
+"""Diagnostics of this process: waits, asyncio tasks and thread stacks; garbage collector settings; crash points.
+
+Every wait that may be long is registered, so that the watchdog can report it:
+
+    with waiting("group 12: worker-0"):
+        report = await worker.run(order)
+
+Crash points are labeled places in the code where a fault-injection test can kill the process:
+
+    crash_point("step.before")    does nothing unless OUTPACE_CRASH names this process and label
+
+A run that recovers would crash at the same point again. `OUTPACE_CRASH_MARK` names a file that is created before the
+first crash; if it exists, crash points do nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+_waits: dict[int, tuple[str, float]] = {}
+_ids = itertools.count()
+
+
+@contextmanager
+def waiting(reason: str) -> Iterator[None]:
+    """Register a wait until the block ends. Thread-safe."""
+    number = next(_ids)
+    _waits[number] = (reason, time.monotonic())
+    try:
+        yield
+    finally:
+        del _waits[number]
+
+
+def longest_waits(most: int = 20) -> list[str]:
+    """Return the oldest waits of this process, one line each."""
+    now = time.monotonic()
+    oldest = sorted(_waits.values(), key=lambda wait: wait[1])
+    lines = [f"{reason}, for {now - since:.1f} s" for reason, since in oldest[:most]]
+    return lines + ([f"and {len(oldest) - most} more"] if len(oldest) > most else [])
+
+
+MOST_TASKS = 50
+MOST_FRAMES = 12
+
+
+def describe_tasks(most: int = MOST_TASKS) -> str:
+    """Return one line per task of the running loop: its await chain, from its coroutine to the innermost frame."""
+    by_name = sorted(asyncio.all_tasks(), key=lambda task: task.get_name())
+    lines = [f"{task.get_name()}: {_await_chain(task)}" for task in by_name[:most]]
+    return "\n".join(lines + ([f"and {len(by_name) - most} more tasks"] if len(by_name) > most else []))
+
+
+def describe_threads() -> str:
+    """Return the stack of every thread, innermost call last."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"thread {names.get(number, number)}:\n{''.join(traceback.format_stack(frame, MOST_FRAMES))}"
+        for number, frame in sys._current_frames().items()
+    )
+
+
+def describe_waits() -> str:
+    """Return the longest registered waits, one per line."""
+    return "\n".join(longest_waits()) or "no registered waits"
+
+
+def _await_chain(task: asyncio.Task[Any]) -> str:
+    frames = _awaiting(task.get_coro())
+    shown = [f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}:{frame.f_lineno}" for frame in frames]
+    return " > ".join(shown) or "not started, or done"
+
+
+def _awaiting(awaited: Any) -> list[FrameType]:
+    """Return the frames from a coroutine to the innermost Python frame. `Task.get_stack` stops at the first."""
+    frames: list[FrameType] = []
+    while awaited is not None and len(frames) < MOST_FRAMES:
+        frame = getattr(awaited, "cr_frame", None) or getattr(awaited, "gi_frame", None)
+        if frame is not None:
+            frames.append(frame)
+        awaited = getattr(awaited, "cr_await", None) or getattr(awaited, "gi_yieldfrom", None)
+    return frames
+
+
+GC_THRESHOLDS = (20_000, 20, 20)
+"""Arguments of `gc.set_threshold`: new objects per young collection, and collections per next older generation."""
+
+
+def tune_gc() -> None:
+    """Tune the garbage collector of a long-lived process. Call once, when the process is ready for work.
+
+    A full collection stops the process and visits every object; with a thousand episodes in flight that takes longer
+    than anything else an event loop does. Objects that exist now are frozen and never scanned again, because they do
+    not become garbage. Young objects are collected less often, because most of them outlive an engine's reply."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
+
+
+_process_name = "controller"
+_crash_process, _, _crash_label = os.environ.get("OUTPACE_CRASH", "").partition("@")
+_crash_label, _, _crash_count = _crash_label.partition("#")
+_passes_left = int(_crash_count or 1)
+
+
+def set_crash_process(name: str) -> None:
+    """Set the name of this process, which `OUTPACE_CRASH` is matched against."""
+    global _process_name
+    _process_name = name
+
+
+def crash_point(label: str) -> None:
+    """Crash point for fault-injection tests.
+
+    Does nothing unless `OUTPACE_CRASH` names this process and label: `COMPONENT@LABEL`, or `COMPONENT@LABEL#N` for the
+    N-th pass. Then the process is killed with SIGKILL. `COMPONENT` may be a prefix of the process name."""
+    global _passes_left
+    if not _crash_process or label != _crash_label or not _process_name.startswith(_crash_process):
+        return
+    _passes_left -= 1
+    if _passes_left == 0 and _is_first_crash():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _is_first_crash() -> bool:
+    """`OUTPACE_CRASH_MARK` names a file that is created before the first crash. If it exists, the process lives on;
+    otherwise a run that recovers would crash at the same point forever."""
+    mark = os.environ.get("OUTPACE_CRASH_MARK")
+    if mark is None:
+        return True
+    try:
+        os.close(os.open(mark, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True

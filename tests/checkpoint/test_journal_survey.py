@@ -1,0 +1,250 @@
+"""Finding finished groups again: after kills, after damage, after a compaction that was killed itself."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outpace.checkpoint.journal import JournaledGroup, JournalWriter, compact_journal, read_record, survey_journal
+from outpace.runtime import diagnostics
+from outpace.types import JournalLocation
+from support import a_record, kept_of
+
+
+def journal(directory: Path, *groups: int, name: str = "w0", newest: int = 0, segment_bytes: int = 1 << 20) -> None:
+    writer = JournalWriter(directory, name, segment_bytes)
+    for group in groups:
+        writer.append(kept_of(group, newest), a_record(group))
+    writer.close()
+
+
+def groups_of(found: list[JournaledGroup]) -> list[int]:
+    return [each.kept.order.group for each in found]
+
+
+def segments(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def is_readable(directory: Path, found: JournaledGroup) -> bool:
+    return read_record(directory, found.place).group == found.kept.order.group
+
+
+def test_every_finished_group_is_found_with_what_was_ordered_and_reported(tmp_path: Path) -> None:
+    writer = JournalWriter(tmp_path, "w0")
+    kept = kept_of(7, newest=3, position=12)
+    place = writer.append(kept, a_record(7))
+    writer.close()
+    assert survey_journal(tmp_path) == [JournaledGroup(place, kept)]
+
+
+def test_segments_are_read_by_writer_and_number(tmp_path: Path) -> None:
+    journal(tmp_path, 3, 1, 4, name="w1", segment_bytes=1)
+    journal(tmp_path, 5, 9, name="w0")
+    found = survey_journal(tmp_path)
+    assert groups_of(found) == [5, 9, 3, 1, 4]
+    assert all(is_readable(tmp_path, each) for each in found)
+
+
+def test_an_empty_or_missing_journal_holds_nothing(tmp_path: Path) -> None:
+    assert survey_journal(tmp_path) == survey_journal(tmp_path / "none") == []
+
+
+def test_foreign_files_are_neither_read_nor_touched(tmp_path: Path) -> None:
+    journal(tmp_path, 1)
+    foreign = ["notes.txt", "w0-00000.turns", "w0.journal", "w0-1.journal", ".hidden"]
+    for name in foreign:
+        (tmp_path / name).write_bytes(b"mine")
+    found = survey_journal(tmp_path)
+    assert groups_of(found) == [1]
+    compact_journal(tmp_path, [])
+    assert segments(tmp_path) == sorted(foreign)
+
+
+def test_a_segment_cut_at_any_byte_gives_what_is_whole_of_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    journal(tmp_path, 0, 1)
+    path = tmp_path / "w0-00000.journal"
+    whole = path.read_bytes()
+    ends = [found.place.offset + found.place.length for found in survey_journal(tmp_path)]
+    for size in range(len(whole)):
+        path.write_bytes(whole[:size])
+        caplog.clear()
+        assert groups_of(survey_journal(tmp_path)) == [group for group, end in enumerate(ends) if end <= size]
+        assert bool(caplog.records) == (size not in (0, *ends)), "a word in the log where something is torn"
+
+
+def test_a_flipped_bit_costs_one_group_and_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)
+    journal(tmp_path, 0, 1, 2)
+    path = tmp_path / "w0-00000.journal"
+    whole = path.read_bytes()
+    second = survey_journal(tmp_path)[1].place
+    for byte in range(second.offset, second.offset + second.length):
+        path.write_bytes(whole[:byte] + bytes([whole[byte] ^ 0x10]) + whole[byte + 1 :])
+        assert groups_of(survey_journal(tmp_path)) == [0, 2]
+
+
+@given(st.binary(max_size=300), st.binary(max_size=300))
+def test_no_bytes_at_all_make_a_survey_fail(
+    tmp_path_factory: pytest.TempPathFactory, before: bytes, after: bytes
+) -> None:
+    directory = tmp_path_factory.mktemp("journal")
+    journal(directory, 1)
+    path = directory / "w0-00000.journal"
+    path.write_bytes(before + path.read_bytes() + after)
+    assert groups_of(survey_journal(directory)) == [1]
+
+
+def test_a_whole_entry_that_says_something_else_is_passed_over(tmp_path: Path) -> None:
+    writer = JournalWriter(tmp_path, "w0")
+    writer.append({"order": "none"}, a_record(1))  # type: ignore[arg-type]
+    writer.append(kept_of(2), a_record(2))
+    writer.close()
+    assert groups_of(survey_journal(tmp_path)) == [2]
+
+
+def test_of_a_group_made_twice_the_older_copy_is_found(tmp_path: Path) -> None:
+    journal(tmp_path, 1, 2, name="w0", newest=6)
+    journal(tmp_path, 2, name="w1", newest=4)
+    journal(tmp_path, 2, name="w2", newest=5)
+    assert [(each.place.segment, each.kept.order.group) for each in survey_journal(tmp_path)] == [
+        ("w0-00000.journal", 1),
+        ("w1-00000.journal", 2),
+    ]
+
+
+def test_visits_with_the_same_number_of_different_starts_are_different_groups(tmp_path: Path) -> None:
+    writer = JournalWriter(tmp_path, "w0")
+    for position in (3, 8):
+        writer.append(kept_of(1, position=position), a_record(1))
+    writer.close()
+    assert [found.kept.order.position for found in survey_journal(tmp_path)] == [3, 8]
+
+
+def test_compaction_keeps_what_it_is_told_to_and_nothing_else(tmp_path: Path) -> None:
+    journal(tmp_path, *range(6), segment_bytes=500)
+    found = survey_journal(tmp_path)
+    kept = compact_journal(tmp_path, [found[1], found[4]])
+    assert groups_of(kept) == groups_of(survey_journal(tmp_path)) == [1, 4]
+    assert all(is_readable(tmp_path, each) for each in kept)
+    assert segments(tmp_path) == ["kept-00000.journal"]
+
+
+def test_a_second_compaction_and_further_writers_take_names_of_their_own(tmp_path: Path) -> None:
+    journal(tmp_path, 1)
+    compact_journal(tmp_path, survey_journal(tmp_path))
+    journal(tmp_path, 2)
+    assert segments(tmp_path) == ["kept-00000.journal", "w0-00000.journal"]
+    kept = compact_journal(tmp_path, survey_journal(tmp_path))
+    assert segments(tmp_path) == ["kept-00001.journal"]
+    assert all(is_readable(tmp_path, each) for each in kept)
+
+
+def test_much_is_compacted_into_several_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal(tmp_path, *range(10))
+    monkeypatch.setattr("outpace.checkpoint.journal.SEGMENT_BYTES", 1000)
+    kept = compact_journal(tmp_path, survey_journal(tmp_path))
+    assert len(segments(tmp_path)) > 2
+    assert groups_of(kept) == list(range(10))
+    assert all(is_readable(tmp_path, each) for each in kept)
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("step", range(12))
+def test_a_compaction_killed_at_any_step_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    journal(tmp_path, *range(8), segment_bytes=400)
+    found = survey_journal(tmp_path)
+    keep = [each for each in found if each.kept.order.group % 2]
+    left = step
+
+    def die(label: str) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise Killed
+
+    monkeypatch.setattr("outpace.checkpoint.journal.SEGMENT_BYTES", 800)
+    with monkeypatch.context() as doomed:
+        doomed.setattr(diagnostics, "crash_point", die)
+        with pytest.raises(Killed):
+            compact_journal(tmp_path, keep)
+    again = [each for each in survey_journal(tmp_path) if each.kept.order.group % 2]
+    assert sorted(groups_of(again)) == [1, 3, 5, 7]
+    kept = compact_journal(tmp_path, again)
+    assert sorted(groups_of(survey_journal(tmp_path))) == [1, 3, 5, 7]
+    assert all(is_readable(tmp_path, each) for each in kept)
+    assert set(segments(tmp_path)) == {each.place.segment for each in kept}, "nothing half done stays behind"
+
+
+def test_what_a_killed_compaction_left_unfinished_goes_with_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(label: str) -> None:
+        raise Killed
+
+    journal(tmp_path, 1)
+    with monkeypatch.context() as doomed:
+        doomed.setattr(diagnostics, "crash_point", die)
+        with pytest.raises(Killed):
+            compact_journal(tmp_path, survey_journal(tmp_path))
+    assert len(segments(tmp_path)) == 2
+    compact_journal(tmp_path, [])
+    assert segments(tmp_path) == []
+
+
+def test_a_damaged_entry_is_not_copied_as_if_it_were_whole(tmp_path: Path) -> None:
+    journal(tmp_path, 1)
+    found = survey_journal(tmp_path)
+    path = tmp_path / found[0].place.segment
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    with pytest.raises(Exception, match="checksum"):
+        compact_journal(tmp_path, found)
+    assert path.exists()
+
+
+WRITE_TWO = """
+import sys
+from pathlib import Path
+from outpace.checkpoint.journal import JournalWriter
+from support import a_record, kept_of
+writer = JournalWriter(Path(sys.argv[1]), "w0")
+for group in range(2):
+    writer.append(kept_of(group), a_record(group))
+"""
+
+
+@pytest.mark.parametrize(
+    ("label", "survivors"), [("journal.before", [0]), ("journal.torn", [0]), ("journal.after", [0, 1])]
+)
+def test_a_writer_killed_at_its_second_entry_leaves_what_is_whole(
+    tmp_path: Path, label: str, survivors: list[int]
+) -> None:
+    here = str(Path(__file__).parent.parent)
+    killed = subprocess.run(
+        [sys.executable, "-c", WRITE_TWO, str(tmp_path)],
+        env={**os.environ, "OUTPACE_CRASH": f"controller@{label}#2", "PYTHONPATH": here},
+        timeout=60,
+    )
+    assert killed.returncode == -9
+    assert groups_of(survey_journal(tmp_path)) == survivors
+    torn = (tmp_path / "w0-00000.journal").stat().st_size - sum(each.place.length for each in survey_journal(tmp_path))
+    assert bool(torn) == (label == "journal.torn")
+
+
+def test_places_of_a_survey_are_those_that_the_writer_gave(tmp_path: Path) -> None:
+    writer = JournalWriter(tmp_path, "w0", segment_bytes=700)
+    given: list[JournalLocation] = [writer.append(kept_of(group), a_record(group, tokens=group)) for group in range(9)]
+    writer.close()
+    assert [found.place for found in survey_journal(tmp_path)] == given

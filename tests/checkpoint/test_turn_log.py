@@ -1,0 +1,452 @@
+"""Answers of unfinished groups on the disk: recorded, found again, tidied up, and never in anybody's way."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outpace.checkpoint import turn_log
+from outpace.checkpoint.journal import EntryFile
+from outpace.checkpoint.turn_log import (
+    KIND,
+    TurnIndex,
+    TurnLog,
+    digest_request,
+    pack_answer,
+    prune_turns,
+    read_answers,
+    survey_turns,
+)
+from outpace.runtime import diagnostics
+from outpace.types import Generation, GroupOrder, Sampling
+
+SAMPLING = Sampling(max_tokens=8, seed=5, stop_ids=[2], stop_strings=["x"])
+PROMPT = np.array([1, 2, 3], np.int32)
+
+
+def ordered(position: int, min_version: int = 0) -> GroupOrder:
+    return GroupOrder(position + 100, task=0, epoch=0, min_version=min_version, size=4, position=position)
+
+
+def answer(*versions: int) -> Generation:
+    length = len(versions)
+    return Generation(
+        np.arange(length, dtype=np.int32), np.zeros(length, np.float32), np.array(versions, np.int32), "stop"
+    )
+
+
+def record(
+    log: TurnLog, position: int, episode: int = 0, number: int = 0, versions: Any = (3,), min_version: int = 0
+) -> None:
+    log.record(ordered(position, min_version), episode, number, PROMPT, SAMPLING, answer(*versions))
+
+
+def keys(log: TurnLog, position: int) -> list[tuple[int, int]]:
+    return [(head.episode, head.number) for head, _ in log.find(position)]
+
+
+def disk(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.iterdir())
+
+
+OpenLog = Callable[..., TurnLog]
+
+
+@pytest.fixture
+def open_log(tmp_path: Path) -> Iterator[OpenLog]:
+    logs: list[TurnLog] = []
+
+    def start(name: str = "w0", spare_bytes: int = 1 << 20) -> TurnLog:
+        logs.append(TurnLog(tmp_path, name, spare_bytes))
+        return logs[-1]
+
+    yield start
+    for log in logs:
+        log.close()
+
+
+def test_what_was_recorded_is_found_at_once(open_log: OpenLog) -> None:
+    log = open_log()
+    for number in range(3):
+        record(log, 7, episode=1, number=number, versions=(3, 4))
+    record(log, 8)
+    assert keys(log, 7) == [(1, 0), (1, 1), (1, 2)]
+    head, found = log.find(7)[0]
+    assert (head.group, head.oldest, head.newest, head.tokens) == (107, 3, 4, 2)
+    assert head.request_digest == digest_request(PROMPT, SAMPLING)
+    assert (found.tokens.tolist(), found.versions.tolist(), found.stop) == ([0, 1], [3, 4], "stop")
+
+
+def test_a_question_is_its_tokens_and_its_sampling_but_not_its_noise() -> None:
+    request_digest = digest_request(PROMPT, SAMPLING)
+    assert digest_request(PROMPT.copy(), msgspec.structs.replace(SAMPLING, seed=6)) == request_digest
+    for changes in ({"temperature": 0.5}, {"max_tokens": 9}, {"stop_strings": []}, {"stop_ids": []}, {"top_k": 1}):
+        assert digest_request(PROMPT, msgspec.structs.replace(SAMPLING, **changes)) != request_digest
+    assert digest_request(np.array([1, 2, 4], np.int32), SAMPLING) != request_digest
+
+
+def test_nothing_is_made_on_the_disk_nor_any_thread_started_for_nothing(open_log: OpenLog, tmp_path: Path) -> None:
+    threads = threading.active_count()
+    log = open_log()
+    log.close_group(3)
+    log.close()
+    assert list(tmp_path.iterdir()) == []
+    assert threading.active_count() == threads
+
+
+def test_a_successor_finds_what_a_dead_worker_left_whatever_its_name(open_log: OpenLog) -> None:
+    record(dead := open_log("w0"), 7)
+    dead.close()
+    assert keys(open_log("w0"), 7) == keys(open_log("w1"), 7) == [(0, 0)]
+
+
+def test_what_others_record_later_is_found_too(open_log: OpenLog) -> None:
+    first, second = open_log("w0"), open_log("w1")
+    assert keys(first, 7) == []
+    record(second, 7)
+    assert keys(second, 7) == keys(first, 7) == [(0, 0)]
+    record(second, 7, number=1)
+    assert keys(second, 7) == keys(first, 7) == [(0, 0), (0, 1)]
+
+
+def test_of_a_closed_group_nothing_is_found(open_log: OpenLog, tmp_path: Path) -> None:
+    log = open_log()
+    record(log, 7)
+    record(log, 8)
+    log.close_group(7)
+    assert keys(log, 7) == []
+    assert keys(open_log(), 7) == [], "nor by a successor"
+    record(log, 7, number=5)
+    assert keys(log, 7) == [(0, 5)], "closing concerns what was before it"
+    log.close()
+    assert set(survey_turns(tmp_path)) == {7, 8}
+
+
+def test_the_disk_holds_little_more_than_what_is_open(open_log: OpenLog, tmp_path: Path) -> None:
+    log = open_log(spare_bytes=2000)
+    record(log, 10_000)
+    log.find(0)
+    one, most = disk(tmp_path), 0
+    for position in range(500):
+        for number in range(4):
+            record(log, position, number=number)
+        if position >= 3:
+            log.close_group(position - 3)
+        if position % 10 == 0:
+            log.find(0)
+            most = max(most, disk(tmp_path))
+    still_open = (3 * 4 + 1) * one
+    assert most < 2 * (still_open + 4 * one) + 2000
+    assert keys(log, 10_000) == [(0, 0)], "a slow group keeps its answers while files come and go"
+    assert len(list(tmp_path.iterdir())) <= 2
+
+
+def test_a_successor_tidies_up_what_its_predecessor_left(open_log: OpenLog, tmp_path: Path) -> None:
+    dead = open_log(spare_bytes=1 << 20)
+    for position in range(100):
+        record(dead, position)
+    dead.close()
+    before = disk(tmp_path)
+    log = open_log(spare_bytes=0)
+    for position in range(99):
+        log.close_group(position)
+        log.find(0)  # which is also what starts it
+    assert keys(log, 99) == [(0, 0)]
+    assert disk(tmp_path) < before / 10
+
+
+def test_a_worker_that_leaves_with_everything_closed_leaves_no_files(open_log: OpenLog, tmp_path: Path) -> None:
+    log, other = open_log("w0"), open_log("w1")
+    record(log, 1)
+    record(other, 2)
+    log.close_group(1)
+    log.close()
+    other.close()
+    assert [path.name for path in tmp_path.iterdir()] == [f"w1-00000.{KIND}"]
+
+
+def test_closing_a_group_concerns_what_its_own_worker_recorded(open_log: OpenLog) -> None:
+    first, second = open_log("w0"), open_log("w1")
+    record(first, 7, number=0)
+    record(second, 7, number=1)
+    assert keys(first, 7)[:1] == [(0, 0)]
+    assert keys(second, 7) == [(0, 0), (0, 1)]
+    second.close_group(7)
+    assert keys(second, 7) == keys(first, 7) == [(0, 0)]
+
+
+def test_nobody_tidies_up_after_a_worker_of_another_name(open_log: OpenLog, tmp_path: Path) -> None:
+    record(other := open_log("w0"), 7)
+    other.close()
+    log = open_log("w1", spare_bytes=0)
+    for position in range(20, 25):
+        record(log, position)
+        log.close_group(position)
+    log.close()
+    assert survey_turns(tmp_path)[7].answers == 1
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("w0")] == [f"w0-00000.{KIND}"]
+
+
+def test_another_workers_file_may_be_rewritten_between_two_looks(
+    open_log: OpenLog, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader, writer = open_log("w0"), open_log("w1", spare_bytes=0)
+    for position in range(20):
+        record(writer, position)
+    assert keys(writer, 19) == keys(reader, 19) == [(0, 0)]
+    for position in range(19):
+        writer.close_group(position)
+    assert keys(writer, 19) == [(0, 0)]
+    assert keys(reader, 19) == [(0, 0)]
+    assert keys(reader, 3) == []
+    assert caplog.records == [], "nobody looked for what is gone"
+
+
+def test_a_full_disk_costs_a_line_in_the_log_and_no_more(
+    open_log: OpenLog, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(self: EntryFile, pieces: list[bytes]) -> None:
+        raise OSError(28, "No space left on device")
+
+    log = open_log()
+    record(log, 1)
+    assert keys(log, 1) == [(0, 0)]
+    monkeypatch.setattr(EntryFile, "append", full)
+    for number in range(1, 5):
+        record(log, 1, number=number)
+    log.close_group(1)
+    assert keys(log, 1) == [(0, 0)], "what was recorded before can still be read"
+    (line,) = (line.getMessage() for line in caplog.records if line.levelno >= logging.WARNING)
+    assert "[Errno 28] No space left on device" in line
+
+
+def test_once_there_is_space_again_answers_are_recorded_again(
+    open_log: OpenLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = open_log()
+    record(log, 1, number=0)
+    log.find(0)
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "writev", lambda handle, pieces: os.write(handle, pieces[0]))
+        for number in (1, 2):
+            record(log, 1, number=number)
+        log.find(0)
+    caplog.clear()
+    record(log, 1, number=3)
+    assert keys(log, 1) == keys(open_log("w1"), 1) == [(0, 0), (0, 3)]
+    assert caplog.records == [], "nothing torn is left"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_damaged_answer_costs_no_others_when_files_are_tidied_up(open_log: OpenLog, tmp_path: Path) -> None:
+    log = open_log(spare_bytes=0)
+    record(log, 1)
+    record(log, 2)
+    log.find(0)
+    path = tmp_path / f"w0-00000.{KIND}"
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2 - 1] + b"?" + whole[len(whole) // 2 :])
+    record(log, 3)
+    record(log, 4)
+    for position in (3, 4):
+        log.close_group(position)
+    record(log, 5)
+    assert [keys(log, position) for position in (1, 2, 5)] == [[], [(0, 0)], [(0, 0)]]
+    assert not path.exists()
+
+
+def test_a_name_is_never_given_twice(open_log: OpenLog) -> None:
+    writer, reader = open_log("w0", spare_bytes=0), open_log("w1")
+    record(writer, 7)
+    assert keys(writer, 7) == keys(reader, 7) == [(0, 0)]
+    writer.close_group(7)
+    writer.find(0)  # nothing is open: what was there is gone
+    record(writer, 8, number=5)
+    assert keys(writer, 8) == keys(reader, 8) == [(0, 5)]
+    assert keys(reader, 7) == []
+
+
+def test_what_lies_elsewhere_by_now_is_never_taken_for_what_was_there(
+    open_log: OpenLog, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = open_log()
+    record(log, 7)
+    log.find(0)
+    shelf = TurnIndex(tmp_path)
+    shelf.refresh()
+    (place, head), path = shelf.answers_of(7)[0], tmp_path / f"w0-00000.{KIND}"
+    other = pack_answer(ordered(8), 0, 0, digest_request(PROMPT, SAMPLING), answer(3))
+    assert sum(map(len, other)) == place.length
+    path.write_bytes(b"".join(other))
+    assert list(read_answers(tmp_path, [(place, head)])) == []
+    assert any(line.levelno == logging.WARNING and path.name in line.getMessage() for line in caplog.records)
+
+
+def test_a_file_that_took_the_name_of_another_is_read_from_its_beginning(open_log: OpenLog, tmp_path: Path) -> None:
+    log = open_log()
+    record(log, 7)
+    log.find(0)
+    shelf = TurnIndex(tmp_path)
+    shelf.refresh()
+    path = tmp_path / f"w0-00000.{KIND}"
+    (tmp_path / "other").write_bytes(b"".join(pack_answer(ordered(8), 0, 0, b"?" * 16, answer(3))))
+    os.rename(tmp_path / "other", path)
+    shelf.refresh()
+    assert shelf.positions() == [8]
+
+
+@pytest.mark.timeout(120)
+def test_a_file_that_is_never_there_does_not_hold_up_anybody(open_log: OpenLog, tmp_path: Path) -> None:
+    (tmp_path / f"w9-00000.{KIND}").symlink_to(tmp_path / "nowhere")
+    assert keys(open_log(), 7) == []
+
+
+def test_a_disk_that_does_not_keep_up_costs_answers_and_not_memory(
+    open_log: OpenLog, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    going_on, append = threading.Event(), EntryFile.append
+
+    def slow(self: EntryFile, pieces: list[bytes]) -> Any:
+        going_on.wait(30)
+        return append(self, pieces)
+
+    monkeypatch.setattr(EntryFile, "append", slow)
+    monkeypatch.setattr(turn_log, "MOST_WAITING", 10)
+    log = open_log()
+    for number in range(100):
+        record(log, 1, number=number)
+    going_on.set()
+    assert 10 <= len(keys(log, 1)) <= 12
+    assert len(caplog.records) == 1
+
+
+def test_a_file_cut_at_any_byte_gives_what_is_whole_of_it(open_log: OpenLog, tmp_path: Path) -> None:
+    log = open_log()
+    for number in range(3):
+        record(log, 1, number=number)
+    log.close()
+    path = tmp_path / f"w0-00000.{KIND}"
+    whole = path.read_bytes()
+    for size in range(len(whole)):
+        path.write_bytes(whole[:size])
+        found = survey_turns(tmp_path)
+        assert (found[1].answers if found else 0) == size * 3 // len(whole)
+
+
+def test_a_damaged_answer_is_asked_for_again(
+    open_log: OpenLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = open_log()
+    record(log, 1, number=0)
+    record(log, 1, number=1)
+    assert keys(log, 1) == [(0, 0), (0, 1)]
+    path = tmp_path / f"w0-00000.{KIND}"
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    assert keys(log, 1) == [(0, 0)]
+
+
+def test_a_survey_says_what_there_is_of_each_position(open_log: OpenLog, tmp_path: Path) -> None:
+    log = open_log()
+    record(log, 1, versions=(4, 5, 6), min_version=3)
+    record(log, 1, number=1, versions=(6, 7), min_version=3)
+    record(log, 2, versions=(9,), min_version=9)
+    log.close()
+    found = survey_turns(tmp_path)
+    assert set(found) == {1, 2}
+    one = found[1]
+    assert (one.min_version, one.newest, one.answers) == (3, 7, 2)
+    assert survey_turns(tmp_path / "none") == {}
+    assert {position: each.newest for position, each in survey_turns(tmp_path, newest=6).items()} == {1: 6}
+
+
+def test_pruning_drops_what_weights_sampled_that_are_gone(open_log: OpenLog, tmp_path: Path) -> None:
+    for name, position in (("w0", 1), ("w1", 2)):
+        log = open_log(name)
+        record(log, position, versions=(4, 5))
+        record(log, position, number=1, versions=(5, 6))
+        log.close()
+    (tmp_path / "w0-00000.journal").write_bytes(b"another kind")
+    prune_turns(tmp_path, newest=5)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"kept-00000.{KIND}", "w0-00000.journal"]
+    assert {position: found.newest for position, found in survey_turns(tmp_path).items()} == {1: 5, 2: 5}
+    assert keys(open_log("w1"), 1) == [(0, 0)]
+    prune_turns(tmp_path, newest=5, positions={2, 77})
+    assert set(survey_turns(tmp_path)) == {2}
+    prune_turns(tmp_path, newest=0)
+    assert [path.name for path in tmp_path.iterdir()] == ["w0-00000.journal"]
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("step", range(4))
+def test_pruning_killed_at_any_step_loses_nothing(
+    open_log: OpenLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    for name, position in (("w0", 1), ("w1", 2)):
+        log = open_log(name)
+        record(log, position)
+        log.close()
+    left = step
+
+    def die(label: str) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise Killed
+
+    with monkeypatch.context() as doomed:
+        doomed.setattr(diagnostics, "crash_point", die)
+        with pytest.raises(Killed):
+            prune_turns(tmp_path, newest=3)
+    prune_turns(tmp_path, newest=3)
+    log = open_log("w0")
+    assert set(keys(log, 1)) == set(keys(log, 2)) == {(0, 0)}
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["record", "close", "die", "look"]), st.integers(0, 4), st.integers(0, 1)),
+        max_size=40,
+    )
+)
+def test_exactly_the_answers_of_open_groups_are_found_whatever_happens(
+    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int, int]]
+) -> None:
+    """Two workers, each with positions of its own, which die and come back at any time."""
+    directory = tmp_path_factory.mktemp("turns")
+    logs = [TurnLog(directory, f"w{worker}", spare_bytes=300) for worker in (0, 1)]
+    known: dict[int, list[int]] = {}
+    for number, (what, index, worker) in enumerate(steps):
+        position = 2 * index + worker
+        if what == "record":
+            record(logs[worker], position, number=number)
+            known.setdefault(position, []).append(number)
+        elif what == "close":
+            logs[worker].find(0)  # a log that nobody used has nothing to close
+            logs[worker].close_group(position)
+            known.pop(position, None)
+        elif what == "die":
+            logs[worker].close()
+            logs[worker] = TurnLog(directory, f"w{worker}", spare_bytes=300)
+        else:
+            found = [head.number for head, _ in logs[worker].find(position)]
+            assert sorted(found) == known.get(position, [])
+    for log in logs:
+        log.close()
+    assert {position: found.answers for position, found in survey_turns(directory).items()} == {
+        position: len(numbers) for position, numbers in known.items()
+    }

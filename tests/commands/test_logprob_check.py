@@ -1,0 +1,90 @@
+"""`outpace agree`, over real parts."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from outpace.checkpoint.commit import CHECKPOINTS, begin, commit
+from outpace.commands import logprob_check as command
+from outpace.commands.logprob_check import check_logprobs, measure, print_table
+from outpace.config.load import dump_toml
+from outpace.controller.logprob_check import LogprobComparison
+from outpace.errors import BadInput
+from outpace.learner import state
+from outpace.learner.core import LearnerCore
+from outpace.learner.settings import LearnerCoreSettings
+from outpace.models.loading import load_model
+from support import names, resolved
+
+GOOD = LogprobComparison("agrees", "within the rounding of float32 (…)", tokens=256, mean=1e-6, high=3e-6, largest=2e-5)
+RAW = LogprobComparison(
+    "raw", "its logprobs are those before the temperature is applied; start the server with --flag", 256, 0.1
+)
+SILENT = LogprobComparison("answers", "it gave no answer within 120 s; see the server's log")
+
+
+def test_the_table_has_the_numbers_and_below_it_the_remedies() -> None:
+    output = io.StringIO()
+    print_table({"engine-0": GOOD, "engine-1": RAW, "engine-2": SILENT}, Console(file=output, width=80))
+    lines = [line.split() for line in output.getvalue().splitlines()]
+    assert lines[1] == ["engine-0", "agrees", "256", "1e-06", "3e-06", "2e-05"]
+    assert lines[3] == ["engine-2", "answers", "0"]
+    assert f"engine-1: {RAW.line}" in output.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("found", "code"), [({"engine-0": GOOD}, 0), ({"engine-0": GOOD, "engine-1": RAW}, 2), ({"engine-0": SILENT}, 2)]
+)
+def test_it_ends_well_only_if_all_agree(
+    found: dict[str, LogprobComparison], code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "measure", lambda *_: found)
+    assert check_logprobs(None, []) == code
+
+
+def test_the_built_in_engine_and_the_learner_agree_on_the_starter() -> None:
+    found = measure(None, ["--run.threads=1"])
+    assert found["engine-0"].agrees, found["engine-0"].line
+    assert found["engine-0"].tokens == 256
+    assert names(found["engine-0"].line, "256 version 0")
+
+
+def leave_a_run(directory: Path, version: int) -> None:
+    """As far as a checkpoint goes: weights that are not the model's any more."""
+    config = resolved({"run.threads": 1})
+    (directory / "config.toml").write_text(dump_toml(config))
+    core = LearnerCore(load_model(config.model.path, dtype="float32", device="cpu"), LearnerCoreSettings.of(config))
+    core.version = version
+    with torch.no_grad():
+        for parameter in core.parameters.values():
+            parameter.mul_(1.1)
+    temporary = begin(directory / CHECKPOINTS, version)
+    state.save(core, temporary)
+    commit(temporary)
+
+
+def test_of_a_run_its_newest_checkpoint_is_compared(tmp_path: Path) -> None:
+    leave_a_run(tmp_path, version=2)
+    found = measure(tmp_path, [])
+    assert found["engine-0"].agrees, found["engine-0"].line
+    assert names(found["engine-0"].line, "256 version 2")
+
+
+def test_what_is_no_run_or_has_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"/nothing\b"):
+        measure(tmp_path / "nothing", [])
+    (tmp_path / "config.toml").write_text("")
+    with pytest.raises(BadInput, match="checkpoint"):
+        measure(tmp_path, [])
+
+
+def test_a_server_that_is_to_be_started_is_taken_for_vllm(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"launch\.python .*/python\b.*No such file"):
+        measure(None, [f"--launch.python={tmp_path / 'python'}"])
+    with pytest.raises(BadInput, match=r"launch\.python .*\bsglang\b"):
+        measure(None, ["--engine.kind=sglang", "--launch.start_s=5"])

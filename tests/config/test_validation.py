@@ -1,0 +1,193 @@
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outpace.config import Config
+from outpace.config.load import load_config, make_config
+from outpace.config.validation import resolve
+from outpace.errors import BadInput
+from support import names
+
+
+@pytest.mark.parametrize(
+    ("values", "key", "said"),
+    [
+        ({"rollout.top_p": 0.9}, "rollout.top_p", "1.0"),
+        ({"rollout.top_k": 50}, "rollout.top_k", "0"),
+        ({"rollout.temperature": 0}, "rollout.temperature", "greedy eval.temperature"),
+        ({"rollout.stop": ["\n", ""]}, "rollout.stop", "empty"),
+        ({"tasks.name": "countdown", "tasks.path": "a.jsonl"}, "tasks.path", "tasks.name countdown"),
+        ({"weights.every": 4}, "weights.every", "pacing.max_lag 2 3"),
+        ({"weights.every": 2, "pacing.max_lag": 0}, "weights.every", "pacing.max_lag 0 1"),
+        ({"rewards.functions": ["a", "b"], "rewards.weights": [1.0]}, "rewards.weights", "2 1"),
+        ({"rewards.functions": ["m:score", "m:score"]}, "rewards.functions", "m:score"),
+        ({"rewards.isolation": "thread", "rewards.memory_mb": 512}, "rewards.memory_mb", "rewards.isolation"),
+        ({"run.deterministic": True, "weights.update": "drain"}, "weights.update", "run.deterministic"),
+        ({"run.deterministic": True, "pacing.on_stale": "drop"}, "pacing.on_stale", 'run.deterministic "drop" "wait"'),
+        ({"run.deterministic": True, "run.device": "cuda"}, "run.device", "run.deterministic cpu"),
+    ],
+)
+def test_settings_that_cannot_work_together_are_refused(values: dict[str, Any], key: str, said: str) -> None:
+    with pytest.raises(BadInput) as caught:
+        make_config(values)
+    message = str(caught.value)
+    assert len(message.splitlines()) == 1
+    assert message.startswith(f"{key}: ")
+    assert names(message, said)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"weights.every": 3},
+        {"pacing.max_lag": 0},
+        {"eval.temperature": 0},
+        {"run.deterministic": True, "run.device": "cpu"},
+    ],
+)
+def test_settings_at_the_edge_of_the_rules_are_accepted(values: dict[str, Any]) -> None:
+    make_config(values)
+
+
+def test_the_starter_gets_its_own_defaults() -> None:
+    config = resolve(Config(), now=datetime(2030, 1, 2, 3, 4, 5))
+    assert config.learner.lr == 3e-4
+    assert config.rollout.max_tokens == 32
+    assert config.tasks.name == "countdown"
+    assert config.rewards.functions == ["countdown"]
+    assert config.run.steps == 100
+    assert config.run.dir == "runs/20300102-030405"
+    assert (config.engine.slots, config.pacing.max_running) == (256, 512)
+    assert config.eval.temperature == 1.0
+
+
+@pytest.mark.parametrize(
+    ("values", "slots"),
+    [
+        ({"pacing.groups_per_step": 32}, 128),
+        ({"pacing.groups_per_step": 2}, 64),
+        ({"pacing.groups_per_step": 512}, 256),
+        ({"engine.count": 2}, 128),
+        ({"engine.slots": 7}, 7),
+        ({"model.path": "some/model"}, 64),
+        ({"engine.kind": "vllm"}, 64),
+        ({"run.deterministic": True}, 64),
+    ],
+)
+def test_small_models_decode_half_a_batch_at_once(values: dict[str, Any], slots: int) -> None:
+    assert resolve(make_config(values)).engine.slots == slots
+
+
+def test_other_models_get_theirs() -> None:
+    config = resolve(make_config({"model.path": "some/model"}))
+    assert (config.learner.lr, config.rollout.max_tokens) == (1e-6, 512)
+
+
+def test_what_is_given_is_kept() -> None:
+    given = {
+        "learner.lr": 1e-4,
+        "rollout.max_tokens": 7,
+        "rollout.temperature": 0.7,
+        "pacing.max_running": 3,
+        "eval.temperature": 0,
+        "run.dir": "here",
+        "run.steps": 5,
+        "tasks.name": "arithmetic",
+        "rewards.functions": ["mine:score"],
+        "run.device": "cpu",
+        "run.deterministic": True,
+    }
+    config = make_config(given)
+    resolved = resolve(config)
+    assert resolved.rewards == config.rewards
+    assert resolved.eval == config.eval
+    assert resolved.run == config.run
+    assert resolved.learner.lr == config.learner.lr
+    assert resolved.rollout == config.rollout
+    assert resolved.tasks == config.tasks
+
+
+def test_evaluation_follows_the_training_temperature() -> None:
+    assert resolve(make_config({"rollout.temperature": 0.7})).eval.temperature == 0.7
+
+
+def test_epochs_replace_the_default_number_of_steps() -> None:
+    assert resolve(make_config({"run.epochs": 2})).run.steps is None
+    assert resolve(make_config({"run.epochs": 2, "run.steps": 5})).run.steps == 5
+
+
+def test_a_chunk_is_never_larger_than_the_batch() -> None:
+    assert resolve(make_config({"pacing.groups_per_step": 4})).pacing.chunk_groups == 4
+
+
+def test_the_arithmetic_task_brings_its_reward() -> None:
+    assert resolve(make_config({"tasks.name": "arithmetic"})).rewards.functions == ["number"]
+
+
+def test_deterministic_runs_are_on_the_cpu() -> None:
+    assert resolve(make_config({"run.deterministic": True})).run.device == "cpu"
+
+
+@pytest.mark.parametrize("values", [{"tasks.path": "a.jsonl"}, {"tasks.name": "mine"}])
+def test_tasks_without_a_reward_are_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(BadInput, match=r"^rewards\.functions: "):
+        resolve(make_config(values))
+
+
+def test_a_custom_rollout_may_bring_the_reward_itself() -> None:
+    assert resolve(make_config({"tasks.path": "a.jsonl", "rollout.function": "m:f"})).rewards.functions == []
+
+
+def test_weights_are_checked_against_rewards_filled_in() -> None:
+    with pytest.raises(BadInput, match=r"^rewards\.weights: (?=.*\b1\b).*\b2\b"):
+        resolve(make_config({"rewards.weights": [1, 2]}))
+
+
+def test_objects_brought_by_python_callers_need_no_names() -> None:
+    config = resolve(Config(), own_tasks=True, own_rewards=True)
+    assert config.tasks.name is None
+    assert config.rewards.functions == []
+
+
+def test_resolving_twice_changes_nothing() -> None:
+    once = resolve(Config())
+    assert resolve(once) == once
+
+
+def test_files_of_functions_are_named_from_the_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = {
+        "tasks.name": "mine.py:tasks",
+        "rewards.functions": ["mine.py:score", "number"],
+        "tools.functions": ["mine.py:add", "package.tools:add"],
+        "environment.kinds": {"maze": "mine.py:Maze", "grid": "package.games:Grid"},
+    }
+    config = resolve(make_config(settings))
+    assert config.tasks.name == f"{tmp_path}/mine.py:tasks"
+    assert config.rewards.functions == [f"{tmp_path}/mine.py:score", "number"]
+    assert config.tools.functions == [f"{tmp_path}/mine.py:add", "package.tools:add"]
+    assert config.environment.kinds == {"maze": f"{tmp_path}/mine.py:Maze", "grid": "package.games:Grid"}
+    assert resolve(config) == config
+
+
+def test_no_environment_is_a_choice_too() -> None:
+    config = resolve(load_config(None, ["--tasks.name=calculator", "--rollout.environment=none"]))
+    assert config.rollout.environment_class is None
+    assert config.rewards.functions == ["number"], "the task is judged as ever"
+    assert resolve(make_config({"rollout.environment": "none", "rollout.function": "m:f"})).rollout.function == "m:f"
+
+
+def test_paths_of_tasks_are_kept_whole_so_that_a_run_can_go_on_from_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "a"}')
+    monkeypatch.chdir(tmp_path)
+    config = resolve(
+        make_config(
+            {"tasks.path": "tasks.jsonl", "tasks.eval_path": "somebody/dataset", "rewards.functions": ["exact"]}
+        )
+    )
+    assert config.tasks.path == str(tmp_path / "tasks.jsonl")
+    assert config.tasks.eval_path == "somebody/dataset", "a name on the hub is no path"

@@ -1,0 +1,333 @@
+"""Parts that only take time, for `outpace.simulator`'s conductor: whole runs of the pure core in microseconds.
+
+What happens (outcomes, rewards) and how long it takes (durations) are separate: `fate` and `judge` are pure functions
+of the group admitted, `fit` (how well a batch fits its policy) of the version, `pace` may be anything.
+`InvariantChecker` checks the invariants after every event; `Trace` keeps what the run did.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
+
+from outpace.controller.events import (
+    Action,
+    Admit,
+    Cancel,
+    Checkpoint,
+    CloseBatch,
+    EngineJoined,
+    EngineLoaded,
+    EngineLost,
+    Evaluate,
+    Event,
+    Finalize,
+    Finish,
+    GroupClosed,
+    LoadFailed,
+    LoadLate,
+    LoadWeights,
+    TrainChunk,
+)
+from outpace.controller.recovery import RecoveredWork
+from outpace.controller.scheduler import Scheduler, SchedulerSettings
+from outpace.controller.scheduler_state import decode_state
+from outpace.simulator.checks import InvariantChecker
+from outpace.simulator.conductor import LearnerWork, SendEvent, SimulatedDriver, SimulationObserver, VirtualClock
+from outpace.tasks.order import TaskOrder
+from outpace.types import FinishedGroup, GroupOrder, GroupReport, Outcome, Version
+
+PLAIN = SchedulerSettings(
+    groups_per_step=4,
+    group_size=2,
+    max_lag=1,
+    depth=1.0,
+    chunk_groups=2,
+    max_running=1000,
+    on_stale="wait",
+    warmup_steps=0,
+    publish_every=1,
+    update="inflight",
+    deterministic=False,
+    steps=6,
+    epochs=None,
+    tasks=10,
+    eval_every=0,
+    eval_enabled=False,
+    checkpoint_every=0,
+)
+
+Some = TypeVar("Some", bound=Action)
+Kind = Literal["group", "chunk", "step", "publish", "load", "evaluate"]
+Fate = Callable[[Admit], Outcome]
+Pace = Callable[[Kind, Action], float]
+Judge = Callable[[Admit], tuple[float, float]]
+"""Mean and spread of a group's rewards."""
+Fit = Callable[[Version], tuple[float, float]]
+"""Effective sample size and mismatch KL of the batch that made a version."""
+
+
+def all_finish(_: Admit) -> Outcome:
+    return "finished"
+
+
+def fate_of(seed: int, filtered: float, failed: float) -> Fate:
+    """Each group's outcome, drawn from what the group is and nothing else."""
+
+    def fate(admit: Admit) -> Outcome:
+        draw = random.Random(f"{seed}/{admit}").random()
+        return "filtered" if draw < filtered else "failed" if draw < filtered + failed else "finished"
+
+    return fate
+
+
+def judge_of(seed: int) -> Judge:
+    """Rewards drawn from what the group is and nothing else: some too low, some too high, some all alike."""
+
+    def judge(admit: Admit) -> tuple[float, float]:
+        rng = random.Random(f"{seed}/rewards/{admit}")
+        return rng.choice((0.0, 0.5, 1.0)), rng.choice((0.0, 0.25, 0.5))
+
+    return judge
+
+
+def fit_of(seed: int) -> Fit:
+    """Batches that fit, in some runs mostly, in others hardly ever; one figure in a while is no number at all."""
+    share = random.Random(seed).random()
+
+    def fit(version: Version) -> tuple[float, float]:
+        rng = random.Random(f"{seed}/fit/{version}")
+        good = rng.random() < share
+        return (0.9 if good else rng.choice((0.1, math.nan, 0.9))), (0.01 if good else 1.0)
+
+    return fit
+
+
+def steady(**seconds: float) -> Pace:
+    """The same duration for all of a kind; a second unless told."""
+    return lambda kind, _: seconds.get(kind, 1.0)
+
+
+def erratic(seed: int, tail: float = 0.8) -> Pace:
+    """Long-tailed durations (the smaller `tail`, the longer), and parts whose speeds differ by orders of magnitude."""
+    rng = random.Random(seed)
+    speed: dict[Kind, float] = {
+        kind: 10 ** rng.uniform(-2, 2) for kind in ("group", "chunk", "step", "publish", "load", "evaluate")
+    }
+    return lambda kind, _: speed[kind] * rng.paretovariate(tail)
+
+
+def core_of(settings: SchedulerSettings, seed: int = 0) -> Scheduler:
+    return Scheduler(settings, TaskOrder(settings.tasks, seed, shuffle=True))
+
+
+def resume(settings: SchedulerSettings, checkpoint: Checkpoint, seed: int = 0) -> Scheduler:
+    """A core restored from what a checkpoint file would hold; of the journal, what was pooled to be replayed."""
+    snapshot = json.loads(json.dumps(checkpoint.state))
+    pooled = tuple(trained_before(group) for group in decode_state(snapshot).replay)
+    evaluated = settings.newest_evaluated(checkpoint.version - 1) if checkpoint.version else -1
+    order = TaskOrder(settings.tasks, seed, shuffle=True)
+    return Scheduler.restore(settings, order, snapshot, RecoveredWork(pooled=pooled), evaluated)
+
+
+def trained_before(group: int) -> FinishedGroup:
+    return FinishedGroup(GroupOrder(group, 0, 0, 0, 1), GroupReport(group, "", "finished"))
+
+
+@dataclass
+class Trace:
+    """What a run did."""
+
+    actions: list[Action] = field(default_factory=list)
+    admitted: dict[int, Admit] = field(default_factory=dict)
+    max_lags: dict[int, int] = field(default_factory=dict)  # the governor's at each group's admission
+    oldest: dict[int, Version] = field(default_factory=dict)  # finished groups: their oldest token
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    cancelled: list[int] = field(default_factory=list)
+    chunks: list[TrainChunk] = field(default_factory=list)
+    batches: list[CloseBatch] = field(default_factory=list)
+    checkpoints: list[Checkpoint] = field(default_factory=list)
+    most_outstanding: int = 0
+    finish: str | None = None
+    seconds: float = 0.0
+
+    def of(self, kind: type[Some]) -> list[Some]:
+        return [action for action in self.actions if isinstance(action, kind)]
+
+    @property
+    def skipped(self) -> list[Finalize]:
+        return [settle for settle in self.of(Finalize) if settle.outcome == "skipped"]
+
+    @property
+    def assignments(self) -> list[tuple[Version, tuple[Admit | int, ...]]]:
+        """Everything that fixes what a learner computes: which group, task and stamp went where. What is replayed may
+        have been admitted by an earlier start."""
+        return [
+            (chunk.version, chunk.groups if chunk.replayed else tuple(self.admitted[group] for group in chunk.groups))
+            for chunk in self.chunks
+        ]
+
+    @property
+    def lags(self) -> list[tuple[Version, int]]:
+        return [(batch.version, batch.version - self.oldest[group]) for batch in self.batches for group in batch.groups]
+
+
+class TimedParts:
+    """Every answer comes after as long as `pace` says. With `faults`, engines die and rejoin, some of them while loads
+    last for ever, and loads fail, some half-way."""
+
+    def __init__(
+        self,
+        clock: VirtualClock,
+        pace: Pace,
+        fate: Fate,
+        engines: dict[str, Version],
+        seed: int,
+        judge: Judge,
+        fit: Fit,
+    ) -> None:
+        self.served = engines
+        self.fit = fit
+        self.faults: Callable[[], float] | None = None  # seconds until an engine dies, or is back
+        self._lives = dict.fromkeys(engines, 0)
+        self._clock = clock
+        self._pace = pace
+        self._fate = fate
+        self._judge = judge
+        self._rng = random.Random(seed)
+        self._send_event: SendEvent = lambda _: None
+
+    def connect(self, send_event: SendEvent) -> None:
+        self._send_event = send_event
+
+    def engines(self) -> dict[str, Version]:
+        for engine in self.served:
+            self._plan_death(engine)
+        return dict(self.served)
+
+    def start(self, admit: Admit) -> None:
+        outcome = self._fate(admit)
+
+        def close() -> Event:
+            # A token may come from any version between the stamp and the newest that any engine has.
+            oldest = self._rng.randint(admit.min_version, max(admit.min_version, *self.served.values()))
+            reward, spread = (None, 0.0) if outcome == "failed" else self._judge(admit)
+            return GroupClosed(admit.group, outcome, self._rng.choice((admit.min_version, oldest)), reward, spread)
+
+        self._clock.after(self._pace("group", admit), lambda: self._send_event(close()))
+
+    def cancel(self, group: int) -> None:
+        """It comes back all the same, as a group does that has finished when its cancellation arrives."""
+
+    def load(self, engine: str, version: Version) -> None:
+        life = self._lives[engine]
+
+        def loaded() -> None:
+            if self._lives[engine] != life:
+                return
+            if fails:
+                self._send_event(LoadFailed(engine, version, torn=self._rng.random() < 0.5))
+                return
+            self.served[engine] = version
+            self._send_event(EngineLoaded(engine, version))
+
+        def late() -> None:
+            if self._lives[engine] == life:
+                self._send_event(LoadLate(engine, version))
+
+        endless = self.faults is not None and self._rng.random() < 0.2  # it dies before the load is done
+        fails = self.faults is not None and self._rng.random() < 0.3
+        if endless and self._rng.random() < 0.5:
+            self._clock.after(self._pace("load", LoadWeights(engine, version)), late)
+        self._clock.after(self._pace("load", LoadWeights(engine, version)) * (1e6 if endless else 1), loaded)
+
+    def learner_seconds(self, work: LearnerWork) -> float:
+        kind: Kind = "chunk" if isinstance(work, TrainChunk) else "step" if isinstance(work, CloseBatch) else "publish"
+        return self._pace(kind, work)
+
+    def evaluation_seconds(self, version: Version) -> float:
+        return self._pace("evaluate", Evaluate(version))
+
+    def _plan_death(self, engine: str) -> None:
+        if self.faults is not None:
+            self._clock.after(self.faults(), lambda: self._die(engine))
+
+    def _die(self, engine: str) -> None:
+        assert self.faults is not None
+        self._lives[engine] += 1
+        self._clock.after(self.faults(), lambda: self._rejoin(engine))
+        self._send_event(EngineLost(engine))
+
+    def _rejoin(self, engine: str) -> None:
+        self._plan_death(engine)
+        self._send_event(EngineJoined(engine))
+
+
+class Recorder(SimulationObserver):
+    """Writes the trace."""
+
+    def __init__(self, trace: Trace, core: Scheduler) -> None:
+        self.trace = trace
+        self._core = core
+        self._gone: set[int] = set()
+
+    def on_event(self, event: Event) -> None:
+        if isinstance(event, GroupClosed) and event.group not in self._gone:
+            self.trace.outcomes[event.group] = event.outcome
+            if event.outcome == "finished":
+                self.trace.oldest[event.group] = event.oldest
+
+    def on_action(self, action: Action) -> None:
+        trace = self.trace
+        trace.actions.append(action)
+        match action:
+            case Admit(group):
+                trace.admitted[group] = action
+                trace.max_lags[group] = self._core.max_lag
+            case Cancel(group):
+                self._gone.add(group)
+                trace.cancelled.append(group)
+            case TrainChunk():
+                trace.chunks.append(action)
+            case CloseBatch():
+                trace.batches.append(action)
+            case Checkpoint():
+                trace.checkpoints.append(action)
+            case Finish(reason):
+                trace.finish = reason
+            case _:
+                pass
+
+
+class Simulation:
+    def __init__(
+        self,
+        core: Scheduler,
+        pace: Pace,
+        fate: Fate = all_finish,
+        engines: int = 1,
+        served: Version = 0,
+        seed: int = 0,
+        judge: Judge | None = None,
+        fit: Fit = lambda _: (1.0, 0.0),
+        faults: Callable[[], float] | None = None,
+    ) -> None:
+        self.trace = Trace()
+        self.clock = VirtualClock()
+        names = {f"e{number}": served for number in range(engines)}
+        self.parts = TimedParts(self.clock, pace, fate, names, seed, judge or judge_of(0), fit)
+        self.parts.faults = faults
+        self.checker = InvariantChecker(core, trained=core.pool)
+        self._conductor = SimulatedDriver(core, self.clock, self.parts, [self.checker, Recorder(self.trace, core)])
+        self.send_event = self._conductor.send_event
+
+    def run(self, until: Callable[[Trace], bool] = lambda _: False) -> Trace:
+        """To the end, or until the trace says so (call again to go on). Waiting for nothing at all is a deadlock."""
+        self._conductor.run(until=lambda: until(self.trace))
+        self.trace.seconds = self.clock.now
+        self.trace.most_outstanding = self.checker.most_outstanding
+        return self.trace

@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outpace.controller.batcher import Batcher
+
+
+def batcher(size: int = 2, chunk_groups: int = 2, in_order: bool = False, version: int = 0) -> Batcher:
+    return Batcher(size, chunk_groups, in_order, version)
+
+
+def admitted(batch: Batcher, *deadlines: int) -> Batcher:
+    for group, deadline in enumerate(deadlines):
+        batch.admit(group, deadline)
+    return batch
+
+
+def test_the_earliest_deadline_goes_first_and_ties_by_admission() -> None:
+    batch = admitted(batcher(size=3), 2, 1, 1, 2)
+    for group in (3, 0, 2, 1):
+        batch.finish(group)
+    batch.fill()
+    assert batch.batch == [1, 2, 0]
+
+
+def test_an_early_group_does_not_crowd_out_a_due_one_that_still_runs() -> None:
+    batch = admitted(batcher(size=2), 0, 1, 1)
+    batch.finish(1)
+    batch.finish(2)
+    batch.fill()
+    assert batch.batch == [1]
+    assert batch.awaited() == [0]
+    batch.finish(0)
+    batch.fill()
+    assert batch.batch == [1, 0]
+
+
+def test_deadlines_further_away_are_reserved_for_too() -> None:
+    # Two batches of two must take the four groups due by batch 1; the early one with deadline 2 has to wait.
+    batch = admitted(batcher(size=2), 1, 1, 1, 1, 2)
+    batch.finish(4)
+    batch.fill()
+    assert batch.batch == []
+    batch.discard(0)
+    batch.fill()
+    assert batch.batch == [4]
+
+
+def test_a_straggler_is_overdue_only_when_the_batch_could_be_filled_without_it() -> None:
+    batch = admitted(batcher(size=2), 0, 1, 1)
+    batch.finish(1)
+    batch.fill()
+    assert batch.overdue() is None
+    batch.finish(2)
+    batch.fill()
+    assert batch.overdue() == 0
+
+
+def test_moving_a_deadline_lets_others_go_first() -> None:
+    batch = admitted(batcher(size=1), 0, 1)
+    batch.finish(1)
+    batch.fill()
+    assert batch.overdue() == 0
+    batch.extend(0)
+    batch.fill()
+    assert batch.batch == [1]
+    assert batch.overdue() is None
+    assert batch.next_chunk(complete=True) == (1,)
+    batch.close()
+    assert batch.awaited() == [0]
+
+
+def test_a_chunk_goes_out_when_large_enough_and_a_complete_batch_sends_the_rest() -> None:
+    batch = admitted(batcher(size=4, chunk_groups=3), 0, 0, 0, 0)
+    for group in (0, 1):
+        batch.finish(group)
+    batch.fill()
+    assert batch.next_chunk(complete=False) == ()
+    batch.finish(2)
+    batch.fill()
+    assert batch.next_chunk(complete=False) == (0, 1, 2)
+    batch.finish(3)
+    batch.fill()
+    assert batch.next_chunk(complete=True) == (3,)
+    assert batch.next_chunk(complete=True) == ()
+    assert batch.close() == [0, 1, 2, 3]
+    assert batch.version == 1
+    assert batch.outstanding == 0
+
+
+def test_in_order_an_older_running_group_holds_back_the_younger_and_chunks_have_a_fixed_size() -> None:
+    batch = admitted(batcher(size=4, chunk_groups=2, in_order=True), 0, 0, 0, 0)
+    for group in (1, 2, 3):
+        batch.finish(group)
+    batch.fill()
+    assert batch.batch == []
+    assert batch.overdue() is None
+    batch.finish(0)
+    batch.fill()
+    assert batch.next_chunk(complete=True) == (0, 1)
+    assert batch.next_chunk(complete=True) == (2, 3)
+
+
+def test_outstanding_counts_running_finished_and_the_open_batch() -> None:
+    batch = admitted(batcher(size=1), 0, 1, 1)
+    batch.finish(0)
+    batch.finish(1)
+    batch.fill()
+    assert (batch.running, batch.finished, batch.outstanding) == (1, 2, 3)
+
+
+def test_a_group_that_missed_its_deadline_is_never_admitted() -> None:
+    with pytest.raises(AssertionError):
+        batcher(version=5).admit(0, 4)
+
+
+@st.composite
+def outstanding_sets(draw: st.DrawFn) -> tuple[int, list[tuple[int, bool]]]:
+    """A batch size, and groups (deadline, finished) that fit: those due by d number at most (d + 1) * size."""
+    size = draw(st.integers(1, 4))
+    groups: list[tuple[int, bool]] = []
+    for deadline, done in draw(st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=20)):
+        later = [*groups, (deadline, done)]
+        if all(sum(due <= d for due, _ in later) <= (d + 1) * size for d in range(5)):
+            groups = later
+    return size, groups
+
+
+@given(outstanding_sets())
+def test_a_batch_takes_as_much_as_the_reserve_rule_allows_and_no_more(case: tuple[int, list[tuple[int, bool]]]) -> None:
+    size, groups = case
+    batch = admitted(batcher(size=size), *(deadline for deadline, _ in groups))
+    for group, (_, done) in enumerate(groups):
+        if done:
+            batch.finish(group)
+    batch.fill()
+
+    def fits(taken: set[int]) -> bool:
+        """The rule in its own words: afterwards, those due by d still fit into the slots of batches up to d."""
+        left = [deadline for group, (deadline, _) in enumerate(groups) if group not in taken]
+        return all(sum(due <= d for due in left) <= d * size + size - len(taken) for d in range(5))
+
+    taken = set(batch.batch)
+    assert len(taken) <= size
+    assert fits(taken)
+    ready = {group for group, (_, done) in enumerate(groups) if done} - taken
+    if len(taken) < size:
+        assert not any(fits(taken | {group}) for group in ready)
+        running = len(groups) - len(taken) - len(ready)
+        assert running or not ready, "waiting is always for a running group"

@@ -1,0 +1,451 @@
+"""The driver over parts that do nothing: what it orders, what it reports back, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from driver_support import SETTINGS, FakeEngine, Rig, until
+from outpace.controller import engine_registry, policy_versions
+from outpace.controller.batcher import ReplaySettings
+from outpace.controller.curriculum import CurriculumSettings
+from outpace.controller.events import GroupClosed
+from outpace.controller.failure_budget import LimitReached
+from outpace.controller.pacing import GovernorSettings
+from outpace.controller.recovery import group_closed_event
+from outpace.errors import ComponentFailed, ComponentLost, CorruptData, NotSaved, Stalled
+from outpace.monitoring import fleet_orders
+from outpace.monitoring.line_file import read_lines
+from outpace.types import Failure, GroupOrder, GroupReport, JournalLocation, Outcome, StepReport
+from support import naming
+
+BROKEN = Failure("reward broken", "raised", 8)
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    rig = Rig(tmp_path / "run")
+    yield rig
+    rig.log.close()
+
+
+async def test_a_run_takes_its_steps_records_them_in_order_and_evaluates_first_and_last(rig: Rig) -> None:
+    assert await rig.run() == "done"
+    lines = await asyncio.to_thread(lambda: list(read_lines(rig.log.dir / "metrics.jsonl")))
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    evals = await asyncio.to_thread(lambda: list(read_lines(rig.log.dir / "evals.jsonl")))
+    assert [line["step"] for line in evals] == [0, 6]
+    assert rig.saved == [6]
+    steps = [call for call in rig.learner.calls if call.startswith("step")]
+    assert steps == [f"step {version}" for version in range(6)]
+
+
+async def test_under_each_step_groups_of_that_step_are_recorded_before_a_checkpoint_lets_the_journal_go(
+    tmp_path: Path,
+) -> None:
+    rig = Rig(tmp_path / "run", replace(SETTINGS, checkpoint_every=1))
+    gone: list[str] = []
+
+    async def record(step: int, places: list[JournalLocation]) -> None:
+        await asyncio.sleep(0)
+        gone.extend(place.segment for place in places if place.segment in rig.worker.released)
+        rig.worker.recorded[step] = places
+
+    rig.worker.record_rollouts = record  # type: ignore[method-assign]
+    await rig.run()
+    rig.log.close()
+    lines = await asyncio.to_thread(lambda: list(read_lines(rig.log.dir / "batches.jsonl")))
+    groups = {line["step"]: {group["group"] for group in line["groups"]} for line in lines if line["groups"]}
+    assert sorted(rig.worker.recorded) == sorted(groups) == [1, 2, 3, 4, 5, 6]
+    for step, places in rig.worker.recorded.items():
+        assert {place.offset for place in places} <= groups[step]  # a fake place has its group's number
+        assert len(places) == 1
+    assert gone == []
+
+
+async def test_the_pinned_weights_are_freed_after_every_evaluation(rig: Rig) -> None:
+    await rig.run()
+    assert rig.engine.pinned == [0, -1, 6, -1]
+
+
+async def test_weights_that_fail_their_checksums_are_read_once_more_and_counted(rig: Rig) -> None:
+    rig.engine.corrupt = 1
+    assert await rig.run() == "done"
+    lines = await asyncio.to_thread(lambda: list(read_lines(rig.log.dir / "metrics.jsonl")))
+    assert sum(line.get("faults/corrupt_weights", 0) for line in lines) == 1
+
+
+async def test_weights_that_stay_corrupt_end_the_run(rig: Rig) -> None:
+    rig.engine.corrupt = 100
+    with pytest.raises(CorruptData, match="a flipped bit"):
+        await rig.run()
+
+
+@pytest.fixture
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy_versions, "FIRST_PAUSE_S", 0.0)
+
+
+@pytest.mark.usefixtures("quickly")
+async def test_a_load_that_fails_is_made_again_and_neither_learner_nor_others_wait_for_it(rig: Rig) -> None:
+    rig.engine.failing = 3
+    assert await rig.run() == "done"
+    lines = await asyncio.to_thread(lambda: list(read_lines(rig.log.dir / "metrics.jsonl")))
+    assert len(lines) == 6
+    assert sum(line.get("faults/failed_loads", 0) for line in lines) == 3
+    assert rig.runtime.restarted == []
+
+
+@pytest.mark.usefixtures("quickly")
+async def test_workers_give_nothing_to_an_engine_whose_update_was_torn_until_the_next_one(rig: Rig) -> None:
+    rig.engine.torn = 1
+    assert await rig.run() == "done"
+    served = [told[0].serves for told in rig.worker.told]
+    assert served[-1]
+    assert False in served[served.index(True) :], "it served, then it did not, then it did again"
+
+
+@pytest.mark.usefixtures("quickly")
+async def test_an_engine_that_takes_no_update_at_all_is_replaced(rig: Rig) -> None:
+    rig.engine.failing = policy_versions.MAX_FAILURES
+    assert await rig.run() == "done"
+    assert rig.runtime.killed == rig.runtime.restarted == ["e0"]
+
+
+async def test_an_engine_that_keeps_dying_leaves_the_run_to_the_others(rig: Rig) -> None:
+    rig.engines["e1"] = FakeEngine()
+    rig.restarts = 0
+    began = asyncio.Event()
+
+    async def begin(order: GroupOrder) -> None:
+        began.set()
+
+    rig.worker.behave = begin
+    run = asyncio.create_task(rig.run())
+    await began.wait()
+    rig.runtime.deaths.put_nowait(ComponentLost("e1", "was killed"))
+    assert await run == "done"
+    assert [member.name for member in rig.worker.told[-1]] == ["e0"]
+
+
+async def test_the_last_engine_that_cannot_be_kept_ends_the_run(rig: Rig) -> None:
+    rig.engines["e1"] = FakeEngine()
+    rig.restarts = 0
+
+    async def die(order: GroupOrder) -> None:
+        if not order.heldout:
+            for name in ("e1", "e0"):
+                rig.runtime.deaths.put_nowait(ComponentLost(name, "was killed"))
+            await asyncio.Event().wait()
+
+    rig.worker.behave = die
+    with pytest.raises(ComponentFailed, match=r"e0: was killed.*supervise\.restarts"):
+        await rig.run()
+
+
+async def test_an_engine_joins_stale_serves_after_its_first_load_and_leaves(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_registry, "ORDER_POLL_S", 0.001)
+    rig.start_engine = lambda url: ("e1", "/e1", FakeEngine())
+    all_is_seen = asyncio.Event()
+
+    async def take_part(order: GroupOrder) -> None:
+        if order.group >= 8:
+            await all_is_seen.wait()
+
+    rig.worker.behave = take_part
+    run = asyncio.create_task(rig.run())
+    await until((rig.log.dir / fleet_orders.STATE_FILE).exists)
+    fleet_orders.send_order(rig.log.dir, fleet_orders.FleetOrder(add="http://elsewhere:8000"))
+    await until(lambda: len(rig.worker.told[-1]) == 2 and rig.worker.told[-1][1].serves)
+    fleet_orders.send_order(rig.log.dir, fleet_orders.FleetOrder(remove="e1"))
+    await until(lambda: rig.runtime.retired)
+    all_is_seen.set()
+    assert await run == "done"
+    first = next(told for told in rig.worker.told if len(told) == 2)
+    assert not first[1].serves, "it joins without having loaded anything"
+    assert rig.runtime.retired == ["e1"]
+    assert [member.name for member in rig.worker.told[-1]] == ["e0"]
+    assert not (rig.log.dir / fleet_orders.STATE_FILE).exists()
+
+
+async def test_a_worker_that_raises_ends_the_run_with_what_it_raised(rig: Rig) -> None:
+    async def break_down(order: GroupOrder) -> None:
+        raise ComponentFailed("worker-0", "boom", "its own traceback")
+
+    rig.worker.behave = break_down
+    with pytest.raises(ComponentFailed, match="boom") as caught:
+        await rig.run()
+    assert caught.value.remote_traceback == "its own traceback"
+
+
+async def test_a_run_in_which_nothing_moves_ends_and_names_who_waits_on_whom(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "run", stall_s=0.2)
+
+    async def hang(order: GroupOrder) -> None:
+        if not order.heldout:
+            await asyncio.Event().wait()
+
+    rig.worker.behave = hang
+    with pytest.raises(Stalled, match=naming("0.2 s", "learner", "stall.txt")):
+        await rig.run()
+    rig.log.close()
+    told = await asyncio.to_thread((rig.log.dir / "logs" / "stall.txt").read_text)
+    assert "learner" in told
+    assert "everybody sleeps" in told
+
+
+async def test_a_long_evaluation_that_makes_progress_is_not_a_stall(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "run", stall_s=0.3)
+
+    async def take_your_time(order: GroupOrder) -> None:
+        if order.heldout:
+            await asyncio.sleep(0.15)  # five tasks, two at a time: longer than the patience in all
+
+    rig.worker.behave = take_your_time
+    assert await rig.run() == "done"
+    rig.log.close()
+
+
+async def test_an_evaluation_that_nothing_survives_has_no_score(rig: Rig) -> None:
+    async def fail_heldout(order: GroupOrder) -> GroupReport | None:
+        if not order.heldout:
+            return None
+        return GroupReport(order.group, "t", "failed", "no luck", failed_episodes=1)
+
+    rig.worker.behave = fail_heldout
+    await rig.run()
+    assert rig.recorder.build_summary(0, "done").eval_first is None
+
+
+async def test_journal_segments_are_released_once_a_checkpoint_does_not_need_them(tmp_path: Path) -> None:
+    """Ten groups to a segment, four to a batch, six batches."""
+    rig = Rig(tmp_path / "run", replace(SETTINGS, checkpoint_every=3))
+    assert await rig.run() == "done"
+    rig.log.close()
+    assert rig.worker.released == ["w-00000.journal", "w-00001.journal"], "the segment being written stays"
+    rig = Rig(tmp_path / "other", replace(SETTINGS, checkpoint_every=3))
+    rig.refused = [3]
+    assert await rig.run() == "done"
+    rig.log.close()
+    assert rig.saved == [6]
+
+
+async def test_replayed_groups_are_trained_from_the_journal_marked_and_told_apart(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "run", replace(SETTINGS, replay=ReplaySettings(fraction=0.5, max_age=2, times=1)))
+    rig.worker.rewards = [0.0, 1.0]
+    assert await rig.run() == "done"
+    rig.log.close()
+    batches = await asyncio.to_thread(lambda: list(read_lines(rig.log.dir / "batches.jsonl")))
+    again = [[group["task_id"] for group in line["groups"] if group.get("replay")] for line in batches]
+    assert [len(names) for names in again] == [0, 2, 2, 2, 2, 2]
+    assert all(line["groups"][4:] == [group for group in line["groups"] if group.get("replay")] for line in batches)
+    assert all("replay" not in group for line in batches for group in line["groups"][:4])
+    own = [{group["task_id"] for group in line["groups"][:4]} for line in batches]
+    assert all(set(again[step]) <= own[step - 1] for step in range(1, 6)), "of equal spread, the newest"
+    assert sorted(rig.learner.replayed) == [1, 2, 3, 4, 5]
+    metrics = await asyncio.to_thread(lambda: list(read_lines(rig.log.dir / "metrics.jsonl")))
+    assert [line["replay/groups"] for line in metrics] == [0, 2, 2, 2, 2, 2]
+    assert {line["lag/max"] for line in metrics} == {0}
+    assert {line["replay/lag_mean"] for line in metrics[1:]} == {7}
+
+
+@pytest.mark.parametrize(
+    ("max_age", "released"), [(1, ["w-00000.journal", "w-00001.journal"]), (3, ["w-00000.journal"]), (6, [])]
+)
+async def test_a_segment_stays_while_one_of_its_groups_may_be_replayed(
+    tmp_path: Path, max_age: int, released: list[str]
+) -> None:
+    """Ten groups to a segment, four to a batch, six batches; the fake learner refuses what was released."""
+    rig = Rig(tmp_path / "run", replace(SETTINGS, replay=ReplaySettings(fraction=0.25, max_age=max_age, times=9)))
+    rig.worker.rewards = [0.0, 1.0]
+    assert await rig.run() == "done"
+    rig.log.close()
+    assert sorted(rig.learner.replayed) == [1, 2, 3, 4, 5]
+    assert rig.worker.released == released
+
+
+async def test_the_governor_hears_what_the_learner_measured(tmp_path: Path) -> None:
+    governor = GovernorSettings(ess_min=0.5, kl_max=0.1, patience=5, min_lag=0)
+    rig = Rig(tmp_path / "run", replace(SETTINGS, steps=12, governor=governor))
+    rig.learner.metrics = {"offpolicy/ess": 0.2, "offpolicy/kl": 0.0}
+    assert await rig.run() == "done"
+    rig.log.close()
+    metrics = await asyncio.to_thread(lambda: list(read_lines(rig.log.dir / "metrics.jsonl")))
+    assert metrics[-1]["governor/max_lag"] == 0
+    assert sum(line["governor/lowered"] for line in metrics) == 2
+    assert sum(line["governor/raised"] for line in metrics) == 0
+
+
+async def test_skipped_visits_are_counted_in_metrics_and_summary(tmp_path: Path) -> None:
+    difficulty = CurriculumSettings(easy_above=1.0, hard_below=None, rest_epochs=1)
+    rig = Rig(tmp_path / "run", replace(SETTINGS, steps=None, epochs=3, max_lag=0, difficulty=difficulty))
+    assert await rig.run() == "done"
+    rig.log.close()
+    summary = rig.recorder.build_summary(0, "done")
+    batches = await asyncio.to_thread(lambda: list(read_lines(rig.log.dir / "batches.jsonl")))
+    trained = sum(len(line["groups"]) for line in batches)
+    assert summary.groups_skipped == 30 - trained > 0
+
+
+@pytest.mark.parametrize(
+    ("outcome", "rewards", "reward", "reward_std"),
+    [
+        ("finished", [0.0, 1.0], 0.5, 0.5),
+        ("filtered", [1.0, 1.0], 1.0, 0.0),
+        ("failed", [1.0], None, 0.0),
+        ("filtered", [], None, 0.0),
+    ],
+)
+def test_the_core_hears_mean_and_spread_of_a_group_unless_it_failed(
+    outcome: Outcome, rewards: list[float], reward: float | None, reward_std: float
+) -> None:
+    event = group_closed_event(GroupReport(3, "t", outcome, rewards=rewards, oldest=2))
+    assert event == GroupClosed(3, outcome, oldest=2, reward=reward, reward_std=reward_std)
+
+
+async def test_failing_groups_end_the_run_when_the_budget_is_spent(rig: Rig) -> None:
+    async def fail(order: GroupOrder) -> GroupReport | None:
+        return None if order.heldout else GroupReport(order.group, "t", "failed", "broken", failures=[BROKEN])
+
+    rig.worker.behave = fail
+    with pytest.raises(LimitReached, match=naming("3 groups", "pacing.max_failed", "reward broken", "raised")):
+        await rig.run()
+    summary = rig.recorder.build_summary(4, "failed")
+    assert [(each.source, each.reason) for each in summary.failures] == [("reward broken", "raised")]
+    assert summary.failures[0].count >= 3 * 8, "though no step was ever taken"
+    assert rig.saved == [], "there is nothing to save before the first step"
+
+
+async def test_a_run_that_ends_because_groups_fail_keeps_what_it_has_trained(rig: Rig) -> None:
+    async def fail_later(order: GroupOrder) -> GroupReport | None:
+        is_late = rig.learner.version >= 2 and not order.heldout
+        return GroupReport(order.group, "t", "failed", "broken", failures=[BROKEN]) if is_late else None
+
+    rig.worker.behave = fail_later
+    with pytest.raises(LimitReached):
+        await rig.run()
+    assert rig.saved
+    assert rig.saved[-1] == rig.learner.version >= 2
+
+
+# --------------------------------------------------------------------------------------------------- parts that die
+
+
+async def test_a_worker_that_dies_is_replaced_and_its_groups_are_made_again_from_what_was_recorded(rig: Rig) -> None:
+    orders: list[GroupOrder] = []
+
+    async def die_once(order: GroupOrder) -> None:
+        orders.append(order)
+        if order.group == 5 and not order.recorded:
+            rig.runtime.deaths.put_nowait(ComponentLost("worker-0", "was killed by SIGKILL"))
+            raise ComponentLost("worker-0", "closed its connection")
+
+    rig.worker.behave = die_once
+    assert await rig.run() == "done"
+    assert rig.runtime.restarted == ["worker-0"]
+    assert [order.recorded for order in orders if order.group == 5 and not order.heldout] == [False, True]
+    lines = await asyncio.to_thread(lambda: list(read_lines(rig.log.dir / "batches.jsonl")))
+    assert sum(len(line["groups"]) for line in lines) == lines[-1]["accounted"] == 24
+
+
+async def test_an_engine_that_dies_is_replaced_loaded_again_and_evaluates_again(rig: Rig) -> None:
+    async def die_in_the_evaluation(order: GroupOrder) -> None:
+        if order.heldout and order.group == 3 and not rig.runtime.restarted:
+            rig.runtime.deaths.put_nowait(ComponentLost("e0", "was killed by SIGKILL"))
+            await rig.runtime.revived.wait()
+
+    rig.worker.behave = die_in_the_evaluation
+    assert await rig.run() == "done"
+    assert rig.runtime.restarted == ["e0"]
+    assert rig.engine.pinned == [0, -1, 0, -1, 6, -1]
+
+
+async def test_a_part_that_keeps_dying_ends_the_run_with_its_own_account(rig: Rig) -> None:
+    async def die(order: GroupOrder) -> None:
+        rig.runtime.deaths.put_nowait(ComponentLost("worker-0", "exited with code 7", "its last words"))
+        raise ComponentLost("worker-0", "closed its connection")
+
+    rig.restarts = 0
+    rig.worker.behave = die
+    with pytest.raises(ComponentFailed, match=r"worker-0: exited with code 7.*supervise\.restarts") as caught:
+        await rig.run()
+    assert caught.value.remote_traceback == "its last words"
+
+
+async def test_a_learner_that_dies_ends_the_run_at_once(rig: Rig) -> None:
+    async def die(version: int) -> StepReport:
+        rig.runtime.deaths.put_nowait(ComponentLost("learner", "was killed by SIGKILL", "its last words"))
+        raise ComponentLost("learner", "closed its connection")
+
+    rig.learner.step = die  # type: ignore[method-assign]
+    with pytest.raises(ComponentFailed, match=r"learner: was killed by SIGKILL.*resume") as caught:
+        await rig.run()
+    assert caught.value.remote_traceback == "its last words"
+    assert rig.saved == []
+
+
+async def test_a_part_that_gives_no_sign_of_life_is_killed_and_replaced(rig: Rig) -> None:
+    async def fall_silent(order: GroupOrder) -> None:
+        if order.group == 5 and not order.heldout and not rig.runtime.killed:
+            rig.runtime.silent.add("worker-0")
+            await rig.runtime.revived.wait()
+            raise ComponentLost("worker-0", "closed its connection")
+
+    rig.worker.behave = fall_silent
+    assert await rig.run() == "done"
+    assert rig.runtime.killed == rig.runtime.restarted == ["worker-0"]
+
+
+async def test_a_part_whose_connection_is_gone_but_not_its_process_is_found_silent_and_replaced(rig: Rig) -> None:
+    async def hang_up(order: GroupOrder) -> None:
+        if order.group == 5 and not order.heldout and not rig.runtime.killed:
+            rig.runtime.silent.add("worker-0")
+            raise ComponentLost("worker-0", "closed its connection")
+
+    rig.worker.behave = hang_up
+    assert await rig.run() == "done"
+    assert rig.runtime.killed == rig.runtime.restarted == ["worker-0"]
+
+
+async def test_a_restart_for_which_there_is_no_process_to_be_had_is_tried_again(rig: Rig) -> None:
+    async def die_once(order: GroupOrder) -> None:
+        if order.group == 5 and not order.recorded:
+            rig.runtime.refusals = 1
+            rig.runtime.deaths.put_nowait(ComponentLost("worker-0", "was killed by SIGKILL"))
+            raise ComponentLost("worker-0", "closed its connection")
+
+    rig.worker.behave = die_once
+    assert await rig.run() == "done"
+    assert (rig.runtime.refusals, rig.runtime.restarted) == (0, ["worker-0"])
+
+
+async def test_an_engine_that_evaluates_for_long_is_not_silent(rig: Rig) -> None:
+    async def take_your_time(order: GroupOrder) -> None:
+        if order.heldout:
+            for _ in range(10):
+                rig.engine.turns += 1
+                await asyncio.sleep(0.01)
+
+    rig.worker.behave = take_your_time
+    rig.engine.running = 1
+    assert await rig.run() == "done"
+    assert rig.runtime.killed == []
+
+
+async def test_a_checkpoint_that_cannot_be_written_costs_the_run_nothing_unless_it_is_the_last(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "run", replace(SETTINGS, checkpoint_every=2))
+    rig.refused = [2]
+    assert await rig.run() == "done"
+    rig.log.close()
+    assert rig.saved == [4, 6]
+    rig = Rig(tmp_path / "other", replace(SETTINGS, checkpoint_every=2))
+    rig.refused = [6]
+    with pytest.raises(NotSaved, match="no room"):
+        await rig.run()
+    rig.log.close()

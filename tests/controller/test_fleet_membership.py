@@ -1,0 +1,97 @@
+"""What the run says of the orders for its engines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from driver_support import FakeEngine, Rig, until
+from outpace.controller import engine_registry
+from outpace.errors import BadInput
+from outpace.monitoring import fleet_orders
+from outpace.protocols import Engine
+from outpace.types import GroupOrder
+
+pytestmark = pytest.mark.timeout(120)
+HERE = "http://127.0.0.1:8000"
+
+
+@pytest.fixture
+def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    for pause in ("ORDER_POLL_S", "DRAIN_POLL_S", "JOIN_POLL_S"):
+        monkeypatch.setattr(engine_registry, pause, 0.001)
+    rig = Rig(tmp_path / "run")
+    yield rig
+    rig.log.close()
+
+
+def standing_still(rig: Rig) -> tuple[asyncio.Task[str], asyncio.Event]:
+    """A run that waits, after some groups, until it is let go."""
+    go = asyncio.Event()
+
+    async def take_part(order: GroupOrder) -> None:
+        if order.group >= 8 and not order.heldout:
+            await go.wait()
+
+    rig.worker.behave = take_part
+    return asyncio.create_task(rig.run()), go
+
+
+async def outcome(rig: Rig, order: fleet_orders.FleetOrder) -> fleet_orders.OrderOutcome:
+    """What has become of the order in the end."""
+    file = rig.log.dir / fleet_orders.STATE_FILE
+    await until(file.exists)
+    given = fleet_orders.send_order(rig.log.dir, order)
+    found: list[fleet_orders.OrderOutcome] = []
+
+    def is_there() -> bool:
+        known = msgspec.json.decode(file.read_bytes(), type=fleet_orders.FleetState).orders
+        found[:] = [each for each in known if each.order == given and each.is_final]
+        return bool(found)
+
+    await until(is_there)
+    return found[0]
+
+
+async def test_an_order_ends_as_joined_when_the_engine_serves_and_as_left_when_it_is_gone(rig: Rig) -> None:
+    rig.start_engine = lambda url: ("e1", "/e1", FakeEngine())
+    run, go = standing_still(rig)
+    joined = await outcome(rig, fleet_orders.FleetOrder(add=HERE))
+    assert (joined.state, joined.engine) == ("joined", "e1")
+    assert rig.worker.told[-1][1].serves
+    left = await outcome(rig, fleet_orders.FleetOrder(remove="e1"))
+    assert (left.state, left.engine) == ("left", "e1")
+    go.set()
+    assert await run == "done"
+
+
+async def test_what_takes_part_already_or_cannot_be_started_or_must_stay_is_refused_and_the_run_goes_on(
+    rig: Rig,
+) -> None:
+    asked: list[str] = []
+
+    def start_engine(url: str) -> tuple[str, str, Engine]:
+        asked.append(url)
+        if url != HERE:
+            raise BadInput(f"no answer at {url}")
+        return "e1", "/e1", FakeEngine()
+
+    rig.start_engine = start_engine
+    run, go = standing_still(rig)
+    await outcome(rig, fleet_orders.FleetOrder(add=HERE))
+    for order, keys in (
+        (fleet_orders.FleetOrder(add="http://localhost:8000/"), ("http://localhost:8000",)),
+        (fleet_orders.FleetOrder(add="http://nowhere:1"), ("no answer at http://nowhere:1",)),
+        (fleet_orders.FleetOrder(add="http://h:noport"), ("no answer at http://h:noport",)),
+        (fleet_orders.FleetOrder(remove="e7"), ("e7", "e0, e1")),
+    ):
+        refused = await outcome(rig, order)
+        assert refused.state == "refused"
+        assert all(key in refused.why for key in keys), refused.why
+    assert asked == [HERE, "http://nowhere:1", "http://h:noport"], "what takes part already is not started again"
+    go.set()
+    assert await run == "done"

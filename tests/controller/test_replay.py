@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+from outpace.controller.batcher import ReplayEntry, ReplayPool, ReplaySettings
+
+
+def replay(
+    fraction: float = 0.5, max_age: int = 2, times: int = 1, size: int = 4, pool: dict[int, ReplayEntry] | None = None
+) -> ReplayPool:
+    return ReplayPool(ReplaySettings(fraction, max_age, times), size, pool)
+
+
+def test_the_widest_spread_goes_first_and_ties_by_the_newest() -> None:
+    pool = replay(fraction=0.75)
+    pool.batch_trained(0, {0: 0.25, 1: 0.5, 2: 0.25, 3: 0.1}, ())
+    assert pool.choose() == (1, 2, 0)
+
+
+def test_the_first_batch_and_a_small_pool_replay_fewer() -> None:
+    pool = replay(fraction=0.9)
+    assert pool.choose() == ()
+    pool.batch_trained(0, {0: 0.5, 1: 0.0}, ())
+    assert pool.choose() == (0,)
+
+
+def test_a_group_without_spread_leaves_at_once() -> None:
+    pool = replay()
+    assert pool.batch_trained(0, {0: 0.5, 1: 0.0}, ()) == (1,)
+
+
+def test_a_group_is_replayed_so_many_times_and_leaves() -> None:
+    pool = replay(max_age=9, times=2)
+    pool.batch_trained(0, {0: 0.5}, ())
+    assert pool.batch_trained(1, {}, pool.choose()) == ()
+    assert pool.batch_trained(2, {}, pool.choose()) == (0,)
+    assert pool.choose() == ()
+
+
+def test_a_group_that_grows_too_old_leaves_unused() -> None:
+    pool = replay(fraction=0.25, max_age=2)
+    pool.batch_trained(0, {0: 0.1}, ())
+    assert pool.batch_trained(1, {1: 0.5, 2: 0.5}, ()) == ()
+    assert pool.choose() == (2,)
+    assert sorted(pool.batch_trained(2, {}, (2,))) == [0, 2]
+    assert pool.choose() == (1,)
+
+
+def test_a_share_of_less_than_one_group_pools_nothing() -> None:
+    pool = replay(fraction=0.2, size=4)
+    assert not pool.replay_enabled
+    assert pool.batch_trained(0, {0: 0.5}, ()) == ()
+    assert pool.choose() == ()
+    assert not ReplayPool(None, 4).replay_enabled
+
+
+def test_a_share_that_has_no_exact_float_costs_no_group() -> None:
+    pool = replay(fraction=0.29, size=100)
+    pool.batch_trained(0, dict.fromkeys(range(100), 0.5), ())
+    assert len(pool.choose()) == 29
+
+
+def test_a_pool_goes_on_from_its_state() -> None:
+    pool = replay()
+    pool.batch_trained(0, {0: 0.5, 1: 0.25}, ())
+    again = replay(pool=pool.state())
+    assert again.choose() == pool.choose() != ()
+    assert again.batch_trained(1, {}, again.choose()) == pool.batch_trained(1, {}, pool.choose())
+    assert again.state() == pool.state()

@@ -1,0 +1,468 @@
+"""What must hold in every run, whatever the settings, durations and outcomes."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
+from simulated import (
+    PLAIN,
+    Simulation,
+    Trace,
+    all_finish,
+    core_of,
+    erratic,
+    fate_of,
+    fit_of,
+    judge_of,
+    resume,
+    steady,
+)
+
+from outpace.controller.batcher import ReplaySettings
+from outpace.controller.curriculum import CurriculumSettings
+from outpace.controller.events import (
+    Admit,
+    Checkpoint,
+    CloseBatch,
+    EpochEnded,
+    EpochStarted,
+    Evaluate,
+    Finalize,
+    LoadWeights,
+    Publish,
+    Retire,
+    StopRequested,
+    WriteRecord,
+)
+from outpace.controller.pacing import GovernorSettings
+from outpace.controller.scheduler import SchedulerSettings
+from outpace.controller.scheduler_state import decode_state
+from outpace.simulator.conductor import Deadlock
+
+seeds = st.integers(0, 2**31)
+governors = st.builds(
+    GovernorSettings, ess_min=st.just(0.5), kl_max=st.just(0.1), patience=st.integers(1, 3), min_lag=st.integers(0, 2)
+)
+difficulties = st.builds(
+    CurriculumSettings,
+    easy_above=st.sampled_from([None, 0.0, 0.5, 1.0]),  # 0: every task is too easy
+    hard_below=st.sampled_from([None, 0.0]),
+    rest_epochs=st.sampled_from([1, 2, 10**9]),
+)
+replays = st.builds(
+    ReplaySettings, fraction=st.sampled_from([0.1, 0.5, 0.9]), max_age=st.integers(1, 4), times=st.integers(1, 3)
+)
+
+
+@st.composite
+def any_settings(draw: st.DrawFn, /, **fixed: object) -> SchedulerSettings:
+    max_lag = draw(st.sampled_from([0, 1, 2, 3, 5]))
+    epochs = draw(st.none() | st.integers(1, 4))
+    drawn: dict[str, object] = {
+        "groups_per_step": draw(st.integers(1, 5)),
+        "group_size": draw(st.integers(1, 3)),
+        "max_lag": max_lag,
+        "depth": draw(st.sampled_from([1.0, 0.0, 0.5, 2.3, 5.0])),
+        "chunk_groups": draw(st.integers(1, 6)),
+        "max_running": draw(st.sampled_from([1000, 1, 7, 20])),
+        "on_stale": "wait",
+        "warmup_steps": draw(st.sampled_from([0, 0, 1, 3])),
+        "publish_every": draw(st.sampled_from([1, 1, max_lag + 1])),
+        "update": draw(st.sampled_from(["inflight", "drain"])),
+        "deterministic": draw(st.booleans()),
+        "steps": draw(st.integers(1, 15)) if epochs is None else draw(st.none() | st.integers(1, 15)),
+        "epochs": epochs,
+        "tasks": draw(st.integers(1, 25)),
+        "eval_every": draw(st.integers(0, 3)),
+        "eval_enabled": draw(st.booleans()),
+        "checkpoint_every": draw(st.sampled_from([0, 1, 4])),
+        "governor": draw(st.none() | governors),
+        "difficulty": draw(st.none() | difficulties),
+        "replay": draw(st.none() | replays),
+    }
+    merged = {**drawn, **fixed}
+    if merged["deterministic"]:
+        merged["governor"] = None
+    return SchedulerSettings(**merged)  # type: ignore[arg-type]
+
+
+def simulate(settings: SchedulerSettings, seed: int) -> Trace:
+    fate = fate_of(seed, filtered=0.25, failed=0.1)
+    return Simulation(
+        core_of(settings), erratic(seed), fate, engines=1 + seed % 3, seed=seed, judge=judge_of(seed), fit=fit_of(seed)
+    ).run()
+
+
+def trained(trace: Trace) -> list[int]:
+    return [group for batch in trace.batches for group in batch.groups]
+
+
+@given(any_settings(), seeds)
+@examples(max_examples=150, deadline=None)
+def test_no_token_is_trained_beyond_the_lag_and_warm_up_is_on_policy(settings: SchedulerSettings, seed: int) -> None:
+    for version, lag in simulate(settings, seed).lags:
+        assert lag <= (0 if version < settings.warmup_steps else settings.max_lag)
+
+
+@given(any_settings(deterministic=False), governors, seeds)
+@examples(max_examples=150, deadline=None)
+def test_every_group_is_trained_within_the_lag_that_was_in_force_when_it_was_admitted(
+    settings: SchedulerSettings, governor: GovernorSettings, seed: int
+) -> None:
+    trace = simulate(replace(settings, governor=governor), seed)
+    for batch in trace.batches:
+        for group in batch.groups:
+            assert batch.version - trace.oldest[group] <= trace.max_lags[group]
+
+
+@given(any_settings(), seeds)
+@examples(max_examples=150, deadline=None)
+def test_a_run_ends_with_every_group_accounted_for_once_and_whole_batches(
+    settings: SchedulerSettings, seed: int
+) -> None:
+    trace = simulate(settings, seed)
+    assert trace.finish == "done"
+    survivors = sorted(group for group in trace.admitted if trace.outcomes[group] == "finished")
+    assert sorted(trained(trace)) == survivors
+    assert [batch.version for batch in trace.batches] == list(range(len(trace.batches)))
+    sizes = [len(batch.groups) for batch in trace.batches]
+    assert all(size == settings.groups_per_step for size in sizes[:-1])
+    if settings.epochs is None:
+        assert sizes == [settings.groups_per_step] * (settings.steps or 0)
+    else:
+        visits = len(trace.admitted) + len(trace.skipped)
+        assert len(sizes) == settings.steps or visits == settings.epochs * settings.tasks
+        assert all(0 < size <= settings.groups_per_step for size in sizes)
+
+
+@given(any_settings(), seeds)
+@examples(max_examples=50, deadline=None)
+def test_the_chunks_of_a_batch_make_up_the_batch(settings: SchedulerSettings, seed: int) -> None:
+    trace = simulate(settings, seed)
+    for batch in trace.batches:
+        chunks = [chunk for chunk in trace.chunks if chunk.version == batch.version]
+        own = [chunk.groups for chunk in chunks if not chunk.replayed]
+        assert sum(own, ()) == batch.groups
+        assert all(len(chunk) >= settings.chunk_groups for chunk in own[:-1])
+        assert [chunk.groups for chunk in chunks if chunk.replayed] == ([batch.replayed] if batch.replayed else [])
+        assert not any(chunk.replayed for chunk in chunks[:-1])
+
+
+@given(any_settings(), replays, seeds)
+@examples(max_examples=100, deadline=None)
+def test_groups_are_replayed_as_often_as_allowed_while_they_are_young_and_retired_once(
+    settings: SchedulerSettings, replay: ReplaySettings, seed: int
+) -> None:
+    trace = simulate(replace(settings, replay=replay), seed)
+    first = {group: batch.version for batch in trace.batches for group in batch.groups}
+    again = Counter(group for batch in trace.batches for group in batch.replayed)
+    assert all(times <= replay.times for times in again.values())
+    for batch in trace.batches:
+        assert len(batch.replayed) <= replay.fraction * settings.groups_per_step
+        assert len(set(batch.replayed)) == len(batch.replayed)
+        assert all(1 <= batch.version - first[group] <= replay.max_age for group in batch.replayed)
+    retired = [group for action in trace.of(Retire) for group in action.groups]
+    assert len(set(retired)) == len(retired)
+    if retired:
+        old = {group for group, version in first.items() if version + replay.max_age < len(trace.batches)}
+        assert old <= set(retired), "what is too old to be replayed does not stay in the journal"
+
+
+@given(any_settings(steps=None, epochs=4), difficulties, seeds)
+@examples(max_examples=100, deadline=None)
+def test_a_visit_is_skipped_only_after_one_that_was_too_easy_or_too_hard_and_never_a_whole_epoch_and_one_more(
+    settings: SchedulerSettings, difficulty: CurriculumSettings, seed: int
+) -> None:
+    trace = simulate(replace(settings, difficulty=difficulty), seed)
+    visited = {(admit.task, admit.epoch) for admit in trace.admitted.values()}
+    skipped = {(skip.task, skip.epoch) for skip in trace.skipped}
+    assert len(skipped) == len(trace.skipped)
+    assert visited | skipped == {(task, epoch) for task in range(settings.tasks) for epoch in range(4)}
+    assert not visited & skipped
+    judge = judge_of(seed)
+    extreme = {
+        (admit.task, admit.epoch) for admit in trace.admitted.values() if is_extreme(judge(admit)[0], difficulty)
+    }
+    for task, epoch in skipped:
+        earlier = range(max(0, epoch - difficulty.rest_epochs), epoch)
+        assert any((task, before) in extreme for before in earlier)
+    in_a_row = longest = 0
+    for action in trace.actions:
+        in_a_row = (
+            in_a_row + 1
+            if isinstance(action, Finalize) and action.outcome == "skipped"
+            else 0
+            if isinstance(action, Admit)
+            else in_a_row
+        )
+        longest = max(longest, in_a_row)
+    assert longest <= settings.tasks or settings.deterministic, "in lockstep they are declared by the step"
+
+
+def is_extreme(reward: float, difficulty: CurriculumSettings) -> bool:
+    easy, hard = difficulty.easy_above, difficulty.hard_below
+    return (easy is not None and reward >= easy) or (hard is not None and reward <= hard)
+
+
+@given(any_settings(max_lag=0, publish_every=1), seeds)
+@examples(max_examples=50, deadline=None)
+def test_with_no_lag_every_batch_is_made_of_groups_admitted_at_its_own_version(
+    settings: SchedulerSettings, seed: int
+) -> None:
+    trace = simulate(settings, seed)
+    for batch in trace.batches:
+        assert {trace.admitted[group].min_version for group in batch.groups} == {batch.version}
+
+
+@given(any_settings(steps=None, epochs=2, difficulty=None), seeds)
+@examples(max_examples=50, deadline=None)
+def test_slow_tasks_are_trained_as_often_as_fast_ones(settings: SchedulerSettings, seed: int) -> None:
+    rng = random.Random(seed)
+    slow = {task for task in range(settings.tasks) if rng.random() < 0.3}
+    pace = erratic(seed)
+    core = core_of(settings)
+    trace = Simulation(core, lambda kind, a: pace(kind, a) * (100 if getattr(a, "task", None) in slow else 1)).run()
+    counts = Counter(trace.admitted[group].task for group in trained(trace))
+    assert counts == dict.fromkeys(range(settings.tasks), 2)
+    assert core.counts["trained"] == 2 * settings.tasks
+
+
+@given(any_settings(deterministic=False), seeds, st.sampled_from(["drop", "requeue", "train"]))
+@examples(max_examples=100, deadline=None)
+def test_whatever_becomes_of_stragglers_the_run_ends_and_the_books_balance(
+    settings: SchedulerSettings, seed: int, on_stale: str
+) -> None:
+    settings = replace(settings, on_stale=on_stale)  # type: ignore[arg-type]
+    core = core_of(settings)
+    trace = Simulation(
+        core, erratic(seed), fate_of(seed, 0.2, 0.1), engines=1 + seed % 2, seed=seed, fit=fit_of(seed)
+    ).run()
+    assert trace.finish == "done"
+    assert len(set(trained(trace))) == len(trained(trace)) == core.counts["trained"]
+    assert not set(trained(trace)) & set(trace.cancelled)
+    assert core.counts["requeued" if on_stale == "requeue" else "dropped"] == len(trace.cancelled)
+    finalized = sum(core.counts[outcome] for outcome in ("trained", "filtered", "failed", "dropped"))
+    assert finalized + core.counts["requeued"] == len(trace.admitted)
+    assert core.counts["skipped"] == len(trace.skipped)
+    if on_stale != "train":
+        assert all(lag <= settings.max_lag for _, lag in trace.lags)
+    if settings.epochs and settings.steps is None:
+        assert finalized + core.counts["skipped"] == settings.epochs * settings.tasks
+
+
+@given(any_settings(deterministic=True), seeds, seeds)
+@examples(max_examples=150, deadline=None)
+def test_in_lockstep_no_speed_of_any_part_changes_what_is_trained(
+    settings: SchedulerSettings, content: int, timing: int
+) -> None:
+    fate = fate_of(content, filtered=0.3, failed=0.1)
+    reference = Simulation(core_of(settings), steady(), fate).run()
+    other = Simulation(core_of(settings), erratic(timing), fate, engines=1 + timing % 3, seed=timing).run()
+    assert other.assignments == reference.assignments
+    assert other.admitted == reference.admitted
+    assert other.skipped == reference.skipped
+    assert other.batches == reference.batches
+    assert all(len(chunk.groups) <= settings.chunk_groups for chunk in reference.chunks if not chunk.replayed)
+
+
+@given(any_settings(deterministic=True, checkpoint_every=2), seeds, seeds)
+@examples(max_examples=100, deadline=None)
+def test_in_lockstep_a_run_killed_and_resumed_trains_what_the_uninterrupted_one_does(
+    settings: SchedulerSettings, content: int, timing: int
+) -> None:
+    fate = fate_of(content, filtered=0.3, failed=0.1)
+    whole = Simulation(core_of(settings), steady(), fate).run()
+    for checkpoint in whole.checkpoints:
+        rest = Simulation(resume(settings, checkpoint), erratic(timing), fate, engines=2, seed=timing).run()
+        assert rest.finish == "done"
+        assert rest.assignments == [item for item in whole.assignments if item[0] >= checkpoint.version]
+
+
+@given(any_settings(steps=None, epochs=3), st.integers(1, 4), seeds)
+@examples(max_examples=100, deadline=None)
+def test_a_resume_from_any_checkpoint_visits_every_task_once_per_epoch(
+    settings: SchedulerSettings, every: int, seed: int
+) -> None:
+    settings = replace(settings, checkpoint_every=every)
+    first = simulate(settings, seed)
+    for checkpoint in first.checkpoints:
+        at = first.actions.index(checkpoint)
+        kept = visits_trained(first, before=checkpoint)
+        core = resume(settings, checkpoint)
+        # Filtered and failed visits before the checkpoint are settled; all others are trained before or after it.
+        settled_before = sum(core.counts[outcome] for outcome in ("filtered", "failed"))
+        rest = Simulation(core, erratic(seed + at), all_finish, seed=seed, fit=fit_of(seed)).run()
+        visits = kept + visits_trained(rest)
+        assert len(visits) == len(set(visits)) == 3 * settings.tasks - settled_before - core.counts["skipped"]
+        assert all(lag <= settings.max_lag for _, lag in rest.lags)
+        assert min(rest.admitted, default=10**9) > max(groups_before(first, checkpoint), default=-1)
+
+
+@given(any_settings(steps=None, epochs=3), st.integers(1, 150), seeds)
+@examples(max_examples=100, deadline=None)
+def test_a_run_stopped_anywhere_and_resumed_visits_every_task_once_per_epoch(
+    settings: SchedulerSettings, moment: int, seed: int
+) -> None:
+    stopped = Simulation(core_of(settings), erratic(seed), fate_of(seed, 0.25, 0.1), seed=seed)
+    stopped.run(until=lambda trace: len(trace.actions) >= moment)
+    stopped.send_event(StopRequested())
+    first = stopped.run()
+    assert first.finish in ("stopped", "done")
+    checkpoint = first.checkpoints[-1] if first.checkpoints else None  # in lockstep there may be nothing exact to keep
+    core = resume(settings, checkpoint) if checkpoint else core_of(settings)
+    rest = Simulation(core, erratic(seed + 1), all_finish, engines=2, seed=seed).run()
+    visits = (visits_trained(first, before=checkpoint) if checkpoint else []) + visits_trained(rest)
+    assert len(visits) == len(set(visits)) == core.counts["trained"]
+    outcomes = ("trained", "filtered", "failed", "skipped")
+    assert sum(core.counts[outcome] for outcome in outcomes) == 3 * settings.tasks
+
+
+@given(any_settings(deterministic=True), st.integers(1, 100), seeds, seeds)
+@examples(max_examples=100, deadline=None)
+def test_in_lockstep_a_run_stopped_anywhere_and_resumed_trains_what_the_uninterrupted_one_does(
+    settings: SchedulerSettings, moment: int, content: int, timing: int
+) -> None:
+    fate = fate_of(content, filtered=0.3, failed=0.1)
+    whole = Simulation(core_of(settings), steady(), fate).run()
+    stopped = Simulation(core_of(settings), erratic(timing), fate, seed=timing)
+    stopped.run(until=lambda trace: len(trace.actions) >= moment)
+    stopped.send_event(StopRequested())
+    first = stopped.run()
+    checkpoint = first.checkpoints[-1] if first.checkpoints else None
+    core = resume(settings, checkpoint) if checkpoint else core_of(settings)
+    begun = checkpoint.version if checkpoint else 0
+    rest = Simulation(core, erratic(timing + 1), fate, seed=timing).run()
+    again = [item for item in first.assignments if item[0] < begun] + rest.assignments
+    assert again == whole.assignments
+
+
+@given(any_settings(), st.integers(1, 150), seeds)
+@examples(max_examples=100, deadline=None)
+def test_what_a_checkpoint_has_settled_is_on_record_before_it(
+    settings: SchedulerSettings, moment: int, seed: int
+) -> None:
+    settings = replace(settings, checkpoint_every=2)
+    simulation = Simulation(core_of(settings), erratic(seed), fate_of(seed, 0.25, 0.1), seed=seed)
+    simulation.run(until=lambda trace: len(trace.actions) >= moment)
+    simulation.send_event(StopRequested())
+    recorded = named = 0
+    for action in simulation.run().actions:
+        match action:
+            case Finalize():
+                named += 1
+            case WriteRecord(finalized=finalized):
+                recorded = finalized
+            case CloseBatch(groups=groups):
+                named += len(groups)
+            case Checkpoint():
+                ledger = decode_state(action.state).ledger
+                counted = [*ledger.epochs, ledger.earlier]
+                assert sum(tally.finalized for tally in counted) == recorded
+            case _:
+                pass
+    assert recorded <= named, "nothing is counted that was not named"
+
+
+def visits_trained(trace: Trace, before: Checkpoint | None = None) -> list[tuple[int, int]]:
+    batches = [batch for batch in trace.batches if before is None or batch.version < before.version]
+    admits = [trace.admitted[group] for batch in batches for group in batch.groups]
+    return [(admit.epoch, admit.task) for admit in admits]
+
+
+def groups_before(trace: Trace, checkpoint: Checkpoint) -> list[int]:
+    before = trace.actions[: trace.actions.index(checkpoint)]
+    return [action.group for action in before if isinstance(action, Admit)]
+
+
+@given(any_settings(), seeds)
+@examples(max_examples=100, deadline=None)
+def test_the_first_the_due_and_the_last_version_are_published_and_evaluated_or_superseded(
+    settings: SchedulerSettings, seed: int
+) -> None:
+    trace = simulate(settings, seed)
+    last = len(trace.batches)
+    published = [action.version for action in trace.of(Publish)]
+    assert published == sorted(set(published))
+    assert {0, last} | set(range(0, last, settings.publish_every)) <= set(published)
+    evaluated = [action.version for action in trace.of(Evaluate)]
+    assert evaluated == sorted(set(evaluated))
+    assert set(evaluated) <= set(published)
+    if settings.eval_enabled:
+        assert evaluated[-1] == last
+    else:
+        assert not evaluated
+    assert trace.checkpoints[-1].version == last
+    if settings.checkpoint_every:
+        periodic = range(settings.checkpoint_every, last + 1, settings.checkpoint_every)
+        assert {checkpoint.version for checkpoint in trace.checkpoints} == {*periodic, last}
+
+
+@given(any_settings(steps=None, epochs=3), seeds)
+@examples(max_examples=50, deadline=None)
+def test_every_epoch_starts_once_and_ends_once_when_all_its_tasks_are_accounted_for(
+    settings: SchedulerSettings, seed: int
+) -> None:
+    trace = simulate(settings, seed)
+    assert trace.of(EpochStarted) == [EpochStarted(epoch) for epoch in range(3)]
+    assert sorted(action.epoch for action in trace.of(EpochEnded)) == [0, 1, 2]
+
+
+@given(any_settings(), seeds)
+@examples(max_examples=50, deadline=None)
+def test_engines_only_ever_move_to_newer_versions(settings: SchedulerSettings, seed: int) -> None:
+    served: dict[str, int] = {}
+    for load in simulate(settings, seed).of(LoadWeights):
+        assert load.version > served.get(load.engine, 0)
+        served[load.engine] = load.version
+
+
+@given(any_settings(steps=None, epochs=3, replay=None), seeds)
+@examples(max_examples=200, deadline=None)
+def test_engines_that_die_load_for_ever_and_rejoin_cost_no_visit_and_no_lag(
+    settings: SchedulerSettings, seed: int
+) -> None:
+    rng = random.Random(seed)
+    trace = Simulation(
+        core_of(settings),
+        erratic(seed, tail=3.0),
+        fate_of(seed, filtered=0.25, failed=0.1),
+        engines=1 + seed % 4,
+        seed=seed,
+        fit=fit_of(seed),
+        faults=lambda: 10 ** rng.uniform(1, 4),
+    ).run()
+    assert trace.finish == "done"
+    visits = [(admit.epoch, admit.task) for admit in trace.admitted.values()]
+    visits += [(settle.epoch, settle.task) for settle in trace.skipped]
+    assert sorted(visits) == [(epoch, task) for epoch in range(3) for task in range(settings.tasks)]
+    survivors = sorted(group for group in trace.admitted if trace.outcomes[group] == "finished")
+    assert sorted(trained(trace)) == survivors
+    assert all(lag <= (0 if version < settings.warmup_steps else settings.max_lag) for version, lag in trace.lags)
+
+
+@given(any_settings(deterministic=True), seeds, seeds)
+@examples(max_examples=100, deadline=None)
+def test_in_lockstep_no_death_of_an_engine_changes_what_is_trained(
+    settings: SchedulerSettings, content: int, timing: int
+) -> None:
+    fate, rng = fate_of(content, filtered=0.3, failed=0.1), random.Random(timing)
+    reference = Simulation(core_of(settings), steady(), fate).run()
+    faults = lambda: 10 ** rng.uniform(1, 4)  # noqa: E731
+    other = Simulation(
+        core_of(settings), erratic(timing, tail=3.0), fate, engines=1 + timing % 3, seed=timing, faults=faults
+    ).run()
+    assert other.assignments == reference.assignments
+    assert other.batches == reference.batches
+
+
+def test_the_simulator_notices_a_deadlock() -> None:
+    simulation = Simulation(core_of(PLAIN), steady())
+    simulation.clock.at = lambda *_: None  # type: ignore[method-assign]
+    with pytest.raises(Deadlock, match="learner"):
+        simulation.run()

@@ -1,0 +1,284 @@
+"""What is wrong with a server, in one line with a remedy, before a run has begun."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from outpace.engines.server.checks import check_server
+from outpace.engines.server.http import HttpClient
+from outpace.engines.server.protocol import ServerFacts, ServerRequirements
+from outpace.engines.server.server_process import free_port
+from outpace.engines.server.vllm import VllmServer
+from outpace.errors import BadInput, ServerFaulty, ServerGone, ServerRefused, ServerSilent
+from outpace.models.loading import resolve_model
+from servers_support import Certificate
+
+URL = "http://127.0.0.1:8000"
+STARTER, AGENT = str(resolve_model("starter")), str(resolve_model("starter-agent"))
+FINE = ServerFacts(
+    "vllm", "0.32.0", "policy", 1024, "float32", "processed_logprobs", True, True, True, True, {"root": STARTER}
+)
+WANTED = ServerRequirements(STARTER, "float32", 512, {"13 + 28": [1, 2, 3]}, "memory", False, 1.0)
+
+
+class Scripted:
+    """A server that says what it is told to; of the protocol, what checks need."""
+
+    url = URL
+
+    def __init__(
+        self, facts: ServerFacts = FINE, ids: list[int] | None = None, trouble: Exception | None = None
+    ) -> None:
+        self.said = facts
+        self.ids = ids
+        self.trouble = trouble
+
+    async def facts(self) -> ServerFacts:
+        if self.trouble is not None:
+            raise self.trouble
+        return self.said
+
+    async def tokenized(self, text: str) -> list[int] | None:
+        return self.ids
+
+
+async def refusal(server: object, wanted: ServerRequirements = WANTED) -> str:
+    with pytest.raises(BadInput) as refused:
+        await check_server(server, wanted)  # type: ignore[arg-type]
+    line = str(refused.value)
+    assert "\n" not in line
+    return line
+
+
+def unnamed(line: str, keys: Iterable[str]) -> list[str]:
+    """Those that the line does not hold as words of their own."""
+    return [key for key in keys if not re.search(rf"(?<!\w){re.escape(key)}(?!\w)", line)]
+
+
+async def test_a_server_that_fits_is_taken() -> None:
+    assert await check_server(Scripted(ids=[1, 2, 3]), WANTED) == FINE  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("facts", "wanted", "keys"),
+    [
+        pytest.param({"controls": False}, {}, ["VLLM_SERVER_DEV_MODE=1"], id="no dev mode"),
+        pytest.param(
+            {"logprobs": "raw_logprobs"}, {},
+            ["raw_logprobs", "--logprobs-mode processed_logprobs"],
+            id="raw logprobs",
+        ),
+        pytest.param(
+            {"kind": "sglang", "version": "0.5.9", "logprobs": "original"}, {},
+            ["original", "SGLANG_RETURN_ORIGINAL_LOGPROB"],
+            id="original logprobs",
+        ),
+        pytest.param(
+            {"details": {"root": AGENT}}, {},
+            [AGENT, STARTER, "model.path"],
+            id="other model",
+        ),
+        pytest.param(
+            {"details": {"root": "a/first"}}, {"model": "a/second"},
+            ["a/first", "a/second", "model.path"],
+            id="other hub model",
+        ),
+        pytest.param({"dtype": "bfloat16"}, {}, ["bfloat16", "model.dtype", "--dtype float32"], id="other dtype"),
+        pytest.param({"context": 256}, {}, ["256", "--max-model-len 512", "engine.context"], id="short context"),
+        pytest.param(
+            {"plugin": False}, {},
+            ["memory", "`outpace serve`", 'weights.transport = "files"'],
+            id="no plugin",
+        ),
+        pytest.param(
+            {"adapters": False}, {"adapters": True},
+            ["lora.rank", "--enable-lora", "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"],
+            id="no adapters",
+        ),
+        pytest.param(
+            {"details": {"root": STARTER, "max_lora_rank": 16}}, {"adapters": True, "lora_rank": 20},
+            ["16", "20", "--max-lora-rank 32", "lora.rank"],
+            id="small adapters",
+        ),
+        pytest.param({"version": "0.24.0"}, {}, ["0.24.0", "0.25"], id="too old"),
+    ],
+)  # fmt: skip
+async def test_what_does_not_fit_is_one_line_with_the_flag_to_add(
+    facts: dict[str, Any], wanted: dict[str, Any], keys: list[str]
+) -> None:
+    line = await refusal(Scripted(replace(FINE, **facts)), replace(WANTED, **wanted))
+    assert line.startswith(f"{URL}: ")
+    assert unnamed(line, keys) == []
+
+
+async def test_another_tokenizer_is_told_by_what_it_makes_of_a_text() -> None:
+    line = await refusal(Scripted(ids=[7]))
+    assert line.startswith(f"{URL}: ")
+    assert unnamed(line, ["13 + 28", "[7]", "[1, 2, 3]", f"--tokenizer {STARTER}"]) == []
+
+
+@pytest.mark.parametrize(
+    ("facts", "wanted"),
+    [
+        ({"context": None, "dtype": None, "logprobs": None}, {}),
+        ({"context": 8}, {"context": None}),
+        ({"plugin": False}, {"transport": "files"}),
+        ({"plugin": False}, {"adapters": True}),
+        ({"adapters": False}, {}),
+        ({"details": {"root": STARTER, "max_lora_rank": 16}}, {"adapters": True, "lora_rank": 16}),
+        ({"details": {"root": STARTER, "max_lora_rank": None}}, {"adapters": True, "lora_rank": 16}),
+        ({"version": "dev"}, {}),
+        ({"details": {"root": "/models/on/another/machine"}}, {}),
+        ({"details": {"root": "a/name"}}, {}),
+        ({"details": {}, "model": "a/name"}, {"model": "a/name"}),
+    ],
+)
+async def test_what_a_server_does_not_say_or_a_run_does_not_need_is_no_fault(
+    facts: dict[str, Any], wanted: dict[str, Any]
+) -> None:
+    await check_server(Scripted(replace(FINE, **facts)), replace(WANTED, **wanted))  # type: ignore[arg-type]
+
+
+async def test_the_same_model_in_another_directory_is_the_same(tmp_path: Path) -> None:
+    content = json.loads((Path(STARTER) / "config.json").read_text()) | {"dtype": "float32"}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    await check_server(Scripted(replace(FINE, details={"root": str(tmp_path)})), WANTED)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("trouble", "keys"),
+    [
+        (ServerGone(f"{URL}/version: no connection (x)"), ["version: no connection (x)"]),
+        (ServerSilent("no answer within 20 s"), ["no answer within 20 s", "overloaded"]),
+        (ServerRefused("404 Not Found", 404), ["404 Not Found", "engine.urls", "engine.kind"]),
+        (ServerRefused("401", 401), ["engine.api_key_env"]),
+        (ServerFaulty("no version"), ["no version", "engine.urls", "engine.kind"]),
+    ],
+)
+async def test_a_server_that_cannot_be_asked_is_one_line_too(trouble: Exception, keys: list[str]) -> None:
+    line = await refusal(Scripted(trouble=trouble))
+    assert line.startswith(f"{URL}: ")
+    assert line.count(URL) == 1
+    assert unnamed(line, keys) == []
+    assert ("engine.kind" in line) == ("engine.kind" in keys), "only what answers can be of another kind"
+
+
+# ----------------------------------------------------------------------------------------- over a network, really
+
+Serve = Callable[..., Awaitable[int]]
+
+
+@pytest.fixture
+async def serve() -> AsyncIterator[Serve]:
+    """Serve some other web page, on a port that is returned."""
+    runners: list[web.AppRunner] = []
+
+    async def start(answer: str = "hello", status: int = 200, tls: ssl.SSLContext | None = None) -> int:
+        async def page(_: web.Request) -> web.Response:
+            return web.Response(text=answer, status=status)
+
+        app = web.Application()
+        app.router.add_route("*", "/{any:.*}", page)
+        runners.append(web.AppRunner(app))
+        await runners[-1].setup()
+        port = free_port()
+        await web.TCPSite(runners[-1], "127.0.0.1", port, ssl_context=tls).start()
+        return port
+
+    yield start
+    for runner in runners:
+        await runner.cleanup()
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> ssl.SSLContext:
+    made = Certificate.made_in(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(made.certificate, made.key)
+    return context
+
+
+async def refused_at(url: str) -> str:
+    server = VllmServer(HttpClient(url, retries=0))
+    try:
+        async with asyncio.timeout(60):
+            line = await refusal(server)
+    finally:
+        await server.close()
+    assert line.startswith(url)
+    return line
+
+
+async def test_a_wrong_port() -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    line = await refused_at(url)
+    assert "port" in line
+    assert "Connect call failed" not in line
+
+
+async def test_plain_http_to_a_server_that_speaks_tls(serve: Serve, certificate: ssl.SSLContext) -> None:
+    assert "https://" in await refused_at(f"http://127.0.0.1:{await serve(tls=certificate)}")
+
+
+async def test_tls_to_a_server_that_speaks_plain_http(serve: Serve) -> None:
+    assert "http://" in (await refused_at(f"https://127.0.0.1:{await serve()}")).partition(": ")[2]
+
+
+async def test_a_certificate_that_nobody_has_signed(serve: Serve, certificate: ssl.SSLContext) -> None:
+    assert "SSL_CERT_FILE" in await refused_at(f"https://127.0.0.1:{await serve(tls=certificate)}")
+
+
+@pytest.mark.parametrize(("answer", "status"), [("<html>", 200), ("{}", 200), ("no", 404), ("[]", 200), ("", 200)])
+async def test_some_other_web_server(serve: Serve, answer: str, status: int) -> None:
+    await refused_at(f"http://127.0.0.1:{await serve(answer, status)}")
+
+
+@pytest.mark.parametrize("answer", ["[]", "", "null", "3"])
+async def test_whichever_of_its_answers_comes_first(answer: str) -> None:
+    async def page(request: web.Request) -> web.Response:
+        if request.path == "/version":
+            await asyncio.sleep(0.2)
+        return web.Response(text=answer, content_type="application/json")
+
+    app = web.Application()
+    app.router.add_route("*", "/{any:.*}", page)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        assert "engine.kind" in await refused_at(f"http://127.0.0.1:{runner.addresses[0][1]}")
+    finally:
+        await runner.cleanup()
+
+
+ON_A_CPU = replace(FINE, plugin=False, details={"root": STARTER, "device": "cpu"})
+BY_FILES = replace(WANTED, transport="files")
+
+
+async def test_a_tied_head_that_a_cpu_server_would_leave_as_it_was_is_refused() -> None:
+    line = await refusal(Scripted(ON_A_CPU), BY_FILES)
+    assert "embeddings" in line
+    assert "`outpace serve`" in line
+
+
+async def test_a_head_of_its_own_a_gpu_the_plugin_or_adapters_make_it_fit(tmp_path: Path) -> None:
+    content = json.loads((Path(STARTER) / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    untied = replace(ON_A_CPU, details={"root": str(tmp_path), "device": "cpu"})
+    for facts, wanted in (
+        (untied, replace(BY_FILES, model=str(tmp_path))),
+        (replace(ON_A_CPU, details={"root": STARTER, "device": "cuda"}), BY_FILES),
+        (replace(ON_A_CPU, plugin=True), BY_FILES),
+        (ON_A_CPU, replace(BY_FILES, adapters=True)),
+    ):
+        await check_server(Scripted(facts), wanted)  # type: ignore[arg-type]

@@ -1,0 +1,105 @@
+"""Two runs at one server: the second is refused at its start, or warned where it cannot be known."""
+
+from __future__ import annotations
+
+import logging
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engines.server.fake_server import FakeServer
+from outpace.config.load import make_config
+from outpace.engines.server.build import build_server_engine
+from outpace.engines.server.launch import ServerClaim
+from outpace.engines.server.server_engine import ServerEngine
+from outpace.errors import BadInput
+
+URL = "http://localhost:8000"
+HOLD = """
+import sys, pathlib
+from outpace.engines.server.launch import ServerClaim
+claim = ServerClaim(sys.argv[1], pathlib.Path(sys.argv[2]), pathlib.Path("runs/first"))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def scratch(root: Path, name: str) -> Path:
+    folder = root / f"outpace-0-{name}"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+async def a_door(server: FakeServer, root: Path, run: str) -> ServerEngine:
+    config = make_config({"engine.kind": "vllm", "engine.urls": [server.url], "weights.transport": "files"})
+    return await build_server_engine(
+        config, "engine-0", 0, url=server.url, incarnation=run, scratch=scratch(root, run), logs=root / run / "logs",
+        stale=False,
+    )  # fmt: skip
+
+
+def warnings_of(server: FakeServer, caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [message for message in caplog.messages if server.url in message]
+
+
+async def test_a_second_run_at_a_server_is_refused_until_the_first_has_left(tmp_path: Path) -> None:
+    async with FakeServer().serving() as server:
+        first = await a_door(server, tmp_path, "first")
+        try:
+            with pytest.raises(BadInput, match=f"{tmp_path}/first"):
+                await a_door(server, tmp_path, "second")
+        finally:
+            await first.close()
+        second = await a_door(server, tmp_path, "second")
+        await second.close()
+
+
+async def test_requests_of_others_at_the_start_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    metrics = "vllm:num_requests_running 3\nvllm:num_requests_waiting {waiting}\n"
+    async with FakeServer(metrics=metrics.format(waiting=1)).serving() as server:
+        with caplog.at_level(logging.WARNING):
+            door = await a_door(server, tmp_path, "first")
+        await door.close()
+    (warning,) = warnings_of(server, caplog)
+    assert re.search(r"\b4\b", warning.replace(server.url, ""))
+
+
+async def test_an_idle_server_is_not_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with FakeServer().serving() as server:
+        with caplog.at_level(logging.WARNING):
+            door = await a_door(server, tmp_path, "first")
+        await door.close()
+    assert warnings_of(server, caplog) == []
+
+
+def test_another_spelling_of_the_address_is_the_same_server(tmp_path: Path) -> None:
+    claim = ServerClaim(URL, scratch(tmp_path, "first"), Path("runs/first"))
+    with pytest.raises(BadInput, match="runs/first"):
+        ServerClaim("http://127.0.0.1:8000/", scratch(tmp_path, "second"), Path("runs/second"))
+    ServerClaim("http://127.0.0.1:8001", scratch(tmp_path, "second"), Path("runs/second")).release()
+    claim.release()
+
+
+def test_engines_of_one_run_may_follow_one_another_at_a_server(tmp_path: Path) -> None:
+    first = ServerClaim(URL, scratch(tmp_path, "first"), Path("runs/first"))
+    second = ServerClaim(URL, scratch(tmp_path, "first"), Path("runs/first"))
+    first.release()
+    with pytest.raises(BadInput):
+        ServerClaim(URL, scratch(tmp_path, "other"), Path("runs/other"))
+    second.release()
+    ServerClaim(URL, scratch(tmp_path, "other"), Path("runs/other")).release()
+
+
+def test_a_run_that_was_killed_keeps_no_server(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOLD, URL, str(scratch(tmp_path, "first"))]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(BadInput, match="runs/first"):
+            ServerClaim(URL, scratch(tmp_path, "second"), Path("runs/second"))
+        holder.kill()
+        holder.wait()
+    ServerClaim(URL, scratch(tmp_path, "second"), Path("runs/second")).release()

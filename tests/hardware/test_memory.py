@@ -1,0 +1,197 @@
+"""Estimates of memory, against what is measured on this machine. `tests/learner/test_cuda.py` and
+`tests/engines/embedded/test_cuda.py` do the same on a GPU."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outpace.errors import BadInput
+from outpace.hardware.memory import (
+    AvailableMemory,
+    ModelShape,
+    check_memory,
+    engine_memory,
+    learner_memory,
+    parse_gpu_totals,
+)
+from outpace.hardware.placement import assign_gpus
+from outpace.models.loading import resolve_model
+from support import resolved
+
+GB = 10**9
+SMOLLM2 = ModelShape(134_515_008, 30, 576, 9, 3, 64, 1536, 49_152, 8192)
+"""Of SmolLM2-135M."""
+LARGE = {"model.dtype": "bfloat16", "engine.slots": 1024, "engine.context": 1024, "learner.tokens_per_pass": 65_536}
+
+
+def checked(settings: dict[str, Any], memory: float, gpus: int = 1, shape: ModelShape = SMOLLM2) -> list[str]:
+    config = resolved(settings)
+    names = [str(index) for index in range(gpus)]
+    available = AvailableMemory(dict.fromkeys(names, int(memory)), int(memory))
+    return check_memory(config, assign_gpus(config, names), shape, available)
+
+
+def whole_numbers(line: str) -> list[int]:
+    return [int(digits) for digits in re.findall(r"(?<![\d.])\d+(?!\d|\.\d)", line)]
+
+
+def test_the_shape_of_a_model_is_read_from_its_files() -> None:
+    shape = ModelShape.read(resolve_model("starter"))
+    assert shape is not None
+    assert (shape.layers, shape.width, shape.kv_heads, shape.head_size) == (4, 128, 4, 32)
+    assert shape.parameters == 272 * 128 + 4 * (4 * 128 * 128 + 3 * 128 * 384 + 2 * 128) + 128
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_the_same_weights_in_another_format_are_not_counted_again(tmp_path: Path, sharded: bool) -> None:
+    starter = resolve_model("starter")
+    shutil.copy(starter / "config.json", tmp_path)
+    weights = "model-00001-of-00001.safetensors" if sharded else "model.safetensors"
+    for name in (weights, "consolidated.safetensors"):
+        shutil.copy(starter / "model.safetensors", tmp_path / name)
+    if sharded:
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": weights, "b": weights}}))
+    assert ModelShape.read(tmp_path) == ModelShape.read(starter)
+
+
+def test_a_model_that_does_not_say_its_shape_is_not_estimated(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "odd"}')
+    assert ModelShape.read(tmp_path) is None
+
+
+def test_the_estimate_for_the_learner_is_what_its_process_held_with_smollm2_on_an_h200() -> None:
+    assert learner_memory(resolved(LARGE), SMOLLM2).most == pytest.approx(62 * GB, rel=0.15)
+
+
+def test_an_engine_takes_its_keys_and_values_and_little_more() -> None:
+    keys_and_values = 1024 * 1024 * SMOLLM2.kv_bytes("bfloat16")
+    assert keys_and_values < engine_memory(resolved(LARGE), SMOLLM2).most < 1.3 * keys_and_values
+
+
+def test_checkpointing_and_adapters_take_less() -> None:
+    plain = learner_memory(resolved(LARGE), SMOLLM2)
+    assert learner_memory(resolved(LARGE | {"learner.gradient_checkpointing": True}), SMOLLM2).most < plain.most / 5
+    assert learner_memory(resolved(LARGE | {"lora.rank": 8}), SMOLLM2).fixed < plain.fixed / 3
+    assert learner_memory(resolved(LARGE | {"kl.coefficient": 0.1}), SMOLLM2).fixed > plain.fixed
+
+
+def test_what_surely_fits_says_nothing() -> None:
+    assert checked(LARGE, 140 * GB) == []
+    assert checked(LARGE, 70 * GB, gpus=2) == []
+
+
+def test_what_may_not_fit_is_told_with_a_value_that_does() -> None:
+    (line,) = checked(LARGE, 80 * GB)
+    assert "learner.tokens_per_pass" in line
+    value = whole_numbers(line)[-1]
+    assert 1000 < value < 65_536
+    assert checked(LARGE | {"learner.tokens_per_pass": value}, 80 * GB) == []
+    assert checked(LARGE | {"learner.tokens_per_pass": 2 * value}, 80 * GB) != []
+
+
+def test_passes_that_hold_one_sequence_are_made_smaller_by_the_context() -> None:
+    long = {"learner.tokens_per_pass": 1024, "engine.slots": 1, "eval.count": 0}
+    (line,) = checked(long, 8 * GB)
+    assert "engine.context" in line
+    value = whole_numbers(line)[-1]
+    assert checked(long | {"engine.context": value}, 8 * GB) == []
+    (line,) = checked(long | {"learner.tokens_per_pass": 9000}, 8 * GB)
+    assert "learner.tokens_per_pass" in line
+    assert "engine.context" in line
+
+
+def test_slots_that_cannot_fit_are_refused_with_a_number_that_does() -> None:
+    with pytest.raises(BadInput, match=r"^engine\.slots: ") as refused:
+        checked(LARGE | {"engine.slots": 100_000}, 80 * GB)
+    value = whole_numbers(str(refused.value))[-1]
+    checked(LARGE | {"engine.slots": value}, 80 * GB)
+    with pytest.raises(BadInput):
+        checked(LARGE | {"engine.slots": int(1.1 * value)}, 80 * GB)
+
+
+def test_a_model_that_cannot_fit_is_refused() -> None:
+    with pytest.raises(BadInput, match=r"^model\.path: .*lora\.rank"):
+        checked(LARGE | {"engine.slots": 8}, 80 * GB, shape=replace(SMOLLM2, parameters=7 * GB))
+    with pytest.raises(BadInput, match=r"^model\.path: (?!.*lora\.rank)"):
+        checked(LARGE | {"engine.slots": 8, "lora.rank": 8}, 20 * GB, shape=replace(SMOLLM2, parameters=7 * GB))
+
+
+def test_a_gpu_of_unknown_size_is_not_checked() -> None:
+    config = resolved(LARGE | {"engine.slots": 10**6})
+    assert check_memory(config, assign_gpus(config, ["MIG-a"]), SMOLLM2, AvailableMemory({}, GB)) == []
+
+
+def test_on_a_cpu_all_share_the_memory_of_the_machine() -> None:
+    assert checked(LARGE, 140 * GB, gpus=0) == []
+    with pytest.raises(BadInput):
+        checked(LARGE | {"engine.slots": 100_000}, 80 * GB, gpus=0)
+
+
+def test_sizes_of_gpus_are_found_by_index_and_by_uuid() -> None:
+    said = "GPU-aa11, 81559\nGPU-bb22, 40960\nodd line\n"
+    mib = 1 << 20
+    assert parse_gpu_totals(said, ["0", "1", "5"], in_bus_order=True) == {"0": 81559 * mib, "1": 40960 * mib}
+    assert parse_gpu_totals(said, ["1"], in_bus_order=False) == {"1": 81559 * mib}, "CUDA may number them otherwise"
+    assert parse_gpu_totals(said, ["GPU-bb", "MIG-cc"], in_bus_order=False) == {"GPU-bb": 40960 * mib}
+
+
+MODELS = {
+    "starter": (272, 128, 4, 4, 4, 384),
+    "moderate": (8192, 512, 8, 8, 4, 1408),
+}
+TOKENS = 4096
+
+MEASURE = """
+import json, sys
+import numpy as np, torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from outpace.learner.core import LearnerCore
+from outpace.learner.settings import LearnerCoreSettings
+from outpace.types import Row
+from support import resolved
+
+def peak():  # not getrusage: its peak is inherited from the process that started this one
+    status = open("/proc/self/status").read()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+
+vocabulary, width, layers, heads, kv_heads, wide, tokens = json.loads(sys.argv[1])
+torch.set_num_threads(2)
+(torch.ones(64, 64, requires_grad=True) @ torch.ones(64, 64)).sum().backward()  # libraries are loaded
+before = peak()
+config = LlamaConfig(vocab_size=vocabulary, hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads,
+                     num_key_value_heads=kv_heads, intermediate_size=wide, tie_word_embeddings=True)
+core = LearnerCore(LlamaForCausalLM(config), LearnerCoreSettings.of(resolved({"learner.tokens_per_pass": tokens})))
+length = 256
+def row():
+    mask = np.arange(length) > 16
+    ones = np.full(length, -1.0, dtype=np.float32)
+    return Row(np.ones(length, dtype=np.int32), mask, ones, np.zeros(length, dtype=np.int32), ones)
+core.accumulate([row() for _ in range(tokens // length)])
+core.step()
+core.accumulate([row() for _ in range(tokens // length)])
+core.step()
+print(peak() - before)
+"""
+
+
+@pytest.mark.parametrize("model", ["starter", pytest.param("moderate", marks=pytest.mark.nightly)])
+def test_the_estimate_for_the_learner_is_near_its_measured_peak(model: str) -> None:
+    vocabulary, width, layers, heads, kv_heads, wide = MODELS[model]
+    size = width // heads
+    block = width * size * (2 * heads + 2 * kv_heads) + 3 * width * wide + 2 * width
+    parameters = vocabulary * width + layers * block + width
+    shape = ModelShape(parameters, layers, width, heads, kv_heads, size, wide, vocabulary, 4096)
+    estimate = learner_memory(resolved({"learner.tokens_per_pass": TOKENS}), shape).most
+    run = [sys.executable, "-c", MEASURE, json.dumps([*MODELS[model], TOKENS])]
+    done = subprocess.run(run, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1])
+    measured = int(done.stdout)
+    assert estimate / 2 < measured < estimate * 1.5

@@ -1,0 +1,308 @@
+"""`place` for every number of GPUs; nothing here needs one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outpace.config import Config
+from outpace.errors import BadInput
+from outpace.hardware.placement import Placement, assign_gpus, listed_gpus, placement_of, torch_has_cuda
+from outpace.run.components import ComponentSpecs
+from support import names
+
+
+@pytest.fixture(autouse=True)
+def cuda_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever build of torch the tests run with."""
+    monkeypatch.setattr("outpace.hardware.placement.torch_has_cuda", lambda: True)
+
+
+def config(**values: Any) -> Config:
+    """Launched vLLM servers, unless `values` (section__key=value) say otherwise."""
+    sections: dict[str, dict[str, Any]] = {"run": {"device": "auto"}, "engine": {"kind": "vllm"}}
+    for key, value in values.items():
+        section, _, name = key.partition("__")
+        sections.setdefault(section, {})[name] = value
+    return Config.model_validate(sections)
+
+
+def placed(gpus: int, **values: Any) -> Placement:
+    return assign_gpus(config(**values), [str(index) for index in range(gpus)])
+
+
+def on(placement: Placement) -> list[str]:
+    return ["+".join(engine.gpus) for engine in placement.engines]
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang", "embedded"])
+@pytest.mark.parametrize(
+    ("gpus", "engines", "expected"),
+    [
+        (0, 1, [""]),
+        (0, 2, ["", ""]),
+        (1, 1, ["0"]),
+        (1, 3, ["0", "0", "0"]),
+        (2, 1, ["1"]),
+        (2, 2, ["1", "1"]),
+        (4, 1, ["1"]),
+        (4, 2, ["1", "2"]),
+        (4, 3, ["1", "2", "3"]),
+        (4, 5, ["1", "2", "3", "1", "2"]),
+        (8, 7, ["1", "2", "3", "4", "5", "6", "7"]),
+    ],
+)
+def test_the_learner_gets_the_first_gpu_and_engines_go_round_the_others(
+    kind: str, gpus: int, engines: int, expected: list[str]
+) -> None:
+    placement = placed(gpus, engine__kind=kind, engine__count=engines)
+    assert placement.learner.gpus == (["0"] if gpus else [])
+    assert on(placement) == expected
+
+
+@pytest.mark.parametrize(
+    ("gpus", "engines", "args", "expected"),
+    [
+        (4, 1, ["--tensor-parallel-size", "2"], ["1+2"]),
+        (8, 3, ["-tp", "2"], ["1+2", "3+4", "5+6"]),
+        (8, 2, ["--tensor_parallel_size=2", "--pipeline-parallel-size", "2"], ["1+2+3+4", "1+2+3+4"]),
+        (8, 1, ["-tp=2", "--data-parallel-size", "3"], ["1+2+3+4+5+6"]),
+        (2, 1, ["-tp", "2"], ["0+1"]),
+        (8, 2, ["-tp", "8"], ["0+1+2+3+4+5+6+7"] * 2),
+    ],
+)
+def test_a_server_with_parallelism_gets_that_many_gpus(
+    gpus: int, engines: int, args: list[str], expected: list[str]
+) -> None:
+    assert on(placed(gpus, engine__count=engines, launch__args=args)) == expected
+
+
+def test_data_parallel_attention_of_sglang_takes_no_gpus_of_its_own() -> None:
+    args = ["--tp", "2", "--dp", "2", "--enable-dp-attention"]
+    assert on(placed(4, engine__kind="sglang", launch__args=args)) == ["1+2"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "values", "key"),
+    [
+        (2, {"launch__args": ["-tp", "4"]}, "launch.args"),
+        (2, {"launch__args": ["-tp", "two"]}, "launch.args"),
+        (2, {"launch__args": ["-tp"]}, "launch.args"),
+        (0, {"run__device": "cuda"}, "run.device"),
+        (1, {"rollout__gpus": 2}, "rollout.gpus"),
+        (0, {"rollout__gpus": 1}, "rollout.gpus"),
+        (4, {"launch__args": ["-tp", "2"], "launch__env": {"CUDA_VISIBLE_DEVICES": "3"}}, "launch.env"),
+        (4, {"launch__args": ["-tp", "2"], "weights__transport": "ipc"}, "weights.transport"),
+        (1, {"launch__gpu_memory": 0.9}, "launch.gpu_memory"),
+        (1, {"launch__gpu_memory": 0.45, "engine__count": 2}, "launch.gpu_memory"),
+        (2, {"launch__gpu_memory": 0.6, "engine__count": 2}, "launch.gpu_memory"),
+    ],
+)
+def test_too_few_gpus_and_too_large_budgets_are_refused_by_their_setting(
+    gpus: int, values: dict[str, Any], key: str
+) -> None:
+    with pytest.raises(BadInput) as refused:
+        placed(gpus, **values)
+    assert str(refused.value).startswith(f"{key}: ")
+    assert "\n" not in str(refused.value)
+
+
+def test_the_value_in_a_refused_budgets_message_fits() -> None:
+    with pytest.raises(BadInput, match=r"\b0\.42\b"):
+        placed(1, launch__gpu_memory=0.45, engine__count=2)
+    placed(1, launch__gpu_memory=0.42, engine__count=2)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "values", "learner", "server"),
+    [
+        (1, {}, 0.55, 0.4),
+        (1, {"engine__count": 2}, 0.55, 0.2),
+        (1, {"engine__count": 2, "launch__gpu_memory": 0.4}, 0.15, 0.4),
+        (2, {}, 1.0, 0.9),
+        (2, {"engine__count": 3}, 1.0, 0.3),
+        (2, {"launch__gpu_memory": 0.5}, 1.0, 0.5),
+        (2, {"launch__args": ["-tp", "2"]}, 0.55, 0.4),
+        (1, {"engine__kind": "embedded"}, 1.0, 1.0),
+        (1, {"engine__urls": ["http://elsewhere:1"]}, 1.0, 1.0),
+    ],
+)
+def test_processes_on_one_gpu_share_its_memory(
+    gpus: int, values: dict[str, Any], learner: float, server: float
+) -> None:
+    placement = placed(gpus, **values)
+    assert placement.learner.memory == pytest.approx(learner)
+    assert placement.engines[0].memory == pytest.approx(server)
+
+
+def test_servers_that_are_spread_unevenly_split_each_gpu_on_its_own() -> None:
+    placement = placed(3, engine__count=3)
+    assert on(placement) == ["1", "2", "1"]
+    assert [engine.memory for engine in placement.engines] == pytest.approx([0.45, 0.9, 0.45])
+
+
+@pytest.mark.parametrize(
+    ("gpus", "values", "transport"),
+    [
+        (1, {}, "ipc"),
+        (1, {"engine__count": 2}, "ipc"),
+        (2, {}, "memory"),
+        (2, {"launch__args": ["-tp", "2"]}, "memory"),
+        (0, {}, "memory"),
+        (1, {"run__device": "cpu"}, "memory"),
+        (1, {"engine__kind": "embedded"}, "memory"),
+        (1, {"engine__kind": "sglang"}, "files"),
+        (1, {"engine__urls": ["http://elsewhere:1"]}, "files"),
+        (1, {"lora__rank": 8}, "memory"),
+        (1, {"weights__delta": True}, "memory"),
+        (1, {"weights__transport": "collective"}, "collective"),
+    ],
+)
+def test_weights_go_over_the_gpu_only_to_servers_on_the_learners_own(
+    gpus: int, values: dict[str, Any], transport: str
+) -> None:
+    assert placed(gpus, **values).transport == transport
+
+
+def test_servers_that_are_to_share_gpu_memory_with_the_learner_are_put_on_its_gpu() -> None:
+    placement = placed(4, weights__transport="ipc")
+    assert on(placement) == ["0"]
+    assert placement.learner.memory < 1
+
+
+@pytest.mark.parametrize(
+    ("gpus", "values", "workers", "engines"),
+    [
+        (0, {}, [], [""]),
+        (4, {}, [], ["1"]),
+        (4, {"rollout__gpus": 1, "engine__count": 3}, ["3"], ["1", "2", "1"]),
+        (4, {"rollout__gpus": 1, "launch__args": ["-tp", "3"]}, ["3"], ["1+2+3"]),
+        (2, {"rollout__gpus": 1}, ["1"], ["1"]),
+        (1, {"rollout__gpus": 1}, ["0"], ["0"]),
+        (2, {"rollout__gpus": 1, "run__device": "cpu"}, ["0"], [""]),
+    ],
+)
+def test_rollout_workers_get_gpus_of_their_own_where_there_are_enough(
+    gpus: int, values: dict[str, Any], workers: list[str], engines: list[str]
+) -> None:
+    placement = placed(gpus, **values)
+    assert placement.workers == workers
+    assert on(placement) == engines
+
+
+def test_what_the_user_sets_for_servers_wins_and_the_learner_takes_another_gpu() -> None:
+    placement = placed(4, launch__env={"CUDA_VISIBLE_DEVICES": "0"}, engine__count=2)
+    assert placement.learner.gpus == ["1"]
+    assert on(placement) == ["0", "0"]
+    assert on(placed(1, launch__env={"CUDA_VISIBLE_DEVICES": ""})) == [""]
+
+
+def test_in_one_process_everything_is_on_one_gpu() -> None:
+    assert on(placed(4, engine__kind="embedded", run__runtime="inline", engine__count=2)) == ["0", "0"]
+
+
+@pytest.mark.parametrize(
+    ("variable", "gpus"),
+    [
+        ("", []),
+        ("-1", []),
+        ("0", ["0"]),
+        ("3, 1", ["3", "1"]),
+        ("0,-1,1", ["0"]),
+        ("2,2", ["2"]),
+        ("GPU-aa,GPU-bb", ["GPU-aa", "GPU-bb"]),
+        ("MIG-cc", ["MIG-cc"]),
+    ],
+)
+def test_a_list_of_visible_gpus_is_read_as_cuda_reads_it(variable: str, gpus: list[str]) -> None:
+    assert listed_gpus(variable) == gpus
+
+
+@pytest.mark.parametrize("visible", ["5,3,7", "GPU-5,GPU-3,GPU-7"])
+def test_child_processes_see_their_own_gpus_of_those_that_are_visible(
+    visible: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    first, second, third = visible.split(",")
+    specs = ComponentSpecs(config(engine__count=2), tmp_path, tmp_path)
+    assert specs.learner()[1]["CUDA_VISIBLE_DEVICES"] == first
+    assert [environment["CUDA_VISIBLE_DEVICES"] for _, environment in specs.engines()] == [second, third]
+    assert [environment["CUDA_VISIBLE_DEVICES"] for _, environment in specs.workers()] == [""]
+    with_gpu = ComponentSpecs(config(rollout__gpus=1), tmp_path, tmp_path)
+    assert [environment["CUDA_VISIBLE_DEVICES"] for _, environment in with_gpu.workers()] == [third]
+
+
+def test_what_all_gpus_decide_is_decided_before_children_see_only_their_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    spec, environment = ComponentSpecs(config(), tmp_path, tmp_path).learner()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", environment["CUDA_VISIBLE_DEVICES"])
+    assert Config.model_validate(spec.settings["config"]).weights.transport == "memory"
+    assert spec.settings["gpus"]["memory"] == 1.0
+
+
+def test_on_a_cpu_the_variable_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    specs = ComponentSpecs(config(run__device="cpu", engine__count=1), tmp_path, tmp_path)
+    assert all("CUDA_VISIBLE_DEVICES" not in env for _, env in [specs.learner(), *specs.engines()])
+    assert placement_of(config(run__device="cpu")).learner.gpus == []
+
+
+def test_a_torch_for_cpus_sees_no_gpu_unless_the_config_asks_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr("outpace.hardware.placement.torch_has_cuda", lambda: False)
+    assert placement_of(config()).learner.gpus == []
+    assert placement_of(config(run__device="cuda")).learner.gpus == ["0"]
+
+
+def test_the_build_of_torch_is_told_without_loading_it() -> None:
+    import torch
+
+    assert torch_has_cuda() == (torch.version.cuda is not None)
+
+
+def test_a_run_at_running_servers_has_no_gpu_for_one_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    specs = ComponentSpecs(config(engine__urls=["http://h:1"], engine__count=1), tmp_path, tmp_path)
+    specs.engines()
+    with pytest.raises(BadInput, match=r"^engine\.urls: "):
+        specs.joining_engine("", ["engine-0"])
+    assert specs.joining_engine("http://h:2", ["engine-0"])
+
+
+def test_a_server_that_joins_gets_a_gpu_that_is_free() -> None:
+    placement = placed(3)
+    assert placement.assign_joining_engine(placement.engines).gpus == ["2"]
+    with pytest.raises(BadInput, match=r"^launch\.gpu_memory: "):
+        placement.assign_joining_engine([*placement.engines, placement.assign_joining_engine(placement.engines)])
+
+
+def test_a_server_that_joins_takes_the_budget_of_one_that_has_left() -> None:
+    placement = placed(1)
+    with pytest.raises(BadInput, match=r"^launch\.gpu_memory: "):
+        placement.assign_joining_engine(placement.engines)
+    assert placement.assign_joining_engine([]) == placement.engines[0]
+
+
+def test_an_embedded_engine_that_joins_goes_where_the_fewest_are() -> None:
+    placement = placed(3, engine__kind="embedded", engine__count=3)
+    assert on(placement) == ["1", "2", "1"]
+    assert placement.assign_joining_engine(placement.engines).gpus == ["2"]
+    assert placed(0).assign_joining_engine([]).gpus == []
+
+
+def test_the_placement_is_shown_by_process() -> None:
+    learner, *engines, workers, weights = placed(2, engine__count=2, rollout__gpus=1).lines()
+    assert learner == "learner: GPU 0"
+    assert len(engines) == 2
+    for number, engine in enumerate(engines):
+        assert engine.startswith(f"engine-{number}: GPU 1")
+        assert names(engine, "45%")
+    assert names(workers, "workers GPU 1")
+    assert names(weights, "weights memory")
+    assert list(placed(0).lines())[:2] == ["learner: CPU", "engine-0: CPU"]

@@ -1,0 +1,212 @@
+"""The same step gives the same gradient, however it is cut into chunks and passes, packed or padded, in any order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from outpace.config import Config
+from outpace.learner.batch_learner import BatchLearner
+from outpace.learner.core import LearnerCore
+from outpace.learner.forward import ForwardOptions, PackedForward, PaddedForward
+from outpace.learner.settings import LearnerCoreSettings
+from outpace.types import GroupRecord, Row
+from support import resolved
+
+MakeLlama = Callable[..., LlamaForCausalLM]
+MakeRows = Callable[..., list[Row]]
+Gradient = dict[str, torch.Tensor]
+
+AGGREGATIONS = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "dr_grpo"]
+DTYPES = ["float64", "float32"]
+
+STREAMED: dict[str, dict[str, Any]] = {
+    "default": {},
+    "decoupled_ppo": {"algorithm.surrogate": "ppo", "algorithm.anchor": "proximal", "correction.masks": ["geometric"]}
+    | {"correction.geometric_low": 0.5, "correction.geometric_high": 2.0},
+    "gspo": {"algorithm.surrogate": "gspo"},
+    "sequence_weight": {"algorithm.surrogate": "reinforce", "correction.weight": "sequence"},
+    "kl_and_entropy": {"kl.coefficient": 0.1, "algorithm.entropy": 0.01},
+}
+"""Settings that train on groups as they come."""
+
+CLOSED: dict[str, dict[str, Any]] = {
+    "reinforce_pp": {"algorithm.advantage": "reinforce_pp"},
+    "batch_std": {"algorithm.normalise": "batch_std"},
+    "m2po": {"correction.masks": ["m2po"], "correction.m2po_limit": 0.2},
+    "kl_in_reward": {"kl.coefficient": 0.1, "kl.place": "reward"},
+    "gae": {"algorithm.advantage": "gae"},
+}
+"""Settings that wait for the closed batch."""
+
+
+def core_of(model: LlamaForCausalLM, config: Config, dtype: str) -> LearnerCore:
+    return LearnerCore(model, replace(LearnerCoreSettings.of(config), dtype=dtype))
+
+
+def config_of(settings: dict[str, Any], tokens_per_pass: int = 10_000) -> Config:
+    return resolved({"learner.max_grad_norm": 1e9, "learner.tokens_per_pass": tokens_per_pass, **settings})
+
+
+def captured(core: LearnerCore, monkeypatch: pytest.MonkeyPatch) -> Gradient:
+    """What the optimizer is given at the next update, filled in when it is."""
+    found: Gradient = {}
+
+    def keep(*_: object) -> None:
+        for name, parameter in (core.parameters | core.critic_parameters).items():
+            assert parameter.grad is not None
+            found[name] = parameter.grad.clone()
+
+    monkeypatch.setattr(core.optimizer, "step", keep)
+    return found
+
+
+def assert_same(found: Gradient, expected: Gradient, dtype: str) -> None:
+    """1e-6 relative in float64, 1e-4 of the norm in float32."""
+    assert expected
+    left = torch.cat([found[name].flatten().double() for name in expected])
+    right = torch.cat([expected[name].flatten().double() for name in expected])
+    assert right.norm() > 0
+    assert (left - right).norm() / right.norm() < (1e-6 if dtype == "float64" else 1e-4)
+
+
+def streamed(
+    core: LearnerCore, chunks: Sequence[Sequence[Row]], monkeypatch: pytest.MonkeyPatch
+) -> tuple[Gradient, dict[str, float]]:
+    gradient = captured(core, monkeypatch)
+    for chunk in chunks:
+        core.accumulate(chunk)
+    return gradient, core.step().metrics
+
+
+def cuts(items: Sequence[Any], seed: int) -> list[list[Any]]:
+    """The same items, shuffled and cut into a few parts."""
+    noise = np.random.default_rng(seed)
+    order = noise.permutation(len(items))
+    at = np.sort(noise.choice(np.arange(1, len(items)), size=min(3, len(items) - 1), replace=False))
+    return [[items[index] for index in part] for part in np.split(order, at)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("name", STREAMED)
+def test_chunks_passes_and_arrival_order_do_not_change_the_gradient(
+    make_llama: MakeLlama, make_rows: MakeRows, monkeypatch: pytest.MonkeyPatch, name: str, aggregation: str, dtype: str
+) -> None:
+    rows = make_rows(9)
+    settings = {"algorithm.aggregation": aggregation, **STREAMED[name]}
+    expected, metrics = streamed(core_of(make_llama(), config_of(settings), dtype), [rows], monkeypatch)
+    for seed, tokens_per_pass in enumerate((1, 60, 10_000)):
+        core = core_of(make_llama(), config_of(settings, tokens_per_pass), dtype)
+        found, others = streamed(core, cuts(rows, seed), monkeypatch)
+        assert_same(found, expected, dtype)
+        assert others == pytest.approx(metrics, rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("name", STREAMED)
+def test_padded_and_packed_give_the_same_gradient(
+    make_llama: MakeLlama, make_rows: MakeRows, monkeypatch: pytest.MonkeyPatch, name: str, aggregation: str, dtype: str
+) -> None:
+    config = config_of({"algorithm.aggregation": aggregation, **STREAMED[name]})
+    packed, padded = (core_of(make_llama(), config, dtype) for _ in range(2))
+    assert isinstance(packed._forward, PackedForward)
+    padded.model.set_attn_implementation("sdpa")
+    entropy_gradient = config.algorithm.entropy != 0
+    padded._forward = PaddedForward(padded.model, ForwardOptions(1.0, getattr(torch, dtype), entropy_gradient))
+    expected, _ = streamed(packed, [make_rows(9)], monkeypatch)
+    found, _ = streamed(padded, [make_rows(9)], monkeypatch)
+    assert_same(found, expected, dtype)
+
+
+def records_of(make_rows: MakeRows, count: int) -> list[GroupRecord]:
+    noise = np.random.default_rng(7)
+    records = []
+    for group in range(count):
+        rows = [
+            Row(row.tokens, row.mask, row.logprobs, row.versions, row.advantages, episode=episode)
+            for episode, row in enumerate(make_rows(3, seed=group))
+        ]
+        records.append(GroupRecord(group, f"task-{group}", 0, 0, rows, noise.random(3).tolist(), [{}] * 3))
+    return records
+
+
+def closed(
+    core: LearnerCore, config: Config, chunks: Sequence[Sequence[GroupRecord]], monkeypatch: pytest.MonkeyPatch
+) -> Gradient:
+    gradient = captured(core, monkeypatch)
+    batch = BatchLearner(core, config)
+    for chunk in chunks:
+        batch.add(chunk, replayed=False)
+    batch.train()
+    return gradient
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("name", CLOSED)
+def test_statistics_of_a_closed_batch_do_not_depend_on_how_its_groups_streamed_in(
+    make_llama: MakeLlama, make_rows: MakeRows, monkeypatch: pytest.MonkeyPatch, name: str, aggregation: str, dtype: str
+) -> None:
+    records = records_of(make_rows, 6)
+    settings = {"algorithm.aggregation": aggregation, **CLOSED[name]}
+    config = config_of(settings)
+    expected = closed(core_of(make_llama(), config, dtype), config, [records], monkeypatch)
+    for seed, tokens_per_pass in enumerate((1, 60)):
+        config = config_of(settings, tokens_per_pass)
+        core = core_of(make_llama(), config, dtype)
+        assert_same(closed(core, config, cuts(records, seed), monkeypatch), expected, dtype)
+
+
+def test_waiting_for_the_closed_batch_gives_the_gradient_of_streaming(
+    make_llama: MakeLlama, make_rows: MakeRows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = records_of(make_rows, 6)
+    config = config_of({})
+    expected, _ = streamed(
+        core_of(make_llama(), config, "float64"), [[row for record in records for row in record.rows]], monkeypatch
+    )
+    found = closed(core_of(make_llama(), config, "float64"), config, cuts(records, 3), monkeypatch)
+    assert_same(found, expected, "float64")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["gae", "kl_in_reward", "m2po"])
+def test_padded_and_packed_give_the_same_gradient_of_a_closed_batch(
+    make_llama: MakeLlama, make_rows: MakeRows, monkeypatch: pytest.MonkeyPatch, name: str, dtype: str
+) -> None:
+    records, config = records_of(make_rows, 4), config_of(CLOSED[name])
+    packed, padded = (core_of(make_llama(), config, dtype) for _ in range(2))
+    padded.model.set_attn_implementation("sdpa")
+    padded._forward = PaddedForward(
+        padded.model, ForwardOptions(1.0, getattr(torch, dtype), hidden=padded.critic is not None)
+    )
+    expected = closed(packed, config, [records], monkeypatch)
+    assert_same(closed(padded, config, [records], monkeypatch), expected, dtype)
+
+
+def test_several_updates_in_float32_end_at_the_same_weights_in_any_arrival_order(
+    make_llama: MakeLlama, make_rows: MakeRows
+) -> None:
+    records = records_of(make_rows, 6)
+    config = config_of({"algorithm.preset": "decoupled_ppo", "algorithm.updates": 3, "learner.lr": 1e-3})
+    found = []
+    for chunks in ([records], cuts(records, 0), cuts(records, 1)):
+        core = core_of(make_llama(), config, "float32")
+        batch = BatchLearner(core, config)
+        for chunk in chunks:
+            batch.add(chunk, replayed=False)
+        batch.train()
+        found.append(torch.cat([p.detach().flatten() for p in core.parameters.values()]))
+    start = torch.cat([p.detach().flatten() for p in make_llama().parameters()])
+    moved = (found[0] - start).norm()
+    assert moved > 0
+    for other in found[1:]:
+        assert (other - found[0]).norm() / moved < 1e-3, "AdamW's first steps go by the sign of small gradients"

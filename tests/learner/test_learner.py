@@ -1,0 +1,350 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import threading
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from outpace.checkpoint.journal import JournalWriter
+from outpace.errors import CorruptData, NotSaved
+from outpace.learner import state
+from outpace.learner.learner import TorchLearner, TorchLearnerSettings
+from outpace.protocols import Learner
+from outpace.runtime import diagnostics
+from outpace.types import GroupRecord, JournalLocation, Row
+from outpace.weights.shared_memory import read_snapshot
+from support import kept_of, resolved
+
+MakeLlama = Callable[..., LlamaForCausalLM]
+MakeRows = Callable[..., list[Row]]
+Make = Callable[..., TorchLearner]
+
+
+@pytest.fixture
+async def make_learner(make_llama: MakeLlama, tmp_path: Path) -> AsyncIterator[Make]:
+    learners: list[TorchLearner] = []
+
+    def make(seed: int = 0, dotted: dict[str, Any] | None = None) -> TorchLearner:
+        settings = TorchLearnerSettings(
+            config=resolved({"learner.lr": 1e-2, **(dotted or {})}),
+            journal=tmp_path / "journal",
+            snapshots=tmp_path / f"weights{len(learners)}",
+            incarnation=f"run-{len(learners)}",
+            threads=1,
+        )
+        learners.append(TorchLearner(settings, make_llama(seed)))
+        return learners[-1]
+
+    yield make
+    for learner in learners:
+        await learner.close()
+
+
+@pytest.fixture
+def journalled(make_rows: MakeRows, tmp_path: Path) -> Callable[[int], list[JournalLocation]]:
+    """Places of so many journalled groups of four rows each."""
+
+    def write(groups: int) -> list[JournalLocation]:
+        writer = JournalWriter(tmp_path / "journal", "worker")
+        records = [GroupRecord(g, f"task-{g}", 0, 0, make_rows(4, seed=g), [0.0] * 4) for g in range(groups)]
+        places = [writer.append(kept_of(record.group), record) for record in records]
+        writer.close()
+        return places
+
+    return write
+
+
+async def test_journalled_groups_become_versions_and_snapshots(
+    make_learner: Make, journalled: Callable[[int], list[JournalLocation]]
+) -> None:
+    learner: Learner = make_learner()
+    places = journalled(4)
+    chunks = [await learner.chunk(0, places[:2]), await learner.chunk(0, places[2:])]
+    step = await learner.step(0)
+    manifest = await learner.publish([])
+    assert (step.version, manifest.version) == (1, 1)
+    assert step.tokens == sum(chunk.tokens for chunk in chunks) > 0
+    assert step.loss == pytest.approx(sum(chunk.loss_sum for chunk in chunks) / step.tokens)
+    assert sum(chunk.rows for chunk in chunks) == 16
+    stats = await learner.stats()
+    assert (stats.version, stats.tokens, stats.threads) == (1, step.tokens, 1)
+    assert stats.busy_s > 0
+    assert stats.parameters == sum(spec.nbytes // 4 for spec in manifest.tensors)
+
+
+async def test_calls_run_in_the_order_given_without_waiting_in_between(
+    make_learner: Make, journalled: Callable[[int], list[JournalLocation]]
+) -> None:
+    places = journalled(4)
+
+    async def run(learner: TorchLearner) -> list[float]:
+        calls = [
+            learner.chunk(0, places[:2]),
+            learner.chunk(0, places[2:]),
+            learner.step(0),
+            learner.publish([]),
+            learner.chunk(1, places),
+            learner.step(1),
+        ]
+        results: list[Any] = await asyncio.gather(*calls)
+        return [results[0].loss_sum, results[1].loss_sum, results[2].loss, results[4].loss_sum, results[5].loss]
+
+    assert await run(make_learner()) == await run(make_learner())
+
+
+async def test_a_snapshot_holds_the_weights_of_its_version_even_when_training_went_on(
+    make_learner: Make, journalled: Callable[[int], list[JournalLocation]]
+) -> None:
+    learner = make_learner()
+    places = journalled(2)
+    await learner.chunk(0, places)
+    await learner.step(0)
+    expected = {name: p.detach().clone() for name, p in learner._core.parameters.items()}
+    manifest, *_ = await asyncio.gather(learner.publish([]), learner.chunk(1, places), learner.step(1))
+    weights = read_snapshot(manifest)
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    assert not torch.equal(expected["model.norm.weight"], learner._core.parameters["model.norm.weight"])
+
+
+async def test_the_next_chunk_trains_while_checksums_are_computed(
+    make_learner: Make, journalled: Callable[[int], list[JournalLocation]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = make_learner()
+    places = journalled(1)
+    trained = threading.Event()
+    seal = learner._writer.seal
+
+    def seal_after_training(draft: Any) -> Any:
+        assert trained.wait(60)
+        return seal(draft)
+
+    monkeypatch.setattr(learner._writer, "seal", seal_after_training)
+    publishing = asyncio.create_task(learner.publish([]))
+    await asyncio.sleep(0)
+    await learner.chunk(0, places)
+    trained.set()
+    assert (await publishing).version == 0
+
+
+async def test_published_weights_have_the_dtype_of_the_model(make_learner: Make) -> None:
+    manifest = await make_learner(dotted={"model.dtype": "bfloat16"}).publish([])
+    assert {tensor.dtype for tensor in read_snapshot(manifest).values()} == {torch.bfloat16}
+
+
+async def test_a_saved_learner_resumes_at_its_version(
+    make_learner: Make, journalled: Callable[[int], list[JournalLocation]], tmp_path: Path
+) -> None:
+    first, second = make_learner(), make_learner(seed=3)
+    places = journalled(2)
+    await first.chunk(0, places)
+    await first.step(0)
+    (tmp_path / "state").mkdir()
+    assert await first.save(str(tmp_path / "state"), first._core.version)
+    assert await second.load(str(tmp_path / "state")) == 1
+    results = [await learner.chunk(1, places) for learner in (first, second)]
+    assert results[0].loss_sum == results[1].loss_sum
+
+
+async def test_training_goes_on_while_a_state_is_written(
+    make_learner: Make,
+    journalled: Callable[[int], list[JournalLocation]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And what is written is the state at the time of the call: going on from it gives the same bits."""
+    first, second = make_learner(), make_learner(seed=3)
+    places = journalled(2)
+    await first.chunk(0, places)
+    await first.step(0)
+    trained = threading.Event()
+    write = state.write
+
+    def write_after_training(copied: Any, directory: Path) -> None:
+        assert trained.wait(60)
+        write(copied, directory)
+
+    monkeypatch.setattr(state, "write", write_after_training)
+    saving = asyncio.create_task(first.save(str(tmp_path), 1))
+    await asyncio.sleep(0)
+    expected = [await first.chunk(1, places), await first.step(1)]
+    assert not saving.done()
+    trained.set()
+    assert await saving
+    assert await second.load(str(tmp_path)) == 1
+    found = [await second.chunk(1, places), await second.step(1)]
+    assert [result.loss_sum for result in found[:1]] == [result.loss_sum for result in expected[:1]]
+    assert_equal_bits(second, first)
+
+
+async def test_a_second_state_may_be_saved_while_the_first_is_being_written(
+    make_learner: Make,
+    journalled: Callable[[int], list[JournalLocation]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    learner = make_learner()
+    places = journalled(2)
+    asked = threading.Event()
+    write = state.write
+
+    def write_late(copied: Any, directory: Path) -> None:
+        assert asked.wait(60)
+        write(copied, directory)
+
+    monkeypatch.setattr(state, "write", write_late)
+    await learner.chunk(0, places)
+    await learner.step(0)
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    one = asyncio.create_task(learner.save(str(tmp_path / "one"), 1))
+    await asyncio.sleep(0)
+    await learner.chunk(1, places)
+    await learner.step(1)
+    two = asyncio.create_task(learner.save(str(tmp_path / "two"), 2))
+    await asyncio.sleep(0)
+    await learner.chunk(2, places)
+    asked.set()
+    assert await one
+    assert await two
+    other = make_learner(seed=5)
+    assert await other.load(str(tmp_path / "one")) == 1
+    await other.chunk(1, places)
+    await other.step(1)
+    again = make_learner(seed=6)
+    assert await again.load(str(tmp_path / "two")) == 2
+    assert_equal_bits(other, again)
+
+
+async def test_memory_for_copies_is_taken_once_and_ahead(
+    make_learner: Make,
+    journalled: Callable[[int], list[JournalLocation]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rooms: list[str] = []
+
+    class CountedRoom(state.StateBuffer):
+        def __init__(self, *arguments: Any) -> None:
+            rooms.append(threading.current_thread().name.split("_")[0])
+            super().__init__(*arguments)
+
+    monkeypatch.setattr(state, "StateBuffer", CountedRoom)
+    learner = make_learner()
+    places = journalled(1)
+    for version in range(3):
+        await learner.chunk(version, places)
+        await learner.step(version)
+        await asyncio.wrap_future(learner._saving.submit(lambda: None))
+        assert await learner.save(str(tmp_path), version + 1)
+    assert rooms == ["save"]
+
+
+async def test_a_saved_state_knows_which_random_numbers_come_next(make_learner: Make, tmp_path: Path) -> None:
+    def draw() -> list[float]:
+        return [random.random(), float(np.random.random()), float(torch.rand(()))]
+
+    learner = make_learner()
+    assert await learner.save(str(tmp_path), 0)
+    expected = draw()
+    draw()
+    await learner.load(str(tmp_path))
+    assert draw() == expected
+
+
+@pytest.mark.parametrize("file", [state.MODEL_FILE, state.OPTIMIZER_FILE, state.COUNTERS_FILE])
+async def test_a_full_disk_fails_the_save_and_not_the_learner(
+    make_learner: Make, journalled: Callable[[int], list[JournalLocation]], tmp_path: Path, file: str
+) -> None:
+    learner = make_learner()
+    places = journalled(1)
+    full, roomy = tmp_path / "full", tmp_path / "roomy"
+    full.mkdir()
+    roomy.mkdir()
+    (full / file).symlink_to("/dev/full")
+    with pytest.raises(NotSaved, match="full: No space left"):
+        await learner.save(str(full), 0)
+    await learner.chunk(0, places)
+    assert (await learner.step(0)).version == 1
+    assert await learner.save(str(roomy), 1)
+    assert await make_learner(seed=4).load(str(roomy)) == 1
+
+
+async def test_saving_passes_the_places_to_crash_at_in_order(
+    make_learner: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passed: list[str] = []
+    monkeypatch.setattr(diagnostics, "crash_point", passed.append)
+    learner = make_learner()
+    await learner.save(str(tmp_path), 0)
+    await learner.load(str(tmp_path))
+    await learner.chunk(0, [])
+    await learner.step(0)
+    await learner.publish([])
+    assert passed == [
+        *("learner.built", "save.copied", "save.model", "save.optimizer", "save.done", "load.middle"),
+        *("chunk.before", "chunk.after", "step.before", "step.after", "publish.copied", "publish.sealed"),
+    ]
+
+
+async def test_the_cost_of_saving_is_in_the_next_report(make_learner: Make, tmp_path: Path) -> None:
+    learner = make_learner()
+    await learner.save(str(tmp_path), 0)
+    reports = [await learner.step(version) for version in (0, 1)]
+    costs = [{name for name in report.metrics if name.startswith("checkpoint/")} for report in reports]
+    assert costs == [{"checkpoint/held_s", "checkpoint/write_s"}, set()]
+
+
+def assert_equal_bits(one: TorchLearner, other: TorchLearner) -> None:
+    for name, parameter in one._core.parameters.items():
+        assert torch.equal(parameter, other._core.parameters[name]), name
+
+
+async def test_a_learner_that_has_moved_on_saves_nothing(
+    make_learner: Make, journalled: Callable[[int], list[JournalLocation]], tmp_path: Path
+) -> None:
+    learner = make_learner()
+    await learner.chunk(0, journalled(2))
+    stepping = asyncio.create_task(learner.step(0))
+    await asyncio.sleep(0)  # the step is under way, and `stats` would still say version 0
+    assert not await learner.save(str(tmp_path), 0)
+    assert not await asyncio.to_thread(lambda: list(tmp_path.glob("*.safetensors")))
+    await stepping
+
+
+async def test_a_batch_from_another_version_is_refused(
+    make_learner: Make, journalled: Callable[[int], list[JournalLocation]]
+) -> None:
+    learner = make_learner()
+    with pytest.raises(AssertionError, match=r"\b3\b.*\b0\b"):
+        await learner.chunk(3, journalled(1))
+    with pytest.raises(AssertionError, match=r"\b1\b"):
+        await learner.step(1)
+
+
+async def test_a_damaged_journal_record_reaches_the_caller(
+    make_learner: Make, journalled: Callable[[int], list[JournalLocation]], tmp_path: Path
+) -> None:
+    (place,) = journalled(1)
+    segment = tmp_path / "journal" / place.segment
+    data = bytearray(segment.read_bytes())
+    data[place.offset + 40] ^= 1
+    segment.write_bytes(data)
+    with pytest.raises(CorruptData):
+        await make_learner().chunk(0, [place])
+
+
+async def test_closing_removes_the_snapshots(make_learner: Make, tmp_path: Path) -> None:
+    learner = make_learner()
+    manifest = await learner.publish([])
+    assert os.path.basename(manifest.path) in os.listdir(tmp_path / "weights0")
+    await learner.close()
+    assert os.listdir(tmp_path / "weights0") == []

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outpace.learner.packing import PackedBatch, input_length, pack
+from outpace.types import Row
+
+lengths_and_prompts = st.lists(
+    st.integers(2, 30).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n))), max_size=20
+)
+
+
+def row_of(length: int, prompt: int, first_token: int = 0) -> Row:
+    index = np.arange(length)
+    return Row(
+        tokens=(first_token + index).astype(np.int32),
+        mask=index >= prompt,
+        logprobs=(-0.1 * index).astype(np.float32),
+        versions=np.where(index >= prompt, 7, -1).astype(np.int32),
+        advantages=(0.5 * index).astype(np.float32),
+    )
+
+
+@given(lengths_and_prompts, st.integers(1, 64))
+def test_every_trained_token_is_predicted_once_from_its_predecessor(
+    shapes: list[tuple[int, int]], tokens_per_pass: int
+) -> None:
+    rows = [row_of(n, p, first_token=100 * i) for i, (n, p) in enumerate(shapes)]
+    expected = [int(t) for row in rows for t in row.tokens[row.mask]]
+    found: list[int] = []
+    for packed in pack(rows, tokens_per_pass):
+        # Tokens count up inside a row, so the predecessor of a target is the target minus one.
+        assert (packed.tokens_T[packed.sources_N] == packed.targets_N - 1).all()
+        found.extend(packed.targets_N.tolist())
+    assert found == expected
+
+
+@given(lengths_and_prompts, st.integers(1, 64))
+def test_a_pass_is_overfull_only_if_it_holds_one_row(shapes: list[tuple[int, int]], tokens_per_pass: int) -> None:
+    for packed in pack([row_of(n, p) for n, p in shapes], tokens_per_pass):
+        assert len(packed.tokens_T) <= tokens_per_pass or packed.documents == 1
+
+
+@given(lengths_and_prompts)
+def test_positions_restart_at_every_document(shapes: list[tuple[int, int]]) -> None:
+    for packed in pack([row_of(n, p) for n, p in shapes], 64):
+        bounds = packed.cu_seqlens_D1
+        assert bounds[0] == 0
+        assert bounds[-1] == len(packed.tokens_T)
+        for start, end in pairwise(bounds):
+            assert packed.position_ids_T[start:end].tolist() == list(range(end - start))
+
+
+def test_rows_fill_passes_in_the_order_given() -> None:
+    passes = pack([row_of(n, 1) for n in (5, 4, 9, 2, 2)], tokens_per_pass=8)
+    assert [np.diff(p.cu_seqlens_D1).tolist() for p in passes] == [[4, 3], [8], [1, 1]]
+
+
+def test_what_follows_the_last_trained_token_is_not_read() -> None:
+    row = row_of(10, 3)
+    row.mask[6:] = False
+    assert input_length(row) == 5
+    (packed,) = pack([row], 100)
+    assert packed.tokens_T.tolist() == [0, 1, 2, 3, 4]
+    assert packed.targets_N.tolist() == [3, 4, 5]
+
+
+def test_per_token_values_follow_their_tokens() -> None:
+    (packed,) = pack([row_of(4, 2), row_of(3, 2)], 100)
+    assert packed.advantages_N.tolist() == [1.0, 1.5, 1.0]
+    np.testing.assert_allclose(packed.sampler_logp_N, [-0.2, -0.3, -0.2])
+    assert packed.versions_N.tolist() == [7, 7, 7]
+
+
+def test_rows_that_train_nothing_take_no_part() -> None:
+    assert pack([row_of(5, 5), row_of(0, 0)], 100) == []
+
+
+def test_observed_tokens_inside_a_row_are_inputs_but_not_targets() -> None:
+    row = row_of(8, 2)
+    row.mask[3:6] = False
+    (packed,) = pack([row], 100)
+    assert packed.targets_N.tolist() == [2, 6, 7]
+    assert len(packed.tokens_T) == 7
+
+
+@pytest.mark.parametrize("spoil", [lambda r: r.mask.__setitem__(0, True), lambda r: setattr_short(r)])
+def test_a_row_that_cannot_be_trained_is_refused(spoil: Callable[[Row], object]) -> None:
+    row = row_of(4, 2)
+    row = spoil(row) or row  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="row"):
+        pack([row], 100)
+
+
+def setattr_short(row: Row) -> Row:
+    return Row(row.tokens, row.mask, row.logprobs[:-1], row.versions, row.advantages)
+
+
+def test_packing_twice_gives_the_same_passes() -> None:
+    rows = [row_of(n, 2) for n in (9, 3, 7, 12)]
+
+    def as_lists(packed: PackedBatch) -> list[list[float]]:
+        names = set(packed.__dataclass_fields__) - {"extras"}
+        return [getattr(packed, name).tolist() for name in sorted(names)]
+
+    assert [as_lists(p) for p in pack(rows, 16)] == [as_lists(p) for p in pack(rows, 16)]
+
+
+def test_what_else_is_known_of_rows_is_packed_token_by_token_beside_them() -> None:
+    rows = [row_of(9, 2), row_of(4, 4), row_of(6, 3)]
+    extras = [{"value": np.arange(row.mask.sum(), dtype=np.float32) + 10 * i} for i, row in enumerate(rows)]
+    (packed,) = pack(rows, 100, extras)
+    assert packed.extras["value"].tolist() == [0, 1, 2, 3, 4, 5, 6, 20, 21, 22]
+    assert packed.sequence_N.tolist() == [0] * 7 + [1] * 3

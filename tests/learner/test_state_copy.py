@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import torch
+
+from outpace.learner.state import StateCopies, Tensors, plan_layout
+
+
+def files(value: float, size: int = 5) -> dict[str, Tensors]:
+    return {
+        "model": {"a": torch.full((size, 3), value), "b": torch.full((size,), value, dtype=torch.bfloat16)},
+        "optimizer": {"a": torch.tensor(value), "rng": torch.arange(7, dtype=torch.uint8)},
+    }
+
+
+def test_a_copy_keeps_what_it_was_made_of() -> None:
+    live = files(1.0)
+    copied = StateCopies().make(live, {}, {"small": b"text"})
+    for tensors in live.values():
+        for tensor in tensors.values():
+            tensor.zero_()
+    for file, tensors in files(1.0).items():
+        assert copied.files[file].keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert torch.equal(copied.files[file][name], tensor)
+            assert copied.files[file][name].dtype == tensor.dtype
+    assert copied.small_files == {"small": b"text"}
+
+
+def test_what_lasts_is_not_copied() -> None:
+    reference = torch.ones(3)
+    copied = StateCopies().make(files(1.0), {"reference": {"a": reference}}, {})
+    assert copied.files["reference"]["a"] is reference
+
+
+def test_memory_that_was_given_back_is_used_again() -> None:
+    copies = StateCopies()
+    copies.reserve(*plan_layout(files(0.0)))
+    first = copies.make(files(1.0), {}, {})
+    address = first.files["model"]["a"].data_ptr()
+    copies.release(first)
+    second = copies.make(files(2.0), {}, {})
+    assert second.files["model"]["a"].data_ptr() == address
+    assert second.files["model"]["a"].unique().tolist() == [2.0]
+
+
+def test_a_copy_in_use_is_left_alone_by_the_next() -> None:
+    copies = StateCopies()
+    first, second = copies.make(files(1.0), {}, {}), copies.make(files(2.0), {}, {})
+    assert first.files["model"]["a"].unique().tolist() == [1.0]
+    copies.release(first)
+    copies.release(second)
+    third, fourth = copies.make(files(3.0), {}, {}), copies.make(files(4.0), {}, {})
+    assert [c.files["optimizer"]["a"].item() for c in (third, fourth)] == [3.0, 4.0]
+
+
+def test_a_state_of_another_form_gets_other_memory() -> None:
+    copies = StateCopies()
+    copies.release(copies.make(files(1.0), {}, {}))
+    assert copies.make(files(2.0, size=9), {}, {}).files["model"]["a"].shape == (9, 3)

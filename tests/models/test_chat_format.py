@@ -1,0 +1,153 @@
+"""Dialects: the model's own template, and families that the package `renderers` knows."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from outpace.errors import BadInput
+from outpace.models.chat import PLACEHOLDER
+from outpace.models.chat_format import AnsweredConversation, TemplateChatFormat, chat_format_for, parse_text
+from outpace.models.loading import load_tokenizer
+from outpace.types import Message
+from support import naming
+
+HI: Message = {"role": "user", "content": "hi"}
+ADD = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"type": "object"}}}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def qwen() -> Any:
+    """Bytes and the control tokens of the Qwen3 family; the name is what the package goes by."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|endoftext|>"])
+    tags = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+    core.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in tags])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>")  # type: ignore[no-untyped-call]
+    tokenizer.name_or_path = "Qwen/Qwen3-8B"
+    return tokenizer
+
+
+def ids(tokenizer: Any, text: str) -> list[int]:
+    return [int(token) for token in tokenizer.encode(text, add_special_tokens=False)]
+
+
+# --------------------------------------------------------------------------------------------------------- the text
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "reasoning", "names"),
+    [
+        ("plain ", "plain ", "", []),
+        ("<think>so</think>\n\nplain", "plain", "so", []),
+        ("so</think>plain", "so</think>plain", "", []),
+        (f"first {CALL}{CALL}", "first", "", ["add", "add"]),
+        (f"<think>{CALL}</think>no call", "no call", CALL, []),
+        ('<tool_call>{"name": "add"}', "", "", ["add"]),
+    ],
+    ids=["plain", "thought", "an end without a beginning", "two calls", "a call in a thought", "not closed"],
+)
+def test_an_answer_is_taken_apart(text: str, content: str, reasoning: str, names: list[str]) -> None:
+    parsed = parse_text(text)
+    assert (parsed.content, parsed.reasoning, [call.name for call in parsed.calls]) == (content, reasoning, names)
+
+
+@pytest.mark.parametrize("body", ["", "{", "[]", "1", '{"name": 1}', '{"name": "f", "arguments": []}', "[" * 100_000])
+def test_a_call_that_cannot_be_read_says_why(body: str) -> None:
+    parsed = parse_text(f"<tool_call>{body}</tool_call>")
+    assert parsed.calls[0].problem
+    assert parsed.content == f"<tool_call>{body}</tool_call>"
+
+
+@given(
+    st.text() | st.lists(st.sampled_from(["<tool_call>", "</tool_call>", "<think>", "</think>", "{", "x"])).map("".join)
+)
+def test_any_text_can_be_taken_apart(text: str) -> None:
+    parsed = parse_text(text)
+    assert all(json.loads(call.arguments) is not None for call in parsed.calls if not call.problem)
+    if not parsed.calls and not parsed.reasoning and "</think>" not in text:
+        assert parsed.content == text
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "reasoning"),
+    [("so</think>plain", "plain", "so"), ("so far", "", "so far"), ("so<think></think>", "", "so<think>")],
+    ids=["ended", "not ended", "begun twice"],
+)
+def test_a_thought_that_the_prompt_has_begun_ends_in_the_answer(text: str, content: str, reasoning: str) -> None:
+    parsed = parse_text(text, opened=True)
+    assert (parsed.content, parsed.reasoning) == (content, reasoning)
+
+
+# ------------------------------------------------------------------------------------------------------ the families
+
+
+def test_a_model_of_a_known_name_speaks_its_family(qwen: Any) -> None:
+    assert type(chat_format_for(qwen, [])).__name__ == "RendererChatFormat"
+    assert isinstance(chat_format_for(qwen, [], "template"), TemplateChatFormat)
+    assert isinstance(chat_format_for(load_tokenizer("starter"), []), TemplateChatFormat)
+
+
+def test_a_family_keeps_what_was_sampled_and_goes_on_after_it(qwen: Any) -> None:
+    chat_format = chat_format_for(qwen, [])
+    prompt = chat_format.open([HI], [ADD])
+    answer = ids(qwen, f"<think>\nhm  m\n</think>\n\n{CALL}<|im_end|>")
+    parsed = chat_format.parse(answer, prompt, [ADD])
+    assert (parsed.reasoning, [(call.name, json.loads(call.arguments)) for call in parsed.calls]) == (
+        "hm  m",
+        [("add", {"a": 1})],
+    )
+    said = AnsweredConversation([HI], np.array(prompt), np.array(answer), PLACEHOLDER)
+    more = chat_format.extend(said, [{"role": "tool", "content": "3"}], [ADD])
+    assert more is not None
+    assert (
+        qwen.decode(more.ids)
+        == "\n<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_a_family_that_drops_thoughts_before_a_new_question_cannot_go_on_exactly(qwen: Any) -> None:
+    chat_format = chat_format_for(qwen, [])
+    prompt, answer = chat_format.open([HI]), ids(qwen, "<think>\nhm\n</think>\n\nyes<|im_end|>")
+    assert chat_format.extend(AnsweredConversation([HI], np.array(prompt), np.array(answer), PLACEHOLDER), [HI]) is None
+
+
+def test_a_broken_call_of_a_family_has_a_problem_and_stays_visible(qwen: Any) -> None:
+    chat_format = chat_format_for(qwen, [])
+    parsed = chat_format.parse(
+        ids(qwen, "<tool_call>\n{nonsense\n</tool_call><|im_end|>"), chat_format.open([HI]), [ADD]
+    )
+    assert [bool(call.problem) for call in parsed.calls] == [True]
+    assert "nonsense" in parsed.content
+
+
+def test_a_family_ends_its_answers_by_its_own_tokens(qwen: Any) -> None:
+    assert qwen.eos_token_id in chat_format_for(qwen, []).stop_ids
+
+
+def test_an_unknown_family_is_refused_with_a_suggestion(qwen: Any) -> None:
+    with pytest.raises(BadInput, match=r"model\.renderer: .*'qwen33'.*\bqwen3(?!3)"):
+        chat_format_for(qwen, [], "qwen33")
+
+
+def test_a_tokenizer_without_the_tokens_of_a_family_is_refused() -> None:
+    with pytest.raises(BadInput, match=naming("model.renderer: ", "tokenizer", "qwen3")):
+        chat_format_for(load_tokenizer("starter"), [], "qwen3")
+
+
+def test_the_package_is_asked_for_where_it_is_missing(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(BadInput, match=r'pip install "outpace\[renderers\]"'):
+        chat_format_for(qwen, [], "qwen3")
+    assert isinstance(chat_format_for(qwen, []), TemplateChatFormat)

@@ -1,0 +1,188 @@
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outpace.monitoring import metrics as records
+from outpace.monitoring.metrics import Meter, percentile, rule_of
+from outpace.types import ChunkReport, EngineStats, GroupReport, LoadReport, Manifest, StepReport, TensorSpec
+
+finite_floats = st.floats(min_value=-1e6, max_value=1e6)
+weights = st.floats(min_value=0.01, max_value=1e3)
+
+
+@given(st.lists(st.tuples(finite_floats, weights), min_size=1, max_size=30))
+def test_means_and_spreads_are_those_of_numpy(pairs: list[tuple[float, float]]) -> None:
+    meter = Meter()
+    for value, weight in pairs:
+        meter.add("reward/mean", value, weight)
+        meter.add("reward/std", value, weight)
+    values, weight_array = np.array(pairs).T
+    mean = np.average(values, weights=weight_array)
+    std = math.sqrt(np.average((values - mean) ** 2, weights=weight_array))
+    metrics = meter.flush()
+    assert metrics["reward/mean"] == pytest.approx(mean, rel=1e-9, abs=1e-6)
+    assert metrics["reward/std"] == pytest.approx(std, rel=1e-6, abs=1e-4)
+
+
+@given(st.dictionaries(st.integers(0, 50), st.integers(1, 40), min_size=1))
+def test_a_percentile_of_counts_is_that_of_the_counted_values(counts: dict[int, int]) -> None:
+    spelled_out = np.repeat(list(counts), list(counts.values()))
+    assert percentile(counts, 0.95) == np.quantile(spelled_out, 0.95, method="inverted_cdf")
+
+
+def test_counts_give_mean_percentile_and_maximum_by_token() -> None:
+    meter = Meter()
+    meter.add_counts("lag", {0: 90, 1: 8})
+    meter.add_counts("lag", {4: 2})
+    metrics = meter.flush()
+    assert metrics["lag/mean"] == pytest.approx((8 + 8) / 100)
+    assert metrics["lag/p95"] == 1
+    assert metrics["lag/max"] == 4
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_value_that_is_not_finite_is_dropped_and_counted(bad: float) -> None:
+    meter = Meter()
+    meter.add("reward/mean", 1.0)
+    meter.add("reward/mean", bad)
+    meter.add("reward/mean", 2.0, weight=bad)
+    meter.put("loss/entropy", bad)
+    metrics = meter.flush()
+    assert metrics["reward/mean"] == 1.0
+    assert metrics["faults/nan_metrics"] == 3
+    assert "loss/entropy" not in metrics
+
+
+def test_a_sum_that_overflows_is_dropped_and_counted() -> None:
+    meter = Meter()
+    for _ in range(2):
+        meter.add("time/train_s", 1.5e308)
+    metrics = meter.flush()
+    assert metrics["faults/nan_metrics"] == 1
+    assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_a_step_starts_empty_and_only_declared_sums_are_zero() -> None:
+    meter = Meter()
+    meter.add("reward/mean", 1.0)
+    meter.put("efficiency", 0.5)
+    meter.flush()
+    metrics = meter.flush()
+    assert metrics["sync/pause_s"] == 0.0
+    assert "reward/mean" not in metrics
+    assert "efficiency" not in metrics
+    assert set(metrics.values()) == {0.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("tool/call_s", "sum"),
+        ("tool/calls/max", "max"),
+        ("offpolicy/ratio_max", "max"),
+        ("offpolicy/ratio_below_max", "mean"),
+        ("governor/lowered", "sum"),
+        ("governor/max_lag", "last"),
+        ("groups/skipped", "sum"),
+        ("faults/anything", "sum"),
+        ("queue/anything", "last"),
+        ("throughput/anything_s", "last"),
+        ("reward/correct", "mean"),
+        ("time/step_s", "last"),
+    ],
+)
+def test_the_name_of_a_metric_decides_its_rule(name: str, rule: str) -> None:
+    assert rule_of(name) == rule
+
+
+def test_a_value_known_exactly_replaces_what_was_added() -> None:
+    meter = Meter()
+    meter.add("offpolicy/kl", 5.0, 100)
+    meter.put("offpolicy/kl", 1.0)
+    meter.add("offpolicy/kl", 7.0, 100)
+    assert meter.flush()["offpolicy/kl"] == 1.0
+
+
+def group(outcome: str, rewards: list[float], tokens: int) -> GroupReport:
+    return GroupReport(
+        group=0,
+        task_id="t",
+        outcome=outcome,  # type: ignore[arg-type]
+        rewards=rewards,
+        reward_parts={"correct": sum(rewards) / len(rewards)} if rewards else {},
+        episodes=len(rewards),
+        tokens_sampled=tokens,
+        truncated=1,
+        seconds=2.0,
+        metrics={"turns": 3.0},
+    )
+
+
+def test_groups_become_rewards_counts_and_waste() -> None:
+    meter = Meter()
+    for closed in (group("finished", [0.0, 1.0], 20), group("filtered", [1.0, 1.0], 30), group("failed", [], 50)):
+        records.record_group(meter, closed)
+    metrics = meter.flush()
+    assert metrics["reward/mean"] == metrics["reward/correct"] == 0.75
+    assert metrics["reward/std"] == pytest.approx(np.std([0, 1, 1, 1]))
+    assert (metrics["groups/finished"], metrics["groups/filtered"], metrics["groups/failed"]) == (1, 1, 1)
+    assert metrics["waste/tokens"] == 50
+    assert metrics["waste/fraction"] == 0.5
+    assert metrics["waste/filtered_tokens"] == 30
+    assert metrics["completion/mean_tokens"] == 12.5
+    assert metrics["completion/truncated"] == 0.5
+    assert metrics["episode/turns"] == 3.0
+
+
+def test_a_group_that_was_given_up_was_sampled_and_is_waste() -> None:
+    meter = Meter()
+    records.record_discarded_group(meter, group("finished", [1.0], 70))
+    metrics = meter.flush()
+    assert metrics["waste/fraction"] == 1.0
+    assert metrics["throughput/sampled_tokens"] == metrics["waste/tokens"] == 70
+
+
+def test_chunks_of_a_batch_add_up_to_what_one_chunk_would_say() -> None:
+    halves = Meter()
+    records.record_chunk(halves, ChunkReport(3, 1, 0.0, lag_counts={0: 1, 2: 2}))
+    records.record_chunk(halves, ChunkReport(7, 1, 0.0, lag_counts={2: 7}))
+    whole = Meter()
+    records.record_chunk(whole, ChunkReport(10, 2, 0.0, lag_counts={0: 1, 2: 9}))
+    expected = whole.flush()
+    assert halves.flush() == pytest.approx(expected)
+    assert expected["lag/mean"] == pytest.approx(1.8)
+    assert expected["throughput/trained_tokens"] == 10
+
+
+def test_the_lag_of_replayed_groups_is_told_apart() -> None:
+    meter = Meter()
+    records.record_chunk(meter, ChunkReport(4, 1, 0.0, lag_counts={1: 4}))
+    records.record_chunk(meter, ChunkReport(4, 1, 0.0, replay_lag_counts={5: 1, 9: 3}))
+    records.record_scheduling(meter, max_lag=2, resting=6, replayed=3)
+    metrics = meter.flush()
+    assert (metrics["lag/mean"], metrics["lag/max"]) == (1, 1)
+    assert metrics["replay/lag_mean"] == 8
+    assert metrics["throughput/trained_tokens"] == 8
+    assert (metrics["governor/max_lag"], metrics["difficulty/resting"], metrics["replay/groups"]) == (2, 6, 3)
+
+
+def test_the_other_reports_have_the_names_of_the_contract() -> None:
+    meter = Meter()
+    records.record_step(meter, StepReport(3, math.nan, 10, 0.5, 1e-3, skipped=True, metrics={"loss/entropy": 2.0}))
+    records.record_publish(meter, Manifest("i", 3, "p", [TensorSpec("w", "float32", [2], 0, 8, 0)], seconds=0.25))
+    records.record_load(meter, LoadReport(3, pause_s=0.01, seconds=0.5, bytes=8))
+    records.record_load(meter, LoadReport(3, pause_s=0.02, seconds=0.5, bytes=8))
+    records.record_engines(meter, [EngineStats(3, 4, 1, 0, 0, 0, 0.0, 0.0, 0.0, 8, 1)] * 2)
+    records.record_queue(meter, running=5, finished=2)
+    metrics = meter.flush()
+    assert "loss/policy" not in metrics
+    assert metrics["faults/skipped_steps"] == metrics["faults/nan_metrics"] == 1
+    assert metrics["loss/entropy"] == 2.0
+    assert metrics["sync/publish_s"] == 0.25
+    assert metrics["sync/pause_s"] == pytest.approx(0.03)
+    assert metrics["sync/bytes"] == 16
+    assert (metrics["queue/running"], metrics["queue/outstanding"], metrics["queue/waiting"]) == (5, 7, 2)
+    assert metrics["fleet/engines"] == 2

@@ -1,0 +1,459 @@
+"""Reward functions in processes: real ones, which hang, crash and leave children behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from outpace.errors import RewardFailed
+from outpace.rewards.grader_pool import GraderPool
+from outpace.rewards.grading import GradedCompletion, grade
+from outpace.rewards.registry import isolated_sources
+from outpace.runtime import user_code
+from outpace.runtime.by_value import UserCodeSource
+from outpace.runtime.process_tree import TREE_MARK_VARIABLE
+from outpace.runtime.references import load_function
+from support import naming
+
+FILE = Path(__file__).parent / "misbehaving.py"
+
+MakePool = Callable[..., GraderPool]
+
+
+def reference(name: str) -> str:
+    return f"{FILE}:{name}"
+
+
+async def judge(pool: GraderPool | None, *names: str, count: int = 2, timeout_s: float = 60.0, **columns: Any) -> Any:
+    named = [(name, load_function(reference(name), "test")) for name in names]
+    repeated = {name: [value] * count for name, value in columns.items()}
+    return await grade(named, None, ["p"] * count, ["abc"] * count, repeated, timeout_s, pool)
+
+
+async def totals(pool: GraderPool, name: str, **more: Any) -> list[float | None]:
+    return [each.total for each in await judge(pool, name, **more)]
+
+
+async def failure(pool: GraderPool | None, name: str, **more: Any) -> RewardFailed:
+    with pytest.raises(RewardFailed) as caught:
+        await judge(pool, name, **more)
+    assert "\n" not in str(caught.value)
+    return caught.value
+
+
+def has(message: str, *keys: str) -> bool:
+    return all(key in message for key in keys)
+
+
+OWNER = "OUTPACE_TESTED_BY"
+"""Tells our graders from those of any other run on the machine."""
+
+
+def marked() -> list[int]:
+    """Every living process that is, or descends from, a grader of this test process."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            environment = process.environ()
+            own = TREE_MARK_VARIABLE in environment and environment.get(OWNER) == str(os.getpid())
+            if own and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+        except psutil.Error:
+            continue
+    return found
+
+
+async def lines(note: Path, count: int = 1) -> list[int]:
+    """What processes have written into a note, once there are so many lines."""
+
+    def written() -> list[str]:
+        return note.read_text().splitlines() if note.exists() else []
+
+    await until(lambda: len(written()) >= count)
+    return [int(line) for line in written()]
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    def wait() -> None:
+        while not holds():
+            time.sleep(0.002)
+
+    await asyncio.to_thread(wait)
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+@pytest.fixture
+async def make_pool(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[MakePool]:
+    monkeypatch.setenv(OWNER, str(os.getpid()))
+    pools = []
+    before = set(marked())
+
+    def make(*names: str, **settings: Any) -> GraderPool:
+        pools.append(GraderPool({name: UserCodeSource(reference(name)) for name in names}, **settings))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        await pool.close()
+    assert set(marked()) <= before, "processes were left behind"
+
+
+# ------------------------------------------------------------------------------------------------------------- answers
+
+
+async def test_processes_are_used_again_and_never_the_workers_own(make_pool: MakePool) -> None:
+    pool = make_pool("pid", "good")
+    assert await totals(pool, "good") == [3.0, 3.0]
+    seen = {(await totals(pool, "pid"))[0] for _ in range(3)}
+    assert len(seen) == 1
+    assert seen != {float(os.getpid())}
+
+
+async def test_none_means_does_not_apply(make_pool: MakePool) -> None:
+    assert await judge(make_pool("silent", "good"), "silent", "good") == [GradedCompletion(3.0, {"good": 3.0})] * 2
+
+
+async def test_a_coroutine_that_is_handed_out_is_awaited(make_pool: MakePool) -> None:
+    assert await totals(make_pool("hands_out_a_coroutine"), "hands_out_a_coroutine") == [7.0, 7.0]
+
+
+@pytest.mark.parametrize("name", ["not_a_number", "infinite", "too_few", "no_list", "text", "raises", "exits"])
+async def test_a_function_fails_with_the_same_words_in_a_process_as_in_a_thread(make_pool: MakePool, name: str) -> None:
+    pool = make_pool(name, "good")
+    assert str(await failure(pool, name)) == str(await failure(None, name))
+    assert await totals(pool, "good") == [3.0, 3.0]
+
+
+async def test_the_traceback_of_the_function_is_kept_for_people(make_pool: MakePool) -> None:
+    error = await failure(make_pool("raises"), "raises")
+    assert error.function == "raises"
+    assert has(str(error), "ValueError", "samples 0 to 1", "two lines"), error
+    assert f'{FILE}", line ' in str(error.__cause__)
+    assert "in raises" in str(error.__cause__)
+
+
+async def test_words_that_do_not_travel_and_interrupts_are_exceptions_like_others(make_pool: MakePool) -> None:
+    pool = make_pool("says_nothing_sensible", "interrupts")
+    assert str(await failure(pool, "says_nothing_sensible")).endswith("half a pair: ?")
+    assert "KeyboardInterrupt" in str(await failure(pool, "interrupts"))
+
+
+async def test_functions_run_on_the_main_thread_and_may_use_alarms(make_pool: MakePool) -> None:
+    assert await totals(make_pool("uses_an_alarm"), "uses_an_alarm") == [0.5, 0.5]
+
+
+async def test_an_alarm_left_behind_is_cleared_before_the_next_call(make_pool: MakePool) -> None:
+    pool = make_pool("leaves_an_alarm_behind")
+    assert [await totals(pool, "leaves_an_alarm_behind") for _ in range(2)] == [[0.0, 0.0]] * 2
+
+
+# -------------------------------------------------------------------------------------------------- ends of a process
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("leaves", "code 3"),
+        ("crashes", "SIGSEGV"),
+        ("closes_everything", "code 1"),
+        ("forges_an_answer", "answer"),
+        ("sends_rubbish", "bytes"),
+    ],
+)
+async def test_a_process_that_ends_or_lies_costs_its_own_call_only(make_pool: MakePool, name: str, key: str) -> None:
+    pool = make_pool(name, "good", workers=1)
+    for _ in range(2):
+        error = await failure(pool, name)
+        assert error.function == name
+        assert has(str(error).replace(name, ""), "process", key, "samples 0 to 1"), error
+        assert await totals(pool, "good") == [3.0, 3.0]
+
+
+async def test_a_process_that_hangs_is_killed_at_the_limit_and_replaced(make_pool: MakePool, tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    pool = make_pool("hangs", "good", workers=1)
+    error = await failure(pool, "hangs", timeout_s=1.0, note=str(note))
+    assert has(str(error), "hangs", "1 s", "samples 0 to 1"), error
+    assert await totals(pool, "good") == [3.0, 3.0]
+    await pool.close()
+    assert [is_gone(pid) for pid in await lines(note)] == [True]
+
+
+async def test_calls_beside_one_that_hangs_are_not_touched(make_pool: MakePool, tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    pool = make_pool("hangs", "pid")
+    hanging = asyncio.create_task(failure(pool, "hangs", timeout_s=1.0, note=str(note)))
+    await lines(note)
+    first = await totals(pool, "pid")
+    await hanging
+    assert await totals(pool, "pid") == first
+
+
+async def test_an_idle_process_that_was_killed_is_replaced(make_pool: MakePool) -> None:
+    pool = make_pool("pid")
+    (before, _) = await totals(pool, "pid")
+    assert before is not None
+    os.kill(int(before), signal.SIGKILL)
+    await until(lambda: not psutil.pid_exists(int(before)))
+    await asyncio.sleep(0.05)  # the loop hears of it a moment later
+    (after, _) = await totals(pool, "pid")
+    assert after != before
+
+
+async def test_memory_has_a_limit_if_one_is_set(make_pool: MakePool) -> None:
+    pool = make_pool("devours_memory", "good", memory_mb=1024)
+    assert "MemoryError" in str(await failure(pool, "devours_memory"))
+    assert await totals(pool, "good") == [3.0, 3.0]
+
+
+async def test_a_function_that_cannot_be_loaded_there_says_why(tmp_path: Path) -> None:
+    (tmp_path / "picky.py").write_text(
+        f"import os\nif '{TREE_MARK_VARIABLE}' in os.environ:\n    raise OSError('not here')\n"
+        "def score(completions): ...\n"
+    )
+    named = [("score", load_function(f"{tmp_path}/picky.py:score", "test"))]
+    pool = GraderPool({"score": UserCodeSource(f"{tmp_path}/picky.py:score")})
+    with pytest.raises(RewardFailed, match=naming("score", "BadInput", "OSError: not here")):
+        await grade(named, None, ["p"], ["c"], {}, 60.0, pool)
+    await pool.close()
+
+
+# -------------------------------------------------------------------------------------------------------------- output
+
+
+async def test_what_is_printed_goes_to_the_log_of_the_worker(make_pool: MakePool, capsys: Any) -> None:
+    pool = make_pool("prints")
+    assert await totals(pool, "prints") == [1.0, 1.0]
+    await pool.close()
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.split("\n") == ["to people", "to engineers", "from a child", ""]
+
+
+async def test_a_flood_is_cut_off_and_the_next_call_may_print_again(make_pool: MakePool, capsys: Any) -> None:
+    pool = make_pool("floods")
+    for _ in range(2):
+        assert await totals(pool, "floods") == [1.0, 1.0]
+    await pool.close()
+    printed = capsys.readouterr().err
+    assert printed.count("start") >= 1
+    assert printed.count(f"{user_code.MAX_OUTPUT} bytes") == 2
+    assert len(printed) < 2 * (user_code.MAX_OUTPUT + 200)
+
+
+# --------------------------------------------------------------------------------------------------------- descendants
+
+
+@pytest.mark.parametrize("end", ["hang", "crash", "return"])
+async def test_no_descendant_survives_wherever_it_went(make_pool: MakePool, tmp_path: Path, end: str) -> None:
+    note = tmp_path / "note"
+    pool = make_pool("has_children")
+    if end == "return":
+        assert await totals(pool, "has_children", note=str(note), end=end) == [1.0, 1.0]
+    else:
+        await failure(pool, "has_children", timeout_s=2.0, note=str(note), end=end)
+    descendants = await lines(note, 3)
+    await pool.close()
+    assert [is_gone(pid) for pid in descendants] == [True] * 3
+
+
+async def test_processes_that_reproduce_all_the_time_are_killed_at_once(make_pool: MakePool, tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    pool = make_pool("reproduces")
+    await failure(pool, "reproduces", timeout_s=1.0, note=str(note))
+    await pool.close()
+    generations = await lines(note)
+    assert len(generations) > 10
+    await asyncio.sleep(0.2)  # many more would have lived by now
+    assert await lines(note) == generations
+
+
+async def test_a_copy_that_the_function_forked_does_not_answer(make_pool: MakePool) -> None:
+    pool = make_pool("returns_twice", workers=1)
+    assert [await totals(pool, "returns_twice") for _ in range(3)] == [[1.0, 1.0]] * 3
+
+
+PARENT = """
+import asyncio, sys
+from outpace.runtime.by_value import UserCodeSource
+from outpace.rewards.grader_pool import GraderPool
+
+async def main():
+    pool = GraderPool({"hangs": UserCodeSource(sys.argv[1])})
+    await pool.call("hangs", {"note": [sys.argv[2]]}, 1, 600.0)
+
+asyncio.run(main())
+"""
+
+
+async def test_a_grader_ends_with_its_parent(tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    parent = await asyncio.create_subprocess_exec(sys.executable, "-c", PARENT, reference("hangs"), str(note))
+    (grader,) = await lines(note)
+    process = psutil.Process(grader)
+    parent.kill()
+    await parent.wait()
+    gone, _ = psutil.wait_procs([process], timeout=20)
+    assert gone == [process]
+
+
+# --------------------------------------------------------------------------------------------------------- side by side
+
+
+async def test_calls_run_side_by_side_up_to_the_number_of_processes(make_pool: MakePool, tmp_path: Path) -> None:
+    pool = make_pool("waits_for", workers=2)
+    gate, note = tmp_path / "gate", tmp_path / "note"
+    calls = [asyncio.create_task(totals(pool, "waits_for", gate=str(gate), note=str(note))) for _ in range(5)]
+    await lines(note, 2)
+    await asyncio.sleep(0.1)  # time for a third, were it let in
+    assert len(await lines(note, 2)) == 2
+    gate.touch()
+    assert len({answer[0] for answer in await asyncio.gather(*calls)}) == 2
+
+
+async def test_calls_that_wait_are_served_in_the_order_they_came_and_their_time_does_not_count(
+    make_pool: MakePool, tmp_path: Path
+) -> None:
+    pool = make_pool("waits_for", "good", workers=1)
+    gate, note = tmp_path / "gate", tmp_path / "note"
+    first = asyncio.create_task(totals(pool, "waits_for", gate=str(gate), note=str(note)))
+    await lines(note)
+    order: list[int] = []
+
+    async def waiting(number: int) -> None:
+        assert await totals(pool, "good", timeout_s=1.0) == [3.0, 3.0]
+        order.append(number)
+
+    others = [asyncio.create_task(waiting(number)) for number in range(4)]
+    await asyncio.sleep(1.2)  # longer than each of them may take
+    gate.touch()
+    await asyncio.gather(first, *others)
+    assert order == [0, 1, 2, 3]
+
+
+async def test_a_cancelled_call_ends_at_once_and_so_does_its_process(make_pool: MakePool, tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    pool = make_pool("hangs", "good", workers=1)
+    running = asyncio.create_task(judge(pool, "hangs", note=str(note)))
+    (grader,) = await lines(note)
+    running.cancel()
+    await asyncio.wait({running})
+    assert running.cancelled()
+    assert await totals(pool, "good") == [3.0, 3.0]
+    await pool.close()
+    assert is_gone(grader)
+
+
+async def test_a_call_that_is_cancelled_while_its_process_starts_leaves_none(make_pool: MakePool) -> None:
+    pool = make_pool("good")
+    for turns in range(6):
+        starting = asyncio.create_task(judge(pool, "good"))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        starting.cancel()
+        await asyncio.wait({starting})
+    assert await totals(pool, "good") == [3.0, 3.0]  # the fixture looks for what is left
+
+
+async def test_closing_ends_calls_under_way_and_refuses_new_ones(make_pool: MakePool, tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    pool = make_pool("hangs")
+    running = asyncio.create_task(failure(pool, "hangs", note=str(note)))
+    await lines(note)
+    await pool.close()
+    assert has(str(await running), "hangs", "SIGKILL")
+    assert "closed" in str(await failure(pool, "hangs", note=str(note)))
+
+
+async def test_kills_and_crashes_leak_neither_threads_nor_descriptors(make_pool: MakePool, tmp_path: Path) -> None:
+    async def round_of_failures() -> None:
+        pool = make_pool("crashes", "hangs", "good")
+        await asyncio.gather(
+            failure(pool, "crashes"),
+            failure(pool, "hangs", timeout_s=0.1, note=str(tmp_path / "n")),
+            judge(pool, "good"),
+        )
+        await pool.close()
+
+    await asyncio.gather(*(asyncio.to_thread(threading.Event().wait, 0.05) for _ in range(32)))  # fill the loop's pool
+    await round_of_failures()
+    me = psutil.Process()
+    before = (me.num_fds(), me.num_threads(), len(asyncio.all_tasks()))
+    for _ in range(3):
+        await round_of_failures()
+    assert (me.num_fds(), me.num_threads(), len(asyncio.all_tasks())) == before
+
+
+# --------------------------------------------------------------------------------------------------- ways of travelling
+
+
+async def test_functions_and_columns_of_a_python_caller_arrive_as_they_are() -> None:
+    bonus = 0.5
+
+    def typed(completions: list[str], pair: Any, exact: Any, array: Any, big: Any) -> list[float]:
+        right = pair[0] == (1, 2) and type(exact[0]).__name__ == "Decimal" and array[0].sum() == 6 and big[0] == 2**70
+        return [bonus + right] * len(completions)
+
+    functions = [("typed", typed)]
+    pool = GraderPool(isolated_sources(functions))
+    columns = {"pair": [(1, 2)], "exact": [Decimal("0.1")], "array": [np.arange(4)], "big": [2**70]}
+    assert await grade(functions, None, ["p"], ["c"], columns, 60.0, pool) == [GradedCompletion(1.5, {"typed": 1.5})]
+    await pool.close()
+
+
+async def test_a_function_from_a_file_can_go_by_value_with_what_it_uses() -> None:
+    functions = [
+        ("raises", load_function(reference("raises"), "test")),
+        ("good", load_function(reference("good"), "test")),
+    ]
+    pool = GraderPool(isolated_sources(functions))
+    assert await totals(pool, "good") == [3.0, 3.0]
+    assert "ValueError" in str(await failure(pool, "raises"))
+    await pool.close()
+
+
+async def test_a_column_that_cannot_be_copied_fails_the_group_with_the_way_out() -> None:
+    def any_reward(lock: Any) -> list[float]:
+        return [1.0]
+
+    functions = [("any_reward", any_reward)]
+    pool = GraderPool(isolated_sources(functions))
+    with pytest.raises(RewardFailed, match=naming("any_reward", "rewards.isolation = thread", "lock: ")):
+        await grade(functions, None, ["p"], ["c"], {"lock": [threading.Lock()]}, 60.0, pool)
+    await pool.close()
+
+
+async def test_a_call_whose_process_is_killed_by_somebody_else_is_made_once_more(
+    make_pool: MakePool, tmp_path: Path
+) -> None:
+    pool = make_pool("is_killed")
+    assert await totals(pool, "is_killed", note=str(tmp_path / "once"), times=1) == [1.0, 1.0]
+    error = await failure(pool, "is_killed", note=str(tmp_path / "always"), times=9)
+    assert has(str(error), "is_killed", "SIGKILL"), error
+    assert len((tmp_path / "always").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize(("visible", "score"), [("GPU-ab", 1.0), ("", 0.0)])
+async def test_a_function_in_a_process_sees_the_gpus_of_its_worker(
+    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch, visible: str, score: float
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert await totals(make_pool("sees_a_gpu"), "sees_a_gpu") == [score, score]

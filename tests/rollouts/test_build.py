@@ -1,0 +1,171 @@
+"""How rollouts, environments and tools get into a run: named in the config or given to the trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outpace.config.load import make_config
+from outpace.config.validation import resolve
+from outpace.errors import BadInput
+from outpace.rollouts.build import build_rollout
+from outpace.rollouts.episode import single_turn
+from outpace.rollouts.tool_loop import ToolLoop
+from outpace.run.plan import UserObjects, make_plan
+from outpace.runtime import by_value
+
+FILE = '''
+class Judging:
+    def reset(self, **columns): ...
+    def get_reward(self) -> float:
+        return 1.0
+
+
+class Playing:
+    def reset(self, **columns): ...
+
+
+class Broken(Playing):
+    def tool(self, x: int) -> int:
+        return x
+
+
+class NoReset: ...
+
+
+async def roll(task, client): ...
+
+
+def add(a: int, b: int) -> int:
+    """Add."""
+    return a + b
+
+
+def untyped(a):
+    """Do."""
+'''
+ROWS = [{"prompt": f"say {number}"} for number in range(8)]
+
+
+class Local:
+    """What a script may define next to its trainer."""
+
+    def reset(self, **columns: Any) -> None: ...
+
+    def get_reward(self) -> float:
+        return 1.0
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr("outpace.run.plan.resolve_model", Path)
+    path = tmp_path / "games.py"
+    path.write_text(FILE)
+    return str(path)
+
+
+def plan(settings: dict[str, Any], **objects: Any) -> Any:
+    return make_plan(make_config(settings), UserObjects(tasks=ROWS, **objects))
+
+
+def test_an_environment_that_judges_needs_no_reward_function(file: str) -> None:
+    assert plan({"rollout.environment": f"{file}:Judging"}).config.rewards.functions == []
+
+
+def test_an_environment_that_does_not_judge_needs_one(file: str) -> None:
+    with pytest.raises(BadInput, match=r"^rewards\.functions: "):
+        plan({"rollout.environment": f"{file}:Playing"})
+    plan({"rollout.environment": f"{file}:Playing"}, rewards=(lambda completions: [0.0] * len(completions),))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("Broken", r"Broken\.tool.*docstring"), ("NoReset", r"NoReset.*reset"), ("Absent", r"games\.py.*\bAbsent\b")],
+)
+def test_an_environment_that_cannot_work_is_refused_before_the_start(file: str, name: str, said: str) -> None:
+    with pytest.raises(BadInput, match=rf"^rollout\.environment: .*{said}"):
+        plan({"rollout.environment": f"{file}:{name}"})
+
+
+def test_a_config_names_a_rollout_or_an_environment() -> None:
+    with pytest.raises(BadInput, match=r"^rollout\.environment: .*rollout\.function"):
+        make_config({"rollout.function": "m:f", "rollout.environment": "m:C"})
+    named = make_config({"tasks.path": "a.jsonl", "rollout.environment": "m:C"})
+    assert resolve(named).rewards.functions == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "objects", "said"),
+    [
+        ({}, {"rollout": single_turn, "environment": Local}, r"^environment: .*rollout"),
+        ({"rollout.environment": "games:Judging"}, {"environment": Local}, r"^rollout\.environment: .*\benvironment\b"),
+        ({"rollout.agent": ["true"]}, {"rollout": single_turn}, r"^rollout: .*Trainer\(rollout=.*rollout\.agent"),
+        (
+            {"rollout.agent": ["no-such-agent", "-v"]},
+            {"rewards": (len,)},
+            r"^rollout\.agent: .*no-such-agent",
+        ),
+        (
+            {"environment.kinds": {"a": "games:Broken"}},
+            {},
+            r"^environment\.kinds\.a: .*Broken\.tool",
+        ),
+        ({}, {"rollout": single_turn, "tools": (print,)}, r"^tools: .*rollout"),
+        ({"environment.kinds": {"a": "games:Judging"}}, {"environment": Local}, r"^environment\.kinds: .*environment"),
+        ({"environment.kinds": {"a": "games:Judging"}}, {}, r"^environment\.column: .*environment"),
+        ({"tools.functions": ["games:untyped"]}, {"rewards": (len,)}, r"^tools\.functions: games:untyped.*type hint"),
+        ({"tools.functions": ["games:add"]}, {}, r"^rewards\.functions: "),
+    ],
+)
+def test_what_cannot_work_together_is_refused_before_the_start(
+    file: str, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], objects: dict[str, Any], said: str
+) -> None:
+    monkeypatch.syspath_prepend(Path(file).parent)
+    with pytest.raises(BadInput, match=said):
+        plan(settings, **objects)
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"rollout.function": "m:f", "rollout.agent": ["x"]}, "rollout.agent"),
+        ({"rollout.agent": ["x"], "environment.kinds": {"a": "m:C"}}, "environment.kinds"),
+        ({"rollout.function": "m:f", "tools.functions": ["m:f"]}, "tools.functions"),
+        ({"rollout.agent": ["x"], "tools.mcp": ["x"]}, "tools.mcp"),
+    ],
+)
+def test_a_config_says_one_way_to_roll_out(settings: dict[str, Any], key: str) -> None:
+    with pytest.raises(BadInput, match=f"^{key}: "):
+        make_config(settings)
+
+
+def test_what_is_given_reaches_the_worker_by_value(file: str) -> None:
+    carried = by_value.unpickle_objects(plan({}, environment=Local).code)
+    assert carried["environment"].__name__ == "Local"
+    assert "rollout" not in carried
+
+
+async def test_the_worker_rolls_out_what_is_given_or_named(file: str) -> None:
+    assert (await build_rollout(make_config({}))).rollout is single_turn
+    assert isinstance((await build_rollout(make_config({}), {"environment": Local})).rollout, ToolLoop)
+    assert isinstance((await build_rollout(make_config({"rollout.environment": f"{file}:Judging"}))).rollout, ToolLoop)
+    assert isinstance((await build_rollout(make_config({"tools.functions": [f"{file}:add"]}))).rollout, ToolLoop)
+    own = (await build_rollout(make_config({"rollout.function": f"{file}:roll"}))).rollout
+    assert getattr(own, "__name__", "") == "roll"
+
+
+async def test_the_loop_has_the_tools_and_the_budgets_of_the_config(file: str) -> None:
+    budgets = {
+        "rollout.max_turns": 3,
+        "rollout.max_calls": 5,
+        "rollout.max_episode_tokens": 70,
+        "rollout.max_seconds": 9.0,
+    }
+    settings = {**budgets, "tools.functions": [f"{file}:add"], "tools.timeout_s": 2.0, "rollout.max_tokens": 16}
+    rollout = (await build_rollout(make_config(settings))).rollout
+    assert isinstance(rollout, ToolLoop)
+    limits = rollout.limits
+    assert (limits.turns, limits.calls, limits.tokens, limits.seconds, limits.answer_tokens) == (3, 5, 70, 9.0, 16)
+    assert (list(rollout.tool_sets[0].source.tools), rollout.tool_limits.timeout_s) == (["add"], 2.0)

@@ -1,0 +1,124 @@
+"""Families of processes end as a whole, and many at once share the work."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import psutil
+import pytest
+
+from outpace.runtime import process_tree
+
+STRAY = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True{more})
+print(child.pid, flush=True)
+time.sleep({stays})
+"""
+
+Start = Callable[..., tuple[subprocess.Popen[str], str, int]]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """A leader, its mark and the number of its child, which has left the group; `stays`: the leader does.
+    A child that is not `marked` has an environment of its own."""
+    leaders: list[subprocess.Popen[str]] = []
+
+    def begin(stays: bool = True, marked: bool = True) -> tuple[subprocess.Popen[str], str, int]:
+        mark = secrets.token_hex(16)
+        command = [sys.executable, "-c", STRAY.format(stays=1000 if stays else 0, more="" if marked else ", env={}")]
+        environment = {**os.environ, process_tree.TREE_MARK_VARIABLE: mark}
+        leader = subprocess.Popen(command, env=environment, start_new_session=True, stdout=subprocess.PIPE, text=True)
+        leaders.append(leader)
+        assert leader.stdout is not None
+        child = int(leader.stdout.readline())
+        if not stays:
+            leader.wait()
+        return leader, mark, child
+
+    yield begin
+    for leader in leaders:
+        leader.kill()
+        leader.wait()
+        assert leader.stdout is not None
+        leader.stdout.close()
+
+
+def lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def ends(pid: int) -> bool:
+    """Whoever was killed may still be about to go, on a busy machine."""
+    for _ in range(500):
+        if not lives(pid):
+            return True
+        time.sleep(0.01)
+    return False
+
+
+@pytest.mark.parametrize(("stays", "marked"), [(True, True), (False, True), (True, False)])
+def test_whoever_left_the_group_ends_too(stays: bool, marked: bool, start: Start) -> None:
+    leader, mark, child = start(stays, marked)
+    assert lives(child)
+    assert process_tree.end_process_tree(leader.pid, mark)
+    assert ends(child)
+    assert not lives(leader.pid)
+
+
+def test_families_that_end_at_the_same_moment_share_the_looks(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    families = [start(stays=index % 2 == 0) for index in range(12)]
+    looks: list[set[str]] = []
+    all_there = threading.Event()
+    real = process_tree._marked
+
+    def counted(marks: set[str]) -> Any:
+        all_there.wait()
+        looks.append(marks)
+        return real(marks)
+
+    monkeypatch.setattr(process_tree, "_marked", counted)
+    ended = [process_tree._tree_killer.submit(leader.pid, mark) for leader, mark, _ in families]
+    all_there.set()
+    assert all(one.result() for one in ended)
+    assert not any(lives(child) or lives(leader.pid) for leader, _, child in families)
+    assert max(map(len, looks)) >= len(families) - 1
+    assert len(looks) < len(families)
+
+
+async def test_an_ending_needs_no_thread_of_the_loop_and_cannot_be_called_off(start: Start) -> None:
+    leader, mark, child = start()
+    free = threading.Event()
+    pool = ThreadPoolExecutor(1)
+    asyncio.get_running_loop().set_default_executor(pool)
+    busy = pool.submit(free.wait)
+    waiting = asyncio.create_task(process_tree.end_process_tree_async(leader.pid, mark))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    assert await process_tree.end_process_tree_async(leader.pid, mark)
+    assert not lives(child)
+    assert not busy.done()
+    free.set()
+
+
+def test_a_look_that_fails_is_told_and_the_next_ending_works(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    leader, mark, child = start()
+    with monkeypatch.context() as patched:
+        patched.setattr(process_tree, "_marked", lambda marks: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            process_tree.end_process_tree(leader.pid, mark)
+    assert process_tree.end_process_tree(leader.pid, mark)
+    assert ends(child)

@@ -1,0 +1,104 @@
+"""Books that a simulated run is held against: kept from what was ordered and heard, over all starts of the run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from copy import deepcopy
+
+from outpace.controller.events import (
+    Action,
+    Admit,
+    BatchTrained,
+    Checkpoint,
+    CloseBatch,
+    EngineJoined,
+    EngineLost,
+    Event,
+    Finalize,
+    GroupClosed,
+)
+from outpace.controller.scheduler import Scheduler
+from outpace.simulator.checks import InvariantChecker
+from outpace.simulator.conductor import SimulationObserver
+from outpace.simulator.rollouts import SimulatedCluster
+
+Visit = tuple[int, int]
+"""Epoch and task."""
+
+
+class Books(SimulationObserver):
+    """Which visit came to which end, rolled back to the newest checkpoint when a start of the run is over."""
+
+    def __init__(self) -> None:
+        self.ends: dict[Visit, list[str]] = {}
+        self.starts = 0
+        self.losses: Counter[str] = Counter()  # by engine, within this start
+        self.worst_excess = -1  # of any lag over what the start that trained it allows
+        self._max_lag = 0
+        self._saved: dict[Visit, list[str]] = {}
+        self._visits: dict[int, Visit] = {}
+        self._oldest: dict[int, int] = {}
+        self._batch: tuple[int, ...] = ()
+
+    def watch(self, core: Scheduler, parts: SimulatedCluster) -> Sequence[SimulationObserver]:
+        """The observers of a start of the run."""
+        self.starts += 1
+        self._max_lag = core.settings.max_lag
+        self.ends = deepcopy(self._saved)
+        self.losses.clear()
+        pooled = set(core.pool)
+        finished = set(parts.rollouts.groups) - pooled
+        return [self, InvariantChecker(core, finished, pooled), Slots(parts)]
+
+    def trained(self, tasks: Iterable[int]) -> Counter[int]:
+        """How often each task was."""
+        counts = Counter(dict.fromkeys(tasks, 0))
+        counts.update(task for (_, task), ends in self.ends.items() for end in ends if end == "trained")
+        return counts
+
+    def on_event(self, event: Event) -> None:
+        match event:
+            case GroupClosed(group, "finished"):
+                self._oldest[group] = event.oldest
+            case BatchTrained(version):
+                for group in self._batch:
+                    self._end(self._visits[group], "trained")
+                    self.worst_excess = max(self.worst_excess, version - 1 - self._oldest[group] - self._max_lag)
+            case EngineLost(engine):
+                self.losses[engine] += 1
+            case EngineJoined():
+                pass
+
+    def on_action(self, action: Action) -> None:
+        match action:
+            case Admit(group, task, epoch):
+                self._visits[group] = (epoch, task)
+            case CloseBatch(_, groups):
+                self._batch = groups
+            case Finalize(task, epoch, outcome):
+                self._end((epoch, task), outcome)
+            case Checkpoint():
+                self._saved = deepcopy(self.ends)
+
+    def _end(self, visit: Visit, end: str) -> None:
+        ends = self.ends.setdefault(visit, [])
+        ends.append(end)
+        assert len(ends) == 1, f"visit {visit} came to its end more than once: {ends}"
+
+
+class Slots(SimulationObserver):
+    """No request is lost or doubled among engines, and no engine takes more than it has slots."""
+
+    def __init__(self, parts: SimulatedCluster) -> None:
+        self._parts = parts
+
+    def after_event(self) -> None:
+        fleet, rollouts = self._parts.fleet, self._parts.rollouts
+        running = [group for group in rollouts.groups.values() if not group.over]
+        asking = {episode for group in running for episode in group.episodes if episode.asking}
+        assert sum(engine.load for engine in fleet.engines.values()) + len(fleet.unassigned) == len(asking)
+        assert rollouts.episodes_running == sum(group.left for group in running)
+        for engine in fleet.engines.values():
+            assert engine.running <= fleet.slots
+            assert engine.serves or not engine.load
