@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TypeVar
 
-from simulated import PLAIN, core_of
-
+from controller.simulated import PLAIN, core_of
 from outpace.controller.events import (
     Action,
     Admit,

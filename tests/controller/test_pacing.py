@@ -3,8 +3,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from simulated import PLAIN
 
+from controller.simulated import PLAIN
 from outpace.controller.pacing import GovernorSettings, Pacing, PipelineLoad
 from outpace.errors import BadInput
 

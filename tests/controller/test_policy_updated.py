@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from scripted import SMALL, Script, started
-from simulated import resume
-
+from controller.scripted import SMALL, Script, started
+from controller.simulated import resume
 from outpace.controller.events import (
     Checkpoint,
     EngineJoined,

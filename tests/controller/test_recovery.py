@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted import SMALL, Script
-from simulated import core_of
 
+from controller.scripted import SMALL, Script
+from controller.simulated import core_of
 from outpace.controller.events import Admit, BatchTrained, ChunkTrained, EngineLoaded, Published, RunStarted, TrainChunk
 from outpace.controller.ledger import LedgerState
 from outpace.controller.recovery import RecoveredWork, RecoveryRules, choose_recovered, recorded

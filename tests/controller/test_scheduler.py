@@ -6,9 +6,9 @@ import json
 from dataclasses import replace
 
 import pytest
-from scripted import SMALL, Script, groups, started
-from simulated import PLAIN, Simulation, core_of, steady
 
+from controller.scripted import SMALL, Script, groups, started
+from controller.simulated import PLAIN, Simulation, core_of, steady
 from outpace.controller.events import (
     Action,
     Admit,

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-from scripted import SMALL, Script, groups, started
-from simulated import PLAIN, Simulation, Trace, core_of, resume, steady
-
+from controller.scripted import SMALL, Script, groups, started
+from controller.simulated import PLAIN, Simulation, Trace, core_of, resume, steady
 from outpace.config.load import make_config
 from outpace.config.validation import resolve
 from outpace.controller.batcher import ReplaySettings

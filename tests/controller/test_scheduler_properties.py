@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
-from simulated import (
+
+from controller.simulated import (
     PLAIN,
     Simulation,
     Trace,
@@ -23,7 +24,6 @@ from simulated import (
     resume,
     steady,
 )
-
 from outpace.controller.batcher import ReplaySettings
 from outpace.controller.curriculum import CurriculumSettings
 from outpace.controller.events import (

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from scripted import SMALL, Script, started
-from simulated import Simulation, core_of, resume, steady
 
+from controller.scripted import SMALL, Script, started
+from controller.simulated import Simulation, core_of, resume, steady
 from outpace.controller.events import (
     Admit,
     BatchTrained,

@@ -12,8 +12,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated import PLAIN, Pace, Simulation, Trace, core_of, erratic, steady
 
+from controller.simulated import PLAIN, Pace, Simulation, Trace, core_of, erratic, steady
 from outpace.controller.events import Admit, EngineJoined, EngineLoaded, EngineLost, Event, LoadWeights
 from outpace.types import Version
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from simulated import PLAIN, Simulation, core_of, steady
 
+from controller.simulated import PLAIN, Simulation, core_of, steady
 from faults.watching import Runs, Settings, steps_of, words
 from outpace.controller.events import Admit
 from outpace.types import Outcome

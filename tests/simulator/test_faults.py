@@ -8,7 +8,6 @@ from itertools import cycle
 from typing import Any
 
 import pytest
-from books import Books
 from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
@@ -18,6 +17,7 @@ from outpace.controller.scheduler import SchedulerSettings
 from outpace.simulator.conductor import SimulationObserver
 from outpace.simulator.run import SimulatedRun, StartState, scheduler_settings
 from outpace.simulator.settings import SimulationSettings
+from simulator.books import Books
 from support import names
 
 seeds = st.integers(0, 2**31)
