@@ -1,4 +1,4 @@
-"""What holds for all tests."""
+"""Hooks, settings and fixtures shared by all tests."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import pytest
 from hypothesis import settings
 
 from cpus import NEOVERSE_N1, NEOVERSE_V1
-from leftovers import pytest_configure  # noqa: F401 - a hook: the session is checked for what it leaves behind
+from leftovers import pytest_configure  # noqa: F401 - a pytest hook: checks that the session leaves nothing behind
 from outpace.hardware import cpu
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # the processes share the cores; set before anything loads torch
     os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
-# Machines are shared and slow at times: how long an example takes says nothing about the code.
+# No deadline per example: machines are shared and sometimes slow.
 settings.register_profile("outpace", deadline=None)
 settings.load_profile("outpace")
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Tests that feed half characters to outpace get them into its log, and pytest-xdist cannot send those."""
+    """Escape lone surrogates in captured output: some tests log them, and pytest-xdist cannot send them."""
     report = yield
     report.sections = [(name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections]
     return report
@@ -31,13 +31,13 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 @pytest.fixture
 def cpu_without_bfloat16(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """This process believes that it runs on an aarch64 CPU without bfloat16."""
+    """Make outpace detect an aarch64 CPU without bfloat16."""
     _set_cpu(NEOVERSE_N1, monkeypatch, tmp_path)
 
 
 @pytest.fixture
 def cpu_with_bfloat16(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """This process believes that it runs on an aarch64 CPU with bfloat16."""
+    """Make outpace detect an aarch64 CPU with bfloat16."""
     _set_cpu(NEOVERSE_V1, monkeypatch, tmp_path)
 
 

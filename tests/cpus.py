@@ -1,4 +1,4 @@
-"""Lines of /proc/cpuinfo of CPUs that the tests' machine need not have."""
+"""/proc/cpuinfo feature lines of several CPUs, for tests that run on any machine."""
 
 NEOVERSE_N1 = (
     "Features\t: fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asimddp"

@@ -1,4 +1,4 @@
-"""A driver with fakes all around it, for tests."""
+"""A driver with fake components, for tests."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class FakeLearner:
         self.calls: list[str] = []
         self.replayed: dict[int, list[JournalLocation]] = {}
         self.metrics: dict[str, float] = {}
-        self.gone: list[str] = []  # segments that were released
+        self.released: list[str] = []  # journal segments that were released
 
     async def chunk(self, version: int, places: list[JournalLocation], replayed: bool = False) -> ChunkReport:
         assert version == self.version
-        assert not {place.segment for place in places} & set(self.gone)
+        assert not {place.segment for place in places} & set(self.released)
         self.calls.append(f"chunk {version}")
         count = len(places)
         if replayed:
@@ -77,8 +77,8 @@ class FakeLearner:
 class FakeEngine:
     def __init__(self) -> None:
         self.version = 0
-        self.corrupt = 0  # so many loads fail their checksums
-        self.torn = self.failing = 0  # so many loads fail, half-way or before they began
+        self.corrupt = 0  # number of loads still to fail their checksum
+        self.torn = self.failing = 0  # number of loads still to fail, half-way or before they begin
         self.pinned: list[int] = []
         self.running = self.turns = 0
 
@@ -102,7 +102,7 @@ class FakeEngine:
         self.pinned.append(-1)
 
     async def stats(self) -> EngineStats:
-        self.turns += not self.pinned or self.pinned[-1] == -1  # while it evaluates, the test says whether it gets on
+        self.turns += not self.pinned or self.pinned[-1] == -1  # during an evaluation, the test counts the turns
         return EngineStats(self.version, self.running, 0, 0, 0, 0, 0.0, 0.0, 0.0, 8, 1, self.turns)
 
     async def abort(self, request_ids: list[str]) -> None: ...
@@ -118,7 +118,7 @@ class FakeWorker:
         self.rewards = [1.0]
         self.released: list[str] = []
         self.recorded: dict[int, list[JournalLocation]] = {}
-        self.told: list[list[FleetMember]] = []
+        self.fleets: list[list[FleetMember]] = []
 
     async def run(self, order: GroupOrder) -> GroupReport:
         if self.behave is not None and (result := await self.behave(order)) is not None:
@@ -143,14 +143,14 @@ class FakeWorker:
     async def set_rng(self, state: bytes) -> None: ...
 
     async def fleet(self, members: list[FleetMember]) -> None:
-        self.told.append(members)
+        self.fleets.append(members)
 
     async def first_prompts(self, count: int) -> list[Ints]:
         return []
 
 
 class FakeRuntime:
-    """Nobody dies, unless a test says so; whoever is started again gives a sign of life at once."""
+    """No component dies unless a test puts its death into `deaths`; a restarted component answers pings at once."""
 
     def __init__(self) -> None:
         self.deaths: asyncio.Queue[ComponentFailed] = asyncio.Queue()
@@ -158,7 +158,7 @@ class FakeRuntime:
         self.killed: list[str] = []
         self.retired: list[str] = []
         self.silent: set[str] = set()
-        self.revived = asyncio.Event()
+        self.restart_done = asyncio.Event()
         self.refusals = 0
 
     async def restart(self, name: str) -> None:
@@ -166,7 +166,7 @@ class FakeRuntime:
             self.refusals -= 1
             raise BlockingIOError("no more processes")
         self.restarted.append(name)
-        self.revived.set()
+        self.restart_done.set()
 
     async def retire(self, name: str) -> None:
         self.retired.append(name)
@@ -196,7 +196,7 @@ SETTINGS = SchedulerSettings(
 
 
 class Rig:
-    """A driver with fakes all around; the run directory is real."""
+    """A driver with fake components and a real run directory."""
 
     def __init__(self, directory: Path, settings: SchedulerSettings = SETTINGS, stall_s: float = 20.0) -> None:
         self.log = RunLog.claim(directory)
@@ -205,9 +205,9 @@ class Rig:
         self.learner, self.engine = FakeLearner(), FakeEngine()
         self.engines = {"e0": self.engine}
         self.worker = FakeWorker(self.engine)
-        self.learner.gone = self.worker.released
+        self.learner.released = self.worker.released
         self.saved: list[int] = []
-        self.refused: list[int] = []  # versions that there is no room for
+        self.refused: list[int] = []  # versions whose checkpoint fails with `NotSaved`
         self.settings, self.stall_s = settings, stall_s
         self.restarts = 3
         self.start_engine: Callable[[str], tuple[str, str, FakeEngine]] | None = None
@@ -215,35 +215,35 @@ class Rig:
     async def run(self) -> str:
         self.runtime = FakeRuntime()
         sockets = {name: f"/{name}" for name in self.engines}
-        parts = Components(self.learner, self.engines, {"worker-0": self.worker}, self.runtime, sockets)
+        components = Components(self.learner, self.engines, {"worker-0": self.worker}, self.runtime, sockets)
         limits = FailureLimits(failed=3, filtered=None, notice_every=1000)
         supervision = SupervisionSettings(RestartSettings(self.restarts, window_s=60), probe_s=0.02, silent_s=0.05)
-        core = Scheduler(self.settings, TaskOrder(10, 0, True))
+        scheduler = Scheduler(self.settings, TaskOrder(10, 0, True))
         settings = DriverSettings(self.stall_s, GroupSettings(1, 1, limits), supervision)
         driver = Driver(
-            core,
-            parts,
+            scheduler,
+            components,
             self.recorder,
             Evaluator(5, 2),
             self._save,
             settings,
-            start_engine=self.start_engine and self._recruit,
+            start_engine=self.start_engine and self._start_engine,
         )
         return await driver.run(dict.fromkeys(self.engines, 0))
 
-    async def _recruit(self, url: str) -> tuple[str, str, FakeEngine]:
+    async def _start_engine(self, url: str) -> tuple[str, str, FakeEngine]:
         assert self.start_engine is not None
         return self.start_engine(url)
 
-    async def _save(self, version: int, memory: Callable[[], Awaitable[ControllerState | None]]) -> bool:
+    async def _save(self, version: int, collect_state: Callable[[], Awaitable[ControllerState | None]]) -> bool:
         if version in self.refused:
             raise NotSaved("no room")
-        if await memory() is None:
+        if await collect_state() is None:
             return False
         self.saved.append(version)
         return True
 
 
-async def until(true: Callable[[], object]) -> None:
-    while not true():  # noqa: ASYNC110 (what is waited for is a file, or somebody else's list)
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():  # noqa: ASYNC110 (waits for a file, or for a list that the driver fills)
         await asyncio.sleep(0.002)

@@ -1,4 +1,4 @@
-"""A small engine that is closed at the end, for tests."""
+"""A context manager that builds a small embedded engine and closes it."""
 
 from __future__ import annotations
 

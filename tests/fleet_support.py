@@ -1,4 +1,4 @@
-"""Engines that fail as told. What they sample is a pure function of the prompt, so any answer can be checked."""
+"""A fake engine with scripted failures. Its tokens are a pure function of the prompt, so any answer can be checked."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VOCABULARY = 1000
 
 
 def successor(token: int) -> int:
-    """What comes after a token, whoever samples it."""
+    """Return the token that every fake engine samples after `token`."""
     return (token * 7 + 3) % VOCABULARY
 
 
@@ -29,15 +29,15 @@ def logprobs_of(tokens: list[int]) -> list[float]:
 
 
 class FakeEngine:
-    """`outpace.protocols.Engine`: requests wait until the test ends them, unless `prompt_answers`."""
+    """`outpace.protocols.Engine`: requests wait until the test ends them, unless `answers_immediately`."""
 
     def __init__(self, version: Version = 0) -> None:
         self.version = version
-        self.prompt_answers = True
+        self.answers_immediately = True
         self.samplings: list[Sampling] = []
-        self.asked: list[str] = []
+        self.received: list[str] = []
         self.aborted: list[str] = []
-        self.troubles: list[Exception | tuple[int, StopReason]] = []  # in place of an answer, one for each request
+        self.faults: list[Exception | tuple[int, StopReason]] = []  # one per request, used instead of an answer
         self._ends: dict[str, asyncio.Future[tuple[int, StopReason]]] = {}
         self._written: dict[str, list[int]] = {}
         self._changed = asyncio.Condition()
@@ -45,17 +45,17 @@ class FakeEngine:
     async def generate(
         self, request_id: str, token_ids: Ints, sampling: Sampling, min_version: Version, pinned: Version | None
     ) -> Generation:
-        assert request_id not in self._ends, "it has this one already"
-        self.asked.append(request_id)
+        assert request_id not in self._ends, "this request is already running"
+        self.received.append(request_id)
         self.samplings.append(sampling)
         end = self._ends[request_id] = asyncio.get_running_loop().create_future()
         self._written[request_id] = []
-        await self._tell()
+        await self._notify()
         try:
             length, stop = await self._end_of(end, sampling)
         finally:
             del self._ends[request_id], self._written[request_id]
-            await self._tell()
+            await self._notify()
         tokens = answer_to(token_ids, length)
         return Generation(
             np.array(tokens, dtype=np.int32),
@@ -65,27 +65,27 @@ class FakeEngine:
         )
 
     async def _end_of(self, end: asyncio.Future[tuple[int, StopReason]], sampling: Sampling) -> tuple[int, StopReason]:
-        if self.troubles:
-            trouble = self.troubles.pop(0)
-            if isinstance(trouble, Exception):
-                raise trouble
-            return trouble
-        return (sampling.max_tokens, "length") if self.prompt_answers else await end
+        if self.faults:
+            fault = self.faults.pop(0)
+            if isinstance(fault, Exception):
+                raise fault
+            return fault
+        return (sampling.max_tokens, "length") if self.answers_immediately else await end
 
     def end(self, request_id: str, length: int, stop: StopReason) -> None:
         self._ends[request_id].set_result((length, stop))
 
     def die(self, name: str = "engine") -> None:
-        """With all that it had."""
+        """Fail every running request with `ComponentLost`."""
         for end in self._ends.values():
             end.set_exception(ComponentLost(name, "closed its connection"))
 
     async def write(self, request_id: str, tokens: list[int]) -> None:
         self._written[request_id] += tokens
-        await self._tell()
+        await self._notify()
 
-    async def has(self, *request_ids: str) -> None:
-        """Returns once these requests have arrived."""
+    async def wait_for(self, *request_ids: str) -> None:
+        """Return once these requests have arrived."""
         async with self._changed:
             await self._changed.wait_for(lambda: set(request_ids) <= self._ends.keys())
 
@@ -100,7 +100,7 @@ class FakeEngine:
             await self._changed.wait_for(lambda: len(self._written.get(request_id, [0] * after + [0])) > after)
         return np.array(self._written.get(request_id, [])[after:], dtype=np.int32)
 
-    async def _tell(self) -> None:
+    async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
 

@@ -1,13 +1,13 @@
 """Fails a test session that leaves processes, shared memory, semaphores or temporary files behind.
 
 The check runs once per session: in the process that starts the tests, or with pytest-xdist in its controller. Other
-programs, other test sessions included, may run on the machine at the same time and are not blamed:
+programs and other test sessions may run on the machine at the same time; what they leave is not reported:
 
-- The session has a temporary directory of its own, which has to be empty at the end.
-- Its processes were started after it, and inherited its mark in their environment; or they name or have open a file in
-  one of its directories, as programs do that were started with an environment of their own.
+- The session has its own temporary directory, which must be empty at the end.
+- A process belongs to the session if it was started after it and inherited its mark in the environment, or if it names
+  or has open a file in one of the session's directories (for programs started with their own environment).
 - A segment of shared memory or a semaphore belongs to the session if one of its processes was seen to map it. A thread
-  looks at every new one a few times a second. Scratch directories of runs say themselves where their files are.
+  checks every new one a few times a second. The runtime directory of a run records where its files are.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from outpace.runtime.cleanup_process import TRACKER
 MARK = "OUTPACE_TEST_SESSION"
 SHARED_MEMORY = Path("/dev/shm")
 CACHES = ("torchinductor_",)
-"""Beginnings of the names of directories that libraries keep on purpose."""
+"""Name prefixes of directories that libraries keep on purpose."""
 
-LOOK_S = 0.25
-LOOKS = 20
-"""A new segment that no process of this session maps in this many looks belongs to another program."""
+POLL_S = 0.25
+MAX_POLLS = 20
+"""A new segment that no process of this session maps within this many polls belongs to another program."""
 PATIENCE_S = float(os.environ.get("OUTPACE_LEFTOVERS_PATIENCE_S", "20"))
-"""A process that was killed may take a while to be gone, and so may what removes its files."""
+"""How long to wait for killed processes to exit and for their files to be removed."""
 
 
 class LeftoverCheck:
-    """From `__enter__` on the session owns what it creates; `found` lists what is still there."""
+    """Tracks what the session creates from `__enter__` on; `found` lists what is still there."""
 
     def __init__(self, *directories: Path) -> None:
-        """`directories`: others in which only this session works."""
+        """`directories`: further directories that only this session uses."""
         self._mark = f"{MARK}={secrets.token_hex(8)}"
         self._environment = dict(os.environ)
         self.temporary = Path(tempfile.mkdtemp(prefix="outpace-tests-"))
@@ -53,7 +53,7 @@ class LeftoverCheck:
         self.directories = [self.temporary, *directories]
         self._began = time.clock_gettime(time.CLOCK_BOOTTIME)
         self._known = _listed()
-        self._pending: dict[str, int] = {}  # new segments, and how often each was looked at
+        self._pending: dict[str, int] = {}  # new segments, and how often each was polled
         self._ours: set[str] = set()
         self._ended = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="leftovers", daemon=True)
@@ -77,16 +77,16 @@ class LeftoverCheck:
         shutil.rmtree(self.temporary, ignore_errors=True)
 
     def found(self, patience_s: float = PATIENCE_S) -> list[str]:
-        """One line for each thing that is left. Waits for what is about to go."""
+        """Return one line per leftover. Waits up to `patience_s` for leftovers to disappear."""
         until = time.monotonic() + patience_s
         while (left := self._left()) and time.monotonic() < until:
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
         return left
 
     def _left(self) -> list[str]:
-        left = [f"process {pid}: {_words(pid)}" for pid in self._processes() if not _is_own_tracker(pid)]
+        left = [f"process {pid}: {_command_line(pid)}" for pid in self._processes() if not _is_own_tracker(pid)]
         left += [str(SHARED_MEMORY / name) for name in sorted(self._ours & _listed())]
-        left += [str(path) for path in sorted(SHARED_MEMORY.glob("outpace-*")) if self._is_our_scratch(path)]
+        left += [str(path) for path in sorted(SHARED_MEMORY.glob("outpace-*")) if self._is_our_runtime_directory(path)]
         return left + [str(path) for path in sorted(self.temporary.iterdir()) if not path.name.startswith(CACHES)]
 
     def _processes(self) -> Iterator[int]:
@@ -96,18 +96,18 @@ class LeftoverCheck:
             if mark in _read(pid, "environ") or any(place in _files(pid) for place in places):
                 yield pid
 
-    def _is_our_scratch(self, scratch: Path) -> bool:
+    def _is_our_runtime_directory(self, path: Path) -> bool:
         with suppress(OSError, ValueError):
-            files = json.loads((scratch / "owner.lock").read_bytes()).get("files", "")
+            files = json.loads((path / "owner.lock").read_bytes()).get("files", "")
             return any(files.startswith(f"{directory}/") for directory in self.directories)
         return False
 
     def _watch(self) -> None:
-        while not self._ended.wait(LOOK_S):
+        while not self._ended.wait(POLL_S):
             names = _listed()
             self._pending |= dict.fromkeys(names - self._known, 0)
             self._known = names
-            self._pending = {name: looks + 1 for name, looks in self._pending.items() if looks < LOOKS}
+            self._pending = {name: polls + 1 for name, polls in self._pending.items() if polls < MAX_POLLS}
             if self._pending:
                 self._attribute()
 
@@ -140,7 +140,7 @@ def _living(since: float) -> Iterator[int]:
 def _read(pid: int, name: str) -> bytes:
     try:
         return Path(f"/proc/{pid}/{name}").read_bytes()
-    except OSError:  # it has gone, or is another user's
+    except OSError:  # the process is gone or belongs to another user
         return b""
 
 
@@ -159,12 +159,12 @@ def _mapped_inodes(pid: int) -> set[int]:
     return {int(line.split(None, 5)[4]) for line in lines if b" /dev/shm/" in line}
 
 
-def _words(pid: int) -> str:
+def _command_line(pid: int) -> str:
     return _read(pid, "cmdline").replace(b"\0", b" ").decode(errors="replace")[:200]
 
 
 def _is_own_tracker(pid: int) -> bool:
-    """The tracker of this very process, which ends with it."""
+    """Whether this is the resource tracker of this process, which ends with it."""
     parent = _read(pid, "stat").rpartition(b")")[2].split()[1:2]
     return TRACKER in _read(pid, "cmdline") and parent == [str(os.getpid()).encode()]
 

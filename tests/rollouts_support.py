@@ -1,4 +1,4 @@
-"""What several tests of the rollouts need: a worker's settings, and a journal in memory."""
+"""Shared by the rollout tests: worker settings and an in-memory journal."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from outpace.types import FinishedGroup, GroupRecord, JournalLocation
 
 
 def worker_settings(client: ClientSettings, advantage: str = "dr_grpo", **changes: Any) -> WorkerSettings:
-    credit = advantage_settings(configured_advantage(AlgorithmConfig(advantage=advantage)))
+    token_advantages = advantage_settings(configured_advantage(AlgorithmConfig(advantage=advantage)))
     values: dict[str, Any] = {
         "eval_seed": 99,
         "eval_temperature": 0.0,
         "episode_timeout_s": 60.0,
         "reward_timeout_s": 60.0,
-        "scoring": ScoringRules(credit, GroupFilter()),
+        "scoring": ScoringRules(token_advantages, GroupFilter()),
     }
     return WorkerSettings(client=client, **(values | changes))
 
 
 class RecordingJournal:
-    """Keeps records in memory; `place` is their number."""
+    """Keeps records in memory; the location of a record is its index."""
 
     def __init__(self) -> None:
         self.records: list[GroupRecord] = []

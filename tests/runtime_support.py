@@ -1,4 +1,4 @@
-"""A toy part that does whatever a test wants of it, in a child process of its own."""
+"""A toy component for tests, in its own child process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Toy(Protocol):
     async def block(self, seconds: float) -> None: ...
     async def stop_itself(self) -> None: ...
     async def start_program(self, seconds: int) -> int: ...
-    async def ask_peer(self) -> int: ...
+    async def call_peer(self) -> int: ...
     async def break_down(self) -> None: ...
 
 
@@ -52,7 +52,7 @@ class RealToy:
         os._exit(code)
 
     async def block(self, seconds: float) -> None:
-        time.sleep(seconds)  # noqa: ASYNC251 - a loop that is stuck is what it is for
+        time.sleep(seconds)  # noqa: ASYNC251 - simulates a blocked event loop
 
     async def stop_itself(self) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -60,7 +60,7 @@ class RealToy:
     async def start_program(self, seconds: int) -> int:
         return subprocess.Popen(["sleep", str(seconds)], start_new_session=True).pid  # noqa: ASYNC220
 
-    async def ask_peer(self) -> int:
+    async def call_peer(self) -> int:
         (peer,) = self._peers.values()
         return await peer.pid()  # type: ignore[no-any-return]
 

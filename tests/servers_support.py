@@ -1,4 +1,4 @@
-"""What tests of inference servers share."""
+"""Shared helpers for tests of inference servers."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ SMALL: dict[str, Any] = {
     "launch.start_s": START_S,
     "launch.env": {"VLLM_CPU_KVCACHE_SPACE": "1"},
 }
-"""Settings of a server that tests can afford."""
+"""Settings of a server small enough for tests."""
 
 
 @dataclass(frozen=True)
 class RunningVllm:
-    """`config` is the one that it was started by; its model is the starter, with outpace's plugin."""
+    """A running server with the starter model and outpace's plugin. `config` is the config it was started with."""
 
     url: str
     pid: int
@@ -38,13 +38,13 @@ class RunningVllm:
 def vllm_python() -> str:
     python = os.environ.get("OUTPACE_VLLM_PYTHON", "")
     if not python:
-        pytest.skip("OUTPACE_VLLM_PYTHON names no Python with vLLM")
+        pytest.skip("OUTPACE_VLLM_PYTHON does not name a Python with vLLM")
     return python
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """Of 127.0.0.1, signed by nobody else."""
+    """A self-signed certificate for 127.0.0.1."""
 
     key: Path
     certificate: Path

@@ -1,4 +1,4 @@
-"""Starting the command line and reading what it leaves, for tests."""
+"""Test helpers: build configs, start the command line, read the files of a run."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def run_command(*words: str, within_s: float = 280, **options: Any) -> subproces
         try:
             out, err = process.communicate(timeout=within_s)
         finally:
-            process.kill()  # after a time-out; otherwise it has ended
+            process.kill()  # after a timeout; otherwise it has already ended
     return subprocess.CompletedProcess(words, process.returncode, out, err)
 
 
@@ -64,7 +64,7 @@ def journalled(journal: Path) -> dict[int, GroupRecord]:
 
 
 def kept_of(group: int, newest: int = 0, **order: Any) -> FinishedGroup:
-    """What the journal keeps of a group that finished, in no particular way."""
+    """A finished group as the journal records it, with arbitrary values."""
     ordered = GroupOrder(group, **({"task": 0, "epoch": 0, "min_version": 0, "size": 4, "position": group} | order))
     return FinishedGroup(ordered, GroupReport(group, f"task/{group}", "finished", newest=newest))
 
@@ -81,10 +81,10 @@ def a_record(group: int, tokens: int = 5) -> GroupRecord:
 
 
 def naming(*keys: str) -> str:
-    """A pattern for messages that have all of these in them, in any order."""
+    """A regex for messages that contain all keys, in any order."""
     return "(?s)^" + "".join(f"(?=.*{re.escape(key)})" for key in keys)
 
 
 def names(text: str, keys: str) -> bool:
-    """Whether the text holds each of the keys, which stand between spaces, as a word of its own."""
+    """Whether the text contains each of the space-separated keys as a whole word."""
     return all(re.search(rf"(?<!\w){re.escape(key)}(?!\w)", text) for key in keys.split())

@@ -1,4 +1,4 @@
-"""Rules for the source: layers of imports, no cycles, sizes, no pickle on sockets, no evaluated text."""
+"""Rules for the source: import layers, no cycles, file sizes, no pickle on sockets, no evaluated text."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def layer_of(package: str) -> int:
 
 
 def imports() -> list[tuple[Path, str]]:
-    """Every (file, outpace module it imports), wherever in the file the import stands."""
+    """Every (file, outpace module it imports), anywhere in the file."""
     found = []
     for path in sorted(SOURCE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -170,13 +170,13 @@ def test_nothing_evaluates_text_as_code() -> None:
 
 
 @pytest.mark.parametrize("module", NO_TORCH)
-def test_a_light_module_loads_no_torch(module: str) -> None:
+def test_light_modules_do_not_import_torch(module: str) -> None:
     program = f"import {module}, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
-def test_the_plugin_for_servers_imports_nothing_of_outpace_which_is_not_installed_there() -> None:
-    plugin = SOURCE.parent / "outpace_vllm"
+def test_the_vllm_plugin_does_not_import_outpace() -> None:
+    plugin = SOURCE.parent / "outpace_vllm"  # runs in the server's environment, where outpace is not installed
     files = sorted(plugin.glob("*.py"))
     assert files
     for path in files:

@@ -1,4 +1,4 @@
-"""The stages of continuous integration, with commands of seconds in place of the suites."""
+"""The stages script of continuous integration, with short commands in place of the suites."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def running(mark: str) -> list[psutil.Process]:
     return [process for process in psutil.process_iter(["cmdline"]) if mark in " ".join(process.info["cmdline"] or [])]
 
 
-def test_of_a_stage_that_passes_the_summary_and_the_minutes_are_printed() -> None:
+def test_a_passing_stage_prints_its_summary_and_duration() -> None:
     done = run_stages(f'stage "fast suite" 60 printf "{PYTEST_LOG}"')
     assert done.returncode == 0
     assert "collected" not in done.stdout
@@ -42,7 +42,7 @@ def test_of_a_stage_that_passes_the_summary_and_the_minutes_are_printed() -> Non
     assert re.match(r" +\d+:\d\d  ", whole)
 
 
-def test_a_stage_that_fails_is_printed_whole_and_ends_everything_with_minutes_for_each() -> None:
+def test_a_failing_stage_prints_its_whole_log_stops_all_stages_and_lists_durations() -> None:
     mark = uuid.uuid4().hex
     done = run_stages(
         f'begin "beside" 60 bash -c "setsid sleep 99 & exec -a {mark} sleep 99"\n'
@@ -58,13 +58,13 @@ def test_a_stage_that_fails_is_printed_whole_and_ends_everything_with_minutes_fo
 
 
 @pytest.mark.parametrize(("stage_limit", "whole_limit"), [(1, 600), (600, 1)])
-def test_a_stage_that_hangs_ends_at_its_own_limit_or_at_that_of_the_whole(stage_limit: int, whole_limit: int) -> None:
+def test_a_hanging_stage_ends_at_its_own_limit_or_the_overall_limit(stage_limit: int, whole_limit: int) -> None:
     done = run_stages(f'stage "hung" {stage_limit} sleep 99', whole_limit)
     assert done.returncode == 1
     assert any(names(line, "hung 1") for line in done.stdout.splitlines())
 
 
-def test_a_stage_in_the_background_fails_the_whole_when_it_is_finished() -> None:
+def test_a_failed_background_stage_fails_the_build_when_it_is_finished() -> None:
     done = run_stages(
         'begin "installs" 60 bash -c "echo no such package; exit 1"\nstage "suite" 60 true\nfinish "installs"'
     )
@@ -72,7 +72,7 @@ def test_a_stage_in_the_background_fails_the_whole_when_it_is_finished() -> None
     assert "no such package" in done.stdout
 
 
-def test_a_process_that_a_stage_leaves_in_a_session_of_its_own_is_ended() -> None:
+def test_a_process_that_a_stage_leaves_in_its_own_session_is_killed() -> None:
     mark = uuid.uuid4().hex
     done = run_stages(f'stage "suite" 60 bash -c "setsid -f bash -c \'exec -a {mark} sleep 99\'"')
     assert done.returncode == 0

@@ -1,4 +1,4 @@
-"""What the command line makes of the unforeseen, and what it says of itself."""
+"""The command line: unexpected errors, closed pipes, help, suggestions and completed runs."""
 
 from __future__ import annotations
 
@@ -14,67 +14,67 @@ from outpace.config.load import dump_toml
 from support import names, resolved, run_command
 
 
-def test_what_nobody_has_foreseen_ends_with_4_and_its_traceback(
+def test_an_unexpected_error_exits_with_4_and_prints_its_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def burst(*_: object) -> int:
+    def fail(*_: object) -> int:
         raise ZeroDivisionError("in the middle of it")
 
-    monkeypatch.setattr(cli, "train", burst)
+    monkeypatch.setattr(cli, "train", fail)
     assert cli.main(["train"]) == 4
-    said = capsys.readouterr().err
-    assert "Traceback" in said
-    assert "ZeroDivisionError: in the middle of it" in said
+    err = capsys.readouterr().err
+    assert "Traceback" in err
+    assert "ZeroDivisionError: in the middle of it" in err
 
 
-def test_a_pipe_that_broke_elsewhere_is_unforeseen_too(
+def test_a_broken_pipe_other_than_stdout_is_an_unexpected_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def burst(*_: object) -> int:
+    def fail(*_: object) -> int:
         raise BrokenPipeError(32, "of a socket")
 
-    monkeypatch.setattr(cli, "doctor", burst)
+    monkeypatch.setattr(cli, "doctor", fail)
     assert cli.main(["doctor"]) == 4
     assert "of a socket" in capsys.readouterr().err
 
 
-def test_whoever_has_read_enough_sees_no_traceback() -> None:
+def test_a_closed_stdout_pipe_prints_no_traceback() -> None:
     command = [sys.executable, "-m", "outpace.cli", "train", "--dry-run"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None
     assert process.stderr is not None
     process.stdout.close()
-    said = process.stderr.read().decode()
+    err = process.stderr.read().decode()
     process.stderr.close()
-    assert (process.wait(60), said) == (cli.EXIT_BROKEN_PIPE, "")
+    assert (process.wait(60), err) == (cli.EXIT_BROKEN_PIPE, "")
 
 
-def test_a_dry_run_shows_the_gpu_of_every_process_and_is_a_config(
+def test_a_dry_run_prints_a_valid_config_with_the_gpu_of_every_process(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
     assert cli.main(["train", "--dry-run", "--run.device=cuda"]) == 0
-    said = capsys.readouterr().out
-    assert "# learner: GPU 4\n# engine-0: GPU 6\n" in said
-    assert tomllib.loads(said)["engine"]["kind"] == "embedded"
+    out = capsys.readouterr().out
+    assert "# learner: GPU 4\n# engine-0: GPU 6\n" in out
+    assert tomllib.loads(out)["engine"]["kind"] == "embedded"
 
 
 @pytest.mark.parametrize("verb", ["eval", "play", "serve", "check-logprobs", "doctor"])
-def test_the_help_of_commands_that_take_settings_says_so(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_commands_that_accept_settings_mentions_them(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main([verb, "--help"])
     assert "--section.key" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("verb", ["serve", "check-logprobs", "fleet"])
-def test_every_command_is_suggested_to_whoever_mistypes_it(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistyped_command_is_refused_with_a_suggestion(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main([verb + "x"])
     assert names(capsys.readouterr().err, f"{verb}?")
 
 
 @pytest.mark.timeout(120)
-def test_a_run_that_is_done_says_so_when_it_is_resumed_and_starts_nothing(tmp_path: Path) -> None:
+def test_resuming_a_completed_run_prints_one_line_and_changes_nothing(tmp_path: Path) -> None:
     run = tmp_path / "run"
     few = [
         "--run.steps=1",
@@ -95,9 +95,9 @@ def test_a_run_that_is_done_says_so_when_it_is_resumed_and_starts_nothing(tmp_pa
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()} == before
 
 
-def test_a_run_with_servers_is_resumed_with_another_kind_of_engine(tmp_path: Path) -> None:
+def test_a_run_with_server_engines_can_be_resumed_with_the_embedded_engine(tmp_path: Path) -> None:
     servers = {"engine.kind": "vllm", "launch.python": "/no/such/python", "launch.args": ["--flag"]}
     (tmp_path / "config.toml").write_text(dump_toml(resolved(servers)))
-    answer = run_command("train", "--resume", str(tmp_path), "--engine.kind", "embedded", "--dry-run")
-    assert answer.returncode == 0, answer.stderr
-    assert "/no/such/python" not in answer.stdout
+    result = run_command("train", "--resume", str(tmp_path), "--engine.kind", "embedded", "--dry-run")
+    assert result.returncode == 0, result.stderr
+    assert "/no/such/python" not in result.stdout

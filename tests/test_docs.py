@@ -1,4 +1,4 @@
-"""The documents, held against the code: what they name exists, what they link to is there."""
+"""Checks the documentation against the code: names exist, links resolve, examples parse."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
 FILE_ENDINGS = ("json", "jsonl", "lock", "log", "md", "py", "safetensors", "toml")
-"""What may stand behind a section's name without being a key: `model.safetensors`, `run.lock`."""
+"""Suffixes that follow a section's name without being a setting: `model.safetensors`, `run.lock`."""
 
 KEY = re.compile(rf"(?<![\w./-])(?:--)?({'|'.join(SECTIONS)})\.(\w+)\b")
 
@@ -63,7 +63,7 @@ def commands(name: str) -> Iterator[str]:
 
 
 def benchmark_options(what: str) -> set[str]:
-    """Read off the source: importing a benchmark loads torch."""
+    """Option names, read from the source because importing a benchmark loads torch."""
     text = (SOURCE / "commands" / f"bench_{what}.py").read_text()
     declared = re.findall(r'add_argument\("--([\w-]+)"', text)
     defaults = re.search(r"take_options\(\w+, \{(.*?)\}\)", text)
@@ -76,11 +76,11 @@ def test_there_are_documents_with_commands_in_them() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_command_is_one_that_the_command_line_takes(name: str) -> None:
+def test_every_documented_command_parses(name: str) -> None:
     for command in commands(name):
         words, settings = cli.split_settings(shlex.split(command)[1:])
-        if (len(words) == 1 and not settings) or "--help" in words:  # a verb by its name alone
-            assert_there_is_help(words[0])
+        if (len(words) == 1 and not settings) or "--help" in words:  # the name of a command alone
+            assert_has_help(words[0])
             continue
         arguments = cli._parser().parse_args(words)
         if words[0] == "simulate":
@@ -92,14 +92,14 @@ def test_every_command_is_one_that_the_command_line_takes(name: str) -> None:
         assert not options or options <= benchmark_options(arguments.what), command
 
 
-def assert_there_is_help(verb: str) -> None:
+def assert_has_help(verb: str) -> None:
     with pytest.raises(SystemExit) as left:
         cli._parser().parse_args([verb, "--help"])
     assert left.value.code in (None, 0), verb
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_setting_that_is_named_exists(name: str) -> None:
+def test_every_documented_setting_exists(name: str) -> None:
     code = [*spans(name), *(body for _, body in FENCE.findall(text_of(name)))]
     named = [match for text in code for match in KEY.findall(text) if match[1] not in FILE_ENDINGS]
     unknown = {f"{section}.{key}" for section, key in named} - (set(FIELDS) | simulated_settings(name))
@@ -108,7 +108,7 @@ def test_every_setting_that_is_named_exists(name: str) -> None:
 
 
 def simulated_settings(name: str) -> set[str]:
-    """The page on the simulator names settings of its own."""
+    """The simulator's page documents the simulator's own settings."""
     return set(simulation.FIELDS) if name == "docs/simulator.md" else set()
 
 
@@ -143,14 +143,14 @@ def _as_toml(value: object) -> str:
     return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
-def test_defaults_told_in_the_readme_are_those_of_the_code() -> None:
+def test_defaults_in_the_readme_match_the_code() -> None:
     rows = re.findall(r"^\| `(\w+\.\w+)` \| `?([\w.-]+)`? \|", text_of("README.md"), re.MULTILINE)
     assert len(rows) > 5
     assert dict(rows) == {key: _as_toml(FIELDS[key].default).strip('"') for key, _ in rows}
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_link_leads_somewhere(name: str) -> None:
+def test_every_link_resolves(name: str) -> None:
     broken = []
     for target in LINK.findall(FENCE.sub("", text_of(name))):
         place, _, anchor = target.partition("#")
@@ -168,21 +168,21 @@ def anchors(path: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_every_room_and_module_is_named_in_the_architecture() -> None:
+def test_every_package_and_root_module_is_in_the_architecture_page() -> None:
     named = set(spans("docs/architecture.md"))
-    rooms = {f"{path.parent.name}/" for path in SOURCE.glob("*/__init__.py")}
+    packages = {f"{path.parent.name}/" for path in SOURCE.glob("*/__init__.py")}
     modules = {path.name for path in SOURCE.glob("*.py")} - {"__init__.py"}
-    assert rooms | modules <= named
+    assert packages | modules <= named
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_file_of_the_repository_that_is_named_exists(name: str) -> None:
+def test_every_documented_repository_path_exists(name: str) -> None:
     paths = [text for text in spans(name) if re.fullmatch(r"(?:src|tests|examples|scripts|docs)/[\w./-]+", text)]
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_make_target_that_is_named_exists(name: str) -> None:
+def test_every_documented_make_target_exists(name: str) -> None:
     lines = [line for block in blocks(name, "bash") for line in block.splitlines()]
     named = {match[1] for text in [*spans(name), *lines] if (match := re.match(r"make (\w+)", text))}
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
@@ -195,18 +195,18 @@ def test_python_blocks_compile(name: str) -> None:
         compile(block, f"{name}, block {number}", "exec")
 
 
-def test_every_metric_of_the_contract_is_explained() -> None:
+def test_every_metric_is_documented() -> None:
     assert set(RULES) <= set(spans("docs/running.md"))
 
 
-def test_every_exit_code_is_explained() -> None:
+def test_every_exit_code_is_documented() -> None:
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.OutpaceError)]
     codes = {kind.exit_code for kind in kinds} | {0, cli.EXIT_SECOND_SIGNAL}
-    told = {int(code) for code in re.findall(r"^\| (\d+) \|", text_of("docs/running.md"), re.MULTILINE)}
-    assert codes <= told
+    documented = {int(code) for code in re.findall(r"^\| (\d+) \|", text_of("docs/running.md"), re.MULTILINE)}
+    assert codes <= documented
 
 
-def test_the_whole_public_surface_is_in_the_python_pages() -> None:
+def test_the_whole_public_api_is_in_the_python_api_page() -> None:
     text = text_of("docs/python_api.md")
     parameters = set(inspect.signature(outpace.Trainer).parameters) - {"others"}  # names that are refused
     hooks = {name for name in vars(Callback) if name.startswith("on_")}
@@ -219,42 +219,42 @@ ALGORITHMS = "docs/algorithms.md"
 PRESET_ROW = re.compile(r"^\| `(\w+)` \|((?:[^|\n]*\|){7})$", re.MULTILINE)
 
 
-def test_everything_that_can_be_named_in_an_algorithm_is_on_its_page() -> None:
+def test_every_built_in_algorithm_choice_is_on_the_algorithms_page() -> None:
     built_in = {name for registry in (POLICY_LOSSES, ADVANTAGES, NORMALIZERS) for name in registry.built_in}
     choices = {*get_args(Anchor), *get_args(Aggregation), *get_args(Credit)}
     assert built_in | choices | set(MASKS) | set(PRESETS) <= set(spans(ALGORITHMS))
 
 
-def test_every_setting_of_the_mathematics_is_on_the_page_of_algorithms() -> None:
+def test_every_algorithm_setting_is_on_the_algorithms_page() -> None:
     sections = ("algorithm", "correction", "kl", "critic", "filter", "difficulty", "replay", "governor")
     settings = {key for key in FIELDS if key.partition(".")[0] in sections}
     named = {f"{section}.{key}" for text in spans(ALGORITHMS) for section, key in KEY.findall(text)}
     assert settings - named - {"governor.enabled"} == set()
 
 
-def test_every_metric_of_the_mathematics_is_on_the_page_of_algorithms() -> None:
-    rooms = ("offpolicy/", "loss/", "lag/", "governor/", "replay/", "difficulty/")
-    metrics = {name for name in RULES if name.startswith(rooms)} | {f"offpolicy/{name}" for name in RATIO_BINS}
+def test_every_algorithm_metric_is_on_the_algorithms_page() -> None:
+    prefixes = ("offpolicy/", "loss/", "lag/", "governor/", "replay/", "difficulty/")
+    metrics = {name for name in RULES if name.startswith(prefixes)} | {f"offpolicy/{name}" for name in RATIO_BINS}
     assert metrics <= set(spans(ALGORITHMS))
 
 
-def test_the_table_of_presets_says_what_each_resolves_to() -> None:
-    told = {
+def test_the_preset_table_matches_the_resolved_presets() -> None:
+    documented = {
         name: [cell.strip() for cell in cells.split("|")[:-1]]
         for name, cells in PRESET_ROW.findall(text_of(ALGORITHMS))
     }
-    assert told == {name: _cells_of_preset(name) for name in PRESETS}
+    assert documented == {name: _cells_of_preset(name) for name in PRESETS}
 
 
 def _cells_of_preset(name: str) -> list[str]:
     config = resolved({"algorithm.preset": name})
     algorithm, correction = config.algorithm, config.correction
-    normaliser = "" if algorithm.normalise == "none" else f", `{algorithm.normalise}`"
+    normalizer = "" if algorithm.normalise == "none" else f", `{algorithm.normalise}`"
     cap = f", cap {correction.cap:g}" if correction.cap else ", no cap"
     return [
         f"`{algorithm.surrogate}`",
         str(algorithm.anchor),
-        f"`{algorithm.advantage}`{normaliser}",
+        f"`{algorithm.advantage}`{normalizer}",
         str(algorithm.aggregation),
         "none" if correction.weight == "none" else f"{correction.weight}{cap}",
         ", ".join(f"`{mask}`" for mask in correction.masks or []),

@@ -23,11 +23,11 @@ def test_a_count_agrees_with_its_noun(count: int, noun: str, text: str) -> None:
 
 
 @pytest.mark.parametrize(("noun", "text"), [("int", "an int"), ("Episode", "an Episode"), ("str", "a str")])
-def test_the_article_goes_by_the_first_letter(noun: str, text: str) -> None:
+def test_the_article_depends_on_the_first_letter(noun: str, text: str) -> None:
     assert with_article(noun) == text
 
 
-def test_a_reward_for_one_sample_is_asked_for_one_number() -> None:
+def test_two_rewards_for_one_sample_are_refused_with_correct_plurals() -> None:
     with pytest.raises(RewardFailed, match=r"\b2 values\b.*\b1 sample\b"):
         check_scores("short", [1.0, 2.0], 1)
 

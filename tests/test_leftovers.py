@@ -1,4 +1,4 @@
-"""The check that every test session ends with."""
+"""The leftover check at the end of every test session."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def test_leaves_things_behind():
     resource_tracker.unregister(segment._name, "shared_memory")
     folder = tempfile.mkdtemp()
     started = subprocess.Popen(["sleep", "600"], stdin=subprocess.DEVNULL, start_new_session=True)
-    with open({told!r}, "w") as file:
+    with open({report!r}, "w") as file:
         print(segment._name, folder, started.pid, file=file)
-    time.sleep(5)  # the segment is looked at meanwhile
+    time.sleep(5)  # time for the check to see the segment
 """
 TIDY = """
 import subprocess, tempfile
@@ -54,9 +54,9 @@ def session(tmp_path: Path, tests: str, *options: str) -> subprocess.CompletedPr
 
 @pytest.mark.parametrize("options", [[], ["-n1"]], ids=["one process", "xdist"])
 def test_a_session_that_leaves_things_behind_fails_and_lists_them(tmp_path: Path, options: list[str]) -> None:
-    told = tmp_path / "told"
-    ended = session(tmp_path, LEAKY.format(told=str(told)), *options)
-    segment, folder, pid = told.read_text().split()
+    report = tmp_path / "report"
+    ended = session(tmp_path, LEAKY.format(report=str(report)), *options)
+    segment, folder, pid = report.read_text().split()
     os.kill(int(pid), signal.SIGKILL)
     Path("/dev/shm", segment.removeprefix("/")).unlink()
     assert ended.returncode == pytest.ExitCode.TESTS_FAILED, ended.stdout
@@ -71,7 +71,7 @@ def test_a_session_that_leaves_nothing_behind_passes(tmp_path: Path, options: li
     assert ended.returncode == 0, ended.stdout
 
 
-def test_what_other_programs_have_is_not_blamed_on_the_session() -> None:
+def test_processes_of_other_programs_are_not_reported() -> None:
     environment = dict(os.environ)
     with LeftoverCheck() as check, subprocess.Popen(["sleep", "600"], env=environment) as other:
         assert check.found(patience_s=0) == []

@@ -1,4 +1,4 @@
-"""What tests of weights share."""
+"""Shared helpers for tests of weights."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def flip(path: Path, offset: int, bit: int = 2) -> None:
-    """One bit of a file, in place."""
+    """Flip one bit of a file in place."""
     with open(path, "r+b") as file:
         (value,) = os.pread(file.fileno(), 1, offset)
         os.pwrite(file.fileno(), bytes([value ^ (1 << bit)]), offset)

@@ -25,10 +25,9 @@ from outpace.checkpoint.commit import CHECKPOINTS
 from outpace.checkpoint.export import export
 from outpace.commands.evaluate import evaluate_plan
 from outpace.config import Config
-from outpace.config.defaults import with_values
+from outpace.config.defaults import default_directory, with_values
 from outpace.config.load import load_config, make_config
 from outpace.config.other_libraries import equivalent_setting
-from outpace.config.validation import default_directory
 from outpace.controller.evaluation import Evaluation
 from outpace.errors import BadInput, one_line
 from outpace.models.loading import check_model_objects, save_model_objects

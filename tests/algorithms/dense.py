@@ -1,6 +1,6 @@
-"""The plain formulas on padded [S, T] tensors, for autograd: nothing is bounded, so log-ratios must be moderate.
+"""Reference policy losses on padded [S, T] tensors, for autograd. Unbounded, so log-ratios must be moderate.
 
-Legend: _S_T one entry per place of each sequence, real or padding.
+Suffix _S_T: one entry per position of each sequence, real or padding.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from algorithms.reference import Pass
 @dataclass
 class Dense:
     logp_S_T: Tensor
-    anchor_S_T: Tensor
+    old_S_T: Tensor
     sampler_S_T: Tensor
     advantages_S_T: Tensor
     real_S_T: Tensor
 
     @property
     def log_r(self) -> Tensor:
-        return (self.logp_S_T - self.anchor_S_T) * self.real_S_T
+        return (self.logp_S_T - self.old_S_T) * self.real_S_T
 
     @property
     def r(self) -> Tensor:
         return torch.exp(self.log_r)
 
     def mean(self, values_S_T: Tensor) -> Tensor:
-        """Over each sequence, as a column."""
+        """Return the mean over each sequence, as a column."""
         count = self.real_S_T.sum(1, keepdim=True).clamp(min=1)
         return (values_S_T * self.real_S_T).sum(1, keepdim=True) / count
 
@@ -74,7 +74,7 @@ def ppo(x: Dense, clip_low: float, clip_high: float, dual_clip: float | None) ->
 
 
 def gspo(x: Dense, clip_low: float, clip_high: float) -> Tensor:
-    """The token form: the value of the sequence's ratio, times pi / sg(pi)."""
+    """Token form: the value of the sequence ratio times pi / stop_gradient(pi)."""
     ratio = torch.exp(x.mean(x.log_r)).detach() * torch.exp(x.logp_S_T - x.logp_S_T.detach())
     return _clip(ratio, x.advantages_S_T, clip_low, clip_high)
 
@@ -90,7 +90,7 @@ def gmpo(x: Dense, clip_low: float, clip_high: float) -> Tensor:
 
 
 def gspo_of_sequences(x: Dense, clip_low: float, clip_high: float) -> Tensor:
-    """The loss of each whole sequence, which has one advantage."""
+    """Return the loss of each whole sequence, which has one advantage."""
     return _clip(torch.exp(x.mean(x.log_r)), x.advantages_S_T[:, :1], clip_low, clip_high)
 
 
@@ -117,17 +117,17 @@ def dppo(x: Dense, divergence: str, trust_low: float, trust_high: float, ratio_p
     return torch.where(drop, 0.0, -x.r * x.advantages_S_T) + ratio_penalty * x.log_r**2
 
 
-SURROGATES: dict[str, Callable[..., Tensor]] = {
+POLICY_LOSSES: dict[str, Callable[..., Tensor]] = {
     function.__name__: function
     for function in (reinforce, truncated_is, importance, ppo, gspo, gmpo, sapo, vespo, dppo)
 } | {"cispo": cispo}
 
 
-# Corrections: what multiplies the loss, [S, T].
+# Corrections: factors on the loss, [S, T].
 
 
 def log_rho(x: Dense) -> Tensor:
-    return (x.anchor_S_T - x.sampler_S_T) * x.real_S_T
+    return (x.old_S_T - x.sampler_S_T) * x.real_S_T
 
 
 def weights(x: Dense, level: str, floor: float, cap: float | None) -> Tensor:
@@ -157,7 +157,7 @@ MASKS: dict[str, Callable[..., Tensor]] = {
 
 
 def flatten(values_S_T: Tensor, x: Dense) -> Tensor:
-    """The real entries, laid end to end."""
+    """Return the entries that are not padding, concatenated."""
     return values_S_T[x.real_S_T.bool()]
 
 

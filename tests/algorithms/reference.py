@@ -1,6 +1,7 @@
-"""The same mathematics once more, plainly: one sequence at a time, in float64, token by token. Shares no code.
+"""Independent reference for policy losses and corrections: one sequence at a time, token by token, in float64.
 
-`Token` is (log pi, log anchor, log sampler, advantage); a pass is a list of sequences, which may be empty.
+Shares no code with the library. `Token` holds the logprobs under the current policy, the old policy and the sampler,
+and the advantage; a pass is a list of sequences, which may be empty.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from outpace.algorithms.losses import Tokens
 
 class Token(NamedTuple):
     logp: float
-    anchor: float
+    old: float
     sampler: float
     advantage: float
 
@@ -27,45 +28,43 @@ class Token(NamedTuple):
 Sequence = list[Token]
 Pass = list[Sequence]
 
-# Width 32: no bound of any clip or mask is such a number, so no example lies exactly on a kink.
+# Width 32: no clip or mask bound is a float32 value, so no example lies exactly on a kink.
 _drift = st.floats(-1.5, 1.5, width=32)
 _token = st.builds(
-    lambda logp, anchor, sampler, advantage: Token(
-        logp, min(logp - anchor, -0.125), min(logp - sampler, -0.125), advantage
-    ),
+    lambda logp, old, sampler, advantage: Token(logp, min(logp - old, -0.125), min(logp - sampler, -0.125), advantage),
     st.floats(-6.0, -0.0625, width=32),
     _drift,
     _drift,
     st.sampled_from([0.0, 1.0, -1.0]) | st.floats(-3, 3, width=32),
 )
-"""A token of three policies not too far from one another."""
+"""A token whose three policies are close to one another."""
 
 passes: st.SearchStrategy[Pass] = st.lists(st.lists(_token, max_size=4), max_size=4)
 
 
 def examples(count: int) -> settings:
-    """How many to try. No deadline: what is computed first with torch takes long."""
+    """Set the number of examples. No deadline: the first torch computation is slow."""
     return settings(max_examples=count, deadline=None)
 
 
 def with_one_advantage(sequences: Pass) -> Pass:
-    """Every token of a sequence gets the advantage of its first."""
+    """Give every token of a sequence the advantage of its first token."""
     return [[token._replace(advantage=sequence[0].advantage) for token in sequence] for sequence in sequences]
 
 
 def on_rollout(sequences: Pass) -> Pass:
-    """The anchor is the sampler."""
-    return [[token._replace(anchor=token.sampler) for token in sequence] for sequence in sequences]
+    """Use the sampler as the old policy."""
+    return [[token._replace(old=token.sampler) for token in sequence] for sequence in sequences]
 
 
 def lay_out(sequences: Pass, dtype: torch.dtype = torch.float64) -> Tokens:
     flat = [token for sequence in sequences for token in sequence]
     columns = torch.tensor(flat, dtype=torch.float64).reshape(len(flat), 4).to(dtype).unbind(1)
     numbers = [number for number, sequence in enumerate(sequences) for _ in sequence]
-    logp_N, anchor_N, sampler_N, advantages_N = columns
+    logp_N, old_N, sampler_N, advantages_N = columns
     return Tokens(
         logp_N.clone().requires_grad_(),
-        anchor_N,
+        old_N,
         sampler_N,
         advantages_N,
         torch.tensor(numbers, dtype=torch.int64),
@@ -86,14 +85,14 @@ def _bound(x: float) -> float:
 
 
 def _log_ratios(sequence: Sequence) -> list[float]:
-    return [_bound(token.logp - token.anchor) for token in sequence]
+    return [_bound(token.logp - token.old) for token in sequence]
 
 
 def log_rho(sequence: Sequence) -> list[float]:
-    return [token.anchor - token.sampler for token in sequence]
+    return [token.old - token.sampler for token in sequence]
 
 
-# Surrogates: the loss of each token of one sequence.
+# Policy losses: the loss of each token of one sequence.
 
 
 def reinforce(sequence: Sequence) -> list[float]:
@@ -178,7 +177,7 @@ def dppo(sequence: Sequence, divergence: str, trust_low: float, trust_high: floa
     return losses
 
 
-SURROGATE_CASES: list[tuple[str, dict[str, Any]]] = [
+POLICY_LOSS_CASES: list[tuple[str, dict[str, Any]]] = [
     ("reinforce", {}),
     ("truncated_is", {"cap": 1.5}),
     ("cispo", {"cap": 1.3}),
@@ -193,13 +192,13 @@ SURROGATE_CASES: list[tuple[str, dict[str, Any]]] = [
     ("dppo", {"divergence": "tv", "trust_low": 0.1, "trust_high": 0.15, "ratio_penalty": 0.0}),
     ("dppo", {"divergence": "kl", "trust_low": 0.02, "trust_high": 0.03, "ratio_penalty": 0.01}),
 ]
-"""Every surrogate, with bounds tight enough that random examples fall on both sides of them."""
+"""Every policy loss, with bounds tight enough that random examples fall on both sides of them."""
 
 FROM_ROLLOUT = ("truncated_is", "importance", "dppo")
-"""The surrogates whose anchor is the sampler."""
+"""The policy losses whose old policy is the sampler."""
 
 
-# Corrections: what multiplies the loss of each token of one sequence.
+# Corrections: factors on the loss of each token of one sequence.
 
 
 def weights(sequence: Sequence, level: str, floor: float, cap: float | None) -> list[float]:
@@ -252,7 +251,7 @@ WEIGHT_CASES: list[dict[str, Any]] = [
 
 
 def m2po(log_ratios: list[float], limit: float) -> list[bool]:
-    """Take the largest values out, all equal ones at once, until the mean of the rest is below the limit."""
+    """Remove the largest values, equal values together, until the mean of the rest is below the limit."""
     squared = [x**2 for x in log_ratios]
     left = sorted(set(squared))
     while len(left) > 1 and np.mean([x for x in squared if x <= left[-1]]) >= limit:

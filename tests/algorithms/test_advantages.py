@@ -16,16 +16,16 @@ from outpace.algorithms import ADVANTAGES, NORMALIZERS, advantages
 from outpace.algorithms.advantages import Doubles, GroupReturns, is_uniform, sample_std
 
 RETURNS = st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=12)
-SEVERAL = st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=12)
+SEVERAL_RETURNS = st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=12)
 NEED_PEERS = [name for name, registration in ADVANTAGES.built_in.items() if getattr(registration, "needs_peers", False)]
 
 
-def peers(returns: list[float], lengths: list[float] | None = None, **rest: Any) -> GroupReturns:
+def returns_of(returns: list[float], lengths: list[float] | None = None, **rest: Any) -> GroupReturns:
     return GroupReturns(np.array(returns, dtype=np.float64), np.array(lengths or [1.0] * len(returns)), **rest)
 
 
-def estimate(name: str, given_peers: GroupReturns, **chosen: Any) -> Doubles:
-    result: Doubles = ADVANTAGES.find(name).function(given_peers, **chosen)
+def estimate(name: str, group: GroupReturns, **chosen: Any) -> Doubles:
+    result: Doubles = ADVANTAGES.find(name).function(group, **chosen)
     return result
 
 
@@ -47,38 +47,40 @@ def estimate(name: str, given_peers: GroupReturns, **chosen: Any) -> Doubles:
         ("gae", 1.0, 0.0),
     ],
 )
-def test_one_right_and_one_wrong_attempt(name: str, first: float, second: float) -> None:
-    assert estimate(name, peers([1.0, 0.0])).tolist() == pytest.approx([first, second], abs=3e-6)
+def test_one_right_and_one_wrong_attempt_match_golden_values(name: str, first: float, second: float) -> None:
+    assert estimate(name, returns_of([1.0, 0.0])).tolist() == pytest.approx([first, second], abs=3e-6)
 
 
 def test_the_baseline_of_opo_is_weighted_by_length() -> None:
-    assert estimate("opo", peers([1.0, 0.0], [3.0, 2.0])).tolist() == pytest.approx([0.4, -0.6])
+    assert estimate("opo", returns_of([1.0, 0.0], [3.0, 2.0])).tolist() == pytest.approx([0.4, -0.6])
 
 
 # ----------------------------------------------------------------------------------------------------------- references
 
 
 @settings(deadline=None)
-@given(SEVERAL)
-def test_grpo_divides_by_the_deviation_of_a_sample(values: list[float]) -> None:
+@given(SEVERAL_RETURNS)
+def test_grpo_divides_by_the_sample_standard_deviation(values: list[float]) -> None:
     middle, deviation = statistics.fmean(values), statistics.stdev(values)
     expected = [(value - middle) / (deviation + 1e-4) for value in values]
-    np.testing.assert_allclose(estimate("grpo", peers(values)), expected, rtol=1e-9, atol=1e-8)
+    np.testing.assert_allclose(estimate("grpo", returns_of(values)), expected, rtol=1e-9, atol=1e-8)
 
 
 @settings(deadline=None)
-@given(SEVERAL)
+@given(SEVERAL_RETURNS)
 def test_rloo_compares_with_the_mean_of_the_others(values: list[float]) -> None:
     expected = [value - statistics.fmean(values[:i] + values[i + 1 :]) for i, value in enumerate(values)]
-    np.testing.assert_allclose(estimate("rloo", peers(values)), expected, rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(estimate("rloo", returns_of(values)), expected, rtol=1e-9, atol=1e-9)
 
 
 @settings(deadline=None)
-@given(SEVERAL)
+@given(SEVERAL_RETURNS)
 def test_dr_grpo_and_reinforce_pp_baseline_subtract_the_mean(values: list[float]) -> None:
     expected = [value - statistics.fmean(values) for value in values]
-    np.testing.assert_allclose(estimate("dr_grpo", peers(values)), expected, rtol=1e-9, atol=1e-9)
-    np.testing.assert_array_equal(estimate("reinforce_pp_baseline", peers(values)), estimate("dr_grpo", peers(values)))
+    np.testing.assert_allclose(estimate("dr_grpo", returns_of(values)), expected, rtol=1e-9, atol=1e-9)
+    np.testing.assert_array_equal(
+        estimate("reinforce_pp_baseline", returns_of(values)), estimate("dr_grpo", returns_of(values))
+    )
 
 
 @settings(deadline=None)
@@ -86,51 +88,51 @@ def test_dr_grpo_and_reinforce_pp_baseline_subtract_the_mean(values: list[float]
 def test_maxrl_divides_by_the_mean(values: list[float]) -> None:
     middle = statistics.fmean(values)
     expected = [(value - middle) / (middle + 1e-6) for value in values]
-    np.testing.assert_allclose(estimate("maxrl", peers(values)), expected, rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(estimate("maxrl", returns_of(values)), expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("values", [[0.0, 0.0], [-1.0, 0.0], [1.0, -1.0], [-3.0, 1.0]])
-def test_maxrl_gives_nothing_where_the_mean_is_not_positive(values: list[float]) -> None:
-    assert estimate("maxrl", peers(values)).tolist() == [0.0, 0.0]
+def test_maxrl_gives_zero_advantages_where_the_mean_is_not_positive(values: list[float]) -> None:
+    assert estimate("maxrl", returns_of(values)).tolist() == [0.0, 0.0]
 
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(-1e3, 1e3), st.integers(0, 500)), min_size=2, max_size=12))
-def test_opo_subtracts_what_the_average_token_returned(attempts: list[tuple[float, int]]) -> None:
+def test_opo_subtracts_the_length_weighted_mean_return(attempts: list[tuple[float, int]]) -> None:
     values, lengths = [value for value, _ in attempts], [float(length) for _, length in attempts]
     assume(sum(lengths) > 0)
     tokens = [value for value, length in attempts for _ in range(length)]
     expected = [value - statistics.fmean(tokens) for value in values]
-    np.testing.assert_allclose(estimate("opo", peers(values, lengths)), expected, rtol=1e-9, atol=1e-8)
+    np.testing.assert_allclose(estimate("opo", returns_of(values, lengths)), expected, rtol=1e-9, atol=1e-8)
 
 
-def test_opo_of_attempts_without_tokens_takes_the_plain_mean() -> None:
-    assert estimate("opo", peers([1.0, 0.0, 0.5], [0.0, 0.0, 0.0])).tolist() == [0.5, -0.5, 0.0]
+def test_opo_of_attempts_without_tokens_subtracts_the_plain_mean() -> None:
+    assert estimate("opo", returns_of([1.0, 0.0, 0.5], [0.0, 0.0, 0.0])).tolist() == [0.5, -0.5, 0.0]
 
 
 # ----------------------------------------------------------------------------------------------------------------- gdpo
 
 
-def test_gdpo_normalises_every_reward_by_itself_before_it_weighs_them() -> None:
+def test_gdpo_normalizes_each_reward_function_separately_before_weighting() -> None:
     parts = {"right": np.array([1.0, 0.0, 0.0]), "length": np.array([100.0, 300.0, 200.0])}
-    weighted = peers([0.0] * 3, parts=parts, weights={"right": 2.0})
-    right, length = (estimate("grpo", peers(list(values))) for values in parts.values())
+    weighted = returns_of([0.0] * 3, parts=parts, weights={"right": 2.0})
+    right, length = (estimate("grpo", returns_of(list(values))) for values in parts.values())
     np.testing.assert_allclose(estimate("gdpo", weighted), 2 * right + length, rtol=1e-12)
 
 
-def test_gdpo_tells_attempts_apart_whose_rewards_add_up_to_the_same() -> None:
+def test_gdpo_distinguishes_attempts_whose_rewards_have_the_same_sum() -> None:
     parts = {"a": np.array([1.0, 0.0, 0.0]), "b": np.array([0.0, 1.0, 1.0])}
-    apart = estimate("gdpo", peers([1.0, 1.0, 1.0], parts=parts, weights={"b": 2.0}))
+    apart = estimate("gdpo", returns_of([1.0, 1.0, 1.0], parts=parts, weights={"b": 2.0}))
     assert apart[0] < 0 < apart[1] == apart[2]
 
 
 @settings(deadline=None)
 @given(st.lists(st.one_of(st.none(), st.floats(-100, 100)), min_size=1, max_size=8))
-def test_gdpo_leaves_a_reward_out_where_it_did_not_apply(values: list[float | None]) -> None:
+def test_gdpo_skips_a_reward_for_attempts_to_which_it_does_not_apply(values: list[float | None]) -> None:
     column = np.array([math.nan if value is None else value for value in values])
-    found = estimate("gdpo", peers([0.0] * len(values), parts={"some": column}))
+    found = estimate("gdpo", returns_of([0.0] * len(values), parts={"some": column}))
     applied = [value for value in values if value is not None]
-    expected = iter(estimate("grpo", peers(applied)).tolist() if len(applied) > 1 else [0.0] * len(applied))
+    expected = iter(estimate("grpo", returns_of(applied)).tolist() if len(applied) > 1 else [0.0] * len(applied))
     np.testing.assert_allclose(found, [0.0 if value is None else next(expected) for value in values], rtol=1e-12)
 
 
@@ -138,7 +140,7 @@ def test_gdpo_leaves_a_reward_out_where_it_did_not_apply(values: list[float | No
 
 
 def by_enumeration(values: list[float], k: int) -> list[float]:
-    """The mean over all subsets of k with i in them of max(S) - max(S without i)."""
+    """Return, for each i, the mean of max(S) - max(S without i) over all subsets S of size k that contain i."""
     leads: list[list[float]] = [[] for _ in values]
     for chosen in itertools.combinations(range(len(values)), k):
         for i in chosen:
@@ -152,38 +154,40 @@ def by_enumeration(values: list[float], k: int) -> list[float]:
 def test_pass_at_k_is_the_mean_lead_over_all_subsets(values: list[float], k: int) -> None:
     k = min(k, len(values))
     np.testing.assert_allclose(
-        estimate("pass_at_k", peers(values), pass_k=k), by_enumeration(values, k), rtol=1e-9, atol=1e-12
+        estimate("pass_at_k", returns_of(values), pass_k=k), by_enumeration(values, k), rtol=1e-9, atol=1e-12
     )
 
 
 @settings(deadline=None)
-@given(SEVERAL, st.integers(0, 3))
-def test_with_k_of_the_whole_group_or_more_only_the_best_attempt_gets_its_lead(values: list[float], more: int) -> None:
+@given(SEVERAL_RETURNS, st.integers(0, 3))
+def test_with_k_of_at_least_the_group_size_only_the_best_attempt_gets_its_lead(values: list[float], more: int) -> None:
     best = max(range(len(values)), key=lambda i: values[i])
     first, second = sorted(values)[-1], sorted(values)[-2]
     expected = [first - second if i == best else 0.0 for i in range(len(values))]
     for k in (None, len(values) + more):
-        assert estimate("pass_at_k", peers(values), pass_k=k).tolist() == pytest.approx(expected)
+        assert estimate("pass_at_k", returns_of(values), pass_k=k).tolist() == pytest.approx(expected)
 
 
 @settings(deadline=None)
-@given(SEVERAL)
+@given(SEVERAL_RETURNS)
 def test_pass_at_one_is_rloo(values: list[float]) -> None:
-    np.testing.assert_array_equal(estimate("pass_at_k", peers(values), pass_k=1), estimate("rloo", peers(values)))
+    np.testing.assert_array_equal(
+        estimate("pass_at_k", returns_of(values), pass_k=1), estimate("rloo", returns_of(values))
+    )
 
 
 @settings(deadline=None)
 @given(st.floats(0.1, 0.9), st.integers(2, 4), st.integers(0, 2))
-def test_the_expected_gradient_of_pass_at_k_is_that_of_pass_at_k(chance: float, k: int, more: int) -> None:
-    """For attempts that succeed with a chance p, pass@k = 1 - (1 - p)^k. In expectation over all outcomes of a group,
-    the mean of advantage times score is its derivative divided by k."""
+def test_the_expected_pass_at_k_gradient_is_the_derivative_of_pass_at_k(success_rate: float, k: int, more: int) -> None:
+    """For attempts that succeed with probability p, pass@k = 1 - (1 - p)^k. In expectation over all outcomes of a
+    group, the mean of advantage times score is its derivative divided by k."""
     size = k + more
-    expected = (1 - chance) ** (k - 1)
+    expected = (1 - success_rate) ** (k - 1)
     found = 0.0
     for outcome in itertools.product([0.0, 1.0], repeat=size):
-        probability = math.prod(chance if won else 1 - chance for won in outcome)
-        scores = np.array([1 / chance if won else -1 / (1 - chance) for won in outcome])
-        found += probability * float((estimate("pass_at_k", peers(list(outcome)), pass_k=k) * scores).mean())
+        probability = math.prod(success_rate if won else 1 - success_rate for won in outcome)
+        scores = np.array([1 / success_rate if won else -1 / (1 - success_rate) for won in outcome])
+        found += probability * float((estimate("pass_at_k", returns_of(list(outcome)), pass_k=k) * scores).mean())
     assert found == pytest.approx(expected, rel=1e-9)
 
 
@@ -192,52 +196,52 @@ def test_the_expected_gradient_of_pass_at_k_is_that_of_pass_at_k(chance: float, 
 
 @pytest.mark.parametrize("name", list(ADVANTAGES.built_in))
 def test_no_attempts_give_no_advantages(name: str) -> None:
-    assert estimate(name, peers([])).shape == (0,)
+    assert estimate(name, returns_of([])).shape == (0,)
 
 
 @pytest.mark.parametrize("name", NEED_PEERS)
 @pytest.mark.parametrize("size", [1, 2, 3, 6, 7])
-def test_attempts_that_are_alone_or_all_alike_get_exactly_nothing(name: str, size: int) -> None:
+def test_a_lone_attempt_or_equal_returns_get_exactly_zero_advantage(name: str, size: int) -> None:
     for value in (0.1, -2.5, 0.0, 1e12):
-        equal = peers([value] * size, [float(i + 1) for i in range(size)])
+        equal = returns_of([value] * size, [float(i + 1) for i in range(size)])
         assert estimate(name, equal).tolist() == [0.0] * size
 
 
 @pytest.mark.parametrize("name", list(ADVANTAGES.built_in))
 @settings(deadline=None)
 @given(values=st.lists(st.floats(-1e300, 1e300), min_size=1, max_size=6))
-def test_advantages_are_always_finite_and_the_returns_are_left_as_they_are(name: str, values: list[float]) -> None:
-    given_peers = peers(values)
-    found = estimate(name, given_peers)
+def test_advantages_are_always_finite_and_the_returns_are_not_modified(name: str, values: list[float]) -> None:
+    group = returns_of(values)
+    found = estimate(name, group)
     assert found.shape == (len(values),)
     assert np.isfinite(found).all()
-    assert given_peers.returns_G.tolist() == values
+    assert group.returns_G.tolist() == values
 
 
 @pytest.mark.parametrize(
     "name", [name for name, registration in ADVANTAGES.built_in.items() if getattr(registration, "additive", 0)]
 )
 @settings(deadline=None)
-@given(values=SEVERAL)
-def test_an_additive_estimator_subtracts_something_from_the_return(name: str, values: list[float]) -> None:
-    """The same for all, or what does not depend on the attempt's own return: token credit stands on that."""
-    first = estimate(name, peers(values)) - np.array(values)
+@given(values=SEVERAL_RETURNS)
+def test_an_additive_estimator_subtracts_a_baseline_from_the_return(name: str, values: list[float]) -> None:
+    """The baseline is equal for all attempts or independent of the attempt's own return; token credit relies on it."""
+    first = estimate(name, returns_of(values)) - np.array(values)
     if name == "rloo":
         moved = [values[0] + 7.0, *values[1:]]
-        second = estimate(name, peers(moved)) - np.array(moved)
+        second = estimate(name, returns_of(moved)) - np.array(moved)
         assert first[0] == pytest.approx(second[0], abs=1e-9)
     else:
         np.testing.assert_allclose(first, first[0], atol=1e-9)
 
 
-def test_every_estimator_declares_a_normaliser_that_exists() -> None:
+def test_every_estimator_declares_an_existing_normalizer() -> None:
     wanted = {
         name: registration.normalise
         for name, registration in ADVANTAGES.built_in.items()
         if hasattr(registration, "normalise")
     }
     assert set(wanted.values()) <= set(NORMALIZERS.built_in)
-    assert {name for name, stage in wanted.items() if stage != "none"} == {
+    assert {name for name, normalizer in wanted.items() if normalizer != "none"} == {
         "reinforce_pp",
         "reinforce_pp_baseline",
         "gdpo",
@@ -245,18 +249,18 @@ def test_every_estimator_declares_a_normaliser_that_exists() -> None:
     }
 
 
-# -------------------------------------------------------------------------------------------------------------- spreads
+# -------------------------------------------------------------------------------------------- sample standard deviation
 
 
 @settings(deadline=None)
-@given(SEVERAL)
-def test_the_spread_is_the_deviation_of_a_sample_in_any_order(values: list[float]) -> None:
+@given(SEVERAL_RETURNS)
+def test_sample_std_is_the_sample_standard_deviation_in_any_order(values: list[float]) -> None:
     found = sample_std(np.array(values))
     assert found == pytest.approx(statistics.stdev(values), rel=1e-9, abs=1e-12)
     assert found == sample_std(np.array(values[::-1]))
 
 
-def test_the_spread_of_huge_and_of_tiny_values_neither_overflows_nor_vanishes() -> None:
+def test_sample_std_of_huge_and_tiny_values_neither_overflows_nor_vanishes() -> None:
     assert sample_std(np.array([1e200, -1e200])) == pytest.approx(math.sqrt(2) * 1e200)
     assert sample_std(np.array([1e-200, -1e-200])) == pytest.approx(math.sqrt(2) * 1e-200)
     assert sample_std(np.array([3.0])) == sample_std(np.zeros(0)) == 0.0
@@ -269,11 +273,11 @@ def test_rewards_that_are_equal_up_to_rounding_are_uniform(size: int) -> None:
     assert not is_uniform(rounded, tolerance=0.0)
 
 
-def test_one_different_reward_makes_a_group_worth_training() -> None:
+def test_one_different_reward_makes_a_group_non_uniform() -> None:
     assert not is_uniform([0.0] * 7 + [1.0], tolerance=1e-6)
     assert is_uniform([], tolerance=0.0)
 
 
-def test_what_is_registered_is_the_function_of_that_name() -> None:
+def test_each_registered_estimator_is_the_function_of_that_name() -> None:
     for name, registration in ADVANTAGES.built_in.items():
         assert registration.function is getattr(advantages, name)

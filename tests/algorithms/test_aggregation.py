@@ -15,7 +15,7 @@ LONGEST = 8
 
 
 def plain(aggregation: Aggregation, losses: list[list[float]]) -> float:
-    """As one would write it down for a whole step."""
+    """The textbook mean over a whole step."""
     if aggregation == "token_mean":
         return float(np.mean([x for sequence in losses for x in sequence]))
     if aggregation == "seq_mean_token_mean":
@@ -32,7 +32,7 @@ def weighted_sum(aggregation: Aggregation, sequences: Pass) -> float:
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @examples(100)
 @given(sequences=passes.filter(lambda sequences: any(sequences)), cut=st.integers(0, 4))
-def test_weighted_sums_of_passes_over_one_denominator_are_the_mean_of_the_step(
+def test_weighted_sums_of_passes_divided_by_the_step_denominator_are_the_mean_of_the_step(
     aggregation: Aggregation, sequences: Pass, cut: int
 ) -> None:
     below = loss_denominator(aggregation, sum(len(sequence) for sequence in sequences), len(sequences), LONGEST)
@@ -42,12 +42,12 @@ def test_weighted_sums_of_passes_over_one_denominator_are_the_mean_of_the_step(
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_a_step_without_tokens_can_be_divided(aggregation: Aggregation) -> None:
+def test_a_step_without_tokens_has_a_nonzero_denominator(aggregation: Aggregation) -> None:
     assert aggregation_weights(aggregation, lay_out([[]])).shape == (0,)
     assert loss_denominator(aggregation, tokens=0, sequences=0, max_completion_tokens=0) == 1.0
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_weights_are_of_the_type_of_the_tokens(aggregation: Aggregation) -> None:
+def test_weights_have_the_dtype_of_the_tokens(aggregation: Aggregation) -> None:
     tokens = lay_out([[(-1.0, -1.0, -1.0, 1.0)]], torch.float32)  # type: ignore[list-item]
     assert aggregation_weights(aggregation, tokens).dtype == torch.float32

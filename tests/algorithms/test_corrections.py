@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from algorithms import dense, reference
-from algorithms.reference import MASK_CASES, SURROGATE_CASES, WEIGHT_CASES, Pass, Token, examples, lay_out, passes
+from algorithms.reference import MASK_CASES, POLICY_LOSS_CASES, WEIGHT_CASES, Pass, Token, examples, lay_out, passes
 from outpace.algorithms import POLICY_LOSSES
 from outpace.algorithms.corrections import MASKS, correction_weights, keep_mask, m2po
 from outpace.algorithms.losses import Tokens, aggregation_weights
@@ -26,7 +26,7 @@ def log_rho(tokens: Tokens) -> Tensor:
 
 
 def with_ratios(sequences: list[list[float]], advantage: float = 1.0) -> Tokens:
-    """Tokens whose anchor / sampler are these."""
+    """Tokens with these ratios of old policy to sampler."""
     return lay_out([[Token(-1.0, math.log(x), 0.0, advantage) for x in sequence] for sequence in sequences])
 
 
@@ -34,7 +34,7 @@ def kept(tokens: Tokens, name: str, **knobs: float) -> list[bool]:
     return [bool(x) for x in keep_mask(tokens, log_rho(tokens), {name: knobs})]
 
 
-def test_every_mask_takes_settings_of_the_config_with_the_defaults_of_its_help() -> None:
+def test_every_mask_has_the_settings_and_defaults_of_the_config() -> None:
     assert {name: dict(registration.parameters) for name, registration in MASKS.items()} == {
         "token": {"token_low": 0.5, "token_high": 5.0},
         "sequence": {"sequence_low": 0.5, "sequence_high": 2.0},
@@ -47,7 +47,7 @@ def test_every_mask_takes_settings_of_the_config_with_the_defaults_of_its_help()
         assert set(registration.parameters) <= set(CorrectionConfig.model_fields)
 
 
-def test_only_m2po_needs_the_closed_batch_and_keep_refuses_it() -> None:
+def test_only_m2po_needs_the_whole_batch_and_keep_mask_rejects_it() -> None:
     assert [name for name, registration in MASKS.items() if registration.scope == "batch"] == ["m2po"]
     tokens = with_ratios([[1.0]])
     with pytest.raises(AssertionError, match="m2po"):
@@ -57,7 +57,7 @@ def test_only_m2po_needs_the_closed_batch_and_keep_refuses_it() -> None:
 @pytest.mark.parametrize("knobs", WEIGHT_CASES)
 @examples(50)
 @given(sequences=passes)
-def test_weights_match_a_reference_that_goes_token_by_token(knobs: dict[str, Any], sequences: Pass) -> None:
+def test_weights_match_the_token_by_token_reference(knobs: dict[str, Any], sequences: Pass) -> None:
     tokens = lay_out(sequences)
     expected_N = reference.by_sequence(reference.weights, sequences, **knobs)
     np.testing.assert_allclose(correction_weights(tokens, log_rho(tokens), **knobs), expected_N, rtol=1e-12)
@@ -66,14 +66,14 @@ def test_weights_match_a_reference_that_goes_token_by_token(knobs: dict[str, Any
 @pytest.mark.parametrize(("name", "knobs"), MASK_CASES)
 @examples(50)
 @given(sequences=passes)
-def test_masks_match_a_reference_that_goes_token_by_token(name: str, knobs: dict[str, float], sequences: Pass) -> None:
+def test_masks_match_the_token_by_token_reference(name: str, knobs: dict[str, float], sequences: Pass) -> None:
     expected_N = reference.by_sequence(getattr(reference, name), sequences, **knobs)
     assert kept(lay_out(sequences), name, **knobs) == [bool(x) for x in expected_N]
 
 
 @examples(100)
 @given(passes)
-def test_several_masks_keep_what_each_of_them_keeps(sequences: Pass) -> None:
+def test_several_masks_keep_the_intersection(sequences: Pass) -> None:
     tokens = lay_out(sequences)
     single = [kept(tokens, name, **knobs) for name, knobs in MASK_CASES]
     together = keep_mask(tokens, log_rho(tokens), dict(MASK_CASES))
@@ -89,10 +89,10 @@ PRODUCTS: list[tuple[dict[str, Any], dict[str, dict[str, float]]]] = [
 AGGREGATIONS: list[Aggregation] = ["token_mean", "seq_mean_token_mean"]
 
 
-@pytest.mark.parametrize(("name", "knobs"), SURROGATE_CASES)
+@pytest.mark.parametrize(("name", "knobs"), POLICY_LOSS_CASES)
 @examples(15)
 @given(sequences=passes)
-def test_gradients_of_every_corrected_surrogate_match_autograd_of_the_plain_product(
+def test_gradients_of_every_corrected_policy_loss_match_autograd_of_the_plain_product(
     name: str, knobs: dict[str, Any], sequences: Pass
 ) -> None:
     for weighting, masks in PRODUCTS:
@@ -106,7 +106,7 @@ def test_gradients_of_every_corrected_surrogate_match_autograd_of_the_plain_prod
                 (loss_N * aggregation_weights(aggregation, tokens)).sum(), tokens.logp_N
             )
 
-            plain = dense.SURROGATES[name](padded, **knobs) * dense.weights(padded, **weighting) * padded.real_S_T
+            plain = dense.POLICY_LOSSES[name](padded, **knobs) * dense.weights(padded, **weighting) * padded.real_S_T
             for mask, bounds in masks.items():
                 plain = plain * dense.MASKS[mask](padded, **bounds)
             if aggregation == "seq_mean_token_mean":
@@ -117,13 +117,13 @@ def test_gradients_of_every_corrected_surrogate_match_autograd_of_the_plain_prod
 @pytest.mark.parametrize("name", [name for name, _ in MASK_CASES])
 @examples(100)
 @given(sequences=passes)
-def test_neither_the_order_of_sequences_nor_a_cut_between_them_changes_what_is_kept(name: str, sequences: Pass) -> None:
+def test_masks_do_not_depend_on_the_order_or_splitting_of_sequences(name: str, sequences: Pass) -> None:
     knobs = dict(MASK_CASES)[name]
     whole = kept(lay_out(sequences), name, **knobs)
-    parts = [kept(lay_out([sequence]), name, **knobs) for sequence in sequences]
-    turned = kept(lay_out(sequences[::-1]), name, **knobs)
-    assert whole == [x for part in parts for x in part]
-    assert turned == [x for part in parts[::-1] for x in part]
+    separate = [kept(lay_out([sequence]), name, **knobs) for sequence in sequences]
+    reversed_order = kept(lay_out(sequences[::-1]), name, **knobs)
+    assert whole == [x for each in separate for x in each]
+    assert reversed_order == [x for each in separate[::-1] for x in each]
 
 
 def test_bounds_are_inclusive() -> None:
@@ -138,11 +138,11 @@ def test_bounds_are_inclusive() -> None:
     assert kept(tokens, "opsm", opsm_delta=0.499) == [False]
 
 
-def test_a_lower_bound_of_zero_rejects_nothing_from_below() -> None:
+def test_a_lower_bound_of_zero_rejects_no_small_ratio() -> None:
     assert kept(with_ratios([[1e-300, 6.0]]), "token", token_low=0.0) == [True, False]
 
 
-def test_opsm_goes_by_the_current_policy_and_by_the_advantage_of_each_token() -> None:
+def test_opsm_uses_the_current_policy_and_the_advantage_of_each_token() -> None:
     sequence = [Token(-2.0, -1.0, -1.0, advantage) for advantage in (-1.0, 0.0, 1.0)]
     assert kept(lay_out([sequence]), "opsm") == [False, True, True]
 
@@ -170,7 +170,7 @@ def test_extreme_ratios_give_finite_weights_and_are_rejected(dtype: torch.dtype)
     assert kept(tokens, "veto") == [False] * 3 + [True] * 3 + [False] * 6
 
 
-def test_nothing_is_kept_of_nothing() -> None:
+def test_empty_passes_give_empty_weights_and_masks() -> None:
     for sequences in ([], [[]], [[], []]):
         tokens = lay_out(sequences)
         assert correction_weights(tokens, log_rho(tokens), "sequence", 0.0, 2.0).shape == (0,)
@@ -180,7 +180,7 @@ def test_nothing_is_kept_of_nothing() -> None:
 
 @examples(100)
 @given(log_ratios, st.sampled_from([0.01, 0.04, 0.3]))
-def test_m2po_matches_taking_out_the_largest_one_by_one(values: list[float], limit: float) -> None:
+def test_m2po_matches_removing_the_largest_values_one_by_one(values: list[float], limit: float) -> None:
     assert m2po(np.array(values), m2po_limit=limit).tolist() == reference.m2po(values, limit)
 
 
@@ -196,10 +196,10 @@ def test_m2po_does_not_depend_on_the_order_of_tokens_and_keeps_at_least_one(valu
 
 def test_m2po_rejects_equal_ratios_together_whatever_their_sign() -> None:
     assert m2po(np.array([0.1, 0.5, -0.5, 0.1])).tolist() == [True, False, False, True]
-    assert m2po(np.array([-0.5, 0.5])).tolist() == [True, True]  # the smallest there are
+    assert m2po(np.array([-0.5, 0.5])).tolist() == [True, True]  # the smallest values are always kept
     assert m2po(np.array([0.1, -np.inf, np.inf])).tolist() == [True, False, False]
 
 
-def test_m2po_demands_a_mean_below_its_limit() -> None:
+def test_m2po_requires_a_mean_strictly_below_its_limit() -> None:
     assert m2po(np.array([0.0, 0.5]), m2po_limit=0.125).tolist() == [True, False]
     assert m2po(np.array([0.0, 0.5]), m2po_limit=0.126).tolist() == [True, True]

@@ -1,4 +1,4 @@
-"""Generalised advantage estimation against its definition as a sum."""
+"""Generalized advantage estimation compared with its definition as a sum."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHARE = st.floats(0, 1)
 
 @settings(deadline=None)
 @given(STEPS, SHARE, SHARE)
-def test_it_is_the_discounted_sum_of_the_errors_that_follow(
+def test_gae_is_the_discounted_sum_of_later_td_errors(
     steps: list[tuple[float, float]], gamma: float, lam: float
 ) -> None:
     rewards, values = [reward for reward, _ in steps], [value for _, value in steps] + [0.0]
@@ -35,13 +35,13 @@ def test_with_lambda_one_returns_do_not_depend_on_the_values(steps: list[tuple[f
     np.testing.assert_allclose(discounted_sums(rewards, gamma), expected, rtol=1e-9, atol=1e-9)
 
 
-def test_with_lambda_zero_only_the_next_value_counts() -> None:
+def test_with_lambda_zero_the_advantage_is_the_one_step_td_error() -> None:
     advantages, returns = compute_gae(np.array([0.0, 0.0, 1.0]), np.array([0.2, 0.5, 0.9]), 1.0, 0.0)
     assert advantages.tolist() == pytest.approx([0.3, 0.4, 0.1])
     assert returns.tolist() == pytest.approx([0.5, 0.9, 1.0])
 
 
-def test_single_precision_values_are_computed_with_in_double() -> None:
+def test_float32_values_are_computed_in_float64() -> None:
     advantages, returns = compute_gae(np.array([1.0]), np.array([0.1], dtype=np.float32), 1.0, 1.0)
     assert advantages.dtype == returns.dtype == np.float64
     assert returns.tolist() == [1.0]

@@ -1,4 +1,4 @@
-"""Two sequences of one group, of three and two tokens, and what every formula makes of them, to six places."""
+"""Golden values of every formula to six decimal places, for one group of two sequences with three and two tokens."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def ppo() -> Tensor:
     return losses.ppo(PROX, clip_low=0.2, clip_high=0.28)
 
 
-def test_the_ratios() -> None:
+def test_ratios_match_golden_values() -> None:
     assert PROX.ratio_N.tolist() == golden([1.105171, 1.0, 0.740818, 1.0, 0.740818])
     assert ROLLOUT.ratio_N.tolist() == golden([1.221403, 0.904837, 2.459603, 1.051271, 0.606531])
 
@@ -57,7 +57,7 @@ def test_the_ratios() -> None:
         ("seq_mean_token_sum", -0.522995),
     ],
 )
-def test_ppo_under_every_aggregation(aggregation: Aggregation, expected: float) -> None:
+def test_ppo_matches_golden_values_under_every_aggregation(aggregation: Aggregation, expected: float) -> None:
     assert ppo().tolist() == golden([-1.105171, -1.0, -0.740818, 1.0, 0.8])
     assert aggregate(ppo(), aggregation) == golden(expected)
 
@@ -66,7 +66,7 @@ def test_a_dual_clip_of_three_changes_nothing_here() -> None:
     assert torch.equal(losses.ppo(PROX, clip_low=0.2, clip_high=0.28, dual_clip=3.0), ppo())
 
 
-def test_the_other_surrogates_to_the_proximal_policy() -> None:
+def test_the_other_policy_losses_relative_to_the_proximal_policy_match_golden_values() -> None:
     gspo_N = losses.gspo(PROX)
     assert gspo_N.tolist() == golden([-0.935507] * 3 + [0.9997] * 2)
     assert aggregate(gspo_N, "seq_mean_token_mean") == golden(0.032097)
@@ -76,13 +76,13 @@ def test_the_other_surrogates_to_the_proximal_policy() -> None:
     assert (losses.vespo(PROX) / losses.reinforce(PROX)).tolist() == golden([1.154662] * 3 + [0.682743] * 2)
 
 
-def test_the_surrogates_to_the_sampler() -> None:
+def test_policy_losses_relative_to_the_sampler_match_golden_values() -> None:
     assert aggregate(losses.truncated_is(ROLLOUT, cap=1.2)) == golden(0.535932)
     assert aggregate(losses.truncated_is(ROLLOUT, cap=5.0)) == golden(1.041914)
     assert aggregate(losses.dppo(ROLLOUT, ratio_penalty=1e-3)) == golden(-0.585386)
 
 
-def test_truncated_weights() -> None:
+def test_truncated_weights_match_golden_values() -> None:
     raw_N = correction_weights(PROX, LOG_RHO, "token", 0.0, None)
     assert raw_N.tolist() == golden([1.105171, 0.904837, 3.320117, 1.051271, 0.818731])
     assert aggregate(ppo() * correction_weights(PROX, LOG_RHO, "token", 0.0, 2.0)) == golden(-0.380324)
@@ -117,17 +117,17 @@ def test_m2po_drops_only_the_third_token() -> None:
 @pytest.mark.parametrize(
     ("estimator", "expected"), [("k1", 0.08), ("k2", 0.016), ("k3", 0.014946), ("unbiased", 0.015268)]
 )
-def test_the_divergence_from_the_reference(estimator: losses.KlEstimator, expected: float) -> None:
+def test_reference_kl_matches_golden_values(estimator: losses.KlEstimator, expected: float) -> None:
     found_N = losses.kl_penalty(estimator, CURRENT, REFERENCE, PROX.log_ratio_N)
     assert aggregate(found_N) == golden(expected)
 
 
-def test_the_mismatch_with_the_sampler() -> None:
+def test_sampler_mismatch_matches_golden_values() -> None:
     kept_N, fresh_N = torch.ones(5).bool(), torch.tensor([1, 0, 0, 1, 0]).bool()
     sums, maxima = staleness_sums(CURRENT, SAMPLER, ADVANTAGES, -ADVANTAGES, kept_N, fresh_N)
     w = np.array([1.221403, 0.904837, 2.459603, 1.051271, 0.606531])
     assert sums["weight"] == pytest.approx(w.sum(), abs=3e-6)
     assert sums["weight_sq"] == pytest.approx((w**2).sum(), abs=2e-5)
-    assert sums["kl"] == pytest.approx((w - 1).sum() - 0.55, abs=3e-6)  # the logs of w add up to 0.55
+    assert sums["kl"] == pytest.approx((w - 1).sum() - 0.55, abs=3e-6)  # log w sums to 0.55
     assert sums["kl_fresh"] == pytest.approx(math.exp(0.2) + math.exp(0.05) - 2.25)
     assert maxima["ratio"] == golden(2.459603)

@@ -20,7 +20,7 @@ rows = st.lists(st.tuples(logprob, logprob, logprob), max_size=20)
 
 
 def evaluate(estimator: KlEstimator, table: Any, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    """Value and gradient for rows of (log pi, log reference, log sampler)."""
+    """Return values and gradients for rows of (log pi, log reference, log sampler)."""
     columns = torch.tensor(table, dtype=torch.float64).reshape(len(table), 3).to(dtype).unbind(1)
     logp_N, reference_N, sampler_N = (column.clone() for column in columns)
     logp_N.requires_grad_()
@@ -30,7 +30,7 @@ def evaluate(estimator: KlEstimator, table: Any, dtype: torch.dtype = torch.floa
 
 
 def plain(estimator: KlEstimator, logp: float, reference: float, sampler: float) -> tuple[float, float]:
-    """Value and derivative, worked out by hand."""
+    """Return the value and its derivative, derived by hand."""
     d, w = logp - reference, math.exp(logp - sampler)
     k3 = math.exp(-d) - 1 + d
     return {
@@ -59,7 +59,7 @@ def test_extreme_distances_stay_finite(estimator: KlEstimator, dtype: torch.dtyp
         assert numbers.isfinite().all()
 
 
-def test_k3_stops_at_its_bound_while_k1_and_k2_go_on_pulling() -> None:
+def test_k3_has_no_gradient_beyond_its_bound_but_k1_and_k2_do() -> None:
     beyond = [(-5.0, -1.0, -5.0)]
     assert [x.item() for x in evaluate("k3", beyond)] == [10.0, 0.0]
     assert [x.item() for x in evaluate("k2", beyond)] == [8.0, -4.0]
@@ -67,13 +67,13 @@ def test_k3_stops_at_its_bound_while_k1_and_k2_go_on_pulling() -> None:
 
 
 def over_vocabulary(estimator: KlEstimator, logits: Tensor, reference: Tensor, sampler: Tensor) -> Tensor:
-    """The expectation of the gradient in the logits, when tokens are drawn from `sampler`."""
+    """Return the expected gradient in the logits when tokens are drawn from `sampler`."""
     logp_V = logits.log_softmax(0)
     penalty_V = kl_penalty(estimator, logp_V, reference.log_softmax(0), logp_V - sampler.log_softmax(0))
     return torch.autograd.grad((sampler.softmax(0) * penalty_V).sum(), logits)[0]
 
 
-def test_what_each_estimator_pulls_at_in_expectation() -> None:
+def test_the_expected_gradient_of_each_estimator_matches_its_divergence() -> None:
     generator = torch.Generator().manual_seed(0)
     draw = torch.randn(3, 7, dtype=torch.float64, generator=generator) / 2
     logits, reference, other = draw[0].clone().requires_grad_(), draw[1], draw[2]
@@ -87,8 +87,8 @@ def test_what_each_estimator_pulls_at_in_expectation() -> None:
     torch.testing.assert_close(over_vocabulary("unbiased", logits, reference, other), to_reference)
 
 
-def test_beyond_the_bound_of_k3_unbiased_goes_on_pulling_towards_the_reference() -> None:
-    """Its gradient is w d everywhere. Through w alone it would push away where k3 is held at its bound."""
+def test_beyond_the_k3_bound_the_unbiased_estimator_still_pulls_toward_the_reference() -> None:
+    """Its gradient is w d everywhere. A gradient through w alone would push away where k3 is clamped."""
     distance = torch.tensor([-19.0, -5.0, -2.7, -2.5, 0.5, 12.0], dtype=torch.float64)
     logp = torch.full_like(distance, -3.0).requires_grad_()
     log_ratio = logp - torch.full_like(distance, -3.2)

@@ -1,4 +1,4 @@
-"""The study of staleness: its plan is what it says it is, and the document shows what was measured."""
+"""Staleness study: the plan varies only the lag, and the document shows the measured results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def study() -> ModuleType:
     return module
 
 
-def test_it_holds_the_lag_exactly_and_varies_nothing_else(study: ModuleType) -> None:
+def test_the_study_fixes_the_lag_exactly_and_varies_nothing_else(study: ModuleType) -> None:
     for run in study.plan():
         config = resolve(load_config(None, run.arguments))
         assert config.run.deterministic
@@ -38,7 +38,7 @@ def test_it_holds_the_lag_exactly_and_varies_nothing_else(study: ModuleType) -> 
             assert config.correction.masks == ["opsm"]
 
 
-def test_it_covers_five_seeds_at_every_lag_and_each_other_correction_at_the_far_ones(study: ModuleType) -> None:
+def test_the_study_covers_five_seeds_at_every_lag_and_every_correction_at_large_lags(study: ModuleType) -> None:
     runs = set(study.plan())
     for lag in (0, 1, 2, 4, 8):
         for method in ("none", "default"):
@@ -49,7 +49,7 @@ def test_it_covers_five_seeds_at_every_lag_and_each_other_correction_at_the_far_
     assert runs <= set(known)
 
 
-def test_the_document_shows_the_tables_that_the_data_gives(study: ModuleType) -> None:
+def test_the_document_shows_the_tables_computed_from_the_data(study: ModuleType) -> None:
     known = study.finished(ROOT / "docs" / "data" / "lag_study.jsonl")
     document = (ROOT / "docs" / "algorithms.md").read_text()
     for caption, table in study.tables(known).items():
@@ -57,9 +57,9 @@ def test_the_document_shows_the_tables_that_the_data_gives(study: ModuleType) ->
         assert table in document, caption
 
 
-def test_as_measured_the_default_at_lag_4_is_as_good_as_at_lag_0(study: ModuleType) -> None:
+def test_the_default_measured_as_good_at_lag_4_as_at_lag_0(study: ModuleType) -> None:
     known = study.finished(ROOT / "docs" / "data" / "lag_study.jsonl")
     fresh, stale = (statistics.fmean(study.accuracies(known, "usual", "default", lag)) for lag in (0, 4))
     assert stale >= fresh - 0.03
     uncorrected = statistics.fmean(study.accuracies(known, "usual", "none", 4))
-    assert uncorrected < fresh - 0.03, "without a correction there is something to correct"
+    assert uncorrected < fresh - 0.03, "without a correction, lag hurts"

@@ -20,7 +20,7 @@ rows = st.lists(st.tuples(logprob, logprob, sign, sign, st.booleans(), st.boolea
 
 
 def measure(table: list[Row], dtype: torch.dtype = torch.float64) -> tuple[dict[str, float], dict[str, float]]:
-    """Rows of log pi, log sampler, advantage, coefficient, kept, fresh."""
+    """Measure rows of (log pi, log sampler, advantage, coefficient, kept, fresh)."""
     columns = torch.tensor(table, dtype=torch.float64).reshape(len(table), 6).unbind(1)
     numbers = [column.to(dtype) for column in columns[:4]]
     return staleness_sums(numbers[0].requires_grad_(), *numbers[1:], columns[4].bool(), columns[5].bool())
@@ -48,7 +48,7 @@ def plain(table: list[Row]) -> dict[str, float]:
 
 @examples(100)
 @given(rows)
-def test_sums_match_a_reference_that_goes_token_by_token(table: list[Row]) -> None:
+def test_sums_match_the_token_by_token_reference(table: list[Row]) -> None:
     sums, maxima = measure(table)
     expected = dict.fromkeys(sums, 0.0) | plain(table)
     assert sums == pytest.approx(expected, rel=1e-9, abs=1e-6)
@@ -65,12 +65,12 @@ def test_sums_add_up_over_passes(first: list[Row], second: list[Row]) -> None:
 
 @examples(100)
 @given(rows)
-def test_every_token_is_in_one_bin_of_the_histogram(table: list[Row]) -> None:
+def test_every_token_falls_into_exactly_one_histogram_bin(table: list[Row]) -> None:
     sums, _ = measure(table)
     assert sum(sums[name] for name in RATIO_BINS) == len(table)
 
 
-def test_the_bins_are_named_by_their_edges() -> None:
+def test_histogram_bins_are_named_by_their_edges() -> None:
     assert RATIO_BINS[0] == "ratio_below_0.5"
     assert RATIO_BINS[3] == "ratio_0.95_1.05"
     assert RATIO_BINS[-1] == "ratio_above_2"
@@ -97,7 +97,7 @@ def test_extreme_log_ratios_stay_finite(logp: float, sampler: float) -> None:
     assert 0 <= effective_sample_size(sums, 3) <= 1 + 1e-12
 
 
-def test_the_effective_sample_size_is_one_for_equal_weights_and_one_token_for_a_single_loud_one() -> None:
+def test_the_effective_sample_size_is_1_for_equal_weights_and_one_token_for_a_dominant_weight() -> None:
     def size(log_weights: list[float]) -> float:
         table: list[Any] = [(x, 0.0, 1.0, 1.0, True, True) for x in log_weights]
         return effective_sample_size(measure(table)[0], len(table))

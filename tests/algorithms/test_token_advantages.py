@@ -1,4 +1,4 @@
-"""Credit: who is compared with whom, and which token gets which advantage."""
+"""Token advantages: which attempts share a baseline, and which advantage each token gets."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from outpace.types import OBSERVED, Row
 
 
 def row(*turns: int, episode: int = 0, turn_rewards: Sequence[float] = (), **rest: Any) -> Row:
-    """A prompt of two tokens, then turns of so many sampled tokens, each followed by one that was not sampled."""
+    """A prompt of two tokens, then `turns` sampled tokens per turn, each turn followed by one observed token."""
     pieces = [[False, False]] + [[True] * turn + [False] for turn in turns]
     mask = np.array([sampled for piece in pieces for sampled in piece])
     return Row(
@@ -63,13 +63,13 @@ def close(found: Sequence[Doubles], expected: Sequence[Sequence[float]]) -> None
 # ------------------------------------------------------------------------------------------------------------- settings
 
 
-def test_what_is_not_set_is_the_first_credit_of_the_estimator_and_no_discount() -> None:
+def test_the_default_credit_is_the_first_of_the_estimator_without_discount() -> None:
     assert (using("dr_grpo").credit, using("reinforce_pp").credit, using("gae").credit) == ("episode", "token", "token")
     assert (using("dr_grpo").gamma, using("dr_grpo", credit="turn", gamma=0.0).gamma) == (1.0, 0.0)
 
 
 @pytest.mark.parametrize(("name", "credit"), [("gdpo", "turn"), ("grpo", "token"), ("pass_at_k", "turn")])
-def test_a_credit_that_the_estimator_does_not_have_never_gets_here(name: str, credit: Any) -> None:
+def test_a_credit_that_the_estimator_does_not_support_is_an_assertion_error(name: str, credit: Any) -> None:
     with pytest.raises(AssertionError):
         advantage_settings(configured_advantage(AlgorithmConfig(advantage=name)), credit)
 
@@ -93,8 +93,8 @@ def test_trajectories_of_one_attempt_share_its_advantage_and_count_once() -> Non
     assert lists(group_advantages(rows, [1.0, 0.0], [], using())) == [[0.5], [0.5, 0.5], [0.5], [-0.5]]
 
 
-def test_each_role_has_a_baseline_of_its_own() -> None:
-    """Two solvers with rewards of their own and a judge that gets the episode's, in each of two episodes."""
+def test_each_role_has_its_own_baseline() -> None:
+    """Each of two episodes has two solvers with their own rewards and a judge that gets the episode reward."""
     rows = [
         row(1, role="solver", reward=4.0),
         row(1, role="solver", reward=0.0),
@@ -107,51 +107,51 @@ def test_each_role_has_a_baseline_of_its_own() -> None:
     assert lists(found) == [[2.0], [-2.0], [-5.0], [-1.0], [1.0], [5.0]]
 
 
-def test_solvers_without_rewards_of_their_own_are_one_attempt_per_episode() -> None:
+def test_trajectories_of_a_role_without_their_own_rewards_are_one_attempt_per_episode() -> None:
     rows = [row(1, role="solver"), row(1, role="solver"), row(1, role="solver", episode=1), row(1, role="judge")]
     found = group_advantages(rows, [1.0, 0.0], [], using())
-    assert lists(found) == [[0.5], [0.5], [-0.5], [0.0]], "the only judge has no peer"
+    assert lists(found) == [[0.5], [0.5], [-0.5], [0.0]], "a single judge has no other attempt to compare with"
 
 
-def test_a_lone_attempt_gets_its_return_where_no_peers_are_needed() -> None:
+def test_a_lone_attempt_gets_its_return_from_an_estimator_without_a_baseline() -> None:
     assert lists(group_advantages([row(2)], [3.0], [], using("none"))) == [[3.0, 3.0]]
 
 
-def test_the_returns_of_all_attempts_are_whole_and_each_is_there_once() -> None:
+def test_attempt_returns_lists_the_full_return_of_each_attempt_once() -> None:
     rows = [row(1), row(1), row(2, turn_rewards=[2], episode=1), row(1, role="judge", reward=7.0, episode=1)]
     assert attempt_returns(rows, [1.0, 0.0, 5.0]).tolist() == [1.0, 2.0, 7.0, 5.0]
     assert attempt_returns(rows[:1], [1.0], [np.array([0.25])]).tolist() == [0.75]
     assert attempt_returns([], []).tolist() == []
 
 
-def test_an_episode_without_rows_stands_in_its_place_so_that_sums_round_as_they_did_with_it() -> None:
+def test_an_episode_without_rows_keeps_its_position_so_that_sums_round_identically() -> None:
     assert attempt_returns([row(1, episode=1)], [1.0, 0.0, 5.0]).tolist() == [1.0, 0.0, 5.0]
 
 
 def test_an_episode_without_rows_counts_for_the_baseline() -> None:
     assert lists(group_advantages([row(1, episode=1)], [1.0, 0.0], [], using())) == [[-0.5]]
-    assert lists(group_advantages([row(1, episode=1)], [1.0, 0.0], [], using("opo"))) == [[0.0]], "it has no token"
+    assert lists(group_advantages([row(1, episode=1)], [1.0, 0.0], [], using("opo"))) == [[0.0]], "it has no tokens"
 
 
-def test_an_episode_without_rows_does_not_count_where_trajectories_are_compared_by_their_own_rewards() -> None:
+def test_an_episode_without_rows_does_not_count_where_trajectories_have_their_own_rewards() -> None:
     rows = [row(1, reward=1.0), row(1, reward=0.0, episode=1)]
     assert lists(group_advantages(rows, [9.0, 9.0, 9.0], [], using())) == [[0.5], [-0.5]]
 
 
-def test_lengths_are_those_of_whole_attempts() -> None:
+def test_opo_uses_the_lengths_of_whole_attempts() -> None:
     rows = [row(1), row(1, 1), row(2, episode=1)]
     close(group_advantages(rows, [1.0, 0.0], [], using("opo")), [[0.4], [0.4, 0.4], [-0.6, -0.6]])
 
 
-def test_a_row_without_trained_tokens_counts_and_gets_nothing() -> None:
+def test_a_row_without_trained_tokens_counts_for_the_baseline_and_gets_no_advantages() -> None:
     assert lists(group_advantages([row(), row(1, episode=1)], [1.0, 0.0], [], using())) == [[], [-0.5]]
     assert lists(group_advantages([], [], [], using())) == []
 
 
-# ------------------------------------------------------------------------------------------------------- single rewards
+# ------------------------------------------------------------------------------------------------- rewards per function
 
 
-def test_single_rewards_reach_the_estimator_with_their_weights() -> None:
+def test_rewards_per_function_reach_the_estimator_with_their_weights() -> None:
     parts = [{"right": 1.0, "short": 0.0}, {"right": 0.0}, {"right": 0.0, "short": 1.0}]
     rows = [row(1, episode=index) for index in range(3)]
     found = group_advantages(rows, [2.0, 0.0, 1.0], parts, using("gdpo", weights={"right": 2.0}))
@@ -160,7 +160,7 @@ def test_single_rewards_reach_the_estimator_with_their_weights() -> None:
     close(found, [[value] for value in 2 * right + short])
 
 
-def test_rewards_of_turns_and_of_trajectories_are_single_rewards_too() -> None:
+def test_turn_and_trajectory_rewards_count_as_separate_reward_functions() -> None:
     rows = [row(1, 1, turn_rewards=[1, 2]), row(1, 1, episode=1, turn_rewards=[0, 0])]
     unit = 0.5 / (0.5**0.5 + 1e-4)
     steep = 1.5 / (4.5**0.5 + 1e-4)
@@ -170,7 +170,7 @@ def test_rewards_of_turns_and_of_trajectories_are_single_rewards_too() -> None:
     close(group_advantages(own, [0.0, 0.0], [{"right": 0.0}] * 2, using("gdpo")), [[unit], [-unit]])
 
 
-# ------------------------------------------------------------------------------------------------------ rewards in time
+# ----------------------------------------------------------------------------------------------------- rewards per turn
 
 
 def test_a_turn_is_an_unbroken_run_of_trained_tokens() -> None:
@@ -179,12 +179,12 @@ def test_a_turn_is_an_unbroken_run_of_trained_tokens() -> None:
     assert turn_numbers(np.zeros(3, dtype=np.bool_)).tolist() == []
 
 
-def test_the_whole_return_is_the_reward_and_those_of_the_turns() -> None:
+def test_the_return_is_the_sum_of_episode_and_turn_rewards() -> None:
     rows = [row(2, 1, turn_rewards=[1, 2]), row(1, episode=1)]
     assert lists(group_advantages(rows, [1.0, 0.0], [], using())) == [[2.0] * 3, [-2.0]]
 
 
-def test_with_turn_credit_a_turn_is_compared_with_the_same_turn_of_the_others() -> None:
+def test_with_turn_credit_a_turn_is_compared_with_the_same_turn_of_other_attempts() -> None:
     rows = [row(2, 1, turn_rewards=[1, 2]), row(1, 1, 1, episode=1, turn_rewards=[0, 4, 0]), row(1, episode=2)]
     found = group_advantages(rows, [1.0, 0.0, 3.0], [], using(credit="turn", gamma=0.5))
     # Returns: 1 + (2 + 1) / 2 and 3; 0 + 4 / 2, 4 and 0; 3.
@@ -201,12 +201,12 @@ def test_with_turn_credit_a_turn_is_compared_with_the_same_turn_of_the_others() 
     )
 
 
-def test_with_turn_credit_lengths_are_those_of_the_turn() -> None:
+def test_with_turn_credit_opo_uses_the_length_of_the_turn() -> None:
     rows = [row(3, 9), row(2, episode=1)]
     close(group_advantages(rows, [1.0, 0.0], [], using("opo", credit="turn")), [[0.4] * 3 + [0.0] * 9, [-0.6] * 2])
 
 
-def test_the_turns_of_an_attempt_go_on_in_its_next_trajectory() -> None:
+def test_the_turns_of_an_attempt_continue_in_its_next_trajectory() -> None:
     split = [row(1, turn_rewards=[1]), row(1, turn_rewards=[2]), row(1, 1, episode=1, turn_rewards=[5, 7])]
     whole = [row(1, 1, turn_rewards=[1, 2]), row(1, 1, episode=1, turn_rewards=[5, 7])]
     for options in ({"credit": "turn"}, {"credit": "token"}):
@@ -215,7 +215,7 @@ def test_the_turns_of_an_attempt_go_on_in_its_next_trajectory() -> None:
         close([np.concatenate(apart[:2]), apart[2]], lists(together))
 
 
-def test_with_token_credit_what_is_still_to_come_takes_the_place_of_the_whole() -> None:
+def test_with_token_credit_the_return_to_go_replaces_the_full_return() -> None:
     rows = [row(2, 1, turn_rewards=[1, 2]), row(1, episode=1)]
     found = group_advantages(rows, [1.0, 0.0], [], using(credit="token"))
     assert lists(found) == [[2.0, 2.0, 1.0], [-2.0]], "4, 4, 3 and 0, less the mean of 4 and 0"
@@ -225,7 +225,7 @@ def test_with_token_credit_what_is_still_to_come_takes_the_place_of_the_whole() 
 
 @settings(deadline=None)
 @given(rewards=st.lists(st.floats(-10, 10), min_size=2, max_size=5), data=st.data())
-def test_without_rewards_on_the_way_and_discount_every_credit_is_the_same(
+def test_without_turn_rewards_and_discount_every_credit_gives_the_same_advantages(
     rewards: list[float], data: st.DataObject
 ) -> None:
     rows = [row(data.draw(st.integers(1, 4)), episode=index) for index in range(len(rewards))]
@@ -245,7 +245,7 @@ def test_without_rewards_on_the_way_and_discount_every_credit_is_the_same(
 def test_returns_to_go_follow_their_definition(
     turns: list[int], gamma: float, reward: float, data: st.DataObject
 ) -> None:
-    """The estimator `none` shows returns as they are."""
+    """The estimator `none` returns the returns unchanged."""
     given_rewards = data.draw(st.lists(st.floats(-5, 5, width=32), min_size=len(turns), max_size=len(turns)))
     count = sum(turns)
     costs = data.draw(st.lists(st.floats(-1, 1), min_size=count, max_size=count))
@@ -261,14 +261,17 @@ def test_returns_to_go_follow_their_definition(
     by_turn[-1] += reward
     per_token = [sum(gamma ** (j - t) * arriving[j] for j in range(t, count)) for t in range(count)]
     per_turn = [sum(gamma ** (j - k) * by_turn[j] for j in range(k, len(turns))) for k in range(len(turns))]
-    spread = [value for value, length in zip(per_turn, turns, strict=True) for _ in range(length)]
+    per_turn_tokens = [value for value, length in zip(per_turn, turns, strict=True) for _ in range(length)]
     close(group_advantages([single], [reward], [], using("none", credit="token", gamma=gamma), penalties), [per_token])
-    close(group_advantages([single], [reward], [], using("none", credit="turn", gamma=gamma), penalties), [spread])
+    close(
+        group_advantages([single], [reward], [], using("none", credit="turn", gamma=gamma), penalties),
+        [per_turn_tokens],
+    )
     close(group_advantages([single], [reward], [], using("none"), penalties), [[sum(arriving)] * count])
 
 
-def test_a_critic_is_asked_about_the_rows_of_an_attempt_one_after_the_other() -> None:
-    """Two rows of one attempt, and a row with a reward of its own: values of zero show what arrives at which token."""
+def test_critic_advantages_run_across_the_consecutive_rows_of_an_attempt() -> None:
+    """Two rows of one attempt, and a row with its own reward; with zero values the advantages equal the returns."""
     rows = [row(2), row(1, turn_rewards=[5]), row(1, reward=7.0)]
     nothing = [np.zeros(2), np.zeros(1), np.zeros(1)]
     advantages, returns = critic_advantages(rows, [1.0], nothing, gamma=1.0, lam=1.0)
@@ -282,7 +285,7 @@ def test_a_critic_is_asked_about_the_rows_of_an_attempt_one_after_the_other() ->
     assert lists(returns) == [[2.0, 3.0], [6.0], [7.0]]
 
 
-def test_an_attempt_without_peers_gets_nothing_at_any_token() -> None:
+def test_a_lone_attempt_gets_zero_advantage_at_every_token() -> None:
     alone = [row(2, 1, turn_rewards=[1, 0])]
     assert lists(group_advantages(alone, [0.0], [], using("dr_grpo", credit="token"))) == [[0.0, 0.0, 0.0]]
     assert lists(group_advantages(alone, [0.0], [], using("none", credit="token"))) == [[1.0, 1.0, 0.0]]
@@ -298,12 +301,12 @@ def test_penalties_lower_the_returns_and_with_them_the_baseline() -> None:
     assert lists(group_advantages(rows, [1.0, 0.0], [], using(credit="token"), costs)) == [[1.5, 2.5], [-1.5]]
 
 
-def test_penalties_and_single_rewards_do_not_go_together() -> None:
+def test_penalties_cannot_be_combined_with_rewards_per_function() -> None:
     with pytest.raises(AssertionError, match="penalty"):
         group_advantages([row(1)], [1.0], [], using("gdpo"), [np.zeros(1)])
 
 
-def test_nothing_given_is_changed() -> None:
+def test_arguments_are_not_modified() -> None:
     rows, costs = [row(2, turn_rewards=[1]), row(1, episode=1)], [np.ones(2), np.ones(1)]
     group_advantages(rows, [1.0, 0.0], [], using(credit="token"), costs)
     assert rows[0].turn_rewards.tolist() == [1.0]
@@ -311,14 +314,14 @@ def test_nothing_given_is_changed() -> None:
     assert not rows[0].advantages.any()
 
 
-# ----------------------------------------------------------------------------------------------------- what is compared
+# ----------------------------------------------------------------------------------------------------- compared returns
 
 
 def compared(rows: list[Row], rewards: list[float], chosen: AdvantageSettings, parts: Any = ()) -> list[list[float]]:
     return lists(list(compared_returns(rows, rewards, parts, chosen)))
 
 
-def test_whole_returns_are_compared_in_each_role() -> None:
+def test_full_returns_are_compared_within_each_role() -> None:
     rows = [row(1), row(1, role="judge", reward=3.0), row(1, episode=1, turn_rewards=[2])]
     assert compared(rows, [1.0, 0.0], using()) == [[1.0, 2.0], [3.0]]
     assert compared([row(1)], [1.0, 0.0], using("gae")) == [[1.0, 0.0]]
@@ -329,53 +332,54 @@ def test_with_turn_credit_returns_are_compared_at_every_turn() -> None:
     assert compared(rows, [1.0, 2.0], using(credit="turn")) == [[2.0, 2.0], [1.0]]
 
 
-def test_with_token_credit_turns_are_compared_where_they_have_rewards() -> None:
+def test_with_token_credit_turns_with_rewards_are_compared() -> None:
     early, late = row(1, 1, turn_rewards=[1, 0]), row(1, 1, episode=1, turn_rewards=[0, 1])
     assert compared([early, late], [0.0, 0.0], using(credit="token")) == [[1.0, 1.0], [1.0, 1.0], [0.0, 1.0]]
     assert compared([row(1, 1), row(1, 1, episode=1)], [1.0, 0.0], using(credit="token")) == [[1.0, 0.0]]
 
 
-def test_an_estimator_of_single_rewards_compares_those() -> None:
+def test_an_estimator_of_rewards_per_function_compares_each_function() -> None:
     parts, rows = [{"a": 1.0}, {"a": 0.0, "b": 1.0}], [row(1), row(1, episode=1)]
     assert compared(rows, [1.0, 1.0], using("gdpo"), parts) == [[1.0, 0.0], [1.0]]
     assert compared(rows, [1.0, 0.0], using("gdpo")) == [[1.0, 0.0]]
     assert compared(rows, [1.0, 1.0], using("dr_grpo"), parts) == [[1.0, 1.0]]
 
 
-# ----------------------------------------------------------------------------------------------- a user's own estimator
+# ---------------------------------------------------------------------------------------------- user-defined estimators
 
 
 @advantage()
-def too_short(peers: GroupReturns) -> Doubles:
-    return peers.returns_G[:1]
+def too_short(group: GroupReturns) -> Doubles:
+    return group.returns_G[:1]
 
 
 @advantage()
-def divides_by_zero(peers: GroupReturns) -> Doubles:
-    return np.full(len(peers.returns_G), np.inf)
+def divides_by_zero(group: GroupReturns) -> Doubles:
+    return np.full(len(group.returns_G), np.inf)
 
 
 @advantage()
-def a_list(peers: GroupReturns) -> list[float]:
-    return [2.0 * value for value in dr_grpo(peers)]
+def a_list(group: GroupReturns) -> list[float]:
+    return [2.0 * value for value in dr_grpo(group)]
 
 
 def own(function: Any) -> AdvantageSettings:
     return advantage_settings(ConfiguredFunction(getattr(function, REGISTRATION_ATTRIBUTE), {}))
 
 
-def test_an_estimator_of_your_own_may_return_a_list() -> None:
+def test_a_user_defined_estimator_may_return_a_list() -> None:
     rows = [row(1), row(1, episode=1)]
     assert lists(group_advantages(rows, [1.0, 0.0], [], own(a_list))) == [[1.0], [-1.0]]
 
 
 @pytest.mark.parametrize(
-    ("function", "said"), [(too_short, r"too_short\b.*\(1,\).*\b2\b"), (divides_by_zero, r"divides_by_zero\b.*finite")]
+    ("function", "message"),
+    [(too_short, r"too_short\b.*\(1,\).*\b2\b"), (divides_by_zero, r"divides_by_zero\b.*finite")],
 )
-def test_an_estimator_that_gives_nonsense_is_named(function: Any, said: str) -> None:
-    with pytest.raises(BadInput, match=said):
+def test_an_estimator_with_an_invalid_result_is_named_in_the_error(function: Any, message: str) -> None:
+    with pytest.raises(BadInput, match=message):
         group_advantages([row(1), row(1, episode=1)], [1.0, 0.0], [], own(function))
 
 
-def test_an_estimator_that_needs_peers_is_not_asked_about_a_lone_attempt() -> None:
+def test_an_estimator_that_needs_several_attempts_is_not_called_for_a_lone_attempt() -> None:
     assert lists(group_advantages([row(2)], [1.0], [], own(divides_by_zero))) == [[0.0, 0.0]]

@@ -39,14 +39,14 @@ GOOD = CheckpointCost(
 )
 
 
-def test_shares_are_of_a_step_of_an_interval_and_of_the_processor_time() -> None:
+def test_shares_are_relative_to_a_step_an_interval_and_the_processor_time() -> None:
     assert GOOD.share_of_step == pytest.approx(0.01)
     assert GOOD.share_of_interval == pytest.approx(0.0005)
     assert GOOD.journal_share == pytest.approx(0.01)
     assert missed_targets(GOOD) == []
 
 
-def test_what_is_missed_is_named() -> None:
+def test_missed_targets_are_named() -> None:
     (stall,) = missed_targets(replace(GOOD, held_s=0.06))
     assert names(stall, "checkpoint 6.00% 5%")
     (journal,) = missed_targets(replace(GOOD, turns_cpu_s=2.25))
@@ -57,12 +57,12 @@ def test_the_table_shows_both_ways_of_saving() -> None:
     output = io.StringIO()
     print_table(GOOD, Console(file=output, width=120))
     lines = output.getvalue().splitlines()
-    assert any(names(line, "10.00 1.00% 5%") for line in lines)  # held up by the copy
+    assert any(names(line, "10.00 1.00% 5%") for line in lines)  # blocked by the copy
     assert any(names(line, "210.00 21.00%") for line in lines)  # the same save, if it blocked
 
 
-def leave_a_run(run_dir: Path, config: Config, lines: list[dict[str, Any]]) -> None:
-    """What a run of this config would have left."""
+def write_run(run_dir: Path, config: Config, lines: list[dict[str, Any]]) -> None:
+    """Write the files that a run of this config leaves."""
     run_dir.mkdir()
     (run_dir / "config.toml").write_text(dump_toml(config))
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -79,7 +79,7 @@ def leave_a_run(run_dir: Path, config: Config, lines: list[dict[str, Any]]) -> N
     commit(temporary)
 
 
-def test_everything_is_read_off_what_the_run_left(
+def test_all_numbers_are_read_from_the_run_directory(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     groups = {"groups/finished": 2.0, "groups/filtered": 1.0, "groups/failed": 0.0}
@@ -87,7 +87,7 @@ def test_everything_is_read_off_what_the_run_left(
     lines = [{"step": 1} | groups, {"step": 2} | groups | costs, {"step": 3} | groups]
 
     def train(run_dir: Path, steps: int, settings: list[str]) -> float:
-        leave_a_run(run_dir, resolved({"checkpoint.every": 1}), lines)
+        write_run(run_dir, resolved({"checkpoint.every": 1}), lines)
         return 100.0
 
     monkeypatch.setattr(bench, "_train", train)
@@ -99,9 +99,9 @@ def test_everything_is_read_off_what_the_run_left(
     assert all(found[name] > 0 for name in ("blocking_s", "append_cpu_s", "read_cpu_s", "turns_cpu_s"))
 
 
-def test_a_run_too_short_for_a_checkpoint_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_too_short_for_a_checkpoint_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def train(run_dir: Path, steps: int, settings: list[str]) -> float:
-        leave_a_run(run_dir, resolved(), [{"step": 1}])
+        write_run(run_dir, resolved(), [{"step": 1}])
         return 100.0
 
     monkeypatch.setattr(bench, "_train", train)

@@ -1,4 +1,4 @@
-"""The controller's benchmark measures a whole run of the real driver."""
+"""The controller benchmark measures a whole run of the real driver."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outpace.errors import BadInput
 from outpace.monitoring.line_file import read_lines
 
 
-async def test_a_run_over_idle_parts_trains_every_group_and_records_every_step(tmp_path: Path) -> None:
+async def test_a_run_with_idle_components_trains_every_group_and_records_every_step(tmp_path: Path) -> None:
     cost = await controller.measure(
         tmp_path / "run", controller.scheduler_settings(64, group_size=4, groups_per_step=8)
     )
@@ -21,6 +21,6 @@ async def test_a_run_over_idle_parts_trains_every_group_and_records_every_step(t
     assert steps == list(range(1, 9))
 
 
-def test_an_option_that_it_does_not_have_is_refused_with_one_line() -> None:
+def test_an_unknown_option_is_refused_in_one_line() -> None:
     with pytest.raises(BadInput, match=r"^--nonsense: .*--groups\b.*--group-size\b"):
         controller.main(["--nonsense"])

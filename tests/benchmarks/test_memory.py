@@ -36,7 +36,7 @@ def test_the_warm_up_before_the_window_does_not_count() -> None:
     assert analyze(samples(0.0, 0.1), 1000, 2000)["pss"]["level"] == pytest.approx(500 * MIB, rel=0.01)
 
 
-def test_a_leak_is_growing_with_its_slope_inside_the_interval() -> None:
+def test_a_leak_is_reported_as_growing_with_its_slope_inside_the_interval() -> None:
     result = analyze(samples(per_step=0.02, noise=0.5))
     assert result["flat"] is False
     assert result["pss"]["verdict"] == "growing"
@@ -44,13 +44,13 @@ def test_a_leak_is_growing_with_its_slope_inside_the_interval() -> None:
     assert result["pss"]["per_step"] == pytest.approx(0.02 * MIB, rel=0.1)
 
 
-def test_noise_too_loud_to_tell_claims_nothing() -> None:
+def test_too_much_noise_gives_no_verdict() -> None:
     result = analyze(samples(per_step=0.0, noise=60.0))
     assert result["pss"]["verdict"] == "unclear"
     assert result["flat"] is False
 
 
-def test_a_leak_of_files_is_not_flat() -> None:
+def test_a_file_descriptor_leak_is_not_flat() -> None:
     result = analyze(samples(0.0, 0.1, fds_from=20, fds_to=60))
     assert result["pss"]["verdict"] == "flat"
     assert result["flat"] is False
@@ -67,7 +67,7 @@ def test_too_few_samples_are_an_error_not_a_verdict() -> None:
         analyze(samples(0, 0), 5000, 6000)
 
 
-def test_the_tail_reads_whole_lines_only_and_each_once(tmp_path: Path) -> None:
+def test_the_step_tail_reads_only_whole_lines_and_each_once(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     tail = StepTail(path)
     assert tail.newest() == 0
@@ -78,12 +78,12 @@ def test_the_tail_reads_whole_lines_only_and_each_once(tmp_path: Path) -> None:
     assert tail.newest() == 3
 
 
-def test_the_table_prints_what_json_can_hold(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_can_be_printed_from_json(capsys: pytest.CaptureFixture[str]) -> None:
     result = analyze(samples(0.0, 0.5))
     print_table(json.loads(json.dumps(result)))
     assert "flat" in capsys.readouterr().out
 
 
-def test_a_run_too_short_to_tell_is_refused_before_it_starts() -> None:
+def test_a_run_too_short_for_a_verdict_is_refused_before_it_starts() -> None:
     with pytest.raises(BadInput, match=r"--steps: .*\b50\b"):
         main(["--steps", "50"])

@@ -33,14 +33,14 @@ def test_the_ratio_is_the_median_of_the_rounds_that_reuse_a_buffer() -> None:
     assert missed_targets({"whole": GOOD}) == []
 
 
-def test_what_is_missed_is_named() -> None:
+def test_missed_targets_are_named() -> None:
     slow = replace(GOOD, rounds=[replace(each, held_s=0.16) for each in ROUNDS])
-    (bar,) = missed_targets({"whole": GOOD, "with deltas": slow})
-    assert "with deltas" in bar
-    assert re.search(r"\b1\.60\b.*\b1\.5\b", bar)
+    (message,) = missed_targets({"whole": GOOD, "with deltas": slow})
+    assert "with deltas" in message
+    assert re.search(r"\b1\.60\b.*\b1\.5\b", message)
 
 
-def test_the_table_shows_both_ways() -> None:
+def test_the_table_shows_publishing_with_and_without_deltas() -> None:
     output = io.StringIO()
     print_table({"whole": GOOD, "with deltas": GOOD}, Console(file=output, width=120))
     assert len(re.findall(r"\b1\.20\D+1\.5\b", output.getvalue())) == 2
@@ -52,7 +52,7 @@ def test_a_real_learner_is_measured_with_and_without_deltas(
 ) -> None:
     monkeypatch.setattr(bench, "SHAPE", TINY)
     monkeypatch.setattr(bench, "PAUSE_S", 0.0)
-    assert main(["--rounds", "3", "--parameters=1M", "--run.threads=1"]) in (0, 1)  # how fast it was is not tested here
+    assert main(["--rounds", "3", "--parameters=1M", "--run.threads=1"]) in (0, 1)  # the speed is not tested here
     found = next(json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{"))
     assert found.keys() == {"whole", "with deltas"}
     for case in found.values():
@@ -62,14 +62,14 @@ def test_a_real_learner_is_measured_with_and_without_deltas(
         assert all(case[name] > 0 for name in ("copy_s", "held_s", "sealed_s", "first_held_s"))
 
 
-def test_a_model_that_the_shape_cannot_make_so_small_is_refused_and_so_is_an_option_that_does_not_exist() -> None:
+def test_a_model_too_small_for_the_shape_and_an_unknown_option_are_refused() -> None:
     with pytest.raises(BadInput, match=r"--parameters: .*\b32\b"):
         main(["--parameters", "1"])
     with pytest.raises(BadInput, match=r"--round: .*--rounds\b"):
         main(["--round", "3"])
 
 
-def test_help_says_what_the_numbers_are_of(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_explains_the_parameter_count(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
     assert "million" in capsys.readouterr().out

@@ -49,18 +49,18 @@ def test_a_committed_checkpoint_lists_every_file_with_size_and_checksum(tmp_path
     assert verify(checkpoint).step == 100
 
 
-def test_the_newest_complete_one_is_found_by_number_not_by_name(tmp_path: Path) -> None:
+def test_the_newest_complete_checkpoint_is_found_by_number_not_by_name(tmp_path: Path) -> None:
     for step in (999_999, 1_000_000, 5):
         make(tmp_path, step)
     assert newest_complete(tmp_path) == tmp_path / "step-1000000"
 
 
-def test_where_there_is_none_there_is_none(tmp_path: Path) -> None:
+def test_an_empty_or_missing_directory_has_no_checkpoint(tmp_path: Path) -> None:
     assert newest_complete(tmp_path) is None
     assert newest_complete(tmp_path / "missing") is None
 
 
-def test_a_kill_before_the_commit_leaves_the_older_one_and_is_cleaned(tmp_path: Path) -> None:
+def test_a_kill_before_the_commit_keeps_the_older_checkpoint_and_is_cleaned_up(tmp_path: Path) -> None:
     make(tmp_path, 1)
     unfinished = begin(tmp_path, 2)
     (unfinished / "model.safetensors").write_text("half")
@@ -69,10 +69,10 @@ def test_a_kill_before_the_commit_leaves_the_older_one_and_is_cleaned(tmp_path: 
     assert names(tmp_path) == ["step-000001"]
 
 
-def test_a_kill_between_any_two_system_calls_of_a_commit_leaves_a_complete_one(
+def test_a_kill_between_any_two_system_calls_of_a_commit_leaves_a_complete_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kill is simulated by copying the directory as it is at each call, as a crash would leave it."""
+    """Each call copies the directory, which is the state that a kill at that call would leave."""
     root = tmp_path / "checkpoints"
     make(root, 1, "old")
     make(root, 2, "replaced")
@@ -85,13 +85,13 @@ def test_a_kill_between_any_two_system_calls_of_a_commit_leaves_a_complete_one(
     for name in ("fsync", "rename"):
         original = getattr(os, name)
 
-        def watched(*args: object, call: object = original) -> object:
+        def recorded(*args: object, call: object = original) -> object:
             keep_state()
             result = call(*args)  # type: ignore[operator]
             keep_state()
             return result
 
-        monkeypatch.setattr(os, name, watched)
+        monkeypatch.setattr(os, name, recorded)
     make(root, 2, "new")
     monkeypatch.undo()
     assert len(states) > 10
@@ -116,7 +116,7 @@ commit(temporary)
 prune(root, keep=1, best=1)
 """
 
-POINTS = {
+CRASH_POINTS = {
     "commit.begin": "old",
     "commit.before_manifest": "old",
     "commit.before_rename": "old",
@@ -125,23 +125,25 @@ POINTS = {
     "prune.before": "new",
     "prune.middle": "new",
 }
-"""Where the writer is killed, and which content the newest checkpoint has then."""
+"""Crash point of the writer: content of the newest checkpoint afterwards."""
 
 
 @pytest.mark.parametrize(
     ("point", "step"),
-    [(point, 3) for point in POINTS] + [(point, 4) for point in POINTS if point != "commit.set_aside"],
+    [(point, 3) for point in CRASH_POINTS] + [(point, 4) for point in CRASH_POINTS if point != "commit.set_aside"],
 )
-def test_a_writer_killed_anywhere_leaves_the_newest_complete_one_intact(tmp_path: Path, point: str, step: int) -> None:
-    """Step 3 replaces a checkpoint of the same step, step 4 is another one."""
+def test_a_writer_killed_at_any_crash_point_leaves_the_newest_complete_checkpoint_intact(
+    tmp_path: Path, point: str, step: int
+) -> None:
+    """Step 3 replaces a checkpoint of the same step; step 4 is new."""
     for earlier in (1, 2, 3):
         make(tmp_path, earlier, "old")
     environment = os.environ | {"OUTPACE_CRASH": f"controller@{point}"}
-    words = [sys.executable, "-c", WRITER, str(tmp_path), str(step)]
-    assert subprocess.run(words, env=environment, check=False, timeout=60).returncode == -signal.SIGKILL
+    command = [sys.executable, "-c", WRITER, str(tmp_path), str(step)]
+    assert subprocess.run(command, env=environment, check=False, timeout=60).returncode == -signal.SIGKILL
     newest = newest_complete(tmp_path)
     assert newest is not None
-    expected = (step, "new") if POINTS[point] == "new" else (3, "old")
+    expected = (step, "new") if CRASH_POINTS[point] == "new" else (3, "old")
     assert (step_of(newest), (newest / "model.safetensors").read_text()) == (
         expected[0],
         f"{expected[1]} {expected[0]}",
@@ -153,7 +155,7 @@ def test_a_writer_killed_anywhere_leaves_the_newest_complete_one_intact(tmp_path
 
 
 @pytest.mark.parametrize("step", [1, 2])
-def test_a_writer_that_died_is_in_nobodys_way(tmp_path: Path, step: int) -> None:
+def test_an_unfinished_checkpoint_of_a_dead_writer_does_not_block_a_commit(tmp_path: Path, step: int) -> None:
     make(tmp_path, 1)
     (begin(tmp_path, step) / "model.safetensors").write_text("half")
     checkpoint = make(tmp_path, step, "whole")
@@ -164,7 +166,7 @@ def test_a_writer_that_died_is_in_nobodys_way(tmp_path: Path, step: int) -> None
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_one_that_was_set_aside_when_its_writer_died_is_in_nobodys_way(tmp_path: Path, named: bool) -> None:
+def test_a_checkpoint_set_aside_by_a_dead_writer_does_not_block_a_commit(tmp_path: Path, named: bool) -> None:
     os.rename(make(tmp_path, 1, "older"), tmp_path / ".replaced-step-000001")
     if named:
         shutil.copytree(tmp_path / ".replaced-step-000001", tmp_path / "step-000001")
@@ -173,17 +175,19 @@ def test_one_that_was_set_aside_when_its_writer_died_is_in_nobodys_way(tmp_path:
     assert (checkpoint / "model.safetensors").read_text() == "new 1"
 
 
-def test_beginning_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is called on an event loop."""
+def test_begin_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`begin` runs on the event loop, so it must not block."""
     make(tmp_path, 1)
     begin(tmp_path, 2)
     os.rename(tmp_path / "step-000001", tmp_path / ".removed-step-000001")
-    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: pytest.fail("this takes its time"))
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: pytest.fail("rmtree blocks the event loop"))
     begin(tmp_path, 2)
     begin(tmp_path, 3)
 
 
-def test_a_reader_leaves_a_replacement_under_way_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_during_a_replacement_finds_the_old_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make(tmp_path, 1, "old")
     seen: list[str] = []
 
@@ -202,7 +206,7 @@ def test_a_reader_leaves_a_replacement_under_way_alone(tmp_path: Path, monkeypat
     assert (tmp_path / "step-000001/model.safetensors").read_text() == "new 1"
 
 
-def test_what_cannot_be_removed_fails_no_commit(
+def test_a_failed_removal_does_not_fail_a_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     make(tmp_path, 1, "old")
@@ -221,7 +225,7 @@ def refused(*args: object, **options: object) -> None:
 
 
 @pytest.mark.parametrize("replaces", [True, False])
-def test_a_name_that_may_not_last_is_taken_back(
+def test_a_commit_whose_rename_cannot_be_synced_is_rolled_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaces: bool
 ) -> None:
     make(tmp_path, 1, "old")
@@ -241,22 +245,22 @@ def test_a_name_that_may_not_last_is_taken_back(
     assert (tmp_path / "step-000001/model.safetensors").read_text() == "old 1"
 
 
-def test_a_kill_in_the_middle_of_a_removal_never_leaves_half_a_checkpoint_with_a_name(
+def test_a_kill_during_a_removal_never_leaves_a_partial_checkpoint_under_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kill is simulated by copying the directory as it is after each file is gone."""
+    """Each unlink copies the directory, which is the state that a kill after it would leave."""
     root = tmp_path / "checkpoints"
     for step in (1, 2, 3):
         make(root, step)
     states: list[Path] = []
     unlink = os.unlink
 
-    def watched(*args: object, **options: object) -> None:
+    def recorded(*args: object, **options: object) -> None:
         unlink(*args, **options)  # type: ignore[arg-type]
         states.append(tmp_path / f"state-{len(states)}")
         shutil.copytree(root, states[-1])
 
-    monkeypatch.setattr(os, "unlink", watched)
+    monkeypatch.setattr(os, "unlink", recorded)
     prune(root, keep=1)
     monkeypatch.undo()
     assert len(states) == 6
@@ -268,7 +272,7 @@ def test_a_kill_in_the_middle_of_a_removal_never_leaves_half_a_checkpoint_with_a
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "missing file", "missing manifest", "torn manifest"])
-def test_a_damaged_newest_one_falls_back_with_a_warning(
+def test_a_damaged_newest_checkpoint_falls_back_to_the_older_one_with_a_warning(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     make(tmp_path, 1)
@@ -291,7 +295,7 @@ def test_a_damaged_newest_one_falls_back_with_a_warning(
     assert newest.exists()
 
 
-def test_a_checkpoint_that_cannot_be_read_falls_back_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_checkpoint_falls_back_to_the_older_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make(tmp_path, 1)
     make(tmp_path, 2)
     checksum = commits._crc32
@@ -305,7 +309,7 @@ def test_a_checkpoint_that_cannot_be_read_falls_back_too(tmp_path: Path, monkeyp
     assert newest_complete(tmp_path) == tmp_path / "step-000001"
 
 
-def test_a_file_that_goes_while_it_is_looked_at_is_a_damage_like_others(
+def test_a_file_that_disappears_during_verification_raises_corrupt_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = make(tmp_path, 1)
@@ -315,7 +319,7 @@ def test_a_file_that_goes_while_it_is_looked_at_is_a_damage_like_others(
         verify(checkpoint)
 
 
-def test_a_manifest_cannot_name_files_elsewhere(tmp_path: Path) -> None:
+def test_a_manifest_cannot_name_files_outside_the_checkpoint(tmp_path: Path) -> None:
     checkpoint = make(tmp_path, 1)
     manifest = (checkpoint / "manifest.json").read_text().replace("model.safetensors", "../secret")
     (checkpoint / "manifest.json").write_text(manifest)
@@ -324,7 +328,7 @@ def test_a_manifest_cannot_name_files_elsewhere(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("call", ["fsync", "rename"])
-def test_a_full_disk_raises_and_leaves_the_complete_ones_alone(
+def test_a_full_disk_raises_and_leaves_complete_checkpoints_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     make(tmp_path, 1)
@@ -346,12 +350,12 @@ def test_a_full_disk_raises_and_leaves_the_complete_ones_alone(
     assert (tmp_path / "step-000002/model.safetensors").read_text() == "kept 2"
 
 
-def test_a_checkpoint_that_was_given_up_leaves_nothing(tmp_path: Path) -> None:
+def test_a_discarded_checkpoint_leaves_nothing_behind(tmp_path: Path) -> None:
     discard(begin(tmp_path, 7))
     assert names(tmp_path) == []
 
 
-def test_pruning_keeps_the_newest(tmp_path: Path) -> None:
+def test_pruning_keeps_the_newest_checkpoints(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         make(tmp_path, step)
     removed = prune(tmp_path, keep=2)
@@ -359,7 +363,7 @@ def test_pruning_keeps_the_newest(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-000003", "step-000004"]
 
 
-def test_pruning_also_keeps_the_best(tmp_path: Path) -> None:
+def test_pruning_also_keeps_the_best_checkpoint(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         make(tmp_path, step)
     prune(tmp_path, keep=1, best=2)
@@ -368,7 +372,7 @@ def test_pruning_also_keeps_the_best(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-000004"]
 
 
-def test_pruning_does_not_keep_a_broken_best_or_mind_a_missing_one(tmp_path: Path) -> None:
+def test_pruning_does_not_keep_a_damaged_best_checkpoint_and_tolerates_a_missing_one(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         make(tmp_path, step)
     (tmp_path / "step-000001/manifest.json").unlink()
@@ -378,7 +382,7 @@ def test_pruning_does_not_keep_a_broken_best_or_mind_a_missing_one(tmp_path: Pat
     assert names(tmp_path) == ["step-000003"]
 
 
-def test_pruning_never_counts_a_broken_one_as_kept(tmp_path: Path) -> None:
+def test_pruning_does_not_count_a_damaged_checkpoint_as_kept(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         make(tmp_path, step)
     (tmp_path / "step-000004/manifest.json").unlink()
@@ -388,7 +392,7 @@ def test_pruning_never_counts_a_broken_one_as_kept(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-000003", "step-000004"]
 
 
-def test_a_damaged_newer_one_does_not_make_pruning_remove_the_good_ones(tmp_path: Path) -> None:
+def test_a_damaged_newer_checkpoint_does_not_make_pruning_remove_good_ones(tmp_path: Path) -> None:
     for step in (10, 20):
         make(tmp_path, step)
     damaged = tmp_path / "step-000020" / "model.safetensors"
@@ -401,7 +405,7 @@ def test_a_damaged_newer_one_does_not_make_pruning_remove_the_good_ones(tmp_path
     assert names(tmp_path) == ["step-000015"]
 
 
-def test_pruning_leaves_foreign_directories_alone(tmp_path: Path) -> None:
+def test_pruning_does_not_touch_foreign_directories(tmp_path: Path) -> None:
     (tmp_path / "step-best").mkdir()
     make(tmp_path, 1)
     prune(tmp_path, keep=1)

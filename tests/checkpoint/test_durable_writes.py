@@ -8,7 +8,7 @@ import pytest
 from outpace.checkpoint.commit import fsync_path, write_durably
 
 
-def test_files_and_directories_are_synced_and_nothing_stays_open(tmp_path: Path) -> None:
+def test_durable_writes_leave_no_file_descriptor_open(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     write_durably(tmp_path / "file", b"{}")
     fsync_path(tmp_path / "file")
@@ -17,7 +17,7 @@ def test_files_and_directories_are_synced_and_nothing_stays_open(tmp_path: Path)
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_full_disk_is_an_error_of_the_system(tmp_path: Path) -> None:
+def test_a_full_disk_raises_os_error(tmp_path: Path) -> None:
     (tmp_path / "file").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left"):
         write_durably(tmp_path / "file", b"{}")

@@ -16,7 +16,7 @@ from outpace.errors import BadInput
 
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The model a run started from; finding it is another room's job."""
+    """The base model of the run; `resolve_model` is stubbed."""
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "llama", "torch_dtype": "float16"}')
@@ -48,7 +48,7 @@ def add_checkpoint(run: Path, step: int) -> Path:
     return commit(temporary)
 
 
-def evaluated(run: Path, rewards: dict[int, float]) -> None:
+def write_evaluations(run: Path, rewards: dict[int, float]) -> None:
     lines = [json.dumps({"step": step, "eval/reward": reward}) for step, reward in rewards.items()]
     (run / "evals.jsonl").write_text("\n".join(lines) + "\n")
 
@@ -57,7 +57,7 @@ def weight_of(folder: Path) -> float:
     return float(load_file(folder / "model.safetensors")["model.norm.weight"][0])
 
 
-def test_an_export_is_the_newest_weights_with_the_files_of_the_model(run: Path, tmp_path: Path) -> None:
+def test_an_export_holds_the_newest_weights_and_the_files_of_the_model(run: Path, tmp_path: Path) -> None:
     out = export(run, tmp_path / "deep" / "out")
     assert weight_of(out) == 2
     assert sorted(os.listdir(out)) == [
@@ -71,34 +71,34 @@ def test_an_export_is_the_newest_weights_with_the_files_of_the_model(run: Path, 
     assert os.listdir(tmp_path / "deep") == ["out"]
 
 
-def test_one_checkpoint_can_be_exported(run: Path, tmp_path: Path) -> None:
+def test_a_single_checkpoint_can_be_exported(run: Path, tmp_path: Path) -> None:
     assert weight_of(export(run / "checkpoints" / "step-000001", tmp_path / "out")) == 1
 
 
 def test_the_best_checkpoint_can_be_exported(run: Path, tmp_path: Path) -> None:
     add_checkpoint(run, 3)
-    evaluated(run, {1: 0.5, 2: 0.7, 3: 0.6})
+    write_evaluations(run, {1: 0.5, 2: 0.7, 3: 0.6})
     assert weight_of(export(run, tmp_path / "best", best=True)) == 2
     (run / "checkpoints/step-000002/model.safetensors").write_bytes(b"")
     assert weight_of(export(run, tmp_path / "next", best=True)) == 3
 
 
-def test_without_an_evaluated_checkpoint_there_is_no_best_one(run: Path, tmp_path: Path) -> None:
-    evaluated(run, {7: 1.0})
+def test_exporting_the_best_checkpoint_requires_an_evaluated_checkpoint(run: Path, tmp_path: Path) -> None:
+    write_evaluations(run, {7: 1.0})
     with pytest.raises(BadInput, match=r"\bevaluated\b"):
         export(run, tmp_path / "out", best=True)
     with pytest.raises(BadInput, match=r"^--best: .*step-000001"):
         export(run / "checkpoints" / "step-000001", tmp_path / "out", best=True)
 
 
-def test_a_damaged_newest_checkpoint_is_passed_over(run: Path, tmp_path: Path) -> None:
+def test_a_damaged_newest_checkpoint_is_skipped(run: Path, tmp_path: Path) -> None:
     (run / "checkpoints/step-000002/model.safetensors").write_bytes(b"")
     assert weight_of(export(run, tmp_path / "out")) == 1
     with pytest.raises(BadInput, match=r"step-000002\b.*model\.safetensors"):
         export(run / "checkpoints" / "step-000002", tmp_path / "other")
 
 
-def test_an_empty_directory_may_be_exported_into_but_a_full_one_not(run: Path, tmp_path: Path) -> None:
+def test_the_output_directory_must_be_empty(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     export(run, out)
@@ -106,7 +106,7 @@ def test_an_empty_directory_may_be_exported_into_but_a_full_one_not(run: Path, t
         export(run, out)
 
 
-def test_what_is_not_a_run_is_refused(tmp_path: Path, source: Path) -> None:
+def test_a_directory_that_is_not_a_run_is_rejected(tmp_path: Path, source: Path) -> None:
     with pytest.raises(BadInput, match=r"/missing\b"):
         export(tmp_path / "missing", tmp_path / "out")
     with pytest.raises(BadInput, match=re.escape(str(source))):
@@ -117,7 +117,7 @@ def test_what_is_not_a_run_is_refused(tmp_path: Path, source: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_checkpoint_without_weights_is_refused(run: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_without_weights_is_rejected(run: Path, tmp_path: Path) -> None:
     temporary = begin(run / "checkpoints", 3)
     (temporary / "core.json").write_text("{}")
     commit(temporary)

@@ -1,4 +1,4 @@
-"""Adapters leave a run in two forms: worked into the model, or as the folder that peft reads."""
+"""Exporting a LoRA run: merged into the model, or as a peft adapter directory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def base(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def make_run(tmp_path: Path, base: Path) -> Callable[..., tuple[Path, LearnerCore]]:
-    """A run directory with one checkpoint, and the learner that made it."""
+    """Return a run directory with one checkpoint, and the learner that wrote it."""
 
     def make(rank: int) -> tuple[Path, LearnerCore]:
         settings = LearnerCoreSettings.of(resolved({"lora.rank": rank}))
@@ -58,7 +58,7 @@ def logits_of(model: PreTrainedModel | peft.PeftModel) -> torch.Tensor:
     return logits
 
 
-def test_an_export_is_the_model_with_the_adapters_worked_in(
+def test_an_export_is_the_model_with_merged_adapters(
     make_run: Callable[..., tuple[Path, LearnerCore]], base: Path, tmp_path: Path
 ) -> None:
     run, core = make_run(4)
@@ -73,7 +73,7 @@ def test_an_export_is_the_model_with_the_adapters_worked_in(
     assert sorted(os.listdir(out)) == ["config.json", "generation_config.json", "model.safetensors"]
 
 
-def test_adapters_alone_are_a_folder_that_peft_loads_on_top_of_the_model(
+def test_an_adapter_export_is_a_directory_that_peft_loads_on_top_of_the_model(
     make_run: Callable[..., tuple[Path, LearnerCore]], tmp_path: Path
 ) -> None:
     run, core = make_run(4)
@@ -87,7 +87,7 @@ def test_adapters_alone_are_a_folder_that_peft_loads_on_top_of_the_model(
     }
 
 
-def test_a_run_without_adapters_has_none_to_export(
+def test_an_adapter_export_of_a_run_without_adapters_is_rejected(
     make_run: Callable[..., tuple[Path, LearnerCore]], tmp_path: Path
 ) -> None:
     run, _ = make_run(0)

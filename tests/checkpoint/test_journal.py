@@ -34,10 +34,10 @@ def append(writer: JournalWriter, group: int, tokens: int = 5) -> JournalLocatio
     return writer.append(kept_of(group), a_record(group, tokens))
 
 
-def test_what_was_appended_is_read_back_by_its_place(tmp_path: Path, journal: OpenJournal) -> None:
+def test_appended_records_are_read_back_by_location(tmp_path: Path, journal: OpenJournal) -> None:
     writer = journal()
-    places = [append(writer, group) for group in range(10)]
-    assert [read_record(tmp_path, place).group for place in reversed(places)] == list(range(9, -1, -1))
+    locations = [append(writer, group) for group in range(10)]
+    assert [read_record(tmp_path, location).group for location in reversed(locations)] == list(range(9, -1, -1))
 
 
 def test_two_writers_never_share_a_segment(tmp_path: Path, journal: OpenJournal) -> None:
@@ -45,32 +45,32 @@ def test_two_writers_never_share_a_segment(tmp_path: Path, journal: OpenJournal)
     assert append(first, 0).segment != append(second, 1).segment
 
 
-def test_a_writer_that_starts_again_leaves_earlier_segments_alone(tmp_path: Path, journal: OpenJournal) -> None:
+def test_a_restarted_writer_does_not_touch_earlier_segments(tmp_path: Path, journal: OpenJournal) -> None:
     before = append(journal(), 0)
     after = append(journal(), 1)
     assert before.segment != after.segment
     assert read_record(tmp_path, before).group == 0
 
 
-def test_a_flipped_bit_is_caught(tmp_path: Path, journal: OpenJournal) -> None:
-    place = append(journal(), 0)
-    path = tmp_path / place.segment
+def test_a_flipped_bit_is_detected(tmp_path: Path, journal: OpenJournal) -> None:
+    location = append(journal(), 0)
+    path = tmp_path / location.segment
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
     with pytest.raises(CorruptData, match="checksum"):
-        read_record(tmp_path, place)
+        read_record(tmp_path, location)
 
 
-def test_a_record_cut_short_is_caught(tmp_path: Path, journal: OpenJournal) -> None:
-    place = append(journal(), 0)
-    path = tmp_path / place.segment
+def test_a_truncated_record_is_detected(tmp_path: Path, journal: OpenJournal) -> None:
+    location = append(journal(), 0)
+    path = tmp_path / location.segment
     path.write_bytes(path.read_bytes()[:-3])
-    with pytest.raises(CorruptData, match=rf"^(?!.*checksum).*{re.escape(place.segment)}"):
-        read_record(tmp_path, place)
+    with pytest.raises(CorruptData, match=rf"^(?!.*checksum).*{re.escape(location.segment)}"):
+        read_record(tmp_path, location)
 
 
-def test_a_place_that_points_elsewhere_is_caught(tmp_path: Path, journal: OpenJournal) -> None:
+def test_a_wrong_location_is_detected(tmp_path: Path, journal: OpenJournal) -> None:
     writer = journal()
     append(writer, 0)
     second = append(writer, 1)
@@ -78,14 +78,14 @@ def test_a_place_that_points_elsewhere_is_caught(tmp_path: Path, journal: OpenJo
         read_record(tmp_path, JournalLocation(second.segment, second.offset - 1, second.length))
 
 
-def test_a_writer_never_takes_a_number_below_one_that_is_there(tmp_path: Path, journal: OpenJournal) -> None:
+def test_a_new_segment_number_is_above_every_existing_one(tmp_path: Path, journal: OpenJournal) -> None:
     writer = journal(segment_bytes=1)
     first, _, third = (append(writer, group).segment for group in range(3))
     writer.release([first])
-    assert append(journal(), 3).segment > third, "who reads names in their order reads entries in theirs"
+    assert append(journal(), 3).segment > third, "sorted segment names must give the entries in order"
 
 
-def test_a_segment_that_took_half_an_entry_is_left_for_good(
+def test_a_segment_with_a_torn_entry_is_never_appended_to_again(
     tmp_path: Path, journal: OpenJournal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer = journal()
@@ -96,33 +96,33 @@ def test_a_segment_that_took_half_an_entry_is_left_for_good(
             append(writer, 1)
     after = append(writer, 2)
     assert after.segment != before.segment
-    assert [read_record(tmp_path, place).group for place in (before, after)] == [0, 2]
+    assert [read_record(tmp_path, location).group for location in (before, after)] == [0, 2]
 
 
-def test_anybody_may_delete_what_a_writer_has_left_behind(tmp_path: Path, journal: OpenJournal) -> None:
+def test_any_writer_may_delete_segments_of_a_dead_writer(tmp_path: Path, journal: OpenJournal) -> None:
     dead, other = journal("w0"), journal("w1")
     left, current = append(dead, 0).segment, append(other, 1).segment
     other.release([left, current, "w7-00000.journal"])
     assert [path.name for path in tmp_path.iterdir()] == [current]
 
 
-def test_full_segments_are_released_and_the_one_being_written_stays(tmp_path: Path, journal: OpenJournal) -> None:
+def test_release_deletes_full_segments_but_not_the_current_one(tmp_path: Path, journal: OpenJournal) -> None:
     writer = journal(segment_bytes=1)
     old, current = append(writer, 0).segment, append(writer, 1).segment
     writer.release([old, current])
     assert [path.name for path in tmp_path.iterdir()] == [current]
 
 
-def test_threads_that_append_at_once_never_mix_their_records(tmp_path: Path, journal: OpenJournal) -> None:
+def test_concurrent_appends_never_mix_records(tmp_path: Path, journal: OpenJournal) -> None:
     writer = journal(segment_bytes=2000)
     with ThreadPoolExecutor(8) as pool:
-        places = list(pool.map(lambda group: append(writer, group, tokens=group % 40), range(400)))
-    assert [read_record(tmp_path, place).group for place in places] == list(range(400))
+        locations = list(pool.map(lambda group: append(writer, group, tokens=group % 40), range(400)))
+    assert [read_record(tmp_path, location).group for location in locations] == list(range(400))
     written = {path.name for path in tmp_path.iterdir()}
-    assert written == {place.segment for place in places}, "no segment is made that holds nothing"
+    assert written == {location.segment for location in locations}, "no empty segment is created"
 
 
-def test_a_closed_writer_takes_nothing_more(tmp_path: Path, journal: OpenJournal) -> None:
+def test_a_closed_writer_rejects_appends(tmp_path: Path, journal: OpenJournal) -> None:
     writer = journal()
     append(writer, 0)
     writer.close()
@@ -135,11 +135,11 @@ def test_a_closed_writer_takes_nothing_more(tmp_path: Path, journal: OpenJournal
 def test_closing_waits_for_an_append_on_another_thread(
     tmp_path: Path, journal: OpenJournal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inside, going_on, append_to = threading.Event(), threading.Event(), EntryFile.append
+    inside, resume, append_to = threading.Event(), threading.Event(), EntryFile.append
 
     def slow(self: EntryFile, pieces: list[bytes]) -> JournalLocation:
         inside.set()
-        assert going_on.wait(20)
+        assert resume.wait(20)
         return append_to(self, pieces)
 
     monkeypatch.setattr(EntryFile, "append", slow)
@@ -149,6 +149,6 @@ def test_closing_waits_for_an_append_on_another_thread(
         inside.wait(20)
         closed = pool.submit(writer.close)
         assert not closed.done()
-        going_on.set()
+        resume.set()
         closed.result()
         assert read_record(tmp_path, appended.result()).group == 0

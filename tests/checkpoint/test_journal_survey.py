@@ -1,4 +1,4 @@
-"""Finding finished groups again: after kills, after damage, after a compaction that was killed itself."""
+"""Recovering finished groups from the journal after kills, damage and an interrupted compaction."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def is_readable(directory: Path, found: JournaledGroup) -> bool:
     return read_record(directory, found.place).group == found.kept.order.group
 
 
-def test_every_finished_group_is_found_with_what_was_ordered_and_reported(tmp_path: Path) -> None:
+def test_every_finished_group_is_found_with_its_order_and_report(tmp_path: Path) -> None:
     writer = JournalWriter(tmp_path, "w0")
     kept = kept_of(7, newest=3, position=12)
     place = writer.append(kept, a_record(7))
@@ -45,7 +45,7 @@ def test_every_finished_group_is_found_with_what_was_ordered_and_reported(tmp_pa
     assert survey_journal(tmp_path) == [JournaledGroup(place, kept)]
 
 
-def test_segments_are_read_by_writer_and_number(tmp_path: Path) -> None:
+def test_segments_are_read_in_order_of_writer_and_number(tmp_path: Path) -> None:
     journal(tmp_path, 3, 1, 4, name="w1", segment_bytes=1)
     journal(tmp_path, 5, 9, name="w0")
     found = survey_journal(tmp_path)
@@ -53,7 +53,7 @@ def test_segments_are_read_by_writer_and_number(tmp_path: Path) -> None:
     assert all(is_readable(tmp_path, each) for each in found)
 
 
-def test_an_empty_or_missing_journal_holds_nothing(tmp_path: Path) -> None:
+def test_an_empty_or_missing_journal_has_no_groups(tmp_path: Path) -> None:
     assert survey_journal(tmp_path) == survey_journal(tmp_path / "none") == []
 
 
@@ -68,7 +68,9 @@ def test_foreign_files_are_neither_read_nor_touched(tmp_path: Path) -> None:
     assert segments(tmp_path) == sorted(foreign)
 
 
-def test_a_segment_cut_at_any_byte_gives_what_is_whole_of_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_segment_truncated_at_any_byte_gives_its_complete_entries(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     journal(tmp_path, 0, 1)
     path = tmp_path / "w0-00000.journal"
     whole = path.read_bytes()
@@ -77,10 +79,10 @@ def test_a_segment_cut_at_any_byte_gives_what_is_whole_of_it(tmp_path: Path, cap
         path.write_bytes(whole[:size])
         caplog.clear()
         assert groups_of(survey_journal(tmp_path)) == [group for group, end in enumerate(ends) if end <= size]
-        assert bool(caplog.records) == (size not in (0, *ends)), "a word in the log where something is torn"
+        assert bool(caplog.records) == (size not in (0, *ends)), "a warning only if an entry is torn"
 
 
-def test_a_flipped_bit_costs_one_group_and_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_flipped_bit_loses_one_group_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL)
     journal(tmp_path, 0, 1, 2)
     path = tmp_path / "w0-00000.journal"
@@ -92,7 +94,7 @@ def test_a_flipped_bit_costs_one_group_and_no_other(tmp_path: Path, caplog: pyte
 
 
 @given(st.binary(max_size=300), st.binary(max_size=300))
-def test_no_bytes_at_all_make_a_survey_fail(
+def test_arbitrary_bytes_never_make_a_survey_fail(
     tmp_path_factory: pytest.TempPathFactory, before: bytes, after: bytes
 ) -> None:
     directory = tmp_path_factory.mktemp("journal")
@@ -102,7 +104,7 @@ def test_no_bytes_at_all_make_a_survey_fail(
     assert groups_of(survey_journal(directory)) == [1]
 
 
-def test_a_whole_entry_that_says_something_else_is_passed_over(tmp_path: Path) -> None:
+def test_an_intact_entry_with_an_unexpected_header_is_skipped(tmp_path: Path) -> None:
     writer = JournalWriter(tmp_path, "w0")
     writer.append({"order": "none"}, a_record(1))  # type: ignore[arg-type]
     writer.append(kept_of(2), a_record(2))
@@ -110,7 +112,7 @@ def test_a_whole_entry_that_says_something_else_is_passed_over(tmp_path: Path) -
     assert groups_of(survey_journal(tmp_path)) == [2]
 
 
-def test_of_a_group_made_twice_the_older_copy_is_found(tmp_path: Path) -> None:
+def test_a_group_that_was_journaled_twice_is_found_in_its_older_version(tmp_path: Path) -> None:
     journal(tmp_path, 1, 2, name="w0", newest=6)
     journal(tmp_path, 2, name="w1", newest=4)
     journal(tmp_path, 2, name="w2", newest=5)
@@ -120,7 +122,7 @@ def test_of_a_group_made_twice_the_older_copy_is_found(tmp_path: Path) -> None:
     ]
 
 
-def test_visits_with_the_same_number_of_different_starts_are_different_groups(tmp_path: Path) -> None:
+def test_groups_with_the_same_number_but_different_positions_are_distinct(tmp_path: Path) -> None:
     writer = JournalWriter(tmp_path, "w0")
     for position in (3, 8):
         writer.append(kept_of(1, position=position), a_record(1))
@@ -128,7 +130,7 @@ def test_visits_with_the_same_number_of_different_starts_are_different_groups(tm
     assert [found.kept.order.position for found in survey_journal(tmp_path)] == [3, 8]
 
 
-def test_compaction_keeps_what_it_is_told_to_and_nothing_else(tmp_path: Path) -> None:
+def test_compaction_keeps_exactly_the_given_groups(tmp_path: Path) -> None:
     journal(tmp_path, *range(6), segment_bytes=500)
     found = survey_journal(tmp_path)
     kept = compact_journal(tmp_path, [found[1], found[4]])
@@ -137,7 +139,7 @@ def test_compaction_keeps_what_it_is_told_to_and_nothing_else(tmp_path: Path) ->
     assert segments(tmp_path) == ["kept-00000.journal"]
 
 
-def test_a_second_compaction_and_further_writers_take_names_of_their_own(tmp_path: Path) -> None:
+def test_a_second_compaction_and_later_writers_use_new_segment_names(tmp_path: Path) -> None:
     journal(tmp_path, 1)
     compact_journal(tmp_path, survey_journal(tmp_path))
     journal(tmp_path, 2)
@@ -147,7 +149,7 @@ def test_a_second_compaction_and_further_writers_take_names_of_their_own(tmp_pat
     assert all(is_readable(tmp_path, each) for each in kept)
 
 
-def test_much_is_compacted_into_several_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_journal_is_compacted_into_several_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal(tmp_path, *range(10))
     monkeypatch.setattr("outpace.checkpoint.journal.SEGMENT_BYTES", 1000)
     kept = compact_journal(tmp_path, survey_journal(tmp_path))
@@ -185,10 +187,10 @@ def test_a_compaction_killed_at_any_step_loses_nothing(
     kept = compact_journal(tmp_path, again)
     assert sorted(groups_of(survey_journal(tmp_path))) == [1, 3, 5, 7]
     assert all(is_readable(tmp_path, each) for each in kept)
-    assert set(segments(tmp_path)) == {each.place.segment for each in kept}, "nothing half done stays behind"
+    assert set(segments(tmp_path)) == {each.place.segment for each in kept}, "no partial segment remains"
 
 
-def test_what_a_killed_compaction_left_unfinished_goes_with_the_next(
+def test_the_next_compaction_removes_unfinished_files_of_a_killed_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def die(label: str) -> None:
@@ -204,7 +206,7 @@ def test_what_a_killed_compaction_left_unfinished_goes_with_the_next(
     assert segments(tmp_path) == []
 
 
-def test_a_damaged_entry_is_not_copied_as_if_it_were_whole(tmp_path: Path) -> None:
+def test_compaction_does_not_copy_a_damaged_entry(tmp_path: Path) -> None:
     journal(tmp_path, 1)
     found = survey_journal(tmp_path)
     path = tmp_path / found[0].place.segment
@@ -226,10 +228,10 @@ for group in range(2):
 
 
 @pytest.mark.parametrize(
-    ("label", "survivors"), [("journal.before", [0]), ("journal.torn", [0]), ("journal.after", [0, 1])]
+    ("label", "recovered"), [("journal.before", [0]), ("journal.torn", [0]), ("journal.after", [0, 1])]
 )
-def test_a_writer_killed_at_its_second_entry_leaves_what_is_whole(
-    tmp_path: Path, label: str, survivors: list[int]
+def test_a_writer_killed_at_its_second_entry_leaves_complete_entries(
+    tmp_path: Path, label: str, recovered: list[int]
 ) -> None:
     here = str(Path(__file__).parent.parent)
     killed = subprocess.run(
@@ -238,12 +240,12 @@ def test_a_writer_killed_at_its_second_entry_leaves_what_is_whole(
         timeout=60,
     )
     assert killed.returncode == -9
-    assert groups_of(survey_journal(tmp_path)) == survivors
+    assert groups_of(survey_journal(tmp_path)) == recovered
     torn = (tmp_path / "w0-00000.journal").stat().st_size - sum(each.place.length for each in survey_journal(tmp_path))
     assert bool(torn) == (label == "journal.torn")
 
 
-def test_places_of_a_survey_are_those_that_the_writer_gave(tmp_path: Path) -> None:
+def test_a_survey_gives_the_locations_that_the_writer_returned(tmp_path: Path) -> None:
     writer = JournalWriter(tmp_path, "w0", segment_bytes=700)
     given: list[JournalLocation] = [writer.append(kept_of(group), a_record(group, tokens=group)) for group in range(9)]
     writer.close()

@@ -15,7 +15,7 @@ def reward(step: int, value: float) -> dict[str, object]:
     return {"step": step, "eval/reward": value}
 
 
-def test_the_best_checkpoint_is_that_of_the_highest_reward_and_of_equals_the_newest(tmp_path: Path) -> None:
+def test_the_best_checkpoint_has_the_highest_reward_and_ties_go_to_the_newest(tmp_path: Path) -> None:
     evaluations = [reward(0, 0.1), reward(20, 0.8), reward(40, 0.8), reward(60, 0.3)]
     assert best_first(make_run(tmp_path, [20, 40, 60], evaluations)) == [40, 20, 60]
 
@@ -28,10 +28,10 @@ def test_versions_without_a_checkpoint_or_without_a_reward_do_not_count(tmp_path
     assert best_step(run) == 40
 
 
-def test_of_two_evaluations_of_a_version_the_later_one_counts(tmp_path: Path) -> None:
+def test_the_later_of_two_evaluations_of_a_version_counts(tmp_path: Path) -> None:
     assert best_step(make_run(tmp_path, [1, 2], [reward(1, 0.9), reward(2, 0.5), reward(1, 0.4)])) == 2
 
 
-def test_a_run_without_evaluations_or_checkpoints_has_no_best_one(tmp_path: Path) -> None:
+def test_a_run_without_evaluations_or_checkpoints_has_no_best_step(tmp_path: Path) -> None:
     assert best_step(tmp_path) is None
     assert best_step(make_run(tmp_path / "run", [1], [])) is None

@@ -1,4 +1,4 @@
-"""Answers of unfinished groups on the disk: recorded, found again, tidied up, and never in anybody's way."""
+"""Turn log: answers of unfinished groups on disk, their recovery and cleanup. Disk errors never fail a rollout."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def open_log(tmp_path: Path) -> Iterator[OpenLog]:
         log.close()
 
 
-def test_what_was_recorded_is_found_at_once(open_log: OpenLog) -> None:
+def test_recorded_answers_are_found_at_once(open_log: OpenLog) -> None:
     log = open_log()
     for number in range(3):
         record(log, 7, episode=1, number=number, versions=(3, 4))
@@ -87,7 +87,7 @@ def test_what_was_recorded_is_found_at_once(open_log: OpenLog) -> None:
     assert (found.tokens.tolist(), found.versions.tolist(), found.stop) == ([0, 1], [3, 4], "stop")
 
 
-def test_a_question_is_its_tokens_and_its_sampling_but_not_its_noise() -> None:
+def test_a_request_digest_covers_prompt_and_sampling_but_not_the_seed() -> None:
     request_digest = digest_request(PROMPT, SAMPLING)
     assert digest_request(PROMPT.copy(), msgspec.structs.replace(SAMPLING, seed=6)) == request_digest
     for changes in ({"temperature": 0.5}, {"max_tokens": 9}, {"stop_strings": []}, {"stop_ids": []}, {"top_k": 1}):
@@ -95,7 +95,7 @@ def test_a_question_is_its_tokens_and_its_sampling_but_not_its_noise() -> None:
     assert digest_request(np.array([1, 2, 4], np.int32), SAMPLING) != request_digest
 
 
-def test_nothing_is_made_on_the_disk_nor_any_thread_started_for_nothing(open_log: OpenLog, tmp_path: Path) -> None:
+def test_an_unused_log_creates_no_file_and_starts_no_thread(open_log: OpenLog, tmp_path: Path) -> None:
     threads = threading.active_count()
     log = open_log()
     log.close_group(3)
@@ -104,13 +104,13 @@ def test_nothing_is_made_on_the_disk_nor_any_thread_started_for_nothing(open_log
     assert threading.active_count() == threads
 
 
-def test_a_successor_finds_what_a_dead_worker_left_whatever_its_name(open_log: OpenLog) -> None:
+def test_a_successor_of_any_name_finds_the_answers_of_a_dead_worker(open_log: OpenLog) -> None:
     record(dead := open_log("w0"), 7)
     dead.close()
     assert keys(open_log("w0"), 7) == keys(open_log("w1"), 7) == [(0, 0)]
 
 
-def test_what_others_record_later_is_found_too(open_log: OpenLog) -> None:
+def test_answers_that_other_workers_record_later_are_found(open_log: OpenLog) -> None:
     first, second = open_log("w0"), open_log("w1")
     assert keys(first, 7) == []
     record(second, 7)
@@ -119,20 +119,20 @@ def test_what_others_record_later_is_found_too(open_log: OpenLog) -> None:
     assert keys(second, 7) == keys(first, 7) == [(0, 0), (0, 1)]
 
 
-def test_of_a_closed_group_nothing_is_found(open_log: OpenLog, tmp_path: Path) -> None:
+def test_answers_of_a_closed_group_are_not_found(open_log: OpenLog, tmp_path: Path) -> None:
     log = open_log()
     record(log, 7)
     record(log, 8)
     log.close_group(7)
     assert keys(log, 7) == []
-    assert keys(open_log(), 7) == [], "nor by a successor"
+    assert keys(open_log(), 7) == [], "a successor does not find them either"
     record(log, 7, number=5)
-    assert keys(log, 7) == [(0, 5)], "closing concerns what was before it"
+    assert keys(log, 7) == [(0, 5)], "closing only affects earlier answers"
     log.close()
     assert set(survey_turns(tmp_path)) == {7, 8}
 
 
-def test_the_disk_holds_little_more_than_what_is_open(open_log: OpenLog, tmp_path: Path) -> None:
+def test_disk_use_is_bounded_by_the_answers_of_open_groups(open_log: OpenLog, tmp_path: Path) -> None:
     log = open_log(spare_bytes=2000)
     record(log, 10_000)
     log.find(0)
@@ -147,11 +147,13 @@ def test_the_disk_holds_little_more_than_what_is_open(open_log: OpenLog, tmp_pat
             most = max(most, disk(tmp_path))
     still_open = (3 * 4 + 1) * one
     assert most < 2 * (still_open + 4 * one) + 2000
-    assert keys(log, 10_000) == [(0, 0)], "a slow group keeps its answers while files come and go"
+    assert keys(log, 10_000) == [(0, 0)], "a slow group keeps its answers while files are rewritten"
     assert len(list(tmp_path.iterdir())) <= 2
 
 
-def test_a_successor_tidies_up_what_its_predecessor_left(open_log: OpenLog, tmp_path: Path) -> None:
+def test_a_successor_of_the_same_name_removes_answers_that_its_predecessor_left(
+    open_log: OpenLog, tmp_path: Path
+) -> None:
     dead = open_log(spare_bytes=1 << 20)
     for position in range(100):
         record(dead, position)
@@ -160,12 +162,12 @@ def test_a_successor_tidies_up_what_its_predecessor_left(open_log: OpenLog, tmp_
     log = open_log(spare_bytes=0)
     for position in range(99):
         log.close_group(position)
-        log.find(0)  # which is also what starts it
+        log.find(0)  # also starts the log
     assert keys(log, 99) == [(0, 0)]
     assert disk(tmp_path) < before / 10
 
 
-def test_a_worker_that_leaves_with_everything_closed_leaves_no_files(open_log: OpenLog, tmp_path: Path) -> None:
+def test_a_worker_that_stops_with_all_groups_closed_leaves_no_files(open_log: OpenLog, tmp_path: Path) -> None:
     log, other = open_log("w0"), open_log("w1")
     record(log, 1)
     record(other, 2)
@@ -175,7 +177,7 @@ def test_a_worker_that_leaves_with_everything_closed_leaves_no_files(open_log: O
     assert [path.name for path in tmp_path.iterdir()] == [f"w1-00000.{KIND}"]
 
 
-def test_closing_a_group_concerns_what_its_own_worker_recorded(open_log: OpenLog) -> None:
+def test_closing_a_group_affects_only_answers_of_the_same_worker(open_log: OpenLog) -> None:
     first, second = open_log("w0"), open_log("w1")
     record(first, 7, number=0)
     record(second, 7, number=1)
@@ -185,7 +187,7 @@ def test_closing_a_group_concerns_what_its_own_worker_recorded(open_log: OpenLog
     assert keys(second, 7) == keys(first, 7) == [(0, 0)]
 
 
-def test_nobody_tidies_up_after_a_worker_of_another_name(open_log: OpenLog, tmp_path: Path) -> None:
+def test_a_worker_does_not_remove_files_of_a_worker_of_another_name(open_log: OpenLog, tmp_path: Path) -> None:
     record(other := open_log("w0"), 7)
     other.close()
     log = open_log("w1", spare_bytes=0)
@@ -197,7 +199,7 @@ def test_nobody_tidies_up_after_a_worker_of_another_name(open_log: OpenLog, tmp_
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("w0")] == [f"w0-00000.{KIND}"]
 
 
-def test_another_workers_file_may_be_rewritten_between_two_looks(
+def test_a_file_of_another_worker_may_be_rewritten_between_two_reads(
     open_log: OpenLog, caplog: pytest.LogCaptureFixture
 ) -> None:
     reader, writer = open_log("w0"), open_log("w1", spare_bytes=0)
@@ -209,10 +211,10 @@ def test_another_workers_file_may_be_rewritten_between_two_looks(
     assert keys(writer, 19) == [(0, 0)]
     assert keys(reader, 19) == [(0, 0)]
     assert keys(reader, 3) == []
-    assert caplog.records == [], "nobody looked for what is gone"
+    assert caplog.records == [], "no attempt to read removed answers"
 
 
-def test_a_full_disk_costs_a_line_in_the_log_and_no_more(
+def test_a_full_disk_only_logs_a_warning(
     open_log: OpenLog, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(self: EntryFile, pieces: list[bytes]) -> None:
@@ -225,12 +227,12 @@ def test_a_full_disk_costs_a_line_in_the_log_and_no_more(
     for number in range(1, 5):
         record(log, 1, number=number)
     log.close_group(1)
-    assert keys(log, 1) == [(0, 0)], "what was recorded before can still be read"
+    assert keys(log, 1) == [(0, 0)], "earlier answers can still be read"
     (line,) = (line.getMessage() for line in caplog.records if line.levelno >= logging.WARNING)
     assert "[Errno 28] No space left on device" in line
 
 
-def test_once_there_is_space_again_answers_are_recorded_again(
+def test_recording_resumes_once_there_is_space_again(
     open_log: OpenLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     log = open_log()
@@ -244,11 +246,11 @@ def test_once_there_is_space_again_answers_are_recorded_again(
     caplog.clear()
     record(log, 1, number=3)
     assert keys(log, 1) == keys(open_log("w1"), 1) == [(0, 0), (0, 3)]
-    assert caplog.records == [], "nothing torn is left"
+    assert caplog.records == [], "no torn entry remains"
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_a_damaged_answer_costs_no_others_when_files_are_tidied_up(open_log: OpenLog, tmp_path: Path) -> None:
+def test_a_damaged_answer_loses_no_others_when_files_are_rewritten(open_log: OpenLog, tmp_path: Path) -> None:
     log = open_log(spare_bytes=0)
     record(log, 1)
     record(log, 2)
@@ -265,59 +267,59 @@ def test_a_damaged_answer_costs_no_others_when_files_are_tidied_up(open_log: Ope
     assert not path.exists()
 
 
-def test_a_name_is_never_given_twice(open_log: OpenLog) -> None:
+def test_a_file_name_is_never_reused(open_log: OpenLog) -> None:
     writer, reader = open_log("w0", spare_bytes=0), open_log("w1")
     record(writer, 7)
     assert keys(writer, 7) == keys(reader, 7) == [(0, 0)]
     writer.close_group(7)
-    writer.find(0)  # nothing is open: what was there is gone
+    writer.find(0)  # no group is open, so the file has been removed
     record(writer, 8, number=5)
     assert keys(writer, 8) == keys(reader, 8) == [(0, 5)]
     assert keys(reader, 7) == []
 
 
-def test_what_lies_elsewhere_by_now_is_never_taken_for_what_was_there(
+def test_an_outdated_location_is_never_read_as_another_answer(
     open_log: OpenLog, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     log = open_log()
     record(log, 7)
     log.find(0)
-    shelf = TurnIndex(tmp_path)
-    shelf.refresh()
-    (place, head), path = shelf.answers_of(7)[0], tmp_path / f"w0-00000.{KIND}"
+    index = TurnIndex(tmp_path)
+    index.refresh()
+    (location, head), path = index.answers_of(7)[0], tmp_path / f"w0-00000.{KIND}"
     other = pack_answer(ordered(8), 0, 0, digest_request(PROMPT, SAMPLING), answer(3))
-    assert sum(map(len, other)) == place.length
+    assert sum(map(len, other)) == location.length
     path.write_bytes(b"".join(other))
-    assert list(read_answers(tmp_path, [(place, head)])) == []
+    assert list(read_answers(tmp_path, [(location, head)])) == []
     assert any(line.levelno == logging.WARNING and path.name in line.getMessage() for line in caplog.records)
 
 
-def test_a_file_that_took_the_name_of_another_is_read_from_its_beginning(open_log: OpenLog, tmp_path: Path) -> None:
+def test_a_file_replaced_under_the_same_name_is_read_from_its_beginning(open_log: OpenLog, tmp_path: Path) -> None:
     log = open_log()
     record(log, 7)
     log.find(0)
-    shelf = TurnIndex(tmp_path)
-    shelf.refresh()
+    index = TurnIndex(tmp_path)
+    index.refresh()
     path = tmp_path / f"w0-00000.{KIND}"
     (tmp_path / "other").write_bytes(b"".join(pack_answer(ordered(8), 0, 0, b"?" * 16, answer(3))))
     os.rename(tmp_path / "other", path)
-    shelf.refresh()
-    assert shelf.positions() == [8]
+    index.refresh()
+    assert index.positions() == [8]
 
 
 @pytest.mark.timeout(120)
-def test_a_file_that_is_never_there_does_not_hold_up_anybody(open_log: OpenLog, tmp_path: Path) -> None:
+def test_a_dangling_symlink_does_not_block_reads(open_log: OpenLog, tmp_path: Path) -> None:
     (tmp_path / f"w9-00000.{KIND}").symlink_to(tmp_path / "nowhere")
     assert keys(open_log(), 7) == []
 
 
-def test_a_disk_that_does_not_keep_up_costs_answers_and_not_memory(
+def test_a_slow_disk_drops_answers_instead_of_using_more_memory(
     open_log: OpenLog, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    going_on, append = threading.Event(), EntryFile.append
+    resume, append = threading.Event(), EntryFile.append
 
     def slow(self: EntryFile, pieces: list[bytes]) -> Any:
-        going_on.wait(30)
+        resume.wait(30)
         return append(self, pieces)
 
     monkeypatch.setattr(EntryFile, "append", slow)
@@ -325,12 +327,12 @@ def test_a_disk_that_does_not_keep_up_costs_answers_and_not_memory(
     log = open_log()
     for number in range(100):
         record(log, 1, number=number)
-    going_on.set()
+    resume.set()
     assert 10 <= len(keys(log, 1)) <= 12
     assert len(caplog.records) == 1
 
 
-def test_a_file_cut_at_any_byte_gives_what_is_whole_of_it(open_log: OpenLog, tmp_path: Path) -> None:
+def test_a_file_truncated_at_any_byte_gives_its_complete_answers(open_log: OpenLog, tmp_path: Path) -> None:
     log = open_log()
     for number in range(3):
         record(log, 1, number=number)
@@ -343,9 +345,7 @@ def test_a_file_cut_at_any_byte_gives_what_is_whole_of_it(open_log: OpenLog, tmp
         assert (found[1].answers if found else 0) == size * 3 // len(whole)
 
 
-def test_a_damaged_answer_is_asked_for_again(
-    open_log: OpenLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_answer_is_not_found(open_log: OpenLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = open_log()
     record(log, 1, number=0)
     record(log, 1, number=1)
@@ -355,7 +355,7 @@ def test_a_damaged_answer_is_asked_for_again(
     assert keys(log, 1) == [(0, 0)]
 
 
-def test_a_survey_says_what_there_is_of_each_position(open_log: OpenLog, tmp_path: Path) -> None:
+def test_a_survey_reports_the_answers_of_each_position(open_log: OpenLog, tmp_path: Path) -> None:
     log = open_log()
     record(log, 1, versions=(4, 5, 6), min_version=3)
     record(log, 1, number=1, versions=(6, 7), min_version=3)
@@ -369,7 +369,7 @@ def test_a_survey_says_what_there_is_of_each_position(open_log: OpenLog, tmp_pat
     assert {position: each.newest for position, each in survey_turns(tmp_path, newest=6).items()} == {1: 6}
 
 
-def test_pruning_drops_what_weights_sampled_that_are_gone(open_log: OpenLog, tmp_path: Path) -> None:
+def test_pruning_drops_answers_sampled_by_lost_weight_versions(open_log: OpenLog, tmp_path: Path) -> None:
     for name, position in (("w0", 1), ("w1", 2)):
         log = open_log(name)
         record(log, position, versions=(4, 5))
@@ -423,10 +423,10 @@ def test_pruning_killed_at_any_step_loses_nothing(
         max_size=40,
     )
 )
-def test_exactly_the_answers_of_open_groups_are_found_whatever_happens(
+def test_exactly_the_answers_of_open_groups_are_found_after_any_sequence_of_events(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int, int]]
 ) -> None:
-    """Two workers, each with positions of its own, which die and come back at any time."""
+    """Two workers with separate positions, which die and restart at any time."""
     directory = tmp_path_factory.mktemp("turns")
     logs = [TurnLog(directory, f"w{worker}", spare_bytes=300) for worker in (0, 1)]
     known: dict[int, list[int]] = {}
@@ -436,7 +436,7 @@ def test_exactly_the_answers_of_open_groups_are_found_whatever_happens(
             record(logs[worker], position, number=number)
             known.setdefault(position, []).append(number)
         elif what == "close":
-            logs[worker].find(0)  # a log that nobody used has nothing to close
+            logs[worker].find(0)  # an unused log has nothing to close
             logs[worker].close_group(position)
             known.pop(position, None)
         elif what == "die":

@@ -1,4 +1,4 @@
-"""The benchmark itself, on loads too small to time."""
+"""The engine benchmark, on loads too small to time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outpace.commands import bench_engine
 from outpace.commands.bench_engine import GenerationLoad
 
 
-def test_the_benchmark_checks_correctness_and_reports_both_sides(
+def test_the_benchmark_checks_correctness_and_reports_the_speed_of_engine_and_generate(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def small(policy: object, seed: int) -> GenerationLoad:
@@ -49,7 +49,7 @@ def result_of(*, wrong: int = 0, error: float = 1e-6, equal: float = 1.6, long_t
 
 
 @pytest.mark.parametrize(
-    ("numbers", "said"),
+    ("numbers", "expected"),
     [
         ({"wrong": 1}, r"\b1 greedy\b"),
         ({"error": 2e-4}, r"logprobs.*\b2\.0e-04\b"),
@@ -58,22 +58,22 @@ def result_of(*, wrong: int = 0, error: float = 1e-6, equal: float = 1.6, long_t
         ({"long_tailed": 2.49}, r"long-tailed.*\b2\.49\b"),
     ],
 )
-def test_a_missed_bar_is_named_and_fails_the_command(
-    numbers: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_missed_target_is_named_and_fails_the_command(
+    numbers: dict[str, Any], expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(bench_engine, "run", lambda *_, **__: result_of(**numbers))
     assert bench_engine.main([]) == 1
     (missed,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("missed: ")]
-    assert re.search(said, missed)
+    assert re.search(expected, missed)
 
 
-def test_bars_that_are_just_met_are_met(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_targets_that_are_just_met_pass(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(bench_engine, "run", lambda *_, **__: result_of(error=1e-4, equal=1.5, long_tailed=2.5))
     assert bench_engine.main([]) == 0
     assert "missed" not in capsys.readouterr().out
 
 
-def test_every_load_has_a_bar() -> None:
+def test_every_load_has_a_target() -> None:
     policy = bench_engine._small_llama(0)
     loads = [bench_engine._equal_load(policy, 0), bench_engine._long_tailed_load(policy, 0)]
     assert {load.name for load in loads} == set(bench_engine.MIN_RATIO)

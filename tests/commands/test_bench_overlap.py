@@ -1,4 +1,4 @@
-"""The report and the verdict of the comparison of modes, on made-up runs."""
+"""The report and verdict of the mode comparison, on made-up runs."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def trials_of(
 
 
 def blocks_of(default_s: float = 1.0) -> list[Block]:
-    """Under every load, on a machine that gets slower all the time. Relative to the best split, the default takes
-    `default_s` beside a busy core."""
+    """Blocks under every load, on a machine that keeps getting slower. Beside a busy core, the default takes
+    `default_s` times as long as the best split."""
     return [
         Block(mode, load, split, (1 + 0.1 * at) * (default_s if split is None and load != "idle" else 1.0))
         for load in bench_overlap.LOADS
@@ -54,8 +54,8 @@ def command(trials: list[Trial], monkeypatch: pytest.MonkeyPatch, blocks: list[B
     "trials",
     [
         trials_of(),
-        trials_of(async_scores=(0.535, 0.535, 0.535)),  # more than the seeds do, but less than 0.03
-        trials_of(sync_scores=(0.4, 0.5, 0.6), async_scores=(0.35, 0.35, 0.35)),  # within what seeds do
+        trials_of(async_scores=(0.535, 0.535, 0.535)),  # more than the seeds differ, but less than 0.03
+        trials_of(sync_scores=(0.4, 0.5, 0.6), async_scores=(0.35, 0.35, 0.35)),  # within the difference between seeds
     ],
 )
 def test_a_faster_mode_that_learns_as_well_passes(
@@ -66,23 +66,23 @@ def test_a_faster_mode_that_learns_as_well_passes(
 
 
 @pytest.mark.parametrize(
-    ("trials", "said"),
+    ("trials", "expected"),
     [
         (trials_of(async_s=200.0), "missed: asynchronous training is not faster"),
         (trials_of(async_scores=(0.47, 0.47, 0.47)), "missed: final accuracy differs by -0.040"),
         (trials_of(async_scores=(0.1, 0.47, 0.9)), "missed: final accuracy differs by -0.040"),
     ],
 )
-def test_a_missed_bar_is_named_and_fails_the_command(
-    trials: list[Trial], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_missed_target_is_named_and_fails_the_command(
+    trials: list[Trial], expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command(trials, monkeypatch) == 1
     out = capsys.readouterr().out
-    assert said in out
+    assert expected in out
     assert out.count("missed: ") == 1
 
 
-def test_default_threads_that_are_slower_than_a_split_fail_the_command_under_every_load_and_mode_where_they_are(
+def test_default_threads_slower_than_a_split_fail_the_command_naming_each_load_and_mode(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command(trials_of(), monkeypatch, blocks_of(default_s=1.2)) == 1
@@ -93,7 +93,9 @@ def test_default_threads_that_are_slower_than_a_split_fail_the_command_under_eve
     ]
 
 
-def test_what_was_not_measured_is_a_dash(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_values_that_were_not_measured_are_shown_as_a_dash(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     trials = trials_of(eval_first=None, eval_last=None, efficiency=None)
     assert command(trials, monkeypatch) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -102,7 +104,7 @@ def test_what_was_not_measured_is_a_dash(monkeypatch: pytest.MonkeyPatch, capsys
     assert any("accuracy was not measured" in line for line in lines)
 
 
-def test_no_cell_of_the_tables_is_cut_where_output_goes_to_a_pipe(
+def test_no_table_cell_is_cut_if_the_output_is_a_pipe(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from outpace.commands import doctor as room
+from outpace.commands import doctor as doctor_module
 from outpace.commands.doctor import (
     GIB,
     TORCH,
@@ -37,7 +37,7 @@ def test_supported_versions_of_torch_pass(version: str) -> None:
 
 
 @pytest.mark.parametrize("version", ["2.10.0", "2.14.0", "1.13.1", "3.0"])
-def test_other_versions_of_torch_do_not(version: str) -> None:
+def test_unsupported_versions_of_torch_are_reported(version: str) -> None:
     assert names(check_version("torch", version, TORCH).advice, f"{version} 2.11 2.13")
 
 
@@ -47,14 +47,14 @@ def test_any_newer_transformers_passes() -> None:
     assert names(check_version("transformers", None, TRANSFORMERS).advice, "transformers 5.16")
 
 
-def test_little_memory_is_reported() -> None:
+def test_too_little_memory_is_reported() -> None:
     enough = check_memory(8 * GIB, 4 * GIB)
     assert names(enough.found, "4.0 8.0 GiB")
     assert not enough.advice
     assert check_memory(8 * GIB, GIB).advice
 
 
-def test_little_shared_memory_is_reported_and_none_is_not() -> None:
+def test_too_little_shared_memory_is_reported_and_its_absence_is_not() -> None:
     assert "--shm-size" in check_shared_memory(64 * 2**20).advice
     assert not check_shared_memory(GIB).advice
     assert not check_shared_memory(None).advice
@@ -75,7 +75,7 @@ def test_openmp_settings_that_hurt_are_reported() -> None:
     assert "PASSIVE" in check_thread_settings(2, {"OMP_WAIT_POLICY": "active"}).advice
 
 
-def test_the_cpus_bfloat16_support_is_reported_and_its_lack_is_no_problem() -> None:
+def test_bfloat16_support_of_the_cpu_is_shown_and_its_lack_is_not_a_problem() -> None:
     able, unable = check_cpu("x86_64", bfloat16=True), check_cpu("aarch64", bfloat16=False)
     assert names(able.found, "x86_64 bfloat16")
     assert "model.dtype" not in able.found
@@ -84,7 +84,7 @@ def test_the_cpus_bfloat16_support_is_reported_and_its_lack_is_no_problem() -> N
     assert not unable.advice
 
 
-def test_missing_extras_are_no_problem() -> None:
+def test_missing_extras_are_not_a_problem() -> None:
     assert check_extras({"datasets": True, "smollm2": False}) == Check("Extras", "datasets yes, smollm2 no")
 
 
@@ -93,7 +93,7 @@ def test_the_cache_folder_follows_the_environment() -> None:
     assert cache_folder({}) == Path.home() / ".cache" / "outpace"
 
 
-def test_a_cache_folder_that_can_be_made_is_fine_and_a_file_in_its_way_is_not(tmp_path: Path) -> None:
+def test_a_cache_folder_that_can_be_created_passes_and_one_blocked_by_a_file_is_reported(tmp_path: Path) -> None:
     assert not check_cache(tmp_path / "not" / "yet").advice
     (tmp_path / "file").touch()
     assert "OUTPACE_CACHE" in check_cache(tmp_path / "file" / "outpace").advice
@@ -109,7 +109,7 @@ def test_an_incomplete_starter_is_reported(tmp_path: Path) -> None:
     assert not check_starter(tmp_path).advice
 
 
-def test_this_machine_can_be_examined() -> None:
+def test_all_checks_run_on_this_machine() -> None:
     checks = {check.name: check for check in run_checks(Config())}
     assert {"Python", "torch", "transformers", "Memory", "Shared memory", "Threads", "GPU", "Extras", "Cache"} <= set(
         checks
@@ -119,7 +119,7 @@ def test_this_machine_can_be_examined() -> None:
     assert next(check for check in crowded if check.name == "Threads").advice
 
 
-def test_the_placement_is_shown_and_one_that_is_impossible_reported() -> None:
+def test_the_placement_is_shown_and_an_impossible_one_is_reported() -> None:
     shown = check_placement(Config(), ["0", "1"])
     assert "learner: GPU 0" in shown.found
     assert "engine-0: GPU 1" in shown.found
@@ -128,7 +128,7 @@ def test_the_placement_is_shown_and_one_that_is_impossible_reported() -> None:
 
 
 def printed(checks: list[Check], monkeypatch: pytest.MonkeyPatch) -> tuple[int, str]:
-    monkeypatch.setattr(room, "run_checks", lambda config: checks)
+    monkeypatch.setattr(doctor_module, "run_checks", lambda config: checks)
     out = io.StringIO()
     return doctor(console=Console(file=out, width=60)), out.getvalue()
 

@@ -1,4 +1,4 @@
-"""`outpace agree`, over real parts."""
+"""`outpace check-logprobs`, with real components."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RAW = LogprobComparison(
 SILENT = LogprobComparison("answers", "it gave no answer within 120 s; see the server's log")
 
 
-def test_the_table_has_the_numbers_and_below_it_the_remedies() -> None:
+def test_the_table_shows_the_numbers_and_the_remedies_below() -> None:
     output = io.StringIO()
     print_table({"engine-0": GOOD, "engine-1": RAW, "engine-2": SILENT}, Console(file=output, width=80))
     lines = [line.split() for line in output.getvalue().splitlines()]
@@ -40,7 +40,7 @@ def test_the_table_has_the_numbers_and_below_it_the_remedies() -> None:
 @pytest.mark.parametrize(
     ("found", "code"), [({"engine-0": GOOD}, 0), ({"engine-0": GOOD, "engine-1": RAW}, 2), ({"engine-0": SILENT}, 2)]
 )
-def test_it_ends_well_only_if_all_agree(
+def test_the_exit_code_is_0_only_if_all_engines_agree(
     found: dict[str, LogprobComparison], code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command, "measure", lambda *_: found)
@@ -54,8 +54,8 @@ def test_the_built_in_engine_and_the_learner_agree_on_the_starter() -> None:
     assert names(found["engine-0"].line, "256 version 0")
 
 
-def leave_a_run(directory: Path, version: int) -> None:
-    """As far as a checkpoint goes: weights that are not the model's any more."""
+def write_run(directory: Path, version: int) -> None:
+    """Write a run with a checkpoint whose weights differ from those of the base model."""
     config = resolved({"run.threads": 1})
     (directory / "config.toml").write_text(dump_toml(config))
     core = LearnerCore(load_model(config.model.path, dtype="float32", device="cpu"), LearnerCoreSettings.of(config))
@@ -68,14 +68,14 @@ def leave_a_run(directory: Path, version: int) -> None:
     commit(temporary)
 
 
-def test_of_a_run_its_newest_checkpoint_is_compared(tmp_path: Path) -> None:
-    leave_a_run(tmp_path, version=2)
+def test_the_newest_checkpoint_of_a_run_is_compared(tmp_path: Path) -> None:
+    write_run(tmp_path, version=2)
     found = measure(tmp_path, [])
     assert found["engine-0"].agrees, found["engine-0"].line
     assert names(found["engine-0"].line, "256 version 2")
 
 
-def test_what_is_no_run_or_has_no_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_a_directory_without_a_run_or_a_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"/nothing\b"):
         measure(tmp_path / "nothing", [])
     (tmp_path / "config.toml").write_text("")
@@ -83,7 +83,7 @@ def test_what_is_no_run_or_has_no_checkpoint_is_refused(tmp_path: Path) -> None:
         measure(tmp_path, [])
 
 
-def test_a_server_that_is_to_be_started_is_taken_for_vllm(tmp_path: Path) -> None:
+def test_launch_settings_without_an_engine_kind_imply_vllm(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"launch\.python .*/python\b.*No such file"):
         measure(None, [f"--launch.python={tmp_path / 'python'}"])
     with pytest.raises(BadInput, match=r"launch\.python .*\bsglang\b"):

@@ -1,4 +1,4 @@
-"""A person in the model's seat, driven by scripted lines."""
+"""`outpace play`: a person answers in place of the model, driven by scripted lines."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def warehouse(module: str) -> list[str]:
 
 
 def played(lines: list[str], settings: list[str], **options: Any) -> str:
-    """Everything that was shown to somebody who typed these lines and then closed the input."""
+    """Everything shown to a player who types these lines and then closes the input."""
     typed: Iterator[str] = iter(lines)
     shown = io.StringIO()
     play(None, settings, read=lambda: next(typed, None), console=Console(file=shown, highlight=False), **options)
@@ -121,13 +121,13 @@ def test_the_input_may_end_with_the_answer() -> None:
     assert "total: 0" in played(["1+1"], [], task="0")
 
 
-def test_who_leaves_gets_no_reward_and_no_further_task() -> None:
+def test_leaving_gives_no_reward_and_no_further_task() -> None:
     out = played([], [], task="0")
     assert names(out, "left")
     assert "total" not in out
 
 
-def test_an_attempt_can_be_given_up_for_another_task() -> None:
+def test_an_attempt_can_be_abandoned_for_another_task() -> None:
     out = played(["/give-up", "", "1+1"], [], task="0")
     assert "given up" in out
     assert out.count("your turn") == 2
@@ -139,7 +139,7 @@ def test_tasks_are_drawn_by_the_seed_of_the_run() -> None:
     assert first == again != other
 
 
-def test_raw_shows_the_text_that_the_model_gets() -> None:
+def test_raw_shows_the_prompt_text_of_the_model() -> None:
     out = played(["1+1"], [], task="0", raw=True)
     assert "<|user|>8 6 5 2=5<|end|><|assistant|>" in out
 
@@ -147,7 +147,7 @@ def test_raw_shows_the_text_that_the_model_gets() -> None:
 # ---------------------------------------------------------------------------------------------------------------- tools
 
 
-def test_tools_are_listed_called_and_answered_and_the_environment_judges(warehouse: list[str]) -> None:
+def test_tools_are_listed_and_called_and_the_environment_gives_the_reward(warehouse: list[str]) -> None:
     out = played(["/call look shelf=1", "", "on shelf 1"], warehouse)
     assert "user: Where is the pump? There are 2 shelves." in out
     assert "/call look(shelf: integer)  Look at one shelf." in out
@@ -164,14 +164,14 @@ def test_several_lines_are_several_calls_of_one_answer(warehouse: list[str]) -> 
     assert "total: 0" in out  # the last shelf that was looked at counts
 
 
-def test_what_a_model_would_hear_of_a_wrong_call_is_heard(warehouse: list[str]) -> None:
+def test_a_wrong_tool_call_gets_the_error_that_a_model_would_get(warehouse: list[str]) -> None:
     out = played(["/call lok shelf=1", "", "/call look shelf=one", "", "done"], warehouse)
     assert any(line.startswith("lok: error: ") and names(line, "'lok' look") for line in out.splitlines())
     assert "look: error: look: shelf: Input should be a valid integer" in out
 
 
 @pytest.mark.parametrize(
-    ("line", "complaint"),
+    ("line", "expected"),
     [
         ("/call", "/call: tool"),
         ("/call look shelf", "/call look: 'shelf' key=value"),
@@ -180,11 +180,11 @@ def test_what_a_model_would_hear_of_a_wrong_call_is_heard(warehouse: list[str]) 
         ("/dance now", "/dance: /help"),
     ],
 )
-def test_what_cannot_be_read_is_said_in_one_line_and_never_sent(
-    line: str, complaint: str, warehouse: list[str]
+def test_a_line_that_cannot_be_parsed_is_refused_in_one_line_and_never_sent(
+    line: str, expected: str, warehouse: list[str]
 ) -> None:
     out = played([line, "", "done"], warehouse)
-    assert [told for told in out.splitlines() if names(told, complaint)]
+    assert [shown for shown in out.splitlines() if names(shown, expected)]
     assert "1 turns, 0 tool_calls" in out
 
 
@@ -196,7 +196,7 @@ def test_commands_show_the_tools_and_the_whole_conversation_again(warehouse: lis
     assert "Ctrl-D" in out
 
 
-def test_the_budgets_are_those_of_a_run(warehouse: list[str]) -> None:
+def test_turn_and_call_limits_apply_as_in_a_run(warehouse: list[str]) -> None:
     calls = ["/call look shelf=1", ""]
     assert ": turns" in played(calls * 3, [*warehouse, "--rollout.max_turns=2"])
     spent = played(["/call look shelf=0", "/call look shelf=1", ""], [*warehouse, "--rollout.max_calls=1"])
@@ -225,21 +225,21 @@ def test_rewards_of_single_answers_count_as_in_a_run(module: str) -> None:
     out = played(["one", "", "two"], [f"--rollout.function={module}:steps"], task="0")
     assert "reward answer-0: 0.5" in out
     assert "reward answer-1: 0.25" in out
-    assert "total: 2.75" in out, "both, and the mean of what the conversations have of their own"
+    assert "total: 2.75" in out, "both turn rewards, and the mean of the rewards of the conversations"
 
 
-def test_a_reward_function_gets_what_it_asks_for(module: str, warehouse: list[str]) -> None:
+def test_a_reward_function_gets_the_arguments_that_it_declares(module: str, warehouse: list[str]) -> None:
     out = played(["/call look shelf=0", "", "there"], [*warehouse, f"--rewards.functions={module}:curious"])
-    assert "reward curious: 5" in out, "the environment says what was found; there are no tokens"
+    assert "reward curious: 5" in out, "the environment has what was found; there are no tokens"
 
 
-def test_a_function_that_does_not_apply_is_no_reward_of_zero(module: str) -> None:
+def test_a_reward_function_that_returns_none_does_not_count_as_zero(module: str) -> None:
     out = played(["1+1"], [f"--rewards.functions={module}:silent"], task="0")
     assert "no reward" in out
     assert "total" not in out
 
 
-def test_a_growing_chat_shows_only_what_is_new(module: str) -> None:
+def test_a_growing_conversation_shows_only_new_messages(module: str) -> None:
     out = played(["one", "", "two"], [f"--rollout.function={module}:two_steps"], task="0")
     assert out.count("8 6 5 2=5") == 1
     assert "text: think again" in out
@@ -248,7 +248,7 @@ def test_a_growing_chat_shows_only_what_is_new(module: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "why"), [("broken", "RuntimeError: no luck"), ("plain", "URL")])
-def test_a_rollout_that_fails_says_why(name: str, why: str, module: str) -> None:
+def test_a_failed_rollout_shows_the_reason(name: str, why: str, module: str) -> None:
     out = played([], [f"--rollout.function={module}:{name}"], task="0")
     assert any(names(line, "failed") and why in line for line in out.splitlines())
 
@@ -257,7 +257,7 @@ def test_a_rollout_that_fails_says_why(name: str, why: str, module: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("settings", "options", "complaint"),
+    ("settings", "options", "expected"),
     [
         ([], {"task": "countdown/nowhere"}, r"--task: .*countdown/nowhere\b"),
         ([], {"task": "99999999"}, r"--task: .*\b99999999\b"),
@@ -265,8 +265,10 @@ def test_a_rollout_that_fails_says_why(name: str, why: str, module: str) -> None
         (["--rewards.functions=number"], {}, r"rewards\.functions: .*\bnumber\b.*\banswer\b"),
     ],
 )
-def test_what_cannot_be_played_is_one_line(settings: list[str], options: dict[str, str], complaint: str) -> None:
-    with pytest.raises(BadInput, match=f"^{complaint}"):
+def test_a_task_or_setting_that_cannot_be_played_is_refused_in_one_line(
+    settings: list[str], options: dict[str, str], expected: str
+) -> None:
+    with pytest.raises(BadInput, match=f"^{expected}"):
         played([], settings, **options)
 
 
@@ -308,11 +310,11 @@ def test_arguments_survive_being_typed_as_json(query: str, limit: int) -> None:
     assert read_answer([line], SEARCH).calls == (("search", {"query": query, "limit": limit}),)
 
 
-def test_text_stays_text_where_the_tool_wants_text() -> None:
+def test_an_argument_stays_text_if_the_tool_declares_text() -> None:
     typed = read_answer(["/call search query=12 limit=12", "//call me"], SEARCH)
     assert typed.calls == (("search", {"query": "12", "limit": 12}),)
     assert typed.text == "/call me"
 
 
-def test_a_signature_says_what_may_be_left_out() -> None:
+def test_a_tool_signature_marks_optional_arguments() -> None:
     assert tool_signature(SEARCH[0]) == "search(query: string, limit?: integer)  Search the notes."

@@ -46,7 +46,7 @@ def shown(run: Path, **wanted: Any) -> str:
     return out.getvalue()
 
 
-def test_the_newest_step_is_shown_unless_another_is_asked_for(run: Path) -> None:
+def test_the_newest_step_is_shown_unless_another_is_given(run: Path) -> None:
     assert "second answer" in shown(run)
     assert "another one" in shown(run)
     assert "first answer" not in shown(run)
@@ -75,7 +75,7 @@ def test_groups_that_were_not_trained_on_are_counted_and_shown_on_request(run: P
     assert "reward broken: boom" in shown(run, outcome="failed")
 
 
-def test_a_task_is_shown_by_id_or_index_whatever_became_of_it(run: Path) -> None:
+def test_a_task_is_shown_by_id_or_index_whatever_its_outcome(run: Path) -> None:
     assert "unjudged answer" in shown(run, task="t3")
     assert "dull answer" in shown(run, task="1")
 
@@ -93,7 +93,7 @@ def test_a_run_without_a_step_shows_its_newest_groups(tmp_path: Path) -> None:
     assert "failed: boom" in text
 
 
-def test_control_characters_of_a_model_reach_no_terminal(run: Path) -> None:
+def test_control_characters_of_a_model_do_not_reach_the_terminal(run: Path) -> None:
     nasty = "\x1b[2Jgone\x1b]0;title\x07 \x9b1m over\rwritten \u202eback [red]markup[/red]\nnext\tline"
     RolloutWriter(run, 10**6).step(3, [attempt(4, nasty, step=3, task_id="\x1b[31mt")])
     text = shown(run)
@@ -103,23 +103,23 @@ def test_control_characters_of_a_model_reach_no_terminal(run: Path) -> None:
     assert len([line for line in text.splitlines() if "written" in line or "next" in line]) == 2
 
 
-def test_long_text_is_cut_unless_all_of_it_is_wanted(run: Path) -> None:
+def test_long_text_is_cut_unless_the_limit_is_zero(run: Path) -> None:
     RolloutWriter(run, 10**6).step(3, [attempt(4, "x" * 5000, step=3)])
     assert shown(run).count("x") < 2100
     assert shown(run, max_chars=0).count("x") >= 5000
 
 
 @pytest.mark.parametrize(
-    "wanted", [{"step": 9}, {"task": "nobody"}, {"outcome": "dropped"}, {"step": 2, "outcome": "failed"}]
+    "wanted", [{"step": 9}, {"task": "missing"}, {"outcome": "dropped"}, {"step": 2, "outcome": "failed"}]
 )
-def test_what_is_not_recorded_is_said_in_one_line(run: Path, wanted: dict[str, Any]) -> None:
+def test_a_request_for_something_not_recorded_is_refused_in_one_line(run: Path, wanted: dict[str, Any]) -> None:
     with pytest.raises(BadInput) as refused:
         shown(run, **wanted)
     assert str(run) in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
-def test_a_run_that_records_nothing_says_by_which_setting(tmp_path: Path) -> None:
+def test_a_run_that_records_no_rollouts_names_the_setting(tmp_path: Path) -> None:
     log = RunLog.claim(tmp_path / "run")
     log.start("[run]\nshow_rollouts = 0\n")
     log.close()
@@ -127,7 +127,7 @@ def test_a_run_that_records_nothing_says_by_which_setting(tmp_path: Path) -> Non
         shown(log.dir)
 
 
-def test_the_command_prints_plain_text_and_one_line_for_what_is_not_there(
+def test_the_command_prints_plain_text_and_one_line_for_a_bad_request(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["show", str(run), "--failed"]) == 0

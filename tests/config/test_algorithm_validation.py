@@ -1,4 +1,4 @@
-"""Combinations of the mathematics that are refused, each with the key to change at the start of the line."""
+"""Refused combinations of algorithm settings; every message starts with the key to change."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ def refusal(values: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("values", "key", "said"),
+    ("values", "key", "expected"),
     [
         (
             {"correction.weight": "token"},
@@ -45,14 +45,14 @@ def refusal(values: dict[str, Any]) -> str:
         ),
     ],
 )
-def test_what_would_count_a_ratio_twice_is_refused(values: dict[str, Any], key: str, said: str) -> None:
+def test_settings_that_would_apply_a_ratio_twice_are_refused(values: dict[str, Any], key: str, expected: str) -> None:
     message = refusal(values)
     assert message.startswith(f"{key}: ")
-    assert names(message, said)
+    assert names(message, expected)
 
 
 @pytest.mark.parametrize(
-    ("values", "key", "said"),
+    ("values", "key", "expected"),
     [
         (
             {"algorithm.surrogate": "importance"},
@@ -83,10 +83,12 @@ def test_what_would_count_a_ratio_twice_is_refused(values: dict[str, Any], key: 
         ),
     ],
 )
-def test_weights_without_a_bound_are_refused_on_old_tokens(values: dict[str, Any], key: str, said: str) -> None:
+def test_unbounded_importance_weights_are_refused_for_stale_tokens(
+    values: dict[str, Any], key: str, expected: str
+) -> None:
     message = refusal(values)
     assert message.startswith(f"{key}: ")
-    assert names(message, said)
+    assert names(message, expected)
     resolve(make_config({**values, "algorithm.force": True}))
 
 
@@ -101,7 +103,7 @@ def test_weights_without_a_bound_are_refused_on_old_tokens(values: dict[str, Any
         {**PPO, "correction.cap": 0, "correction.weight": "sequence", "correction.masks": ["sequence"]},
     ],
 )
-def test_weights_without_a_cap_are_accepted_near_the_sampler_or_under_a_mask(values: dict[str, Any]) -> None:
+def test_uncapped_importance_weights_are_accepted_at_low_lag_or_with_a_mask(values: dict[str, Any]) -> None:
     resolve(make_config(values))
 
 
@@ -117,7 +119,7 @@ def test_weights_without_a_cap_are_accepted_near_the_sampler_or_under_a_mask(val
         ({"kl.coefficient": 0.1, "kl.place": "reward"}, 'kl.place "reward"'),
     ],
 )
-def test_what_needs_the_closed_batch_does_not_stream(values: dict[str, Any], reason: str) -> None:
+def test_settings_that_need_the_whole_batch_disable_streaming(values: dict[str, Any], reason: str) -> None:
     assert resolve(make_config(values)).learner.stream is False
     message = refusal({**values, "learner.stream": True})
     assert message.startswith("learner.stream: ")
@@ -125,7 +127,7 @@ def test_what_needs_the_closed_batch_does_not_stream(values: dict[str, Any], rea
 
 
 @pytest.mark.parametrize(
-    ("values", "key", "said"),
+    ("values", "key", "expected"),
     [
         ({"algorithm.cap": 3, **PPO}, "algorithm.cap", "truncated_is cispo"),
         ({"algorithm.clip_low": 0.1}, "algorithm.clip_low", "truncated_is dr_grpo ppo"),
@@ -160,14 +162,14 @@ def test_what_needs_the_closed_batch_does_not_stream(values: dict[str, Any], rea
         ({"rewards.overlong_penalty": 2}, "rewards.overlong_penalty", "rewards.overlong_buffer 0"),
     ],
 )
-def test_a_key_that_nothing_would_read_is_refused(values: dict[str, Any], key: str, said: str) -> None:
+def test_a_setting_that_nothing_reads_is_refused(values: dict[str, Any], key: str, expected: str) -> None:
     message = refusal(values)
     assert message.startswith(f"{key}: ")
-    assert names(message, said)
+    assert names(message, expected)
 
 
 @pytest.mark.parametrize(
-    ("values", "key", "said"),
+    ("values", "key", "expected"),
     [
         ({"algorithm.surrogate": "pppo"}, "algorithm.surrogate", "'pppo' ppo?"),
         ({"algorithm.surrogate": "PPO"}, "algorithm.surrogate", "'PPO' ppo?"),
@@ -233,22 +235,22 @@ def test_a_key_that_nothing_would_read_is_refused(values: dict[str, Any], key: s
         ({"replay.fraction": 0.1, "pacing.groups_per_step": 8}, "replay.fraction", "0.1 8 0.125"),
     ],
 )
-def test_settings_of_the_mathematics_that_do_not_fit_are_refused(values: dict[str, Any], key: str, said: str) -> None:
+def test_invalid_or_conflicting_algorithm_settings_are_refused(values: dict[str, Any], key: str, expected: str) -> None:
     message = refusal(values)
     assert message.startswith(f"{key}: ")
-    assert names(message, said)
+    assert names(message, expected)
 
 
 @pytest.mark.parametrize("name", ["token", "sequence", "geometric"])
 @pytest.mark.parametrize(("bound", "value"), [("low", 1.2), ("high", 0.9)])
-def test_a_mask_that_would_reject_what_is_on_policy_is_refused(name: str, bound: str, value: float) -> None:
+def test_a_mask_that_would_reject_on_policy_data_is_refused(name: str, bound: str, value: float) -> None:
     message = refusal({"correction.masks": [name], f"correction.{name}_{bound}": value})
     what = "tokens" if name == "token" else "sequences"
     assert message.startswith(f"correction.{name}_{bound}: ")
     assert names(message, f"{value} {what} 1")
 
 
-def test_a_veto_of_what_is_on_policy_is_refused() -> None:
+def test_a_veto_of_on_policy_sequences_is_refused() -> None:
     message = refusal({"correction.masks": ["veto"], "correction.veto_below": 1.2})
     assert message.startswith("correction.veto_below: ")
     assert names(message, "1.2 sequences 1")
@@ -278,11 +280,11 @@ def test_a_veto_of_what_is_on_policy_is_refused() -> None:
         {"governor.enabled": False, "run.deterministic": True},
     ],
 )
-def test_settings_at_the_edge_of_these_rules_are_accepted(values: dict[str, Any]) -> None:
+def test_algorithm_settings_at_the_limits_of_the_rules_are_accepted(values: dict[str, Any]) -> None:
     resolve(make_config(values))
 
 
-# ---------------------------------------------------------------------------------------------------- own functions
+# --------------------------------------------------------------------------------------------------- user functions
 
 OWN = """
 import outpace
@@ -330,14 +332,14 @@ def own(tmp_path: Path) -> str:
     return str(tmp_path / "own.py")
 
 
-def test_a_function_of_ones_own_brings_its_defaults_like_a_built_in_one(own: str) -> None:
+def test_a_user_function_brings_its_defaults_like_a_built_in_one(own: str) -> None:
     given = {"algorithm.surrogate": f"{own}:loss", "algorithm.advantage": f"{own}:reward"}
     algorithm = resolve(make_config(given)).algorithm
     assert (algorithm.cap, algorithm.anchor, algorithm.normalise) == (7.0, "rollout", "batch_std")
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "expected"),
     [
         ("greedy", "greedy sharpness cap clip_low"),
         ("wrong", "wrong algorithm.cap -1.0"),
@@ -347,13 +349,13 @@ def test_a_function_of_ones_own_brings_its_defaults_like_a_built_in_one(own: str
         ("los", "own.py:los loss?"),
     ],
 )
-def test_a_function_of_ones_own_that_cannot_be_configured_is_refused(own: str, name: str, said: str) -> None:
+def test_a_user_function_that_cannot_be_configured_is_refused(own: str, name: str, expected: str) -> None:
     message = refusal({"algorithm.surrogate": f"{own}:{name}"})
     assert message.startswith("algorithm.surrogate: ")
-    assert names(message, said)
+    assert names(message, expected)
 
 
-def test_a_registered_function_with_a_keyword_that_is_no_setting_is_refused() -> None:
+def test_a_registered_function_with_a_keyword_that_is_not_a_setting_is_refused() -> None:
     @outpace.policy_loss
     def scripted(tokens: outpace.Tokens, *, sharpness: float = 7.0) -> torch.Tensor:
         return tokens.logp_N * sharpness
@@ -378,7 +380,7 @@ def test_a_decorator_needs_no_parentheses(own: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("decorator", "said"),
+    ("decorator", "expected"),
     [
         ("policy_loss(anchors=())", "anchors proximal rollout approximate"),
         ("policy_loss(anchors=('sampler',))", "anchors 'sampler' proximal rollout approximate"),
@@ -392,22 +394,22 @@ def test_a_decorator_needs_no_parentheses(own: str) -> None:
         ("advantage(credits=('episode', 'token'))", 'credits "token" additive=True'),
     ],
 )
-def test_arguments_of_a_decorator_that_do_not_exist_are_refused(tmp_path: Path, decorator: str, said: str) -> None:
+def test_invalid_decorator_arguments_are_refused(tmp_path: Path, decorator: str, expected: str) -> None:
     file = tmp_path / "odd.py"
     file.write_text(f"import outpace\n@outpace.{decorator}\ndef mine(x):\n    return x\n")
     setting = "algorithm.surrogate" if decorator.startswith("policy_loss") else "algorithm.advantage"
     message = refusal({setting: f"{file}:mine"})
     assert message.startswith(f"{setting}: ")
-    assert names(message, f"mine {said}")
+    assert names(message, f"mine {expected}")
 
 
-def test_no_estimator_of_ones_own_has_a_critic(tmp_path: Path) -> None:
+def test_a_user_advantage_function_cannot_have_a_critic(tmp_path: Path) -> None:
     file = tmp_path / "critic.py"
     file.write_text("import outpace\n@outpace.advantage(critic=True)\ndef mine(x):\n    return x\n")
     assert "unexpected keyword argument 'critic'" in refusal({"algorithm.advantage": f"{file}:mine"})
 
 
-def test_single_rewards_have_no_credit_by_turn(own: str) -> None:
+def test_an_advantage_of_single_rewards_does_not_support_turn_credit(own: str) -> None:
     given = {"algorithm.advantage": f"{own}:single"}
     message = refusal({**given, "algorithm.credit": "turn"})
     assert message.startswith("algorithm.credit: ")
@@ -415,7 +417,7 @@ def test_single_rewards_have_no_credit_by_turn(own: str) -> None:
     resolve(make_config(given))
 
 
-def test_a_file_of_functions_is_named_from_the_root_once_resolved(
+def test_resolving_makes_paths_of_function_files_absolute(
     own: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

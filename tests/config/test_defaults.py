@@ -1,4 +1,4 @@
-"""Defaults that depend on the chosen functions, as rules that hold for every valid combination."""
+"""Defaults that depend on the chosen functions, as properties of every valid combination."""
 
 import re
 import tomllib
@@ -66,7 +66,7 @@ SAMPLE: dict[str, Any] = {
     "rewards.overlong_penalty": 2.0,
     "lora.alpha": 5.0,
 }
-"""A legal value other than the default for every key that only some choices have."""
+"""A valid non-default value for every key that only some choices read."""
 
 ALWAYS = {f"algorithm.{key}" for key in ("advantage", "normalise", "credit", "surrogate", "anchor", "aggregation")} | {
     "correction.weight",
@@ -82,7 +82,7 @@ OPTIONAL = {"algorithm.dual_clip", "algorithm.pass_k"}
 
 @st.composite
 def choices(draw: st.DrawFn) -> dict[str, Any]:
-    """A valid combination, by construction: whichever keys are drawn, what they bring is legal."""
+    """A combination that is valid by construction, whichever keys are drawn."""
     surrogate = draw(st.sampled_from(sorted(POLICY_LOSSES.built_in)))
     advantage = draw(st.sampled_from(sorted(ADVANTAGES.built_in)))
     deterministic = draw(st.booleans())
@@ -103,7 +103,7 @@ def choices(draw: st.DrawFn) -> dict[str, Any]:
         "replay.fraction": draw(st.sampled_from([0.0, 0.25])),
         "rewards.overlong_buffer": draw(st.sampled_from([0, 8])),
         "lora.rank": draw(st.sampled_from([0, 4])),
-        "pacing.max_lag": draw(st.integers(2, 8)),  # below there is no lower bound but 0
+        "pacing.max_lag": draw(st.integers(2, 8)),  # below 2, governor.min_lag can only be 0
         "run.deterministic": deterministic,
         "run.dir": "here",
     }
@@ -126,7 +126,7 @@ def test_a_resolved_config_resolves_to_itself_also_when_dumped_and_loaded(values
 
 @settings(deadline=None)
 @given(choices())
-def test_without_its_redundant_keys_a_resolved_config_means_the_same(values: dict[str, Any]) -> None:
+def test_a_resolved_config_without_its_redundant_keys_resolves_to_the_same_config(values: dict[str, Any]) -> None:
     config = resolve(make_config(values))
     minimal = with_values(config, dict.fromkeys(keys_at_default(config)))
     assert resolve(minimal) == config
@@ -135,12 +135,12 @@ def test_without_its_redundant_keys_a_resolved_config_means_the_same(values: dic
 
 @settings(deadline=None)
 @given(choices(), st.data())
-def test_a_key_is_filled_in_where_it_is_read_and_refused_where_it_is_not(values: dict[str, Any], data: Any) -> None:
+def test_a_key_is_filled_in_if_it_is_read_and_refused_if_it_is_not(values: dict[str, Any], data: Any) -> None:
     config = resolve(make_config(values))
     key = data.draw(st.sampled_from(sorted(SAMPLE)))
     changed = {**values, key: SAMPLE[key]}
     assume(key != "kl.place" or values["algorithm.advantage"] != "gdpo")  # refused for another reason
-    assume(key != "algorithm.gamma" or values["algorithm.credit"] != "token")  # the same, with most estimators
+    assume(key != "algorithm.gamma" or values["algorithm.credit"] != "token")  # the same, with most advantages
     if get_value(config, key) is not None or (key in OPTIONAL and key in read_by_functions(config)):
         assert get_value(resolve(make_config(changed)), key) == SAMPLE[key]
         return
@@ -156,7 +156,7 @@ def read_by_functions(config: Config) -> set[str]:
 
 @settings(deadline=None)
 @given(choices())
-def test_every_setting_of_a_chosen_function_is_what_the_resolved_config_says(values: dict[str, Any]) -> None:
+def test_settings_of_the_chosen_functions_match_the_resolved_config(values: dict[str, Any]) -> None:
     config = resolve(make_config(values))
     for choice in (configured_policy_loss(config.algorithm), configured_advantage(config.algorithm)):
         assert choice.settings == {name: getattr(config.algorithm, name) for name in choice.registration.parameters}
@@ -165,18 +165,18 @@ def test_every_setting_of_a_chosen_function_is_what_the_resolved_config_says(val
         assert None not in mask.settings.values()
 
 
-def test_every_dependent_key_is_tried_above() -> None:
+def test_every_dependent_key_is_covered_by_these_tests() -> None:
     assert set(SAMPLE) | ALWAYS == set(DEPENDENT_KEYS)
 
 
-def test_a_key_that_always_means_something_is_never_left_empty() -> None:
+def test_a_key_that_always_applies_always_has_a_value() -> None:
     assert {key for key in ALWAYS if get_value(fill_defaults(Config()), key) is None} == set()
 
 
 # ------------------------------------------------------------------------------------------------------ single defaults
 
 
-def test_defaults_told_in_the_help_are_those_that_are_filled_in() -> None:
+def test_defaults_in_the_help_match_the_filled_in_defaults() -> None:
     everything = {
         "algorithm.advantage": "gae",
         "algorithm.surrogate": "ppo",
@@ -188,8 +188,8 @@ def test_defaults_told_in_the_help_are_those_that_are_filled_in() -> None:
         "rewards.overlong_buffer": 8,
     }
     config = resolve(make_config(everything))
-    told = {key: re.search(r"Default: (-?[0-9.e-]+)\.$", FIELDS[key].description or "") for key in DEPENDENT_KEYS}
-    numbers = {key: float(match[1]) for key, match in told.items() if match}
+    documented = {key: re.search(r"Default: (-?[0-9.e-]+)\.$", FIELDS[key].description or "") for key in DEPENDENT_KEYS}
+    numbers = {key: float(match[1]) for key, match in documented.items() if match}
     assert len(numbers) > 20
     assert numbers == {key: get_value(config, key) for key in numbers}
 
@@ -198,7 +198,7 @@ def algorithm(**values: Any) -> Any:
     return resolve(make_config({key.replace("__", "."): value for key, value in values.items()}))
 
 
-def test_the_default_truncates_weights_to_the_sampler_and_spares_what_the_policy_has_left() -> None:
+def test_the_default_is_truncated_importance_sampling_with_the_opsm_mask() -> None:
     config = algorithm()
     chosen = config.algorithm
     assert (chosen.surrogate, chosen.anchor, chosen.cap) == ("truncated_is", "rollout", 2.0)
@@ -208,17 +208,17 @@ def test_the_default_truncates_weights_to_the_sampler_and_spares_what_the_policy
 
 
 @pytest.mark.parametrize("anchor", ["proximal", "approximate"])
-def test_an_anchor_apart_from_the_sampler_brings_truncated_weights(anchor: str) -> None:
+def test_an_old_policy_other_than_the_rollout_policy_brings_truncated_weights(anchor: str) -> None:
     correction = algorithm(algorithm__surrogate="ppo", algorithm__anchor=anchor).correction
     assert (correction.weight, correction.cap, correction.floor) == ("token", 2.0, 0.0)
 
 
-def test_the_estimator_brings_its_normaliser_and_its_credit() -> None:
+def test_an_advantage_brings_its_normalizer_and_credit() -> None:
     chosen = algorithm(algorithm__advantage="reinforce_pp").algorithm
     assert (chosen.normalise, chosen.credit, chosen.gamma) == ("whiten_tokens", "token", 1.0)
 
 
-def test_a_critic_learns_ten_times_as_fast_as_the_policy() -> None:
+def test_the_critic_defaults_to_ten_times_the_learning_rate_of_the_policy() -> None:
     critic = algorithm(algorithm__advantage="gae", learner__lr=1e-5).critic
     assert critic.lr == pytest.approx(1e-4)
     assert (critic.coefficient, critic.clip, critic.shared) == (0.5, 0.2, False)
@@ -226,7 +226,7 @@ def test_a_critic_learns_ten_times_as_fast_as_the_policy() -> None:
 
 
 @pytest.mark.parametrize(("place", "estimator"), [("loss", "k3"), ("reward", "k1")])
-def test_the_divergence_is_estimated_as_befits_its_place(place: str, estimator: str) -> None:
+def test_the_default_kl_estimator_depends_on_the_place_of_the_penalty(place: str, estimator: str) -> None:
     kl = algorithm(kl__coefficient=0.1, kl__place=place).kl
     assert (kl.estimator, kl.sync_every) == (estimator, 0)
 
@@ -235,18 +235,18 @@ def test_the_divergence_is_estimated_as_befits_its_place(place: str, estimator: 
     ("values", "enabled"),
     [({}, True), ({"run__deterministic": True}, False), ({"pacing__max_lag": 0}, False)],
 )
-def test_the_governor_is_on_where_there_is_lag_to_govern(values: dict[str, Any], enabled: bool) -> None:
+def test_the_governor_is_enabled_by_default_only_where_there_can_be_lag(values: dict[str, Any], enabled: bool) -> None:
     assert algorithm(**values).governor.enabled is enabled
 
 
 @pytest.mark.parametrize(("advantage", "compares"), [("rloo", True), ("none", False), ("gae", False)])
-def test_uniform_groups_are_filtered_where_attempts_are_compared(advantage: str, compares: bool) -> None:
+def test_uniform_groups_are_filtered_if_the_advantage_compares_attempts(advantage: str, compares: bool) -> None:
     config = algorithm(algorithm__advantage=advantage)
     assert config.filter.uniform is compares
     assert config.filter.min_group == (2 if compares else 1)
 
 
-def test_a_preset_is_remembered_but_decides_nothing_any_more_once_resolved() -> None:
+def test_a_preset_is_recorded_but_has_no_effect_once_resolved() -> None:
     config = algorithm(algorithm__preset="dapo")
     swapped = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"preset": "gspo"})})
     assert config.algorithm.preset == "dapo"

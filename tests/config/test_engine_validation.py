@@ -17,7 +17,7 @@ URLS = {"engine.kind": "vllm", "engine.urls": [HERE, THERE]}
 
 
 @pytest.mark.parametrize(
-    ("values", "key", "said"),
+    ("values", "key", "expected"),
     [
         ({"engine.urls": [HERE]}, "engine.urls", "engine.kind vllm sglang"),
         ({"launch.gpu_memory": 0.5}, "launch.gpu_memory", "engine.kind vllm sglang"),
@@ -62,13 +62,13 @@ URLS = {"engine.kind": "vllm", "engine.urls": [HERE, THERE]}
         ({"lora.rank": 4, "lora.targets": ["q_proj", "q_proj"]}, "lora.targets", "q_proj"),
     ],
 )
-def test_settings_of_engines_that_cannot_work_together_are_refused(values: dict[str, Any], key: str, said: str) -> None:
+def test_conflicting_engine_settings_are_refused(values: dict[str, Any], key: str, expected: str) -> None:
     with pytest.raises(BadInput) as caught:
         make_config(values)
     message = str(caught.value)
     assert len(message.splitlines()) == 1
     assert message.startswith(f"{key}: ")
-    assert names(message, said)
+    assert names(message, expected)
 
 
 @pytest.mark.parametrize(
@@ -85,22 +85,22 @@ def test_settings_of_engines_that_cannot_work_together_are_refused(values: dict[
         {"lora.rank": 4, "run.deterministic": True, "run.runtime": "inline"},
     ],
 )
-def test_settings_of_engines_at_the_edge_of_the_rules_are_accepted(values: dict[str, Any]) -> None:
+def test_engine_settings_at_the_limits_of_the_rules_are_accepted(values: dict[str, Any]) -> None:
     config = resolve(make_config(values))
     assert resolve(make_config(tomllib.loads(dump_toml(config)))) == config
 
 
-def test_there_are_as_many_engines_as_urls_and_one_without() -> None:
+def test_engine_count_defaults_to_the_number_of_urls_or_one() -> None:
     assert resolve(make_config({})).engine.count == 1
     assert resolve(make_config(URLS)).engine.count == 2
 
 
-def test_enough_episodes_run_to_fill_all_engines() -> None:
+def test_max_running_defaults_to_enough_episodes_to_fill_all_engines() -> None:
     assert resolve(make_config({**URLS, "engine.slots": 8})).pacing.max_running == 32
     assert resolve(make_config({"engine.kind": "vllm", "engine.count": 3, "engine.slots": 8})).pacing.max_running == 48
 
 
-def test_adapters_learn_ten_times_faster_and_their_scale_goes_with_their_rank() -> None:
+def test_lora_defaults_to_ten_times_the_learning_rate_and_alpha_follows_the_rank() -> None:
     config = resolve(make_config({"lora.rank": 8}))
     assert (config.lora.alpha, config.learner.lr) == (16.0, pytest.approx(3e-3))
     assert resolve(make_config({"lora.rank": 8, "model.path": "some/model"})).learner.lr == pytest.approx(1e-5)
@@ -108,7 +108,7 @@ def test_adapters_learn_ten_times_faster_and_their_scale_goes_with_their_rank() 
     assert resolve(make_config({})).lora.alpha is None
 
 
-def test_files_on_this_machine_are_named_from_the_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resolving_makes_local_paths_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "python").touch()
     files = {"launch.python": "python", "weights.delta": True, "weights.dir": "made/later"}

@@ -30,7 +30,7 @@ JSON: st.SearchStrategy[Any] = st.recursive(
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
     max_leaves=8,
 )
-"""What a config file can hold."""
+"""Values that a config file can contain."""
 
 
 def refusal(call: Any, *arguments: Any) -> str:
@@ -48,20 +48,20 @@ def write(folder: Path, name: str, text: str) -> Path:
 
 
 @given(st.dictionaries(st.text(), JSON))
-def test_options_survive_being_written_and_read(options: dict[str, Any]) -> None:
+def test_task_options_round_trip_through_toml(options: dict[str, Any]) -> None:
     config = make_config({"tasks.options": options})
     assert make_config(tomllib.loads(dump_toml(config))) == config
 
 
-def test_what_is_no_number_survives_too() -> None:
+def test_nan_and_infinity_round_trip_through_toml() -> None:
     written = dump_toml(make_config({"tasks.options": {"bounds": [math.nan, -math.inf]}}))
-    nothing, lowest = tomllib.loads(written)["tasks"]["options"]["bounds"]
-    assert math.isnan(nothing)
+    not_a_number, lowest = tomllib.loads(written)["tasks"]["options"]["bounds"]
+    assert math.isnan(not_a_number)
     assert lowest == -math.inf
 
 
 @pytest.mark.parametrize(
-    ("options", "key", "said"),
+    ("options", "key", "expected"),
     [
         ({"a": None}, "tasks.options.a", "null"),
         ({"a": [1, {"b": [None]}]}, "tasks.options.a.b", "null"),
@@ -72,17 +72,17 @@ def test_what_is_no_number_survives_too() -> None:
         ({"b": {"\ud800": 1}}, "tasks.options.b", r"\ud800"),
     ],
 )
-def test_options_that_no_config_can_hold_are_refused(options: dict[str, Any], key: str, said: str) -> None:
+def test_task_options_that_toml_cannot_hold_are_refused(options: dict[str, Any], key: str, expected: str) -> None:
     message = refusal(make_config, {"tasks.options": options})
     assert message.startswith(f"{key}: ")
-    assert names(message, said)
+    assert names(message, expected)
     message.encode()
 
 
 # ------------------------------------------------------------------------------------------------------------ layers
 
 
-def test_nothing_given_is_the_defaults() -> None:
+def test_no_settings_give_the_defaults() -> None:
     assert load_config() == Config()
 
 
@@ -119,7 +119,7 @@ def test_overrides_win_over_the_file_which_wins_over_the_defaults(tmp_path: Path
         ({"tasks.name": "calculator", "rollout.environment": "none"}, {"run.steps": 3}),
     ],
 )
-def test_a_choice_on_top_of_a_resolved_file_is_as_if_made_at_first(
+def test_an_override_of_a_resolved_file_equals_making_that_choice_from_the_start(
     tmp_path: Path, first: dict[str, Any], on_top: dict[str, Any]
 ) -> None:
     first = {**first, "run.dir": "here", "engine.context": 256, "engine.slots": 64}
@@ -127,20 +127,20 @@ def test_a_choice_on_top_of_a_resolved_file_is_as_if_made_at_first(
     assert resolve(load_config(file, on_top)) == resolve(make_config({**first, **on_top}))
 
 
-def test_what_a_file_sets_apart_from_defaults_stays_under_a_preset_on_top(tmp_path: Path) -> None:
+def test_non_default_settings_of_a_file_survive_a_preset_override(tmp_path: Path) -> None:
     file = write(tmp_path, "config.toml", dump_toml(resolve(make_config({"filter.tolerance": 0.5}))))
     config = resolve(load_config(file, ["--algorithm.preset", "gspo"]))
     assert (config.algorithm.surrogate, config.filter.tolerance) == ("gspo", 0.5)
 
 
-def test_what_is_wrong_in_a_file_may_be_mended_on_top_and_is_told_otherwise(tmp_path: Path) -> None:
+def test_an_override_can_fix_a_bad_value_in_a_file_which_is_otherwise_refused(tmp_path: Path) -> None:
     file = write(tmp_path, "a.toml", '[algorithm]\nsurrogate = "pppo"\n')
     assert load_config(file, {"algorithm.surrogate": "ppo"}).algorithm.surrogate == "ppo"
     assert refusal(load_config, file, ["--run.steps=2"]).startswith("algorithm.surrogate: ")
 
 
 @pytest.mark.parametrize("suffix", [".yaml", ".yml"])
-def test_yaml_says_the_same_as_toml(tmp_path: Path, suffix: str) -> None:
+def test_yaml_and_toml_give_the_same_config(tmp_path: Path, suffix: str) -> None:
     toml = write(tmp_path, "a.toml", '[learner]\nlr = 1e-5\n[rewards]\nfunctions = ["a.b:c"]\n[run]\nsteps = 3\n')
     yaml = write(
         tmp_path, f"a{suffix}", "learner:\n  lr: 1e-5\nrewards:\n  functions: ['a.b:c']\nrun: {steps: 3}\neval:\n"
@@ -148,8 +148,8 @@ def test_yaml_says_the_same_as_toml(tmp_path: Path, suffix: str) -> None:
     assert load_config(yaml) == load_config(toml)
 
 
-def test_an_empty_yaml_file_is_the_defaults(tmp_path: Path) -> None:
-    assert load_config(write(tmp_path, "a.yaml", "# nothing yet\n")) == Config()
+def test_an_empty_yaml_file_gives_the_defaults(tmp_path: Path) -> None:
+    assert load_config(write(tmp_path, "a.yaml", "# empty\n")) == Config()
 
 
 def test_a_dict_may_be_nested_or_dotted() -> None:
@@ -216,13 +216,13 @@ def test_a_number_or_flag_written_as_text_reads_back_as_itself(value: float | bo
         ('{"a": 1}', {"a": 1}),
     ],
 )  # fmt: skip
-def test_a_table_is_named_values_between_commas_or_json(text: str, table: dict[str, Any]) -> None:
+def test_a_table_is_written_as_name_value_pairs_or_json(text: str, table: dict[str, Any]) -> None:
     assert parse_arguments(["--tasks.options", text]) == {"tasks.options": table}
 
 
 @pytest.mark.parametrize("text", ["foo", "=3", "a=1,foo", "a=1,=2", "a=1,,b=2", "foo,a=1", '{"a":1', "[1,2]", "a=[1,2"])
 @pytest.mark.parametrize("key", ["tasks.options", "environment.kinds"])
-def test_what_is_no_table_is_refused_in_one_line(key: str, text: str) -> None:
+def test_text_that_is_not_a_table_is_refused_in_one_line(key: str, text: str) -> None:
     message = refusal(load_config, None, [f"--{key}={text}"])
     assert message.startswith(f"{key}: ")
     assert names(message, "name=value JSON")
@@ -244,7 +244,7 @@ def test_a_list_written_as_json_reads_back_as_itself(texts: list[str], numbers: 
 
 @settings(max_examples=30)  # times more than 200 keys
 @given(st.text())
-def test_any_text_is_either_taken_or_refused_in_one_line_that_names_the_key(text: str) -> None:
+def test_any_text_is_either_accepted_or_refused_in_one_line_that_names_the_key(text: str) -> None:
     for key in FIELDS:
         message = attempt(key, text)
         assert message is None or (message.startswith(f"{key}: ") and len(message.splitlines()) == 1)
@@ -262,7 +262,7 @@ def attempt(key: str, text: str) -> str | None:
 
 
 @pytest.mark.parametrize(
-    ("values", "key", "said"),
+    ("values", "key", "expected"),
     [
         ({"pacing": {"max_lg": 1}}, "pacing.max_lg", "pacing.max_lag"),
         ({"learner": {"max_lag": 1}}, "learner.max_lag", "pacing.max_lag"),
@@ -310,14 +310,14 @@ def attempt(key: str, text: str) -> str | None:
         ({"algorithm.loss_type": "grpo"}, "algorithm.loss_type", "algorithm.preset"),
     ],
 )
-def test_bad_values_are_refused_in_one_line(values: dict[str, Any], key: str, said: str) -> None:
+def test_bad_values_are_refused_in_one_line(values: dict[str, Any], key: str, expected: str) -> None:
     message = refusal(make_config, values)
     assert message.startswith(f"{key}: ")
-    assert names(message, said)
+    assert names(message, expected)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "start", "said"),
+    ("arguments", "start", "expected"),
     [
         (["pacing.max_lag", "3"], "pacing.max_lag: ", "--section.key"),
         (["--pacing.max_lag"], "pacing.max_lag: ", "integer"),
@@ -329,14 +329,14 @@ def test_bad_values_are_refused_in_one_line(values: dict[str, Any], key: str, sa
         (["--"], ": ", "model pacing"),
     ],
 )
-def test_bad_arguments_are_refused_in_one_line(arguments: list[str], start: str, said: str) -> None:
+def test_bad_arguments_are_refused_in_one_line(arguments: list[str], start: str, expected: str) -> None:
     message = refusal(load_config, None, arguments)
     assert message.startswith(start)
-    assert names(message, said)
+    assert names(message, expected)
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "expected"),
     [
         ("a.toml", b"[run]\nsteps = \n", "TOML 2"),
         ("a.toml", b"[run]\nsteps = 1\nsteps = 2\n", "TOML 3"),
@@ -349,14 +349,14 @@ def test_bad_arguments_are_refused_in_one_line(arguments: list[str], start: str,
         ("a.json", b"{}", ".toml .yaml .yml"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_named_with_the_place(
-    tmp_path: Path, name: str, content: bytes, said: str
+def test_an_unreadable_file_is_refused_with_its_path_and_line(
+    tmp_path: Path, name: str, content: bytes, expected: str
 ) -> None:
     file = tmp_path / name
     file.write_bytes(content)
     message = refusal(load_config, file)
     assert message.startswith(f"{file}: ")
-    assert names(message.removeprefix(f"{file}: "), said)
+    assert names(message.removeprefix(f"{file}: "), expected)
 
 
 def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
@@ -368,7 +368,7 @@ def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
     assert names(message.removeprefix(f"{folder}: "), "directory")
 
 
-# ------------------------------------------------------------------------------------------------------ there and back
+# --------------------------------------------------------------------------------------------------------- round trips
 
 words = st.text(st.characters(codec="utf-8"), max_size=20)
 
@@ -390,7 +390,7 @@ words = st.text(st.characters(codec="utf-8"), max_size=20)
         },
     )
 )
-def test_what_is_dumped_loads_back_equal(tmp_path_factory: pytest.TempPathFactory, values: dict[str, Any]) -> None:
+def test_a_dumped_config_loads_back_equal(tmp_path_factory: pytest.TempPathFactory, values: dict[str, Any]) -> None:
     file = tmp_path_factory.getbasetemp() / "dumped.toml"
     config = make_config(values)
     file.write_text(dump_toml(config), encoding="utf-8")
@@ -403,7 +403,7 @@ def test_a_resolved_config_loads_back_equal(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".toml", ".yaml"])
-def test_none_in_a_file_is_a_name_where_it_is_one(tmp_path: Path, suffix: str) -> None:
+def test_none_in_a_file_is_a_string_where_it_is_a_valid_name(tmp_path: Path, suffix: str) -> None:
     text = {".toml": '[correction]\nweight = "none"\n', ".yaml": "correction:\n  weight: none\n"}[suffix]
     assert load_config(write(tmp_path, f"a{suffix}", text)).correction.weight == "none"
 

@@ -1,4 +1,4 @@
-"""Names of other libraries' settings are answered with ours."""
+"""Setting names of other libraries are refused with the outpace equivalent."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_every_equivalent_names_settings_that_exist(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", EQUIVALENTS)
-def test_no_equivalent_hides_a_setting_of_our_own(name: str) -> None:
+def test_no_equivalent_shadows_an_outpace_setting(name: str) -> None:
     remedy = equivalent_setting(name)
     assert remedy is not None
     assert name not in FIELDS or name in remedy
@@ -55,7 +55,7 @@ def test_a_name_is_found_with_or_without_its_sections(name: str, setting: str) -
     assert names(remedy, setting)
 
 
-def test_a_name_of_no_other_library_has_no_equivalent() -> None:
+def test_an_unknown_name_has_no_equivalent() -> None:
     assert equivalent_setting("pacing.max_lagg") is None
 
 

@@ -18,20 +18,20 @@ def resolved(preset: str | None, **values: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_resolves_and_all_it_says_is_used(name: str) -> None:
+def test_every_preset_resolves_and_all_its_values_are_used(name: str) -> None:
     config = resolved(name)
     assert {key: get_value(config, key) for key in PRESETS[name].values} == dict(PRESETS[name].values)
     assert resolve(config) == config
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_names_its_functions_and_speaks_of_mathematics_only(name: str) -> None:
+def test_every_preset_names_its_functions_and_sets_only_algorithm_settings(name: str) -> None:
     assert {"algorithm.surrogate", "algorithm.advantage"} <= set(PRESETS[name].values) <= set(FIELDS)
     assert {key.partition(".")[0] for key in PRESETS[name].values} <= {"algorithm", "correction", "kl", "filter"}
 
 
 def test_no_preset_sets_a_key_that_may_have_no_value() -> None:
-    # unset by the user, it would be left out of the dump and come back from the preset
+    # if the user unset it, the dump would omit it and loading would restore the preset's value
     assert {key for preset in PRESETS.values() for key in preset.values} & {
         "algorithm.dual_clip",
         "algorithm.pass_k",
@@ -55,12 +55,12 @@ def test_the_preset_called_default_is_the_default() -> None:
     assert default.correction == nothing.correction
 
 
-def test_what_the_user_sets_wins_over_the_preset() -> None:
+def test_user_settings_win_over_the_preset() -> None:
     config = resolved("dapo", algorithm__clip_high=0.5, filter__uniform=False)
     assert (config.algorithm.clip_low, config.algorithm.clip_high, config.filter.uniform) == (0.2, 0.5, False)
 
 
-def test_a_preset_says_nothing_of_functions_that_it_did_not_choose() -> None:
+def test_a_preset_does_not_set_parameters_of_functions_that_it_did_not_choose() -> None:
     config = resolved("gspo", algorithm__surrogate="ppo")
     assert (config.algorithm.clip_low, config.algorithm.aggregation) == (0.2, "token_mean")
     assert config.algorithm.advantage == "grpo"
@@ -68,13 +68,13 @@ def test_a_preset_says_nothing_of_functions_that_it_did_not_choose() -> None:
     assert (other.algorithm.normalise, other.algorithm.surrogate) == ("none", "ppo")
 
 
-def test_a_parameter_of_a_preset_that_lost_its_use_is_left_out() -> None:
+def test_a_preset_parameter_that_is_no_longer_read_is_left_out() -> None:
     config = resolved("icepop", correction__masks=[], correction__weight="none")
     assert (config.correction.cap, config.correction.token_low) == (None, None)
 
 
 @pytest.mark.parametrize(
-    ("name", "said", "lists_all"),
+    ("name", "expected", "lists_all"),
     [
         ("grpo2", "grpo", False),
         ("DAPO", "dapo", False),
@@ -82,11 +82,11 @@ def test_a_parameter_of_a_preset_that_lost_its_use_is_left_out() -> None:
         ("a\nb", r"'a\nb'", True),
     ],
 )
-def test_an_unknown_preset_is_refused_with_a_suggestion(name: str, said: str, lists_all: bool) -> None:
+def test_an_unknown_preset_is_refused_with_a_suggestion(name: str, expected: str, lists_all: bool) -> None:
     with pytest.raises(BadInput) as caught:
         make_config({"algorithm.preset": name})
     assert str(caught.value).startswith("algorithm.preset: ")
-    assert names(str(caught.value), said)
+    assert names(str(caught.value), expected)
     assert all(names(str(caught.value), preset) for preset in PRESETS) == lists_all
     assert "\n" not in str(caught.value)
 

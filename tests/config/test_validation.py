@@ -12,7 +12,7 @@ from support import names
 
 
 @pytest.mark.parametrize(
-    ("values", "key", "said"),
+    ("values", "key", "expected"),
     [
         ({"rollout.top_p": 0.9}, "rollout.top_p", "1.0"),
         ({"rollout.top_k": 50}, "rollout.top_k", "0"),
@@ -29,13 +29,13 @@ from support import names
         ({"run.deterministic": True, "run.device": "cuda"}, "run.device", "run.deterministic cpu"),
     ],
 )
-def test_settings_that_cannot_work_together_are_refused(values: dict[str, Any], key: str, said: str) -> None:
+def test_conflicting_settings_are_refused(values: dict[str, Any], key: str, expected: str) -> None:
     with pytest.raises(BadInput) as caught:
         make_config(values)
     message = str(caught.value)
     assert len(message.splitlines()) == 1
     assert message.startswith(f"{key}: ")
-    assert names(message, said)
+    assert names(message, expected)
 
 
 @pytest.mark.parametrize(
@@ -47,11 +47,11 @@ def test_settings_that_cannot_work_together_are_refused(values: dict[str, Any], 
         {"run.deterministic": True, "run.device": "cpu"},
     ],
 )
-def test_settings_at_the_edge_of_the_rules_are_accepted(values: dict[str, Any]) -> None:
+def test_settings_at_the_limits_of_the_rules_are_accepted(values: dict[str, Any]) -> None:
     make_config(values)
 
 
-def test_the_starter_gets_its_own_defaults() -> None:
+def test_the_starter_model_gets_its_own_defaults() -> None:
     config = resolve(Config(), now=datetime(2030, 1, 2, 3, 4, 5))
     assert config.learner.lr == 3e-4
     assert config.rollout.max_tokens == 32
@@ -80,12 +80,12 @@ def test_small_models_decode_half_a_batch_at_once(values: dict[str, Any], slots:
     assert resolve(make_config(values)).engine.slots == slots
 
 
-def test_other_models_get_theirs() -> None:
+def test_other_models_get_their_own_defaults() -> None:
     config = resolve(make_config({"model.path": "some/model"}))
     assert (config.learner.lr, config.rollout.max_tokens) == (1e-6, 512)
 
 
-def test_what_is_given_is_kept() -> None:
+def test_given_settings_are_kept() -> None:
     given = {
         "learner.lr": 1e-4,
         "rollout.max_tokens": 7,
@@ -126,7 +126,7 @@ def test_the_arithmetic_task_brings_its_reward() -> None:
     assert resolve(make_config({"tasks.name": "arithmetic"})).rewards.functions == ["number"]
 
 
-def test_deterministic_runs_are_on_the_cpu() -> None:
+def test_deterministic_runs_use_the_cpu() -> None:
     assert resolve(make_config({"run.deterministic": True})).run.device == "cpu"
 
 
@@ -136,16 +136,16 @@ def test_tasks_without_a_reward_are_refused(values: dict[str, Any]) -> None:
         resolve(make_config(values))
 
 
-def test_a_custom_rollout_may_bring_the_reward_itself() -> None:
+def test_a_custom_rollout_needs_no_reward_function() -> None:
     assert resolve(make_config({"tasks.path": "a.jsonl", "rollout.function": "m:f"})).rewards.functions == []
 
 
-def test_weights_are_checked_against_rewards_filled_in() -> None:
+def test_reward_weights_are_checked_against_the_default_rewards() -> None:
     with pytest.raises(BadInput, match=r"^rewards\.weights: (?=.*\b1\b).*\b2\b"):
         resolve(make_config({"rewards.weights": [1, 2]}))
 
 
-def test_objects_brought_by_python_callers_need_no_names() -> None:
+def test_python_objects_need_no_task_or_reward_names() -> None:
     config = resolve(Config(), own_tasks=True, own_rewards=True)
     assert config.tasks.name is None
     assert config.rewards.functions == []
@@ -156,7 +156,7 @@ def test_resolving_twice_changes_nothing() -> None:
     assert resolve(once) == once
 
 
-def test_files_of_functions_are_named_from_the_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resolving_makes_paths_of_function_files_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     settings = {
         "tasks.name": "mine.py:tasks",
@@ -172,22 +172,20 @@ def test_files_of_functions_are_named_from_the_root(tmp_path: Path, monkeypatch:
     assert resolve(config) == config
 
 
-def test_no_environment_is_a_choice_too() -> None:
+def test_the_environment_of_a_task_can_be_disabled() -> None:
     config = resolve(load_config(None, ["--tasks.name=calculator", "--rollout.environment=none"]))
     assert config.rollout.environment_class is None
-    assert config.rewards.functions == ["number"], "the task is judged as ever"
+    assert config.rewards.functions == ["number"], "the task keeps its reward"
     assert resolve(make_config({"rollout.environment": "none", "rollout.function": "m:f"})).rollout.function == "m:f"
 
 
-def test_paths_of_tasks_are_kept_whole_so_that_a_run_can_go_on_from_elsewhere(
+def test_resolving_makes_task_paths_absolute_so_that_a_run_can_resume_from_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "tasks.jsonl").write_text('{"prompt": "a"}')
     monkeypatch.chdir(tmp_path)
     config = resolve(
-        make_config(
-            {"tasks.path": "tasks.jsonl", "tasks.eval_path": "somebody/dataset", "rewards.functions": ["exact"]}
-        )
+        make_config({"tasks.path": "tasks.jsonl", "tasks.eval_path": "owner/dataset", "rewards.functions": ["exact"]})
     )
     assert config.tasks.path == str(tmp_path / "tasks.jsonl")
-    assert config.tasks.eval_path == "somebody/dataset", "a name on the hub is no path"
+    assert config.tasks.eval_path == "owner/dataset", "a name on the Hugging Face Hub is not a path"

@@ -1,8 +1,8 @@
-"""Parts that only take time, for `outpace.simulator`'s conductor: whole runs of the pure core in microseconds.
+"""Components that only take time, for `outpace.simulator.conductor`: whole runs of the pure scheduler in microseconds.
 
-What happens (outcomes, rewards) and how long it takes (durations) are separate: `fate` and `judge` are pure functions
-of the group admitted, `fit` (how well a batch fits its policy) of the version, `pace` may be anything.
-`InvariantChecker` checks the invariants after every event; `Trace` keeps what the run did.
+Results and durations are separate: `outcome_rule` and `reward_rule` are pure functions of the admitted group, `fit`
+(how well a batch fits its policy) is a function of the version, and `pace` may return any duration.
+`InvariantChecker` checks the invariants after every event; `Trace` records what the run did.
 """
 
 from __future__ import annotations
@@ -61,42 +61,42 @@ PLAIN = SchedulerSettings(
     checkpoint_every=0,
 )
 
-Some = TypeVar("Some", bound=Action)
+ActionKind = TypeVar("ActionKind", bound=Action)
 Kind = Literal["group", "chunk", "step", "publish", "load", "evaluate"]
-Fate = Callable[[Admit], Outcome]
+OutcomeRule = Callable[[Admit], Outcome]
 Pace = Callable[[Kind, Action], float]
-Judge = Callable[[Admit], tuple[float, float]]
-"""Mean and spread of a group's rewards."""
+RewardRule = Callable[[Admit], tuple[float, float]]
+"""Returns mean and standard deviation of a group's rewards."""
 Fit = Callable[[Version], tuple[float, float]]
-"""Effective sample size and mismatch KL of the batch that made a version."""
+"""Returns effective sample size and mismatch KL of the batch that produced a version."""
 
 
 def all_finish(_: Admit) -> Outcome:
     return "finished"
 
 
-def fate_of(seed: int, filtered: float, failed: float) -> Fate:
-    """Each group's outcome, drawn from what the group is and nothing else."""
+def random_outcomes(seed: int, filtered: float, failed: float) -> OutcomeRule:
+    """Draw the outcome of each group as a pure function of the group."""
 
-    def fate(admit: Admit) -> Outcome:
+    def outcome_rule(admit: Admit) -> Outcome:
         draw = random.Random(f"{seed}/{admit}").random()
         return "filtered" if draw < filtered else "failed" if draw < filtered + failed else "finished"
 
-    return fate
+    return outcome_rule
 
 
-def judge_of(seed: int) -> Judge:
-    """Rewards drawn from what the group is and nothing else: some too low, some too high, some all alike."""
+def random_rewards(seed: int) -> RewardRule:
+    """Draw rewards as a pure function of the group: some too low, some too high, some all equal."""
 
-    def judge(admit: Admit) -> tuple[float, float]:
+    def reward_rule(admit: Admit) -> tuple[float, float]:
         rng = random.Random(f"{seed}/rewards/{admit}")
         return rng.choice((0.0, 0.5, 1.0)), rng.choice((0.0, 0.25, 0.5))
 
-    return judge
+    return reward_rule
 
 
 def fit_of(seed: int) -> Fit:
-    """Batches that fit, in some runs mostly, in others hardly ever; one figure in a while is no number at all."""
+    """Draw how well batches fit: mostly well in some runs, hardly ever in others; a metric is occasionally NaN."""
     share = random.Random(seed).random()
 
     def fit(version: Version) -> tuple[float, float]:
@@ -108,12 +108,12 @@ def fit_of(seed: int) -> Fit:
 
 
 def steady(**seconds: float) -> Pace:
-    """The same duration for all of a kind; a second unless told."""
+    """Return a fixed duration for each kind of work; one second by default."""
     return lambda kind, _: seconds.get(kind, 1.0)
 
 
 def erratic(seed: int, tail: float = 0.8) -> Pace:
-    """Long-tailed durations (the smaller `tail`, the longer), and parts whose speeds differ by orders of magnitude."""
+    """Draw long-tailed durations (a smaller `tail` is longer); speeds of components differ by orders of magnitude."""
     rng = random.Random(seed)
     speed: dict[Kind, float] = {
         kind: 10 ** rng.uniform(-2, 2) for kind in ("group", "chunk", "step", "publish", "load", "evaluate")
@@ -121,12 +121,12 @@ def erratic(seed: int, tail: float = 0.8) -> Pace:
     return lambda kind, _: speed[kind] * rng.paretovariate(tail)
 
 
-def core_of(settings: SchedulerSettings, seed: int = 0) -> Scheduler:
+def make_scheduler(settings: SchedulerSettings, seed: int = 0) -> Scheduler:
     return Scheduler(settings, TaskOrder(settings.tasks, seed, shuffle=True))
 
 
 def resume(settings: SchedulerSettings, checkpoint: Checkpoint, seed: int = 0) -> Scheduler:
-    """A core restored from what a checkpoint file would hold; of the journal, what was pooled to be replayed."""
+    """Restore a scheduler from the contents of a checkpoint file and, of the journal, the groups pooled for replay."""
     snapshot = json.loads(json.dumps(checkpoint.state))
     pooled = tuple(trained_before(group) for group in decode_state(snapshot).replay)
     evaluated = settings.newest_evaluated(checkpoint.version - 1) if checkpoint.version else -1
@@ -140,12 +140,12 @@ def trained_before(group: int) -> FinishedGroup:
 
 @dataclass
 class Trace:
-    """What a run did."""
+    """Record of what a run did."""
 
     actions: list[Action] = field(default_factory=list)
     admitted: dict[int, Admit] = field(default_factory=dict)
-    max_lags: dict[int, int] = field(default_factory=dict)  # the governor's at each group's admission
-    oldest: dict[int, Version] = field(default_factory=dict)  # finished groups: their oldest token
+    max_lags: dict[int, int] = field(default_factory=dict)  # of the governor, at each group's admission
+    oldest: dict[int, Version] = field(default_factory=dict)  # finished groups: version of their oldest token
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     cancelled: list[int] = field(default_factory=list)
     chunks: list[TrainChunk] = field(default_factory=list)
@@ -155,17 +155,17 @@ class Trace:
     finish: str | None = None
     seconds: float = 0.0
 
-    def of(self, kind: type[Some]) -> list[Some]:
+    def of(self, kind: type[ActionKind]) -> list[ActionKind]:
         return [action for action in self.actions if isinstance(action, kind)]
 
     @property
     def skipped(self) -> list[Finalize]:
-        return [settle for settle in self.of(Finalize) if settle.outcome == "skipped"]
+        return [action for action in self.of(Finalize) if action.outcome == "skipped"]
 
     @property
     def assignments(self) -> list[tuple[Version, tuple[Admit | int, ...]]]:
-        """Everything that fixes what a learner computes: which group, task and stamp went where. What is replayed may
-        have been admitted by an earlier start."""
+        """Everything that determines what the learner computes: group, task and min_version in each chunk. Of replayed
+        groups only the number: they may have been admitted by an earlier start."""
         return [
             (chunk.version, chunk.groups if chunk.replayed else tuple(self.admitted[group] for group in chunk.groups))
             for chunk in self.chunks
@@ -176,28 +176,28 @@ class Trace:
         return [(batch.version, batch.version - self.oldest[group]) for batch in self.batches for group in batch.groups]
 
 
-class TimedParts:
-    """Every answer comes after as long as `pace` says. With `faults`, engines die and rejoin, some of them while loads
-    last for ever, and loads fail, some half-way."""
+class TimedComponents:
+    """Each result comes after the time that `pace` returns. With `faults`, engines die and rejoin, some loads never end
+    and some loads fail, half of them torn."""
 
     def __init__(
         self,
         clock: VirtualClock,
         pace: Pace,
-        fate: Fate,
+        outcome_rule: OutcomeRule,
         engines: dict[str, Version],
         seed: int,
-        judge: Judge,
+        reward_rule: RewardRule,
         fit: Fit,
     ) -> None:
         self.served = engines
         self.fit = fit
-        self.faults: Callable[[], float] | None = None  # seconds until an engine dies, or is back
+        self.faults: Callable[[], float] | None = None  # seconds until an engine dies or rejoins
         self._lives = dict.fromkeys(engines, 0)
         self._clock = clock
         self._pace = pace
-        self._fate = fate
-        self._judge = judge
+        self._outcome_rule = outcome_rule
+        self._reward_rule = reward_rule
         self._rng = random.Random(seed)
         self._send_event: SendEvent = lambda _: None
 
@@ -206,22 +206,22 @@ class TimedParts:
 
     def engines(self) -> dict[str, Version]:
         for engine in self.served:
-            self._plan_death(engine)
+            self._schedule_death(engine)
         return dict(self.served)
 
     def start(self, admit: Admit) -> None:
-        outcome = self._fate(admit)
+        outcome = self._outcome_rule(admit)
 
         def close() -> Event:
-            # A token may come from any version between the stamp and the newest that any engine has.
+            # A token may come from any version between min_version and the newest that any engine has.
             oldest = self._rng.randint(admit.min_version, max(admit.min_version, *self.served.values()))
-            reward, spread = (None, 0.0) if outcome == "failed" else self._judge(admit)
-            return GroupClosed(admit.group, outcome, self._rng.choice((admit.min_version, oldest)), reward, spread)
+            reward, reward_std = (None, 0.0) if outcome == "failed" else self._reward_rule(admit)
+            return GroupClosed(admit.group, outcome, self._rng.choice((admit.min_version, oldest)), reward, reward_std)
 
         self._clock.after(self._pace("group", admit), lambda: self._send_event(close()))
 
     def cancel(self, group: int) -> None:
-        """It comes back all the same, as a group does that has finished when its cancellation arrives."""
+        """The group is still reported, like a group that had finished when its cancellation arrived."""
 
     def load(self, engine: str, version: Version) -> None:
         life = self._lives[engine]
@@ -239,7 +239,7 @@ class TimedParts:
             if self._lives[engine] == life:
                 self._send_event(LoadLate(engine, version))
 
-        endless = self.faults is not None and self._rng.random() < 0.2  # it dies before the load is done
+        endless = self.faults is not None and self._rng.random() < 0.2  # the engine dies before the load is done
         fails = self.faults is not None and self._rng.random() < 0.3
         if endless and self._rng.random() < 0.5:
             self._clock.after(self._pace("load", LoadWeights(engine, version)), late)
@@ -252,7 +252,7 @@ class TimedParts:
     def evaluation_seconds(self, version: Version) -> float:
         return self._pace("evaluate", Evaluate(version))
 
-    def _plan_death(self, engine: str) -> None:
+    def _schedule_death(self, engine: str) -> None:
         if self.faults is not None:
             self._clock.after(self.faults(), lambda: self._die(engine))
 
@@ -263,20 +263,20 @@ class TimedParts:
         self._send_event(EngineLost(engine))
 
     def _rejoin(self, engine: str) -> None:
-        self._plan_death(engine)
+        self._schedule_death(engine)
         self._send_event(EngineJoined(engine))
 
 
 class Recorder(SimulationObserver):
-    """Writes the trace."""
+    """Writes the trace from events and actions."""
 
-    def __init__(self, trace: Trace, core: Scheduler) -> None:
+    def __init__(self, trace: Trace, scheduler: Scheduler) -> None:
         self.trace = trace
-        self._core = core
-        self._gone: set[int] = set()
+        self._scheduler = scheduler
+        self._cancelled: set[int] = set()
 
     def on_event(self, event: Event) -> None:
-        if isinstance(event, GroupClosed) and event.group not in self._gone:
+        if isinstance(event, GroupClosed) and event.group not in self._cancelled:
             self.trace.outcomes[event.group] = event.outcome
             if event.outcome == "finished":
                 self.trace.oldest[event.group] = event.oldest
@@ -287,9 +287,9 @@ class Recorder(SimulationObserver):
         match action:
             case Admit(group):
                 trace.admitted[group] = action
-                trace.max_lags[group] = self._core.max_lag
+                trace.max_lags[group] = self._scheduler.max_lag
             case Cancel(group):
-                self._gone.add(group)
+                self._cancelled.add(group)
                 trace.cancelled.append(group)
             case TrainChunk():
                 trace.chunks.append(action)
@@ -306,28 +306,32 @@ class Recorder(SimulationObserver):
 class Simulation:
     def __init__(
         self,
-        core: Scheduler,
+        scheduler: Scheduler,
         pace: Pace,
-        fate: Fate = all_finish,
+        outcome_rule: OutcomeRule = all_finish,
         engines: int = 1,
         served: Version = 0,
         seed: int = 0,
-        judge: Judge | None = None,
+        reward_rule: RewardRule | None = None,
         fit: Fit = lambda _: (1.0, 0.0),
         faults: Callable[[], float] | None = None,
     ) -> None:
         self.trace = Trace()
         self.clock = VirtualClock()
         names = {f"e{number}": served for number in range(engines)}
-        self.parts = TimedParts(self.clock, pace, fate, names, seed, judge or judge_of(0), fit)
-        self.parts.faults = faults
-        self.checker = InvariantChecker(core, trained=core.pool)
-        self._conductor = SimulatedDriver(core, self.clock, self.parts, [self.checker, Recorder(self.trace, core)])
-        self.send_event = self._conductor.send_event
+        self.components = TimedComponents(
+            self.clock, pace, outcome_rule, names, seed, reward_rule or random_rewards(0), fit
+        )
+        self.components.faults = faults
+        self.checker = InvariantChecker(scheduler, trained=scheduler.pool)
+        self._driver = SimulatedDriver(
+            scheduler, self.clock, self.components, [self.checker, Recorder(self.trace, scheduler)]
+        )
+        self.send_event = self._driver.send_event
 
     def run(self, until: Callable[[Trace], bool] = lambda _: False) -> Trace:
-        """To the end, or until the trace says so (call again to go on). Waiting for nothing at all is a deadlock."""
-        self._conductor.run(until=lambda: until(self.trace))
+        """Run to the end, or until `until(trace)` is true; call again to continue. Raises `Deadlock` if stuck."""
+        self._driver.run(until=lambda: until(self.trace))
         self.trace.seconds = self.clock.now
         self.trace.most_outstanding = self.checker.most_outstanding
         return self.trace

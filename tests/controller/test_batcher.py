@@ -17,7 +17,7 @@ def admitted(batch: Batcher, *deadlines: int) -> Batcher:
     return batch
 
 
-def test_the_earliest_deadline_goes_first_and_ties_by_admission() -> None:
+def test_the_earliest_deadline_goes_first_and_ties_go_by_admission_order() -> None:
     batch = admitted(batcher(size=3), 2, 1, 1, 2)
     for group in (3, 0, 2, 1):
         batch.finish(group)
@@ -25,7 +25,7 @@ def test_the_earliest_deadline_goes_first_and_ties_by_admission() -> None:
     assert batch.batch == [1, 2, 0]
 
 
-def test_an_early_group_does_not_crowd_out_a_due_one_that_still_runs() -> None:
+def test_a_finished_group_does_not_take_the_slot_of_a_due_group_that_is_still_running() -> None:
     batch = admitted(batcher(size=2), 0, 1, 1)
     batch.finish(1)
     batch.finish(2)
@@ -37,7 +37,7 @@ def test_an_early_group_does_not_crowd_out_a_due_one_that_still_runs() -> None:
     assert batch.batch == [1, 0]
 
 
-def test_deadlines_further_away_are_reserved_for_too() -> None:
+def test_slots_are_also_reserved_for_later_deadlines() -> None:
     # Two batches of two must take the four groups due by batch 1; the early one with deadline 2 has to wait.
     batch = admitted(batcher(size=2), 1, 1, 1, 1, 2)
     batch.finish(4)
@@ -58,7 +58,7 @@ def test_a_straggler_is_overdue_only_when_the_batch_could_be_filled_without_it()
     assert batch.overdue() == 0
 
 
-def test_moving_a_deadline_lets_others_go_first() -> None:
+def test_extending_a_deadline_lets_other_groups_go_first() -> None:
     batch = admitted(batcher(size=1), 0, 1)
     batch.finish(1)
     batch.fill()
@@ -72,7 +72,7 @@ def test_moving_a_deadline_lets_others_go_first() -> None:
     assert batch.awaited() == [0]
 
 
-def test_a_chunk_goes_out_when_large_enough_and_a_complete_batch_sends_the_rest() -> None:
+def test_a_chunk_is_ready_when_it_is_large_enough_and_a_complete_batch_releases_the_rest() -> None:
     batch = admitted(batcher(size=4, chunk_groups=3), 0, 0, 0, 0)
     for group in (0, 1):
         batch.finish(group)
@@ -90,7 +90,7 @@ def test_a_chunk_goes_out_when_large_enough_and_a_complete_batch_sends_the_rest(
     assert batch.outstanding == 0
 
 
-def test_in_order_an_older_running_group_holds_back_the_younger_and_chunks_have_a_fixed_size() -> None:
+def test_in_order_a_running_group_holds_back_later_groups_and_chunks_have_a_fixed_size() -> None:
     batch = admitted(batcher(size=4, chunk_groups=2, in_order=True), 0, 0, 0, 0)
     for group in (1, 2, 3):
         batch.finish(group)
@@ -103,7 +103,7 @@ def test_in_order_an_older_running_group_holds_back_the_younger_and_chunks_have_
     assert batch.next_chunk(complete=True) == (2, 3)
 
 
-def test_outstanding_counts_running_finished_and_the_open_batch() -> None:
+def test_outstanding_counts_running_and_finished_groups_and_the_open_batch() -> None:
     batch = admitted(batcher(size=1), 0, 1, 1)
     batch.finish(0)
     batch.finish(1)
@@ -111,14 +111,14 @@ def test_outstanding_counts_running_finished_and_the_open_batch() -> None:
     assert (batch.running, batch.finished, batch.outstanding) == (1, 2, 3)
 
 
-def test_a_group_that_missed_its_deadline_is_never_admitted() -> None:
+def test_a_group_whose_deadline_has_passed_cannot_be_admitted() -> None:
     with pytest.raises(AssertionError):
         batcher(version=5).admit(0, 4)
 
 
 @st.composite
 def outstanding_sets(draw: st.DrawFn) -> tuple[int, list[tuple[int, bool]]]:
-    """A batch size, and groups (deadline, finished) that fit: those due by d number at most (d + 1) * size."""
+    """A batch size and feasible groups (deadline, finished): at most (d + 1) * size groups are due by batch d."""
     size = draw(st.integers(1, 4))
     groups: list[tuple[int, bool]] = []
     for deadline, done in draw(st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=20)):
@@ -129,7 +129,9 @@ def outstanding_sets(draw: st.DrawFn) -> tuple[int, list[tuple[int, bool]]]:
 
 
 @given(outstanding_sets())
-def test_a_batch_takes_as_much_as_the_reserve_rule_allows_and_no_more(case: tuple[int, list[tuple[int, bool]]]) -> None:
+def test_a_batch_takes_exactly_as_many_groups_as_the_reservation_rule_allows(
+    case: tuple[int, list[tuple[int, bool]]],
+) -> None:
     size, groups = case
     batch = admitted(batcher(size=size), *(deadline for deadline, _ in groups))
     for group, (_, done) in enumerate(groups):
@@ -138,7 +140,7 @@ def test_a_batch_takes_as_much_as_the_reserve_rule_allows_and_no_more(case: tupl
     batch.fill()
 
     def fits(taken: set[int]) -> bool:
-        """The rule in its own words: afterwards, those due by d still fit into the slots of batches up to d."""
+        """The reservation rule: the remaining groups due by batch d still fit into the slots of batches up to d."""
         left = [deadline for group, (deadline, _) in enumerate(groups) if group not in taken]
         return all(sum(due <= d for due in left) <= d * size + size - len(taken) for d in range(5))
 
@@ -149,4 +151,4 @@ def test_a_batch_takes_as_much_as_the_reserve_rule_allows_and_no_more(case: tupl
     if len(taken) < size:
         assert not any(fits(taken | {group}) for group in ready)
         running = len(groups) - len(taken) - len(ready)
-        assert running or not ready, "waiting is always for a running group"
+        assert running or not ready, "the batch only ever waits for a running group"

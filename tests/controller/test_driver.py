@@ -1,4 +1,4 @@
-"""The driver over parts that do nothing: what it orders, what it reports back, and how it ends."""
+"""The driver with fake components: the calls it makes, the records it writes and how it ends."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from outpace.monitoring.line_file import read_lines
 from outpace.types import Failure, GroupOrder, GroupReport, JournalLocation, Outcome, StepReport
 from support import naming
 
-BROKEN = Failure("reward broken", "raised", 8)
+BROKEN_REWARD = Failure("reward broken", "raised", 8)
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
     rig.log.close()
 
 
-async def test_a_run_takes_its_steps_records_them_in_order_and_evaluates_first_and_last(rig: Rig) -> None:
+async def test_a_run_records_its_steps_in_order_and_evaluates_first_and_last(rig: Rig) -> None:
     assert await rig.run() == "done"
     lines = await asyncio.to_thread(lambda: list(read_lines(rig.log.dir / "metrics.jsonl")))
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
@@ -44,15 +44,15 @@ async def test_a_run_takes_its_steps_records_them_in_order_and_evaluates_first_a
     assert steps == [f"step {version}" for version in range(6)]
 
 
-async def test_under_each_step_groups_of_that_step_are_recorded_before_a_checkpoint_lets_the_journal_go(
+async def test_rollouts_of_each_step_are_recorded_before_a_checkpoint_releases_their_journal_segment(
     tmp_path: Path,
 ) -> None:
     rig = Rig(tmp_path / "run", replace(SETTINGS, checkpoint_every=1))
-    gone: list[str] = []
+    released_too_early: list[str] = []
 
     async def record(step: int, places: list[JournalLocation]) -> None:
         await asyncio.sleep(0)
-        gone.extend(place.segment for place in places if place.segment in rig.worker.released)
+        released_too_early.extend(place.segment for place in places if place.segment in rig.worker.released)
         rig.worker.recorded[step] = places
 
     rig.worker.record_rollouts = record  # type: ignore[method-assign]
@@ -62,17 +62,17 @@ async def test_under_each_step_groups_of_that_step_are_recorded_before_a_checkpo
     groups = {line["step"]: {group["group"] for group in line["groups"]} for line in lines if line["groups"]}
     assert sorted(rig.worker.recorded) == sorted(groups) == [1, 2, 3, 4, 5, 6]
     for step, places in rig.worker.recorded.items():
-        assert {place.offset for place in places} <= groups[step]  # a fake place has its group's number
+        assert {place.offset for place in places} <= groups[step]  # a fake location has its group's number as offset
         assert len(places) == 1
-    assert gone == []
+    assert released_too_early == []
 
 
-async def test_the_pinned_weights_are_freed_after_every_evaluation(rig: Rig) -> None:
+async def test_pinned_weights_are_released_after_every_evaluation(rig: Rig) -> None:
     await rig.run()
     assert rig.engine.pinned == [0, -1, 6, -1]
 
 
-async def test_weights_that_fail_their_checksums_are_read_once_more_and_counted(rig: Rig) -> None:
+async def test_weights_that_fail_their_checksum_are_read_once_more_and_counted(rig: Rig) -> None:
     rig.engine.corrupt = 1
     assert await rig.run() == "done"
     lines = await asyncio.to_thread(lambda: list(read_lines(rig.log.dir / "metrics.jsonl")))
@@ -86,12 +86,12 @@ async def test_weights_that_stay_corrupt_end_the_run(rig: Rig) -> None:
 
 
 @pytest.fixture
-def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy_versions, "FIRST_PAUSE_S", 0.0)
 
 
-@pytest.mark.usefixtures("quickly")
-async def test_a_load_that_fails_is_made_again_and_neither_learner_nor_others_wait_for_it(rig: Rig) -> None:
+@pytest.mark.usefixtures("no_backoff")
+async def test_failed_loads_are_retried_without_holding_up_the_run(rig: Rig) -> None:
     rig.engine.failing = 3
     assert await rig.run() == "done"
     lines = await asyncio.to_thread(lambda: list(read_lines(rig.log.dir / "metrics.jsonl")))
@@ -100,23 +100,23 @@ async def test_a_load_that_fails_is_made_again_and_neither_learner_nor_others_wa
     assert rig.runtime.restarted == []
 
 
-@pytest.mark.usefixtures("quickly")
-async def test_workers_give_nothing_to_an_engine_whose_update_was_torn_until_the_next_one(rig: Rig) -> None:
+@pytest.mark.usefixtures("no_backoff")
+async def test_workers_send_no_requests_to_an_engine_with_a_torn_update_until_the_next_update(rig: Rig) -> None:
     rig.engine.torn = 1
     assert await rig.run() == "done"
-    served = [told[0].serves for told in rig.worker.told]
+    served = [fleet[0].serves for fleet in rig.worker.fleets]
     assert served[-1]
-    assert False in served[served.index(True) :], "it served, then it did not, then it did again"
+    assert False in served[served.index(True) :], "it served, stopped serving and served again"
 
 
-@pytest.mark.usefixtures("quickly")
-async def test_an_engine_that_takes_no_update_at_all_is_replaced(rig: Rig) -> None:
+@pytest.mark.usefixtures("no_backoff")
+async def test_an_engine_that_fails_every_update_is_restarted(rig: Rig) -> None:
     rig.engine.failing = policy_versions.MAX_FAILURES
     assert await rig.run() == "done"
     assert rig.runtime.killed == rig.runtime.restarted == ["e0"]
 
 
-async def test_an_engine_that_keeps_dying_leaves_the_run_to_the_others(rig: Rig) -> None:
+async def test_a_run_continues_without_an_engine_that_keeps_dying(rig: Rig) -> None:
     rig.engines["e1"] = FakeEngine()
     rig.restarts = 0
     began = asyncio.Event()
@@ -129,10 +129,10 @@ async def test_an_engine_that_keeps_dying_leaves_the_run_to_the_others(rig: Rig)
     await began.wait()
     rig.runtime.deaths.put_nowait(ComponentLost("e1", "was killed"))
     assert await run == "done"
-    assert [member.name for member in rig.worker.told[-1]] == ["e0"]
+    assert [member.name for member in rig.worker.fleets[-1]] == ["e0"]
 
 
-async def test_the_last_engine_that_cannot_be_kept_ends_the_run(rig: Rig) -> None:
+async def test_losing_the_last_engine_ends_the_run(rig: Rig) -> None:
     rig.engines["e1"] = FakeEngine()
     rig.restarts = 0
 
@@ -147,44 +147,44 @@ async def test_the_last_engine_that_cannot_be_kept_ends_the_run(rig: Rig) -> Non
         await rig.run()
 
 
-async def test_an_engine_joins_stale_serves_after_its_first_load_and_leaves(
+async def test_a_joining_engine_serves_only_after_its_first_load_and_can_leave_again(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_registry, "ORDER_POLL_S", 0.001)
     rig.start_engine = lambda url: ("e1", "/e1", FakeEngine())
-    all_is_seen = asyncio.Event()
+    both_seen = asyncio.Event()
 
-    async def take_part(order: GroupOrder) -> None:
+    async def wait_for_both(order: GroupOrder) -> None:
         if order.group >= 8:
-            await all_is_seen.wait()
+            await both_seen.wait()
 
-    rig.worker.behave = take_part
+    rig.worker.behave = wait_for_both
     run = asyncio.create_task(rig.run())
     await until((rig.log.dir / fleet_orders.STATE_FILE).exists)
     fleet_orders.send_order(rig.log.dir, fleet_orders.FleetOrder(add="http://elsewhere:8000"))
-    await until(lambda: len(rig.worker.told[-1]) == 2 and rig.worker.told[-1][1].serves)
+    await until(lambda: len(rig.worker.fleets[-1]) == 2 and rig.worker.fleets[-1][1].serves)
     fleet_orders.send_order(rig.log.dir, fleet_orders.FleetOrder(remove="e1"))
     await until(lambda: rig.runtime.retired)
-    all_is_seen.set()
+    both_seen.set()
     assert await run == "done"
-    first = next(told for told in rig.worker.told if len(told) == 2)
-    assert not first[1].serves, "it joins without having loaded anything"
+    first = next(fleet for fleet in rig.worker.fleets if len(fleet) == 2)
+    assert not first[1].serves, "it joins before it has loaded anything"
     assert rig.runtime.retired == ["e1"]
-    assert [member.name for member in rig.worker.told[-1]] == ["e0"]
+    assert [member.name for member in rig.worker.fleets[-1]] == ["e0"]
     assert not (rig.log.dir / fleet_orders.STATE_FILE).exists()
 
 
-async def test_a_worker_that_raises_ends_the_run_with_what_it_raised(rig: Rig) -> None:
-    async def break_down(order: GroupOrder) -> None:
+async def test_an_exception_in_a_worker_ends_the_run_with_its_traceback(rig: Rig) -> None:
+    async def fail(order: GroupOrder) -> None:
         raise ComponentFailed("worker-0", "boom", "its own traceback")
 
-    rig.worker.behave = break_down
+    rig.worker.behave = fail
     with pytest.raises(ComponentFailed, match="boom") as caught:
         await rig.run()
     assert caught.value.remote_traceback == "its own traceback"
 
 
-async def test_a_run_in_which_nothing_moves_ends_and_names_who_waits_on_whom(tmp_path: Path) -> None:
+async def test_a_stalled_run_ends_and_names_the_component_that_waits(tmp_path: Path) -> None:
     rig = Rig(tmp_path / "run", stall_s=0.2)
 
     async def hang(order: GroupOrder) -> None:
@@ -195,24 +195,24 @@ async def test_a_run_in_which_nothing_moves_ends_and_names_who_waits_on_whom(tmp
     with pytest.raises(Stalled, match=naming("0.2 s", "learner", "stall.txt")):
         await rig.run()
     rig.log.close()
-    told = await asyncio.to_thread((rig.log.dir / "logs" / "stall.txt").read_text)
-    assert "learner" in told
-    assert "everybody sleeps" in told
+    dump = await asyncio.to_thread((rig.log.dir / "logs" / "stall.txt").read_text)
+    assert "learner" in dump
+    assert "everybody sleeps" in dump
 
 
 async def test_a_long_evaluation_that_makes_progress_is_not_a_stall(tmp_path: Path) -> None:
     rig = Rig(tmp_path / "run", stall_s=0.3)
 
-    async def take_your_time(order: GroupOrder) -> None:
+    async def take_long(order: GroupOrder) -> None:
         if order.heldout:
-            await asyncio.sleep(0.15)  # five tasks, two at a time: longer than the patience in all
+            await asyncio.sleep(0.15)  # five tasks, two at a time: in total longer than the stall limit
 
-    rig.worker.behave = take_your_time
+    rig.worker.behave = take_long
     assert await rig.run() == "done"
     rig.log.close()
 
 
-async def test_an_evaluation_that_nothing_survives_has_no_score(rig: Rig) -> None:
+async def test_an_evaluation_in_which_every_group_fails_has_no_score(rig: Rig) -> None:
     async def fail_heldout(order: GroupOrder) -> GroupReport | None:
         if not order.heldout:
             return None
@@ -223,12 +223,12 @@ async def test_an_evaluation_that_nothing_survives_has_no_score(rig: Rig) -> Non
     assert rig.recorder.build_summary(0, "done").eval_first is None
 
 
-async def test_journal_segments_are_released_once_a_checkpoint_does_not_need_them(tmp_path: Path) -> None:
+async def test_journal_segments_are_released_once_no_checkpoint_needs_them(tmp_path: Path) -> None:
     """Ten groups to a segment, four to a batch, six batches."""
     rig = Rig(tmp_path / "run", replace(SETTINGS, checkpoint_every=3))
     assert await rig.run() == "done"
     rig.log.close()
-    assert rig.worker.released == ["w-00000.journal", "w-00001.journal"], "the segment being written stays"
+    assert rig.worker.released == ["w-00000.journal", "w-00001.journal"], "the current segment stays"
     rig = Rig(tmp_path / "other", replace(SETTINGS, checkpoint_every=3))
     rig.refused = [3]
     assert await rig.run() == "done"
@@ -236,7 +236,7 @@ async def test_journal_segments_are_released_once_a_checkpoint_does_not_need_the
     assert rig.saved == [6]
 
 
-async def test_replayed_groups_are_trained_from_the_journal_marked_and_told_apart(tmp_path: Path) -> None:
+async def test_replayed_groups_are_trained_from_the_journal_marked_and_counted_separately(tmp_path: Path) -> None:
     rig = Rig(tmp_path / "run", replace(SETTINGS, replay=ReplaySettings(fraction=0.5, max_age=2, times=1)))
     rig.worker.rewards = [0.0, 1.0]
     assert await rig.run() == "done"
@@ -247,7 +247,7 @@ async def test_replayed_groups_are_trained_from_the_journal_marked_and_told_apar
     assert all(line["groups"][4:] == [group for group in line["groups"] if group.get("replay")] for line in batches)
     assert all("replay" not in group for line in batches for group in line["groups"][:4])
     own = [{group["task_id"] for group in line["groups"][:4]} for line in batches]
-    assert all(set(again[step]) <= own[step - 1] for step in range(1, 6)), "of equal spread, the newest"
+    assert all(set(again[step]) <= own[step - 1] for step in range(1, 6)), "at equal reward_std, the newest groups"
     assert sorted(rig.learner.replayed) == [1, 2, 3, 4, 5]
     metrics = await asyncio.to_thread(lambda: list(read_lines(rig.log.dir / "metrics.jsonl")))
     assert [line["replay/groups"] for line in metrics] == [0, 2, 2, 2, 2, 2]
@@ -258,10 +258,10 @@ async def test_replayed_groups_are_trained_from_the_journal_marked_and_told_apar
 @pytest.mark.parametrize(
     ("max_age", "released"), [(1, ["w-00000.journal", "w-00001.journal"]), (3, ["w-00000.journal"]), (6, [])]
 )
-async def test_a_segment_stays_while_one_of_its_groups_may_be_replayed(
+async def test_a_journal_segment_stays_while_one_of_its_groups_may_be_replayed(
     tmp_path: Path, max_age: int, released: list[str]
 ) -> None:
-    """Ten groups to a segment, four to a batch, six batches; the fake learner refuses what was released."""
+    """Ten groups to a segment, four to a batch, six batches; the fake learner rejects groups of released segments."""
     rig = Rig(tmp_path / "run", replace(SETTINGS, replay=ReplaySettings(fraction=0.25, max_age=max_age, times=9)))
     rig.worker.rewards = [0.0, 1.0]
     assert await rig.run() == "done"
@@ -270,7 +270,7 @@ async def test_a_segment_stays_while_one_of_its_groups_may_be_replayed(
     assert rig.worker.released == released
 
 
-async def test_the_governor_hears_what_the_learner_measured(tmp_path: Path) -> None:
+async def test_the_governor_uses_the_metrics_of_the_learner(tmp_path: Path) -> None:
     governor = GovernorSettings(ess_min=0.5, kl_max=0.1, patience=5, min_lag=0)
     rig = Rig(tmp_path / "run", replace(SETTINGS, steps=12, governor=governor))
     rig.learner.metrics = {"offpolicy/ess": 0.2, "offpolicy/kl": 0.0}
@@ -302,30 +302,30 @@ async def test_skipped_visits_are_counted_in_metrics_and_summary(tmp_path: Path)
         ("filtered", [], None, 0.0),
     ],
 )
-def test_the_core_hears_mean_and_spread_of_a_group_unless_it_failed(
+def test_the_group_closed_event_carries_reward_mean_and_std_unless_the_group_failed(
     outcome: Outcome, rewards: list[float], reward: float | None, reward_std: float
 ) -> None:
     event = group_closed_event(GroupReport(3, "t", outcome, rewards=rewards, oldest=2))
     assert event == GroupClosed(3, outcome, oldest=2, reward=reward, reward_std=reward_std)
 
 
-async def test_failing_groups_end_the_run_when_the_budget_is_spent(rig: Rig) -> None:
+async def test_failing_groups_end_the_run_when_the_failure_budget_is_spent(rig: Rig) -> None:
     async def fail(order: GroupOrder) -> GroupReport | None:
-        return None if order.heldout else GroupReport(order.group, "t", "failed", "broken", failures=[BROKEN])
+        return None if order.heldout else GroupReport(order.group, "t", "failed", "broken", failures=[BROKEN_REWARD])
 
     rig.worker.behave = fail
     with pytest.raises(LimitReached, match=naming("3 groups", "pacing.max_failed", "reward broken", "raised")):
         await rig.run()
     summary = rig.recorder.build_summary(4, "failed")
     assert [(each.source, each.reason) for each in summary.failures] == [("reward broken", "raised")]
-    assert summary.failures[0].count >= 3 * 8, "though no step was ever taken"
+    assert summary.failures[0].count >= 3 * 8, "even though no step was taken"
     assert rig.saved == [], "there is nothing to save before the first step"
 
 
-async def test_a_run_that_ends_because_groups_fail_keeps_what_it_has_trained(rig: Rig) -> None:
+async def test_a_run_that_ends_because_groups_fail_saves_the_steps_it_has_trained(rig: Rig) -> None:
     async def fail_later(order: GroupOrder) -> GroupReport | None:
         is_late = rig.learner.version >= 2 and not order.heldout
-        return GroupReport(order.group, "t", "failed", "broken", failures=[BROKEN]) if is_late else None
+        return GroupReport(order.group, "t", "failed", "broken", failures=[BROKEN_REWARD]) if is_late else None
 
     rig.worker.behave = fail_later
     with pytest.raises(LimitReached):
@@ -334,10 +334,10 @@ async def test_a_run_that_ends_because_groups_fail_keeps_what_it_has_trained(rig
     assert rig.saved[-1] == rig.learner.version >= 2
 
 
-# --------------------------------------------------------------------------------------------------- parts that die
+# -------------------------------------------------------------------------------------------------- components that die
 
 
-async def test_a_worker_that_dies_is_replaced_and_its_groups_are_made_again_from_what_was_recorded(rig: Rig) -> None:
+async def test_a_dead_worker_is_restarted_and_its_groups_are_repeated_from_recorded_turns(rig: Rig) -> None:
     orders: list[GroupOrder] = []
 
     async def die_once(order: GroupOrder) -> None:
@@ -354,11 +354,11 @@ async def test_a_worker_that_dies_is_replaced_and_its_groups_are_made_again_from
     assert sum(len(line["groups"]) for line in lines) == lines[-1]["accounted"] == 24
 
 
-async def test_an_engine_that_dies_is_replaced_loaded_again_and_evaluates_again(rig: Rig) -> None:
+async def test_a_dead_engine_is_restarted_and_its_evaluation_is_repeated(rig: Rig) -> None:
     async def die_in_the_evaluation(order: GroupOrder) -> None:
         if order.heldout and order.group == 3 and not rig.runtime.restarted:
             rig.runtime.deaths.put_nowait(ComponentLost("e0", "was killed by SIGKILL"))
-            await rig.runtime.revived.wait()
+            await rig.runtime.restart_done.wait()
 
     rig.worker.behave = die_in_the_evaluation
     assert await rig.run() == "done"
@@ -366,7 +366,7 @@ async def test_an_engine_that_dies_is_replaced_loaded_again_and_evaluates_again(
     assert rig.engine.pinned == [0, -1, 0, -1, 6, -1]
 
 
-async def test_a_part_that_keeps_dying_ends_the_run_with_its_own_account(rig: Rig) -> None:
+async def test_a_component_that_keeps_dying_ends_the_run_with_its_own_error(rig: Rig) -> None:
     async def die(order: GroupOrder) -> None:
         rig.runtime.deaths.put_nowait(ComponentLost("worker-0", "exited with code 7", "its last words"))
         raise ComponentLost("worker-0", "closed its connection")
@@ -378,7 +378,7 @@ async def test_a_part_that_keeps_dying_ends_the_run_with_its_own_account(rig: Ri
     assert caught.value.remote_traceback == "its last words"
 
 
-async def test_a_learner_that_dies_ends_the_run_at_once(rig: Rig) -> None:
+async def test_a_dead_learner_ends_the_run_at_once(rig: Rig) -> None:
     async def die(version: int) -> StepReport:
         rig.runtime.deaths.put_nowait(ComponentLost("learner", "was killed by SIGKILL", "its last words"))
         raise ComponentLost("learner", "closed its connection")
@@ -390,30 +390,30 @@ async def test_a_learner_that_dies_ends_the_run_at_once(rig: Rig) -> None:
     assert rig.saved == []
 
 
-async def test_a_part_that_gives_no_sign_of_life_is_killed_and_replaced(rig: Rig) -> None:
-    async def fall_silent(order: GroupOrder) -> None:
+async def test_a_component_that_does_not_answer_pings_is_killed_and_restarted(rig: Rig) -> None:
+    async def stop_answering(order: GroupOrder) -> None:
         if order.group == 5 and not order.heldout and not rig.runtime.killed:
             rig.runtime.silent.add("worker-0")
-            await rig.runtime.revived.wait()
+            await rig.runtime.restart_done.wait()
             raise ComponentLost("worker-0", "closed its connection")
 
-    rig.worker.behave = fall_silent
+    rig.worker.behave = stop_answering
     assert await rig.run() == "done"
     assert rig.runtime.killed == rig.runtime.restarted == ["worker-0"]
 
 
-async def test_a_part_whose_connection_is_gone_but_not_its_process_is_found_silent_and_replaced(rig: Rig) -> None:
-    async def hang_up(order: GroupOrder) -> None:
+async def test_a_component_that_lost_its_connection_but_not_its_process_is_killed_and_restarted(rig: Rig) -> None:
+    async def lose_connection(order: GroupOrder) -> None:
         if order.group == 5 and not order.heldout and not rig.runtime.killed:
             rig.runtime.silent.add("worker-0")
             raise ComponentLost("worker-0", "closed its connection")
 
-    rig.worker.behave = hang_up
+    rig.worker.behave = lose_connection
     assert await rig.run() == "done"
     assert rig.runtime.killed == rig.runtime.restarted == ["worker-0"]
 
 
-async def test_a_restart_for_which_there_is_no_process_to_be_had_is_tried_again(rig: Rig) -> None:
+async def test_a_restart_that_cannot_start_a_process_is_retried(rig: Rig) -> None:
     async def die_once(order: GroupOrder) -> None:
         if order.group == 5 and not order.recorded:
             rig.runtime.refusals = 1
@@ -425,20 +425,20 @@ async def test_a_restart_for_which_there_is_no_process_to_be_had_is_tried_again(
     assert (rig.runtime.refusals, rig.runtime.restarted) == (0, ["worker-0"])
 
 
-async def test_an_engine_that_evaluates_for_long_is_not_silent(rig: Rig) -> None:
-    async def take_your_time(order: GroupOrder) -> None:
+async def test_an_engine_in_a_long_evaluation_is_not_taken_for_silent(rig: Rig) -> None:
+    async def take_long(order: GroupOrder) -> None:
         if order.heldout:
             for _ in range(10):
                 rig.engine.turns += 1
                 await asyncio.sleep(0.01)
 
-    rig.worker.behave = take_your_time
+    rig.worker.behave = take_long
     rig.engine.running = 1
     assert await rig.run() == "done"
     assert rig.runtime.killed == []
 
 
-async def test_a_checkpoint_that_cannot_be_written_costs_the_run_nothing_unless_it_is_the_last(tmp_path: Path) -> None:
+async def test_a_checkpoint_that_cannot_be_written_ends_the_run_only_if_it_is_the_last(tmp_path: Path) -> None:
     rig = Rig(tmp_path / "run", replace(SETTINGS, checkpoint_every=2))
     rig.refused = [2]
     assert await rig.run() == "done"

@@ -1,4 +1,4 @@
-"""Engines that leave, die and fail at awkward moments: the run goes on."""
+"""The run continues when engines leave, die or fail at awkward moments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(120)
 
 @pytest.fixture
 def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
-    """With a second engine, and a run that stands still after its first groups until `rig.go` is set."""
+    """A rig with a second engine and short polling intervals."""
     monkeypatch.setattr(engine_registry, "ORDER_POLL_S", 0.001)
     monkeypatch.setattr(engine_registry, "DRAIN_POLL_S", 0.005)
     rig = Rig(tmp_path / "run")
@@ -29,52 +29,52 @@ def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     rig.log.close()
 
 
-class Standing:
-    """A run under way that waits, after some groups, until it is let go."""
+class PausedRun:
+    """A run that pauses after its first groups until `resume_and_finish` is called."""
 
     def __init__(self, rig: Rig) -> None:
         self._rig = rig
         self._go = asyncio.Event()
 
-        async def take_part(order: GroupOrder) -> None:
+        async def wait_for_go(order: GroupOrder) -> None:
             if order.group >= 8 and not order.heldout:
                 await self._go.wait()
 
-        rig.worker.behave = take_part
+        rig.worker.behave = wait_for_go
         self._run = asyncio.create_task(rig.run())
 
     async def until_both_serve(self) -> None:
-        told = self._rig.worker.told
-        await until(lambda: told and len(told[-1]) == 2 and all(member.serves for member in told[-1]))
+        fleets = self._rig.worker.fleets
+        await until(lambda: fleets and len(fleets[-1]) == 2 and all(member.serves for member in fleets[-1]))
         await until((self._rig.log.dir / fleet_orders.STATE_FILE).exists)
 
     def remove(self, name: str) -> None:
         fleet_orders.send_order(self._rig.log.dir, fleet_orders.FleetOrder(remove=name))
 
-    async def goes_on(self) -> None:
+    async def resume_and_finish(self) -> None:
         self._go.set()
         assert await self._run == "done"
 
 
 def members(rig: Rig) -> list[str]:
-    return [member.name for member in rig.worker.told[-1]]
+    return [member.name for member in rig.worker.fleets[-1]]
 
 
-async def test_an_engine_may_be_told_to_leave_twice(rig: Rig) -> None:
-    run = Standing(rig)
+async def test_a_second_remove_order_for_the_same_engine_is_harmless(rig: Rig) -> None:
+    run = PausedRun(rig)
     await run.until_both_serve()
     rig.engines["e1"].running = 1
     run.remove("e1")
     run.remove("e1")
-    await until(lambda: rig.worker.told[-1][1].leaving)
+    await until(lambda: rig.worker.fleets[-1][1].leaving)
     rig.engines["e1"].running = 0
     await until(lambda: members(rig) == ["e0"])
-    await run.goes_on()
+    await run.resume_and_finish()
 
 
 @pytest.mark.parametrize("comes_back", [True, False])
-async def test_an_engine_may_be_told_to_leave_while_it_is_being_started_again(rig: Rig, comes_back: bool) -> None:
-    run = Standing(rig)
+async def test_an_engine_can_be_removed_while_it_is_being_restarted(rig: Rig, comes_back: bool) -> None:
+    run = PausedRun(rig)
     await run.until_both_serve()
     restarting = asyncio.Event()
 
@@ -89,21 +89,21 @@ async def test_an_engine_may_be_told_to_leave_while_it_is_being_started_again(ri
     await restarting.wait()
     run.remove("e1")
     await until(lambda: members(rig) == ["e0"])
-    await run.goes_on()
-    assert members(rig) == ["e0"], "it does not come back as a ghost"
+    await run.resume_and_finish()
+    assert members(rig) == ["e0"], "the removed engine does not come back"
 
 
-async def test_an_engine_that_was_given_up_cannot_be_removed_once_more(rig: Rig) -> None:
+async def test_removing_an_engine_that_was_already_given_up_is_harmless(rig: Rig) -> None:
     rig.restarts = 0
-    run = Standing(rig)
+    run = PausedRun(rig)
     await run.until_both_serve()
     rig.runtime.deaths.put_nowait(ComponentLost("e1", "was killed"))
     await until(lambda: members(rig) == ["e0"])
     run.remove("e1")
-    await run.goes_on()
+    await run.resume_and_finish()
 
 
-async def test_a_failure_of_an_engine_that_died_is_not_told_of_its_successor(
+async def test_a_load_failure_of_a_dead_engine_is_not_attributed_to_its_replacement(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(policy_versions, "FIRST_PAUSE_S", 0.1)
@@ -113,20 +113,20 @@ async def test_a_failure_of_an_engine_that_died_is_not_told_of_its_successor(
         loads.append(manifest.version)
         if len(loads) == 1:
             raise UpdateFailed("no answer")
-        if len(loads) == 2:  # by its successor: under way when the failure would be told
+        if len(loads) == 2:  # by its replacement: in progress when the failure would be reported
             await asyncio.sleep(0.2)
         return LoadReport(manifest.version, 0.0, 0.0, 0)
 
     rig.engines["e1"].load = load  # type: ignore[method-assign]
     rig.settings = rig.settings.__class__(**{**vars(rig.settings), "eval_enabled": False})
-    run = Standing(rig)
+    run = PausedRun(rig)
     await until(lambda: len(loads) == 1)
     rig.runtime.deaths.put_nowait(ComponentLost("e1", "its server is dead"))
-    await until(lambda: len(loads) >= 3 or (len(loads) == 2 and members(rig) and rig.worker.told[-1][1].serves))
-    await run.goes_on()
+    await until(lambda: len(loads) >= 3 or (len(loads) == 2 and members(rig) and rig.worker.fleets[-1][1].serves))
+    await run.resume_and_finish()
 
 
-async def test_an_evaluation_does_without_an_engine_that_takes_no_second_weights(rig: Rig) -> None:
+async def test_an_evaluation_leaves_out_an_engine_that_cannot_load_pinned_weights(rig: Rig) -> None:
     async def load(manifest: Manifest, pinned: bool) -> LoadReport:
         if pinned:
             raise UpdateFailed("registering has taken more than 120 s")
@@ -137,22 +137,22 @@ async def test_an_evaluation_does_without_an_engine_that_takes_no_second_weights
     assert rig.engine.pinned == [0, -1, 6, -1]
 
 
-async def test_an_engine_joins_while_a_step_is_being_recorded(rig: Rig) -> None:
-    plain = rig.engine.stats
+async def test_an_engine_can_join_while_a_step_is_being_recorded(rig: Rig) -> None:
+    fast_stats = rig.engine.stats
 
     async def slow_stats() -> EngineStats:
         await asyncio.sleep(0.02)
-        return await plain()
+        return await fast_stats()
 
     rig.engine.stats = slow_stats  # type: ignore[method-assign]
-    run = Standing(rig)
+    run = PausedRun(rig)
     await run.until_both_serve()
     fleet_orders.send_order(rig.log.dir, fleet_orders.FleetOrder(add="http://elsewhere:8000"))
     await until(lambda: "e2" in members(rig))
-    await run.goes_on()
+    await run.resume_and_finish()
 
 
-async def test_an_engine_leaves_while_it_loads_the_weights_of_an_evaluation(rig: Rig) -> None:
+async def test_an_engine_can_leave_while_it_loads_the_weights_of_an_evaluation(rig: Rig) -> None:
     retired, pinning = asyncio.Event(), asyncio.Event()
 
     async def load(manifest: Manifest, pinned: bool) -> LoadReport:
@@ -166,9 +166,9 @@ async def test_an_engine_leaves_while_it_loads_the_weights_of_an_evaluation(rig:
         retired.set()
 
     rig.engines["e1"].load = load  # type: ignore[method-assign]
-    run = Standing(rig)
+    run = PausedRun(rig)
     await run.until_both_serve()
     rig.runtime.retire = retire  # type: ignore[method-assign]
     await pinning.wait()
     run.remove("e1")
-    await run.goes_on()
+    await run.resume_and_finish()

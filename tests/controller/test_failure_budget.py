@@ -33,21 +33,21 @@ def filtered() -> GroupReport:
     return GroupReport(0, "task", "filtered", "all rewards are 0", rewards=[0.0, 0.0], views=[VIEW])
 
 
-def test_failures_in_a_row_end_the_run_and_name_the_function_the_reason_and_the_line_of_code() -> None:
+def test_consecutive_failures_end_the_run_and_name_the_function_the_reason_and_the_line_of_code() -> None:
     budget = FailureBudget(FailureLimits(failed=3, filtered=None, notice_every=100))
     budget.note(failed("reward strict", "took longer than 5 s"))
     budget.note(failed("reward flaky", "raised ValueError: boom"))
     with pytest.raises(LimitReached) as caught:
         budget.note(failed("reward flaky", "raised ValueError: boom"))
-    for part in ("3 groups", "reward flaky", "raised ValueError: boom", "2 of 3", "reward strict"):
-        assert part in caught.value.message
+    for text in ("3 groups", "reward flaky", "raised ValueError: boom", "2 of 3", "reward strict"):
+        assert text in caught.value.message
     assert 'File "/home/me/rewards.py", line 3, in flaky' in caught.value.message
     assert "pacing.max_failed" in caught.value.message
     assert caught.value.remote_traceback == TRACEBACK
     assert "\n" not in caught.value.message
 
 
-def test_one_success_forgives_what_came_before() -> None:
+def test_one_finished_group_resets_the_counts_of_failed_and_filtered_groups() -> None:
     budget = FailureBudget(FailureLimits(failed=2, filtered=2, notice_every=100))
     for _ in range(10):
         budget.note(report("failed"))
@@ -56,21 +56,21 @@ def test_one_success_forgives_what_came_before() -> None:
         budget.note(report("finished"))
 
 
-def test_filtered_groups_end_the_run_with_rewards_an_example_and_what_to_change() -> None:
+def test_consecutive_filtered_groups_end_the_run_with_rewards_an_example_and_the_settings_to_change() -> None:
     budget = FailureBudget(FailureLimits(failed=1, filtered=3, notice_every=10_000))
     for _ in range(2):
         budget.note(filtered())
     with pytest.raises(LimitReached) as caught:
         budget.note(GroupReport(0, "task", "filtered", "all rewards are 0", rewards=[0.0, 0.0]))
-    for part in ("3 groups", "all rewards are 0", "6 times", "'add 2 and 2'", "'five'"):
-        assert part in caught.value.message
+    for text in ("3 groups", "all rewards are 0", "6 times", "'add 2 and 2'", "'five'"):
+        assert text in caught.value.message
     for setting in ("pacing.max_filtered", "rollout.group_size"):
         assert setting in caught.value.message
     assert "\n" not in caught.value.message
 
 
-def test_a_hopeless_task_ends_sooner_than_a_dry_spell_of_a_run_that_has_learned() -> None:
-    def survived(budget: FailureBudget) -> int:
+def test_the_filtered_limit_is_lower_until_a_run_has_had_its_first_finished_group() -> None:
+    def groups_until_limit(budget: FailureBudget) -> int:
         for count in range(1, 100_000):
             try:
                 budget.note(filtered())
@@ -78,36 +78,38 @@ def test_a_hopeless_task_ends_sooner_than_a_dry_spell_of_a_run_that_has_learned(
                 return count
         raise AssertionError
 
-    hopeless = FailureBudget(FailureLimits(failed=1, filtered=None, notice_every=10_000))
-    learned = FailureBudget(FailureLimits(failed=1, filtered=None, notice_every=10_000))
-    learned.note(report("finished"))
+    fresh = FailureBudget(FailureLimits(failed=1, filtered=None, notice_every=10_000))
+    finished_once = FailureBudget(FailureLimits(failed=1, filtered=None, notice_every=10_000))
+    finished_once.note(report("finished"))
     resumed = FailureBudget(FailureLimits(failed=1, filtered=None, notice_every=10_000, resumed=True))
     chosen = FailureBudget(FailureLimits(failed=1, filtered=7, notice_every=10_000))
     chosen.note(report("finished"))
-    assert [survived(budget) for budget in (hopeless, learned, resumed, chosen)] == [512, 1024, 1024, 7]
+    assert [groups_until_limit(budget) for budget in (fresh, finished_once, resumed, chosen)] == [512, 1024, 1024, 7]
 
 
-def test_a_run_in_which_two_groups_of_a_hundred_are_usable_goes_on() -> None:
-    """As many groups as 100 steps of 64 need, with other luck each time."""
-    finished, nothing_learned = report("finished"), report("filtered")
+def test_a_run_in_which_two_groups_in_a_hundred_are_usable_continues() -> None:
+    """As many groups as 100 steps of 64 need, with a different seed each time."""
+    finished, unusable = report("finished"), report("filtered")
     for seed in range(3):
         draw = random.Random(seed)
         budget = FailureBudget(FailureLimits(failed=1, filtered=None, notice_every=1 << 40))
         for _ in range(320_000):
-            budget.note(finished if draw.random() < 0.02 else nothing_learned)
+            budget.note(finished if draw.random() < 0.02 else unusable)
 
 
-def test_people_are_told_of_the_first_failure_and_of_long_dry_spells() -> None:
+def test_notices_report_the_first_failure_and_then_each_doubling_of_consecutive_failed_or_filtered_groups() -> None:
     budget = FailureBudget(FailureLimits(failed=99, filtered=None, notice_every=4))
     notices = [notice for notice in (budget.note(report("failed", "oops")) for _ in range(31)) if notice is not None]
     assert all("oops" in notice for notice in notices)
     assert [re.findall(r"\d+", notice) for notice in notices[1:]] == [["2"], ["4"], ["8"], ["16"]]
-    told = [count for count in range(1, 40) if budget.note(report("filtered")) is not None]
-    assert told == [4, 8, 16, 32], "ever more rarely"
+    notified = [count for count in range(1, 40) if budget.note(report("filtered")) is not None]
+    assert notified == [4, 8, 16, 32], "at doubling intervals"
     budget.note(report("finished"))
-    assert not any(budget.note(report("filtered")) for _ in range(40)), "another spell is no news unless it is longer"
+    assert not any(budget.note(report("filtered")) for _ in range(40)), (
+        "another series of filtered groups is only reported if it is longer"
+    )
 
 
-def test_the_end_is_the_failure_of_a_part_with_its_exit_code() -> None:
+def test_the_limit_error_is_a_component_failure() -> None:
     with pytest.raises(ComponentFailed):
         FailureBudget(FailureLimits(failed=1, filtered=None, notice_every=4)).note(report("failed"))

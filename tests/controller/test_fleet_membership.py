@@ -1,4 +1,4 @@
-"""What the run says of the orders for its engines."""
+"""Outcomes of the orders that add engines to a run or remove them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from outpace.protocols import Engine
 from outpace.types import GroupOrder
 
 pytestmark = pytest.mark.timeout(120)
-HERE = "http://127.0.0.1:8000"
+URL = "http://127.0.0.1:8000"
 
 
 @pytest.fixture
@@ -29,60 +29,62 @@ def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     rig.log.close()
 
 
-def standing_still(rig: Rig) -> tuple[asyncio.Task[str], asyncio.Event]:
-    """A run that waits, after some groups, until it is let go."""
+def start_paused(rig: Rig) -> tuple[asyncio.Task[str], asyncio.Event]:
+    """Start a run that pauses after some groups until the event is set."""
     go = asyncio.Event()
 
-    async def take_part(order: GroupOrder) -> None:
+    async def wait_for_go(order: GroupOrder) -> None:
         if order.group >= 8 and not order.heldout:
             await go.wait()
 
-    rig.worker.behave = take_part
+    rig.worker.behave = wait_for_go
     return asyncio.create_task(rig.run()), go
 
 
 async def outcome(rig: Rig, order: fleet_orders.FleetOrder) -> fleet_orders.OrderOutcome:
-    """What has become of the order in the end."""
+    """Send the order and return its final outcome."""
     file = rig.log.dir / fleet_orders.STATE_FILE
     await until(file.exists)
-    given = fleet_orders.send_order(rig.log.dir, order)
+    sent = fleet_orders.send_order(rig.log.dir, order)
     found: list[fleet_orders.OrderOutcome] = []
 
-    def is_there() -> bool:
+    def has_outcome() -> bool:
         known = msgspec.json.decode(file.read_bytes(), type=fleet_orders.FleetState).orders
-        found[:] = [each for each in known if each.order == given and each.is_final]
+        found[:] = [each for each in known if each.order == sent and each.is_final]
         return bool(found)
 
-    await until(is_there)
+    await until(has_outcome)
     return found[0]
 
 
-async def test_an_order_ends_as_joined_when_the_engine_serves_and_as_left_when_it_is_gone(rig: Rig) -> None:
+async def test_an_add_order_ends_as_joined_once_the_engine_serves_and_a_remove_order_as_left_once_it_is_gone(
+    rig: Rig,
+) -> None:
     rig.start_engine = lambda url: ("e1", "/e1", FakeEngine())
-    run, go = standing_still(rig)
-    joined = await outcome(rig, fleet_orders.FleetOrder(add=HERE))
+    run, go = start_paused(rig)
+    joined = await outcome(rig, fleet_orders.FleetOrder(add=URL))
     assert (joined.state, joined.engine) == ("joined", "e1")
-    assert rig.worker.told[-1][1].serves
+    assert rig.worker.fleets[-1][1].serves
     left = await outcome(rig, fleet_orders.FleetOrder(remove="e1"))
     assert (left.state, left.engine) == ("left", "e1")
     go.set()
     assert await run == "done"
 
 
-async def test_what_takes_part_already_or_cannot_be_started_or_must_stay_is_refused_and_the_run_goes_on(
+async def test_orders_for_a_known_url_an_unreachable_server_or_an_unknown_engine_are_refused_and_the_run_continues(
     rig: Rig,
 ) -> None:
-    asked: list[str] = []
+    started: list[str] = []
 
     def start_engine(url: str) -> tuple[str, str, Engine]:
-        asked.append(url)
-        if url != HERE:
+        started.append(url)
+        if url != URL:
             raise BadInput(f"no answer at {url}")
         return "e1", "/e1", FakeEngine()
 
     rig.start_engine = start_engine
-    run, go = standing_still(rig)
-    await outcome(rig, fleet_orders.FleetOrder(add=HERE))
+    run, go = start_paused(rig)
+    await outcome(rig, fleet_orders.FleetOrder(add=URL))
     for order, keys in (
         (fleet_orders.FleetOrder(add="http://localhost:8000/"), ("http://localhost:8000",)),
         (fleet_orders.FleetOrder(add="http://nowhere:1"), ("no answer at http://nowhere:1",)),
@@ -92,6 +94,8 @@ async def test_what_takes_part_already_or_cannot_be_started_or_must_stay_is_refu
         refused = await outcome(rig, order)
         assert refused.state == "refused"
         assert all(key in refused.why for key in keys), refused.why
-    assert asked == [HERE, "http://nowhere:1", "http://h:noport"], "what takes part already is not started again"
+    assert started == [URL, "http://nowhere:1", "http://h:noport"], (
+        "an engine that is already in the fleet is not started again"
+    )
     go.set()
     assert await run == "done"

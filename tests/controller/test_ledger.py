@@ -19,7 +19,7 @@ def issue(ledger: Ledger, count: int) -> list[int]:
     return [ledger.issue()[0] for _ in range(count)]
 
 
-def test_positions_are_issued_in_order_until_the_epochs_are_used_up() -> None:
+def test_positions_are_issued_in_order_until_all_epochs_are_used_up() -> None:
     ledger = fresh()
     assert ledger.left == 6
     assert issue(ledger, 6) == [0, 1, 2, 3, 4, 5]
@@ -28,13 +28,13 @@ def test_positions_are_issued_in_order_until_the_epochs_are_used_up() -> None:
         ledger.issue()
 
 
-def test_without_a_limit_of_epochs_there_is_always_a_task() -> None:
+def test_without_an_epoch_limit_positions_never_run_out() -> None:
     ledger = fresh(epochs=None)
     assert ledger.left is None
     assert issue(ledger, 7)[-1] == 6
 
 
-def test_an_epoch_begins_with_its_first_task_and_ends_with_its_last_account() -> None:
+def test_an_epoch_begins_with_its_first_issued_task_and_ends_with_its_last_finalized_one() -> None:
     ledger = fresh()
     assert [ledger.issue()[1] for _ in range(4)] == [True, False, False, True]
     ledger.finish(1)
@@ -44,7 +44,7 @@ def test_an_epoch_begins_with_its_first_task_and_ends_with_its_last_account() ->
     assert ledger.finalize(2, "failed")
 
 
-def test_nothing_is_settled_twice_or_out_of_turn() -> None:
+def test_no_visit_is_finalized_twice_or_in_the_wrong_state() -> None:
     ledger = fresh()
     issue(ledger, 2)
     with pytest.raises(AssertionError, match=naming("0", "trained", "running")):
@@ -61,7 +61,7 @@ def test_nothing_is_settled_twice_or_out_of_turn() -> None:
         ledger.finalize(2, "failed")
 
 
-def test_a_finished_group_is_never_called_filtered() -> None:
+def test_a_finished_group_cannot_be_finalized_as_filtered() -> None:
     ledger = fresh()
     issue(ledger, 1)
     ledger.finish(0)
@@ -69,7 +69,7 @@ def test_a_finished_group_is_never_called_filtered() -> None:
         ledger.finalize(0, "filtered")
 
 
-def test_a_requeued_task_comes_before_all_others_and_is_counted() -> None:
+def test_requeued_tasks_are_issued_first_and_counted() -> None:
     ledger = fresh()
     issue(ledger, 3)
     ledger.requeue(0)
@@ -79,7 +79,7 @@ def test_a_requeued_task_comes_before_all_others_and_is_counted() -> None:
     assert ledger.counts()["requeued"] == 2
 
 
-def test_a_restored_ledger_issues_what_was_open_first_and_in_order() -> None:
+def test_a_restored_ledger_issues_open_positions_first_and_in_order() -> None:
     ledger = fresh(tasks=10)
     issue(ledger, 6)
     ledger.finish(4)
@@ -91,10 +91,10 @@ def test_a_restored_ledger_issues_what_was_open_first_and_in_order() -> None:
     restored = Ledger(10, 2, state)
     assert issue(restored, 6) == [0, 2, 4, 5, 6, 7]
     assert restored.counts() == ledger.counts()
-    assert not restored.issue()[1], "the epoch had begun already"
+    assert not restored.issue()[1], "the epoch had already begun"
 
 
-def test_a_state_taken_earlier_does_not_change_with_the_ledger() -> None:
+def test_a_ledger_state_is_a_copy_that_later_changes_do_not_affect() -> None:
     ledger = fresh()
     issue(ledger, 2)
     state = ledger.state()
@@ -104,7 +104,7 @@ def test_a_state_taken_earlier_does_not_change_with_the_ledger() -> None:
     assert state.running == [0, 1]
 
 
-def test_the_account_of_an_epoch_sums_to_its_tasks() -> None:
+def test_the_counts_of_an_epoch_add_up_to_its_tasks() -> None:
     ledger = fresh(tasks=4)
     issue(ledger, 6)
     ledger.finish(1)
@@ -117,7 +117,7 @@ def test_the_account_of_an_epoch_sums_to_its_tasks() -> None:
     assert (second["planned"], second["running"]) == (2, 2)
 
 
-def test_epochs_of_long_ago_share_one_tally(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_epochs_are_merged_into_one_tally(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "KEPT_EPOCHS", 3)
     ledger = fresh(tasks=1, epochs=None)
     for _ in range(50):
@@ -137,14 +137,14 @@ def test_a_skipped_visit_is_accounted_for_and_ends_its_epoch() -> None:
     assert counts_by_epoch(2, ledger.state())[0]["planned"] == 0
 
 
-def test_the_records_of_a_run_are_searched_for_visits_that_ended_twice(tmp_path: Path) -> None:
+def test_visits_finalized_more_than_once_are_found_in_the_records_up_to_the_checkpoint(tmp_path: Path) -> None:
     def entry(task: int, **more: object) -> dict[str, object]:
         return {"task": task, "epoch": 0, **more}
 
     lines = [
         {"step": 1, "groups": [entry(0), entry(1)], "settled": [entry(2, outcome="failed")], "accounted": 3},
         {"step": 2, "groups": [entry(1), entry(0, replay=True)], "settled": [entry(3)], "accounted": 5},
-        {"step": 2, "groups": [], "settled": [entry(2)], "accounted": 6},  # after the checkpoint, like all that follows
+        {"step": 2, "groups": [], "settled": [entry(2)], "accounted": 6},  # after the checkpoint, like the next line
         {"step": 3, "groups": [entry(0)], "accounted": 7},
     ]
     (tmp_path / "batches.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

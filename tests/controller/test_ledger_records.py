@@ -11,13 +11,13 @@ def filtered(group: int) -> Finalize:
     return Finalize(group, 0, "filtered", group)
 
 
-def test_what_was_settled_goes_on_the_record_of_the_next_step() -> None:
+def test_finalized_groups_are_recorded_with_the_next_step() -> None:
     records = OutcomeRecords(deterministic=False, finalized=5)
     assert records.finalize(filtered(7), next_group=9) == [filtered(7)]
     assert records.step(3, last_group=6, finalized=10) == [WriteRecord(3, 10, trained=True)]
 
 
-def test_a_checkpoint_between_two_steps_gets_a_record_of_its_own_if_there_is_anything() -> None:
+def test_a_checkpoint_between_two_steps_gets_its_own_record_if_groups_were_finalized() -> None:
     records = OutcomeRecords(deterministic=False, finalized=5)
     assert records.between(3, finalized=5) == []
     records.finalize(filtered(7), next_group=9)
@@ -25,7 +25,7 @@ def test_a_checkpoint_between_two_steps_gets_a_record_of_its_own_if_there_is_any
     assert records.between(3, finalized=6) == []
 
 
-def test_in_lockstep_what_was_admitted_after_the_last_group_of_a_step_waits_for_its_own() -> None:
+def test_in_deterministic_mode_groups_admitted_after_the_last_group_of_a_step_are_recorded_with_a_later_step() -> None:
     records = OutcomeRecords(deterministic=True, finalized=0)
     assert records.finalize(filtered(9), next_group=10) == []
     assert records.finalize(filtered(2), next_group=10) == []
@@ -36,21 +36,21 @@ def test_in_lockstep_what_was_admitted_after_the_last_group_of_a_step_waits_for_
 
 
 @given(st.permutations(range(12)))
-def test_in_lockstep_the_order_in_which_groups_close_changes_no_record(order: list[int]) -> None:
-    """Groups 3, 7 and 11 are the last of their steps; all before them must have closed by then."""
+def test_in_deterministic_mode_the_order_in_which_groups_close_does_not_change_the_records(order: list[int]) -> None:
+    """Groups 3, 7 and 11 are the last of their steps; all groups before them must have closed by then."""
 
     def run(order: list[int]) -> list[Action]:
-        records, said, finalized = OutcomeRecords(deterministic=True, finalized=0), [], 0
+        records, actions, finalized = OutcomeRecords(deterministic=True, finalized=0), [], 0
         closed: set[int] = set()
         due = [3, 7, 11]
         for group in order:
             closed.add(group)
             if group not in (3, 7, 11):
                 finalized += 1
-                said += records.finalize(filtered(group), next_group=12)
+                actions += records.finalize(filtered(group), next_group=12)
             while due and closed.issuperset(range(due[0] + 1)):
                 finalized += 1
-                said += records.step(len(said), due.pop(0), finalized)
-        return [action for action in said if isinstance(action, Finalize)]
+                actions += records.step(len(actions), due.pop(0), finalized)
+        return [action for action in actions if isinstance(action, Finalize)]
 
     assert run(order) == run(list(range(12)))

@@ -11,30 +11,30 @@ from outpace.errors import BadInput
 IDLE = PipelineLoad(version=0, oldest=0, running=0, outstanding=0, tasks_left=None, lag=1)
 
 
-def test_an_idle_system_admits_the_open_batch_and_the_depth_beyond_it() -> None:
+def test_an_idle_pipeline_admits_the_open_batch_and_the_depth_beyond_it() -> None:
     assert Pacing(replace(PLAIN, depth=1.0)).room(IDLE) == 8
     assert Pacing(replace(PLAIN, depth=0.0)).room(IDLE) == 4
     assert Pacing(replace(PLAIN, depth=0.3)).room(IDLE) == 6
 
 
-def test_a_depth_that_has_no_exact_float_admits_no_group_too_many() -> None:
+def test_a_depth_without_an_exact_float_admits_no_extra_group() -> None:
     assert Pacing(replace(PLAIN, groups_per_step=10, depth=0.1)).room(IDLE) == 11
 
 
-def test_running_episodes_never_exceed_their_limit() -> None:
+def test_running_episodes_never_exceed_max_running() -> None:
     pacing = Pacing(replace(PLAIN, max_running=7))
     assert pacing.room(IDLE) == 3
     assert pacing.room(replace(IDLE, running=2, outstanding=2)) == 1
     assert pacing.room(replace(IDLE, running=3, outstanding=3)) == 0
 
 
-def test_a_group_larger_than_the_limit_runs_alone() -> None:
+def test_a_group_larger_than_max_running_runs_alone() -> None:
     pacing = Pacing(replace(PLAIN, group_size=8, max_running=4))
     assert pacing.room(IDLE) == 1
     assert pacing.room(replace(IDLE, running=1, outstanding=1)) == 0
 
 
-def test_each_version_that_the_engines_are_behind_costs_a_batch_of_room() -> None:
+def test_each_version_that_the_engines_are_behind_reduces_the_room_by_one_batch() -> None:
     pacing = Pacing(replace(PLAIN, max_lag=2, depth=9.0, steps=None))
     rooms = [
         pacing.room(PipelineLoad(version=9, oldest=oldest, running=0, outstanding=1, tasks_left=None, lag=2))
@@ -43,11 +43,11 @@ def test_each_version_that_the_engines_are_behind_costs_a_batch_of_room() -> Non
     assert rooms == [11, 7, 3, 0, 0]
 
 
-def test_a_deadline_is_the_stamp_and_the_lag() -> None:
+def test_a_deadline_is_the_min_version_plus_the_lag() -> None:
     assert Pacing(replace(PLAIN, max_lag=2)).deadline(PipelineLoad(9, 8, 0, 0, None, lag=2)) == 10
 
 
-def test_the_governor_decides_how_much_of_the_lag_is_in_force() -> None:
+def test_room_and_deadline_follow_the_governed_lag() -> None:
     pacing = Pacing(replace(PLAIN, max_lag=4, depth=9.0, steps=None))
     assert pacing.deadline(PipelineLoad(9, 8, 0, 0, None, lag=2)) == 10
     assert [pacing.room(PipelineLoad(9, 9, 0, 6, None, lag=lag)) for lag in (4, 2, 1, 0)] == [14, 6, 2, 0]
@@ -62,55 +62,57 @@ def test_warm_up_allows_no_lag() -> None:
     assert pacing.deadline(PipelineLoad(3, 3, 0, 0, None, lag=2)) == 5
 
 
-def test_in_lockstep_the_stamp_decides_whether_it_is_warm_up() -> None:
+def test_in_deterministic_mode_min_version_decides_whether_a_group_belongs_to_the_warm_up() -> None:
     pacing = Pacing(replace(PLAIN, max_lag=2, warmup_steps=3, deterministic=True))
     assert pacing.room(PipelineLoad(3, 2, 0, 0, None, lag=2)) == 0
 
 
-def test_no_more_is_admitted_than_the_remaining_steps_and_tasks_need() -> None:
+def test_no_more_groups_are_admitted_than_the_remaining_steps_and_tasks_need() -> None:
     pacing = Pacing(replace(PLAIN, steps=6, depth=9.0, max_lag=5))
     assert pacing.room(PipelineLoad(5, 5, 0, 1, None, lag=5)) == 3
     assert pacing.room(PipelineLoad(6, 6, 0, 0, None, lag=5)) == 0
     assert pacing.room(PipelineLoad(5, 5, 0, 1, tasks_left=2, lag=5)) == 2
 
 
-def test_in_lockstep_nothing_behind_a_checkpoint_is_admitted_before_it() -> None:
+def test_in_deterministic_mode_no_group_beyond_the_next_checkpoint_is_admitted_before_it() -> None:
     pacing = Pacing(replace(PLAIN, deterministic=True, max_lag=3, checkpoint_every=2, steps=None))
     assert pacing.room(PipelineLoad(4, 4, 0, 0, None, lag=3)) == 8
     assert pacing.room(PipelineLoad(5, 5, 0, 0, None, lag=3)) == 4
     assert pacing.room(PipelineLoad(6, 5, 0, 0, None, lag=3)) == 0
 
 
-def test_in_lockstep_depth_limits_nothing() -> None:
+def test_in_deterministic_mode_depth_has_no_effect() -> None:
     assert Pacing(replace(PLAIN, deterministic=True, max_lag=3, depth=0.0)).room(replace(IDLE, lag=3)) == 16
 
 
-def test_publishing_more_seldom_than_the_lag_allows_is_refused() -> None:
+def test_publishing_less_often_than_the_lag_allows_is_rejected() -> None:
     with pytest.raises(BadInput, match=r"max_lag\b.*\b2\b"):
         replace(PLAIN, publish_every=3, max_lag=1)
 
 
 @pytest.mark.parametrize(("name", "value"), [("groups_per_step", 0), ("tasks", 0), ("max_lag", -1), ("depth", -0.5)])
-def test_settings_out_of_range_are_refused_by_name(name: str, value: float) -> None:
+def test_settings_out_of_range_are_rejected_by_name(name: str, value: float) -> None:
     with pytest.raises(BadInput, match=name):
         replace(PLAIN, **{name: value})  # type: ignore[arg-type]
 
 
-def test_versions_somebody_needs_are_published_out_of_turn() -> None:
+def test_versions_needed_by_warm_up_evaluation_checkpoint_or_end_are_published_out_of_turn() -> None:
     settings = replace(PLAIN, publish_every=4, max_lag=3, warmup_steps=2, steps=15, eval_every=5, eval_enabled=True)
     published = [version for version in range(16) if settings.is_published(version, lag=3)]
     assert published == [0, 1, 2, 4, 5, 8, 10, 12, 15]
-    lockstep = replace(settings, deterministic=True, checkpoint_every=7)
-    assert [version for version in range(16) if lockstep.is_published(version, lag=3)] == sorted([*published, 7, 14])
+    deterministic = replace(settings, deterministic=True, checkpoint_every=7)
+    assert [version for version in range(16) if deterministic.is_published(version, lag=3)] == sorted(
+        [*published, 7, 14]
+    )
 
 
-def test_every_version_is_published_while_the_lag_in_force_is_too_small_for_every_kth() -> None:
+def test_every_version_is_published_while_the_current_lag_is_too_small_for_every_kth() -> None:
     settings = replace(PLAIN, publish_every=3, max_lag=4, steps=None)
     assert [version for version in range(7) if settings.is_published(version, lag=2)] == [0, 3, 6]
     assert all(settings.is_published(version, lag) for version in range(7) for lag in (0, 1))
 
 
-def test_in_lockstep_there_is_no_governor() -> None:
+def test_deterministic_mode_rejects_a_governor() -> None:
     governor = GovernorSettings(ess_min=0.5, kl_max=0.1, patience=5, min_lag=0)
     with pytest.raises(BadInput, match="governor"):
         replace(PLAIN, governor=governor, deterministic=True)

@@ -1,4 +1,4 @@
-"""When a new policy is announced: once per version, when every serving engine has it."""
+"""A new policy version is announced once, when every serving engine has loaded it."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from outpace.controller.events import (
 
 
 def two_engines() -> Script:
-    """Two engines that serve version 0, with versions 1 to 3 to come, one batch of two groups each."""
+    """Two engines that serve version 0. Each of the next versions takes one batch of two groups."""
     script = Script(replace(SMALL, max_lag=3, depth=5.0, max_running=8))
-    script.tell(RunStarted({"e0": 0, "e1": 0}), Published(0))
+    script.send(RunStarted({"e0": 0, "e1": 0}), Published(0))
     return script
 
 
@@ -32,73 +32,73 @@ def trained(script: Script, version: int) -> None:
     """Train and publish a version."""
     first = 2 * (version - 1)
     script.train(first, first + 1)
-    script.tell(Published(version))
+    script.send(Published(version))
 
 
-def test_a_version_is_announced_once_when_the_last_engine_has_it() -> None:
+def test_a_version_is_announced_once_when_the_last_engine_has_loaded_it() -> None:
     script = two_engines()
     trained(script, 1)
-    script.tell(EngineLoaded("e0", 1))
+    script.send(EngineLoaded("e0", 1))
     assert script.of(PolicyUpdated) == []
-    script.tell(EngineLoaded("e1", 1))
+    script.send(EngineLoaded("e1", 1))
     assert script.of(PolicyUpdated) == [PolicyUpdated(1)]
 
 
-def test_the_version_that_a_run_starts_with_is_not_an_update() -> None:
+def test_the_version_that_a_run_starts_with_is_not_announced() -> None:
     script = Script(SMALL)
-    script.tell(RunStarted({"e0": 0, "e1": 0}), Published(0))
+    script.send(RunStarted({"e0": 0, "e1": 0}), Published(0))
     assert script.of(PolicyUpdated) == []
 
 
-def test_a_resumed_run_announces_only_what_is_newer_than_its_checkpoint() -> None:
+def test_a_resumed_run_announces_only_versions_newer_than_its_checkpoint() -> None:
     settings = replace(SMALL, max_lag=3, depth=5.0, max_running=8)
     script = started(settings)
     script.train(0, 1)
-    script.tell(StopRequested(), Published(1))
+    script.send(StopRequested(), Published(1))
     (checkpoint,) = script.of(Checkpoint)
     resumed = Script(settings, resume(settings, checkpoint))
-    resumed.tell(RunStarted({"e0": 0, "e1": 0}), Published(1))
+    resumed.send(RunStarted({"e0": 0, "e1": 0}), Published(1))
     assert len(resumed.of(LoadWeights)) == 2
-    resumed.tell(EngineLoaded("e0", 1), EngineLoaded("e1", 1))
+    resumed.send(EngineLoaded("e0", 1), EngineLoaded("e1", 1))
     assert resumed.of(PolicyUpdated) == []
 
 
-def test_an_engine_that_skips_a_version_does_not_hold_up_the_next_one() -> None:
+def test_each_version_is_announced_when_the_slowest_engine_reaches_it() -> None:
     script = two_engines()
     trained(script, 1)
-    script.tell(EngineLoaded("e0", 1))
+    script.send(EngineLoaded("e0", 1))
     trained(script, 2)  # e1 is still loading version 1
-    script.tell(EngineLoaded("e1", 1))
+    script.send(EngineLoaded("e1", 1))
     assert script.of(PolicyUpdated) == [PolicyUpdated(1)]
     trained(script, 3)
-    script.tell(EngineLoaded("e0", 2), EngineLoaded("e0", 3))
+    script.send(EngineLoaded("e0", 2), EngineLoaded("e0", 3))
     assert script.of(PolicyUpdated) == []
-    script.tell(EngineLoaded("e1", 2), EngineLoaded("e1", 3))
+    script.send(EngineLoaded("e1", 2), EngineLoaded("e1", 3))
     assert script.of(PolicyUpdated) == [PolicyUpdated(2), PolicyUpdated(3)]
 
 
-def test_an_engine_that_died_is_not_waited_for_and_announces_nothing_again_when_it_is_back() -> None:
+def test_a_dead_engine_does_not_delay_an_announcement_and_its_return_announces_nothing_again() -> None:
     script = two_engines()
     trained(script, 1)
-    script.tell(EngineLoaded("e0", 1), EngineLost("e1"))
+    script.send(EngineLoaded("e0", 1), EngineLost("e1"))
     assert script.of(PolicyUpdated) == [PolicyUpdated(1)]
-    script.tell(EngineJoined("e1"))
+    script.send(EngineJoined("e1"))
     assert script.of(LoadWeights) == [LoadWeights("e1", 1)]
-    script.tell(EngineLoaded("e1", 1))
+    script.send(EngineLoaded("e1", 1))
     assert script.of(PolicyUpdated) == []
 
 
-def test_an_engine_that_is_behind_still_serves_the_old_version_and_so_is_waited_for() -> None:
+def test_an_engine_whose_load_is_late_or_failed_still_serves_the_old_version_and_delays_the_announcement() -> None:
     script = two_engines()
     trained(script, 1)
-    script.tell(EngineLoaded("e0", 1), LoadLate("e1", 1), LoadFailed("e1", 1, torn=False))
+    script.send(EngineLoaded("e0", 1), LoadLate("e1", 1), LoadFailed("e1", 1, torn=False))
     assert script.of(PolicyUpdated) == []
-    script.tell(EngineLoaded("e1", 1))
+    script.send(EngineLoaded("e1", 1))
     assert script.of(PolicyUpdated) == [PolicyUpdated(1)]
 
 
-def test_when_no_engine_serves_nothing_is_announced() -> None:
+def test_no_version_is_announced_while_no_engine_serves() -> None:
     script = two_engines()
     trained(script, 1)
-    script.tell(EngineLost("e0"), EngineLost("e1"))
+    script.send(EngineLost("e0"), EngineLost("e1"))
     assert script.of(PolicyUpdated) == []

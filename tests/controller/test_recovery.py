@@ -1,4 +1,4 @@
-"""Which groups of an earlier start a resumed run goes on with."""
+"""Which groups of an earlier start a resumed run continues with."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.scripted import SMALL, Script
-from controller.simulated import core_of
+from controller.simulated import make_scheduler
 from outpace.controller.events import Admit, BatchTrained, ChunkTrained, EngineLoaded, Published, RunStarted, TrainChunk
 from outpace.controller.ledger import LedgerState
 from outpace.controller.recovery import RecoveredWork, RecoveryRules, choose_recovered, recorded
@@ -22,7 +22,7 @@ RULES = RecoveryRules(
 )
 
 
-def kept(group: int, position: int, min_version: Version = 3, newest: Version | None = None) -> FinishedGroup:
+def journaled(group: int, position: int, min_version: Version = 3, newest: Version | None = None) -> FinishedGroup:
     order = GroupOrder(
         group, task=position % 10, epoch=position // 10, min_version=min_version, size=2, position=position
     )
@@ -35,49 +35,53 @@ def groups(found: tuple[FinishedGroup, ...]) -> list[int]:
     return [each.order.group for each in found]
 
 
-def test_a_group_with_a_token_newer_than_the_checkpoint_is_made_again() -> None:
-    assert groups(choose_recovered([kept(0, 4, newest=4), kept(1, 5)], RULES).finished) == [1]
+def test_a_group_with_a_token_newer_than_the_checkpoint_is_sampled_again() -> None:
+    assert groups(choose_recovered([journaled(0, 4, newest=4), journaled(1, 5)], RULES).finished) == [1]
 
 
-def test_a_visit_that_came_to_its_end_is_not_made_again_and_a_later_one_is_taken() -> None:
-    assert groups(choose_recovered([kept(0, 3), kept(1, 7), kept(2, 8), kept(3, 11)], RULES).finished) == [2, 3]
+def test_groups_of_finalized_visits_are_left_out_and_groups_of_later_visits_are_kept() -> None:
+    assert groups(
+        choose_recovered([journaled(0, 3), journaled(1, 7), journaled(2, 8), journaled(3, 11)], RULES).finished
+    ) == [2, 3]
 
 
-def test_a_visit_beyond_the_last_epoch_is_left() -> None:
-    assert groups(choose_recovered([kept(0, 8), kept(1, 10)], replace(RULES, limit=10)).finished) == [0]
+def test_a_visit_beyond_the_last_epoch_is_left_out() -> None:
+    assert groups(choose_recovered([journaled(0, 8), journaled(1, 10)], replace(RULES, limit=10)).finished) == [0]
 
 
-def test_a_group_whose_deadline_is_over_is_made_again() -> None:
-    assert groups(choose_recovered([kept(0, 4, min_version=1), kept(1, 5, min_version=2)], RULES).finished) == [1]
+def test_a_group_whose_deadline_has_passed_is_sampled_again() -> None:
+    assert groups(
+        choose_recovered([journaled(0, 4, min_version=1), journaled(1, 5, min_version=2)], RULES).finished
+    ) == [1]
 
 
-def test_of_two_groups_of_one_visit_one_is_taken() -> None:
-    assert groups(choose_recovered([kept(0, 4), kept(9, 4)], RULES).finished) == [0]
+def test_only_one_of_two_groups_of_the_same_visit_is_kept() -> None:
+    assert groups(choose_recovered([journaled(0, 4), journaled(9, 4)], RULES).finished) == [0]
 
 
-def test_no_more_are_taken_than_can_be_trained_in_time() -> None:
-    due_now = [kept(group, group, min_version=2) for group in range(8, 12)]  # all due in batch 3, which takes two
-    later = [kept(group, group) for group in range(12, 16)]  # due in batch 4
+def test_no_more_groups_are_kept_than_can_be_trained_before_their_deadlines() -> None:
+    due_now = [journaled(group, group, min_version=2) for group in range(8, 12)]  # all due in batch 3, which takes two
+    later = [journaled(group, group) for group in range(12, 16)]  # due in batch 4
     assert groups(choose_recovered([*later, *due_now], RULES).finished) == [8, 9, 12, 13]
 
 
-def test_no_more_are_taken_than_the_steps_left_need() -> None:
-    found = [kept(group, group) for group in range(8, 12)]
+def test_no_more_groups_are_kept_than_the_remaining_steps_need() -> None:
+    found = [journaled(group, group) for group in range(8, 12)]
     assert groups(choose_recovered(found, replace(RULES, steps=4)).finished) == [8, 9]
 
 
-def test_what_is_pooled_is_found_by_its_group_though_its_visit_has_ended() -> None:
-    found = choose_recovered([kept(0, 1), kept(1, 2)], replace(RULES, pool=frozenset({1})))
+def test_pooled_groups_are_found_by_number_even_though_their_visit_has_ended() -> None:
+    found = choose_recovered([journaled(0, 1), journaled(1, 2)], replace(RULES, pool=frozenset({1})))
     assert groups(found.pooled) == [1]
     assert found.finished == ()
 
 
-def test_answers_count_only_for_visits_that_are_still_to_be_made() -> None:
-    stamps = {3: 3, 4: 3, 5: 2, 9: 3, 10: 4}
-    assert recorded(stamps, [kept(0, 4)], RULES) == {5: 2, 9: 3}
+def test_recorded_completions_count_only_for_visits_that_are_still_open() -> None:
+    min_versions = {3: 3, 4: 3, 5: 2, 9: 3, 10: 4}
+    assert recorded(min_versions, [journaled(0, 4)], RULES) == {5: 2, 9: 3}
 
 
-# ------------------------------------------------------------------------------------------------------- in the core
+# ----------------------------------------------------------------------------------------------------- in the scheduler
 
 
 STATE = SchedulerState(
@@ -85,31 +89,31 @@ STATE = SchedulerState(
 )
 
 
-def resumed(survivors: RecoveredWork) -> Script:
+def resumed(recovered: RecoveredWork) -> Script:
     settings = replace(SMALL, max_lag=1, steps=6)
-    core = Scheduler(settings, TaskOrder(10, 0, True), STATE, survivors, evaluated=3)
-    script = Script(settings, core)
-    script.tell(RunStarted({"e0": 0}), Published(3))
+    scheduler = Scheduler(settings, TaskOrder(10, 0, True), STATE, recovered, evaluated=3)
+    script = Script(settings, scheduler)
+    script.send(RunStarted({"e0": 0}), Published(3))
     return script
 
 
-def test_finished_groups_are_trained_at_once_and_their_visits_are_not_made_again() -> None:
-    script = resumed(RecoveredWork(finished=(kept(6, 6), kept(7, 7))))
+def test_recovered_groups_are_trained_at_once_and_their_visits_are_not_repeated() -> None:
+    script = resumed(RecoveredWork(finished=(journaled(6, 6), journaled(7, 7))))
     assert script.of(TrainChunk) == [TrainChunk(3, (6, 7))]
-    script.core.handle(ChunkTrained(3))
-    assert script.core.counts["trained"] == 0
-    script.core.handle(BatchTrained(4))
-    assert script.core.counts["trained"] == 2
+    script.scheduler.handle(ChunkTrained(3))
+    assert script.scheduler.counts["trained"] == 0
+    script.scheduler.handle(BatchTrained(4))
+    assert script.scheduler.counts["trained"] == 2
 
 
-def test_a_group_admitted_after_the_checkpoint_keeps_its_number_and_nobody_else_gets_it() -> None:
-    script = resumed(RecoveredWork(finished=(kept(11, 11),)))
+def test_a_recovered_group_admitted_after_the_checkpoint_keeps_its_number_for_itself() -> None:
+    script = resumed(RecoveredWork(finished=(journaled(11, 11),)))
     admitted = admissions(script)
     assert min(admit.group for admit in admitted) == 12
     assert 11 not in {admit.position for admit in admitted}
 
 
-def test_recorded_answers_keep_the_stamp_that_they_were_sampled_under() -> None:
+def test_recorded_completions_keep_the_min_version_under_which_they_were_sampled() -> None:
     script = resumed(RecoveredWork(recorded={4: 2, 5: 3}))
     by_position = {admit.position: admit for admit in admissions(script)}
     assert (by_position[4].min_version, by_position[4].recorded) == (2, True)
@@ -117,29 +121,29 @@ def test_recorded_answers_keep_the_stamp_that_they_were_sampled_under() -> None:
     assert (by_position[6].min_version, by_position[6].recorded) == (3, False)
 
 
-def test_an_old_stamp_gives_way_where_it_would_leave_too_little_time() -> None:
-    script = resumed(RecoveredWork(finished=(kept(6, 6), kept(7, 7)), recorded={4: 2}))
+def test_an_old_min_version_is_raised_where_its_deadline_could_not_be_met() -> None:
+    script = resumed(RecoveredWork(finished=(journaled(6, 6), journaled(7, 7)), recorded={4: 2}))
     by_position = {admit.position: admit for admit in admissions(script)}
     assert (by_position[4].min_version, by_position[4].recorded) == (3, True)
 
 
 def admissions(script: Script) -> list[Admit]:
-    script.tell(EngineLoaded("e0", 3))
+    script.send(EngineLoaded("e0", 3))
     return script.of(Admit)
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 4), st.integers(0, 2)), max_size=40), st.integers(0, 3))
-def test_whatever_the_journal_holds_the_core_can_go_on(found: list[tuple[int, int, int]], lag: int) -> None:
+def test_the_scheduler_can_resume_from_any_journal_contents(found: list[tuple[int, int, int]], lag: int) -> None:
     entries = [
-        kept(100 + n, position, min_version, min_version + newer)
+        journaled(100 + n, position, min_version, min_version + newer)
         for n, (position, min_version, newer) in enumerate(found)
     ]
     settings = replace(SMALL, max_lag=lag)
     rules = replace(RULES, open=frozenset({4, 5, 6, 7}), lag=lag)
-    survivors = choose_recovered(entries, rules)
-    core = Scheduler(settings, core_of(settings).order, STATE, survivors)
-    assert core.finished == len(survivors.finished)
-    assert all(each.report.newest <= 3 for each in survivors.finished)
-    positions = [each.order.position for each in survivors.finished]
+    recovered = choose_recovered(entries, rules)
+    scheduler = Scheduler(settings, make_scheduler(settings).order, STATE, recovered)
+    assert scheduler.finished == len(recovered.finished)
+    assert all(each.report.newest <= 3 for each in recovered.finished)
+    positions = [each.order.position for each in recovered.finished]
     assert len(set(positions)) == len(positions)
     assert set(positions) <= {4, 5, 6, 7} | set(range(8, 31))

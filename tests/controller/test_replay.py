@@ -9,25 +9,25 @@ def replay(
     return ReplayPool(ReplaySettings(fraction, max_age, times), size, pool)
 
 
-def test_the_widest_spread_goes_first_and_ties_by_the_newest() -> None:
+def test_the_highest_reward_std_is_replayed_first_and_ties_go_to_the_newest() -> None:
     pool = replay(fraction=0.75)
     pool.batch_trained(0, {0: 0.25, 1: 0.5, 2: 0.25, 3: 0.1}, ())
     assert pool.choose() == (1, 2, 0)
 
 
-def test_the_first_batch_and_a_small_pool_replay_fewer() -> None:
+def test_the_first_batch_replays_nothing_and_a_small_pool_replays_what_it_has() -> None:
     pool = replay(fraction=0.9)
     assert pool.choose() == ()
     pool.batch_trained(0, {0: 0.5, 1: 0.0}, ())
     assert pool.choose() == (0,)
 
 
-def test_a_group_without_spread_leaves_at_once() -> None:
+def test_a_group_with_zero_reward_std_leaves_the_pool_at_once() -> None:
     pool = replay()
     assert pool.batch_trained(0, {0: 0.5, 1: 0.0}, ()) == (1,)
 
 
-def test_a_group_is_replayed_so_many_times_and_leaves() -> None:
+def test_a_group_leaves_the_pool_after_its_maximum_number_of_replays() -> None:
     pool = replay(max_age=9, times=2)
     pool.batch_trained(0, {0: 0.5}, ())
     assert pool.batch_trained(1, {}, pool.choose()) == ()
@@ -35,7 +35,7 @@ def test_a_group_is_replayed_so_many_times_and_leaves() -> None:
     assert pool.choose() == ()
 
 
-def test_a_group_that_grows_too_old_leaves_unused() -> None:
+def test_a_group_that_exceeds_max_age_leaves_the_pool_unused() -> None:
     pool = replay(fraction=0.25, max_age=2)
     pool.batch_trained(0, {0: 0.1}, ())
     assert pool.batch_trained(1, {1: 0.5, 2: 0.5}, ()) == ()
@@ -44,7 +44,7 @@ def test_a_group_that_grows_too_old_leaves_unused() -> None:
     assert pool.choose() == (1,)
 
 
-def test_a_share_of_less_than_one_group_pools_nothing() -> None:
+def test_a_fraction_of_less_than_one_group_disables_the_pool() -> None:
     pool = replay(fraction=0.2, size=4)
     assert not pool.replay_enabled
     assert pool.batch_trained(0, {0: 0.5}, ()) == ()
@@ -52,13 +52,13 @@ def test_a_share_of_less_than_one_group_pools_nothing() -> None:
     assert not ReplayPool(None, 4).replay_enabled
 
 
-def test_a_share_that_has_no_exact_float_costs_no_group() -> None:
+def test_a_fraction_without_an_exact_float_loses_no_group() -> None:
     pool = replay(fraction=0.29, size=100)
     pool.batch_trained(0, dict.fromkeys(range(100), 0.5), ())
     assert len(pool.choose()) == 29
 
 
-def test_a_pool_goes_on_from_its_state() -> None:
+def test_a_pool_continues_from_its_saved_state() -> None:
     pool = replay()
     pool.batch_trained(0, {0: 0.5, 1: 0.25}, ())
     again = replay(pool=pool.state())

@@ -1,4 +1,4 @@
-"""The core's rules one by one, told as short scripts of events."""
+"""The rules of the scheduler one by one, as short scripts of events."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from controller.scripted import SMALL, Script, groups, started
-from controller.simulated import PLAIN, Simulation, core_of, steady
+from controller.simulated import PLAIN, Simulation, make_scheduler, steady
 from outpace.controller.events import (
     Action,
     Admit,
@@ -42,12 +42,12 @@ def one_clause_names(reason: str, *keys: str) -> bool:
     return any(all(key in clause for key in keys) for clause in reason.split("; "))
 
 
-# ------------------------------------------------------------------------------------------------- start and admission
+# -------------------------------------------------------------------------------------------------- start and admission
 
 
 def test_a_run_starts_by_publishing_version_0_and_filling_the_pipeline() -> None:
     script = Script(SMALL)
-    actions = script.tell(RunStarted({"e0": 0}))
+    actions = script.send(RunStarted({"e0": 0}))
     assert actions[:2] == [Publish(0), EpochStarted(0)]
     assert groups(script.of(Admit)) == [0, 1, 2, 3]
     assert {admit.min_version for admit in script.of(Admit)} == {0}
@@ -55,48 +55,48 @@ def test_a_run_starts_by_publishing_version_0_and_filling_the_pipeline() -> None
 
 def test_tasks_are_admitted_in_the_seeded_order() -> None:
     script = Script(SMALL)
-    script.tell(RunStarted({"e0": 0}))
+    script.send(RunStarted({"e0": 0}))
     order = TaskOrder(SMALL.tasks, 0, shuffle=True)
-    assert [(admit.epoch, admit.task) for admit in script.of(Admit)] == [order.task(place) for place in range(4)]
+    assert [(admit.epoch, admit.task) for admit in script.of(Admit)] == [order.task(position) for position in range(4)]
 
 
-def test_the_stamp_is_the_oldest_version_of_the_engines() -> None:
+def test_min_version_is_the_oldest_version_among_the_engines() -> None:
     script = Script(replace(SMALL, max_lag=3, depth=5.0, max_running=8))
-    script.tell(RunStarted({"e0": 0, "e1": 0}), Published(0))
+    script.send(RunStarted({"e0": 0, "e1": 0}), Published(0))
     script.train(0, 1)
-    script.tell(Published(1))
+    script.send(Published(1))
     assert script.of(LoadWeights) == [LoadWeights("e0", 1), LoadWeights("e1", 1)]
-    script.tell(EngineLoaded("e0", 1), GroupClosed(2, "filtered"))
+    script.send(EngineLoaded("e0", 1), GroupClosed(2, "filtered"))
     assert [admit.min_version for admit in script.of(Admit)] == [0]
-    script.tell(EngineLoaded("e1", 1), GroupClosed(3, "filtered"))
+    script.send(EngineLoaded("e1", 1), GroupClosed(3, "filtered"))
     assert [admit.min_version for admit in script.of(Admit)] == [1]
 
 
 @pytest.mark.parametrize("outcome", ["filtered", "failed"])
-def test_a_group_that_teaches_nothing_is_replaced_at_once(outcome: Outcome) -> None:
+def test_a_filtered_or_failed_group_is_replaced_at_once(outcome: Outcome) -> None:
     script = started(SMALL)
     script.close(1, outcome=outcome)
     assert groups(script.of(Admit)) == [4]
-    assert script.core.counts[outcome] == 1
-    assert script.core.outstanding == 4
+    assert script.scheduler.counts[outcome] == 1
+    assert script.scheduler.outstanding == 4
 
 
-def test_a_group_with_tokens_older_than_its_stamp_is_a_broken_promise() -> None:
+def test_a_group_with_tokens_older_than_its_min_version_fails_an_assertion() -> None:
     script = started(replace(SMALL, max_lag=0))
     script.train(0, 1)
-    script.tell(Published(1), EngineLoaded("e0", 1))
+    script.send(Published(1), EngineLoaded("e0", 1))
     with pytest.raises(AssertionError, match=r"group 2\b"):
-        script.tell(GroupClosed(2, "finished", oldest=0))
+        script.send(GroupClosed(2, "finished", oldest=0))
 
 
-def test_with_no_lag_nothing_is_admitted_until_the_engines_have_the_newest_weights() -> None:
+def test_with_zero_lag_nothing_is_admitted_until_the_engines_have_the_newest_weights() -> None:
     script = started(replace(SMALL, max_lag=0))
     script.train(0, 1)
     assert not script.of(Admit)
-    assert script.tell(Published(1)) == [LoadWeights("e0", 1)]
-    assert script.tell(EngineLoaded("e0", 1)) == [
+    assert script.send(Published(1)) == [LoadWeights("e0", 1)]
+    assert script.send(EngineLoaded("e0", 1)) == [
         PolicyUpdated(1),
-        *(Admit(number, script.core.order.task(number)[1], 0, 1, position=number) for number in (2, 3)),
+        *(Admit(number, script.scheduler.order.task(number)[1], 0, 1, position=number) for number in (2, 3)),
     ]
 
 
@@ -108,19 +108,19 @@ def test_the_learner_gets_one_chunk_at_a_time_and_then_the_step() -> None:
     assert script.close(2) == []
     assert script.close(0) == [TrainChunk(0, (2, 0))]
     assert script.close(1, 3) == []
-    assert script.tell(ChunkTrained(0)) == [TrainChunk(0, (1, 3))]
-    assert script.tell(ChunkTrained(0)) == [CloseBatch(0, (2, 0, 1, 3))]
-    script.tell(BatchTrained(1))
-    assert script.core.version == 1
-    assert script.core.counts["trained"] == 4
+    assert script.send(ChunkTrained(0)) == [TrainChunk(0, (1, 3))]
+    assert script.send(ChunkTrained(0)) == [CloseBatch(0, (2, 0, 1, 3))]
+    script.send(BatchTrained(1))
+    assert script.scheduler.version == 1
+    assert script.scheduler.counts["trained"] == 4
 
 
-def test_a_new_version_is_published_before_anything_else_is_asked_of_the_learner() -> None:
+def test_a_new_version_is_published_before_the_learner_gets_more_work() -> None:
     script = started(SMALL)
     script.close(2, 0, 1)
-    script.tell(ChunkTrained(0))
+    script.send(ChunkTrained(0))
     script.close(3)
-    actions = script.tell(BatchTrained(1))
+    actions = script.send(BatchTrained(1))
     assert actions.index(Publish(1, leased=(0,))) < actions.index(TrainChunk(1, (1, 3)))
 
 
@@ -130,128 +130,128 @@ def test_the_learner_does_not_wait_for_the_publication() -> None:
     assert script.close(2, 3) == [TrainChunk(1, (2, 3))]
 
 
-def test_the_last_batch_is_partial_when_the_data_ends() -> None:
+def test_the_last_batch_is_partial_when_the_tasks_run_out() -> None:
     script = started(replace(SMALL, steps=None, epochs=1, tasks=3))
     script.train(0, 1)
-    script.tell(Published(1))
+    script.send(Published(1))
     assert script.close(2) == [TrainChunk(1, (2,))]
-    assert script.tell(ChunkTrained(1)) == [CloseBatch(1, (2,))]
-    script.tell(BatchTrained(2))
+    assert script.send(ChunkTrained(1)) == [CloseBatch(1, (2,))]
+    script.send(BatchTrained(2))
     assert script.of(EpochEnded) == [EpochEnded(0)]
     assert script.of(Publish)
-    script.tell(Published(2))
+    script.send(Published(2))
     assert script.of(Finish) == [Finish("done")]
 
 
-def test_a_chunk_already_trained_becomes_the_last_batch_when_the_rest_is_filtered() -> None:
+def test_a_chunk_already_trained_becomes_the_last_batch_when_the_other_groups_are_filtered() -> None:
     script = started(replace(SMALL, groups_per_step=3, steps=None, epochs=1, tasks=3))
     assert script.close(0, 1) == [TrainChunk(0, (0, 1))]
-    assert script.tell(ChunkTrained(0)) == []
+    assert script.send(ChunkTrained(0)) == []
     script.close(2, outcome="filtered")
     assert script.of(CloseBatch) == [CloseBatch(0, (0, 1))]
 
 
-def test_data_that_is_filtered_altogether_makes_no_step_and_ends_the_run() -> None:
+def test_a_run_whose_groups_are_all_filtered_takes_no_step_and_ends() -> None:
     script = started(replace(SMALL, steps=None, epochs=2, tasks=3, eval_enabled=True))
-    script.tell(EvaluationDone(0))
+    script.send(EvaluationDone(0))
     script.close(0, 1, 2, 3, 4, 5, outcome="filtered")
     assert script.of(EpochEnded) == [EpochEnded(0), EpochEnded(1)]
-    assert [type(action) for action in script.said[-2:]] == [Checkpoint, Finish]
-    assert script.core.version == 0
-    assert script.core.counts["filtered"] == 6
+    assert [type(action) for action in script.actions[-2:]] == [Checkpoint, Finish]
+    assert script.scheduler.version == 0
+    assert script.scheduler.counts["filtered"] == 6
 
 
-def test_a_run_of_steps_goes_on_over_data_that_is_filtered_and_keeps_its_bound() -> None:
+def test_a_run_limited_by_steps_continues_past_filtered_groups_within_its_bound() -> None:
     script = started(SMALL)
     for group in range(1000):
         script.close(group, outcome="filtered")
-        assert script.core.outstanding == 4
-    assert script.core.counts["filtered"] == 1000
+        assert script.scheduler.outstanding == 4
+    assert script.scheduler.counts["filtered"] == 1000
 
 
 # ------------------------------------------------------------------------------ publication, evaluation and checkpoints
 
 
 def test_every_kth_version_and_the_last_are_published() -> None:
-    trace = Simulation(core_of(replace(PLAIN, publish_every=2, steps=5)), steady()).run()
+    trace = Simulation(make_scheduler(replace(PLAIN, publish_every=2, steps=5)), steady()).run()
     assert [action.version for action in trace.of(Publish)] == [0, 2, 4, 5]
 
 
 def test_an_evaluation_starts_when_its_version_is_published() -> None:
     script = Script(replace(SMALL, eval_enabled=True, eval_every=1))
-    script.tell(RunStarted({"e0": 0}))
+    script.send(RunStarted({"e0": 0}))
     assert not script.of(Evaluate)
-    script.tell(Published(0))
+    script.send(Published(0))
     assert script.of(Evaluate) == [Evaluate(0)]
 
 
-def test_a_newer_evaluation_replaces_the_one_that_waits() -> None:
+def test_a_newer_evaluation_replaces_the_waiting_one() -> None:
     script = started(replace(SMALL, eval_enabled=True, eval_every=1))
     for version in (1, 2):
         script.train(2 * version - 2, 2 * version - 1)
-        script.tell(Published(version), EngineLoaded("e0", version))
+        script.send(Published(version), EngineLoaded("e0", version))
         assert not script.of(Evaluate)
-    script.tell(EvaluationDone(0))
+    script.send(EvaluationDone(0))
     assert script.of(Evaluate) == [Evaluate(2)]
-    script.tell(EvaluationDone(2))
+    script.send(EvaluationDone(2))
     assert not script.of(Evaluate)
 
 
-def test_snapshots_in_somebodys_hands_are_leased() -> None:
+def test_snapshots_being_loaded_or_evaluated_are_leased() -> None:
     script = started(replace(SMALL, eval_enabled=True))
     script.train(0, 1)
     assert script.of(Publish) == [Publish(1, leased=(0,))]
-    script.tell(Published(1))
+    script.send(Published(1))
     script.train(2, 3)
     assert script.of(Publish) == [Publish(2, leased=(0, 1))], "0 is being evaluated, 1 is being loaded"
-    script.tell(Published(2), EvaluationDone(0))
-    script.tell(EngineLoaded("e0", 1))
+    script.send(Published(2), EvaluationDone(0))
+    script.send(EngineLoaded("e0", 1))
     assert script.of(LoadWeights) == [LoadWeights("e0", 2)]
-    script.tell(EngineLoaded("e0", 2))
+    script.send(EngineLoaded("e0", 2))
     script.train(4, 5)
     assert script.of(Publish) == [Publish(3, leased=(2,))]
 
 
-def test_a_publication_not_yet_confirmed_is_leased() -> None:
+def test_an_unconfirmed_publication_is_leased() -> None:
     script = started(replace(SMALL, depth=2.0))
     script.train(0, 1)
     script.train(2, 3)
     assert script.of(Publish) == [Publish(2, leased=(0, 1))]
 
 
-def test_the_end_waits_for_the_last_evaluation_but_the_checkpoint_does_not() -> None:
+def test_the_end_of_the_run_waits_for_the_last_evaluation_but_the_checkpoint_does_not() -> None:
     script = started(replace(SMALL, steps=1, eval_enabled=True))
-    script.tell(EvaluationDone(0))
+    script.send(EvaluationDone(0))
     script.train(0, 1)
-    assert [type(action) for action in script.said] == [WriteRecord, Publish, Checkpoint]
-    assert script.tell(Published(1)) == [Evaluate(1)]
-    assert script.tell(EvaluationDone(1)) == [Finish("done")]
-    assert script.tell(StopRequested()) == []
+    assert [type(action) for action in script.actions] == [WriteRecord, Publish, Checkpoint]
+    assert script.send(Published(1)) == [Evaluate(1)]
+    assert script.send(EvaluationDone(1)) == [Finish("done")]
+    assert script.send(StopRequested()) == []
 
 
-def test_the_last_version_is_published_and_evaluated_even_if_the_end_of_data_came_as_a_surprise() -> None:
+def test_the_last_version_is_published_and_evaluated_even_if_the_last_group_is_filtered() -> None:
     script = started(replace(SMALL, steps=None, epochs=1, tasks=3, publish_every=2, eval_enabled=True))
-    script.tell(EvaluationDone(0))
+    script.send(EvaluationDone(0))
     script.train(0, 1)
     assert not script.of(Publish)
     script.close(2, outcome="filtered")
     assert script.of(Publish) == [Publish(1, leased=(0,))]
-    assert script.tell(Published(1)) == [Evaluate(1)]
-    assert script.tell(EvaluationDone(1)) == [Finish("done")]
+    assert script.send(Published(1)) == [Evaluate(1)]
+    assert script.send(EvaluationDone(1)) == [Finish("done")]
 
 
-def test_a_checkpoint_that_would_repeat_the_newest_is_not_written() -> None:
+def test_a_checkpoint_that_would_repeat_the_newest_one_is_not_written() -> None:
     script = started(replace(SMALL, steps=1, checkpoint_every=1))
     script.train(0, 1)
     assert len(script.of(Checkpoint)) == 1
-    assert script.tell(Published(1)) == [Finish("done")]
+    assert script.send(Published(1)) == [Finish("done")]
 
 
 def test_a_checkpoint_is_json_and_keeps_open_groups_open() -> None:
     script = started(replace(SMALL, checkpoint_every=1))
     script.close(2)
     script.close(0)
-    script.tell(ChunkTrained(0), BatchTrained(1))
+    script.send(ChunkTrained(0), BatchTrained(1))
     (checkpoint,) = script.of(Checkpoint)
     assert json.loads(json.dumps(checkpoint.state)) == checkpoint.state
     ledger = checkpoint.state["ledger"]
@@ -264,124 +264,126 @@ def test_a_checkpoint_is_json_and_keeps_open_groups_open() -> None:
 
 
 def straggling(settings: SchedulerSettings) -> Script:
-    """Batch 1 is open; group 2 is due in it, was admitted at version 0 and runs on; two younger groups are finished."""
+    """Batch 1 is open and group 3 has finished. Group 2, admitted at version 0, is due in it and still running."""
     script = started(replace(settings, max_lag=1, depth=9.0))
     script.train(0, 1)
-    script.tell(Published(1), EngineLoaded("e0", 1))
+    script.send(Published(1), EngineLoaded("e0", 1))
     script.close(3)
     return script
 
 
-def test_a_due_straggler_is_waited_for() -> None:
+def test_with_on_stale_wait_the_batch_waits_for_a_due_straggler() -> None:
     script = straggling(SMALL)
     assert script.close(4, 5) == []
-    assert one_clause_names(script.core.waiting_reason(), "learner", "group 2")
+    assert one_clause_names(script.scheduler.waiting_reason(), "learner", "group 2")
     assert script.close(2) == [TrainChunk(1, (3, 2))]
 
 
-def test_a_due_straggler_is_dropped_once_others_can_take_its_place() -> None:
+def test_with_on_stale_drop_a_due_straggler_is_cancelled_once_other_groups_can_fill_the_batch() -> None:
     script = straggling(replace(SMALL, on_stale="drop"))
     actions = script.close(4)
     assert actions[0] == Cancel(2)
     assert script.of(TrainChunk) == [TrainChunk(1, (3, 4))]
     assert len(script.of(Admit)) == 1
-    assert script.core.counts["dropped"] == 1
-    assert script.close(2) == [], "its late report is of no interest"
+    assert script.scheduler.counts["dropped"] == 1
+    assert script.close(2) == [], "its late report is ignored"
 
 
-def test_a_due_straggler_is_made_again_first_under_a_new_number_and_stamp() -> None:
+def test_with_on_stale_requeue_a_due_straggler_is_admitted_again_with_a_new_number_and_min_version() -> None:
     script = straggling(replace(SMALL, on_stale="requeue"))
     script.close(4)
     (admit,) = script.of(Admit)
-    assert (admit.group, admit.task, admit.min_version) == (6, script.core.order.task(2)[1], 1)
-    assert script.core.counts["requeued"] == 1
-    assert script.core.counts["dropped"] == 0
+    assert (admit.group, admit.task, admit.min_version) == (6, script.scheduler.order.task(2)[1], 1)
+    assert script.scheduler.counts["requeued"] == 1
+    assert script.scheduler.counts["dropped"] == 0
 
 
-def test_a_due_straggler_may_be_trained_beyond_its_deadline() -> None:
+def test_with_on_stale_train_a_due_straggler_is_trained_after_its_deadline() -> None:
     script = straggling(replace(SMALL, on_stale="train"))
     assert script.close(4) == [TrainChunk(1, (3, 4))]
-    assert script.core.counts["extended"] == 1
-    script.tell(ChunkTrained(1), BatchTrained(2))
-    script.tell(GroupClosed(2, "finished", oldest=0), GroupClosed(5, "finished", oldest=1))
+    assert script.scheduler.counts["extended"] == 1
+    script.send(ChunkTrained(1), BatchTrained(2))
+    script.send(GroupClosed(2, "finished", oldest=0), GroupClosed(5, "finished", oldest=1))
     assert script.of(TrainChunk) == [TrainChunk(2, (2, 5))]
 
 
-def test_draining_holds_admission_until_running_groups_have_finished_and_the_weights_are_loaded() -> None:
+def test_draining_blocks_admission_until_running_groups_have_finished_and_the_weights_are_loaded() -> None:
     script = started(replace(SMALL, update="drain", max_lag=3, depth=9.0, max_running=14))
     script.train(0, 1)
-    assert script.tell(Published(1)) == []
+    assert script.send(Published(1)) == []
     assert not any(isinstance(action, Admit) for action in script.close(2, 3, 4, 5))
     script.close(6)
     assert not script.of(LoadWeights)
     script.close(7)
     assert script.of(LoadWeights) == [LoadWeights("e0", 1)]
     assert not script.of(Admit)
-    script.tell(EngineLoaded("e0", 1))
+    script.send(EngineLoaded("e0", 1))
     assert {admit.min_version for admit in script.of(Admit)} == {1}
 
 
-def test_an_engine_skips_versions_that_came_while_it_was_loading() -> None:
+def test_an_engine_skips_versions_published_while_it_was_loading() -> None:
     script = started(replace(SMALL, max_lag=3, depth=3.0))
     for version in (1, 2, 3):
         script.train(2 * version - 2, 2 * version - 1)
-        script.tell(Published(version))
+        script.send(Published(version))
         assert script.of(LoadWeights) == ([LoadWeights("e0", 1)] if version == 1 else [])
-    script.tell(EngineLoaded("e0", 1))
+    script.send(EngineLoaded("e0", 1))
     assert script.of(LoadWeights) == [LoadWeights("e0", 3)]
 
 
-def test_in_lockstep_a_straggler_does_not_make_the_engine_skip_a_version() -> None:
+def test_in_deterministic_mode_a_straggler_does_not_make_the_engine_skip_a_version() -> None:
     settings = replace(PLAIN, deterministic=True, max_lag=3, groups_per_step=2, steps=8)
     trace = Simulation(
-        core_of(settings), lambda kind, action: 50.0 if getattr(action, "group", 0) % 5 == 4 else 0.01
+        make_scheduler(settings), lambda kind, action: 50.0 if getattr(action, "group", 0) % 5 == 4 else 0.01
     ).run()
-    stamps = [admit.min_version for admit in trace.admitted.values()]
-    assert stamps == [0] * 8 + [1, 1, 2, 2, 3, 3, 4, 4]
+    min_versions = [admit.min_version for admit in trace.admitted.values()]
+    assert min_versions == [0] * 8 + [1, 1, 2, 2, 3, 3, 4, 4]
     assert [batch.groups for batch in trace.batches] == [(2 * v, 2 * v + 1) for v in range(8)]
 
 
-# ---------------------------------------------------------------------------------------------------- speed and people
+# -------------------------------------------------------------------------------------------- speed and waiting reasons
 
 
-def test_a_slow_learner_leaves_generation_waiting_within_the_bound() -> None:
-    trace = Simulation(core_of(replace(PLAIN, max_lag=4, steps=10)), steady(chunk=50.0, step=50.0, group=1.0)).run()
+def test_with_a_slow_learner_outstanding_groups_and_lag_stay_bounded() -> None:
+    trace = Simulation(
+        make_scheduler(replace(PLAIN, max_lag=4, steps=10)), steady(chunk=50.0, step=50.0, group=1.0)
+    ).run()
     assert trace.most_outstanding == 8
-    assert max(lag for _, lag in trace.lags) <= 2, "what waits for the learner is bounded by depth, not by the lag"
+    assert max(lag for _, lag in trace.lags) <= 2, "groups waiting for the learner are bounded by depth, not by the lag"
 
 
-def test_slow_generation_leaves_the_learner_waiting_and_says_so() -> None:
+def test_with_slow_generation_the_waiting_reason_names_the_learner_and_the_missing_groups() -> None:
     script = started(PLAIN)
     script.close(0)
-    reason = script.core.waiting_reason()
+    reason = script.scheduler.waiting_reason()
     assert one_clause_names(reason, "learner", "3", "batch 0")
     assert one_clause_names(reason, "7", "max_lag")
 
 
-def test_overlap_hides_the_faster_of_two_equal_halves() -> None:
+def test_overlapping_generation_and_training_nearly_halves_the_time() -> None:
     def pace(kind: str, action: Action) -> float:
         if isinstance(action, TrainChunk):
             return 2.5 * len(action.groups)
         return 10.0 if isinstance(action, Admit) else 0.0
 
-    together = Simulation(core_of(replace(PLAIN, max_lag=1, steps=20)), pace).run()
-    in_turn = Simulation(core_of(replace(PLAIN, max_lag=0, steps=20)), pace).run()
-    assert in_turn.seconds == 20 * (10 + 10)
-    assert together.seconds < 0.55 * in_turn.seconds
+    overlapped = Simulation(make_scheduler(replace(PLAIN, max_lag=1, steps=20)), pace).run()
+    sequential = Simulation(make_scheduler(replace(PLAIN, max_lag=0, steps=20)), pace).run()
+    assert sequential.seconds == 20 * (10 + 10)
+    assert overlapped.seconds < 0.55 * sequential.seconds
 
 
-def test_the_reason_for_waiting_names_every_part_at_work() -> None:
+def test_the_waiting_reason_names_every_busy_component() -> None:
     script = Script(replace(SMALL, eval_enabled=True))
-    assert "start" in script.core.waiting_reason()
-    script.tell(RunStarted({"e0": 0}))
-    assert "version 0" in script.core.waiting_reason()
-    script.tell(Published(0))
+    assert "start" in script.scheduler.waiting_reason()
+    script.send(RunStarted({"e0": 0}))
+    assert "version 0" in script.scheduler.waiting_reason()
+    script.send(Published(0))
     script.train(0, 1)
-    script.tell(Published(1))
+    script.send(Published(1))
     script.close(2, 3)
-    reason = script.core.waiting_reason()
+    reason = script.scheduler.waiting_reason()
     assert one_clause_names(reason, "learner", "chunk", "batch 1")
     assert one_clause_names(reason, "e0", "load", "version 1")
     assert one_clause_names(reason, "version 0", "evaluat")
-    script.tell(ChunkTrained(1))
-    assert one_clause_names(script.core.waiting_reason(), "learner", "step", "batch 1")
+    script.send(ChunkTrained(1))
+    assert one_clause_names(script.scheduler.waiting_reason(), "learner", "step", "batch 1")

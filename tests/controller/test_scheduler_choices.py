@@ -1,4 +1,4 @@
-"""What the governor, the tasks at rest and the pool of past groups make of a run, told as short scripts of events."""
+"""Governor, curriculum and replay pool within a run, as short scripts of events."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 from controller.scripted import SMALL, Script, groups, started
-from controller.simulated import PLAIN, Simulation, Trace, core_of, resume, steady
+from controller.simulated import PLAIN, Simulation, Trace, make_scheduler, resume, steady
 from outpace.config.load import make_config
 from outpace.config.validation import resolve
 from outpace.controller.batcher import ReplaySettings
@@ -40,26 +40,28 @@ REPLAY = ReplaySettings(fraction=0.5, max_age=2, times=1)
 
 
 def run(settings: SchedulerSettings, bad: range = range(0)) -> Trace:
-    """A whole run in which the batches that make the versions `bad` do not fit their policy."""
-    return Simulation(core_of(settings), steady(), fit=lambda version: (0.1 if version in bad else 1.0, 0.0)).run()
+    """A whole run in which the batches that produce the versions in `bad` have a low ESS."""
+    return Simulation(
+        make_scheduler(settings), steady(), fit=lambda version: (0.1 if version in bad else 1.0, 0.0)
+    ).run()
 
 
 def train(script: Script, *trained: int, ess: float = 1.0, reward_std: float = 0.0) -> None:
-    """Finish these groups, which must complete a batch of one chunk, and train it with whatever it replays."""
-    version = script.core.version
-    script.tell(*(GroupClosed(group, "finished", version, reward=0.5, reward_std=reward_std) for group in trained))
-    script.tell(ChunkTrained(version))
+    """Finish these groups, which must complete a batch of one chunk, and train it along with its replayed groups."""
+    version = script.scheduler.version
+    script.send(*(GroupClosed(group, "finished", version, reward=0.5, reward_std=reward_std) for group in trained))
+    script.send(ChunkTrained(version))
     if script.of(TrainChunk):
-        script.tell(ChunkTrained(version))
+        script.send(ChunkTrained(version))
     (close,) = script.of(CloseBatch)
     assert close.groups == trained
-    script.tell(BatchTrained(version + 1, ess=ess))
+    script.send(BatchTrained(version + 1, ess=ess))
 
 
-# ------------------------------------------------------------------------------------------------------------ settings
+# ------------------------------------------------------------------------------------------------------------- settings
 
 
-def test_what_the_config_leaves_out_is_not_there_and_what_it_sets_arrives() -> None:
+def test_governor_curriculum_and_replay_are_off_unless_the_config_sets_them() -> None:
     def settings(**sections: object) -> SchedulerSettings:
         return scheduler_settings(resolve(make_config(sections)), tasks=10, evaluates=False)
 
@@ -75,53 +77,53 @@ def test_what_the_config_leaves_out_is_not_there_and_what_it_sets_arrives() -> N
     assert chosen.replay == ReplaySettings(fraction=0.75, max_age=3, times=2)
 
 
-# ----------------------------------------------------------------------------------------------------------- governor
+# ------------------------------------------------------------------------------------------------------------- governor
 
 
-def test_a_batch_that_does_not_fit_lowers_the_lag_of_what_is_admitted_from_then_on() -> None:
+def test_a_batch_with_low_ess_lowers_the_lag_for_groups_admitted_afterwards() -> None:
     script = started(replace(SMALL, max_lag=3, depth=9.0, steps=None, governor=GOVERNOR))
-    assert script.core.outstanding == 8
+    assert script.scheduler.outstanding == 8
     train(script, 0, 1, ess=0.1)
     assert script.of(LagChanged) == [LagChanged(2, -1)]
-    script.tell(Published(1), EngineLoaded("e0", 1))
-    assert script.core.outstanding == 6, "a lag of 2 has room for six groups, which are under way already"
+    script.send(Published(1), EngineLoaded("e0", 1))
+    assert script.scheduler.outstanding == 6, "a lag of 2 has room for six groups, all of them already running"
     train(script, 2, 3)
-    script.tell(Published(2), EngineLoaded("e0", 2))
+    script.send(Published(2), EngineLoaded("e0", 2))
     assert groups(script.of(Admit)) == [8, 9]
 
 
-def test_the_deadline_of_a_group_under_way_stays() -> None:
+def test_lowering_the_lag_keeps_the_deadline_of_running_groups() -> None:
     script = started(replace(SMALL, max_lag=1, depth=9.0, steps=None, governor=GOVERNOR))
     train(script, 0, 1, ess=0.1)
-    assert script.core.max_lag == 0
-    script.tell(Published(1), EngineLoaded("e0", 1))
+    assert script.scheduler.max_lag == 0
+    script.send(Published(1), EngineLoaded("e0", 1))
     assert not script.of(Admit)
-    script.tell(GroupClosed(2, "finished", oldest=0), GroupClosed(3, "finished", oldest=0))
+    script.send(GroupClosed(2, "finished", oldest=0), GroupClosed(3, "finished", oldest=0))
     assert script.of(TrainChunk) == [TrainChunk(1, (2, 3))]
 
 
-def test_a_later_group_that_is_due_earlier_is_trained_first() -> None:
+def test_a_group_with_an_earlier_deadline_is_trained_before_groups_admitted_earlier() -> None:
     script = started(replace(SMALL, max_lag=3, depth=1.5, steps=None, governor=GOVERNOR))
-    assert script.core.outstanding == 5  # 0 to 4, all due in batch 3
+    assert script.scheduler.outstanding == 5  # 0 to 4, all due in batch 3
     train(script, 0, 1, ess=0.1)
     assert [(admit.group, admit.min_version) for admit in script.of(Admit)] == [(5, 0)]  # due in batch 2
-    script.tell(*(GroupClosed(group, "finished", oldest=0) for group in (2, 3, 4, 5)))
+    script.send(*(GroupClosed(group, "finished", oldest=0) for group in (2, 3, 4, 5)))
     assert script.of(TrainChunk) == [TrainChunk(1, (2, 3))]
-    script.tell(ChunkTrained(1), BatchTrained(2))
+    script.send(ChunkTrained(1), BatchTrained(2))
     assert script.of(TrainChunk) == [TrainChunk(2, (5, 4))]
 
 
-def test_bad_batches_that_were_under_way_do_not_lower_the_lag_again() -> None:
+def test_bad_batches_admitted_before_a_decrease_do_not_lower_the_lag_again() -> None:
     trace = run(replace(PLAIN, max_lag=4, depth=9.0, steps=12, governor=GOVERNOR), bad=range(1, 6))
     assert [action.lag for action in trace.of(LagChanged)][:2] == [3, 4]
 
 
-def test_warm_up_says_nothing_about_lag() -> None:
+def test_batches_of_the_warm_up_do_not_change_the_lag() -> None:
     trace = run(replace(PLAIN, max_lag=2, warmup_steps=3, steps=3, governor=GOVERNOR), bad=range(9))
     assert trace.of(LagChanged) == []
 
 
-def test_every_version_is_published_while_the_lag_is_too_small_for_every_kth() -> None:
+def test_every_version_is_published_while_the_governed_lag_is_too_small_for_every_kth() -> None:
     settings = replace(PLAIN, max_lag=2, publish_every=3, steps=40, governor=replace(GOVERNOR, patience=4))
     trace = run(settings, bad=range(5, 6))
     lowered, raised = (trace.actions.index(action) for action in (LagChanged(1, -1), LagChanged(2, +1)))
@@ -133,107 +135,107 @@ def test_every_version_is_published_while_the_lag_is_too_small_for_every_kth() -
     assert all(version % 3 == 0 for version in later[:-1])
 
 
-def test_a_lag_that_is_never_good_goes_to_its_floor_and_the_run_still_ends() -> None:
+def test_bad_batches_throughout_lower_the_lag_to_its_minimum_and_the_run_still_ends() -> None:
     trace = run(replace(PLAIN, max_lag=5, publish_every=6, steps=40, governor=GOVERNOR), bad=range(100))
     assert trace.finish == "done"
     assert [action.lag for action in trace.of(LagChanged)] == [4, 3, 2, 1, 0]
     assert trace.lags[-1][1] == 0
 
 
-def test_the_lag_in_force_survives_a_resume() -> None:
+def test_the_governed_lag_survives_a_resume() -> None:
     settings = replace(PLAIN, max_lag=3, steps=4, checkpoint_every=1, governor=GOVERNOR)
     trace = run(settings, bad=range(1, 2))
     assert resume(settings, trace.checkpoints[0]).max_lag == 2
     assert resume(replace(settings, governor=None), trace.checkpoints[0]).max_lag == 3
 
 
-def test_a_checkpoint_from_before_there_was_a_governor_can_be_resumed() -> None:
+def test_a_checkpoint_without_governor_and_curriculum_state_can_be_resumed() -> None:
     settings = replace(PLAIN, governor=GOVERNOR, difficulty=EASY, replay=REPLAY)
     state = dict(run(replace(PLAIN, steps=2)).checkpoints[-1].state)
     del state["governor"], state["difficulty"]
     ledger = json.loads(json.dumps(state["ledger"]))
     for tally in (*ledger["epochs"], ledger["earlier"]):
         del tally["skipped"]
-    core = Scheduler.restore(settings, core_of(settings).order, {**state, "ledger": ledger})
-    assert core.max_lag == settings.max_lag
-    assert Simulation(core, steady()).run().finish == "done"
+    scheduler = Scheduler.restore(settings, make_scheduler(settings).order, {**state, "ledger": ledger})
+    assert scheduler.max_lag == settings.max_lag
+    assert Simulation(scheduler, steady()).run().finish == "done"
 
 
-# --------------------------------------------------------------------------------------------------------- difficulty
+# ----------------------------------------------------------------------------------------------------------- curriculum
 
 
-def test_a_task_that_is_too_easy_is_settled_as_skipped_in_the_next_epoch() -> None:
+def test_a_task_that_is_too_easy_is_finalized_as_skipped_in_the_next_epoch() -> None:
     script = started(replace(SMALL, tasks=4, max_lag=3, steps=None, epochs=2, max_running=2, difficulty=EASY))
-    easy = script.core.order.task(1)[1]
+    easy = script.scheduler.order.task(1)[1]
     skipped: list[Finalize] = []
     for group in range(7):  # one at a time: four of the first epoch, three of the second
-        script.tell(GroupClosed(group, "filtered", reward=1.0 if group == 1 else 0.5))
-        skipped += [settle for settle in script.of(Finalize) if settle.outcome == "skipped"]
+        script.send(GroupClosed(group, "filtered", reward=1.0 if group == 1 else 0.5))
+        skipped += [finalize for finalize in script.of(Finalize) if finalize.outcome == "skipped"]
     assert skipped == [Finalize(easy, 1, "skipped")]
     assert script.of(EpochEnded) == [EpochEnded(1)]
-    assert script.core.counts["skipped"] == 1
-    assert script.core.counts["filtered"] == 7
+    assert script.scheduler.counts["skipped"] == 1
+    assert script.scheduler.counts["filtered"] == 7
 
 
-def test_a_run_whose_last_visits_are_all_skipped_trains_what_it_has_and_ends() -> None:
+def test_a_run_whose_remaining_visits_are_all_skipped_trains_a_partial_batch_and_ends() -> None:
     script = started(replace(SMALL, tasks=2, max_lag=0, steps=None, epochs=2, max_running=2, difficulty=EASY))
-    script.tell(GroupClosed(0, "filtered", reward=1.0))
-    script.tell(GroupClosed(1, "finished", reward=1.0))
+    script.send(GroupClosed(0, "filtered", reward=1.0))
+    script.send(GroupClosed(1, "finished", reward=1.0))
     assert script.of(EpochStarted) == [EpochStarted(1)]
-    assert [settle.outcome for settle in script.of(Finalize)].count("skipped") == 2
+    assert [finalize.outcome for finalize in script.of(Finalize)].count("skipped") == 2
     assert script.of(TrainChunk) == [TrainChunk(0, (1,))], "no task is left, so the last batch is partial"
-    script.tell(ChunkTrained(0), BatchTrained(1))
+    script.send(ChunkTrained(0), BatchTrained(1))
     assert script.of(EpochEnded) == [EpochEnded(0)]
-    script.tell(Published(1))
+    script.send(Published(1))
     assert script.of(Finish) == [Finish("done")]
-    assert script.core.counts["skipped"] == 2
+    assert script.scheduler.counts["skipped"] == 2
 
 
-def test_tasks_that_are_all_too_easy_for_ever_are_visited_every_other_epoch() -> None:
+def test_tasks_that_always_stay_too_easy_are_visited_every_other_epoch() -> None:
     settings = replace(PLAIN, steps=10, tasks=4, max_lag=0, difficulty=replace(EASY, rest_epochs=10**9))
-    trace = Simulation(core_of(settings), steady(), judge=lambda _: (1.0, 0.5)).run()
+    trace = Simulation(make_scheduler(settings), steady(), reward_rule=lambda _: (1.0, 0.5)).run()
     assert trace.finish == "done"
     assert [admit.epoch for admit in trace.admitted.values()] == [2 * (group // 4) for group in range(40)]
 
 
-def test_tasks_at_rest_survive_a_resume_and_are_json() -> None:
+def test_resting_tasks_survive_a_resume_and_their_state_is_json() -> None:
     settings = replace(PLAIN, steps=6, checkpoint_every=1, difficulty=EASY)
-    trace = Simulation(core_of(settings), steady(), judge=lambda admit: (float(admit.task % 2), 0.5)).run()
+    trace = Simulation(make_scheduler(settings), steady(), reward_rule=lambda admit: (float(admit.task % 2), 0.5)).run()
     checkpoint = trace.checkpoints[0]
     assert json.loads(json.dumps(checkpoint.state)) == checkpoint.state
-    core = resume(settings, checkpoint)
-    assert core.resting > 0
-    again = next(action for action in core.handle(StopRequested()) if isinstance(action, Checkpoint))
+    scheduler = resume(settings, checkpoint)
+    assert scheduler.resting > 0
+    again = next(action for action in scheduler.handle(StopRequested()) if isinstance(action, Checkpoint))
     assert again.state["difficulty"] == checkpoint.state["difficulty"]
 
 
-# ------------------------------------------------------------------------------------------------------------- replay
+# --------------------------------------------------------------------------------------------------------------- replay
 
 
-def test_past_groups_are_the_last_chunk_of_a_batch_and_no_visit() -> None:
+def test_replayed_groups_are_the_last_chunk_of_a_batch_and_do_not_count_as_visits() -> None:
     script = started(replace(SMALL, replay=REPLAY))
     train(script, 0, 1, reward_std=0.5)
     assert not script.of(Retire)
-    script.tell(Published(1), EngineLoaded("e0", 1))
-    script.tell(*(GroupClosed(group, "finished", 0, reward_std=0.25) for group in (2, 3)))
+    script.send(Published(1), EngineLoaded("e0", 1))
+    script.send(*(GroupClosed(group, "finished", 0, reward_std=0.25) for group in (2, 3)))
     assert script.of(TrainChunk) == [TrainChunk(1, (2, 3))]
-    assert script.tell(ChunkTrained(1)) == [TrainChunk(1, (1,), replayed=True)]
-    assert script.core.counts["trained"] == 2
-    assert script.tell(ChunkTrained(1)) == [CloseBatch(1, (2, 3), (1,))]
-    script.tell(BatchTrained(2))
+    assert script.send(ChunkTrained(1)) == [TrainChunk(1, (1,), replayed=True)]
+    assert script.scheduler.counts["trained"] == 2
+    assert script.send(ChunkTrained(1)) == [CloseBatch(1, (2, 3), (1,))]
+    script.send(BatchTrained(2))
     assert script.of(Retire) == [Retire((1,))]
-    assert script.core.counts["trained"] == 4
+    assert script.scheduler.counts["trained"] == 4
 
 
-def test_without_replay_nothing_is_ever_retired() -> None:
+def test_without_replay_no_group_is_retired() -> None:
     trace = run(PLAIN)
     assert not trace.of(Retire)
     assert not any(batch.replayed for batch in trace.batches)
 
 
-def test_the_pool_survives_a_resume() -> None:
+def test_the_replay_pool_survives_a_resume() -> None:
     settings = replace(PLAIN, steps=3, checkpoint_every=1, replay=REPLAY)
-    first = Simulation(core_of(settings), steady(), judge=lambda _: (0.5, 0.5)).run()
+    first = Simulation(make_scheduler(settings), steady(), reward_rule=lambda _: (0.5, 0.5)).run()
     assert first.batches[1].replayed
-    again = Simulation(resume(settings, first.checkpoints[0]), steady(), judge=lambda _: (0.5, 0.5)).run()
+    again = Simulation(resume(settings, first.checkpoints[0]), steady(), reward_rule=lambda _: (0.5, 0.5)).run()
     assert again.batches[0].replayed == first.batches[1].replayed != ()

@@ -1,4 +1,4 @@
-"""What must hold in every run, whatever the settings, durations and outcomes."""
+"""Properties of every run, for arbitrary settings, durations and outcomes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given
-from hypothesis import settings as examples
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from controller.simulated import (
@@ -16,11 +16,11 @@ from controller.simulated import (
     Simulation,
     Trace,
     all_finish,
-    core_of,
     erratic,
-    fate_of,
     fit_of,
-    judge_of,
+    make_scheduler,
+    random_outcomes,
+    random_rewards,
     resume,
     steady,
 )
@@ -93,9 +93,15 @@ def any_settings(draw: st.DrawFn, /, **fixed: object) -> SchedulerSettings:
 
 
 def simulate(settings: SchedulerSettings, seed: int) -> Trace:
-    fate = fate_of(seed, filtered=0.25, failed=0.1)
+    outcome_rule = random_outcomes(seed, filtered=0.25, failed=0.1)
     return Simulation(
-        core_of(settings), erratic(seed), fate, engines=1 + seed % 3, seed=seed, judge=judge_of(seed), fit=fit_of(seed)
+        make_scheduler(settings),
+        erratic(seed),
+        outcome_rule,
+        engines=1 + seed % 3,
+        seed=seed,
+        reward_rule=random_rewards(seed),
+        fit=fit_of(seed),
     ).run()
 
 
@@ -104,15 +110,17 @@ def trained(trace: Trace) -> list[int]:
 
 
 @given(any_settings(), seeds)
-@examples(max_examples=150, deadline=None)
-def test_no_token_is_trained_beyond_the_lag_and_warm_up_is_on_policy(settings: SchedulerSettings, seed: int) -> None:
+@hypothesis_settings(max_examples=150, deadline=None)
+def test_no_token_is_older_than_max_lag_and_warm_up_batches_are_on_policy(
+    settings: SchedulerSettings, seed: int
+) -> None:
     for version, lag in simulate(settings, seed).lags:
         assert lag <= (0 if version < settings.warmup_steps else settings.max_lag)
 
 
 @given(any_settings(deterministic=False), governors, seeds)
-@examples(max_examples=150, deadline=None)
-def test_every_group_is_trained_within_the_lag_that_was_in_force_when_it_was_admitted(
+@hypothesis_settings(max_examples=150, deadline=None)
+def test_every_group_is_trained_within_the_lag_that_applied_when_it_was_admitted(
     settings: SchedulerSettings, governor: GovernorSettings, seed: int
 ) -> None:
     trace = simulate(replace(settings, governor=governor), seed)
@@ -122,14 +130,14 @@ def test_every_group_is_trained_within_the_lag_that_was_in_force_when_it_was_adm
 
 
 @given(any_settings(), seeds)
-@examples(max_examples=150, deadline=None)
-def test_a_run_ends_with_every_group_accounted_for_once_and_whole_batches(
+@hypothesis_settings(max_examples=150, deadline=None)
+def test_a_run_ends_with_every_group_accounted_for_once_and_full_batches(
     settings: SchedulerSettings, seed: int
 ) -> None:
     trace = simulate(settings, seed)
     assert trace.finish == "done"
-    survivors = sorted(group for group in trace.admitted if trace.outcomes[group] == "finished")
-    assert sorted(trained(trace)) == survivors
+    finished = sorted(group for group in trace.admitted if trace.outcomes[group] == "finished")
+    assert sorted(trained(trace)) == finished
     assert [batch.version for batch in trace.batches] == list(range(len(trace.batches)))
     sizes = [len(batch.groups) for batch in trace.batches]
     assert all(size == settings.groups_per_step for size in sizes[:-1])
@@ -142,8 +150,8 @@ def test_a_run_ends_with_every_group_accounted_for_once_and_whole_batches(
 
 
 @given(any_settings(), seeds)
-@examples(max_examples=50, deadline=None)
-def test_the_chunks_of_a_batch_make_up_the_batch(settings: SchedulerSettings, seed: int) -> None:
+@hypothesis_settings(max_examples=50, deadline=None)
+def test_the_chunks_of_a_batch_add_up_to_the_batch(settings: SchedulerSettings, seed: int) -> None:
     trace = simulate(settings, seed)
     for batch in trace.batches:
         chunks = [chunk for chunk in trace.chunks if chunk.version == batch.version]
@@ -155,8 +163,8 @@ def test_the_chunks_of_a_batch_make_up_the_batch(settings: SchedulerSettings, se
 
 
 @given(any_settings(), replays, seeds)
-@examples(max_examples=100, deadline=None)
-def test_groups_are_replayed_as_often_as_allowed_while_they_are_young_and_retired_once(
+@hypothesis_settings(max_examples=100, deadline=None)
+def test_groups_are_replayed_within_their_limits_of_count_and_age_and_retired_once(
     settings: SchedulerSettings, replay: ReplaySettings, seed: int
 ) -> None:
     trace = simulate(replace(settings, replay=replay), seed)
@@ -171,12 +179,12 @@ def test_groups_are_replayed_as_often_as_allowed_while_they_are_young_and_retire
     assert len(set(retired)) == len(retired)
     if retired:
         old = {group for group, version in first.items() if version + replay.max_age < len(trace.batches)}
-        assert old <= set(retired), "what is too old to be replayed does not stay in the journal"
+        assert old <= set(retired), "groups that are too old to be replayed do not stay in the journal"
 
 
 @given(any_settings(steps=None, epochs=4), difficulties, seeds)
-@examples(max_examples=100, deadline=None)
-def test_a_visit_is_skipped_only_after_one_that_was_too_easy_or_too_hard_and_never_a_whole_epoch_and_one_more(
+@hypothesis_settings(max_examples=100, deadline=None)
+def test_visits_are_skipped_only_after_an_extreme_reward_and_at_most_one_epoch_of_them_in_a_row(
     settings: SchedulerSettings, difficulty: CurriculumSettings, seed: int
 ) -> None:
     trace = simulate(replace(settings, difficulty=difficulty), seed)
@@ -185,9 +193,9 @@ def test_a_visit_is_skipped_only_after_one_that_was_too_easy_or_too_hard_and_nev
     assert len(skipped) == len(trace.skipped)
     assert visited | skipped == {(task, epoch) for task in range(settings.tasks) for epoch in range(4)}
     assert not visited & skipped
-    judge = judge_of(seed)
+    reward_rule = random_rewards(seed)
     extreme = {
-        (admit.task, admit.epoch) for admit in trace.admitted.values() if is_extreme(judge(admit)[0], difficulty)
+        (admit.task, admit.epoch) for admit in trace.admitted.values() if is_extreme(reward_rule(admit)[0], difficulty)
     }
     for task, epoch in skipped:
         earlier = range(max(0, epoch - difficulty.rest_epochs), epoch)
@@ -202,7 +210,9 @@ def test_a_visit_is_skipped_only_after_one_that_was_too_easy_or_too_hard_and_nev
             else in_a_row
         )
         longest = max(longest, in_a_row)
-    assert longest <= settings.tasks or settings.deterministic, "in lockstep they are declared by the step"
+    assert longest <= settings.tasks or settings.deterministic, (
+        "in deterministic mode skips are recorded with their step"
+    )
 
 
 def is_extreme(reward: float, difficulty: CurriculumSettings) -> bool:
@@ -211,8 +221,8 @@ def is_extreme(reward: float, difficulty: CurriculumSettings) -> bool:
 
 
 @given(any_settings(max_lag=0, publish_every=1), seeds)
-@examples(max_examples=50, deadline=None)
-def test_with_no_lag_every_batch_is_made_of_groups_admitted_at_its_own_version(
+@hypothesis_settings(max_examples=50, deadline=None)
+def test_with_zero_lag_every_batch_consists_of_groups_admitted_at_its_own_version(
     settings: SchedulerSettings, seed: int
 ) -> None:
     trace = simulate(settings, seed)
@@ -221,49 +231,53 @@ def test_with_no_lag_every_batch_is_made_of_groups_admitted_at_its_own_version(
 
 
 @given(any_settings(steps=None, epochs=2, difficulty=None), seeds)
-@examples(max_examples=50, deadline=None)
+@hypothesis_settings(max_examples=50, deadline=None)
 def test_slow_tasks_are_trained_as_often_as_fast_ones(settings: SchedulerSettings, seed: int) -> None:
     rng = random.Random(seed)
     slow = {task for task in range(settings.tasks) if rng.random() < 0.3}
     pace = erratic(seed)
-    core = core_of(settings)
-    trace = Simulation(core, lambda kind, a: pace(kind, a) * (100 if getattr(a, "task", None) in slow else 1)).run()
+    scheduler = make_scheduler(settings)
+    trace = Simulation(
+        scheduler, lambda kind, a: pace(kind, a) * (100 if getattr(a, "task", None) in slow else 1)
+    ).run()
     counts = Counter(trace.admitted[group].task for group in trained(trace))
     assert counts == dict.fromkeys(range(settings.tasks), 2)
-    assert core.counts["trained"] == 2 * settings.tasks
+    assert scheduler.counts["trained"] == 2 * settings.tasks
 
 
 @given(any_settings(deterministic=False), seeds, st.sampled_from(["drop", "requeue", "train"]))
-@examples(max_examples=100, deadline=None)
-def test_whatever_becomes_of_stragglers_the_run_ends_and_the_books_balance(
+@hypothesis_settings(max_examples=100, deadline=None)
+def test_under_every_straggler_policy_the_run_ends_and_all_groups_are_accounted_for(
     settings: SchedulerSettings, seed: int, on_stale: str
 ) -> None:
     settings = replace(settings, on_stale=on_stale)  # type: ignore[arg-type]
-    core = core_of(settings)
+    scheduler = make_scheduler(settings)
     trace = Simulation(
-        core, erratic(seed), fate_of(seed, 0.2, 0.1), engines=1 + seed % 2, seed=seed, fit=fit_of(seed)
+        scheduler, erratic(seed), random_outcomes(seed, 0.2, 0.1), engines=1 + seed % 2, seed=seed, fit=fit_of(seed)
     ).run()
     assert trace.finish == "done"
-    assert len(set(trained(trace))) == len(trained(trace)) == core.counts["trained"]
+    assert len(set(trained(trace))) == len(trained(trace)) == scheduler.counts["trained"]
     assert not set(trained(trace)) & set(trace.cancelled)
-    assert core.counts["requeued" if on_stale == "requeue" else "dropped"] == len(trace.cancelled)
-    finalized = sum(core.counts[outcome] for outcome in ("trained", "filtered", "failed", "dropped"))
-    assert finalized + core.counts["requeued"] == len(trace.admitted)
-    assert core.counts["skipped"] == len(trace.skipped)
+    assert scheduler.counts["requeued" if on_stale == "requeue" else "dropped"] == len(trace.cancelled)
+    finalized = sum(scheduler.counts[outcome] for outcome in ("trained", "filtered", "failed", "dropped"))
+    assert finalized + scheduler.counts["requeued"] == len(trace.admitted)
+    assert scheduler.counts["skipped"] == len(trace.skipped)
     if on_stale != "train":
         assert all(lag <= settings.max_lag for _, lag in trace.lags)
     if settings.epochs and settings.steps is None:
-        assert finalized + core.counts["skipped"] == settings.epochs * settings.tasks
+        assert finalized + scheduler.counts["skipped"] == settings.epochs * settings.tasks
 
 
 @given(any_settings(deterministic=True), seeds, seeds)
-@examples(max_examples=150, deadline=None)
-def test_in_lockstep_no_speed_of_any_part_changes_what_is_trained(
+@hypothesis_settings(max_examples=150, deadline=None)
+def test_in_deterministic_mode_component_speeds_do_not_change_what_is_trained(
     settings: SchedulerSettings, content: int, timing: int
 ) -> None:
-    fate = fate_of(content, filtered=0.3, failed=0.1)
-    reference = Simulation(core_of(settings), steady(), fate).run()
-    other = Simulation(core_of(settings), erratic(timing), fate, engines=1 + timing % 3, seed=timing).run()
+    outcome_rule = random_outcomes(content, filtered=0.3, failed=0.1)
+    reference = Simulation(make_scheduler(settings), steady(), outcome_rule).run()
+    other = Simulation(
+        make_scheduler(settings), erratic(timing), outcome_rule, engines=1 + timing % 3, seed=timing
+    ).run()
     assert other.assignments == reference.assignments
     assert other.admitted == reference.admitted
     assert other.skipped == reference.skipped
@@ -272,20 +286,20 @@ def test_in_lockstep_no_speed_of_any_part_changes_what_is_trained(
 
 
 @given(any_settings(deterministic=True, checkpoint_every=2), seeds, seeds)
-@examples(max_examples=100, deadline=None)
-def test_in_lockstep_a_run_killed_and_resumed_trains_what_the_uninterrupted_one_does(
+@hypothesis_settings(max_examples=100, deadline=None)
+def test_in_deterministic_mode_a_killed_and_resumed_run_trains_what_an_uninterrupted_run_trains(
     settings: SchedulerSettings, content: int, timing: int
 ) -> None:
-    fate = fate_of(content, filtered=0.3, failed=0.1)
-    whole = Simulation(core_of(settings), steady(), fate).run()
-    for checkpoint in whole.checkpoints:
-        rest = Simulation(resume(settings, checkpoint), erratic(timing), fate, engines=2, seed=timing).run()
+    outcome_rule = random_outcomes(content, filtered=0.3, failed=0.1)
+    uninterrupted = Simulation(make_scheduler(settings), steady(), outcome_rule).run()
+    for checkpoint in uninterrupted.checkpoints:
+        rest = Simulation(resume(settings, checkpoint), erratic(timing), outcome_rule, engines=2, seed=timing).run()
         assert rest.finish == "done"
-        assert rest.assignments == [item for item in whole.assignments if item[0] >= checkpoint.version]
+        assert rest.assignments == [item for item in uninterrupted.assignments if item[0] >= checkpoint.version]
 
 
 @given(any_settings(steps=None, epochs=3), st.integers(1, 4), seeds)
-@examples(max_examples=100, deadline=None)
+@hypothesis_settings(max_examples=100, deadline=None)
 def test_a_resume_from_any_checkpoint_visits_every_task_once_per_epoch(
     settings: SchedulerSettings, every: int, seed: int
 ) -> None:
@@ -294,79 +308,80 @@ def test_a_resume_from_any_checkpoint_visits_every_task_once_per_epoch(
     for checkpoint in first.checkpoints:
         at = first.actions.index(checkpoint)
         kept = visits_trained(first, before=checkpoint)
-        core = resume(settings, checkpoint)
-        # Filtered and failed visits before the checkpoint are settled; all others are trained before or after it.
-        settled_before = sum(core.counts[outcome] for outcome in ("filtered", "failed"))
-        rest = Simulation(core, erratic(seed + at), all_finish, seed=seed, fit=fit_of(seed)).run()
+        scheduler = resume(settings, checkpoint)
+        # Visits filtered or failed before the checkpoint are finalized; all others are trained before or after it.
+        finalized_before = sum(scheduler.counts[outcome] for outcome in ("filtered", "failed"))
+        rest = Simulation(scheduler, erratic(seed + at), all_finish, seed=seed, fit=fit_of(seed)).run()
         visits = kept + visits_trained(rest)
-        assert len(visits) == len(set(visits)) == 3 * settings.tasks - settled_before - core.counts["skipped"]
+        assert len(visits) == len(set(visits)) == 3 * settings.tasks - finalized_before - scheduler.counts["skipped"]
         assert all(lag <= settings.max_lag for _, lag in rest.lags)
         assert min(rest.admitted, default=10**9) > max(groups_before(first, checkpoint), default=-1)
 
 
 @given(any_settings(steps=None, epochs=3), st.integers(1, 150), seeds)
-@examples(max_examples=100, deadline=None)
+@hypothesis_settings(max_examples=100, deadline=None)
 def test_a_run_stopped_anywhere_and_resumed_visits_every_task_once_per_epoch(
-    settings: SchedulerSettings, moment: int, seed: int
+    settings: SchedulerSettings, action_count: int, seed: int
 ) -> None:
-    stopped = Simulation(core_of(settings), erratic(seed), fate_of(seed, 0.25, 0.1), seed=seed)
-    stopped.run(until=lambda trace: len(trace.actions) >= moment)
+    stopped = Simulation(make_scheduler(settings), erratic(seed), random_outcomes(seed, 0.25, 0.1), seed=seed)
+    stopped.run(until=lambda trace: len(trace.actions) >= action_count)
     stopped.send_event(StopRequested())
     first = stopped.run()
     assert first.finish in ("stopped", "done")
-    checkpoint = first.checkpoints[-1] if first.checkpoints else None  # in lockstep there may be nothing exact to keep
-    core = resume(settings, checkpoint) if checkpoint else core_of(settings)
-    rest = Simulation(core, erratic(seed + 1), all_finish, engines=2, seed=seed).run()
+    # Deterministic mode may have no exact state to save.
+    checkpoint = first.checkpoints[-1] if first.checkpoints else None
+    scheduler = resume(settings, checkpoint) if checkpoint else make_scheduler(settings)
+    rest = Simulation(scheduler, erratic(seed + 1), all_finish, engines=2, seed=seed).run()
     visits = (visits_trained(first, before=checkpoint) if checkpoint else []) + visits_trained(rest)
-    assert len(visits) == len(set(visits)) == core.counts["trained"]
+    assert len(visits) == len(set(visits)) == scheduler.counts["trained"]
     outcomes = ("trained", "filtered", "failed", "skipped")
-    assert sum(core.counts[outcome] for outcome in outcomes) == 3 * settings.tasks
+    assert sum(scheduler.counts[outcome] for outcome in outcomes) == 3 * settings.tasks
 
 
 @given(any_settings(deterministic=True), st.integers(1, 100), seeds, seeds)
-@examples(max_examples=100, deadline=None)
-def test_in_lockstep_a_run_stopped_anywhere_and_resumed_trains_what_the_uninterrupted_one_does(
-    settings: SchedulerSettings, moment: int, content: int, timing: int
+@hypothesis_settings(max_examples=100, deadline=None)
+def test_in_deterministic_mode_a_stopped_and_resumed_run_trains_what_an_uninterrupted_run_trains(
+    settings: SchedulerSettings, action_count: int, content: int, timing: int
 ) -> None:
-    fate = fate_of(content, filtered=0.3, failed=0.1)
-    whole = Simulation(core_of(settings), steady(), fate).run()
-    stopped = Simulation(core_of(settings), erratic(timing), fate, seed=timing)
-    stopped.run(until=lambda trace: len(trace.actions) >= moment)
+    outcome_rule = random_outcomes(content, filtered=0.3, failed=0.1)
+    uninterrupted = Simulation(make_scheduler(settings), steady(), outcome_rule).run()
+    stopped = Simulation(make_scheduler(settings), erratic(timing), outcome_rule, seed=timing)
+    stopped.run(until=lambda trace: len(trace.actions) >= action_count)
     stopped.send_event(StopRequested())
     first = stopped.run()
     checkpoint = first.checkpoints[-1] if first.checkpoints else None
-    core = resume(settings, checkpoint) if checkpoint else core_of(settings)
+    scheduler = resume(settings, checkpoint) if checkpoint else make_scheduler(settings)
     begun = checkpoint.version if checkpoint else 0
-    rest = Simulation(core, erratic(timing + 1), fate, seed=timing).run()
+    rest = Simulation(scheduler, erratic(timing + 1), outcome_rule, seed=timing).run()
     again = [item for item in first.assignments if item[0] < begun] + rest.assignments
-    assert again == whole.assignments
+    assert again == uninterrupted.assignments
 
 
 @given(any_settings(), st.integers(1, 150), seeds)
-@examples(max_examples=100, deadline=None)
-def test_what_a_checkpoint_has_settled_is_on_record_before_it(
-    settings: SchedulerSettings, moment: int, seed: int
+@hypothesis_settings(max_examples=100, deadline=None)
+def test_visits_counted_as_finalized_by_a_checkpoint_are_recorded_before_it(
+    settings: SchedulerSettings, action_count: int, seed: int
 ) -> None:
     settings = replace(settings, checkpoint_every=2)
-    simulation = Simulation(core_of(settings), erratic(seed), fate_of(seed, 0.25, 0.1), seed=seed)
-    simulation.run(until=lambda trace: len(trace.actions) >= moment)
+    simulation = Simulation(make_scheduler(settings), erratic(seed), random_outcomes(seed, 0.25, 0.1), seed=seed)
+    simulation.run(until=lambda trace: len(trace.actions) >= action_count)
     simulation.send_event(StopRequested())
-    recorded = named = 0
+    recorded = announced = 0
     for action in simulation.run().actions:
         match action:
             case Finalize():
-                named += 1
+                announced += 1
             case WriteRecord(finalized=finalized):
                 recorded = finalized
             case CloseBatch(groups=groups):
-                named += len(groups)
+                announced += len(groups)
             case Checkpoint():
                 ledger = decode_state(action.state).ledger
                 counted = [*ledger.epochs, ledger.earlier]
                 assert sum(tally.finalized for tally in counted) == recorded
             case _:
                 pass
-    assert recorded <= named, "nothing is counted that was not named"
+    assert recorded <= announced, "every counted visit was finalized or trained"
 
 
 def visits_trained(trace: Trace, before: Checkpoint | None = None) -> list[tuple[int, int]]:
@@ -381,8 +396,8 @@ def groups_before(trace: Trace, checkpoint: Checkpoint) -> list[int]:
 
 
 @given(any_settings(), seeds)
-@examples(max_examples=100, deadline=None)
-def test_the_first_the_due_and_the_last_version_are_published_and_evaluated_or_superseded(
+@hypothesis_settings(max_examples=100, deadline=None)
+def test_the_first_every_kth_and_the_last_version_are_published_and_the_last_is_evaluated(
     settings: SchedulerSettings, seed: int
 ) -> None:
     trace = simulate(settings, seed)
@@ -404,18 +419,16 @@ def test_the_first_the_due_and_the_last_version_are_published_and_evaluated_or_s
 
 
 @given(any_settings(steps=None, epochs=3), seeds)
-@examples(max_examples=50, deadline=None)
-def test_every_epoch_starts_once_and_ends_once_when_all_its_tasks_are_accounted_for(
-    settings: SchedulerSettings, seed: int
-) -> None:
+@hypothesis_settings(max_examples=50, deadline=None)
+def test_every_epoch_starts_once_and_ends_once(settings: SchedulerSettings, seed: int) -> None:
     trace = simulate(settings, seed)
     assert trace.of(EpochStarted) == [EpochStarted(epoch) for epoch in range(3)]
     assert sorted(action.epoch for action in trace.of(EpochEnded)) == [0, 1, 2]
 
 
 @given(any_settings(), seeds)
-@examples(max_examples=50, deadline=None)
-def test_engines_only_ever_move_to_newer_versions(settings: SchedulerSettings, seed: int) -> None:
+@hypothesis_settings(max_examples=50, deadline=None)
+def test_engines_only_load_newer_versions(settings: SchedulerSettings, seed: int) -> None:
     served: dict[str, int] = {}
     for load in simulate(settings, seed).of(LoadWeights):
         assert load.version > served.get(load.engine, 0)
@@ -423,15 +436,15 @@ def test_engines_only_ever_move_to_newer_versions(settings: SchedulerSettings, s
 
 
 @given(any_settings(steps=None, epochs=3, replay=None), seeds)
-@examples(max_examples=200, deadline=None)
-def test_engines_that_die_load_for_ever_and_rejoin_cost_no_visit_and_no_lag(
+@hypothesis_settings(max_examples=200, deadline=None)
+def test_engines_that_die_hang_in_a_load_and_rejoin_lose_no_visit_and_keep_the_lag_bound(
     settings: SchedulerSettings, seed: int
 ) -> None:
     rng = random.Random(seed)
     trace = Simulation(
-        core_of(settings),
+        make_scheduler(settings),
         erratic(seed, tail=3.0),
-        fate_of(seed, filtered=0.25, failed=0.1),
+        random_outcomes(seed, filtered=0.25, failed=0.1),
         engines=1 + seed % 4,
         seed=seed,
         fit=fit_of(seed),
@@ -439,30 +452,35 @@ def test_engines_that_die_load_for_ever_and_rejoin_cost_no_visit_and_no_lag(
     ).run()
     assert trace.finish == "done"
     visits = [(admit.epoch, admit.task) for admit in trace.admitted.values()]
-    visits += [(settle.epoch, settle.task) for settle in trace.skipped]
+    visits += [(finalize.epoch, finalize.task) for finalize in trace.skipped]
     assert sorted(visits) == [(epoch, task) for epoch in range(3) for task in range(settings.tasks)]
-    survivors = sorted(group for group in trace.admitted if trace.outcomes[group] == "finished")
-    assert sorted(trained(trace)) == survivors
+    finished = sorted(group for group in trace.admitted if trace.outcomes[group] == "finished")
+    assert sorted(trained(trace)) == finished
     assert all(lag <= (0 if version < settings.warmup_steps else settings.max_lag) for version, lag in trace.lags)
 
 
 @given(any_settings(deterministic=True), seeds, seeds)
-@examples(max_examples=100, deadline=None)
-def test_in_lockstep_no_death_of_an_engine_changes_what_is_trained(
+@hypothesis_settings(max_examples=100, deadline=None)
+def test_in_deterministic_mode_engine_deaths_do_not_change_what_is_trained(
     settings: SchedulerSettings, content: int, timing: int
 ) -> None:
-    fate, rng = fate_of(content, filtered=0.3, failed=0.1), random.Random(timing)
-    reference = Simulation(core_of(settings), steady(), fate).run()
+    outcome_rule, rng = random_outcomes(content, filtered=0.3, failed=0.1), random.Random(timing)
+    reference = Simulation(make_scheduler(settings), steady(), outcome_rule).run()
     faults = lambda: 10 ** rng.uniform(1, 4)  # noqa: E731
     other = Simulation(
-        core_of(settings), erratic(timing, tail=3.0), fate, engines=1 + timing % 3, seed=timing, faults=faults
+        make_scheduler(settings),
+        erratic(timing, tail=3.0),
+        outcome_rule,
+        engines=1 + timing % 3,
+        seed=timing,
+        faults=faults,
     ).run()
     assert other.assignments == reference.assignments
     assert other.batches == reference.batches
 
 
-def test_the_simulator_notices_a_deadlock() -> None:
-    simulation = Simulation(core_of(PLAIN), steady())
+def test_the_simulator_detects_a_deadlock() -> None:
+    simulation = Simulation(make_scheduler(PLAIN), steady())
     simulation.clock.at = lambda *_: None  # type: ignore[method-assign]
     with pytest.raises(Deadlock, match="learner"):
         simulation.run()

@@ -1,7 +1,7 @@
-"""What must hold of a run directory, whatever happened to the run. Each check returns its complaints.
+"""Checks of a run directory that must pass whatever happened to the run. Each check returns its complaints.
 
-Only files are read: `batches.jsonl` says which visits (epoch, task) a step has trained, and which were settled without
-being trained since the step before. Together they are every visit, once.
+Only files are read. `batches.jsonl` lists the visits (epoch, task) that each step trained and those finalized without
+being trained since the previous step. Together they are every visit exactly once.
 """
 
 from __future__ import annotations
@@ -19,54 +19,53 @@ from drills.following import lines_of
 Line = dict[str, Any]
 Visit = tuple[int, int]  # epoch, task
 
-OF_THE_CLOCK = (
+TIMING_METRICS = (
     "time/",
     "wait/",
     "share/",
     "efficiency",
     "groups/seconds",
-    "throughput/sampled_",  # of the groups that closed before the line was written
+    "throughput/sampled_",  # of groups that closed before the line was written
     "waste/",  # the same
     "throughput/trained_tok_s",
     "checkpoint/",  # how long one took
     "sync/",  # loads and publications that ended in this step
-    "eval/",  # an evaluation that ended in this step; what it came to is compared in evals.jsonl
-    "queue/",  # what was under way when the step ended
+    "eval/",  # an evaluation that ended in this step; its result is compared in evals.jsonl
+    "queue/",  # work in progress when the step ended
     "fleet/",
-    "faults/",  # a process that was replaced, for one
-    "turns/",  # answers that were used again after a death
+    "faults/",  # such as restarted processes
+    "turns/",  # completions that were reused after a death
 )
-"""Metrics that are seconds, rates of seconds, what happened to end or to be under way at a moment, or what a death has
-cost."""
+"""Metrics that depend on timing or on deaths: durations, rates, counts of what was in progress or ended at a moment."""
 
 
 # ----------------------------------------------------------------------------------------------------------- accounting
 
 
 def accounting(run: Path, tasks: int, epochs: int | None) -> list[str]:
-    """Every visit is there once; steps and versions go up by one. Without `epochs` the last ones may be under way."""
+    """Every visit is recorded once; steps and versions increase by one. Without `epochs` the last may be incomplete."""
     batches = lines_of(run / "batches.jsonl")
     return [
         *in_sequence(trained(batches)),
-        *in_sequence(lines_of(run / "metrics.jsonl"), against=len(trained(batches))),
+        *in_sequence(lines_of(run / "metrics.jsonl"), expected=len(trained(batches))),
         *complete(batches, tasks, epochs),
-        *agreed(batches, ledger_of(run), tasks),
+        *ledger_differences(batches, ledger_of(run), tasks),
     ]
 
 
 def trained(batches: list[Line]) -> list[Line]:
-    """Without lines that only settle something, which a checkpoint between two steps may need."""
+    """Leave out lines that only finalize visits, which a checkpoint between two steps may write."""
     return [line for line in batches if line["groups"]]
 
 
-def in_sequence(lines: list[Line], against: int | None = None) -> Iterator[str]:
+def in_sequence(lines: list[Line], expected: int | None = None) -> Iterator[str]:
     steps = [line["step"] for line in lines]
     if steps != list(range(1, len(steps) + 1)):
         yield f"steps are not consecutive: {_gaps(steps)}"
     if any(line.get("version", line["step"] - 1) != line["step"] - 1 for line in lines):
         yield "a step does not make the next version"
-    if against is not None and len(steps) != against:
-        yield f"{len(steps)} steps in metrics.jsonl, {against} in batches.jsonl"
+    if expected is not None and len(steps) != expected:
+        yield f"{len(steps)} steps in metrics.jsonl, {expected} in batches.jsonl"
 
 
 def complete(batches: list[Line], tasks: int, epochs: int | None) -> Iterator[str]:
@@ -78,13 +77,13 @@ def complete(batches: list[Line], tasks: int, epochs: int | None) -> Iterator[st
     if missing := sorted(due - set(seen)):
         yield f"{len(missing)} visits are missing: {missing[:5]}"
     if epochs is not None and (foreign := sorted(set(seen) - due)):
-        yield f"{len(foreign)} visits that nobody planned: {foreign[:5]}"
+        yield f"{len(foreign)} visits that were not planned: {foreign[:5]}"
     if batches and "accounted" in batches[-1] and batches[-1]["accounted"] != seen.total():
         yield f"accounted is {batches[-1]['accounted']}, the lines hold {seen.total()} visits"
 
 
 def visits(batches: list[Line]) -> Counter[Visit]:
-    """How often each visit ended, in one way or another; a group trained again from replay is none."""
+    """Count how often each visit ended in any way; replayed groups do not count."""
     return Counter((entry["epoch"], entry["task"]) for line in batches for entry in _entries(line))
 
 
@@ -92,25 +91,27 @@ def outcomes(batches: list[Line]) -> Counter[str]:
     return Counter(entry.get("outcome", "trained") for line in batches for entry in _entries(line))
 
 
-def agreed(batches: list[Line], ledger: Mapping[str, Any], tasks: int) -> Iterator[str]:
-    """The ledger of the newest checkpoint, against the lines."""
+def ledger_differences(batches: list[Line], ledger: Mapping[str, Any], tasks: int) -> Iterator[str]:
+    """Compare the ledger of the newest checkpoint with the lines."""
     for complaint in ("twice", "never"):
         if ledger[complaint]:
             yield f"outpace ledger: {complaint}: {ledger[complaint][:5]}"
     if ledger["version"] != (steps := len(trained(batches))):
         yield f"outpace ledger is of version {ledger['version']}, {steps} steps were trained"
         return
-    told = Counter((entry["epoch"], entry.get("outcome", "trained")) for line in batches for entry in _entries(line))
+    recorded = Counter(
+        (entry["epoch"], entry.get("outcome", "trained")) for line in batches for entry in _entries(line)
+    )
     for epoch in ledger["epochs"]:
         for outcome in ("trained", "filtered", "failed", "dropped", "skipped"):
-            if epoch[outcome] != told[epoch["epoch"], outcome]:
-                told_now = told[epoch["epoch"], outcome]
-                yield f"epoch {epoch['epoch']}: the ledger has {epoch[outcome]} {outcome}, the lines {told_now}"
+            if epoch[outcome] != recorded[epoch["epoch"], outcome]:
+                in_lines = recorded[epoch["epoch"], outcome]
+                yield f"epoch {epoch['epoch']}: the ledger has {epoch[outcome]} {outcome}, the lines {in_lines}"
 
 
 def ledger_of(run: Path) -> dict[str, Any]:
-    words = [sys.executable, "-m", "outpace.cli", "ledger", str(run)]
-    answer: dict[str, Any] = json.loads(subprocess.run(words, check=True, capture_output=True, timeout=60).stdout)
+    command = [sys.executable, "-m", "outpace.cli", "ledger", str(run)]
+    answer: dict[str, Any] = json.loads(subprocess.run(command, check=True, capture_output=True, timeout=60).stdout)
     return answer
 
 
@@ -128,22 +129,22 @@ def _gaps(steps: list[int]) -> str:
 
 
 def equality(run: Path, reference: Path) -> list[str]:
-    """Bit for bit what the uninterrupted run has: what it trained on, what that came to, and the weights at the end."""
+    """Compare bit for bit with the uninterrupted run: training groups, metrics, evaluations and final weights."""
     return [
         *_same_lines("batches.jsonl", run, reference, ()),
-        *_same_lines("metrics.jsonl", run, reference, OF_THE_CLOCK),
+        *_same_lines("metrics.jsonl", run, reference, TIMING_METRICS),
         *_same_lines("evals.jsonl", run, reference, ()),
         *_same_weights(run, reference),
     ]
 
 
-def _same_lines(name: str, run: Path, reference: Path, left_out: tuple[str, ...]) -> Iterator[str]:
+def _same_lines(name: str, run: Path, reference: Path, ignored: tuple[str, ...]) -> Iterator[str]:
     ours, theirs = lines_of(run / name), lines_of(reference / name)
     if len(ours) != len(theirs):
         yield f"{name}: {len(ours)} lines, {len(theirs)} in the reference"
     for our, their in zip(ours, theirs, strict=False):
         different = sorted(
-            key for key in our.keys() | their.keys() if not key.startswith(left_out) and our.get(key) != their.get(key)
+            key for key in our.keys() | their.keys() if not key.startswith(ignored) and our.get(key) != their.get(key)
         )
         if different:
             key = different[0]

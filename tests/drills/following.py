@@ -1,9 +1,9 @@
-"""A run as a user starts it, followed from outside: its starts, its processes, its progress, what it leaves.
+"""A run as a user starts it, observed from outside: its starts, processes, progress and leftovers.
 
     start ─▶ follow ─▶ (killed, or failed) ─▶ resume ─▶ follow ─▶ … ─▶ exit 0
 
-Every process of a run carries a mark in its environment, by which it is found wherever it went. Nothing in here trusts
-what the run says about itself, except its log files.
+Every process of a run has a mark in its environment, which finds it even after it was reparented. Apart from its
+log files, nothing here relies on what the run reports about itself.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 MARK = "OUTPACE_DRILL"
-LOOK_S = 0.05
-SCRATCH_OWNER = "/owner.lock"
+POLL_S = 0.05
+RUNTIME_DIRECTORY_LOCK = "/owner.lock"
 MODULES = {"outpace.rewards.grader": "grader", "outpace.rollouts.environments.child": "environment"}
 
 Hook = Callable[["Run"], None]
@@ -31,16 +31,16 @@ Hook = Callable[["Run"], None]
 
 @dataclass
 class Start:
-    """One start of a run and how it ended; `code` None: it did not end within its limit, and was killed for that."""
+    """One start of a run and how it ended. `code` is None if it exceeded its time limit and was killed."""
 
     code: int | None
     seconds: float
-    said: str  # the end of its output
+    output: str  # the end of its output
 
 
 @dataclass
 class Run:
-    """A run in `home`: `home/run` is its own directory, `home/tmp` all that it has for temporary files."""
+    """A run in `home`: `home/run` is its own directory, `home/tmp` its directory for temporary files."""
 
     home: Path
     arguments: list[str]
@@ -48,8 +48,8 @@ class Run:
     starts: list[Start] = field(default_factory=list)
     pid: int = 0
     began: float = 0.0  # the latest start, by the wall clock
-    scratch: set[Path] = field(default_factory=set)  # directories in shared memory that were ever its
-    marks: Steps = field(default_factory=lambda: Steps())
+    runtime_directories: set[Path] = field(default_factory=set)  # every runtime directory it ever had in shared memory
+    step_log: StepLog = field(default_factory=lambda: StepLog())
 
     def __post_init__(self) -> None:
         self.mark = secrets.token_hex(8)
@@ -58,19 +58,19 @@ class Run:
         self.temporary.mkdir(parents=True, exist_ok=True)
 
     def finish(self, limit_s: float, most_starts: int, hook: Hook | None = None) -> bool:
-        """Start it, and again until it is done; whether it got there."""
+        """Start the run repeatedly until it is done. Returns whether it finished."""
         while len(self.starts) < most_starts:
             if self.start(limit_s, hook).code in (0, None):
                 break
         return self.starts[-1].code == 0
 
     def start(self, limit_s: float, hook: Hook | None = None) -> Start:
-        """Start or resume it, and follow it to its end."""
+        """Start or resume the run and follow it to its end."""
         output = self.home / f"output-{len(self.starts) + 1}.txt"
         began = time.monotonic()
         with output.open("wb") as sink:
             process = subprocess.Popen(
-                [sys.executable, "-m", "outpace.cli", "train", *self._words()],
+                [sys.executable, "-m", "outpace.cli", "train", *self._command_arguments()],
                 stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, env=self._variables(), start_new_session=True,
             )  # fmt: skip
         self.pid, self.began = process.pid, time.time()
@@ -83,7 +83,7 @@ class Run:
         self.starts.append(Start(code, time.monotonic() - began, output.read_text(errors="replace")[-4000:]))
         return self.starts[-1]
 
-    def _words(self) -> list[str]:
+    def _command_arguments(self) -> list[str]:
         if (self.dir / "config.toml").exists():
             return ["--quiet", "--resume", str(self.dir)]
         return ["--quiet", f"--run.dir={self.dir}", "--run.overwrite=true", *self.arguments]
@@ -95,23 +95,23 @@ class Run:
         while (code := process.poll()) is None:
             if time.monotonic() > until:
                 return None
-            self.scratch |= set(_scratch_of(process.pid))
-            self.marks.look(self.dir / "metrics.jsonl")
+            self.runtime_directories |= set(_runtime_directories_of(process.pid))
+            self.step_log.update(self.dir / "metrics.jsonl")
             if hook is not None:
                 hook(self)
-            time.sleep(LOOK_S)
-        self.marks.look(self.dir / "metrics.jsonl")
+            time.sleep(POLL_S)
+        self.step_log.update(self.dir / "metrics.jsonl")
         return code
 
     @property
     def is_training(self) -> bool:
         """This start has trained a step."""
-        return self.marks.last > 0 and self.marks.seen[-1][0] > self.began
+        return self.step_log.last > 0 and self.step_log.seen[-1][0] > self.began
 
-    # ---------------------------------------------------------------------------------------------------- processes
+    # -------------------------------------------------------------------------------------------------------- processes
 
     def processes(self) -> dict[int, str]:
-        """The processes of this run that live, by number, with what each is."""
+        """Return the living processes of this run: role by pid."""
         needle = f"{MARK}={self.mark}".encode()
         return {pid: role_of(pid) for pid in _pids() if needle in _read(pid, "environ") and not _is_gone(pid)}
 
@@ -121,30 +121,30 @@ class Run:
                 os.kill(pid, signal.SIGKILL)
 
     def leftovers(self, patience_s: float = 5.0) -> list[str]:
-        """What is still there of a run that has ended. A killed process may take a moment to be gone."""
+        """Return what an ended run has left behind. A killed process may take a moment to disappear."""
         until = time.monotonic() + patience_s
         while (alive := self.processes()) and time.monotonic() < until:
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
         found = [f"process {pid} ({role})" for pid, role in alive.items()]
-        found += [str(path) for path in self.scratch if path.exists()]
+        found += [str(path) for path in self.runtime_directories if path.exists()]
         return found + [f"tmp/{path.name}" for path in self.temporary.iterdir()]
 
 
-class Steps:
-    """When a metrics file got its newest line: enough to say how long a recovery took."""
+class StepLog:
+    """The times at which a metrics file got its lines, to measure how long a recovery took."""
 
     def __init__(self) -> None:
-        self.seen: list[tuple[float, int]] = []  # when the file got its last line, and the step of that
-        self._stamp: tuple[int, int, int] | None = None
+        self.seen: list[tuple[float, int]] = []  # time of the last line, and its step
+        self._fingerprint: tuple[int, int, int] | None = None
 
-    def look(self, file: Path) -> None:
+    def update(self, file: Path) -> None:
         try:
             status = file.stat()
         except OSError:
             return
-        min_version = (status.st_ino, status.st_size, status.st_mtime_ns)
-        if min_version != self._stamp:
-            self._stamp = min_version
+        fingerprint = (status.st_ino, status.st_size, status.st_mtime_ns)
+        if fingerprint != self._fingerprint:
+            self._fingerprint = fingerprint
             step = last_step(file)
             if not self.seen or self.seen[-1][1] != step:
                 self.seen.append((status.st_mtime, step))
@@ -154,7 +154,7 @@ class Steps:
         return self.seen[-1][1] if self.seen else 0
 
     def recovery_s(self, died_at: float) -> float | None:
-        """From a death to the next step trained after it; None where no step was left to train."""
+        """Seconds from a death to the next step trained after it; None if no step was left to train."""
         before = [step for when, step in self.seen if when <= died_at]
         lowest = before[-1] if before else 0
         for when, step in self.seen:
@@ -166,7 +166,7 @@ class Steps:
 
 
 def last_step(file: Path) -> int:
-    """Of the last whole line; 0 where there is none."""
+    """Return the step of the last complete line; 0 if there is none."""
     with file.open("rb") as lines:
         lines.seek(max(0, file.stat().st_size - 65536))
         whole = lines.read().rpartition(b"\n")[0].rpartition(b"\n")[2]
@@ -176,16 +176,16 @@ def last_step(file: Path) -> int:
 
 
 def role_of(pid: int) -> str:
-    """What a process of a run is: by the module it runs, and for a part by the log that it writes."""
-    words = _read(pid, "cmdline").decode(errors="replace").split("\0")
+    """Return the role of a process: by the module it runs, and for a component by the log file it writes."""
+    arguments = _read(pid, "cmdline").decode(errors="replace").split("\0")
     for module, role in MODULES.items():
-        if module in words:
+        if module in arguments:
             return role
-    if "outpace.runtime.child" in words:
+    if "outpace.runtime.child" in arguments:
         with suppress(OSError):
             return Path(os.readlink(f"/proc/{pid}/fd/2")).stem
-        return "part"
-    return "controller" if "outpace.cli" in words else "other"
+        return "component"
+    return "controller" if "outpace.cli" in arguments else "other"
 
 
 def lines_of(file: Path) -> list[dict[str, Any]]:
@@ -199,7 +199,7 @@ def _pids() -> Iterator[int]:
 def _read(pid: int, name: str) -> bytes:
     try:
         return Path(f"/proc/{pid}/{name}").read_bytes()
-    except OSError:  # it has gone, or is somebody else's
+    except OSError:  # it has ended, or belongs to another user
         return b""
 
 
@@ -208,11 +208,11 @@ def _is_gone(pid: int) -> bool:
     return not state or state[0] in (b"Z", b"X")
 
 
-def _scratch_of(pid: int) -> Iterator[Path]:
-    """Where this process keeps snapshots and sockets: it holds the lock in there open."""
+def _runtime_directories_of(pid: int) -> Iterator[Path]:
+    """Yield the runtime directories of this process: it holds their lock file open."""
     with suppress(OSError):
         for descriptor in os.listdir(f"/proc/{pid}/fd"):
             with suppress(OSError):
                 target = os.readlink(f"/proc/{pid}/fd/{descriptor}")
-                if target.endswith(SCRATCH_OWNER):
+                if target.endswith(RUNTIME_DIRECTORY_LOCK):
                     yield Path(target).parent

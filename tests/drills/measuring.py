@@ -1,10 +1,10 @@
-"""What a long run costs, process by process, and whether that grows.
+"""Memory, threads and descriptors of each process of a long run, and whether they grow.
 
-A process is measured once a second, from the first step of a start on, for as long as it lives. The first half of its
-life is left out: caches fill, allocators find their size. What is judged are the late halves of all processes of a
-role, taken together over every start of the run: whether later ones stand higher than earlier ones at the same point of
-their life, and growth per step of those that have trained for long enough. A worker is at its size after a thousand
-steps or so; one that was killed before says nothing about growth.
+Each process is measured once a second from the first step of a start until it ends. The first half of its life is left
+out: caches fill and allocators find their size. The checks use the late halves of all processes of a role over every
+start of the run: whether later processes are larger than earlier ones at the same point of their life, and the growth
+per step of processes that lived long enough. A worker reaches its size after about a thousand steps; a worker killed
+before that gives no information about growth.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from drills.following import Run
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 EVERY_S = 1.0
-FEWEST = 20
-"""Processes that were measured less often say nothing."""
+MIN_SAMPLES = 20
+"""Processes with fewer samples are left out."""
 WARM_UP = 1_000
-"""Steps before growth is looked at."""
+"""Steps before growth is measured."""
 
 
 @dataclass(frozen=True)
-class Sample:
+class ProcessSample:
     step: int
     rss: int
     threads: int
@@ -37,27 +37,27 @@ class Sample:
 
 
 @dataclass
-class Life:
-    """One process from the first look at it to the last."""
+class ProcessHistory:
+    """All samples of one process."""
 
     role: str
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[ProcessSample] = field(default_factory=list)
 
     @property
-    def late(self) -> list[Sample]:
+    def late(self) -> list[ProcessSample]:
         return self.samples[len(self.samples) // 2 :]
 
     @property
-    def settled(self) -> list[Sample]:
+    def warmed_up(self) -> list[ProcessSample]:
         return [sample for sample in self.late if sample.step - self.samples[0].step >= WARM_UP]
 
 
-class Measuring:
-    """A hook for `SimulatedRun.start`."""
+class ProcessMonitor:
+    """A hook for `Run.start` that samples all processes."""
 
     def __init__(self) -> None:
-        self.lives: dict[tuple[int, str], Life] = {}  # by process number and role
-        self.counts: list[Counter[str]] = []  # how many processes of which role, once a second
+        self.lives: dict[tuple[int, str], ProcessHistory] = {}  # by pid and role
+        self.counts: list[Counter[str]] = []  # number of processes per role, once a second
         self._due = 0.0
 
     def __call__(self, run: Run) -> None:
@@ -68,11 +68,11 @@ class Measuring:
         alive = run.processes()
         for pid, role in alive.items():
             with suppress(OSError, ValueError):
-                self.lives.setdefault((pid, role), Life(role)).samples.append(_sample(pid, run.marks.last))
+                self.lives.setdefault((pid, role), ProcessHistory(role)).samples.append(_sample(pid, run.step_log.last))
         self.counts.append(Counter(alive.values()))
 
-    def most(self) -> dict[str, tuple[int, int]]:
-        """The most processes of each role at a time, in the first half of the run and in the last."""
+    def max_counts(self) -> dict[str, tuple[int, int]]:
+        """Return the maximum number of processes of each role in the first and in the second half of the run."""
         middle = len(self.counts) // 2
         halves = self.counts[:middle], self.counts[middle:]
         roles = sorted(set().union(*self.counts))
@@ -80,48 +80,48 @@ class Measuring:
         return {role: (first[role], last[role]) for role in roles}
 
 
-def _sample(pid: int, step: int) -> Sample:
+def _sample(pid: int, step: int) -> ProcessSample:
     place = Path(f"/proc/{pid}")
     pages = int((place / "statm").read_text().split()[1])
-    return Sample(step, pages * PAGE, len(os.listdir(place / "task")), len(os.listdir(place / "fd")))
+    return ProcessSample(step, pages * PAGE, len(os.listdir(place / "task")), len(os.listdir(place / "fd")))
 
 
-# -------------------------------------------------------------------------------------------------------------- judging
+# ----------------------------------------------------------------------------------------------------------- evaluation
 
 
 @dataclass(frozen=True)
-class Cost:
-    """What the processes of one role have cost in their late halves, over the whole run."""
+class RoleCost:
+    """Resources of the processes of one role in their late halves, over the whole run."""
 
     role: str
     lives: int
     rss_mb: float
     bytes_per_step: float
     first_last_mb: tuple[float, float]
-    threads: tuple[float, float]  # the usual number, of the first third of the lives and of the last
+    threads: tuple[float, float]  # the median, over the first and the last third of the processes
     descriptors: tuple[float, float]
 
 
-def costs(lives: Iterable[Life]) -> list[Cost]:
-    by_role: dict[str, list[Life]] = defaultdict(list)
+def costs(lives: Iterable[ProcessHistory]) -> list[RoleCost]:
+    by_role: dict[str, list[ProcessHistory]] = defaultdict(list)
     for life in lives:
-        if len(life.samples) >= FEWEST:
+        if len(life.samples) >= MIN_SAMPLES:
             by_role[life.role].append(life)
     return [_cost(role, known) for role, known in sorted(by_role.items())]
 
 
-def _cost(role: str, lives: list[Life]) -> Cost:
+def _cost(role: str, lives: list[ProcessHistory]) -> RoleCost:
     third = max(1, len(lives) // 3)
     first, last = lives[:third], lives[-third:]
 
     def both(of: str) -> tuple[float, float]:
-        return _usual(first, of), _usual(last, of)
+        return _median_of(first, of), _median_of(last, of)
 
     low, high = both("rss")
-    return Cost(
+    return RoleCost(
         role=role,
         lives=len(lives),
-        rss_mb=round(_usual(lives, "rss") / 2**20, 1),
+        rss_mb=round(_median_of(lives, "rss") / 2**20, 1),
         bytes_per_step=round(slope(lives), 1),
         first_last_mb=(round(low / 2**20, 1), round(high / 2**20, 1)),
         threads=both("threads"),
@@ -129,10 +129,10 @@ def _cost(role: str, lives: list[Life]) -> Cost:
     )
 
 
-def slope(lives: list[Life]) -> float:
-    """Least squares over the late halves, each around its mean: bytes per step. 0 where nobody lived long enough."""
+def slope(lives: list[ProcessHistory]) -> float:
+    """Least squares over the late halves, each around its mean: bytes per step. 0 if no process lived long enough."""
     above = below = 0.0
-    for samples in (life.settled for life in lives if len(life.settled) >= FEWEST):
+    for samples in (life.warmed_up for life in lives if len(life.warmed_up) >= MIN_SAMPLES):
         steps = [sample.step for sample in samples]
         sizes = [sample.rss for sample in samples]
         middle, level = fmean(steps), fmean(sizes)
@@ -141,12 +141,12 @@ def slope(lives: list[Life]) -> float:
     return above / below if below else 0.0
 
 
-def _usual(lives: list[Life], of: str) -> float:
+def _median_of(lives: list[ProcessHistory], of: str) -> float:
     return float(median(median(getattr(sample, of) for sample in life.late) for life in lives))
 
 
-def growing(cost: Cost, steps: int, share: float = 0.05, floor_mb: float = 8.0) -> Iterator[str]:
-    """Complaints: memory that would grow by more than this share of a process over the run, or numbers that rise."""
+def growing(cost: RoleCost, steps: int, share: float = 0.05, floor_mb: float = 8.0) -> Iterator[str]:
+    """Yield complaints: memory that would grow by more than this share over the run, or counts that rise."""
     allowed = max(share * cost.rss_mb, floor_mb)
     inside = cost.bytes_per_step * steps / 2**20
     if inside > allowed:

@@ -1,4 +1,4 @@
-"""The runs that drills disturb: seconds long, and every kind of work in each."""
+"""The runs of the drills: each takes seconds and includes every kind of work."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Assets:
     heldout: Path
 
     @classmethod
-    def written(cls, home: Path, tasks: int = TASKS, unlucky: bool = True) -> Assets:
+    def write(cls, home: Path, tasks: int = TASKS, with_failures: bool = True) -> Assets:
         home.mkdir(parents=True, exist_ok=True)
         return cls(
             toy.write_model(home / "model"),
-            toy.write_tasks(home / "tasks.jsonl", tasks, unlucky),
-            toy.write_tasks(home / "heldout.jsonl", 4, unlucky=False),
+            toy.write_tasks(home / "tasks.jsonl", tasks, with_failures),
+            toy.write_tasks(home / "heldout.jsonl", 4, with_failures=False),
         )
 
 

@@ -1,4 +1,4 @@
-"""Where to kill: every labelled place of every process, some of them more than once."""
+"""Where to kill: every crash point of every process, some of them at several counts."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Point:
-    """The `nth` time that a process of this kind gets to the label."""
+    """The `nth` time that a process of this kind reaches the label."""
 
-    part: str
+    process: str  # as in OUTPACE_CRASH
     label: str
     nth: int = 1
-    is_first: bool = True  # of the drills at this place
+    is_first: bool = True  # of the drills at this label
 
     @property
     def name(self) -> str:
-        return f"{self.part}@{self.label}" + (f"#{self.nth}" if self.nth > 1 else "")
+        return f"{self.process}@{self.label}" + (f"#{self.nth}" if self.nth > 1 else "")
 
 
 CONTROLLER = {
@@ -98,19 +98,19 @@ ENVIRONMENT = {
 TABLE = {"controller": CONTROLLER | COMMIT, "learner": LEARNER, "engine": ENGINE, "worker": WORKER, "grader": GRADER}
 
 POINTS = [
-    Point(part, label, nth, is_first=nth == times[0])
-    for part, labels in TABLE.items()
+    Point(process, label, nth, is_first=nth == times[0])
+    for process, labels in TABLE.items()
     for label, times in labels.items()
     for nth in times
 ]
-"""Each is one drill, at least."""
+"""Each point is at least one drill."""
 
-OF_AGENTS = [
+AGENT_POINTS = [
     *(Point("stage", label, nth) for label, times in ENVIRONMENT.items() for nth in times),
     Point("worker", "turns.torn"),
     Point("worker", "turns.torn", 20),
 ]
-"""Where there are environments and several turns."""
+"""Points that only runs with environments and several turns reach."""
 
 AFTER_A_STEP = Point("controller", "controller.step_recorded", 3)
 IN_A_STEP = Point("controller", "controller.close_batch", 5)
@@ -130,9 +130,9 @@ WHILE_RESUMING = [
     ("agent", AFTER_A_CHECKPOINT, Point("controller", "turns.renamed")),
     ("agent", AFTER_A_CHECKPOINT, Point("controller", "turns.removed")),
 ]
-"""In which kind of run, a death, and a second one in the start that goes on after it."""
+"""Mode of the run, a first death, and a second death in the start that resumes."""
 
-ELSEWHERE = {
-    "commit.set_aside": "a checkpoint of the same step is there already: tests/checkpoint",
+TESTED_ELSEWHERE = {
+    "commit.set_aside": "a checkpoint of the same step already exists: tests/checkpoint",
 }
-"""Places that no drill comes to, and who does."""
+"""Crash points that no drill reaches, and the tests that cover them."""

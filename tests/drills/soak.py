@@ -1,8 +1,8 @@
-"""A long run that nothing is spared: `python -m drills.soak --steps 10000`, with `tests` on the path, or `make soak`.
+"""Soak test, a long run with faults: `python -m drills.soak --steps 10000`, with `tests` on the path, or `make soak`.
 
-Every few seconds a reward or an environment goes wrong, in each of the ways it can (`toy`). Every ten recovery times a
-process is killed, each kind in its turn; where that ends the run it is resumed. At the end the reward must have risen,
-nothing may have grown, every visit must be accounted for, and nothing be left behind.
+Every few seconds a reward function or an environment fails, in each of its ways (`toy`). Every ten recovery times a
+process is killed, with the roles taking turns; if that ends the run, it is resumed. At the end the reward must have
+risen, memory must not have grown, every visit must be accounted for, and nothing may be left behind.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from typing import Any
 from drills import toy
 from drills.checks import accounting, outcomes
 from drills.following import Run, lines_of
-from drills.measuring import Cost, Measuring, costs, growing
+from drills.measuring import ProcessMonitor, RoleCost, costs, growing
 from drills.modes import CODE, COMMON, Assets, as_arguments, toy_settings
-from drills.striking import strike_role
+from drills.striking import kill_role
 from leftovers import LeftoverCheck
 
 TASKS = 512
 ROLES = ("engine-0", "worker-0", "grader", "environment", "learner", "controller")
 APART = 10.0
-"""So many recovery times lie between two kills."""
+"""Recovery times between two kills."""
 FIRST_GUESS_S = 1.0
-"""A recovery time, before there was one to measure."""
+"""Recovery time assumed before the first measurement."""
 EVERY = 100
-"""One in so many calls of user code goes wrong."""
+"""One in this many calls of user code fails."""
 SPARE = 2
-"""So many processes more may be seen at once: one that ends while its successor starts."""
+"""Extra processes allowed at a time: one may end while its replacement starts."""
 START_LIMIT_S = 3600.0
 FEWEST_TO_JUDGE = 2000
-"""Steps. In a shorter run memory is still finding its level."""
+"""Steps. In a shorter run memory has not reached its level yet."""
 
 
 @dataclass
@@ -52,25 +52,25 @@ class Kill:
     recovery_s: float | None = None
 
 
-class Killing:
-    """A hook for `SimulatedRun.start`: each role in its turn, in an order drawn anew every round."""
+class RoleKiller:
+    """A hook for `Run.start`: kills each role in turn, in an order drawn anew every round."""
 
     def __init__(self, seed: int, until: int, apart: float) -> None:
         self._draw = random.Random(seed)
         self._apart = apart
-        self._until = until  # the last step that is disturbed
+        self._until = until  # no kills from this step on
         self._bag: list[str] = []
         self.kills: list[Kill] = []
 
     def __call__(self, run: Run) -> None:
-        steps = run.marks
+        steps = run.step_log
         if self.kills and self.kills[-1].recovery_s is None:
             self.kills[-1].recovery_s = steps.recovery_s(self.kills[-1].at)
             return
         if not run.is_training or steps.last >= self._until or time.time() < self._due(run.began):
             return
         role = self._next_role()
-        if strike_role(run, role, self._draw):
+        if kill_role(run, role, self._draw):
             self.kills.append(Kill(role, steps.last, time.time()))
 
     @property
@@ -94,14 +94,14 @@ def settings(assets: Assets, steps: int) -> dict[str, Any]:
         **toy_settings(assets),
         "rewards.functions": [f"{CODE}:faulty_share"],
         "rewards.timeout_s": 2.0,
-        "rollout.environment": f"{CODE}:Room",
+        "rollout.environment": f"{CODE}:FaultyEnvironment",
         "environment.isolation": "process",
         "environment.reuse": True,
         "environment.timeout_s": 2.0,
         "rollout.max_tokens": 4,
         "pacing.groups_per_step": 2,
         "pacing.max_lag": 2,
-        "learner.lr": max(3e-5, 0.2 / steps),  # so that there is something to learn until the end
+        "learner.lr": max(3e-5, 0.2 / steps),  # low enough that learning lasts until the end
         "checkpoint.every": 50,
         "eval.every": 500,
         "supervise.window_s": 60.0,
@@ -111,17 +111,19 @@ def settings(assets: Assets, steps: int) -> dict[str, Any]:
     }
 
 
-# ---------------------------------------------------------------------------------------------------------- the verdict
+# --------------------------------------------------------------------------------------------------------------- checks
 
 
 def rewards_of(run: Path) -> tuple[float, float]:
-    """The mean of the first tenth of the steps, and of the last."""
+    """Return the mean reward of the first tenth of the steps and of the last tenth."""
     known = [line["reward/mean"] for line in lines_of(run / "metrics.jsonl") if "reward/mean" in line]
     tenth = max(1, len(known) // 10)
     return fmean(known[:tenth]), fmean(known[-tenth:])
 
 
-def verdict(run: Run, steps: int, killing: Killing, measuring: Measuring, found: list[Cost]) -> Iterator[str]:
+def find_faults(
+    run: Run, steps: int, killer: RoleKiller, monitor: ProcessMonitor, found: list[RoleCost]
+) -> Iterator[str]:
     if run.starts[-1].code != 0:
         yield f"did not get to the end: exit codes {[start.code for start in run.starts]}"
         return
@@ -130,44 +132,44 @@ def verdict(run: Run, steps: int, killing: Killing, measuring: Measuring, found:
     first, last = rewards_of(run.dir)
     if not last > first:
         yield f"the reward has not risen: {first:.3f} at first, {last:.3f} at last"
-    if not killing.kills:
-        yield "nobody was killed"
+    if not killer.kills:
+        yield "no process was killed"
     if steps >= FEWEST_TO_JUDGE:
         for cost in found:
             yield from growing(cost, steps)
-        for role, (before, after) in measuring.most().items():
+        for role, (before, after) in monitor.max_counts().items():
             if after > before + SPARE:
-                yield f"{role}: {before} processes at most in the first half, {after} in the last"
+                yield f"{role}: {before} processes at most in the first half, {after} in the second"
 
 
 def soak(
-    home: Path, steps: int, seed: int = 0, every: int = EVERY, apart: float = APART, say: bool = True
+    home: Path, steps: int, seed: int = 0, every: int = EVERY, apart: float = APART, verbose: bool = True
 ) -> dict[str, Any]:
-    """The whole of it; the returned record has no `faults` when all is well."""
+    """Run the soak test and return its record; `faults` is empty if it passed."""
     for left in ("run", "tmp"):
         shutil.rmtree(home / left, ignore_errors=True)
-    assets = Assets.written(home / "assets", TASKS, unlucky=False)
+    assets = Assets.write(home / "assets", TASKS, with_failures=False)
     environment = {toy.FAULTS_EVERY: str(every), toy.FAULTS_SEED: str(seed)}
     run = Run(home, as_arguments(settings(assets, steps)), environment)
-    killing, measuring, progress = Killing(seed, steps * 95 // 100, apart), Measuring(), Progress(steps, say)
+    killer, monitor, progress = RoleKiller(seed, steps * 95 // 100, apart), ProcessMonitor(), Progress(steps, verbose)
 
     def hook(run: Run) -> None:
-        measuring(run)
-        killing(run)
-        progress(run, killing)
+        monitor(run)
+        killer(run)
+        progress(run, killer)
 
     began = time.monotonic()
     while run.start(START_LIMIT_S, hook).code not in (0, None):
-        if len(run.starts) > len(killing.kills) + 1:
+        if len(run.starts) > len(killer.kills) + 1:
             break
     seconds = time.monotonic() - began
-    found = costs(measuring.lives.values())
-    faults = list(verdict(run, steps, killing, measuring, found))
-    return _record(run, seconds, killing, measuring, found, faults)
+    found = costs(monitor.lives.values())
+    faults = list(find_faults(run, steps, killer, monitor, found))
+    return _record(run, seconds, killer, monitor, found, faults)
 
 
 def _record(
-    run: Run, seconds: float, killing: Killing, measuring: Measuring, found: list[Cost], faults: list[str]
+    run: Run, seconds: float, killer: RoleKiller, monitor: ProcessMonitor, found: list[RoleCost], faults: list[str]
 ) -> dict[str, Any]:
     batches = lines_of(run.dir / "batches.jsonl")
     return {
@@ -177,42 +179,42 @@ def _record(
         "starts": [start.code for start in run.starts],
         "rewards": [round(reward, 3) for reward in rewards_of(run.dir)],
         "visits": dict(outcomes(batches)),
-        "recovery_s": round(killing.recovery_s, 2),
-        "kills": [asdict(kill) for kill in killing.kills],
-        "processes": measuring.most(),
+        "recovery_s": round(killer.recovery_s, 2),
+        "kills": [asdict(kill) for kill in killer.kills],
+        "processes": monitor.max_counts(),
         "costs": [asdict(cost) for cost in found],
-        "said": run.starts[-1].said if faults else "",
+        "output": run.starts[-1].output if faults else "",
     }
 
 
 class Progress:
-    """A line every so often."""
+    """Prints a progress line at intervals."""
 
-    def __init__(self, steps: int, say: bool, every_s: float = 30.0) -> None:
-        self._steps, self._say, self._every_s = steps, say, every_s
+    def __init__(self, steps: int, verbose: bool, every_s: float = 30.0) -> None:
+        self._steps, self._verbose, self._every_s = steps, verbose, every_s
         self._due = 0.0
 
-    def __call__(self, run: Run, killing: Killing) -> None:
-        if not self._say or time.monotonic() < self._due:
+    def __call__(self, run: Run, killer: RoleKiller) -> None:
+        if not self._verbose or time.monotonic() < self._due:
             return
         self._due = time.monotonic() + self._every_s
-        killed = ", ".join(f"{kill.role} at {kill.step}" for kill in killing.kills[-3:])
+        killed = ", ".join(f"{kill.role} at {kill.step}" for kill in killer.kills[-3:])
         print(
-            f"step {run.marks.last}/{self._steps}, {len(killing.kills)} kills (last: {killed or 'none'}), "
-            f"recovery {killing.recovery_s:.1f} s",
+            f"step {run.step_log.last}/{self._steps}, {len(killer.kills)} kills (last: {killed or 'none'}), "
+            f"recovery {killer.recovery_s:.1f} s",
             flush=True,
         )
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="drills.soak", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=10_000)
-    parser.add_argument("--seed", type=int, default=0, help="of faults and kills")
-    parser.add_argument("--every", type=int, default=EVERY, help="one in so many calls of user code goes wrong")
+    parser.add_argument("--seed", type=int, default=0, help="seed of faults and kills")
+    parser.add_argument("--every", type=int, default=EVERY, help="one in this many calls of user code fails")
     parser.add_argument("--apart", type=float, default=APART, help="recovery times between two kills")
-    parser.add_argument("--home", type=Path, help="where the run goes; default: a temporary directory")
-    parser.add_argument("--result", type=Path, help="where the JSON goes; default: result.json in there")
-    options = parser.parse_args(words)
+    parser.add_argument("--home", type=Path, help="directory of the run; default: a temporary directory")
+    parser.add_argument("--result", type=Path, help="result file; default: result.json in that directory")
+    options = parser.parse_args(arguments)
     home = options.home or Path(tempfile.mkdtemp(prefix="outpace-soak-"))
     with LeftoverCheck(home.absolute()) as check:
         record = soak(home, options.steps, options.seed, options.every, options.apart)
@@ -224,8 +226,8 @@ def main(words: Sequence[str] | None = None) -> int:
         print(*(f"{name} {value}" for name, value in cost.items()), sep=", ")
     with suppress(KeyError):
         print(f"reward {record['rewards'][0]} → {record['rewards'][1]}, visits {record['visits']}")
-    print("all is well" if not record["faults"] else "FAILED:\n" + "\n".join(record["faults"]))
-    print(f"{record['steps']} steps in {record['minutes']} min; everything is in {file}")
+    print("passed" if not record["faults"] else "FAILED:\n" + "\n".join(record["faults"]))
+    print(f"{record['steps']} steps in {record['minutes']} min; details: {file}")
     return 1 if record["faults"] else 0
 
 

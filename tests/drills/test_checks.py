@@ -1,4 +1,4 @@
-"""The checks of the drills find what they are there to find."""
+"""The checks of the drills find the faults that they exist for."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from drills import checks
-from drills.following import Steps, last_step
-from drills.measuring import Life, Sample, costs, growing
+from drills.following import StepLog, last_step
+from drills.measuring import ProcessHistory, ProcessSample, costs, growing
 from support import names
 
 Line = dict[str, Any]
@@ -35,7 +35,7 @@ def complaints(batches: list[Line], epochs: int | None = 2) -> list[str]:
     return [*checks.in_sequence(batches), *checks.complete(batches, tasks=3, epochs=epochs)]
 
 
-def test_a_run_in_which_every_visit_ended_once_is_right() -> None:
+def test_a_run_in_which_every_visit_ended_once_passes() -> None:
     assert complaints(a_run()) == []
     assert checks.outcomes(a_run()) == {"trained": 4, "failed": 1, "filtered": 1}
 
@@ -68,12 +68,12 @@ def go_back_a_version(batches: list[Line]) -> None:
     batches[2]["version"] = 1
 
 
-def count_wrongly(batches: list[Line]) -> None:
+def miscount_visits(batches: list[Line]) -> None:
     batches[2]["accounted"] = 5
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said", "visits"),
+    ("corrupt", "expected", "visits"),
     [
         (lose_a_task, "missing", "[(1, 1)]"),
         (train_a_task_again, "twice", "[(0, 1)]"),
@@ -82,18 +82,18 @@ def count_wrongly(batches: list[Line]) -> None:
         (skip_a_step, "steps 4 3", ""),
         (repeat_a_step, "steps 1 2", ""),
         (go_back_a_version, "version", ""),
-        (count_wrongly, "accounted 5 6", ""),
+        (miscount_visits, "accounted 5 6", ""),
     ],
 )
-def test_what_is_lost_doubled_invented_or_out_of_order_is_found(
-    spoil: Callable[[list[Line]], None], said: str, visits: str
+def test_lost_duplicate_and_unplanned_visits_and_steps_out_of_order_are_found(
+    corrupt: Callable[[list[Line]], None], expected: str, visits: str
 ) -> None:
     batches = a_run()
-    spoil(batches)
-    assert any(names(found, said) and visits in found for found in complaints(batches)), complaints(batches)
+    corrupt(batches)
+    assert any(names(found, expected) and visits in found for found in complaints(batches)), complaints(batches)
 
 
-def test_without_a_number_of_epochs_only_those_that_have_ended_must_be_whole() -> None:
+def test_without_a_number_of_epochs_only_ended_epochs_must_be_complete() -> None:
     batches = a_run()
     batches[2]["groups"].append({"epoch": 2, "task": 0})
     batches[2]["accounted"] = 7
@@ -105,10 +105,10 @@ def test_without_a_number_of_epochs_only_those_that_have_ended_must_be_whole() -
     assert "[(0, 2)]" in complaint
 
 
-def test_a_ledger_that_says_something_else_than_the_lines_is_found() -> None:
-    told = {"trained": 2, "filtered": 0, "failed": 1, "dropped": 0, "skipped": 0}
-    ledger = {"version": 3, "twice": [], "never": [], "epochs": [{"epoch": 0, **told}, {"epoch": 1, **told}]}
-    filtered, failed = checks.agreed(a_run(), ledger, tasks=3)
+def test_a_ledger_that_contradicts_batches_jsonl_is_found() -> None:
+    counts = {"trained": 2, "filtered": 0, "failed": 1, "dropped": 0, "skipped": 0}
+    ledger = {"version": 3, "twice": [], "never": [], "epochs": [{"epoch": 0, **counts}, {"epoch": 1, **counts}]}
+    filtered, failed = checks.ledger_differences(a_run(), ledger, tasks=3)
     assert names(filtered, "epoch 1 filtered 0")
     assert names(failed, "epoch 1 failed 0")
 
@@ -122,7 +122,7 @@ def write_run(home: Path, loss: float, seconds: float, weights: bytes) -> Path:
     return home
 
 
-def test_equal_runs_may_differ_by_the_clock_and_by_nothing_else(tmp_path: Path) -> None:
+def test_equal_runs_may_differ_only_in_timing_metrics(tmp_path: Path) -> None:
     reference = write_run(tmp_path / "a", 0.5, 1.0, b"w")
     assert checks.equality(write_run(tmp_path / "b", 0.5, 2.0, b"w"), reference) == []
     [loss] = checks.equality(write_run(tmp_path / "c", 0.5000001, 1.0, b"w"), reference)
@@ -131,7 +131,7 @@ def test_equal_runs_may_differ_by_the_clock_and_by_nothing_else(tmp_path: Path) 
     assert names(weights, "model.safetensors")
 
 
-def test_what_was_settled_stays_on_its_line(tmp_path: Path) -> None:
+def test_a_finalized_visit_that_moved_to_another_line_is_found(tmp_path: Path) -> None:
     reference, moved = (write_run(tmp_path / name, 0.5, 1.0, b"w") for name in "ab")
     batches = a_run()
     batches[0]["settled"], batches[1]["settled"] = batches[1]["settled"], []
@@ -140,15 +140,15 @@ def test_what_was_settled_stays_on_its_line(tmp_path: Path) -> None:
     assert names(complaint, "batches.jsonl settled")
 
 
-def test_recovery_lasts_until_a_step_is_trained_that_was_not_there_before() -> None:
-    steps = Steps()
+def test_recovery_lasts_until_the_first_step_trained_after_the_rollback() -> None:
+    steps = StepLog()
     steps.seen = [(10.0, 1), (11.0, 2), (12.0, 3), (15.0, 2), (17.0, 3)]
-    assert steps.recovery_s(12.5) == 4.5  # rolled back to 2 at 15, trained 3 anew at 17
+    assert steps.recovery_s(12.5) == 4.5  # rolled back to 2 at 15, trained 3 again at 17
     assert steps.recovery_s(10.5) == 0.5
     assert steps.recovery_s(18.0) is None
 
 
-def test_the_last_whole_line_counts(tmp_path: Path) -> None:
+def test_last_step_reads_the_last_complete_line(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step":1}\n{"step":2}\n{"step":3')
     assert last_step(file) == 2
@@ -156,23 +156,27 @@ def test_the_last_whole_line_counts(tmp_path: Path) -> None:
     assert last_step(file) == 0
 
 
-def life(role: str, grows: int, level: int = 100 << 20, descriptors: int = 20) -> Life:
-    return Life(role, [Sample(step, level + grows * max(step, 500), 8, descriptors) for step in range(0, 3000, 10)])
+def history(role: str, grows: int, level: int = 100 << 20, descriptors: int = 20) -> ProcessHistory:
+    return ProcessHistory(
+        role, [ProcessSample(step, level + grows * max(step, 500), 8, descriptors) for step in range(0, 3000, 10)]
+    )
 
 
-def test_memory_that_grows_late_is_found_and_a_start_that_grows_is_not() -> None:
-    [steady] = costs([life("engine", 0), life("engine", 0)])
+def test_memory_growth_is_found_late_in_the_life_of_a_process_and_ignored_during_warm_up() -> None:
+    [steady] = costs([history("engine", 0), history("engine", 0)])
     assert list(growing(steady, steps=10_000)) == []
-    [leaky] = costs([life("engine", 2000), life("engine", 2000)])
+    [leaky] = costs([history("engine", 2000), history("engine", 2000)])
     assert leaky.bytes_per_step == pytest.approx(2000, rel=0.01)
     assert names(next(growing(leaky, steps=10_000)), "engine memory 2000")
-    warming = Life("engine", [Sample(step, min(step, 900) << 15, 8, 20) for step in range(0, 1000, 10)])
-    assert list(growing(costs([warming])[0], steps=10_000)) == []
+    warming_up = ProcessHistory(
+        "engine", [ProcessSample(step, min(step, 900) << 15, 8, 20) for step in range(0, 1000, 10)]
+    )
+    assert list(growing(costs([warming_up])[0], steps=10_000)) == []
 
 
-def test_processes_that_start_larger_or_with_more_descriptors_each_time_are_found() -> None:
-    [larger] = costs([life("worker", 0, level=(100 + 20 * number) << 20) for number in range(3)])
+def test_restarted_processes_with_ever_more_memory_or_descriptors_are_found() -> None:
+    [larger] = costs([history("worker", 0, level=(100 + 20 * number) << 20) for number in range(3)])
     assert names(next(growing(larger, steps=10_000)), "worker processes")
-    [more] = costs([life("worker", 0, descriptors=20 + 3 * number) for number in range(3)])
+    [more] = costs([history("worker", 0, descriptors=20 + 3 * number) for number in range(3)])
     [complaint] = growing(more, steps=10_000)
     assert names(complaint, "worker descriptors 20 26")

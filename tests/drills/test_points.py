@@ -1,4 +1,4 @@
-"""The table of places to kill at, against the places there are."""
+"""The table of drilled crash points matches the crash points in the code."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import outpace
-from drills.points import ELSEWHERE, OF_AGENTS, POINTS, WHILE_RESUMING, Point
+from drills.points import AGENT_POINTS, POINTS, TESTED_ELSEWHERE, WHILE_RESUMING, Point
 
 SOURCE = Path(outpace.__file__).parent
 
 
-def places() -> set[str]:
-    """Every label in the source, as a regular expression: what is made up at run time matches any word."""
+def crash_points() -> set[str]:
+    """Return every label in the source as a regular expression; a part computed at run time matches any word."""
     return {label for file in SOURCE.rglob("*.py") for label in labels_in(ast.parse(file.read_text()))}
 
 
@@ -37,28 +37,32 @@ def labels_of(node: ast.expr, named: dict[str, ast.expr]) -> Iterator[str]:
         case ast.Name() | ast.Attribute():
             yield from labels_of(named[ast.unparse(node)], named)
         case _:
-            raise AssertionError(f"what label is {ast.unparse(node)}?")
+            raise AssertionError(f"cannot resolve the crash point label {ast.unparse(node)}")
 
 
-def every() -> list[Point]:
-    return [*POINTS, *OF_AGENTS, *(point for _, *deaths in WHILE_RESUMING for point in deaths)]
+def all_points() -> list[Point]:
+    return [*POINTS, *AGENT_POINTS, *(point for _, *deaths in WHILE_RESUMING for point in deaths)]
 
 
-def drilled() -> set[str]:
-    return {point.label for point in every()}
+def drilled_labels() -> set[str]:
+    return {point.label for point in all_points()}
 
 
-def test_every_place_in_the_code_is_drilled_or_tested_elsewhere() -> None:
-    known = drilled() | set(ELSEWHERE)
-    assert [place for place in sorted(places()) if not any(re.fullmatch(place, label) for label in known)] == []
+def test_every_crash_point_in_the_code_is_drilled_or_tested_elsewhere() -> None:
+    known = drilled_labels() | set(TESTED_ELSEWHERE)
+    assert [
+        pattern for pattern in sorted(crash_points()) if not any(re.fullmatch(pattern, label) for label in known)
+    ] == []
 
 
-def test_every_drill_has_its_place_in_the_code() -> None:
-    there = places()
-    assert [label for label in sorted(drilled()) if not any(re.fullmatch(place, label) for place in there)] == []
+def test_every_drilled_crash_point_exists_in_the_code() -> None:
+    existing = crash_points()
+    assert [
+        label for label in sorted(drilled_labels()) if not any(re.fullmatch(pattern, label) for pattern in existing)
+    ] == []
 
 
-def test_there_are_at_least_sixty_pairs_of_process_and_place() -> None:
-    points = every()
-    assert len({(point.part, point.label) for point in points}) >= 60
-    assert {point.part for point in points} == {"controller", "learner", "engine", "worker", "grader", "stage"}
+def test_there_are_at_least_sixty_pairs_of_process_and_crash_point() -> None:
+    points = all_points()
+    assert len({(point.process, point.label) for point in points}) >= 60
+    assert {point.process for point in points} == {"controller", "learner", "engine", "worker", "grader", "stage"}

@@ -1,4 +1,4 @@
-"""The soak, a short one; the long one is `make soak`."""
+"""A short soak test; `make soak` runs a long one."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from drills.soak import soak
 @pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.timeout(400)
-def test_a_run_with_faults_and_kills_learns_and_loses_nothing(tmp_path: Path) -> None:
-    record = soak(tmp_path, steps=200, apart=1.0, say=False)
-    assert record["faults"] == [], record["said"]
+def test_a_soak_run_with_faults_and_kills_learns_and_loses_no_visit(tmp_path: Path) -> None:
+    record = soak(tmp_path, steps=200, apart=1.0, verbose=False)
+    assert record["faults"] == [], record["output"]
     assert record["steps"] == 200
     assert record["kills"]

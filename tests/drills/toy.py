@@ -1,8 +1,8 @@
-"""Everything real but the size: a policy that starts to write at once, tasks of a line, and what judges them.
+"""A tiny model, one-line tasks, and the reward functions and environment for them.
 
-Runs name the code in here as `…/toy.py:share`, so that it lives where a user's own would: in graders and environments.
-Some tasks are unlucky by design, so that every way in which a visit can end is in every drill: one in six is filtered,
-one in eight fails in its reward, one in eleven has a prompt longer than the context.
+Runs refer to this code as `…/toy.py:share`, so it runs where code of a user runs: in graders and environments.
+Some tasks fail by design, so that every drill includes every outcome of a visit: one in six is filtered, one in eight
+fails in its reward, one in eleven has a prompt longer than the context.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ WANTED = frozenset("0123456789abcdefghijklmnopqrstuvwxyz")
 CONTEXT = 64
 TOO_LONG = "x" * CONTEXT
 HANG_S = 30.0
-"""Longer than any limit that a drill sets."""
+"""Longer than any timeout that a drill sets."""
 
 FAULTS_EVERY = "DRILL_FAULTS_EVERY"
-"""One in so many calls of user code goes wrong, where this is in the environment."""
+"""Environment variable: one in this many calls of user code fails."""
 FAULTS_SEED = "DRILL_FAULTS_SEED"
 
 
@@ -31,7 +31,7 @@ FAULTS_SEED = "DRILL_FAULTS_SEED"
 
 
 def write_model(directory: Path) -> Path:
-    """The starter's architecture and tokenizer with a fraction of its size, and random weights."""
+    """Write a model with architecture and tokenizer of the starter model, a fraction of its size and random weights."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -58,10 +58,10 @@ def write_model(directory: Path) -> Path:
     return directory
 
 
-def write_tasks(file: Path, count: int, unlucky: bool = True) -> Path:
+def write_tasks(file: Path, count: int, with_failures: bool = True) -> Path:
     with file.open("w") as lines:
         for number in range(count):
-            manner = manner_of(number) if unlucky else "plain"
+            manner = manner_of(number) if with_failures else "plain"
             prompt = TOO_LONG if manner == "long" else f"say {number}"
             lines.write(json.dumps({"id": f"t{number}", "prompt": prompt, "manner": manner}) + "\n")
     return file
@@ -79,7 +79,7 @@ def manner_of(number: int) -> str:
 
 
 def share(prompts: list[str], completions: list[str], manner: list[str], **columns: Any) -> list[float]:
-    """The share of wanted characters, where the task is a plain one."""
+    """Return the share of wanted characters if the task is a plain one."""
     if manner[0] == "raises":
         raise RuntimeError("this task has no answer")
     if manner[0] == "alike":
@@ -92,10 +92,10 @@ def share_of(text: str) -> float:
 
 
 def faulty_share(prompts: list[Any], completions: list[list[dict[str, str]]], **columns: Any) -> Any:
-    """`share_of`, with now and then anything else that a reward function has ever been seen to do."""
+    """`share_of`, with occasional faults of every kind that a reward function can have."""
     answers = [messages[-1]["content"] if messages else "" for messages in completions]
     rewards = [share_of(text) for text in answers]
-    match misfortune(6, str(prompts[0]), *answers):
+    match pick_fault(6, str(prompts[0]), *answers):
         case 0:
             raise RuntimeError("this reward has a bad day")
         case 1:
@@ -111,11 +111,11 @@ def faulty_share(prompts: list[Any], completions: list[list[dict[str, str]]], **
     return rewards
 
 
-class Room:
-    """An environment that is only there to go wrong."""
+class FaultyEnvironment:
+    """An environment that only exists to fail."""
 
     def reset(self, id: str = "", **columns: Any) -> None:
-        match misfortune(3, id, str(time.time_ns())):
+        match pick_fault(3, id, str(time.time_ns())):
             case 0:
                 raise RuntimeError("this room is closed")
             case 1:
@@ -124,8 +124,8 @@ class Room:
                 time.sleep(HANG_S)
 
 
-def misfortune(kinds: int, *what: str) -> int | None:
-    """Which of so many faults this call is to have; None, nearly always, for none."""
+def pick_fault(kinds: int, *keys: str) -> int | None:
+    """Return which of `kinds` faults this call has; None (nearly always) for no fault."""
     every = int(os.environ.get(FAULTS_EVERY, "0"))
-    draw = random.Random("/".join([os.environ.get(FAULTS_SEED, ""), *what]))
+    draw = random.Random("/".join([os.environ.get(FAULTS_SEED, ""), *keys]))
     return draw.randrange(kinds) if every and draw.randrange(every) == 0 else None

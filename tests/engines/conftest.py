@@ -1,4 +1,4 @@
-"""Tiny random models of several families, and the references the engine is held to."""
+"""Tiny random models of several model families, and reference logits and logprobs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _LLAMA_LIKE = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": CONTEXT,
-    "initializer_range": 0.3,  # far from uniform, so that a wrong logit shows
+    "initializer_range": 0.3,  # far from uniform, so that a wrong logit is visible
     "eos_token_id": None,
     "bos_token_id": None,
 }
@@ -122,7 +122,7 @@ def prompts() -> Callable[..., list[NDArray[np.int32]]]:
 
 @pytest.fixture
 def forced_logits() -> Callable[..., torch.Tensor]:
-    """Row i: the logits from which a plain forward would draw output token i."""
+    """Row i: the logits from which a plain forward pass draws output token i."""
 
     def compute(model: PreTrainedModel, prompt: NDArray[np.int32], output: NDArray[np.int32]) -> torch.Tensor:
         tokens = torch.from_numpy(np.concatenate((prompt, output)).astype(np.int64)).unsqueeze(0)
@@ -134,7 +134,7 @@ def forced_logits() -> Callable[..., torch.Tensor]:
 
 @pytest.fixture
 def forced_logprobs(forced_logits: Callable[..., torch.Tensor]) -> Callable[..., NDArray[np.float32]]:
-    """The logprob that a plain forward gives each output token, at a temperature."""
+    """The logprob of each output token in a plain forward pass at a temperature."""
 
     def compute(
         model: PreTrainedModel, prompt: NDArray[np.int32], output: NDArray[np.int32], temperature: float = 1.0

@@ -1,4 +1,4 @@
-"""One answer made in several parts is the answer, token for token."""
+"""Continuation: a generation sampled in several parts equals the whole generation, token for token."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ parts = st.lists(st.lists(st.integers(0, 90), max_size=6), max_size=8)
 
 
 @given(parts, st.integers(0, 2**63 - 1), st.integers(0, 20))
-def test_no_token_is_lost_doubled_or_changed(pieces: list[list[int]], seed: int, spare: int) -> None:
+def test_no_token_is_lost_duplicated_or_changed(pieces: list[list[int]], seed: int, spare: int) -> None:
     tokens = [token for piece in pieces for token in piece]
     answer = ContinuedGeneration(PROMPT, sampling(len(tokens) + spare, seed))
     for version, piece in enumerate(pieces):
@@ -59,9 +59,9 @@ def test_no_token_is_lost_doubled_or_changed(pieces: list[list[int]], seed: int,
 
 
 @given(parts, st.integers(0, 2**63 - 1))
-def test_every_part_has_noise_of_its_own_and_is_sampled_as_asked_otherwise(pieces: list[list[int]], seed: int) -> None:
-    asked = sampling(100, seed, temperature=0.7, top_p=0.9, top_k=3, stop_strings=["x"])
-    answer, seeds = ContinuedGeneration(PROMPT, asked), {0: seed}
+def test_every_part_uses_its_own_seed_and_otherwise_the_requested_sampling(pieces: list[list[int]], seed: int) -> None:
+    requested = sampling(100, seed, temperature=0.7, top_p=0.9, top_k=3, stop_strings=["x"])
+    answer, seeds = ContinuedGeneration(PROMPT, requested), {0: seed}
     for piece in pieces:
         answer.add(part(piece))
         seeds[len(answer)] = answer.sampling.seed
@@ -70,7 +70,7 @@ def test_every_part_has_noise_of_its_own_and_is_sampled_as_asked_otherwise(piece
     assert all(0 <= one < 2**63 for one in seeds.values())
 
 
-def test_how_an_answer_was_cut_into_parts_has_no_say_in_the_noise_of_the_rest() -> None:
+def test_the_seed_of_the_rest_does_not_depend_on_how_earlier_tokens_were_split() -> None:
     one, other = ContinuedGeneration(PROMPT, sampling()), ContinuedGeneration(PROMPT, sampling())
     one.add(part([1, 2, 3]))
     other.add(part([1]))
@@ -78,30 +78,30 @@ def test_how_an_answer_was_cut_into_parts_has_no_say_in_the_noise_of_the_rest() 
     assert one.sampling == other.sampling
 
 
-def test_before_there_is_a_token_the_request_is_asked_for_as_it_is() -> None:
-    asked = sampling()
-    answer = ContinuedGeneration(PROMPT, asked)
+def test_before_the_first_token_the_request_is_sent_unchanged() -> None:
+    requested = sampling()
+    answer = ContinuedGeneration(PROMPT, requested)
     answer.add(part([]))
-    assert answer.sampling == asked
+    assert answer.sampling == requested
     assert answer.prompt.tolist() == PROMPT.tolist()
 
 
-def test_a_part_that_was_lost_at_the_end_leaves_nothing_to_go_on_with() -> None:
-    full, spoken, half = (ContinuedGeneration(PROMPT, sampling(2)) for _ in range(3))
+def test_a_generation_lost_after_its_last_token_is_complete() -> None:
+    full, stopped, half = (ContinuedGeneration(PROMPT, sampling(2)) for _ in range(3))
     full.add(part([1, 2]))
-    spoken.add(part([END]))
+    stopped.add(part([END]))
     half.add(part([1]))
-    assert [full.ended, spoken.ended, half.ended] == ["length", "stop", None]
+    assert [full.ended, stopped.ended, half.ended] == ["length", "stop", None]
 
 
-def test_the_end_and_the_limit_in_one_token_are_an_end() -> None:
+def test_a_stop_token_at_the_length_limit_counts_as_stop() -> None:
     answer = ContinuedGeneration(PROMPT, sampling(2))
     answer.add(part([1, END]))
     assert answer.ended == "stop"
 
 
 @given(st.text("ab", max_size=12), st.lists(st.integers(0, 12), max_size=4))
-def test_a_stop_string_is_found_wherever_the_answer_was_cut(text: str, cuts: list[int]) -> None:
+def test_a_stop_string_is_found_across_part_boundaries(text: str, cuts: list[int]) -> None:
     answer = ContinuedGeneration(PROMPT, sampling(stop_strings=["aba"]), letters)
     edges = sorted({0, len(text), *(cut for cut in cuts if cut <= len(text))})
     for start, end in pairwise(edges):
@@ -118,13 +118,13 @@ def uneven() -> Generation:
 
 
 @pytest.mark.parametrize(("wrong", "why"), [(part([1, 2, 3]), r"^(?=.*\b3 tokens\b).*\b2\b"), (uneven(), "logprob")])
-def test_a_part_that_cannot_be_one_is_refused(wrong: Generation, why: str) -> None:
+def test_an_invalid_part_is_refused(wrong: Generation, why: str) -> None:
     answer = ContinuedGeneration(PROMPT, sampling(2))
     with pytest.raises(ValueError, match=why):
         answer.add(wrong)
 
 
-def test_nothing_follows_the_end() -> None:
+def test_nothing_can_be_added_after_the_end() -> None:
     answer = ContinuedGeneration(PROMPT, sampling())
     answer.add(part([END]))
     answer.add(part([]))

@@ -1,19 +1,19 @@
-"""Fixtures of the fault tests: runs that take seconds, as in the system tests."""
+"""Fixtures of the fault tests: runs of a few seconds, as in the system tests."""
 
 import pytest
 
-from faults.watching import LiveRun, Runs
+from faults.watching import LiveRun, StartRun
 from system.conftest import rewards, settings, tasks, toy_model
 
 __all__ = ["rewards", "settings", "start", "tasks", "toy_model"]
 
 
 @pytest.fixture
-def start(request: pytest.FixtureRequest) -> Runs:
+def start(request: pytest.FixtureRequest) -> StartRun:
     """Start runs, each in its own process group, which is killed at the end of the test."""
 
-    def begin(*words: str) -> LiveRun:
-        run = LiveRun(*words)
+    def begin(*arguments: str) -> LiveRun:
+        run = LiveRun(*arguments)
         request.addfinalizer(run.kill)
         return run
 

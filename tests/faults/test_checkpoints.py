@@ -1,7 +1,7 @@
 """Checkpoints that are damaged, do not fit on the disk, or belong to another run.
 
-Shown elsewhere: a kill between any two system calls of a commit (tests/checkpoint/test_commit.py) and at every
-labelled place of a run (tests/drills); a checkpoint without what the new config needs
+Tested elsewhere: a kill between any two system calls of a commit (tests/checkpoint/test_commit.py) and at every
+crash point of a run (tests/drills); a checkpoint that lacks something the new config needs
 (tests/system/test_bad_input.py).
 """
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(400)
 
 
 SHORT = {"run.runtime": "inline", "run.steps": 4, "eval.holdout": 0.0, "checkpoint.every": 2}
-"""Four steps, that is two thirds of an epoch, with a checkpoint at every other one."""
+"""Four steps, which is two thirds of an epoch, with a checkpoint every second step."""
 
 
 @pytest.fixture
@@ -37,19 +37,19 @@ def short(settings: Settings) -> Settings:
 
 
 @pytest.fixture(scope="module")
-def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the run that all tests begin with is kept once it is there."""
-    return tmp_path_factory.mktemp("shelf") / "run"
+def cached_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the first test caches the run that all tests resume."""
+    return tmp_path_factory.mktemp("cached_run") / "run"
 
 
 @pytest.fixture
-def resumable(short: Settings, shelf: Path, tmp_path: Path) -> Settings:
-    """A run of these steps in a place of its own, to go on with for some more."""
-    if shelf.exists():
-        shutil.copytree(shelf, tmp_path / "run")
+def resumable(short: Settings, cached_run: Path, tmp_path: Path) -> Settings:
+    """A finished run of these steps in its own directory, with settings to resume it for two more steps."""
+    if cached_run.exists():
+        shutil.copytree(cached_run, tmp_path / "run")
     else:
         train(short)
-        shutil.copytree(tmp_path / "run", shelf)
+        shutil.copytree(tmp_path / "run", cached_run)
     return short | {"run.steps": 6}
 
 
@@ -57,11 +57,11 @@ def train(config: Settings, resume: bool = False) -> api.Summary:
     return api.Trainer(config=config, quiet=True).train(resume=resume)
 
 
-# --------------------------------------------------------------------------------------------------------- damaged ones
+# -------------------------------------------------------------------------------------------------- damaged checkpoints
 
 
 @pytest.mark.parametrize("damage", ["truncated", "without manifest"])
-def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(
+def test_a_run_whose_newest_checkpoint_is_damaged_resumes_from_the_previous_one(
     resumable: Settings, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
 ) -> None:
     run = tmp_path / "run"
@@ -78,7 +78,7 @@ def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(
     assert visits_of(run) == every_task_once(epochs=1)
 
 
-def test_a_run_of_which_no_checkpoint_is_whole_is_refused_and_left_as_it_is(
+def test_resuming_a_run_without_an_intact_checkpoint_is_rejected_and_changes_no_file(
     resumable: Settings, tmp_path: Path
 ) -> None:
     for manifest in (tmp_path / "run" / "checkpoints").glob(f"*/{commit.MANIFEST}"):
@@ -92,29 +92,29 @@ def test_a_run_of_which_no_checkpoint_is_whole_is_refused_and_left_as_it_is(
 # ----------------------------------------------------------------------------------------------------------- full disks
 
 
-def test_a_checkpoint_that_does_not_fit_on_the_disk_is_left_out_and_said(
+def test_a_checkpoint_that_does_not_fit_on_the_disk_is_skipped_and_reported(
     short: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     original: Callable[[Path], Path] = commit.commit
 
-    def full_once(temporary: Path) -> Path:
+    def fail_once(temporary: Path) -> Path:
         if "step-000004" in temporary.name:
             commit.discard(temporary)
             raise OSError(errno.ENOSPC, "No space left on device")
         return original(temporary)
 
-    monkeypatch.setattr(commit, "commit", full_once)
+    monkeypatch.setattr(commit, "commit", fail_once)
     summary = api.Trainer(config=short | {"run.steps": 7}).train()
     assert summary.steps == 7
-    said = capsys.readouterr().out
-    assert re.search(r"\bstep 4\b.*No space left on device", said), said
+    output = capsys.readouterr().out
+    assert re.search(r"\bstep 4\b.*No space left on device", output), output
     assert sum(line.get("faults/checkpoint_skipped", 0) for line in read_lines(tmp_path / "run/metrics.jsonl")) >= 1
     kept = commit.list_steps(tmp_path / "run" / "checkpoints")
     assert kept[0] == 7
     assert 4 not in kept
 
 
-# ---------------------------------------------------------------------------------------- what a resumed run may change
+# ---------------------------------------------------------------------------------------------------- changes on resume
 
 
 @pytest.mark.parametrize(
@@ -126,20 +126,22 @@ def test_a_checkpoint_that_does_not_fit_on_the_disk_is_left_out_and_said(
         {"checkpoint.every": 1, "supervise.restarts": 0, "run.stall_s": 50.0},
     ],
 )
-def test_what_can_change_may_change(resumable: Settings, tmp_path: Path, changes: Settings) -> None:
+def test_settings_that_may_differ_on_resume_are_accepted(
+    resumable: Settings, tmp_path: Path, changes: Settings
+) -> None:
     assert train(resumable | changes, resume=True).steps == 6
     assert steps_of(tmp_path / "run") == [1, 2, 3, 4, 5, 6]
 
 
-def appended(lines: list[str]) -> list[str]:
+def with_appended_task(lines: list[str]) -> list[str]:
     return [*lines, json.dumps({"id": "t24", "prompt": "say 24"})]
 
 
-def reworded(lines: list[str]) -> list[str]:
+def with_changed_prompt(lines: list[str]) -> list[str]:
     return [*lines[:3], json.dumps({"id": "t3", "prompt": "whisper 3"}), *lines[4:]]
 
 
-def turned(lines: list[str]) -> list[str]:
+def reversed_tasks(lines: list[str]) -> list[str]:
     return lines[::-1]
 
 
@@ -150,12 +152,12 @@ def rewrite(tasks: Path, change: Callable[[list[str]], list[str]]) -> None:
 @pytest.mark.parametrize(
     ("change", "keys"),
     [
-        (appended, ("25 tasks", "24")),
-        (reworded, ("task 3", "'t3'", "--tasks.changed accept")),
-        (turned, ("task 0", "'t23'", "'t0'", "--tasks.changed accept")),
+        (with_appended_task, ("25 tasks", "24")),
+        (with_changed_prompt, ("task 3", "'t3'", "--tasks.changed accept")),
+        (reversed_tasks, ("task 0", "'t23'", "'t0'", "--tasks.changed accept")),
     ],
 )
-def test_tasks_that_have_changed_are_refused_saying_what_is_different(
+def test_changed_tasks_are_rejected_with_an_error_that_names_the_difference(
     resumable: Settings, tasks: Path, tmp_path: Path, change: Callable[[list[str]], list[str]], keys: tuple[str, ...]
 ) -> None:
     before = (tmp_path / "run" / "batches.jsonl").read_bytes()
@@ -166,18 +168,18 @@ def test_tasks_that_have_changed_are_refused_saying_what_is_different(
     assert (tmp_path / "run" / "batches.jsonl").read_bytes() == before
 
 
-def test_tasks_that_have_changed_are_accepted_on_request_if_there_are_as_many(
+def test_changed_tasks_are_accepted_on_request_if_their_number_is_the_same(
     resumable: Settings, tasks: Path, tmp_path: Path
 ) -> None:
-    rewrite(tasks, reworded)
+    rewrite(tasks, with_changed_prompt)
     assert train(resumable | {"tasks.changed": "accept"}, resume=True).steps == 6
-    rewrite(tasks, appended)
+    rewrite(tasks, with_appended_task)
     with pytest.raises(BadInput, match="25 tasks"):
         train(resumable | {"tasks.changed": "accept", "run.steps": 7}, resume=True)
 
 
-def test_another_tokenizer_is_refused_by_name(resumable: Settings, toy_model: Path, tmp_path: Path) -> None:
-    """The same weights, and a tokenizer in which two tokens have changed places."""
+def test_another_tokenizer_is_rejected_by_name(resumable: Settings, toy_model: Path, tmp_path: Path) -> None:
+    """The same weights with a tokenizer in which two tokens are swapped."""
     other = tmp_path / "other"
     shutil.copytree(toy_model, other)
     tokenizer = json.loads((other / "tokenizer.json").read_text())

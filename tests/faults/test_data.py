@@ -1,9 +1,9 @@
-"""Bad data: said in one line where it is the user's, survived where it is the model's.
+"""Bad data: a one-line error for bad input of the user, no failure for bad output of the model.
 
-Shown elsewhere: missing prompts, empty and damaged files, rows of mixed kinds and ids given twice, each with its line
-(tests/tasks/test_dataset.py, tests/system/test_bad_input.py); what changed between two runs
-(tests/tasks/test_fingerprint.py); a request that fails, whose episode alone is lost (tests/rollouts/test_worker.py,
-tests/engines/embedded/test_engine.py); answers all alike within one group (tests/rollouts/test_group_scoring.py).
+Tested elsewhere: missing prompts, empty and damaged files, rows of mixed types and duplicate ids, each with its line
+(tests/tasks/test_dataset.py, tests/system/test_bad_input.py); tasks that changed between two runs
+(tests/tasks/test_fingerprint.py); a failed request that loses only its own episode (tests/rollouts/test_worker.py,
+tests/engines/embedded/test_engine.py); identical completions within one group (tests/rollouts/test_group_scoring.py).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from support import as_arguments, naming, read_lines
 
 pytestmark = pytest.mark.timeout(400)
 
-MOODS = """
-def moody(prompts, completions, **columns):
+MIXED_REWARDS = """
+def mixed(prompts, completions, **columns):
     number = int(prompts[0].split()[-1])
     if number % 3 == 0:
         return [1.0] * len(completions)
@@ -35,15 +35,15 @@ def moody(prompts, completions, **columns):
     return [float(len(text)) + place for place, text in enumerate(completions)]
 """
 
-NO_NUMBER = """
+NAN_LOSS = """
 import outpace
 
 @outpace.policy_loss
-def no_number(tokens):
+def nan_loss(tokens):
     return tokens.logp_N * float("nan")
 """
 
-MILLION = """
+MEASURE_ROWS = """
 import json, resource, sys
 from outpace.tasks.dataset import open_dataset
 from outpace.tasks.fingerprint import fingerprint
@@ -63,27 +63,27 @@ def inline(settings: Settings, **changes: object) -> Settings:
 
 
 @pytest.mark.slow
-def test_a_million_rows_cost_some_bytes_each_and_no_more(tmp_path: Path) -> None:
+def test_a_million_rows_take_a_bounded_number_of_bytes_each(tmp_path: Path) -> None:
     file = tmp_path / "million.jsonl"
     with file.open("w") as lines:
         for number in range(1_000_000):
             lines.write(json.dumps({"id": f"q{number}", "prompt": f"what is {number}? {'x' * 150}"}) + "\n")
     result = subprocess.run(
-        [sys.executable, "-c", MILLION, str(file)], capture_output=True, text=True, timeout=300, check=True
+        [sys.executable, "-c", MEASURE_ROWS, str(file)], capture_output=True, text=True, timeout=300, check=True
     )
     rows, kilobytes = map(int, result.stdout.split())
     assert rows == 1_000_000
     assert kilobytes < 150_000, f"{kilobytes} KB for {file.stat().st_size // 1000} KB of rows"
 
 
-def test_rows_that_are_not_utf8_cost_one_line_and_leave_nothing(
+def test_rows_that_are_not_utf8_give_a_one_line_error_and_leave_nothing_behind(
     settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "tasks.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff\xfe"}\n')
     assert main(["train", *as_arguments(settings)]) == 2
-    said = capsys.readouterr().err.strip()
-    assert len(said.splitlines()) == 1
-    assert all(key in said for key in ("tasks.jsonl", "line 2", "UTF-8")), said
+    output = capsys.readouterr().err.strip()
+    assert len(output.splitlines()) == 1
+    assert all(key in output for key in ("tasks.jsonl", "line 2", "UTF-8")), output
     assert not (tmp_path / "run").exists()
 
 
@@ -99,16 +99,16 @@ def test_text_and_messages_may_be_mixed_in_one_file(settings: Settings, tmp_path
     assert api.Trainer(config=inline(settings, run__steps=2), quiet=True).train().steps == 2
 
 
-# ---------------------------------------------------------------------------------------------------- rewards all alike
+# -------------------------------------------------------------------------------------------------------- equal rewards
 
 
-def test_groups_that_teach_nothing_hold_no_step_up_and_are_on_record(settings: Settings, tmp_path: Path) -> None:
-    """A third is all alike, of another third a single attempt has a reward."""
-    (tmp_path / "moods.py").write_text(MOODS)
+def test_filtered_groups_delay_no_step_and_are_recorded(settings: Settings, tmp_path: Path) -> None:
+    """A third of the groups has equal rewards; in another third only one attempt has a reward."""
+    (tmp_path / "mixed.py").write_text(MIXED_REWARDS)
     config = inline(settings, run__steps=None, run__epochs=2, eval__holdout=0.0, filter__uniform=True)
-    config |= {"rewards.functions": [f"{tmp_path}/moods.py:moody"], "pacing.max_failed": 100}
+    config |= {"rewards.functions": [f"{tmp_path}/mixed.py:mixed"], "pacing.max_failed": 100}
     summary = api.Trainer(config=config, quiet=True).train()
-    assert summary.steps == 4, "sixteen groups of 48 are worth training"
+    assert summary.steps == 4, "sixteen of 48 groups are trainable"
     metrics = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert all(math.isfinite(value) for line in metrics for value in line.values())
     assert visits_of(tmp_path / "run") == every_task_once(epochs=2)
@@ -118,7 +118,7 @@ def test_groups_that_teach_nothing_hold_no_step_up_and_are_on_record(settings: S
     assert outcomes.count("filtered") >= 16
 
 
-def test_a_run_in_which_nothing_teaches_says_so_and_ends_where_told(
+def test_a_run_whose_groups_are_all_filtered_warns_and_ends_at_pacing_max_filtered(
     settings: Settings, rewards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = inline(settings, filter__uniform=True, pacing__max_filtered=100, run__steps=100)
@@ -129,13 +129,15 @@ def test_a_run_in_which_nothing_teaches_says_so_and_ends_where_told(
     assert summary_of(tmp_path / "run")["exit"] == 4
 
 
-# ------------------------------------------------------------------------------------------------ numbers that are none
+# --------------------------------------------------------------------------------------------------- non-finite numbers
 
 
-def test_losses_that_are_no_number_change_nothing_are_kept_and_end_the_run(settings: Settings, tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(NO_NUMBER)
+def test_non_finite_losses_update_no_weights_save_their_batches_and_end_the_run(
+    settings: Settings, tmp_path: Path
+) -> None:
+    (tmp_path / "own.py").write_text(NAN_LOSS)
     config = inline(settings, run__steps=50, learner__max_bad_steps=3)
-    config |= {"algorithm.surrogate": f"{tmp_path}/own.py:no_number"}
+    config |= {"algorithm.surrogate": f"{tmp_path}/own.py:nan_loss"}
     with pytest.raises(OutpaceError, match=naming("3", "steps", "finite")):
         api.Trainer(config=config, quiet=True).train()
     run = tmp_path / "run"

@@ -1,7 +1,7 @@
-"""Engines that die, stay away or come back with the weights they were born with, as the controller lives through it.
+"""Engines that die, stay away or come back with their initial weights, from the view of the controller.
 
-The core is the real one; engines, learner and groups are modelled. Shown elsewhere: half a snapshot and a flipped bit
-are never served (tests/weights/test_store.py, tests/engines/test_embedded.py); real processes that are killed
+The scheduler is real; engines, learner and groups are simulated. Tested elsewhere: a partial snapshot and a flipped bit
+are never served (tests/weights/test_store.py, tests/engines/embedded/test_engine.py); real processes that are killed
 (tests/faults/test_processes.py).
 """
 
@@ -13,55 +13,57 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.simulated import PLAIN, Pace, Simulation, Trace, core_of, erratic, steady
+from controller.simulated import PLAIN, Pace, Simulation, Trace, erratic, make_scheduler, steady
 from outpace.controller.events import Admit, EngineJoined, EngineLoaded, EngineLost, Event, LoadWeights
 from outpace.types import Version
 
 RUN = replace(PLAIN, steps=20, tasks=30, max_lag=2)
 Outage = tuple[str, float, float | None]
-"""Which engine dies, when, and for how long; None: for good."""
+"""Engine, time of its death, and duration; None: permanent."""
 
 
-class Fleet(Simulation):
-    """Two engines, of which some die; what they were loading is never heard of again."""
+class FleetWithOutages(Simulation):
+    """Two engines with outages; a load in progress is lost with its engine."""
 
     def __init__(self, pace: Pace, outages: list[Outage], seed: int = 0) -> None:
-        self.core = core_of(RUN)
-        super().__init__(self.core, pace, engines=2, seed=seed)
+        self.scheduler = make_scheduler(RUN)
+        super().__init__(self.scheduler, pace, engines=2, seed=seed)
         self.down: set[str] = set()
         self.weightless: set[str] = set()  # down, or back and not loaded yet
         self.loaded_while_down: list[tuple[str, Version]] = []
         self.started_with_no_weights: list[Admit] = []
-        self._watch()
+        self._wrap_components()
         for engine, at, for_s in outages:
             self.clock.after(at, lambda engine=engine, for_s=for_s: self._die(engine, for_s))
 
-    def _watch(self) -> None:
-        start, load, send = self.parts.start, self.parts.load, self.parts._send_event
+    def _wrap_components(self) -> None:
+        components = self.components
+        start, load, send = components.start, components.load, components._send_event
 
-        def starting(admit: Admit) -> None:
-            if len(self.weightless) == len(self.parts.served):
+        def checked_start(admit: Admit) -> None:
+            if len(self.weightless) == len(components.served):
                 self.started_with_no_weights.append(admit)
             start(admit)
 
-        def loading(engine: str, version: Version) -> None:
+        def checked_load(engine: str, version: Version) -> None:
             if engine in self.down:
                 self.loaded_while_down.append((engine, version))
             load(engine, version)
 
-        def sending(event: Event) -> None:
+        def checked_send(event: Event) -> None:
             if isinstance(event, EngineLoaded):
                 self.weightless.discard(event.engine)
             send(event)
 
-        self.parts.start, self.parts.load, self.parts._send_event = starting, loading, sending  # type: ignore[method-assign]
+        components.start, components.load = checked_start, checked_load  # type: ignore[method-assign]
+        components._send_event = checked_send
 
     def _die(self, engine: str, for_s: float | None) -> None:
         if engine in self.down:
             return
         self.down.add(engine)
         self.weightless.add(engine)
-        self.parts._lives[engine] += 1
+        self.components._lives[engine] += 1
         if for_s is not None:
             self.clock.after(for_s, lambda: self._come_back(engine))
         self.send_event(EngineLost(engine))
@@ -71,7 +73,7 @@ class Fleet(Simulation):
         self.send_event(EngineJoined(engine))
 
 
-def went_well(fleet: Fleet) -> Trace:
+def run_and_check(fleet: FleetWithOutages) -> Trace:
     trace = fleet.run()
     assert trace.finish == "done"
     assert fleet.loaded_while_down == []
@@ -87,34 +89,34 @@ def loads_of(trace: Trace, engine: str) -> list[Version]:
     return [load.version for load in trace.of(LoadWeights) if load.engine == engine]
 
 
-def test_training_goes_on_with_the_engine_that_is_left_and_syncs_without_the_dead_one() -> None:
-    fleet = Fleet(steady(), [("e0", 10.0, None)])
-    trace = went_well(fleet)
-    assert loads_of(trace, "e1")[-1] == (RUN.steps or 0) - 1, "the last version is nobody's to serve"
+def test_training_and_weight_sync_continue_with_the_remaining_engine() -> None:
+    fleet = FleetWithOutages(steady(), [("e0", 10.0, None)])
+    trace = run_and_check(fleet)
+    assert loads_of(trace, "e1")[-1] == (RUN.steps or 0) - 1, "no engine loads the last version"
     assert len(loads_of(trace, "e0")) < len(loads_of(trace, "e1"))
 
 
-def test_an_engine_that_comes_back_serves_nothing_before_it_has_loaded_the_newest_weights() -> None:
-    fleet = Fleet(steady(load=3.0), [("e0", 10.0, 5.0)])
+def test_an_engine_that_comes_back_loads_the_newest_weights_before_it_serves() -> None:
+    fleet = FleetWithOutages(steady(load=3.0), [("e0", 10.0, 5.0)])
     fleet.run(until=lambda _: fleet.clock.now > 10)
-    before, newest = len(loads_of(fleet.trace, "e0")), fleet.core.version
-    trace = went_well(fleet)
+    before, newest = len(loads_of(fleet.trace, "e0")), fleet.scheduler.version
+    trace = run_and_check(fleet)
     after = loads_of(trace, "e0")[before:]
     assert after[0] >= newest
-    assert after == sorted(set(after)), "no version is taken back"
+    assert after == sorted(set(after)), "no older version is loaded"
 
 
-def test_while_no_engine_serves_nothing_is_admitted_and_the_reason_is_said() -> None:
-    fleet = Fleet(steady(), [("e0", 10.0, 100.0), ("e1", 10.0, 100.0)])
+def test_while_no_engine_serves_nothing_is_admitted_and_the_waiting_reason_names_engines() -> None:
+    fleet = FleetWithOutages(steady(), [("e0", 10.0, 100.0), ("e1", 10.0, 100.0)])
     fleet.run(until=lambda _: fleet.clock.now > 50)
-    assert fleet.core.running == 0
-    assert "engine" in fleet.core.waiting_reason()
-    went_well(fleet)
+    assert fleet.scheduler.running == 0
+    assert "engine" in fleet.scheduler.waiting_reason()
+    run_and_check(fleet)
 
 
-def test_an_engine_that_dies_while_it_loads_is_given_its_weights_again() -> None:
-    fleet = Fleet(steady(load=4.0), [("e0", 9.0, 1.0), ("e1", 11.0, 1.0)])
-    went_well(fleet)
+def test_an_engine_that_dies_during_a_load_loads_its_weights_again() -> None:
+    fleet = FleetWithOutages(steady(load=4.0), [("e0", 9.0, 1.0), ("e1", 11.0, 1.0)])
+    run_and_check(fleet)
 
 
 @settings(max_examples=200)
@@ -123,5 +125,5 @@ def test_an_engine_that_dies_while_it_loads_is_given_its_weights_again() -> None
     outages=st.lists(st.tuples(st.sampled_from(["e0", "e1"]), st.floats(0, 400), st.floats(0, 50)), max_size=12),
 )
 @pytest.mark.timeout(400)
-def test_whatever_dies_and_comes_back_no_group_is_lost_and_no_lag_exceeded(seed: int, outages: list[Outage]) -> None:
-    went_well(Fleet(erratic(seed), outages, seed))
+def test_no_engine_outage_loses_a_group_or_exceeds_the_lag(seed: int, outages: list[Outage]) -> None:
+    run_and_check(FleetWithOutages(erratic(seed), outages, seed))

@@ -1,6 +1,6 @@
-"""Where a run may not write, and numbers that no file takes.
+"""Run directories that cannot be written, and metrics that are not finite.
 
-Shown elsewhere: a read-only file system and a disk that fills up while lines are written
+Tested elsewhere: a read-only file system and a disk that fills up while lines are written
 (tests/monitoring/test_run_directory.py); a callback that raises ends the run with its own traceback
 (tests/system/test_training.py).
 """
@@ -22,20 +22,20 @@ from support import as_arguments
 pytestmark = pytest.mark.timeout(400)
 
 
-@pytest.mark.parametrize("place", ["below a file", "where nobody may write"])
-def test_a_directory_that_cannot_be_written_is_refused_before_anything_starts(
-    settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str
+@pytest.mark.parametrize("location", ["below a file", "read-only"])
+def test_a_run_directory_that_cannot_be_written_is_rejected_before_anything_starts(
+    settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str], location: str
 ) -> None:
     (tmp_path / "file").write_text("")
-    directory = str(tmp_path / "file" / "run") if place == "below a file" else "/proc/outpace/run"
+    directory = str(tmp_path / "file" / "run") if location == "below a file" else "/proc/outpace/run"
     assert main(["train", *as_arguments(settings | {"run.dir": directory})]) == 2
-    said = capsys.readouterr().err.strip()
-    assert len(said.splitlines()) == 1
-    assert said.startswith("outpace: run.dir: ")
-    assert directory in said
+    output = capsys.readouterr().err.strip()
+    assert len(output.splitlines()) == 1
+    assert output.startswith("outpace: run.dir: ")
+    assert directory in output
 
 
-def test_a_metric_that_is_no_number_is_left_out_and_counted(tmp_path: Path) -> None:
+def test_a_nan_metric_is_left_out_and_counted(tmp_path: Path) -> None:
     meter = Meter()
     meter.add("loss/policy", math.nan)
     meter.add("grad/norm", 1.0)

@@ -1,4 +1,4 @@
-"""A run as a user starts it, with all its processes in sight, and the books that it leaves."""
+"""A run as a user starts it, with all its processes tracked, and readers for the files it writes."""
 
 from __future__ import annotations
 
@@ -17,83 +17,84 @@ import psutil
 from support import as_arguments, read_lines, start_command
 
 Settings = dict[str, Any]
-Runs = Callable[..., "LiveRun"]
+StartRun = Callable[..., "LiveRun"]
 
-LOOK_S = 0.05
-STARTING_S = 180.0
+POLL_S = 0.05
+START_LIMIT_S = 180.0
 
 
 class LiveRun:
-    """`outpace train`, followed from outside."""
+    """`outpace train`, observed from outside."""
 
-    def __init__(self, *words: str) -> None:
-        self._process = start_command("train", "--quiet", *words, start_new_session=True)
+    def __init__(self, *arguments: str) -> None:
+        self._process = start_command("train", "--quiet", *arguments, start_new_session=True)
         self.pid = self._process.pid
-        self.family = {psutil.Process(self.pid)}  # all that was ever seen of its processes
-        self.said = ""
+        self.processes = {psutil.Process(self.pid)}  # every process of the run that was ever seen
+        self.output = ""
 
-    def until(self, condition: Callable[[], Any], within_s: float = STARTING_S) -> Any:
-        """Look until the condition holds; the run must not end before."""
+    def until(self, condition: Callable[[], Any], within_s: float = START_LIMIT_S) -> Any:
+        """Poll until the condition holds and return its value; the run must not end before."""
         deadline = time.monotonic() + within_s
         while not (found := condition()):
             assert self._process.poll() is None, self._process.communicate()
             assert time.monotonic() < deadline, f"not within {within_s:g} s"
-            self._look()
-            time.sleep(LOOK_S)
+            self._update_processes()
+            time.sleep(POLL_S)
         return found
 
     def end(self, within_s: float) -> int:
-        """Its exit code; what it said is in `said`."""
+        """Wait for the end and return the exit code; the output is in `output`."""
         deadline = time.monotonic() + within_s
         while self._process.poll() is None:
             assert time.monotonic() < deadline, f"did not end within {within_s:g} s"
-            self._look()
-            time.sleep(LOOK_S)
-        self.said = "".join(self._process.communicate())
+            self._update_processes()
+            time.sleep(POLL_S)
+        self.output = "".join(self._process.communicate())
         return self._process.returncode
 
     def signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
 
     def signal_all(self, number: signal.Signals) -> None:
-        """To every process of the run, as a suspended machine stops them all."""
-        self._look()
-        for process in sorted(self.living(), key=lambda one: one.pid != self.pid):  # who could notice goes first
+        """Send a signal to every process of the run, as a suspended machine stops them all."""
+        self._update_processes()
+        # The controller first: it could notice that the others do not respond.
+        for process in sorted(self.living_processes(), key=lambda process: process.pid != self.pid):
             with suppress(psutil.NoSuchProcess):
                 process.send_signal(number)
 
-    def part(self, name: str) -> int:
-        """The process that is this part, which writes to the log of that name."""
+    def component_pid(self, name: str) -> int:
+        """Return the pid of this component, found by the log file it writes to."""
 
         def find() -> int | None:
-            self._look()
-            found = [child.pid for child in self.living() if _output_of(child.pid).endswith(f"/{name}.log")]
+            self._update_processes()
+            found = [child.pid for child in self.living_processes() if _output_of(child.pid).endswith(f"/{name}.log")]
             return found[0] if found else None
 
         return int(self.until(find))
 
-    def living(self) -> list[psutil.Process]:
-        return [one for one in self.family if _lives(one)]
+    def living_processes(self) -> list[psutil.Process]:
+        return [process for process in self.processes if _is_alive(process)]
 
-    def orphans(self, within_s: float = 30.0) -> list[psutil.Process]:
-        """What is left of its processes after so long."""
-        _, alive = psutil.wait_procs(self.living(), timeout=within_s)
-        return [one for one in alive if _lives(one)]
+    def remaining_processes(self, within_s: float = 30.0) -> list[psutil.Process]:
+        """Return the processes that are still alive after this time."""
+        _, alive = psutil.wait_procs(self.living_processes(), timeout=within_s)
+        return [process for process in alive if _is_alive(process)]
 
     def kill(self) -> None:
         with suppress(psutil.NoSuchProcess):
-            self._look()
-        for process in [*self.living(), self._process]:
+            self._update_processes()
+        for process in [*self.living_processes(), self._process]:
             with suppress(psutil.NoSuchProcess, ProcessLookupError):
                 process.kill()
         self._process.communicate()
 
-    def _look(self) -> None:
+    def _update_processes(self) -> None:
         with suppress(psutil.NoSuchProcess):
-            self.family |= set(psutil.Process(self.pid).children(recursive=True))
+            self.processes |= set(psutil.Process(self.pid).children(recursive=True))
 
 
-def _lives(process: psutil.Process) -> bool:
+def _is_alive(process: psutil.Process) -> bool:
     with suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
@@ -105,17 +106,17 @@ def _output_of(pid: int) -> str:
     return ""
 
 
-# -------------------------------------------------------------------------------------------------- what a run has left
+# ------------------------------------------------------------------------------------------------------- files of a run
 
 
-def words(settings: Settings, **changes: Any) -> list[str]:
-    """Settings as arguments; in the changes `__` stands for the dot of a key, and None leaves a setting out."""
+def arguments(settings: Settings, **changes: Any) -> list[str]:
+    """Settings as arguments. In `changes`, `__` stands for the dot of a key and None leaves a setting out."""
     merged = settings | {key.replace("__", "."): value for key, value in changes.items()}
     return as_arguments({key: value for key, value in merged.items() if value is not None})
 
 
 def steps_of(run: Path) -> list[int]:
-    """The steps on record; a line that is being written counts when it is whole."""
+    """Return the recorded steps; an incomplete last line does not count."""
     if not (run / "metrics.jsonl").exists():
         return []
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
@@ -123,7 +124,7 @@ def steps_of(run: Path) -> list[int]:
 
 
 def visits_of(run: Path) -> Counter[tuple[int, int]]:
-    """How often each task of each epoch is on record, as trained or as settled otherwise; replays are no visits."""
+    """Count how often each task of each epoch is recorded as trained or otherwise finalized, without replays."""
     found: Counter[tuple[int, int]] = Counter()
     for line in read_lines(run / "batches.jsonl"):
         trained = [group for group in line["groups"] if not group.get("replay")]

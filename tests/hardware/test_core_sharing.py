@@ -32,7 +32,7 @@ from outpace.models.loading import call_at_every_layer
 
 @dataclass
 class Machine:
-    """A clock that is set by hand, and what programs outside of the run use."""
+    """A manual clock, and the CPU usage of programs outside the run."""
 
     board: ThreadCounts
     cores: int = 2
@@ -51,7 +51,7 @@ class Machine:
         return CpuUsage(self.now, self.busy_s, {pid: 0.0 for pid in pids if pid == os.getpid()})
 
     def runs(self, seconds: float, *adjusting: CoreSharing) -> None:
-        """Time goes by in steps of one sample, and these processes work all the while."""
+        """Advance time in steps of one sample while these processes work."""
         for _ in range(round(seconds / SAMPLE_S)):
             self.now += SAMPLE_S
             self.busy_s += SAMPLE_S * self.others
@@ -70,17 +70,17 @@ def machine(tmp_path: Path) -> Machine:
         ("learner", 2, 0.0, [], 0, None, 2),  # alone
         ("learner", 2, 0.0, [1], 0, None, 1),
         ("learner", 2, 0.3, [], 0, None, 2),  # the controller and the workers
-        ("learner", 2, 0.7, [], 0, None, 1),  # a program that wants a core
+        ("learner", 2, 0.7, [], 0, None, 1),  # another program uses a core
         ("learner", 2, 1.0, [1], 0, None, 1),
         ("learner", 16, 0.0, [3], 0, None, 13),
         ("engine", 2, 0.0, [], 0, None, 2),
         ("engine", 2, 0.0, [], 2, None, 1),
         ("engine", 16, 0.0, [], 8, None, 8),
         ("engine", 16, 0.0, [4], 8, None, 5),
-        ("engine", 16, 0.0, [], 0, 4, 4),  # more do not help
+        ("engine", 16, 0.0, [], 0, 4, 4),  # more threads do not help
     ],
 )
-def test_a_process_takes_the_cores_that_are_left_to_it(
+def test_a_process_uses_the_cores_left_by_other_processes(
     role: Role, cores: int, others: float, engines: Sequence[int], learner: int, most: int | None, threads: int
 ) -> None:
     assert thread_share(role, cores, others, engines, learner, most) == threads
@@ -101,7 +101,7 @@ def test_engines_and_learner_fit_on_the_cores_unless_there_are_fewer_cores_than_
     assert each * engines + learner <= max(cores, engines + 1)
 
 
-def test_the_learner_leaves_a_core_to_an_engine_as_soon_as_it_works_and_takes_it_back_when_it_waits(
+def test_the_learner_yields_a_core_to_a_working_engine_and_takes_it_back_when_the_engine_is_idle(
     machine: Machine,
 ) -> None:
     learner, engine = machine.joins("learner", LEARNER_ROW), machine.joins("engine", 1)
@@ -117,7 +117,7 @@ def test_the_learner_leaves_a_core_to_an_engine_as_soon_as_it_works_and_takes_it
     assert machine.applied[1] == 2
 
 
-def test_other_programs_take_cores_away_and_give_them_back(machine: Machine) -> None:
+def test_thread_counts_follow_the_load_of_other_programs(machine: Machine) -> None:
     learner = machine.joins("learner", LEARNER_ROW)
     machine.runs(3.0, learner)
     assert machine.applied[LEARNER_ROW] == 2
@@ -129,7 +129,7 @@ def test_other_programs_take_cores_away_and_give_them_back(machine: Machine) -> 
     assert machine.applied[LEARNER_ROW] == 2
 
 
-def test_threads_that_are_fixed_on_the_board_do_not_follow_the_load(machine: Machine) -> None:
+def test_fixed_thread_counts_do_not_follow_the_load(machine: Machine) -> None:
     learner, engine = machine.joins("learner", LEARNER_ROW), machine.joins("engine", 1)
     machine.board.fix(engine=2, learner=2)
     machine.others = 1.0
@@ -141,7 +141,7 @@ def test_threads_that_are_fixed_on_the_board_do_not_follow_the_load(machine: Mac
     assert machine.applied == {LEARNER_ROW: 1, 1: 1}
 
 
-def test_an_engine_measures_how_many_threads_help_only_while_nothing_else_computes(machine: Machine) -> None:
+def test_an_engine_measures_its_useful_threads_only_while_no_other_process_computes(machine: Machine) -> None:
     learner, engine = machine.joins("learner", 0), machine.joins("engine", 1)
     learner.adjust()
     engine.measure_most(lambda: 1)
@@ -157,7 +157,7 @@ def test_an_engine_measures_how_many_threads_help_only_while_nothing_else_comput
     assert engine.most == machine.applied[1] == 1
 
 
-def test_an_engine_that_died_at_work_holds_no_core(machine: Machine) -> None:
+def test_an_engine_that_died_while_working_holds_no_core(machine: Machine) -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as gone:
         gone.wait()
     machine.board.write(1, gone.pid, 1)
@@ -169,7 +169,7 @@ def test_an_engine_that_died_at_work_holds_no_core(machine: Machine) -> None:
 
 
 def worked(machine: Machine, sharing: CoreSharing, line: int, turns: int, seconds: dict[int, float]) -> list[int]:
-    """The threads of each turn, when a turn takes so long with so many threads."""
+    """Return the thread count of each turn; `seconds` maps a thread count to the duration of a turn."""
     used = []
     for _ in range(turns):
         with sharing.comparing(tokens=100):
@@ -189,17 +189,17 @@ def trained(machine: Machine, learner: CoreSharing, chunks: int, seconds: dict[i
 
 
 @pytest.mark.parametrize(("with_all", "mostly"), [(0.8, 2), (1.2, 1)])
-def test_a_learner_that_hardly_waits_takes_all_cores_where_that_is_faster(
+def test_a_learner_that_rarely_waits_uses_all_cores_if_that_is_faster(
     machine: Machine, with_all: float, mostly: int
 ) -> None:
     learner, engine = machine.joins("learner", LEARNER_ROW), machine.joins("engine", 1)
     engine.adjust()
     trained(machine, learner, 100, {1: 1.0, 2: with_all})
     used = trained(machine, learner, 2 * EXPLORE_MOST, {1: 1.0, 2: with_all})
-    assert used.count(mostly) == 2 * EXPLORE_MOST - 2  # the other way is still tried now and then
+    assert used.count(mostly) == 2 * EXPLORE_MOST - 2  # the slower choice is still tried occasionally
 
 
-def test_a_learner_that_mostly_waits_leaves_the_engine_its_core(machine: Machine) -> None:
+def test_a_learner_that_mostly_waits_leaves_a_core_to_the_engine(machine: Machine) -> None:
     learner, engine = machine.joins("learner", LEARNER_ROW), machine.joins("engine", 1)
     engine.adjust()
     for _ in range(50):
@@ -208,7 +208,7 @@ def test_a_learner_that_mostly_waits_leaves_the_engine_its_core(machine: Machine
 
 
 @pytest.mark.parametrize(("with_all", "mostly"), [(0.008, 2), (0.012, 1)])
-def test_an_engine_beside_a_program_that_never_waits_takes_all_cores_where_that_is_faster(
+def test_an_engine_next_to_a_busy_program_uses_all_cores_if_that_is_faster(
     machine: Machine, with_all: float, mostly: int
 ) -> None:
     machine.others = 1.0
@@ -219,13 +219,13 @@ def test_an_engine_beside_a_program_that_never_waits_takes_all_cores_where_that_
     assert 0.9 < used.count(mostly) / len(used) < 1.0
 
 
-def test_an_engine_beside_nothing_but_the_learner_keeps_to_its_share(machine: Machine) -> None:
+def test_an_engine_next_to_only_the_learner_keeps_to_its_share(machine: Machine) -> None:
     learner, engine = machine.joins("learner", LEARNER_ROW), machine.joins("engine", 1)
     learner.adjust()
     assert set(worked(machine, engine, 1, 1_000, {1: 0.01, 2: 0.005})) == {1}
 
 
-def test_the_faster_way_changes_when_the_machine_does() -> None:
+def test_the_speed_comparison_adapts_when_the_faster_choice_changes() -> None:
     faster = SpeedComparison()
     for second_speed in (2.0, 0.5):
         for _ in range(10 * EXPLORE_MOST):
@@ -234,7 +234,7 @@ def test_the_faster_way_changes_when_the_machine_does() -> None:
         assert faster.second == (second_speed > 1)
 
 
-def test_a_way_that_stays_slower_is_tried_less_and_less() -> None:
+def test_a_choice_that_stays_slower_is_tried_less_and_less() -> None:
     faster = SpeedComparison()
     tried = []
     for turn in range(200):
@@ -247,7 +247,7 @@ def test_a_way_that_stays_slower_is_tried_less_and_less() -> None:
     assert EXPLORE_FIRST < gaps[0] < gaps[-1] == EXPLORE_MOST
 
 
-def test_the_usage_of_this_machine_is_read() -> None:
+def test_the_cpu_usage_of_this_machine_is_read() -> None:
     before = read_usage([os.getpid(), 2**22 + 1])
     sum(range(10_000_000))
     after = read_usage([os.getpid()])
@@ -258,7 +258,7 @@ def test_the_usage_of_this_machine_is_read() -> None:
     assert after.busy_s > before.busy_s
 
 
-def test_every_layer_is_announced_before_its_forward_and_after_its_backward_pass() -> None:
+def test_the_layer_hook_is_called_before_each_forward_and_after_each_backward_pass() -> None:
     called: list[None] = []
     layers = nn.ModuleList([nn.Linear(2, 2) for _ in range(3)])
     call_at_every_layer(nn.ModuleDict({"layers": layers}), lambda: called.append(None))

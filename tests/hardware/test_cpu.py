@@ -1,4 +1,4 @@
-"""Which CPUs compute in bfloat16, and what happens on one that does not."""
+"""Detection of bfloat16 support, and refusal of bfloat16 on CPUs without it."""
 
 from __future__ import annotations
 
@@ -36,13 +36,15 @@ def test_this_machine_supports_bfloat16_exactly_if_torch_has_kernels_for_it() ->
     assert supports_bfloat16() == torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def test_without_a_cpuinfo_file_torch_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_cpuinfo_file_bfloat16_support_is_read_from_torch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(cpu, "CPUINFO", tmp_path / "missing")
     assert supports_bfloat16() == torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 @pytest.mark.usefixtures("cpu_without_bfloat16")
-def test_a_bfloat16_run_on_a_cpu_without_it_is_refused_in_one_line() -> None:
+def test_a_bfloat16_run_on_a_cpu_without_bfloat16_is_refused_in_one_line() -> None:
     with pytest.raises(BadInput, match=r"^model\.dtype: .*\bfloat32\b.*\bGPU\b"):
         make_plan(make_config({"model.dtype": "bfloat16", "run.device": "cpu"}), UserObjects())
 

@@ -1,4 +1,4 @@
-"""Estimates of memory, against what is measured on this machine. `tests/learner/test_cuda.py` and
+"""Memory estimates compared with measurements on this machine. `tests/learner/test_cuda.py` and
 `tests/engines/embedded/test_cuda.py` do the same on a GPU."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from support import resolved
 
 GB = 10**9
 SMOLLM2 = ModelShape(134_515_008, 30, 576, 9, 3, 64, 1536, 49_152, 8192)
-"""Of SmolLM2-135M."""
+"""The shape of SmolLM2-135M."""
 LARGE = {"model.dtype": "bfloat16", "engine.slots": 1024, "engine.context": 1024, "learner.tokens_per_pass": 65_536}
 
 
@@ -63,33 +63,33 @@ def test_the_same_weights_in_another_format_are_not_counted_again(tmp_path: Path
     assert ModelShape.read(tmp_path) == ModelShape.read(starter)
 
 
-def test_a_model_that_does_not_say_its_shape_is_not_estimated(tmp_path: Path) -> None:
+def test_a_model_without_a_shape_in_its_config_is_not_estimated(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "odd"}')
     assert ModelShape.read(tmp_path) is None
 
 
-def test_the_estimate_for_the_learner_is_what_its_process_held_with_smollm2_on_an_h200() -> None:
+def test_the_memory_estimate_of_the_learner_matches_a_smollm2_measurement_on_an_h200() -> None:
     assert learner_memory(resolved(LARGE), SMOLLM2).most == pytest.approx(62 * GB, rel=0.15)
 
 
-def test_an_engine_takes_its_keys_and_values_and_little_more() -> None:
+def test_engine_memory_is_the_kv_cache_and_little_more() -> None:
     keys_and_values = 1024 * 1024 * SMOLLM2.kv_bytes("bfloat16")
     assert keys_and_values < engine_memory(resolved(LARGE), SMOLLM2).most < 1.3 * keys_and_values
 
 
-def test_checkpointing_and_adapters_take_less() -> None:
+def test_gradient_checkpointing_and_adapters_reduce_learner_memory() -> None:
     plain = learner_memory(resolved(LARGE), SMOLLM2)
     assert learner_memory(resolved(LARGE | {"learner.gradient_checkpointing": True}), SMOLLM2).most < plain.most / 5
     assert learner_memory(resolved(LARGE | {"lora.rank": 8}), SMOLLM2).fixed < plain.fixed / 3
     assert learner_memory(resolved(LARGE | {"kl.coefficient": 0.1}), SMOLLM2).fixed > plain.fixed
 
 
-def test_what_surely_fits_says_nothing() -> None:
+def test_a_run_that_surely_fits_causes_no_warning() -> None:
     assert checked(LARGE, 140 * GB) == []
     assert checked(LARGE, 70 * GB, gpus=2) == []
 
 
-def test_what_may_not_fit_is_told_with_a_value_that_does() -> None:
+def test_a_run_that_may_not_fit_is_warned_with_a_value_that_fits() -> None:
     (line,) = checked(LARGE, 80 * GB)
     assert "learner.tokens_per_pass" in line
     value = whole_numbers(line)[-1]
@@ -98,7 +98,7 @@ def test_what_may_not_fit_is_told_with_a_value_that_does() -> None:
     assert checked(LARGE | {"learner.tokens_per_pass": 2 * value}, 80 * GB) != []
 
 
-def test_passes_that_hold_one_sequence_are_made_smaller_by_the_context() -> None:
+def test_a_shorter_context_is_suggested_when_a_pass_holds_one_sequence() -> None:
     long = {"learner.tokens_per_pass": 1024, "engine.slots": 1, "eval.count": 0}
     (line,) = checked(long, 8 * GB)
     assert "engine.context" in line
@@ -109,7 +109,7 @@ def test_passes_that_hold_one_sequence_are_made_smaller_by_the_context() -> None
     assert "engine.context" in line
 
 
-def test_slots_that_cannot_fit_are_refused_with_a_number_that_does() -> None:
+def test_slots_that_cannot_fit_are_refused_with_a_number_that_fits() -> None:
     with pytest.raises(BadInput, match=r"^engine\.slots: ") as refused:
         checked(LARGE | {"engine.slots": 100_000}, 80 * GB)
     value = whole_numbers(str(refused.value))[-1]
@@ -130,18 +130,20 @@ def test_a_gpu_of_unknown_size_is_not_checked() -> None:
     assert check_memory(config, assign_gpus(config, ["MIG-a"]), SMOLLM2, AvailableMemory({}, GB)) == []
 
 
-def test_on_a_cpu_all_share_the_memory_of_the_machine() -> None:
+def test_on_a_cpu_all_components_share_the_memory_of_the_machine() -> None:
     assert checked(LARGE, 140 * GB, gpus=0) == []
     with pytest.raises(BadInput):
         checked(LARGE | {"engine.slots": 100_000}, 80 * GB, gpus=0)
 
 
-def test_sizes_of_gpus_are_found_by_index_and_by_uuid() -> None:
-    said = "GPU-aa11, 81559\nGPU-bb22, 40960\nodd line\n"
+def test_gpu_memory_sizes_are_found_by_index_and_by_uuid() -> None:
+    listing = "GPU-aa11, 81559\nGPU-bb22, 40960\nodd line\n"
     mib = 1 << 20
-    assert parse_gpu_totals(said, ["0", "1", "5"], in_bus_order=True) == {"0": 81559 * mib, "1": 40960 * mib}
-    assert parse_gpu_totals(said, ["1"], in_bus_order=False) == {"1": 81559 * mib}, "CUDA may number them otherwise"
-    assert parse_gpu_totals(said, ["GPU-bb", "MIG-cc"], in_bus_order=False) == {"GPU-bb": 40960 * mib}
+    assert parse_gpu_totals(listing, ["0", "1", "5"], in_bus_order=True) == {"0": 81559 * mib, "1": 40960 * mib}
+    assert parse_gpu_totals(listing, ["1"], in_bus_order=False) == {"1": 81559 * mib}, (
+        "CUDA may number the GPUs differently"
+    )
+    assert parse_gpu_totals(listing, ["GPU-bb", "MIG-cc"], in_bus_order=False) == {"GPU-bb": 40960 * mib}
 
 
 MODELS = {
@@ -184,7 +186,7 @@ print(peak() - before)
 
 
 @pytest.mark.parametrize("model", ["starter", pytest.param("moderate", marks=pytest.mark.nightly)])
-def test_the_estimate_for_the_learner_is_near_its_measured_peak(model: str) -> None:
+def test_the_memory_estimate_of_the_learner_is_close_to_the_measured_peak(model: str) -> None:
     vocabulary, width, layers, heads, kv_heads, wide = MODELS[model]
     size = width // heads
     block = width * size * (2 * heads + 2 * kv_heads) + 3 * width * wide + 2 * width

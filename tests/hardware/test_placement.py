@@ -1,4 +1,4 @@
-"""`place` for every number of GPUs; nothing here needs one."""
+"""GPU placement for every number of GPUs. No test needs a GPU."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from support import names
 
 @pytest.fixture(autouse=True)
 def cuda_build(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever build of torch the tests run with."""
+    """Act as if torch were built with CUDA, whatever build is installed."""
     monkeypatch.setattr("outpace.hardware.placement.torch_has_cuda", lambda: True)
 
 
 def config(**values: Any) -> Config:
-    """Launched vLLM servers, unless `values` (section__key=value) say otherwise."""
+    """The config of a run with launched vLLM servers, with overrides `values` (section__key=value)."""
     sections: dict[str, dict[str, Any]] = {"run": {"device": "auto"}, "engine": {"kind": "vllm"}}
     for key, value in values.items():
         section, _, name = key.partition("__")
@@ -54,7 +54,7 @@ def on(placement: Placement) -> list[str]:
         (8, 7, ["1", "2", "3", "4", "5", "6", "7"]),
     ],
 )
-def test_the_learner_gets_the_first_gpu_and_engines_go_round_the_others(
+def test_the_learner_gets_the_first_gpu_and_engines_cycle_through_the_others(
     kind: str, gpus: int, engines: int, expected: list[str]
 ) -> None:
     placement = placed(gpus, engine__kind=kind, engine__count=engines)
@@ -79,7 +79,7 @@ def test_a_server_with_parallelism_gets_that_many_gpus(
     assert on(placed(gpus, engine__count=engines, launch__args=args)) == expected
 
 
-def test_data_parallel_attention_of_sglang_takes_no_gpus_of_its_own() -> None:
+def test_data_parallel_attention_of_sglang_needs_no_extra_gpus() -> None:
     args = ["--tp", "2", "--dp", "2", "--enable-dp-attention"]
     assert on(placed(4, engine__kind="sglang", launch__args=args)) == ["1+2"]
 
@@ -100,7 +100,7 @@ def test_data_parallel_attention_of_sglang_takes_no_gpus_of_its_own() -> None:
         (2, {"launch__gpu_memory": 0.6, "engine__count": 2}, "launch.gpu_memory"),
     ],
 )
-def test_too_few_gpus_and_too_large_budgets_are_refused_by_their_setting(
+def test_too_few_gpus_and_too_large_memory_budgets_are_refused_by_setting_name(
     gpus: int, values: dict[str, Any], key: str
 ) -> None:
     with pytest.raises(BadInput) as refused:
@@ -109,7 +109,7 @@ def test_too_few_gpus_and_too_large_budgets_are_refused_by_their_setting(
     assert "\n" not in str(refused.value)
 
 
-def test_the_value_in_a_refused_budgets_message_fits() -> None:
+def test_the_memory_budget_suggested_in_a_refusal_fits() -> None:
     with pytest.raises(BadInput, match=r"\b0\.42\b"):
         placed(1, launch__gpu_memory=0.45, engine__count=2)
     placed(1, launch__gpu_memory=0.42, engine__count=2)
@@ -137,7 +137,7 @@ def test_processes_on_one_gpu_share_its_memory(
     assert placement.engines[0].memory == pytest.approx(server)
 
 
-def test_servers_that_are_spread_unevenly_split_each_gpu_on_its_own() -> None:
+def test_unevenly_distributed_servers_split_the_memory_of_each_gpu_separately() -> None:
     placement = placed(3, engine__count=3)
     assert on(placement) == ["1", "2", "1"]
     assert [engine.memory for engine in placement.engines] == pytest.approx([0.45, 0.9, 0.45])
@@ -160,13 +160,13 @@ def test_servers_that_are_spread_unevenly_split_each_gpu_on_its_own() -> None:
         (1, {"weights__transport": "collective"}, "collective"),
     ],
 )
-def test_weights_go_over_the_gpu_only_to_servers_on_the_learners_own(
+def test_cuda_ipc_is_used_only_for_servers_on_the_learner_gpu(
     gpus: int, values: dict[str, Any], transport: str
 ) -> None:
     assert placed(gpus, **values).transport == transport
 
 
-def test_servers_that_are_to_share_gpu_memory_with_the_learner_are_put_on_its_gpu() -> None:
+def test_servers_with_ipc_transport_are_placed_on_the_learner_gpu() -> None:
     placement = placed(4, weights__transport="ipc")
     assert on(placement) == ["0"]
     assert placement.learner.memory < 1
@@ -184,7 +184,7 @@ def test_servers_that_are_to_share_gpu_memory_with_the_learner_are_put_on_its_gp
         (2, {"rollout__gpus": 1, "run__device": "cpu"}, ["0"], [""]),
     ],
 )
-def test_rollout_workers_get_gpus_of_their_own_where_there_are_enough(
+def test_rollout_workers_get_separate_gpus_if_there_are_enough(
     gpus: int, values: dict[str, Any], workers: list[str], engines: list[str]
 ) -> None:
     placement = placed(gpus, **values)
@@ -192,14 +192,14 @@ def test_rollout_workers_get_gpus_of_their_own_where_there_are_enough(
     assert on(placement) == engines
 
 
-def test_what_the_user_sets_for_servers_wins_and_the_learner_takes_another_gpu() -> None:
+def test_gpus_set_by_the_user_for_servers_take_precedence_and_the_learner_uses_another_gpu() -> None:
     placement = placed(4, launch__env={"CUDA_VISIBLE_DEVICES": "0"}, engine__count=2)
     assert placement.learner.gpus == ["1"]
     assert on(placement) == ["0", "0"]
     assert on(placed(1, launch__env={"CUDA_VISIBLE_DEVICES": ""})) == [""]
 
 
-def test_in_one_process_everything_is_on_one_gpu() -> None:
+def test_the_inline_runtime_uses_one_gpu() -> None:
     assert on(placed(4, engine__kind="embedded", run__runtime="inline", engine__count=2)) == ["0", "0"]
 
 
@@ -216,14 +216,12 @@ def test_in_one_process_everything_is_on_one_gpu() -> None:
         ("MIG-cc", ["MIG-cc"]),
     ],
 )
-def test_a_list_of_visible_gpus_is_read_as_cuda_reads_it(variable: str, gpus: list[str]) -> None:
+def test_cuda_visible_devices_is_parsed_as_cuda_parses_it(variable: str, gpus: list[str]) -> None:
     assert listed_gpus(variable) == gpus
 
 
 @pytest.mark.parametrize("visible", ["5,3,7", "GPU-5,GPU-3,GPU-7"])
-def test_child_processes_see_their_own_gpus_of_those_that_are_visible(
-    visible: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_child_processes_see_only_their_own_gpus(visible: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     first, second, third = visible.split(",")
     specs = ComponentSpecs(config(engine__count=2), tmp_path, tmp_path)
@@ -234,7 +232,7 @@ def test_child_processes_see_their_own_gpus_of_those_that_are_visible(
     assert [environment["CUDA_VISIBLE_DEVICES"] for _, environment in with_gpu.workers()] == [third]
 
 
-def test_what_all_gpus_decide_is_decided_before_children_see_only_their_own(
+def test_decisions_that_depend_on_all_gpus_are_made_before_child_processes_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
@@ -244,27 +242,27 @@ def test_what_all_gpus_decide_is_decided_before_children_see_only_their_own(
     assert spec.settings["gpus"]["memory"] == 1.0
 
 
-def test_on_a_cpu_the_variable_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_on_a_cpu_cuda_visible_devices_is_left_unchanged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     specs = ComponentSpecs(config(run__device="cpu", engine__count=1), tmp_path, tmp_path)
     assert all("CUDA_VISIBLE_DEVICES" not in env for _, env in [specs.learner(), *specs.engines()])
     assert placement_of(config(run__device="cpu")).learner.gpus == []
 
 
-def test_a_torch_for_cpus_sees_no_gpu_unless_the_config_asks_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_build_of_torch_sees_no_gpu_unless_the_config_requests_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setattr("outpace.hardware.placement.torch_has_cuda", lambda: False)
     assert placement_of(config()).learner.gpus == []
     assert placement_of(config(run__device="cuda")).learner.gpus == ["0"]
 
 
-def test_the_build_of_torch_is_told_without_loading_it() -> None:
+def test_the_cuda_build_of_torch_is_detected_without_importing_it() -> None:
     import torch
 
     assert torch_has_cuda() == (torch.version.cuda is not None)
 
 
-def test_a_run_at_running_servers_has_no_gpu_for_one_of_its_own(
+def test_a_run_on_external_servers_has_no_gpu_for_a_launched_server(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
@@ -275,28 +273,28 @@ def test_a_run_at_running_servers_has_no_gpu_for_one_of_its_own(
     assert specs.joining_engine("http://h:2", ["engine-0"])
 
 
-def test_a_server_that_joins_gets_a_gpu_that_is_free() -> None:
+def test_a_joining_server_gets_a_free_gpu() -> None:
     placement = placed(3)
     assert placement.assign_joining_engine(placement.engines).gpus == ["2"]
     with pytest.raises(BadInput, match=r"^launch\.gpu_memory: "):
         placement.assign_joining_engine([*placement.engines, placement.assign_joining_engine(placement.engines)])
 
 
-def test_a_server_that_joins_takes_the_budget_of_one_that_has_left() -> None:
+def test_a_joining_server_takes_the_memory_budget_of_a_server_that_left() -> None:
     placement = placed(1)
     with pytest.raises(BadInput, match=r"^launch\.gpu_memory: "):
         placement.assign_joining_engine(placement.engines)
     assert placement.assign_joining_engine([]) == placement.engines[0]
 
 
-def test_an_embedded_engine_that_joins_goes_where_the_fewest_are() -> None:
+def test_a_joining_embedded_engine_gets_the_gpu_with_the_fewest_engines() -> None:
     placement = placed(3, engine__kind="embedded", engine__count=3)
     assert on(placement) == ["1", "2", "1"]
     assert placement.assign_joining_engine(placement.engines).gpus == ["2"]
     assert placed(0).assign_joining_engine([]).gpus == []
 
 
-def test_the_placement_is_shown_by_process() -> None:
+def test_the_placement_is_printed_per_process() -> None:
     learner, *engines, workers, weights = placed(2, engine__count=2, rollout__gpus=1).lines()
     assert learner == "learner: GPU 0"
     assert len(engines) == 2

@@ -27,7 +27,7 @@ def make_llama() -> Callable[..., LlamaForCausalLM]:
             "num_key_value_heads": 2,
             "head_dim": 8,
             "tie_word_embeddings": True,
-            "initializer_range": 0.3,  # large enough that a leak between documents is loud
+            "initializer_range": 0.3,  # large enough that a leak between documents is clearly visible
         }
         return LlamaForCausalLM(LlamaConfig(**(settings | overrides)))
 

@@ -1,4 +1,4 @@
-"""A step that cannot be made leaves its groups for people to look at."""
+"""A step with non-finite gradients is skipped and its groups are saved for inspection."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ async def make_learner(
 
 
 @pytest.fixture
-def places(make_rows: MakeRows, tmp_path: Path) -> dict[str, JournalLocation]:
-    """Of a good group, number 7, and of one that no gradient can be made of, number 8."""
+def locations(make_rows: MakeRows, tmp_path: Path) -> dict[str, JournalLocation]:
+    """Journal locations of a good group (7) and of a group with NaN advantages (8)."""
     good = GroupRecord(7, "task-7", 0, 0, make_rows(3, seed=1), [0.0, 1.0, 1.0])
     rows = make_rows(3, seed=2)
     advantages = np.where(rows[1].mask, np.float32(math.nan), np.float32(0.0))
@@ -61,14 +61,14 @@ def places(make_rows: MakeRows, tmp_path: Path) -> dict[str, JournalLocation]:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_the_groups_of_a_skipped_step_are_kept(
-    make_learner: Callable[..., TorchLearner], places: dict[str, JournalLocation], tmp_path: Path, stream: bool
+async def test_the_groups_of_a_skipped_step_are_saved(
+    make_learner: Callable[..., TorchLearner], locations: dict[str, JournalLocation], tmp_path: Path, stream: bool
 ) -> None:
     learner = make_learner(**{"learner.stream": stream})
-    await learner.chunk(0, [places["good"]])
+    await learner.chunk(0, [locations["good"]])
     assert not (await learner.step(0)).skipped
-    await learner.chunk(1, [places["good"]])
-    await learner.chunk(1, [places["bad"]])
+    await learner.chunk(1, [locations["good"]])
+    await learner.chunk(1, [locations["bad"]])
     report = await learner.step(1)
     assert report.skipped
     assert report.metrics["faults/kept_groups"] == 2
@@ -83,47 +83,47 @@ async def test_the_groups_of_a_skipped_step_are_kept(
     assert np.isnan(rows["8/1/advantages"]).any()
 
 
-async def test_the_run_ends_with_a_word_on_where_they_lie(
-    make_learner: Callable[..., TorchLearner], places: dict[str, JournalLocation], tmp_path: Path
+async def test_too_many_bad_steps_end_the_run_with_an_error_that_names_the_saved_groups(
+    make_learner: Callable[..., TorchLearner], locations: dict[str, JournalLocation], tmp_path: Path
 ) -> None:
     learner = make_learner()
     for version in range(2):
-        await learner.chunk(version, [places["bad"]])
+        await learner.chunk(version, [locations["bad"]])
         await learner.step(version)
-    await learner.chunk(2, [places["bad"]])
+    await learner.chunk(2, [locations["bad"]])
     with pytest.raises(OutpaceError, match=r"^\D*\b3\b.*run/bad_steps\b"):
         await learner.step(2)
     kept = sorted(folder.name for folder in (tmp_path / "run" / "bad_steps").iterdir())
     assert kept == ["step-000001", "step-000002", "step-000003"]
 
 
-async def test_only_the_first_few_are_kept(
-    make_learner: Callable[..., TorchLearner], places: dict[str, JournalLocation], tmp_path: Path
+async def test_only_the_first_bad_steps_are_saved(
+    make_learner: Callable[..., TorchLearner], locations: dict[str, JournalLocation], tmp_path: Path
 ) -> None:
     learner = make_learner(**{"learner.max_bad_steps": 100})
     reports = []
     for version in range(MAX_SAVED_BAD_STEPS + 2):
-        await learner.chunk(version, [places["bad"]])
+        await learner.chunk(version, [locations["bad"]])
         reports.append(await learner.step(version))
     assert [report.metrics.get("faults/kept_groups", 0) for report in reports] == [1] * MAX_SAVED_BAD_STEPS + [0, 0]
     assert len(list((tmp_path / "run" / "bad_steps").iterdir())) == MAX_SAVED_BAD_STEPS
 
 
-async def test_failing_to_keep_them_does_not_fail_the_run(
-    make_learner: Callable[..., TorchLearner], places: dict[str, JournalLocation], tmp_path: Path
+async def test_a_failure_to_save_a_bad_step_does_not_fail_the_run(
+    make_learner: Callable[..., TorchLearner], locations: dict[str, JournalLocation], tmp_path: Path
 ) -> None:
     (tmp_path / "run" / "bad_steps").write_text("not a folder")
     learner = make_learner()
-    await learner.chunk(0, [places["bad"]])
+    await learner.chunk(0, [locations["bad"]])
     report = await learner.step(0)
     assert report.skipped
     assert "faults/kept_groups" not in report.metrics
 
 
-@pytest.mark.parametrize("error", [ValueError("a dtype nobody foresaw"), KeyError("F4"), MemoryError()])
-async def test_nor_does_whatever_else_goes_wrong_there(
+@pytest.mark.parametrize("error", [ValueError("unsupported dtype"), KeyError("F4"), MemoryError()])
+async def test_an_unexpected_exception_while_saving_a_bad_step_is_logged_and_does_not_fail_the_run(
     make_learner: Callable[..., TorchLearner],
-    places: dict[str, JournalLocation],
+    locations: dict[str, JournalLocation],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     error: Exception,
@@ -133,6 +133,6 @@ async def test_nor_does_whatever_else_goes_wrong_there(
 
     monkeypatch.setattr(learner_module, "write_tensors", fails)
     learner = make_learner()
-    await learner.chunk(0, [places["bad"]])
+    await learner.chunk(0, [locations["bad"]])
     assert (await learner.step(0)).skipped
     assert repr(error) in caplog.text

@@ -1,4 +1,4 @@
-"""Training on closed batches: several updates, the proximal anchor, a critic, rejection over the batch, replays."""
+"""Batch learner: several updates per step, the proximal policy, a critic, batch-wide masks, replayed groups."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def rows_of(records: list[GroupRecord]) -> list[Row]:
     return [row for record in records for row in record.rows]
 
 
-def test_several_updates_on_one_batch_are_one_version(make_llama: MakeLlama, records: list[GroupRecord]) -> None:
+def test_several_updates_on_one_batch_make_one_version(make_llama: MakeLlama, records: list[GroupRecord]) -> None:
     core, batch = make(make_llama, {"algorithm.updates": 3, "algorithm.passes": 2, "algorithm.surrogate": "ppo"})
     updates = []
     step = core.optimizer.step
@@ -76,7 +76,7 @@ def test_several_updates_on_one_batch_are_one_version(make_llama: MakeLlama, rec
 def test_the_proximal_policy_is_the_one_at_the_start_of_the_step_in_every_update(
     make_llama: MakeLlama, records: list[GroupRecord]
 ) -> None:
-    """With the anchor recomputed once, later updates find ratios beyond the clip; the first update finds none."""
+    """The proximal logprobs are computed once per step, so only later updates see ratios outside the clip range."""
     clipped = []
     for passes in (1, 4):
         _, batch = make(
@@ -90,10 +90,10 @@ def test_the_proximal_policy_is_the_one_at_the_start_of_the_step_in_every_update
     assert clipped[1] > 0
 
 
-def test_scores_made_beforehand_are_what_the_training_pass_finds(
+def test_precomputed_proximal_logprobs_equal_those_of_the_training_pass(
     make_llama: MakeLlama, records: list[GroupRecord]
 ) -> None:
-    """A mask that rejects nothing makes the batch be scored: the anchor comes from the scores, and nothing changes."""
+    """A mask that rejects nothing still forces a scoring pass; its logprobs must give the same update."""
     one, streaming = make(make_llama, {"algorithm.surrogate": "ppo", "algorithm.anchor": "proximal"})
     streaming.add(records, replayed=False)
     streaming.train()
@@ -107,7 +107,7 @@ def test_scores_made_beforehand_are_what_the_training_pass_finds(
     torch.testing.assert_close(weights_of(one), weights_of(two), rtol=1e-9, atol=1e-12)
 
 
-def test_the_parts_of_a_batch_are_the_same_in_any_arrival_order(
+def test_the_arrival_order_of_groups_does_not_change_the_updates(
     make_llama: MakeLlama, records: list[GroupRecord]
 ) -> None:
     found = []
@@ -121,7 +121,7 @@ def test_the_parts_of_a_batch_are_the_same_in_any_arrival_order(
     torch.testing.assert_close(found[2], found[0], rtol=1e-9, atol=1e-12)
 
 
-def test_m2po_looks_at_the_tokens_of_the_whole_batch(make_llama: MakeLlama, records: list[GroupRecord]) -> None:
+def test_m2po_masks_over_the_tokens_of_the_whole_batch(make_llama: MakeLlama, records: list[GroupRecord]) -> None:
     core, batch = make(make_llama, {"correction.masks": ["m2po"], "correction.m2po_limit": 0.3})
     old = np.concatenate([score["old_logp"] for score in core.score(rows_of(records))])
     sampler = np.concatenate([row.logprobs[row.mask] for row in rows_of(records)])
@@ -133,7 +133,7 @@ def test_m2po_looks_at_the_tokens_of_the_whole_batch(make_llama: MakeLlama, reco
     assert found == pytest.approx(expected)
 
 
-def test_a_critic_learns_what_is_returned(make_llama: MakeLlama, records: list[GroupRecord]) -> None:
+def test_a_critic_learns_the_returns(make_llama: MakeLlama, records: list[GroupRecord]) -> None:
     core, batch = make(
         make_llama,
         {"algorithm.advantage": "gae", "critic.lr": 0.05, "critic.clip": 10.0, "critic.coefficient": 1.0}
@@ -149,7 +149,7 @@ def test_a_critic_learns_what_is_returned(make_llama: MakeLlama, records: list[G
     assert values.mean() == pytest.approx(np.mean(rewards), abs=0.15)
 
 
-def test_advantages_of_a_critic_are_whitened_gae(make_llama: MakeLlama, records: list[GroupRecord]) -> None:
+def test_critic_advantages_are_whitened_gae(make_llama: MakeLlama, records: list[GroupRecord]) -> None:
     core, batch = make(make_llama, {"algorithm.advantage": "gae", "algorithm.gae_lambda": 0.9, "algorithm.gamma": 0.8})
     assert core.critic is not None
     torch.nn.init.normal_(core.critic.weight, generator=torch.Generator().manual_seed(0))
@@ -169,8 +169,8 @@ def test_advantages_of_a_critic_are_whitened_gae(make_llama: MakeLlama, records:
     np.testing.assert_allclose(trained, together, rtol=2e-3, atol=2e-3)
 
 
-def test_only_a_shared_critic_shapes_the_model(make_llama: MakeLlama, records: list[GroupRecord]) -> None:
-    """With rewards of zero and no advantages, the value loss is all there is."""
+def test_only_a_shared_critic_updates_the_model_weights(make_llama: MakeLlama, records: list[GroupRecord]) -> None:
+    """All rewards are equal, so the policy loss is zero and only the value loss has a gradient."""
     silent = [
         GroupRecord(record.group, record.task_id, 0, 0, record.rows, [1.0] * len(record.rewards)) for record in records
     ]
@@ -188,7 +188,7 @@ def test_only_a_shared_critic_shapes_the_model(make_llama: MakeLlama, records: l
     assert moved == [False, True]
 
 
-def test_a_penalty_in_the_reward_lowers_the_advantage_of_whoever_strayed(
+def test_a_kl_penalty_in_the_reward_lowers_the_advantages_of_divergent_attempts(
     make_llama: MakeLlama, records: list[GroupRecord]
 ) -> None:
     core, batch = make(make_llama, {"kl.coefficient": 0.5, "kl.place": "reward"})
@@ -205,7 +205,7 @@ def test_a_penalty_in_the_reward_lowers_the_advantage_of_whoever_strayed(
     np.testing.assert_allclose([values[0] for values in found], expected - expected.mean(), rtol=1e-5)
 
 
-def test_replayed_groups_are_trained_and_counted_apart(make_llama: MakeLlama, records: list[GroupRecord]) -> None:
+def test_replayed_groups_are_trained_and_counted_separately(make_llama: MakeLlama, records: list[GroupRecord]) -> None:
     core, batch = make(make_llama, {})
     core.version = 5
     own = batch.add(records[:4], replayed=False)
@@ -218,7 +218,7 @@ def test_replayed_groups_are_trained_and_counted_apart(make_llama: MakeLlama, re
     assert report.metrics["lag/tokens_5"] == own.tokens
 
 
-def test_replayed_tokens_say_nothing_of_how_stale_the_batch_is(
+def test_replayed_tokens_do_not_count_in_the_staleness_metrics(
     make_llama: MakeLlama, records: list[GroupRecord]
 ) -> None:
     alone, with_replays = (make(make_llama, {"learner.lr": 1e-3})[1] for _ in range(2))
@@ -233,7 +233,7 @@ def test_replayed_tokens_say_nothing_of_how_stale_the_batch_is(
 
 
 @pytest.mark.parametrize("settings", [{"algorithm.advantage": "gae"}, {"kl.coefficient": 0.1, "kl.sync_every": 2}])
-def test_critic_and_reference_survive_a_restart(
+def test_critic_and_reference_are_restored_after_a_restart(
     make_llama: MakeLlama, records: list[GroupRecord], tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     def train(batch: BatchLearner, times: int) -> None:
@@ -251,7 +251,7 @@ def test_critic_and_reference_survive_a_restart(
     assert torch.equal(weights_of(resumed), weights_of(core))
 
 
-def test_the_spread_of_a_batch_is_that_of_what_was_returned_with_its_penalties(
+def test_batch_std_is_computed_over_returns_after_kl_penalties(
     make_llama: MakeLlama, records: list[GroupRecord]
 ) -> None:
     core, batch = make(make_llama, {"kl.coefficient": 0.5, "kl.place": "reward", "algorithm.normalise": "batch_std"})
@@ -271,7 +271,7 @@ def test_the_spread_of_a_batch_is_that_of_what_was_returned_with_its_penalties(
 
 
 @pytest.mark.parametrize(
-    ("function", "said"),
+    ("function", "message"),
     [
         (lambda batch: batch.advantages[1:], "array"),
         (lambda batch: [*batch.advantages, np.zeros(1)], "array"),
@@ -282,21 +282,19 @@ def test_the_spread_of_a_batch_is_that_of_what_was_returned_with_its_penalties(
         (lambda batch: [["a"]] * len(batch.advantages), r"\b18\b"),
     ],
 )
-def test_a_normaliser_that_gives_something_else_is_named(
-    make_llama: MakeLlama, records: list[GroupRecord], function: Callable[[Any], object], said: str
+def test_a_normalizer_with_an_invalid_result_is_rejected_with_its_setting(
+    make_llama: MakeLlama, records: list[GroupRecord], function: Callable[[Any], object], message: str
 ) -> None:
     _, batch = make(make_llama, {"algorithm.normalise": "batch_std"})
     registration = replace(batch._normalizer.registration, function=lambda signal, **_: function(signal))
     batch._normalizer = replace(batch._normalizer, registration=registration)
     batch.add(records, replayed=False)
-    with pytest.raises(BadInput, match=rf"algorithm\.normalise: .*{said}"):
+    with pytest.raises(BadInput, match=rf"algorithm\.normalise: .*{message}"):
         batch.train()
 
 
-def test_several_updates_leave_the_measure_of_staleness_to_the_first(
-    make_llama: MakeLlama, records: list[GroupRecord]
-) -> None:
-    """Later ones find a distance that the step itself has made: no engine's fault, and no reason to lower the lag."""
+def test_off_policy_metrics_come_from_the_first_update_only(make_llama: MakeLlama, records: list[GroupRecord]) -> None:
+    """Later updates also measure the change made within the step, which is not a reason to lower the lag."""
     once, often = (
         make(make_llama, {"algorithm.surrogate": "ppo", "algorithm.passes": passes, "learner.stream": False})[1]
         for passes in (1, 4)
@@ -314,22 +312,22 @@ def test_several_updates_leave_the_measure_of_staleness_to_the_first(
 def test_a_step_with_one_bad_update_counts_as_one_bad_step(make_llama: MakeLlama, records: list[GroupRecord]) -> None:
     core, batch = make(make_llama, {"algorithm.updates": 3, "learner.max_bad_steps": 2})
     record = records[0]
-    spoiled = [
+    nan_rows = [
         Row(row.tokens, row.mask, row.logprobs, row.versions, row.advantages * np.float32("nan"), row.episode)
         for row in record.rows
     ]
-    bad = GroupRecord(record.group, record.task_id, 0, 0, spoiled, record.rewards)
+    bad = GroupRecord(record.group, record.task_id, 0, 0, nan_rows, record.rewards)
     batch.add([bad, *records[1:]], replayed=False)
     report = batch.train()
     assert report.skipped
-    assert np.isfinite([report.loss, report.grad_norm]).all(), "of the updates that were made"
+    assert np.isfinite([report.loss, report.grad_norm]).all(), "averaged over the updates that were applied"
     assert core.bad_steps == 1
     batch.add([bad, *records[1:]], replayed=False)
     with pytest.raises(OutpaceError, match=r"\b2\b"):
         batch.train()
 
 
-def test_a_batch_without_groups_is_a_version(make_llama: MakeLlama) -> None:
+def test_an_empty_batch_still_makes_a_version(make_llama: MakeLlama) -> None:
     for settings in (
         {"algorithm.advantage": "gae"},
         {"correction.masks": ["m2po"]},
@@ -340,13 +338,13 @@ def test_a_batch_without_groups_is_a_version(make_llama: MakeLlama) -> None:
         assert core.version == 1
 
 
-def test_every_update_has_groups_of_the_batchs_own(make_llama: MakeLlama, records: list[GroupRecord]) -> None:
-    """However many are replayed: the first update tells how stale the batch is."""
+def test_every_update_contains_groups_that_are_not_replayed(make_llama: MakeLlama, records: list[GroupRecord]) -> None:
+    """The first update measures staleness, so it needs fresh groups however many are replayed."""
     _, batch = make(make_llama, {"algorithm.updates": 2})
     batch.add(records[:2], replayed=False)
     batch.add(records[2:], replayed=True)
     groups = batch._examples(batch._entries)
     for number in range(8):
-        parts = list(batch._groups_per_update(groups, number))
-        assert [[group[0].replayed for group in part] for part in parts] == [[False, True, True]] * 2
-        assert sorted(id(group) for part in parts for group in part) == sorted(map(id, groups))
+        updates = list(batch._groups_per_update(groups, number))
+        assert [[group[0].replayed for group in update] for update in updates] == [[False, True, True]] * 2
+        assert sorted(id(group) for update in updates for group in update) == sorted(map(id, groups))

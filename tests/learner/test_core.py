@@ -22,7 +22,7 @@ MakeRows = Callable[..., list[Row]]
 
 
 def core_of(model: LlamaForCausalLM, settings: dict[str, Any] | None = None, **learner: Any) -> LearnerCore:
-    """A core by dotted settings; keywords are those of the learner."""
+    """Return a core with these dotted settings; keywords are settings of `[learner]`."""
     dotted = {"learner.lr": 1e-2} | {f"learner.{key}": value for key, value in learner.items()} | (settings or {})
     return LearnerCore(model, LearnerCoreSettings.of(resolved(dotted)))
 
@@ -50,8 +50,10 @@ def spoiled(row: Row) -> Row:
     return Row(row.tokens, row.mask, row.logprobs, row.versions, row.advantages * np.float32("nan"))
 
 
-def test_the_update_is_the_clipped_token_mean_by_adamw(make_llama: MakeLlama, make_rows: MakeRows) -> None:
-    """Against an independent loop: one document at a time, plain log-softmax, one mean over all tokens."""
+def test_the_update_is_adamw_on_the_clipped_gradient_of_the_token_mean(
+    make_llama: MakeLlama, make_rows: MakeRows
+) -> None:
+    """Compared with an independent loop: one document at a time, plain log-softmax, one mean over all tokens."""
     rows = make_rows(6)
     core = core_of(make_llama(), {"algorithm.cap": 1.5, "correction.masks": []}, max_grad_norm=0.3, weight_decay=0.1)
     core.accumulate(rows)
@@ -75,7 +77,7 @@ def test_the_update_is_the_clipped_token_mean_by_adamw(make_llama: MakeLlama, ma
 
     assert report.loss == pytest.approx(loss.item(), rel=1e-4)
     assert report.grad_norm == pytest.approx(float(norm), rel=1e-3)
-    assert report.grad_norm > 0.3, "the clip must act for this test to say anything about it"
+    assert report.grad_norm > 0.3, "gradient clipping must be active in this test"
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(core.parameters[name].detach(), parameter.detach(), rtol=1e-3, atol=2e-4)
 
@@ -98,7 +100,7 @@ def test_chunking_and_packing_do_not_change_loss_or_gradient(
     assert report.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
 
 
-def test_the_same_chunks_give_the_same_bits(make_llama: MakeLlama, make_rows: MakeRows) -> None:
+def test_the_same_chunks_give_bitwise_equal_weights(make_llama: MakeLlama, make_rows: MakeRows) -> None:
     batches = [make_rows(6, seed=s) for s in range(3)]
     first, second = core_of(make_llama()), core_of(make_llama())
     reports = [train(core, batches) for core in (first, second)]
@@ -106,7 +108,7 @@ def test_the_same_chunks_give_the_same_bits(make_llama: MakeLlama, make_rows: Ma
     assert_equal_bits(weights_of(first), weights_of(second))
 
 
-def test_gradient_checkpointing_changes_memory_and_not_the_result(make_llama: MakeLlama, make_rows: MakeRows) -> None:
+def test_gradient_checkpointing_does_not_change_the_result(make_llama: MakeLlama, make_rows: MakeRows) -> None:
     reports, calls = [], []
     for checkpointing in (False, True):
         core = core_of(make_llama(), gradient_checkpointing=checkpointing)
@@ -127,7 +129,7 @@ def test_dropout_is_never_applied(make_llama: MakeLlama, make_rows: MakeRows) ->
     assert reports[0].loss == reports[1].loss
 
 
-def test_training_on_from_a_saved_state_gives_the_same_bits(
+def test_resuming_from_a_saved_state_gives_bitwise_equal_weights(
     make_llama: MakeLlama, make_rows: MakeRows, tmp_path: Path
 ) -> None:
     batches = [make_rows(6, seed=s) for s in range(5)]
@@ -138,7 +140,7 @@ def test_training_on_from_a_saved_state_gives_the_same_bits(
     expected = train(core, batches[3:])
 
     resumed = core_of(make_llama(seed=99), {"run.steps": 5}, **options)
-    resumed.accumulate(make_rows(3))  # an open batch from before is forgotten
+    resumed.accumulate(make_rows(3))  # a partially accumulated batch is dropped on restore
     assert state.restore(resumed, tmp_path) == 3
     found = train(resumed, batches[3:])
     assert [without_seconds(r) for r in found] == [without_seconds(r) for r in expected]
@@ -172,7 +174,7 @@ def test_the_saved_model_opens_with_transformers_and_keeps_tied_weights_tied(
 
 @pytest.mark.parametrize("name", [state.MODEL_FILE, state.OPTIMIZER_FILE, state.COUNTERS_FILE])
 @pytest.mark.parametrize("cut", [True, False])
-def test_a_damaged_or_missing_state_file_is_reported_and_changes_nothing(
+def test_a_damaged_or_missing_state_file_raises_and_changes_nothing(
     make_llama: MakeLlama, make_rows: MakeRows, tmp_path: Path, name: str, cut: bool
 ) -> None:
     core = core_of(make_llama())
@@ -189,13 +191,13 @@ def test_a_damaged_or_missing_state_file_is_reported_and_changes_nothing(
     assert_equal_bits(weights_of(core), before)
 
 
-def test_the_state_of_another_model_is_refused(make_llama: MakeLlama, tmp_path: Path) -> None:
+def test_the_state_of_another_model_is_rejected(make_llama: MakeLlama, tmp_path: Path) -> None:
     state.save(core_of(make_llama(hidden_size=16)), tmp_path)
     with pytest.raises(CorruptData, match=r"model\.path"):
         state.restore(core_of(make_llama()), tmp_path)
 
 
-def test_a_step_that_is_not_finite_changes_no_weight_and_counts_as_a_version(
+def test_a_non_finite_step_changes_no_weight_and_counts_as_a_version(
     make_llama: MakeLlama, make_rows: MakeRows
 ) -> None:
     core = core_of(make_llama(), max_bad_steps=2)
@@ -217,7 +219,7 @@ def test_too_many_bad_steps_in_a_row_end_the_run(make_llama: MakeLlama, make_row
     bad = [spoiled(make_rows(1)[0])]
     core.accumulate(bad)
     core.step()
-    train(core, [make_rows(4)])  # a good one in between starts the count again
+    train(core, [make_rows(4)])  # a good step resets the count
     core.accumulate(bad)
     core.step()
     core.accumulate(bad)
@@ -226,7 +228,7 @@ def test_too_many_bad_steps_in_a_row_end_the_run(make_llama: MakeLlama, make_row
 
 
 @pytest.mark.parametrize("rows", ["none", "untrained"])
-def test_a_batch_without_trained_tokens_is_a_version_without_an_update(
+def test_a_batch_without_trained_tokens_makes_a_version_without_an_update(
     make_llama: MakeLlama, make_row: Callable[..., Row], rows: str
 ) -> None:
     core = core_of(make_llama(), weight_decay=0.5)
@@ -249,7 +251,7 @@ def test_the_lag_of_every_token_is_counted(make_llama: MakeLlama, make_row: Call
     assert (metrics["lag/tokens_0"], metrics["lag/tokens_2"]) == (6, 5)
 
 
-def test_on_policy_rows_have_weight_one(make_llama: MakeLlama, make_rows: MakeRows) -> None:
+def test_on_policy_rows_have_importance_weight_one(make_llama: MakeLlama, make_rows: MakeRows) -> None:
     core = core_of(make_llama())
     with torch.no_grad():
         rows = []

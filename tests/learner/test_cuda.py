@@ -1,4 +1,4 @@
-"""The same promises on a GPU."""
+"""The learner on a GPU: equality with the CPU, saved state, memory estimates."""
 
 from __future__ import annotations
 
@@ -66,9 +66,7 @@ def test_a_gpu_learner_is_packed_and_agrees_with_the_cpu(
     assert found.grad_norm == pytest.approx(expected.grad_norm, rel=tolerance)
 
 
-def test_weights_and_state_leave_the_gpu_and_come_back(
-    make_llama: MakeLlama, make_rows: MakeRows, tmp_path: Path
-) -> None:
+def test_weights_and_state_round_trip_from_the_gpu(make_llama: MakeLlama, make_rows: MakeRows, tmp_path: Path) -> None:
     core = core_on_gpu(make_llama(), "bfloat16")
     core.accumulate(make_rows(4))
     core.step()
@@ -87,7 +85,7 @@ def test_weights_and_state_leave_the_gpu_and_come_back(
     assert reports[0].loss == pytest.approx(reports[1].loss, rel=1e-6)
 
 
-def test_the_random_numbers_of_the_gpu_are_part_of_a_state(make_llama: MakeLlama, tmp_path: Path) -> None:
+def test_a_saved_state_includes_the_gpu_rng_state(make_llama: MakeLlama, tmp_path: Path) -> None:
     core = core_on_gpu(make_llama(), "float32")
     state.save(core, tmp_path)
     expected = torch.rand(8, device="cuda")
@@ -96,7 +94,7 @@ def test_the_random_numbers_of_the_gpu_are_part_of_a_state(make_llama: MakeLlama
     assert torch.equal(torch.rand(8, device="cuda"), expected)
 
 
-def test_a_copy_of_a_state_on_the_gpu_is_taken_before_training_goes_on(
+def test_a_state_copy_on_the_gpu_completes_before_training_continues(
     make_llama: MakeLlama, make_rows: MakeRows, tmp_path: Path
 ) -> None:
     core = core_on_gpu(make_llama(), "float32")
@@ -112,7 +110,7 @@ def test_a_copy_of_a_state_on_the_gpu_is_taken_before_training_goes_on(
         assert torch.equal(parameter, before[name])
 
 
-def test_cudnn_plans_no_attention_of_the_learner(make_llama: MakeLlama, tmp_path: Path) -> None:
+def test_the_learner_does_not_use_cudnn_attention(make_llama: MakeLlama, tmp_path: Path) -> None:
     torch.backends.cuda.enable_cudnn_sdp(True)
     settings = TorchLearnerSettings(
         config=resolved({}), device="cuda", journal=tmp_path, snapshots=tmp_path / "weights", incarnation="i"
@@ -126,7 +124,9 @@ SMOLLM2 = ModelShape(134_515_008, 30, 576, 9, 3, 64, 1536, 49_152, 8192)
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("tokens", [4096, 16_384])
-def test_the_estimate_for_the_learner_is_near_the_measured_peak_on_a_gpu(checkpointing: bool, tokens: int) -> None:
+def test_the_memory_estimate_for_the_learner_is_close_to_the_measured_peak_on_a_gpu(
+    checkpointing: bool, tokens: int
+) -> None:
     config = resolved(
         {
             "model.dtype": "bfloat16",

@@ -1,4 +1,7 @@
-"""Packed equals unpacked: logprobs and gradients, and a demonstration that the check would notice if not."""
+"""Packed and padded forward passes give the logprobs and gradients of one document at a time.
+
+One test shows that the comparison detects a leak between packed documents.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ SMALL = {
 
 
 def one_by_one(model: PreTrainedModel, packed: PackedBatch, temperature: float) -> Tensor:
-    """The reference: every document alone through the model's own forward, the plain formula on full logits."""
+    """Reference: each document alone through the model's own forward, log-softmax over full logits."""
     bounds = packed.cu_seqlens_D1
     logits = [
         model(input_ids=torch.from_numpy(packed.tokens_T[a:b])[None], use_cache=False).logits[0]
@@ -90,7 +93,7 @@ def test_packed_and_padded_equal_one_document_at_a_time(
 
 
 @pytest.mark.parametrize("min_width", [1, 8, 64])
-def test_the_width_of_the_buckets_does_not_matter(
+def test_the_bucket_width_does_not_change_the_result(
     make_llama: MakeLlama, make_rows: MakeRows, min_width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packing, "MIN_WIDTH", min_width)
@@ -100,14 +103,14 @@ def test_the_width_of_the_buckets_does_not_matter(
     assert_same(model, expected, with_gradients(model, PackedForward(model, ForwardOptions())(packed).logp_N))
 
 
-def test_transformers_default_leaks_between_packed_documents_and_the_equality_check_notices(
+def test_transformers_default_forward_leaks_between_packed_documents_and_fails_the_comparison(
     make_llama: MakeLlama, make_rows: MakeRows
 ) -> None:
     (packed,) = pack(make_rows(6), 10_000)
     model = make_llama().eval()
     with torch.no_grad():
         expected = one_by_one(model, packed, 1.0)
-        leaked_logits = model(  # use_cache is on by default, which switches off the detection of documents
+        leaked_logits = model(  # use_cache defaults to True, which disables the detection of documents
             input_ids=torch.from_numpy(packed.tokens_T)[None],
             position_ids=torch.from_numpy(packed.position_ids_T)[None],
         ).logits[0]
@@ -119,7 +122,7 @@ def test_transformers_default_leaks_between_packed_documents_and_the_equality_ch
         assert_same(model, (expected, {}), (leaked, {}))
 
 
-def test_a_sliding_window_is_kept_inside_documents(make_rows: MakeRows) -> None:
+def test_a_sliding_window_stays_within_its_document(make_rows: MakeRows) -> None:
     torch.manual_seed(0)
     model = MistralForCausalLM(MistralConfig(**SMALL, sliding_window=5))
     (packed,) = pack(make_rows(8), 10_000)
@@ -129,7 +132,7 @@ def test_a_sliding_window_is_kept_inside_documents(make_rows: MakeRows) -> None:
     assert_same(model, expected, with_gradients(model, forward(packed).logp_N))
 
 
-def test_a_model_with_normalised_queries_and_keys_is_packed(make_rows: MakeRows) -> None:
+def test_a_model_with_query_and_key_norms_is_packed(make_rows: MakeRows) -> None:
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(Qwen3Config(**SMALL))
     (packed,) = pack(make_rows(8), 10_000)
@@ -150,9 +153,7 @@ def make_gemma2() -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("make", [make_gpt2, make_gemma2])
-def test_other_architectures_get_a_forward_that_equals_their_own(
-    make: Callable[[], PreTrainedModel], make_rows: MakeRows
-) -> None:
+def test_other_architectures_match_their_own_forward(make: Callable[[], PreTrainedModel], make_rows: MakeRows) -> None:
     torch.manual_seed(0)
     model = make().eval()
     (packed,) = pack(make_rows(8), 10_000)
@@ -161,14 +162,14 @@ def test_other_architectures_get_a_forward_that_equals_their_own(
     assert_same(model, expected, with_gradients(model, forward(packed).logp_N))
 
 
-def test_a_model_with_capped_logits_is_padded() -> None:
+def test_a_model_with_logit_softcapping_is_padded() -> None:
     assert isinstance(choose_forward(make_gemma2().eval(), ForwardOptions()), PaddedForward)
 
 
-def test_a_model_that_ignores_the_documents_is_never_packed(
+def test_a_model_that_ignores_document_boundaries_is_never_packed(
     make_llama: MakeLlama, make_rows: MakeRows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model whose attention sees the whole row, faintly: far below the tolerance of the comparison."""
+    """The attention leaks across documents by far less than the tolerance of the comparison."""
 
     def leaky(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         out = real(query, key, value, **options)
@@ -182,7 +183,7 @@ def test_a_model_that_ignores_the_documents_is_never_packed(
     assert LEAK_TOLERANCE < 1e-4
 
 
-def test_bfloat16_products_stay_near_float32_and_leave_parameters_float32(
+def test_bfloat16_autocast_stays_close_to_float32_and_keeps_parameters_in_float32(
     make_llama: MakeLlama, make_rows: MakeRows
 ) -> None:
     (packed,) = pack(make_rows(8), 10_000)
@@ -196,7 +197,7 @@ def test_bfloat16_products_stay_near_float32_and_leave_parameters_float32(
 
 
 @pytest.mark.parametrize("lengths", [[1], [1, 1, 1], [3, 17, 40, 40, 5, 130, 1000]])
-def test_the_plan_of_documents_reads_every_token_back_from_its_own_place(lengths: list[int]) -> None:
+def test_document_buckets_map_every_token_back_to_its_own_position(lengths: list[int]) -> None:
     bounds = np.cumsum([0, *lengths])
     plan = DocumentBuckets.plan(bounds, torch.device("cpu"))
     gathered = torch.cat([bucket.gather for bucket in plan.buckets])

@@ -1,4 +1,4 @@
-"""The same step gives the same gradient, however it is cut into chunks and passes, packed or padded, in any order."""
+"""A step gives the same gradient for any chunking, pass size, packing or padding, and arrival order."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ STREAMED: dict[str, dict[str, Any]] = {
     "sequence_weight": {"algorithm.surrogate": "reinforce", "correction.weight": "sequence"},
     "kl_and_entropy": {"kl.coefficient": 0.1, "algorithm.entropy": 0.01},
 }
-"""Settings that train on groups as they come."""
+"""Settings that train on groups as they arrive."""
 
-CLOSED: dict[str, dict[str, Any]] = {
+WHOLE_BATCH: dict[str, dict[str, Any]] = {
     "reinforce_pp": {"algorithm.advantage": "reinforce_pp"},
     "batch_std": {"algorithm.normalise": "batch_std"},
     "m2po": {"correction.masks": ["m2po"], "correction.m2po_limit": 0.2},
     "kl_in_reward": {"kl.coefficient": 0.1, "kl.place": "reward"},
     "gae": {"algorithm.advantage": "gae"},
 }
-"""Settings that wait for the closed batch."""
+"""Settings that need the whole batch before training."""
 
 
 def core_of(model: LlamaForCausalLM, config: Config, dtype: str) -> LearnerCore:
@@ -54,8 +54,8 @@ def config_of(settings: dict[str, Any], tokens_per_pass: int = 10_000) -> Config
     return resolved({"learner.max_grad_norm": 1e9, "learner.tokens_per_pass": tokens_per_pass, **settings})
 
 
-def captured(core: LearnerCore, monkeypatch: pytest.MonkeyPatch) -> Gradient:
-    """What the optimizer is given at the next update, filled in when it is."""
+def capture_gradient(core: LearnerCore, monkeypatch: pytest.MonkeyPatch) -> Gradient:
+    """Return a dict that receives the gradients at the next optimizer step."""
     found: Gradient = {}
 
     def keep(*_: object) -> None:
@@ -68,7 +68,7 @@ def captured(core: LearnerCore, monkeypatch: pytest.MonkeyPatch) -> Gradient:
 
 
 def assert_same(found: Gradient, expected: Gradient, dtype: str) -> None:
-    """1e-6 relative in float64, 1e-4 of the norm in float32."""
+    """Compare up to 1e-6 of the norm in float64 and 1e-4 in float32."""
     assert expected
     left = torch.cat([found[name].flatten().double() for name in expected])
     right = torch.cat([expected[name].flatten().double() for name in expected])
@@ -76,21 +76,21 @@ def assert_same(found: Gradient, expected: Gradient, dtype: str) -> None:
     assert (left - right).norm() / right.norm() < (1e-6 if dtype == "float64" else 1e-4)
 
 
-def streamed(
+def streaming_gradient(
     core: LearnerCore, chunks: Sequence[Sequence[Row]], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Gradient, dict[str, float]]:
-    gradient = captured(core, monkeypatch)
+    gradient = capture_gradient(core, monkeypatch)
     for chunk in chunks:
         core.accumulate(chunk)
     return gradient, core.step().metrics
 
 
-def cuts(items: Sequence[Any], seed: int) -> list[list[Any]]:
-    """The same items, shuffled and cut into a few parts."""
+def shuffled_chunks(items: Sequence[Any], seed: int) -> list[list[Any]]:
+    """Return the items shuffled and split into a few chunks."""
     noise = np.random.default_rng(seed)
     order = noise.permutation(len(items))
     at = np.sort(noise.choice(np.arange(1, len(items)), size=min(3, len(items) - 1), replace=False))
-    return [[items[index] for index in part] for part in np.split(order, at)]
+    return [[items[index] for index in chunk] for chunk in np.split(order, at)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -101,10 +101,10 @@ def test_chunks_passes_and_arrival_order_do_not_change_the_gradient(
 ) -> None:
     rows = make_rows(9)
     settings = {"algorithm.aggregation": aggregation, **STREAMED[name]}
-    expected, metrics = streamed(core_of(make_llama(), config_of(settings), dtype), [rows], monkeypatch)
+    expected, metrics = streaming_gradient(core_of(make_llama(), config_of(settings), dtype), [rows], monkeypatch)
     for seed, tokens_per_pass in enumerate((1, 60, 10_000)):
         core = core_of(make_llama(), config_of(settings, tokens_per_pass), dtype)
-        found, others = streamed(core, cuts(rows, seed), monkeypatch)
+        found, others = streaming_gradient(core, shuffled_chunks(rows, seed), monkeypatch)
         assert_same(found, expected, dtype)
         assert others == pytest.approx(metrics, rel=1e-3, abs=1e-6)
 
@@ -121,8 +121,8 @@ def test_padded_and_packed_give_the_same_gradient(
     padded.model.set_attn_implementation("sdpa")
     entropy_gradient = config.algorithm.entropy != 0
     padded._forward = PaddedForward(padded.model, ForwardOptions(1.0, getattr(torch, dtype), entropy_gradient))
-    expected, _ = streamed(packed, [make_rows(9)], monkeypatch)
-    found, _ = streamed(padded, [make_rows(9)], monkeypatch)
+    expected, _ = streaming_gradient(packed, [make_rows(9)], monkeypatch)
+    found, _ = streaming_gradient(padded, [make_rows(9)], monkeypatch)
     assert_same(found, expected, dtype)
 
 
@@ -138,10 +138,10 @@ def records_of(make_rows: MakeRows, count: int) -> list[GroupRecord]:
     return records
 
 
-def closed(
+def batch_gradient(
     core: LearnerCore, config: Config, chunks: Sequence[Sequence[GroupRecord]], monkeypatch: pytest.MonkeyPatch
 ) -> Gradient:
-    gradient = captured(core, monkeypatch)
+    gradient = capture_gradient(core, monkeypatch)
     batch = BatchLearner(core, config)
     for chunk in chunks:
         batch.add(chunk, replayed=False)
@@ -151,45 +151,45 @@ def closed(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("name", CLOSED)
-def test_statistics_of_a_closed_batch_do_not_depend_on_how_its_groups_streamed_in(
+@pytest.mark.parametrize("name", WHOLE_BATCH)
+def test_batch_statistics_do_not_depend_on_how_its_groups_arrived(
     make_llama: MakeLlama, make_rows: MakeRows, monkeypatch: pytest.MonkeyPatch, name: str, aggregation: str, dtype: str
 ) -> None:
     records = records_of(make_rows, 6)
-    settings = {"algorithm.aggregation": aggregation, **CLOSED[name]}
+    settings = {"algorithm.aggregation": aggregation, **WHOLE_BATCH[name]}
     config = config_of(settings)
-    expected = closed(core_of(make_llama(), config, dtype), config, [records], monkeypatch)
+    expected = batch_gradient(core_of(make_llama(), config, dtype), config, [records], monkeypatch)
     for seed, tokens_per_pass in enumerate((1, 60)):
         config = config_of(settings, tokens_per_pass)
         core = core_of(make_llama(), config, dtype)
-        assert_same(closed(core, config, cuts(records, seed), monkeypatch), expected, dtype)
+        assert_same(batch_gradient(core, config, shuffled_chunks(records, seed), monkeypatch), expected, dtype)
 
 
-def test_waiting_for_the_closed_batch_gives_the_gradient_of_streaming(
+def test_training_on_the_whole_batch_gives_the_gradient_of_streaming(
     make_llama: MakeLlama, make_rows: MakeRows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     records = records_of(make_rows, 6)
     config = config_of({})
-    expected, _ = streamed(
+    expected, _ = streaming_gradient(
         core_of(make_llama(), config, "float64"), [[row for record in records for row in record.rows]], monkeypatch
     )
-    found = closed(core_of(make_llama(), config, "float64"), config, cuts(records, 3), monkeypatch)
+    found = batch_gradient(core_of(make_llama(), config, "float64"), config, shuffled_chunks(records, 3), monkeypatch)
     assert_same(found, expected, "float64")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["gae", "kl_in_reward", "m2po"])
-def test_padded_and_packed_give_the_same_gradient_of_a_closed_batch(
+def test_padded_and_packed_give_the_same_gradient_of_a_whole_batch(
     make_llama: MakeLlama, make_rows: MakeRows, monkeypatch: pytest.MonkeyPatch, name: str, dtype: str
 ) -> None:
-    records, config = records_of(make_rows, 4), config_of(CLOSED[name])
+    records, config = records_of(make_rows, 4), config_of(WHOLE_BATCH[name])
     packed, padded = (core_of(make_llama(), config, dtype) for _ in range(2))
     padded.model.set_attn_implementation("sdpa")
     padded._forward = PaddedForward(
         padded.model, ForwardOptions(1.0, getattr(torch, dtype), hidden=padded.critic is not None)
     )
-    expected = closed(packed, config, [records], monkeypatch)
-    assert_same(closed(padded, config, [records], monkeypatch), expected, dtype)
+    expected = batch_gradient(packed, config, [records], monkeypatch)
+    assert_same(batch_gradient(padded, config, [records], monkeypatch), expected, dtype)
 
 
 def test_several_updates_in_float32_end_at_the_same_weights_in_any_arrival_order(
@@ -198,7 +198,7 @@ def test_several_updates_in_float32_end_at_the_same_weights_in_any_arrival_order
     records = records_of(make_rows, 6)
     config = config_of({"algorithm.preset": "decoupled_ppo", "algorithm.updates": 3, "learner.lr": 1e-3})
     found = []
-    for chunks in ([records], cuts(records, 0), cuts(records, 1)):
+    for chunks in ([records], shuffled_chunks(records, 0), shuffled_chunks(records, 1)):
         core = core_of(make_llama(), config, "float32")
         batch = BatchLearner(core, config)
         for chunk in chunks:
@@ -209,4 +209,4 @@ def test_several_updates_in_float32_end_at_the_same_weights_in_any_arrival_order
     moved = (found[0] - start).norm()
     assert moved > 0
     for other in found[1:]:
-        assert (other - found[0]).norm() / moved < 1e-3, "AdamW's first steps go by the sign of small gradients"
+        assert (other - found[0]).norm() / moved < 1e-3, "AdamW's first steps depend on the sign of small gradients"

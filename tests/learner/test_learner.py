@@ -50,14 +50,14 @@ async def make_learner(make_llama: MakeLlama, tmp_path: Path) -> AsyncIterator[M
 
 @pytest.fixture
 def journalled(make_rows: MakeRows, tmp_path: Path) -> Callable[[int], list[JournalLocation]]:
-    """Places of so many journalled groups of four rows each."""
+    """Return a function that journals `groups` groups of four rows each and returns their locations."""
 
     def write(groups: int) -> list[JournalLocation]:
         writer = JournalWriter(tmp_path / "journal", "worker")
         records = [GroupRecord(g, f"task-{g}", 0, 0, make_rows(4, seed=g), [0.0] * 4) for g in range(groups)]
-        places = [writer.append(kept_of(record.group), record) for record in records]
+        locations = [writer.append(kept_of(record.group), record) for record in records]
         writer.close()
-        return places
+        return locations
 
     return write
 
@@ -66,8 +66,8 @@ async def test_journalled_groups_become_versions_and_snapshots(
     make_learner: Make, journalled: Callable[[int], list[JournalLocation]]
 ) -> None:
     learner: Learner = make_learner()
-    places = journalled(4)
-    chunks = [await learner.chunk(0, places[:2]), await learner.chunk(0, places[2:])]
+    locations = journalled(4)
+    chunks = [await learner.chunk(0, locations[:2]), await learner.chunk(0, locations[2:])]
     step = await learner.step(0)
     manifest = await learner.publish([])
     assert (step.version, manifest.version) == (1, 1)
@@ -80,18 +80,18 @@ async def test_journalled_groups_become_versions_and_snapshots(
     assert stats.parameters == sum(spec.nbytes // 4 for spec in manifest.tensors)
 
 
-async def test_calls_run_in_the_order_given_without_waiting_in_between(
+async def test_concurrent_calls_run_in_submission_order(
     make_learner: Make, journalled: Callable[[int], list[JournalLocation]]
 ) -> None:
-    places = journalled(4)
+    locations = journalled(4)
 
     async def run(learner: TorchLearner) -> list[float]:
         calls = [
-            learner.chunk(0, places[:2]),
-            learner.chunk(0, places[2:]),
+            learner.chunk(0, locations[:2]),
+            learner.chunk(0, locations[2:]),
             learner.step(0),
             learner.publish([]),
-            learner.chunk(1, places),
+            learner.chunk(1, locations),
             learner.step(1),
         ]
         results: list[Any] = await asyncio.gather(*calls)
@@ -100,15 +100,15 @@ async def test_calls_run_in_the_order_given_without_waiting_in_between(
     assert await run(make_learner()) == await run(make_learner())
 
 
-async def test_a_snapshot_holds_the_weights_of_its_version_even_when_training_went_on(
+async def test_a_snapshot_holds_the_weights_of_its_version_even_if_training_continues(
     make_learner: Make, journalled: Callable[[int], list[JournalLocation]]
 ) -> None:
     learner = make_learner()
-    places = journalled(2)
-    await learner.chunk(0, places)
+    locations = journalled(2)
+    await learner.chunk(0, locations)
     await learner.step(0)
     expected = {name: p.detach().clone() for name, p in learner._core.parameters.items()}
-    manifest, *_ = await asyncio.gather(learner.publish([]), learner.chunk(1, places), learner.step(1))
+    manifest, *_ = await asyncio.gather(learner.publish([]), learner.chunk(1, locations), learner.step(1))
     weights = read_snapshot(manifest)
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
@@ -119,7 +119,7 @@ async def test_the_next_chunk_trains_while_checksums_are_computed(
     make_learner: Make, journalled: Callable[[int], list[JournalLocation]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     learner = make_learner()
-    places = journalled(1)
+    locations = journalled(1)
     trained = threading.Event()
     seal = learner._writer.seal
 
@@ -130,7 +130,7 @@ async def test_the_next_chunk_trains_while_checksums_are_computed(
     monkeypatch.setattr(learner._writer, "seal", seal_after_training)
     publishing = asyncio.create_task(learner.publish([]))
     await asyncio.sleep(0)
-    await learner.chunk(0, places)
+    await learner.chunk(0, locations)
     trained.set()
     assert (await publishing).version == 0
 
@@ -144,26 +144,26 @@ async def test_a_saved_learner_resumes_at_its_version(
     make_learner: Make, journalled: Callable[[int], list[JournalLocation]], tmp_path: Path
 ) -> None:
     first, second = make_learner(), make_learner(seed=3)
-    places = journalled(2)
-    await first.chunk(0, places)
+    locations = journalled(2)
+    await first.chunk(0, locations)
     await first.step(0)
     (tmp_path / "state").mkdir()
     assert await first.save(str(tmp_path / "state"), first._core.version)
     assert await second.load(str(tmp_path / "state")) == 1
-    results = [await learner.chunk(1, places) for learner in (first, second)]
+    results = [await learner.chunk(1, locations) for learner in (first, second)]
     assert results[0].loss_sum == results[1].loss_sum
 
 
-async def test_training_goes_on_while_a_state_is_written(
+async def test_training_continues_while_a_state_is_written(
     make_learner: Make,
     journalled: Callable[[int], list[JournalLocation]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And what is written is the state at the time of the call: going on from it gives the same bits."""
+    """The written state is that at the time of the call: resuming from it gives bitwise equal weights."""
     first, second = make_learner(), make_learner(seed=3)
-    places = journalled(2)
-    await first.chunk(0, places)
+    locations = journalled(2)
+    await first.chunk(0, locations)
     await first.step(0)
     trained = threading.Event()
     write = state.write
@@ -175,12 +175,12 @@ async def test_training_goes_on_while_a_state_is_written(
     monkeypatch.setattr(state, "write", write_after_training)
     saving = asyncio.create_task(first.save(str(tmp_path), 1))
     await asyncio.sleep(0)
-    expected = [await first.chunk(1, places), await first.step(1)]
+    expected = [await first.chunk(1, locations), await first.step(1)]
     assert not saving.done()
     trained.set()
     assert await saving
     assert await second.load(str(tmp_path)) == 1
-    found = [await second.chunk(1, places), await second.step(1)]
+    found = [await second.chunk(1, locations), await second.step(1)]
     assert [result.loss_sum for result in found[:1]] == [result.loss_sum for result in expected[:1]]
     assert_equal_bits(second, first)
 
@@ -192,63 +192,63 @@ async def test_a_second_state_may_be_saved_while_the_first_is_being_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     learner = make_learner()
-    places = journalled(2)
-    asked = threading.Event()
+    locations = journalled(2)
+    saves_requested = threading.Event()
     write = state.write
 
     def write_late(copied: Any, directory: Path) -> None:
-        assert asked.wait(60)
+        assert saves_requested.wait(60)
         write(copied, directory)
 
     monkeypatch.setattr(state, "write", write_late)
-    await learner.chunk(0, places)
+    await learner.chunk(0, locations)
     await learner.step(0)
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
     one = asyncio.create_task(learner.save(str(tmp_path / "one"), 1))
     await asyncio.sleep(0)
-    await learner.chunk(1, places)
+    await learner.chunk(1, locations)
     await learner.step(1)
     two = asyncio.create_task(learner.save(str(tmp_path / "two"), 2))
     await asyncio.sleep(0)
-    await learner.chunk(2, places)
-    asked.set()
+    await learner.chunk(2, locations)
+    saves_requested.set()
     assert await one
     assert await two
     other = make_learner(seed=5)
     assert await other.load(str(tmp_path / "one")) == 1
-    await other.chunk(1, places)
+    await other.chunk(1, locations)
     await other.step(1)
     again = make_learner(seed=6)
     assert await again.load(str(tmp_path / "two")) == 2
     assert_equal_bits(other, again)
 
 
-async def test_memory_for_copies_is_taken_once_and_ahead(
+async def test_memory_for_state_copies_is_allocated_once_and_in_advance(
     make_learner: Make,
     journalled: Callable[[int], list[JournalLocation]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    rooms: list[str] = []
+    allocations: list[str] = []
 
-    class CountedRoom(state.StateBuffer):
+    class CountedBuffer(state.StateBuffer):
         def __init__(self, *arguments: Any) -> None:
-            rooms.append(threading.current_thread().name.split("_")[0])
+            allocations.append(threading.current_thread().name.split("_")[0])
             super().__init__(*arguments)
 
-    monkeypatch.setattr(state, "StateBuffer", CountedRoom)
+    monkeypatch.setattr(state, "StateBuffer", CountedBuffer)
     learner = make_learner()
-    places = journalled(1)
+    locations = journalled(1)
     for version in range(3):
-        await learner.chunk(version, places)
+        await learner.chunk(version, locations)
         await learner.step(version)
         await asyncio.wrap_future(learner._saving.submit(lambda: None))
         assert await learner.save(str(tmp_path), version + 1)
-    assert rooms == ["save"]
+    assert allocations == ["save"]
 
 
-async def test_a_saved_state_knows_which_random_numbers_come_next(make_learner: Make, tmp_path: Path) -> None:
+async def test_a_saved_state_restores_the_rng_state(make_learner: Make, tmp_path: Path) -> None:
     def draw() -> list[float]:
         return [random.random(), float(np.random.random()), float(torch.rand(()))]
 
@@ -265,20 +265,20 @@ async def test_a_full_disk_fails_the_save_and_not_the_learner(
     make_learner: Make, journalled: Callable[[int], list[JournalLocation]], tmp_path: Path, file: str
 ) -> None:
     learner = make_learner()
-    places = journalled(1)
+    locations = journalled(1)
     full, roomy = tmp_path / "full", tmp_path / "roomy"
     full.mkdir()
     roomy.mkdir()
     (full / file).symlink_to("/dev/full")
     with pytest.raises(NotSaved, match="full: No space left"):
         await learner.save(str(full), 0)
-    await learner.chunk(0, places)
+    await learner.chunk(0, locations)
     assert (await learner.step(0)).version == 1
     assert await learner.save(str(roomy), 1)
     assert await make_learner(seed=4).load(str(roomy)) == 1
 
 
-async def test_saving_passes_the_places_to_crash_at_in_order(
+async def test_saving_and_loading_reach_the_crash_points_in_order(
     make_learner: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passed: list[str] = []
@@ -295,7 +295,7 @@ async def test_saving_passes_the_places_to_crash_at_in_order(
     ]
 
 
-async def test_the_cost_of_saving_is_in_the_next_report(make_learner: Make, tmp_path: Path) -> None:
+async def test_the_time_spent_saving_is_in_the_next_step_report(make_learner: Make, tmp_path: Path) -> None:
     learner = make_learner()
     await learner.save(str(tmp_path), 0)
     reports = [await learner.step(version) for version in (0, 1)]
@@ -308,19 +308,19 @@ def assert_equal_bits(one: TorchLearner, other: TorchLearner) -> None:
         assert torch.equal(parameter, other._core.parameters[name]), name
 
 
-async def test_a_learner_that_has_moved_on_saves_nothing(
+async def test_a_save_of_an_outdated_version_writes_nothing(
     make_learner: Make, journalled: Callable[[int], list[JournalLocation]], tmp_path: Path
 ) -> None:
     learner = make_learner()
     await learner.chunk(0, journalled(2))
     stepping = asyncio.create_task(learner.step(0))
-    await asyncio.sleep(0)  # the step is under way, and `stats` would still say version 0
+    await asyncio.sleep(0)  # the step is running, and `stats` still reports version 0
     assert not await learner.save(str(tmp_path), 0)
     assert not await asyncio.to_thread(lambda: list(tmp_path.glob("*.safetensors")))
     await stepping
 
 
-async def test_a_batch_from_another_version_is_refused(
+async def test_a_batch_for_another_version_is_rejected(
     make_learner: Make, journalled: Callable[[int], list[JournalLocation]]
 ) -> None:
     learner = make_learner()
@@ -330,16 +330,16 @@ async def test_a_batch_from_another_version_is_refused(
         await learner.step(1)
 
 
-async def test_a_damaged_journal_record_reaches_the_caller(
+async def test_a_damaged_journal_record_raises_in_the_caller(
     make_learner: Make, journalled: Callable[[int], list[JournalLocation]], tmp_path: Path
 ) -> None:
-    (place,) = journalled(1)
-    segment = tmp_path / "journal" / place.segment
+    (location,) = journalled(1)
+    segment = tmp_path / "journal" / location.segment
     data = bytearray(segment.read_bytes())
-    data[place.offset + 40] ^= 1
+    data[location.offset + 40] ^= 1
     segment.write_bytes(data)
     with pytest.raises(CorruptData):
-        await make_learner().chunk(0, [place])
+        await make_learner().chunk(0, [location])
 
 
 async def test_closing_removes_the_snapshots(make_learner: Make, tmp_path: Path) -> None:

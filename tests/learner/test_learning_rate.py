@@ -15,7 +15,7 @@ def test_a_constant_rate_is_constant() -> None:
     assert rates("constant", 10, 0, 12) == [1.0] * 12
 
 
-def test_warm_up_rises_to_the_peak_and_never_starts_at_zero() -> None:
+def test_warmup_rises_to_the_peak_and_does_not_start_at_zero() -> None:
     assert rates("constant", None, 3, 5) == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
 
 
@@ -23,11 +23,11 @@ def test_a_linear_rate_falls_to_zero_just_after_the_last_step() -> None:
     assert rates("linear", 4, 0, 6) == pytest.approx([1.0, 0.75, 0.5, 0.25, 0.0, 0.0])
 
 
-def test_a_cosine_rate_passes_half_way_at_half() -> None:
+def test_a_cosine_rate_is_half_the_peak_at_half_the_steps() -> None:
     assert rates("cosine", 4, 0, 5) == pytest.approx([1.0, 0.853553, 0.5, 0.146447, 0.0], abs=1e-6)
 
 
-def test_without_a_known_end_the_rate_stays_at_its_peak() -> None:
+def test_without_a_step_limit_the_rate_stays_at_its_peak() -> None:
     assert rates("cosine", None, 0, 100) == [1.0] * 100
 
 

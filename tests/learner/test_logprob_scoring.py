@@ -1,4 +1,4 @@
-"""What the learner says of whole sequences, held to transformers' own forward."""
+"""The learner's logprobs of whole sequences, compared with the forward pass of transformers."""
 
 from __future__ import annotations
 
@@ -60,9 +60,7 @@ def core_of(model: PreTrainedModel, tokens_per_pass: int = 64) -> LearnerCore:
 
 @pytest.mark.parametrize("make", [llama, gpt2])
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
-def test_every_token_but_the_first_gets_what_a_plain_forward_gives_it(
-    make: Callable[[], PreTrainedModel], temperature: float
-) -> None:
+def test_sequence_logprobs_match_a_plain_forward_pass(make: Callable[[], PreTrainedModel], temperature: float) -> None:
     sequences = sequences_of(9, 2, 33, 17, 40)
     expected = [plain(make(), tokens, temperature) for tokens in sequences]
     found = sequence_logprobs(core_of(make()), sequences, temperature)
@@ -82,7 +80,7 @@ def test_there_is_one_logprob_per_token_but_the_first(lengths: list[int]) -> Non
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_they_are_the_very_numbers_that_training_compares_with_the_sampler(
+def test_sequence_logprobs_equal_the_logprobs_that_training_compares_with_the_sampler(
     dtype: str, make_rows: Callable[..., list[Row]]
 ) -> None:
     core = LearnerCore(llama(), LearnerCoreSettings.of(resolved({"model.dtype": dtype, "rollout.temperature": 0.7})))
@@ -92,14 +90,14 @@ def test_they_are_the_very_numbers_that_training_compares_with_the_sampler(
         np.testing.assert_array_equal(ours, trained[OLD_LOGP])
 
 
-def test_the_size_of_a_pass_changes_nothing() -> None:
+def test_the_pass_size_does_not_change_the_logprobs() -> None:
     sequences = sequences_of(9, 2, 33, 17)
     whole, cut = (sequence_logprobs(core_of(llama(), size), sequences, 0.7) for size in (1024, 16))
     for one, other in zip(whole, cut, strict=True):
         np.testing.assert_allclose(one, other, atol=2e-5)
 
 
-def test_a_sequence_with_an_id_that_the_model_does_not_have_is_not_a_number_and_spoils_no_other() -> None:
+def test_a_token_id_outside_the_vocabulary_gives_nan_for_its_sequence_only() -> None:
     good, bad, negative = sequences_of(6, 6, 6)
     bad[3], negative[3] = VOCABULARY, -1
     found = sequence_logprobs(CORE, [good, bad, negative, good], 1.0)
@@ -110,11 +108,11 @@ def test_a_sequence_with_an_id_that_the_model_does_not_have_is_not_a_number_and_
     np.testing.assert_allclose(found[3], found[0], atol=2e-5)
 
 
-async def test_the_learner_answers_in_the_order_of_its_calls(
+async def test_logprob_requests_run_in_order_with_training_calls(
     tmp_path: Path, make_rows: Callable[..., list[Row]]
 ) -> None:
     writer = JournalWriter(tmp_path / "journal", "worker")
-    place = writer.append(kept_of(0), GroupRecord(0, "task-0", 0, 0, make_rows(4), [0.0] * 4))
+    location = writer.append(kept_of(0), GroupRecord(0, "task-0", 0, 0, make_rows(4), [0.0] * 4))
     writer.close()
     config = resolved({"learner.lr": 1e-2})
     weights = TorchLearnerSettings(
@@ -124,7 +122,7 @@ async def test_the_learner_answers_in_the_order_of_its_calls(
     learner: Learner = torch_learner
     (tokens,) = sequences_of(20)
     before, _, _, after = await asyncio.gather(
-        learner.logprobs([tokens], 0.7), learner.chunk(0, [place]), learner.step(0), learner.logprobs([tokens], 0.7)
+        learner.logprobs([tokens], 0.7), learner.chunk(0, [location]), learner.step(0), learner.logprobs([tokens], 0.7)
     )
     await torch_learner.close()
     np.testing.assert_allclose(before[0], plain(llama(), tokens, 0.7), atol=2e-5)

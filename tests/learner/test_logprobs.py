@@ -36,7 +36,7 @@ def test_sliced_logprobs_and_gradients_equal_the_plain_formula(
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_the_entropy_is_that_of_the_sampled_distribution_and_has_no_gradient() -> None:
+def test_entropy_is_computed_at_the_sampling_temperature_and_has_no_gradient() -> None:
     torch.manual_seed(0)
     hidden, head = torch.randn(5, 8, requires_grad=True), torch.randn(19, 8)
     targets = torch.zeros(5, dtype=torch.long)
@@ -61,6 +61,6 @@ def test_bfloat16_hidden_states_still_give_float32_logprobs() -> None:
     torch.testing.assert_close(logp, plain(hidden.float(), head, None, targets, 1.0), rtol=0.05, atol=0.05)
 
 
-def test_no_chosen_token_is_no_logprob() -> None:
+def test_no_target_tokens_give_no_logprobs() -> None:
     logp, entropy = token_logprobs(torch.zeros(0, 8), torch.zeros(19, 8), None, torch.zeros(0, dtype=torch.long), 1.0)
     assert (logp.shape, entropy.shape) == ((0,), (0,))

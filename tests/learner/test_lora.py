@@ -1,4 +1,4 @@
-"""Adapters in the learner, held against peft itself."""
+"""LoRA adapters in the learner, compared with peft."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def trained(core: LearnerCore, make_rows: MakeRows, steps: int = 3, first: int =
 
 
 def plain_peft(model: PreTrainedModel, core: LearnerCore, targets: list[str] = TARGETS) -> peft.PeftModel:
-    """The same policy as peft's own users have it."""
+    """The same policy built with plain peft."""
     assert core.adapters is not None
     config = peft.LoraConfig(
         r=4, lora_alpha=6, target_modules=targets, fan_in_fan_out=isinstance(model, GPT2LMHeadModel)
@@ -59,7 +59,7 @@ def plain_peft(model: PreTrainedModel, core: LearnerCore, targets: list[str] = T
 
 
 def logp_of(model: Any, row: Row, width: int = 64) -> Tensor:
-    """Of the trained tokens, from a right-padded batch of one through the model's own forward."""
+    """Logprobs of the trained tokens of one right-padded row, through the model's own forward."""
     count = len(row.tokens)
     tokens = torch.zeros(1, width, dtype=torch.long)
     tokens[0, :count] = torch.from_numpy(row.tokens)
@@ -82,10 +82,13 @@ def bits_of(tensors: dict[str, Tensor]) -> dict[str, bytes]:
     [
         ({}, PackedForward),
         ({"learner__gradient_checkpointing": True}, PackedForward),
-        ({"lora__targets": [*TARGETS, "lm_head"]}, PaddedForward),  # a head with an adapter is not one linear layer
+        (
+            {"lora__targets": [*TARGETS, "lm_head"]},
+            PaddedForward,
+        ),  # an lm_head with an adapter is not a single linear layer
     ],
 )
-def test_the_gradient_of_the_adapters_is_that_of_plain_peft_on_padded_rows(
+def test_adapter_gradients_equal_those_of_plain_peft_on_padded_rows(
     make_llama: MakeLlama, make_rows: MakeRows, more: dict[str, Any], way: type
 ) -> None:
     targets = more.get("lora__targets", TARGETS)
@@ -106,7 +109,7 @@ def test_the_gradient_of_the_adapters_is_that_of_plain_peft_on_padded_rows(
     assert not any(p.grad is not None for name, p in core.model.named_parameters() if name not in core.parameters)
 
 
-def test_training_moves_the_adapters_and_nothing_else(make_llama: MakeLlama, make_rows: MakeRows) -> None:
+def test_training_changes_the_adapters_and_nothing_else(make_llama: MakeLlama, make_rows: MakeRows) -> None:
     core = core_of(make_llama(), algorithm__entropy=0.1, kl__coefficient=0.1, algorithm__advantage="dr_grpo")
     frozen = {name: p.detach().clone() for name, p in core.model.named_parameters() if name not in core.parameters}
     before = bits_of(core.parameters)
@@ -118,20 +121,20 @@ def test_training_moves_the_adapters_and_nothing_else(make_llama: MakeLlama, mak
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_merged_weights_are_those_of_peft_and_the_trained_ones_stay(
+def test_merged_weights_equal_those_of_peft_and_leave_the_trained_weights_unchanged(
     make_llama: MakeLlama, make_rows: MakeRows, tied: bool
 ) -> None:
     core = trained(core_of(make_llama(tie_word_embeddings=tied)), make_rows)
     expected = plain_peft(make_llama(tie_word_embeddings=tied), core).merge_and_unload().state_dict()
     before = bits_of(dict(core.model.state_dict()))
-    for _ in range(2):  # the second time into the same memory
+    for _ in range(2):  # the second merge reuses the memory
         assert bits_of(published_tensors(core)) == bits_of(expected)
     assert bits_of(dict(core.model.state_dict())) == before
     found = published_tensors(core)
     assert (found["lm_head.weight"].data_ptr() == found["model.embed_tokens.weight"].data_ptr()) == tied
 
 
-def test_layers_whose_weights_lie_the_other_way_round_are_merged_too(make_rows: MakeRows) -> None:
+def test_layers_with_transposed_weights_are_merged_correctly(make_rows: MakeRows) -> None:
     def make() -> GPT2LMHeadModel:
         torch.manual_seed(0)
         sizes = {"vocab_size": 48, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}
@@ -142,14 +145,14 @@ def test_layers_whose_weights_lie_the_other_way_round_are_merged_too(make_rows: 
     assert bits_of(published_tensors(core)) == bits_of(expected)
 
 
-def test_the_first_version_is_the_model_that_was_given(make_llama: MakeLlama) -> None:
+def test_the_first_version_equals_the_base_model(make_llama: MakeLlama) -> None:
     assert bits_of(published_tensors(core_of(make_llama()))) == bits_of(make_llama().state_dict())
 
 
 # ----------------------------------------------------------------------------------------------------------- reference
 
 
-def test_the_reference_is_the_model_with_its_adapters_off(make_llama: MakeLlama, make_rows: MakeRows) -> None:
+def test_the_reference_is_the_model_with_its_adapters_disabled(make_llama: MakeLlama, make_rows: MakeRows) -> None:
     core = trained(core_of(make_llama(), kl__coefficient=0.1), make_rows)
     assert core.reference is not None
     (packed,) = pack(make_rows(4), 4096)
@@ -161,10 +164,10 @@ def test_the_reference_is_the_model_with_its_adapters_off(make_llama: MakeLlama,
     again = core._forward(packed).logp_N
     assert torch.equal(again, own)
     assert again.requires_grad
-    assert core.reference.tensors() == {}, "nothing of it needs to be kept"
+    assert core.reference.tensors() == {}, "the reference needs no weights of its own"
 
 
-def test_a_reference_that_is_renewed_keeps_the_adapters_of_that_time(
+def test_a_synced_reference_keeps_the_adapters_of_the_sync_step(
     make_llama: MakeLlama, make_rows: MakeRows, tmp_path: Path
 ) -> None:
     core = trained(core_of(make_llama(), kl__coefficient=0.1, kl__sync_every=2), make_rows, steps=2)
@@ -185,7 +188,7 @@ def test_a_reference_that_is_renewed_keeps_the_adapters_of_that_time(
 
 
 @pytest.mark.parametrize("kl", [{}, {"kl__coefficient": 0.1}, {"kl__coefficient": 0.1, "kl__sync_every": 2}])
-def test_a_state_holds_adapters_only_and_goes_on_with_the_same_bits(
+def test_a_state_holds_only_the_adapters_and_resumes_bitwise_equal(
     make_llama: MakeLlama, make_rows: MakeRows, tmp_path: Path, kl: dict[str, Any]
 ) -> None:
     core = trained(core_of(make_llama(), **kl), make_rows)
@@ -201,7 +204,9 @@ def test_a_state_holds_adapters_only_and_goes_on_with_the_same_bits(
     assert (tmp_path / ADAPTER_WEIGHTS).stat().st_size < everything / 4
 
 
-def test_a_state_is_a_folder_that_peft_loads(make_llama: MakeLlama, make_rows: MakeRows, tmp_path: Path) -> None:
+def test_a_saved_state_is_a_directory_that_peft_loads(
+    make_llama: MakeLlama, make_rows: MakeRows, tmp_path: Path
+) -> None:
     core = trained(core_of(make_llama()), make_rows)
     state.save(core, tmp_path)
     loaded = peft.PeftModel.from_pretrained(make_llama().eval(), str(tmp_path))
@@ -213,7 +218,7 @@ def test_a_state_is_a_folder_that_peft_loads(make_llama: MakeLlama, make_rows: M
 
 
 @pytest.mark.parametrize(
-    ("saved", "resumed", "said"),
+    ("saved", "resumed", "message"),
     [
         ({}, {"lora__rank": 0, "lora__alpha": None, "lora__targets": None}, r"lora\.rank\b.*\b4\b"),
         ({"lora__rank": 0, "lora__alpha": None, "lora__targets": None}, {}, r"lora\.rank\b.*\b0\b"),
@@ -222,8 +227,8 @@ def test_a_state_is_a_folder_that_peft_loads(make_llama: MakeLlama, make_rows: M
         ({}, {"lora__targets": ["q_proj"]}, r"lora\.targets\b"),
     ],
 )
-def test_a_state_of_other_adapters_is_refused(
-    make_llama: MakeLlama, tmp_path: Path, saved: dict[str, Any], resumed: dict[str, Any], said: str
+def test_a_state_with_other_adapter_settings_is_rejected(
+    make_llama: MakeLlama, tmp_path: Path, saved: dict[str, Any], resumed: dict[str, Any], message: str
 ) -> None:
     def core_with(settings: dict[str, Any]) -> LearnerCore:
         dotted = LORA | {key.replace("__", "."): value for key, value in settings.items()}
@@ -231,19 +236,19 @@ def test_a_state_of_other_adapters_is_refused(
         return LearnerCore(make_llama(), LearnerCoreSettings.of(resolved(chosen)))
 
     state.save(core_with(saved), tmp_path)
-    with pytest.raises(CorruptData, match=said) as caught:
+    with pytest.raises(CorruptData, match=message) as caught:
         state.restore(core_with(resumed), tmp_path)
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_adapters_of_another_model_are_refused(make_llama: MakeLlama, tmp_path: Path) -> None:
+def test_adapters_of_another_model_are_rejected(make_llama: MakeLlama, tmp_path: Path) -> None:
     state.save(core_of(make_llama()), tmp_path)
     with pytest.raises(CorruptData, match=r"model\.path"):
         state.restore(core_of(make_llama(seed=3)), tmp_path)
 
 
 @pytest.mark.parametrize("name", [ADAPTER_WEIGHTS, ADAPTER_CONFIG])
-def test_a_damaged_or_missing_file_of_adapters_is_reported(make_llama: MakeLlama, tmp_path: Path, name: str) -> None:
+def test_a_damaged_or_missing_adapter_file_is_reported(make_llama: MakeLlama, tmp_path: Path, name: str) -> None:
     core = core_of(make_llama())
     state.save(core, tmp_path)
     (tmp_path / name).write_bytes(b"{")
@@ -255,15 +260,17 @@ def test_a_damaged_or_missing_file_of_adapters_is_reported(make_llama: MakeLlama
 
 
 @pytest.mark.parametrize(
-    ("targets", "said"),
+    ("targets", "message"),
     [
         (["q_prj"], r"\bq_prj\b.*down_proj, gate_proj, k_proj, lm_head"),
         (["embed_tokens"], r"\bembed_tokens\b.*down_proj"),
         (["q_proj", "lm_head"], r"\blm_head\b.*embeddings"),
     ],
 )
-def test_modules_that_cannot_have_an_adapter_are_refused(make_llama: MakeLlama, targets: list[str], said: str) -> None:
-    with pytest.raises(BadInput, match=rf"^lora\.targets: .*{said}"):
+def test_modules_that_cannot_have_an_adapter_are_rejected(
+    make_llama: MakeLlama, targets: list[str], message: str
+) -> None:
+    with pytest.raises(BadInput, match=rf"^lora\.targets: .*{message}"):
         core_of(make_llama(), lora__targets=targets)
 
 
@@ -287,7 +294,7 @@ async def make_learner(make_llama: MakeLlama, tmp_path: Path) -> AsyncIterator[C
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-async def test_a_vllm_server_is_given_the_adapters_by_the_names_of_a_peft_file(
+async def test_a_vllm_server_receives_the_adapters_under_peft_names(
     make_learner: Callable[..., TorchLearner], make_rows: MakeRows, tmp_path: Path, dtype: str
 ) -> None:
     learner = make_learner(engine__kind="vllm", model__dtype=dtype)
@@ -306,7 +313,7 @@ async def test_a_vllm_server_is_given_the_adapters_by_the_names_of_a_peft_file(
     assert all(torch.equal(found[name], theirs[name].to(getattr(torch, dtype))) for name in theirs)
 
 
-async def test_the_embedded_engine_is_given_the_whole_model(
+async def test_the_embedded_engine_receives_the_merged_model(
     make_learner: Callable[..., TorchLearner], make_llama: MakeLlama, make_rows: MakeRows
 ) -> None:
     learner = make_learner(engine__kind="embedded")
@@ -315,6 +322,6 @@ async def test_the_embedded_engine_is_given_the_whole_model(
     manifest = await learner.publish([])
     found = read_snapshot(manifest)
     assert manifest.adapter is None
-    assert found.keys() == before.keys() - {"lm_head.weight"}, "tied weights come once"
+    assert found.keys() == before.keys() - {"lm_head.weight"}, "tied weights are published once"
     changed = {name for name in found if not torch.equal(found[name], before[name])}
     assert changed == {name for name in found if name.split(".")[-2] in TARGETS}

@@ -1,4 +1,4 @@
-"""The gradient of the whole objective, against autograd of the plain formulas through the whole model."""
+"""The gradient of the assembled loss, compared with autograd of the plain formulas through the whole model."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def core_of(model: LlamaForCausalLM, settings: dict[str, Any]) -> LearnerCore:
 
 
 def gradient_of(core: LearnerCore, rows: list[Row]) -> Gradient:
-    """What one step over these rows would hand to the optimizer, not yet normalised."""
+    """Return the accumulated gradient of one step over these rows, before normalization."""
     core.accumulate(rows)
     return {name: p.grad.clone() for name, p in core.parameters.items() if p.grad is not None}
 
 
 def logits_of(model: LlamaForCausalLM, row: Row) -> Tensor:
-    """One row on its own, through the model's own forward; logits that predict each trained token."""
+    """Return the logits that predict each trained token of one row, through the model's own forward."""
     model.set_attn_implementation("sdpa")
     logits: Tensor = model(torch.from_numpy(row.tokens).long()[None], use_cache=False).logits[0, :-1]
     return logits[torch.from_numpy(row.mask[1:])]
@@ -65,7 +65,7 @@ def model(make_llama: MakeLlama) -> LlamaForCausalLM:
 
 
 @pytest.mark.parametrize("anchor", ["proximal", "rollout", "approximate"])
-def test_the_ratio_of_a_clipped_surrogate_is_taken_to_the_anchor(
+def test_the_ratio_of_a_clipped_policy_loss_is_relative_to_the_old_policy(
     make_llama: MakeLlama, make_rows: MakeRows, model: LlamaForCausalLM, anchor: str
 ) -> None:
     rows = make_rows(6)
@@ -78,7 +78,7 @@ def test_the_ratio_of_a_clipped_surrogate_is_taken_to_the_anchor(
     for row in rows:
         logp, sampler = logp_of(logits_of(model, row), row), column(row, "logprobs")
         current = logp.detach()
-        share = 3 / 4  # version 4 is being made, these tokens are of version 0, and the step starts at 3
+        share = 3 / 4  # the step goes from version 3 to 4, and these tokens are of version 0
         old = {"proximal": current, "rollout": sampler, "approximate": sampler + share * (current - sampler)}[anchor]
         ratio, advantages = (logp - old).exp(), column(row, "advantages")
         loss = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
@@ -86,7 +86,7 @@ def test_the_ratio_of_a_clipped_surrogate_is_taken_to_the_anchor(
     assert_same(found, model)
 
 
-def test_weights_and_masks_multiply_the_loss_and_leave_the_rest(
+def test_importance_weights_and_masks_multiply_the_policy_loss(
     make_llama: MakeLlama, make_rows: MakeRows, model: LlamaForCausalLM
 ) -> None:
     rows = make_rows(8)
@@ -113,14 +113,14 @@ def test_weights_and_masks_multiply_the_loss_and_leave_the_rest(
         (-rho.clamp(max=1.5) * keep * column(row, "advantages") * logp).sum().backward()  # type: ignore[no-untyped-call]
         rejected += int((~keep).sum())
         tokens += len(keep)
-    assert 0 < rejected < tokens, "the masks must act for this test to say anything about them"
+    assert 0 < rejected < tokens, "the masks must reject some tokens in this test"
     assert_same(found, model)
     metrics = core.step().metrics
     assert metrics["offpolicy/masked"] == pytest.approx(rejected / tokens)
 
 
 @pytest.mark.parametrize("name", list(POLICY_LOSSES.built_in))
-def test_every_surrogate_trains_through_the_model(make_llama: MakeLlama, make_rows: MakeRows, name: str) -> None:
+def test_every_policy_loss_trains_through_the_model(make_llama: MakeLlama, make_rows: MakeRows, name: str) -> None:
     core = core_of(make_llama(), {"algorithm.surrogate": name, "algorithm.force": True})
     core.accumulate(make_rows(5))
     report = core.step()
@@ -128,7 +128,7 @@ def test_every_surrogate_trains_through_the_model(make_llama: MakeLlama, make_ro
     assert report.grad_norm > 0
 
 
-def test_the_divergence_from_the_reference_and_the_entropy_are_in_the_loss(
+def test_the_loss_includes_reference_kl_and_entropy(
     make_llama: MakeLlama, make_rows: MakeRows, model: LlamaForCausalLM
 ) -> None:
     rows = make_rows(5)
@@ -150,7 +150,7 @@ def test_the_divergence_from_the_reference_and_the_entropy_are_in_the_loss(
         k3 = (reference - logp).exp() - 1 - (reference - logp)
         probs = logits.log_softmax(-1)
         entropy = -(probs.exp() * probs).sum(-1)
-        kept = k3 < 10  # beyond it a token pulls no more
+        kept = k3 < 10  # beyond the bound a token has no gradient
         loss = -weight * column(row, "advantages") * logp + 0.3 * k3.clamp(max=10.0) - 0.2 * entropy
         assert kept.any()
         loss.sum().backward()  # type: ignore[no-untyped-call]
@@ -159,7 +159,7 @@ def test_the_divergence_from_the_reference_and_the_entropy_are_in_the_loss(
     assert core.step().metrics["loss/kl"] == pytest.approx(float(torch.cat(divergence).mean()))
 
 
-def test_the_reference_stays_unless_it_is_synced(make_llama: MakeLlama, make_rows: MakeRows) -> None:
+def test_the_reference_is_fixed_unless_it_is_synced(make_llama: MakeLlama, make_rows: MakeRows) -> None:
     fixed = core_of(make_llama(), {"kl.coefficient": 0.1})
     synced = core_of(make_llama(), {"kl.coefficient": 0.1, "kl.sync_every": 2})
     kept: list[list[bool]] = []
@@ -175,7 +175,7 @@ def test_the_reference_stays_unless_it_is_synced(make_llama: MakeLlama, make_row
     assert kept == [[False] * 4, [False, True, False, True]]
 
 
-def test_an_extreme_log_ratio_leaves_the_step_finite(make_llama: MakeLlama, make_rows: MakeRows) -> None:
+def test_an_extreme_log_ratio_keeps_the_step_finite(make_llama: MakeLlama, make_rows: MakeRows) -> None:
     for value in (-1e4, 1e4, -1e30):
         rows = [
             Row(row.tokens, row.mask, np.full_like(row.logprobs, value), row.versions, row.advantages)
@@ -194,10 +194,10 @@ def test_an_extreme_log_ratio_leaves_the_step_finite(make_llama: MakeLlama, make
             assert all(np.isfinite(number) for number in report.metrics.values())
 
 
-def test_mismatch_is_split_into_the_engines_part_and_that_of_staleness(
+def test_sampler_mismatch_is_split_into_engine_and_staleness_contributions(
     make_llama: MakeLlama, make_row: Callable[..., Row]
 ) -> None:
-    """Fresh tokens tell the engine's mismatch, and are remembered while there are none."""
+    """The engine mismatch is measured on fresh tokens; the last value is reused while there are none."""
     core = core_of(make_llama(), {})
     core.version = 2
     fresh, stale = make_row(12, 3, seed=1, version=2), make_row(15, 3, seed=2, version=0)
@@ -208,22 +208,22 @@ def test_mismatch_is_split_into_the_engines_part_and_that_of_staleness(
     core.accumulate([stale])
     later = core.step().metrics
     assert later["offpolicy/kl_engine"] == alone["offpolicy/kl_engine"]
-    assert later["offpolicy/kl"] > later["offpolicy/kl_engine"], "rows for which the split says something"
+    assert later["offpolicy/kl"] > later["offpolicy/kl_engine"], "the two contributions must differ in this test"
     assert later["offpolicy/kl_staleness"] == pytest.approx(later["offpolicy/kl"] - alone["offpolicy/kl"])
 
 
-def test_the_proximal_policy_is_guessed_log_linearly_by_version() -> None:
+def test_the_approximate_old_policy_interpolates_log_linearly_by_version() -> None:
     versions = np.array([3, 5, 4, 0], dtype=np.int32)
     assert interpolation_weights(versions, 5).tolist() == pytest.approx([2 / 3, 0.0, 0.5, 5 / 6])
 
 
-def bad_surrogate(monkeypatch: pytest.MonkeyPatch, core: LearnerCore, function: Callable[[Any], object]) -> None:
+def replace_policy_loss(monkeypatch: pytest.MonkeyPatch, core: LearnerCore, function: Callable[[Any], object]) -> None:
     registration = replace(core._loss._policy_loss.registration, function=lambda tokens, **_: function(tokens))
     monkeypatch.setattr(core._loss, "_policy_loss", replace(core._loss._policy_loss, registration=registration))
 
 
 @pytest.mark.parametrize(
-    ("function", "said"),
+    ("function", "message"),
     [
         (lambda tokens: (-tokens.logp_N).mean(), r"\(\).*\b\d+\b"),
         (lambda tokens: -tokens.logp_N[:, None], r"\(\d+, 1\)"),
@@ -233,24 +233,24 @@ def bad_surrogate(monkeypatch: pytest.MonkeyPatch, core: LearnerCore, function: 
         (lambda tokens: -tokens.logp_N.detach(), r"gradient.*tokens\.logp_N"),
     ],
 )
-def test_a_surrogate_that_gives_no_loss_per_token_is_named(
+def test_a_policy_loss_without_one_differentiable_value_per_token_is_rejected(
     make_llama: MakeLlama,
     make_rows: MakeRows,
     monkeypatch: pytest.MonkeyPatch,
     function: Callable[[Any], object],
-    said: str,
+    message: str,
 ) -> None:
     core = core_of(make_llama(), {})
-    bad_surrogate(monkeypatch, core, function)
-    with pytest.raises(BadInput, match=rf"^algorithm\.surrogate: .*{said}"):
+    replace_policy_loss(monkeypatch, core, function)
+    with pytest.raises(BadInput, match=rf"^algorithm\.surrogate: .*{message}"):
         core.accumulate(make_rows(3))
     assert core.step().tokens == 0
 
 
-def test_the_anchor_of_later_updates_is_apart_from_the_current_policy(
+def test_later_updates_keep_the_old_policy_of_the_step(
     make_llama: MakeLlama, make_rows: MakeRows, model: LlamaForCausalLM
 ) -> None:
-    """ppo with a token weight and means over sequences, where the policy has moved since the step began."""
+    """PPO with token weights and sequence means, after the policy has moved within the step."""
     rows = make_rows(6)
     settings = {"algorithm.surrogate": "ppo", "algorithm.anchor": "proximal"}
     settings |= {"algorithm.aggregation": "seq_mean_token_mean"}
@@ -273,7 +273,7 @@ def test_the_anchor_of_later_updates_is_apart_from_the_current_policy(
     assert_same(found, model)
 
 
-def test_a_surrogate_without_a_ratio_is_corrected_from_the_current_policy_in_every_update(
+def test_a_policy_loss_without_a_ratio_uses_importance_weights_of_the_current_policy_in_every_update(
     make_llama: MakeLlama, make_rows: MakeRows, model: LlamaForCausalLM
 ) -> None:
     rows = make_rows(4)
@@ -287,7 +287,7 @@ def test_a_surrogate_without_a_ratio_is_corrected_from_the_current_policy_in_eve
     assert_same(found, model)
 
 
-def test_values_are_clipped_near_the_old_ones_and_the_worse_error_counts(
+def test_values_are_clipped_around_the_old_values_and_the_larger_error_counts(
     make_llama: MakeLlama, make_rows: MakeRows
 ) -> None:
     (row,) = make_rows(1)
@@ -308,8 +308,8 @@ def test_values_are_clipped_near_the_old_ones_and_the_worse_error_counts(
     assert float(core.critic.bias.grad) == pytest.approx(float(expected.sum()), rel=1e-6)
 
 
-def test_the_guessed_proximal_logprobs_are_the_golden_ones(make_llama: MakeLlama) -> None:
-    """Tokens of version 3 in the step from 5 to 6: two thirds of the way from the sampler to the current policy."""
+def test_approximate_old_logprobs_match_golden_values(make_llama: MakeLlama) -> None:
+    """Tokens of version 3 in the step from 5 to 6: weight 2/3 on the current policy."""
     core = core_of(make_llama(), {"algorithm.surrogate": "ppo", "algorithm.anchor": "approximate"})
     current = torch.tensor([-0.5, -1.0, -2.0, -0.3, -1.5], dtype=torch.float64)
     sampler = torch.tensor([-0.7, -0.9, -2.9, -0.35, -1.0], dtype=torch.float64)

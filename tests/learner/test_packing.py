@@ -42,7 +42,9 @@ def test_every_trained_token_is_predicted_once_from_its_predecessor(
 
 
 @given(lengths_and_prompts, st.integers(1, 64))
-def test_a_pass_is_overfull_only_if_it_holds_one_row(shapes: list[tuple[int, int]], tokens_per_pass: int) -> None:
+def test_a_pass_exceeds_its_token_limit_only_if_it_holds_a_single_row(
+    shapes: list[tuple[int, int]], tokens_per_pass: int
+) -> None:
     for packed in pack([row_of(n, p) for n, p in shapes], tokens_per_pass):
         assert len(packed.tokens_T) <= tokens_per_pass or packed.documents == 1
 
@@ -62,7 +64,7 @@ def test_rows_fill_passes_in_the_order_given() -> None:
     assert [np.diff(p.cu_seqlens_D1).tolist() for p in passes] == [[4, 3], [8], [1, 1]]
 
 
-def test_what_follows_the_last_trained_token_is_not_read() -> None:
+def test_tokens_after_the_last_trained_token_are_dropped() -> None:
     row = row_of(10, 3)
     row.mask[6:] = False
     assert input_length(row) == 5
@@ -78,7 +80,7 @@ def test_per_token_values_follow_their_tokens() -> None:
     assert packed.versions_N.tolist() == [7, 7, 7]
 
 
-def test_rows_that_train_nothing_take_no_part() -> None:
+def test_rows_without_trained_tokens_are_skipped() -> None:
     assert pack([row_of(5, 5), row_of(0, 0)], 100) == []
 
 
@@ -90,15 +92,15 @@ def test_observed_tokens_inside_a_row_are_inputs_but_not_targets() -> None:
     assert len(packed.tokens_T) == 7
 
 
-@pytest.mark.parametrize("spoil", [lambda r: r.mask.__setitem__(0, True), lambda r: setattr_short(r)])
-def test_a_row_that_cannot_be_trained_is_refused(spoil: Callable[[Row], object]) -> None:
+@pytest.mark.parametrize("corrupt", [lambda r: r.mask.__setitem__(0, True), lambda r: with_missing_logprob(r)])
+def test_an_invalid_row_is_rejected(corrupt: Callable[[Row], object]) -> None:
     row = row_of(4, 2)
-    row = spoil(row) or row  # type: ignore[assignment]
+    row = corrupt(row) or row  # type: ignore[assignment]
     with pytest.raises(ValueError, match="row"):
         pack([row], 100)
 
 
-def setattr_short(row: Row) -> Row:
+def with_missing_logprob(row: Row) -> Row:
     return Row(row.tokens, row.mask, row.logprobs[:-1], row.versions, row.advantages)
 
 
@@ -112,7 +114,7 @@ def test_packing_twice_gives_the_same_passes() -> None:
     assert [as_lists(p) for p in pack(rows, 16)] == [as_lists(p) for p in pack(rows, 16)]
 
 
-def test_what_else_is_known_of_rows_is_packed_token_by_token_beside_them() -> None:
+def test_extra_per_token_values_are_packed_with_their_tokens() -> None:
     rows = [row_of(9, 2), row_of(4, 4), row_of(6, 3)]
     extras = [{"value": np.arange(row.mask.sum(), dtype=np.float32) + 10 * i} for i, row in enumerate(rows)]
     (packed,) = pack(rows, 100, extras)

@@ -1,4 +1,4 @@
-"""The script for reading computes what the system's own parts compute, to the last bit."""
+"""examples/plain_grpo.py computes bitwise the same as the learner and the embedded engine."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def config() -> Config:
     return resolve(Config.model_validate(CONFIG))
 
 
-def test_its_learner_makes_the_same_updates(
+def test_the_learner_of_the_script_makes_the_same_updates(
     script: ModuleType, config: Config, make_llama: Callable[..., LlamaForCausalLM]
 ) -> None:
     noise = np.random.default_rng(0)
@@ -64,7 +64,7 @@ def test_its_learner_makes_the_same_updates(
         return script.Group(number, Task("t", ""), prompt, [answer() for _ in range(4)], noise.random(4).tolist())
 
     plain = script.Learner(config, make_llama().eval())
-    # On policy the default's mask rejects nothing, and the script has none; answers made up here are not on policy.
+    # The script has no mask. The default mask rejects nothing on policy, but these random answers are off policy.
     correction = config.correction.model_copy(update={"masks": []})
     core = LearnerCore(make_llama(), replace(LearnerCoreSettings.of(config), correction=correction))
     for version in range(3):
@@ -78,13 +78,13 @@ def test_its_learner_makes_the_same_updates(
         assert torch.equal(parameter, core.parameters[name]), name
 
 
-def test_its_sampler_draws_the_same_tokens_as_a_lane(script: ModuleType, config: Config) -> None:
+def test_the_sampler_of_the_script_draws_the_same_tokens_as_a_decode_batch(script: ModuleType, config: Config) -> None:
     model = load_model(config.model.path, dtype="float32", device="cpu")
     sampler = script.Sampler(config, model)
     tasks = script.Countdown("train", 0)
     groups = sampler.roll_out([(number, tasks[number]) for number in range(5)])
 
-    lane = DecodeBatch(sampler.decoder.sibling(sampler.decoder.prepare(model.state_dict())), 0, "keep", None)
+    decode_batch = DecodeBatch(sampler.decoder.sibling(sampler.decoder.prepare(model.state_dict())), 0, "keep", None)
     for group in groups:
         for episode in range(4):
             sampling = Sampling(
@@ -93,10 +93,10 @@ def test_its_sampler_draws_the_same_tokens_as_a_lane(script: ModuleType, config:
                 temperature=0.9,
                 stop_ids=sorted(sampler.stops),
             )
-            lane.submit(f"{group.number}.{episode}", group.prompt, sampling, 0)
+            decode_batch.submit(f"{group.number}.{episode}", group.prompt, sampling, 0)
     results: dict[str, Generation] = {}
-    while lane.has_work:
-        for done in lane.advance():
+    while decode_batch.has_work:
+        for done in decode_batch.advance():
             assert isinstance(done.result, Generation)
             results[done.id] = done.result
     for group in groups:
@@ -106,7 +106,7 @@ def test_its_sampler_draws_the_same_tokens_as_a_lane(script: ModuleType, config:
             assert answer.logprobs.tobytes() == expected.logprobs.tobytes()
 
 
-def test_it_replaces_groups_that_teach_nothing(script: ModuleType) -> None:
+def test_the_script_replaces_groups_with_uniform_rewards(script: ModuleType) -> None:
     config = resolve(Config.model_validate({**CONFIG, "learner": {"lr": 1e-4}}))
     steps = list(script.run(config))
     assert [step["step"] for step in steps] == [1, 2]

@@ -12,7 +12,7 @@ def files(value: float, size: int = 5) -> dict[str, Tensors]:
     }
 
 
-def test_a_copy_keeps_what_it_was_made_of() -> None:
+def test_a_state_copy_is_independent_of_later_changes() -> None:
     live = files(1.0)
     copied = StateCopies().make(live, {}, {"small": b"text"})
     for tensors in live.values():
@@ -26,13 +26,13 @@ def test_a_copy_keeps_what_it_was_made_of() -> None:
     assert copied.small_files == {"small": b"text"}
 
 
-def test_what_lasts_is_not_copied() -> None:
+def test_constant_tensors_are_not_copied() -> None:
     reference = torch.ones(3)
     copied = StateCopies().make(files(1.0), {"reference": {"a": reference}}, {})
     assert copied.files["reference"]["a"] is reference
 
 
-def test_memory_that_was_given_back_is_used_again() -> None:
+def test_released_memory_is_reused() -> None:
     copies = StateCopies()
     copies.reserve(*plan_layout(files(0.0)))
     first = copies.make(files(1.0), {}, {})
@@ -43,7 +43,7 @@ def test_memory_that_was_given_back_is_used_again() -> None:
     assert second.files["model"]["a"].unique().tolist() == [2.0]
 
 
-def test_a_copy_in_use_is_left_alone_by_the_next() -> None:
+def test_a_copy_in_use_is_not_overwritten_by_the_next() -> None:
     copies = StateCopies()
     first, second = copies.make(files(1.0), {}, {}), copies.make(files(2.0), {}, {})
     assert first.files["model"]["a"].unique().tolist() == [1.0]
@@ -53,7 +53,7 @@ def test_a_copy_in_use_is_left_alone_by_the_next() -> None:
     assert [c.files["optimizer"]["a"].item() for c in (third, fourth)] == [3.0, 4.0]
 
 
-def test_a_state_of_another_form_gets_other_memory() -> None:
+def test_a_state_with_other_shapes_gets_new_memory() -> None:
     copies = StateCopies()
     copies.release(copies.make(files(1.0), {}, {}))
     assert copies.make(files(2.0, size=9), {}, {}).files["model"]["a"].shape == (9, 3)

@@ -8,10 +8,10 @@ from outpace.errors import CorruptData
 from outpace.learner.state import load_tensors, write_tensors
 
 
-def test_what_is_written_is_what_is_loaded(tmp_path: Path) -> None:
+def test_tensors_round_trip_through_a_file(tmp_path: Path) -> None:
     torch.manual_seed(0)
     tensors = {
-        "bytes": torch.arange(5, dtype=torch.uint8),  # an odd length first: what follows must still be aligned
+        "bytes": torch.arange(5, dtype=torch.uint8),  # an odd length first: later tensors must still be aligned
         "wide": torch.randn(3, 4, dtype=torch.float64),
         "turned": torch.randn(4, 6).t(),
         "brain": torch.randn(7).bfloat16(),
@@ -41,7 +41,7 @@ def test_a_damaged_file_is_reported_by_name(tmp_path: Path) -> None:
         load_tensors(tmp_path / "cut")
 
 
-def test_a_full_disk_is_an_error_of_the_system(tmp_path: Path) -> None:
+def test_a_full_disk_raises_os_error(tmp_path: Path) -> None:
     (tmp_path / "file").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left"):
         write_tensors(tmp_path / "file", {"a": torch.zeros(100_000)})

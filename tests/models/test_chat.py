@@ -1,4 +1,4 @@
-"""Rendering: a pure function of tokenizer and messages, and bridges that leave the policy's own words alone."""
+"""Chat rendering: a pure function of tokenizer and messages, and bridges that never re-render sampled tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HI = [{"role": "user", "content": "hi"}]
 
 
 def make_tokenizer(template: str | None = TEMPLATE) -> Any:
-    """Bytes, with a tag for the end of a turn."""
+    """A byte-level tokenizer with an end-of-turn token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE(vocab={character: index for index, character in enumerate(alphabet)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -49,37 +49,37 @@ def ids_of(found: Bridge | None) -> list[int]:
     return found.ids
 
 
-def test_text_is_one_user_message_after_the_system_message() -> None:
+def test_a_text_prompt_becomes_one_user_message_after_the_system_message() -> None:
     assert as_messages("hi", "be kind") == [{"role": "system", "content": "be kind"}, *HI]
     assert as_messages("hi") == HI
 
 
-def test_a_prompt_that_brings_its_own_system_message_keeps_it() -> None:
+def test_a_prompt_with_its_own_system_message_keeps_it() -> None:
     own = [{"role": "system", "content": "be brief"}, *HI]
     assert as_messages(own, "be kind") == own
 
 
-def test_a_prompt_is_rendered_up_to_where_the_policy_speaks() -> None:
+def test_a_prompt_is_rendered_up_to_the_assistant_turn() -> None:
     assert text_of(render(TOKENIZER, "hi", "be kind")) == "[system]be kind[/]\n[user]hi[/]\n[assistant]"
 
 
-def test_rendering_gives_the_ids_of_the_template_itself() -> None:
+def test_rendering_returns_the_token_ids_of_the_chat_template() -> None:
     direct = TOKENIZER.apply_chat_template(HI, tokenize=True, add_generation_prompt=True, return_dict=False)
     assert render(TOKENIZER, HI) == list(direct)
 
 
-def test_tools_are_given_to_the_template() -> None:
+def test_tools_are_passed_to_the_chat_template() -> None:
     assert text_of(render(TOKENIZER, "hi", tools=[TOOL])).startswith('[tools][{"type": "function"')
 
 
-def test_a_template_that_ignores_tools_is_refused() -> None:
-    silent = make_tokenizer("{{ messages[0].content }}")
-    assert text_of(render(silent, "hi")) == "hi"
+def test_a_chat_template_that_ignores_tools_is_refused() -> None:
+    without_tools = make_tokenizer("{{ messages[0].content }}")
+    assert text_of(render(without_tools, "hi")) == "hi"
     with pytest.raises(BadInput, match=r"^rollout\.environment: .*\btools\b"):
-        render(silent, "hi", tools=[TOOL])
+        render(without_tools, "hi", tools=[TOOL])
 
 
-def test_without_a_template_only_text_can_be_rendered() -> None:
+def test_without_a_chat_template_only_text_can_be_rendered() -> None:
     plain = make_tokenizer(None)
     assert text_of(render(plain, "hi", "be kind")) == "be kind\nhi"
     with pytest.raises(BadInput, match=r"^tasks: "):
@@ -90,17 +90,20 @@ def test_without_a_template_only_text_can_be_rendered() -> None:
         bridge(plain, HI, PLACEHOLDER, HI)
 
 
-def test_a_bridge_ends_the_answer_says_the_messages_and_begins_the_next_answer() -> None:
-    said = [{"role": "tool", "content": "3"}, {"role": "user", "content": "go on"}]
-    assert text_of(ids_of(bridge(TOKENIZER, HI, PLACEHOLDER, said))) == "[/]\n[tool]3[/]\n[user]go on[/]\n[assistant]"
+def test_a_bridge_ends_the_answer_adds_the_messages_and_opens_the_next_assistant_turn() -> None:
+    reply_messages = [{"role": "tool", "content": "3"}, {"role": "user", "content": "go on"}]
+    assert (
+        text_of(ids_of(bridge(TOKENIZER, HI, PLACEHOLDER, reply_messages)))
+        == "[/]\n[tool]3[/]\n[user]go on[/]\n[assistant]"
+    )
 
 
-def test_a_bridge_that_knows_how_the_past_was_shown_is_the_same_bridge() -> None:
+def test_a_bridge_from_cached_rendering_equals_a_bridge_without_it() -> None:
     first = bridge(TOKENIZER, HI, PLACEHOLDER, HI)
     assert first is not None
-    heard = [*HI, PLACEHOLDER, *HI]
-    assert bridge(TOKENIZER, heard, PLACEHOLDER, HI, rendered=first.rendered) == bridge(
-        TOKENIZER, heard, PLACEHOLDER, HI
+    history = [*HI, PLACEHOLDER, *HI]
+    assert bridge(TOKENIZER, history, PLACEHOLDER, HI, rendered=first.rendered) == bridge(
+        TOKENIZER, history, PLACEHOLDER, HI
     )
 
 
@@ -110,17 +113,17 @@ TURNS = st.lists(st.tuples(st.text(), st.text()), min_size=1, max_size=4)
 @settings(deadline=None)
 @given(opening=st.text(), turns=TURNS)
 def test_prompt_answers_and_bridges_make_up_the_whole_conversation(opening: str, turns: list[tuple[str, str]]) -> None:
-    heard, whole = as_messages(opening), as_messages(opening)
+    history, whole = as_messages(opening), as_messages(opening)
     ids = render(TOKENIZER, opening)
     for answer, reply in turns:
-        said = as_messages(reply)
-        ids += TOKENIZER.encode(answer) + ids_of(bridge(TOKENIZER, heard, PLACEHOLDER, said))
-        heard = [*heard, PLACEHOLDER, *said]
-        whole = [*whole, {"role": "assistant", "content": answer}, *said]
+        reply_messages = as_messages(reply)
+        ids += TOKENIZER.encode(answer) + ids_of(bridge(TOKENIZER, history, PLACEHOLDER, reply_messages))
+        history = [*history, PLACEHOLDER, *reply_messages]
+        whole = [*whole, {"role": "assistant", "content": answer}, *reply_messages]
     assert ids == render(TOKENIZER, whole)
 
 
-def test_a_bridge_shows_tools_where_the_prompt_did() -> None:
+def test_a_bridge_does_not_repeat_tools_shown_in_the_prompt() -> None:
     assert ids_of(bridge(TOKENIZER, HI, PLACEHOLDER, HI, [TOOL])) == ids_of(bridge(TOKENIZER, HI, PLACEHOLDER, HI))
 
 
@@ -131,31 +134,31 @@ def test_a_bridge_shows_tools_where_the_prompt_did() -> None:
         TEMPLATE.replace("message.content", "(message.content | upper)"),
         TEMPLATE.replace("'[assistant]'", "'[assistant]<think>'"),
     ],
-    ids=["counts its turns", "changes what was said", "opens thoughts that it later drops"],
+    ids=["counts turns", "changes earlier content", "opens reasoning that it later drops"],
 )
-def test_a_template_that_shows_the_past_in_another_way_has_no_bridge(template: str) -> None:
+def test_a_template_that_rerenders_earlier_turns_differently_has_no_bridge(template: str) -> None:
     assert bridge(make_tokenizer(template), HI, PLACEHOLDER, HI) is None
 
 
-def test_a_template_that_leaves_out_what_is_said_is_named() -> None:
-    mute = make_tokenizer(
+def test_a_template_that_drops_a_message_role_is_reported() -> None:
+    without_tool_role = make_tokenizer(
         TEMPLATE.replace("{{- '[' + message.role", "{{- '' if message.role == 'tool' else '[' + message.role")
     )
-    assert text_of(ids_of(bridge(mute, HI, PLACEHOLDER, HI))) == "[/]\n[user]hi[/]\n[assistant]"
+    assert text_of(ids_of(bridge(without_tool_role, HI, PLACEHOLDER, HI))) == "[/]\n[user]hi[/]\n[assistant]"
     with pytest.raises(RequestFailed, match=r"\btool\b"):
-        bridge(mute, HI, PLACEHOLDER, [{"role": "tool", "content": "3"}])
+        bridge(without_tool_role, HI, PLACEHOLDER, [{"role": "tool", "content": "3"}])
 
 
-def test_a_template_that_refuses_a_message_says_why() -> None:
+def test_a_message_refused_by_the_template_is_reported_with_the_reason() -> None:
     critic = {"role": "critic", "content": "bad"}
     assert bridge(TOKENIZER, HI, PLACEHOLDER, [critic]) is None
     with pytest.raises(RequestFailed, match="no critics here"):
         render(TOKENIZER, [*HI, critic])
 
 
-def test_a_token_across_the_end_of_an_answer_has_no_bridge() -> None:
-    class Greedy:
-        """Takes the last letter of an answer and the line break after it as one token."""
+def test_a_token_that_spans_the_end_of_an_answer_has_no_bridge() -> None:
+    class MergingTokenizer:
+        """A tokenizer that merges the last letter of an answer and the line break after it into one token."""
 
         name_or_path = ""
         chat_template = TEMPLATE.replace("[/]", "")
@@ -166,19 +169,19 @@ def test_a_token_across_the_end_of_an_answer_has_no_bridge() -> None:
         def encode(self, text: str, **options: Any) -> list[int]:
             return [ord(character) for character in text.replace("n\n", "ñ")]
 
-    assert bridge(Greedy(), HI, PLACEHOLDER, HI) is None
+    assert bridge(MergingTokenizer(), HI, PLACEHOLDER, HI) is None
 
 
-def test_prompts_can_be_read_by_people() -> None:
+def test_prompts_can_be_printed_as_readable_text() -> None:
     assert as_text("hi") == "hi"
     assert as_text([*HI, {"role": "assistant", "content": "ho"}]) == "user: hi\nassistant: ho"
     call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     assert as_text([{"role": "assistant", "content": "", "tool_calls": [call]}]) == 'assistant: add({"a": 1})'
 
 
-def test_messages_are_left_as_they_are() -> None:
-    heard, said = deepcopy(HI), [{"role": "tool", "content": "3"}]
-    before = deepcopy((heard, said))
-    bridge(TOKENIZER, heard, PLACEHOLDER, said)
-    as_messages(heard, "be kind")
-    assert (heard, said) == before
+def test_messages_passed_in_are_not_modified() -> None:
+    history, reply_messages = deepcopy(HI), [{"role": "tool", "content": "3"}]
+    before = deepcopy((history, reply_messages))
+    bridge(TOKENIZER, history, PLACEHOLDER, reply_messages)
+    as_messages(history, "be kind")
+    assert (history, reply_messages) == before

@@ -1,4 +1,4 @@
-"""Dialects: the model's own template, and families that the package `renderers` knows."""
+"""Chat formats: the tokenizer's chat template, and model families of the package `renderers`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
 @pytest.fixture(scope="module")
 def qwen() -> Any:
-    """Bytes and the control tokens of the Qwen3 family; the name is what the package goes by."""
+    """A byte-level tokenizer with the control tokens of Qwen3; the package recognizes it by its name."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -56,15 +56,17 @@ def ids(tokenizer: Any, text: str) -> list[int]:
         (f"<think>{CALL}</think>no call", "no call", CALL, []),
         ('<tool_call>{"name": "add"}', "", "", ["add"]),
     ],
-    ids=["plain", "thought", "an end without a beginning", "two calls", "a call in a thought", "not closed"],
+    ids=["plain", "reasoning", "end tag without start tag", "two calls", "call inside reasoning", "not closed"],
 )
-def test_an_answer_is_taken_apart(text: str, content: str, reasoning: str, names: list[str]) -> None:
+def test_an_answer_is_parsed_into_content_reasoning_and_tool_calls(
+    text: str, content: str, reasoning: str, names: list[str]
+) -> None:
     parsed = parse_text(text)
     assert (parsed.content, parsed.reasoning, [call.name for call in parsed.calls]) == (content, reasoning, names)
 
 
 @pytest.mark.parametrize("body", ["", "{", "[]", "1", '{"name": 1}', '{"name": "f", "arguments": []}', "[" * 100_000])
-def test_a_call_that_cannot_be_read_says_why(body: str) -> None:
+def test_an_unparsable_tool_call_has_a_problem_and_stays_in_the_content(body: str) -> None:
     parsed = parse_text(f"<tool_call>{body}</tool_call>")
     assert parsed.calls[0].problem
     assert parsed.content == f"<tool_call>{body}</tool_call>"
@@ -73,7 +75,7 @@ def test_a_call_that_cannot_be_read_says_why(body: str) -> None:
 @given(
     st.text() | st.lists(st.sampled_from(["<tool_call>", "</tool_call>", "<think>", "</think>", "{", "x"])).map("".join)
 )
-def test_any_text_can_be_taken_apart(text: str) -> None:
+def test_any_text_can_be_parsed(text: str) -> None:
     parsed = parse_text(text)
     assert all(json.loads(call.arguments) is not None for call in parsed.calls if not call.problem)
     if not parsed.calls and not parsed.reasoning and "</think>" not in text:
@@ -85,21 +87,21 @@ def test_any_text_can_be_taken_apart(text: str) -> None:
     [("so</think>plain", "plain", "so"), ("so far", "", "so far"), ("so<think></think>", "", "so<think>")],
     ids=["ended", "not ended", "begun twice"],
 )
-def test_a_thought_that_the_prompt_has_begun_ends_in_the_answer(text: str, content: str, reasoning: str) -> None:
+def test_reasoning_opened_in_the_prompt_ends_in_the_answer(text: str, content: str, reasoning: str) -> None:
     parsed = parse_text(text, opened=True)
     assert (parsed.content, parsed.reasoning) == (content, reasoning)
 
 
-# ------------------------------------------------------------------------------------------------------ the families
+# ----------------------------------------------------------------------------------------------------- model families
 
 
-def test_a_model_of_a_known_name_speaks_its_family(qwen: Any) -> None:
+def test_a_model_with_a_known_name_uses_the_renderer_of_its_family(qwen: Any) -> None:
     assert type(chat_format_for(qwen, [])).__name__ == "RendererChatFormat"
     assert isinstance(chat_format_for(qwen, [], "template"), TemplateChatFormat)
     assert isinstance(chat_format_for(load_tokenizer("starter"), []), TemplateChatFormat)
 
 
-def test_a_family_keeps_what_was_sampled_and_goes_on_after_it(qwen: Any) -> None:
+def test_a_renderer_keeps_sampled_tokens_and_continues_after_them(qwen: Any) -> None:
     chat_format = chat_format_for(qwen, [])
     prompt = chat_format.open([HI], [ADD])
     answer = ids(qwen, f"<think>\nhm  m\n</think>\n\n{CALL}<|im_end|>")
@@ -108,8 +110,8 @@ def test_a_family_keeps_what_was_sampled_and_goes_on_after_it(qwen: Any) -> None
         "hm  m",
         [("add", {"a": 1})],
     )
-    said = AnsweredConversation([HI], np.array(prompt), np.array(answer), PLACEHOLDER)
-    more = chat_format.extend(said, [{"role": "tool", "content": "3"}], [ADD])
+    answered = AnsweredConversation([HI], np.array(prompt), np.array(answer), PLACEHOLDER)
+    more = chat_format.extend(answered, [{"role": "tool", "content": "3"}], [ADD])
     assert more is not None
     assert (
         qwen.decode(more.ids)
@@ -117,13 +119,13 @@ def test_a_family_keeps_what_was_sampled_and_goes_on_after_it(qwen: Any) -> None
     )
 
 
-def test_a_family_that_drops_thoughts_before_a_new_question_cannot_go_on_exactly(qwen: Any) -> None:
+def test_a_renderer_that_drops_earlier_reasoning_cannot_extend_the_sequence(qwen: Any) -> None:
     chat_format = chat_format_for(qwen, [])
     prompt, answer = chat_format.open([HI]), ids(qwen, "<think>\nhm\n</think>\n\nyes<|im_end|>")
     assert chat_format.extend(AnsweredConversation([HI], np.array(prompt), np.array(answer), PLACEHOLDER), [HI]) is None
 
 
-def test_a_broken_call_of_a_family_has_a_problem_and_stays_visible(qwen: Any) -> None:
+def test_a_broken_tool_call_in_a_renderer_format_has_a_problem_and_stays_in_the_content(qwen: Any) -> None:
     chat_format = chat_format_for(qwen, [])
     parsed = chat_format.parse(
         ids(qwen, "<tool_call>\n{nonsense\n</tool_call><|im_end|>"), chat_format.open([HI]), [ADD]
@@ -132,21 +134,23 @@ def test_a_broken_call_of_a_family_has_a_problem_and_stays_visible(qwen: Any) ->
     assert "nonsense" in parsed.content
 
 
-def test_a_family_ends_its_answers_by_its_own_tokens(qwen: Any) -> None:
+def test_a_renderer_stops_at_the_end_tokens_of_its_family(qwen: Any) -> None:
     assert qwen.eos_token_id in chat_format_for(qwen, []).stop_ids
 
 
-def test_an_unknown_family_is_refused_with_a_suggestion(qwen: Any) -> None:
+def test_an_unknown_renderer_is_refused_with_a_suggestion(qwen: Any) -> None:
     with pytest.raises(BadInput, match=r"model\.renderer: .*'qwen33'.*\bqwen3(?!3)"):
         chat_format_for(qwen, [], "qwen33")
 
 
-def test_a_tokenizer_without_the_tokens_of_a_family_is_refused() -> None:
+def test_a_tokenizer_without_the_control_tokens_of_the_renderer_is_refused() -> None:
     with pytest.raises(BadInput, match=naming("model.renderer: ", "tokenizer", "qwen3")):
         chat_format_for(load_tokenizer("starter"), [], "qwen3")
 
 
-def test_the_package_is_asked_for_where_it_is_missing(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_renderers_package_is_reported_with_the_install_command(
+    qwen: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(BadInput, match=r'pip install "outpace\[renderers\]"'):
         chat_format_for(qwen, [], "qwen3")

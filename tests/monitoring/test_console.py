@@ -50,7 +50,7 @@ def render(thing: object) -> str:
     return console.file.getvalue()
 
 
-def test_without_a_terminal_there_is_one_line_now_and_then_and_at_both_ends() -> None:
+def test_without_a_terminal_progress_lines_are_throttled_but_include_the_first_and_last_step() -> None:
     console, file, clock = make(40)
     console.start()
     for step in range(1, 41):
@@ -61,7 +61,7 @@ def test_without_a_terminal_there_is_one_line_now_and_then_and_at_both_ends() ->
     console.close()
 
 
-def test_a_line_says_what_people_ask_first() -> None:
+def test_a_progress_line_shows_reward_accuracy_lag_waits_and_throughput() -> None:
     console, file, clock = make(100)
     console.evaluation(EvalResult(0, 0.25, 0.019, 512, binary=True))
     clock.now = 10.0
@@ -79,7 +79,7 @@ def test_a_line_says_what_people_ask_first() -> None:
     assert names(line, "512 2 12.3k 9k 3:18")
 
 
-def test_the_time_left_goes_by_the_pace_of_this_start_without_its_start_up() -> None:
+def test_the_time_left_uses_the_pace_since_this_start_without_start_up_time() -> None:
     clock = Clock()
     view = RunView(100, clock)
     assert view.remaining_s is None
@@ -92,7 +92,7 @@ def test_the_time_left_goes_by_the_pace_of_this_start_without_its_start_up() -> 
     assert view.remaining_s == pytest.approx(2.0 * 47)
 
 
-def test_neither_the_time_left_nor_the_time_of_the_steps_counts_how_long_servers_took_to_start() -> None:
+def test_the_time_left_and_the_step_time_exclude_the_start_up_of_servers() -> None:
     clock = Clock()
     view = RunView(10, clock)
     clock.now = 121.0 + 2.0
@@ -104,7 +104,7 @@ def test_neither_the_time_left_nor_the_time_of_the_steps_counts_how_long_servers
     assert any(names(line, "4 0:04 2:01") for line in report.splitlines())
 
 
-def test_metrics_that_are_missing_show_as_a_dash() -> None:
+def test_missing_metrics_are_shown_as_a_dash() -> None:
     view = RunView(None, Clock())
     view.update(1, {})
     assert "reward –" in plain_line(view)
@@ -131,7 +131,7 @@ def test_the_panel_shows_reward_history_waits_and_groups() -> None:
     assert names(panel, "64")
 
 
-def test_the_reward_shown_is_the_plain_mean_of_the_first_steps_and_then_forgets_the_oldest() -> None:
+def test_the_shown_reward_is_the_mean_of_the_first_steps_and_then_a_moving_average() -> None:
     view = RunView(None, Clock())
     for step in range(1, 11):
         view.update(step, {"reward/mean": float(step)})
@@ -142,7 +142,7 @@ def test_the_reward_shown_is_the_plain_mean_of_the_first_steps_and_then_forgets_
     assert view.reward == pytest.approx(0.9 * 5.5 + 0.1 * 15.5)
 
 
-def test_a_score_that_is_no_accuracy_is_not_called_one() -> None:
+def test_a_reward_that_is_not_binary_is_not_called_accuracy() -> None:
     console, file, _ = make(1)
     console.evaluation(EvalResult(0, 0.25, 0.125, 4))
     line = file.getvalue()
@@ -192,7 +192,7 @@ def test_the_run_directory_is_printed_whole_however_long_it_is() -> None:
     assert file.getvalue().endswith(f"{run_dir}\n")
 
 
-def test_text_of_the_model_is_shown_and_never_interpreted() -> None:
+def test_model_text_is_shown_without_interpreting_markup_or_escapes() -> None:
     views = [EpisodeView("a", "[bold]p[/bold]", "\x1b[2Jgone\n\n[red]x", 1.0, "stop", 0)]
     report = render(final_report(build_summary(), RunView(1, Clock()), views))
     assert "\x1b" not in report
@@ -200,13 +200,13 @@ def test_text_of_the_model_is_shown_and_never_interpreted() -> None:
     assert "[red]x" in report
 
 
-def test_examples_where_nothing_was_solved_are_all_unsolved() -> None:
+def test_unsolved_examples_are_shown_with_a_cross() -> None:
     report = render(final_report(build_summary(), RunView(1, Clock()), [EpisodeView("a", "p", "c", 0.0, "stop", 0)]))
     assert "✗" in report
     assert "✓" not in report
 
 
-def test_a_tick_is_only_for_rewards_of_zero_and_one() -> None:
+def test_ticks_and_crosses_are_shown_only_for_binary_rewards() -> None:
     views = [EpisodeView(name, "p", "c", reward, "stop", 0) for name, reward in (("a", 0.75), ("b", 1.0), ("c", -2.5))]
     report = render(final_report(build_summary(), RunView(1, Clock()), views))
     assert not {"✓", "✗"} & set(report)
@@ -214,7 +214,7 @@ def test_a_tick_is_only_for_rewards_of_zero_and_one() -> None:
         assert any(line.split()[:1] == [number_shown] for line in report.splitlines())
 
 
-def test_one_step_is_not_called_steps() -> None:
+def test_one_step_is_written_in_the_singular() -> None:
     console, file, _ = make(1, quiet=True)
     builder = SummaryBuilder()
     builder.step(1, METRICS)
@@ -227,7 +227,7 @@ def test_one_step_is_not_called_steps() -> None:
     assert "→" not in line
 
 
-def test_the_final_report_says_what_failed_how_often_and_why() -> None:
+def test_the_final_report_lists_failures_with_count_and_reason() -> None:
     builder = SummaryBuilder()
     builder.failures(
         [Failure("reward flaky", "raised ValueError: no\x1b number", 3), Failure("tool search", "timed out", 8)]
@@ -238,7 +238,7 @@ def test_the_final_report_says_what_failed_how_often_and_why() -> None:
     assert report.index("reward flaky") < report.index("8 × tool search: timed out"), "the most frequent first"
 
 
-def test_the_panel_and_the_report_of_a_few_failures_stay_short() -> None:
+def test_the_report_stays_short_with_many_distinct_failures() -> None:
     builder = SummaryBuilder()
     for number_of_reason in range(1000):
         builder.failures([Failure("rollout", f"reason {number_of_reason}")])
@@ -248,7 +248,7 @@ def test_the_panel_and_the_report_of_a_few_failures_stay_short() -> None:
     assert render(final_report(summary, RunView(1, Clock()))).count("×") <= 6
 
 
-def test_a_live_panel_on_a_terminal_is_drawn_and_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_live_panel_on_a_terminal_is_drawn_and_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
     console, file, _ = make(3)
@@ -260,7 +260,7 @@ def test_a_live_panel_on_a_terminal_is_drawn_and_taken_away(monkeypatch: pytest.
     assert "\x1b[?25h" in file.getvalue()  # the cursor is back
 
 
-def test_numbers_for_people() -> None:
+def test_numbers_are_formatted_for_readers() -> None:
     assert [number(value) for value in (None, 3.0, 0.12345, 1234.5)] == ["–", "3", "0.123", "1.23e+03"]
     assert [si(value) for value in (None, 12, 1500, 2.5e6, 3e9)] == ["–", "12", "1.5k", "2.5M", "3G"]
     assert [clock_text(value) for value in (5, 65, 3665)] == ["0:05", "1:05", "1:01:05"]
@@ -270,7 +270,7 @@ def test_numbers_for_people() -> None:
     assert sparkline([1, 1]) == "▁▁"
 
 
-def test_a_run_goes_on_when_whoever_read_its_progress_has_gone() -> None:
+def test_a_run_continues_when_its_progress_output_is_closed() -> None:
     class Gone(io.StringIO):
         def write(self, text: str) -> int:
             raise BrokenPipeError

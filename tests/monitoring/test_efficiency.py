@@ -26,87 +26,89 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def account(clock: Clock) -> EfficiencyTracker:
+def tracker(clock: Clock) -> EfficiencyTracker:
     return EfficiencyTracker(cores=2, clock=clock)
 
 
-def test_two_parts_that_are_always_busy_reach_the_limit(account: EfficiencyTracker, clock: Clock) -> None:
+def test_an_engine_and_a_learner_that_are_always_busy_reach_full_efficiency(
+    tracker: EfficiencyTracker, clock: Clock
+) -> None:
     clock.now += 10
-    account.engines({"e": engine(10.0, 1000)})
-    account.learner(learner(10.0, 900))
-    result = account.run_total()
+    tracker.engines({"e": engine(10.0, 1000)})
+    tracker.learner(learner(10.0, 900))
+    result = tracker.run_total()
     assert result.efficiency == pytest.approx(1.0)
     assert result.ideal_s == pytest.approx(10.0)
     assert result.engine_wait_s == result.trainer_wait_s == 0.0
 
 
-def test_two_parts_that_take_turns_on_one_thread_each_reach_half_of_it(
-    account: EfficiencyTracker, clock: Clock
+def test_an_engine_and_a_learner_that_take_turns_reach_half_efficiency(
+    tracker: EfficiencyTracker, clock: Clock
 ) -> None:
     clock.now += 10
-    account.engines({"e": engine(6.0, 1000)})
-    account.learner(learner(4.0, 900))
-    result = account.run_total()
+    tracker.engines({"e": engine(6.0, 1000)})
+    tracker.learner(learner(4.0, 900))
+    result = tracker.run_total()
     assert result.efficiency == pytest.approx(0.5)
     assert (result.engine_wait_s, result.trainer_wait_s) == pytest.approx((4.0, 6.0))
     assert (result.engine_share, result.learner_share) == pytest.approx((0.6, 0.4))
 
 
-def test_wasted_tokens_are_not_useful_work(account: EfficiencyTracker, clock: Clock) -> None:
+def test_wasted_tokens_are_not_useful_work(tracker: EfficiencyTracker, clock: Clock) -> None:
     clock.now += 10
-    account.engines({"e": engine(10.0, 1000)})
-    account.wasted(250)
-    assert account.run_total().ideal_s == pytest.approx(7.5 / 2)
+    tracker.engines({"e": engine(10.0, 1000)})
+    tracker.wasted(250)
+    assert tracker.run_total().ideal_s == pytest.approx(7.5 / 2)
 
 
-def test_evaluation_is_neither_useful_work_nor_waiting(account: EfficiencyTracker, clock: Clock) -> None:
+def test_evaluation_is_neither_useful_work_nor_waiting(tracker: EfficiencyTracker, clock: Clock) -> None:
     clock.now += 10
-    account.engines({"e": engine(4.0, 1000, eval_busy_s=5.0)})
-    result = account.run_total()
+    tracker.engines({"e": engine(4.0, 1000, eval_busy_s=5.0)})
+    result = tracker.run_total()
     assert result.ideal_s == pytest.approx(2.0)
     assert result.eval_share == pytest.approx(0.5)
     assert result.engine_wait_s == pytest.approx(1.0)
 
 
-def test_threads_that_wait_for_one_another_do_no_work(account: EfficiencyTracker, clock: Clock) -> None:
+def test_threads_that_wait_for_each_other_do_not_count_as_work(tracker: EfficiencyTracker, clock: Clock) -> None:
     clock.now += 10
-    account.learner(learner(10.0, 5, core_s=13.0))
-    assert account.run_total().efficiency == pytest.approx(0.65)
-    assert account.run_total().trainer_wait_s == 0.0
+    tracker.learner(learner(10.0, 5, core_s=13.0))
+    assert tracker.run_total().efficiency == pytest.approx(0.65)
+    assert tracker.run_total().trainer_wait_s == 0.0
 
 
-def test_on_a_shared_accelerator_no_efficiency_is_claimed(clock: Clock) -> None:
-    account = EfficiencyTracker(None, clock)
+def test_on_a_shared_accelerator_no_efficiency_is_reported(clock: Clock) -> None:
+    tracker = EfficiencyTracker(None, clock)
     clock.now += 10
-    account.engines({"e": engine(10.0, 1000)})
-    account.learner(learner(10.0, 900))
-    assert account.run_total().efficiency is None
-    assert "efficiency" not in account.run_total().metrics()
+    tracker.engines({"e": engine(10.0, 1000)})
+    tracker.learner(learner(10.0, 900))
+    assert tracker.run_total().efficiency is None
+    assert "efficiency" not in tracker.run_total().metrics()
 
 
-def test_a_lap_counts_only_its_own_time(account: EfficiencyTracker, clock: Clock) -> None:
+def test_a_lap_counts_only_its_own_time(tracker: EfficiencyTracker, clock: Clock) -> None:
     clock.now += 10
-    account.engines({"e": engine(8.0, 1000)})
-    account.learner(learner(2.0, 100))
-    account.lap()
+    tracker.engines({"e": engine(8.0, 1000)})
+    tracker.learner(learner(2.0, 100))
+    tracker.lap()
     clock.now += 5
-    account.engines({"e": engine(9.0, 1500)})
-    account.learner(learner(6.0, 350))
-    lap = account.lap()
+    tracker.engines({"e": engine(9.0, 1500)})
+    tracker.learner(learner(6.0, 350))
+    lap = tracker.lap()
     assert (lap.seconds, lap.engine_share, lap.learner_share) == pytest.approx((5.0, 0.2, 0.8))
     assert lap.metrics()["throughput/sampled_tok_s"] == pytest.approx(100.0)
     assert lap.metrics()["throughput/trained_tok_s"] == pytest.approx(50.0)
-    assert account.run_total().seconds == pytest.approx(15.0)
+    assert tracker.run_total().seconds == pytest.approx(15.0)
 
 
-def test_a_restarted_engine_keeps_what_it_did_before(account: EfficiencyTracker, clock: Clock) -> None:
+def test_work_of_an_engine_before_its_restart_still_counts(tracker: EfficiencyTracker, clock: Clock) -> None:
     clock.now += 10
-    account.engines({"e": engine(6.0, 1000)})
-    account.engines({"e": engine(1.0, 200)})
-    result = account.run_total()
+    tracker.engines({"e": engine(6.0, 1000)})
+    tracker.engines({"e": engine(1.0, 200)})
+    result = tracker.run_total()
     assert result.sampled_tokens == 1200
     assert result.engine_share == pytest.approx(0.7)
 
 
-def test_an_account_of_no_time_divides_by_nothing(account: EfficiencyTracker) -> None:
-    assert account.lap().efficiency == 0.0
+def test_zero_elapsed_time_does_not_divide_by_zero(tracker: EfficiencyTracker) -> None:
+    assert tracker.lap().efficiency == 0.0

@@ -14,7 +14,7 @@ weights = st.floats(min_value=0.01, max_value=1e3)
 
 
 @given(st.lists(st.tuples(finite_floats, weights), min_size=1, max_size=30))
-def test_means_and_spreads_are_those_of_numpy(pairs: list[tuple[float, float]]) -> None:
+def test_means_and_standard_deviations_match_numpy(pairs: list[tuple[float, float]]) -> None:
     meter = Meter()
     for value, weight in pairs:
         meter.add("reward/mean", value, weight)
@@ -28,12 +28,12 @@ def test_means_and_spreads_are_those_of_numpy(pairs: list[tuple[float, float]]) 
 
 
 @given(st.dictionaries(st.integers(0, 50), st.integers(1, 40), min_size=1))
-def test_a_percentile_of_counts_is_that_of_the_counted_values(counts: dict[int, int]) -> None:
-    spelled_out = np.repeat(list(counts), list(counts.values()))
-    assert percentile(counts, 0.95) == np.quantile(spelled_out, 0.95, method="inverted_cdf")
+def test_a_percentile_of_counts_matches_the_expanded_values(counts: dict[int, int]) -> None:
+    expanded = np.repeat(list(counts), list(counts.values()))
+    assert percentile(counts, 0.95) == np.quantile(expanded, 0.95, method="inverted_cdf")
 
 
-def test_counts_give_mean_percentile_and_maximum_by_token() -> None:
+def test_counts_give_mean_percentile_and_maximum_per_token() -> None:
     meter = Meter()
     meter.add_counts("lag", {0: 90, 1: 8})
     meter.add_counts("lag", {4: 2})
@@ -94,11 +94,11 @@ def test_a_step_starts_empty_and_only_declared_sums_are_zero() -> None:
         ("time/step_s", "last"),
     ],
 )
-def test_the_name_of_a_metric_decides_its_rule(name: str, rule: str) -> None:
+def test_the_name_of_a_metric_determines_its_aggregation_rule(name: str, rule: str) -> None:
     assert rule_of(name) == rule
 
 
-def test_a_value_known_exactly_replaces_what_was_added() -> None:
+def test_a_put_value_replaces_added_values() -> None:
     meter = Meter()
     meter.add("offpolicy/kl", 5.0, 100)
     meter.put("offpolicy/kl", 1.0)
@@ -121,10 +121,10 @@ def group(outcome: str, rewards: list[float], tokens: int) -> GroupReport:
     )
 
 
-def test_groups_become_rewards_counts_and_waste() -> None:
+def test_group_reports_become_reward_count_and_waste_metrics() -> None:
     meter = Meter()
-    for closed in (group("finished", [0.0, 1.0], 20), group("filtered", [1.0, 1.0], 30), group("failed", [], 50)):
-        records.record_group(meter, closed)
+    for report in (group("finished", [0.0, 1.0], 20), group("filtered", [1.0, 1.0], 30), group("failed", [], 50)):
+        records.record_group(meter, report)
     metrics = meter.flush()
     assert metrics["reward/mean"] == metrics["reward/correct"] == 0.75
     assert metrics["reward/std"] == pytest.approx(np.std([0, 1, 1, 1]))
@@ -137,7 +137,7 @@ def test_groups_become_rewards_counts_and_waste() -> None:
     assert metrics["episode/turns"] == 3.0
 
 
-def test_a_group_that_was_given_up_was_sampled_and_is_waste() -> None:
+def test_a_discarded_group_counts_as_sampled_and_as_waste() -> None:
     meter = Meter()
     records.record_discarded_group(meter, group("finished", [1.0], 70))
     metrics = meter.flush()
@@ -145,7 +145,7 @@ def test_a_group_that_was_given_up_was_sampled_and_is_waste() -> None:
     assert metrics["throughput/sampled_tokens"] == metrics["waste/tokens"] == 70
 
 
-def test_chunks_of_a_batch_add_up_to_what_one_chunk_would_say() -> None:
+def test_chunks_of_a_batch_add_up_to_the_metrics_of_one_chunk() -> None:
     halves = Meter()
     records.record_chunk(halves, ChunkReport(3, 1, 0.0, lag_counts={0: 1, 2: 2}))
     records.record_chunk(halves, ChunkReport(7, 1, 0.0, lag_counts={2: 7}))
@@ -157,7 +157,7 @@ def test_chunks_of_a_batch_add_up_to_what_one_chunk_would_say() -> None:
     assert expected["throughput/trained_tokens"] == 10
 
 
-def test_the_lag_of_replayed_groups_is_told_apart() -> None:
+def test_the_lag_of_replayed_groups_is_reported_separately() -> None:
     meter = Meter()
     records.record_chunk(meter, ChunkReport(4, 1, 0.0, lag_counts={1: 4}))
     records.record_chunk(meter, ChunkReport(4, 1, 0.0, replay_lag_counts={5: 1, 9: 3}))
@@ -169,7 +169,7 @@ def test_the_lag_of_replayed_groups_is_told_apart() -> None:
     assert (metrics["governor/max_lag"], metrics["difficulty/resting"], metrics["replay/groups"]) == (2, 6, 3)
 
 
-def test_the_other_reports_have_the_names_of_the_contract() -> None:
+def test_step_publish_load_engine_and_queue_reports_use_the_documented_names() -> None:
     meter = Meter()
     records.record_step(meter, StepReport(3, math.nan, 10, 0.5, 1e-3, skipped=True, metrics={"loss/entropy": 2.0}))
     records.record_publish(meter, Manifest("i", 3, "p", [TensorSpec("w", "float32", [2], 0, 8, 0)], seconds=0.25))

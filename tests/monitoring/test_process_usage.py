@@ -33,7 +33,7 @@ def test_open_files_are_counted() -> None:
     os.close(write_end)
 
 
-def test_a_tree_without_its_root_says_so() -> None:
+def test_sampling_a_tree_whose_root_is_gone_raises() -> None:
     child = subprocess.Popen([sys.executable, "-c", "pass"])
     tree = ProcessTree(child.pid)
     child.wait()

@@ -1,4 +1,4 @@
-"""The files of rollouts/: how much they may take, what a resume forgets, what Python reads of them."""
+"""Files in rollouts/: their size limit, rolling back on resume, and reading them from Python."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def attempt(group: int, number: int = 0, text: str = "4*6", **changes: Any) -> R
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Two steps of one group each; group 1 was filtered by the end of step 1, group 3 failed and is not settled yet."""
+    """Two steps of one group each. Group 1 was filtered by the end of step 1; group 3 failed, not finalized yet."""
     log = RunLog.claim(tmp_path / "run")
     log.start("[run]\nshow_rollouts = 4\n")
     writer = RolloutWriter(log.dir, 10**6)
@@ -50,7 +50,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_python_reads_what_was_trained_by_step_and_then_the_rest(run: Path) -> None:
+def test_read_rollouts_returns_trained_groups_by_step_and_then_the_rest(run: Path) -> None:
     read = [(each.step, each.group, each.attempt, each.outcome) for each in outpace.read_rollouts(run)]
     assert read == [
         (1, 0, 0, "trained"),
@@ -82,19 +82,21 @@ def test_the_arrays_of_a_trajectory_have_one_entry_per_token(run: Path) -> None:
         ({"task": "0", "step": 2}, []),
     ],
 )
-def test_a_step_an_outcome_or_a_task_can_be_asked_for(run: Path, wanted: dict[str, Any], groups: list[int]) -> None:
+def test_rollouts_can_be_filtered_by_step_outcome_and_task(
+    run: Path, wanted: dict[str, Any], groups: list[int]
+) -> None:
     assert [each.group for each in outpace.read_rollouts(run, **wanted)] == groups
 
 
-def test_rollouts_are_read_one_by_one(run: Path) -> None:
+def test_rollouts_are_read_lazily(run: Path) -> None:
     reading = outpace.read_rollouts(run)
     next(reading)
     (run / "rollouts/step-000002.jsonl").unlink()
-    assert [each.group for each in reading] == [0, 1, 3], "what a run deletes meanwhile is passed over"
+    assert [each.group for each in reading] == [0, 1, 3], "files deleted meanwhile are skipped"
 
 
 @pytest.mark.parametrize("wanted", [{"step": 3}, {"outcome": "lost"}])
-def test_what_cannot_be_there_is_refused_at_once(run: Path, wanted: dict[str, Any]) -> None:
+def test_an_impossible_step_or_outcome_is_refused_at_once(run: Path, wanted: dict[str, Any]) -> None:
     with pytest.raises(BadInput):
         outpace.read_rollouts(run, **wanted)
 
@@ -104,13 +106,13 @@ def test_a_directory_without_a_run_is_refused_at_once(tmp_path: Path) -> None:
         outpace.read_rollouts(tmp_path)
 
 
-def test_a_torn_line_costs_that_line_only(run: Path) -> None:
+def test_a_torn_line_loses_only_that_line(run: Path) -> None:
     file = run / "rollouts/step-000002.jsonl"
     file.write_text(file.read_text() + '{"outcome":"trai')
     assert [each.group for each in outpace.read_rollouts(run, step=2)] == [2]
 
 
-def test_rolling_back_forgets_later_steps_and_groups_that_are_made_again(run: Path) -> None:
+def test_rolling_back_removes_later_steps_and_groups_that_are_sampled_again(run: Path) -> None:
     (run / "rollouts/.step-000002.jsonl.x1").write_text("of a worker that was killed")
     log = RunLog.claim(run, resume=True)
     log.roll_back(1, accounted=2)
@@ -120,7 +122,7 @@ def test_rolling_back_forgets_later_steps_and_groups_that_are_made_again(run: Pa
     assert not list((run / "rollouts").glob(".*"))
 
 
-def test_rolling_back_behind_a_settled_group_forgets_it(run: Path) -> None:
+def test_rolling_back_before_a_finalized_group_removes_it(run: Path) -> None:
     log = RunLog.claim(run, resume=True)
     log.roll_back(0, accounted=0)
     log.close()
@@ -128,7 +130,7 @@ def test_rolling_back_behind_a_settled_group_forgets_it(run: Path) -> None:
     assert untrained_groups(run) == {}
 
 
-def test_the_oldest_files_make_room_and_the_newest_stay(tmp_path: Path) -> None:
+def test_the_oldest_files_are_removed_to_stay_within_the_limit(tmp_path: Path) -> None:
     limit = 100_000
     writer = RolloutWriter(tmp_path, limit)
     for number in range(300):
@@ -141,7 +143,7 @@ def test_the_oldest_files_make_room_and_the_newest_stay(tmp_path: Path) -> None:
     assert len(recorded_steps(tmp_path)) > 5
 
 
-def test_many_filtered_groups_do_not_displace_the_failed_ones(tmp_path: Path) -> None:
+def test_many_filtered_groups_do_not_displace_failed_groups(tmp_path: Path) -> None:
     writer = RolloutWriter(tmp_path, 100_000)
     writer.untrained("failed", 0, [attempt(0, outcome="failed")])
     for number in range(1, 300):
@@ -149,7 +151,7 @@ def test_many_filtered_groups_do_not_displace_the_failed_ones(tmp_path: Path) ->
     assert untrained_groups(tmp_path)[0] == "failed"
 
 
-def test_several_workers_keep_to_the_limit_together(tmp_path: Path) -> None:
+def test_several_workers_stay_within_the_limit_together(tmp_path: Path) -> None:
     limit = 200_000
     writers = [RolloutWriter(tmp_path, limit, writers=4) for _ in range(4)]
     for number in range(400):
@@ -170,7 +172,7 @@ def test_numbers_beyond_six_digits_stay_in_order(tmp_path: Path) -> None:
     assert recorded_steps(tmp_path) == [999_999, 1_000_000, 1_000_001]
 
 
-def test_a_logprob_that_json_has_no_number_for_is_read_as_not_a_number(tmp_path: Path) -> None:
+def test_an_infinite_logprob_is_read_back_as_nan(tmp_path: Path) -> None:
     turn = RecordedTurn("assistant", "x", [1], True, [float("-inf")], 0, 0.0)
     kept = RecordedAttempt(
         outcome="failed", group=0, attempt=0, task=0, task_id="t", epoch=0, trajectories=[RecordedTrajectory([turn])]
@@ -181,6 +183,6 @@ def test_a_logprob_that_json_has_no_number_for_is_read_as_not_a_number(tmp_path:
     assert np.isnan(read.trajectories[0].logprobs).all()
 
 
-def test_every_line_is_an_object_of_json(run: Path) -> None:
+def test_every_line_is_a_json_object(run: Path) -> None:
     first = json.loads((run / "rollouts/step-000001.jsonl").read_text().splitlines()[0])
     assert (first["group"], first["attempt"], first["task_id"]) == (0, 0, "t0")

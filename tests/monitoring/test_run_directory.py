@@ -35,7 +35,7 @@ def metrics_of(directory: Path) -> list[dict[str, float]]:
 # ------------------------------------------------------------------------------------------------------------ the logs
 
 
-def test_a_run_leaves_its_config_its_steps_and_its_batches(tmp_path: Path) -> None:
+def test_a_run_writes_its_config_steps_and_batches(tmp_path: Path) -> None:
     log = started(tmp_path / "run")
     log.step(1, {"reward/mean": 0.5, "loss/policy": float("nan"), "lag/max": float("inf")})
     log.batch(1, 0, [BatchGroup("task-7", 0, 0, 0, 8)])
@@ -54,7 +54,7 @@ def test_a_line_can_be_read_as_soon_as_it_is_logged(tmp_path: Path) -> None:
     log.close()
 
 
-def test_rolling_back_forgets_later_steps_and_a_torn_line(tmp_path: Path) -> None:
+def test_rolling_back_removes_later_steps_and_a_torn_line(tmp_path: Path) -> None:
     log = started(tmp_path)
     for step in (1, 2, 3):
         log.step(step, {"reward/mean": step / 10})
@@ -77,13 +77,13 @@ def test_rolling_back_forgets_later_steps_and_a_torn_line(tmp_path: Path) -> Non
     assert not (tmp_path / "summary.json").exists()
 
 
-def test_a_torn_line_in_the_middle_costs_that_line_only(tmp_path: Path) -> None:
+def test_a_torn_line_in_the_middle_loses_only_that_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step":1}\n{"step":2,"a\n[1]\n{"step":3}\n')
     assert [record["step"] for record in line_file.read_lines(path)] == [1, 3]
 
 
-def test_a_full_disk_costs_neither_lines_nor_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_neither_loses_lines_nor_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = started(tmp_path)
     log.step(1, {})
     write = os.write
@@ -133,7 +133,7 @@ def test_a_failed_replacement_leaves_the_old_file_and_nothing_else(
     assert os.listdir(tmp_path) == ["summary.json"]
 
 
-# ---------------------------------------------------------------------------------------------------- whose directory
+# ---------------------------------------------------------------------------------------------- claiming the directory
 
 
 def test_a_second_run_on_the_directory_is_refused_naming_the_first(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_a_directory_with_content_is_refused_unless_overwritten(tmp_path: Path) 
     assert os.listdir(tmp_path) == ["notes.txt"]
 
 
-def test_overwriting_removes_what_a_run_leaves_and_nothing_foreign(tmp_path: Path) -> None:
+def test_overwriting_removes_the_files_of_a_run_and_no_others(tmp_path: Path) -> None:
     log = started(tmp_path)
     log.step(1, {})
     log.close()
@@ -183,7 +183,7 @@ def test_overwriting_removes_what_a_run_leaves_and_nothing_foreign(tmp_path: Pat
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
-def test_an_abandoned_overwrite_leaves_the_earlier_run_as_it_was(tmp_path: Path) -> None:
+def test_an_abandoned_overwrite_leaves_the_earlier_run_unchanged(tmp_path: Path) -> None:
     log = started(tmp_path)
     log.step(1, {})
     log.close()
@@ -194,14 +194,14 @@ def test_an_abandoned_overwrite_leaves_the_earlier_run_as_it_was(tmp_path: Path)
 
 @pytest.mark.parametrize("starts", [False, True])
 def test_the_model_of_an_earlier_run_stays_until_the_new_one_has_started(tmp_path: Path, starts: bool) -> None:
-    def made(name: str, text: str) -> Path:
+    def write_model(name: str, text: str) -> Path:
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "config.json").write_text(text)
         return tmp_path / name
 
-    made("run/model", "old")
+    write_model("run/model", "old")
     log = RunLog.claim(tmp_path / "run", overwrite=True)
-    log.replace_model(made("run/model.new", "new"))
+    log.replace_model(write_model("run/model.new", "new"))
     if starts:
         log.start("")
         log.close()
@@ -220,21 +220,21 @@ def test_an_abandoned_start_leaves_nothing_behind(tmp_path: Path, has_started: b
     assert os.listdir(tmp_path) == []
 
 
-def test_abandoning_spares_what_others_put_there(tmp_path: Path) -> None:
+def test_abandoning_a_start_keeps_files_of_other_runs(tmp_path: Path) -> None:
     log = started(tmp_path / "runs" / "a")
     (tmp_path / "runs" / "b").mkdir()
     log.abandon()
     assert os.listdir(tmp_path / "runs") == ["b"]
 
 
-def test_a_run_that_logged_a_step_cannot_be_abandoned_away(tmp_path: Path) -> None:
+def test_abandoning_a_run_that_logged_a_step_keeps_its_files(tmp_path: Path) -> None:
     log = started(tmp_path / "a")
     log.step(1, {})
     log.abandon()
     assert metrics_of(tmp_path / "a") == [{"step": 1}]
 
 
-def test_a_directory_that_cannot_be_made_is_refused_at_the_start(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_created_is_refused_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(BadInput, match=r"^run\.dir: .*file/run\b"):
         RunLog.claim(tmp_path / "file" / "run")
@@ -259,7 +259,7 @@ def test_resuming_where_there_is_no_run_is_refused(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------------------------------- the summary
 
 
-def test_the_summary_holds_every_field_of_the_contract(tmp_path: Path) -> None:
+def test_the_summary_contains_every_documented_field(tmp_path: Path) -> None:
     builder = SummaryBuilder()
     builder.evaluation(EvalResult(0, 0.2, 0.01, 64))
     for step in range(1, 9):
@@ -280,7 +280,7 @@ def test_the_summary_holds_every_field_of_the_contract(tmp_path: Path) -> None:
     )
 
 
-def test_a_resumed_summary_counts_the_kept_lines(tmp_path: Path) -> None:
+def test_the_summary_of_a_resumed_run_counts_the_kept_lines(tmp_path: Path) -> None:
     log = started(tmp_path)
     failed = [Failure("reward flaky", "raised", 2)]
     log.evaluation(0, {"eval/reward": 0.25, "eval/stderr": 0.125, "eval/count": 4.0}, failed)
@@ -293,13 +293,13 @@ def test_a_resumed_summary_counts_the_kept_lines(tmp_path: Path) -> None:
         builder.step(line["step"], line)
     builder.failures(past.failures)
     assert [parse_eval_result(line["step"], line) for line in past.evaluations] == [EvalResult(0, 0.25, 0.125, 4)]
-    assert past.seconds == 30.0, "what is forgotten has taken its time"
+    assert past.seconds == 30.0, "the time of removed steps still counts"
     log.close()
     built = builder.build(wall_s=0, train_s=0, seed=0, exit=0)
     assert (built.steps, built.tokens_trained, built.reward_last) == (2, 10, 0.2)
     assert built.failures == [Failure("reward flaky", "raised", 6)]
 
 
-def test_a_run_without_steps_or_evaluations_says_so() -> None:
+def test_the_summary_of_a_run_without_steps_or_evaluations_is_empty() -> None:
     summary = SummaryBuilder().build(wall_s=1, train_s=0, seed=0, exit=4)
     assert (summary.reward_first, summary.eval_last, summary.efficiency, summary.waste_fraction) == (None,) * 3 + (0.0,)

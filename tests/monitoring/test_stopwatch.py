@@ -19,7 +19,7 @@ def test_waiting_takes_clock_time_but_no_processor_time() -> None:
     assert watch.core_s < 0.04
 
 
-def test_work_takes_both_and_adds_up() -> None:
+def test_work_takes_clock_and_processor_time_and_adds_up() -> None:
     watch = Stopwatch(threads=1)
     for _ in range(2):
         with watch.running():
@@ -28,7 +28,7 @@ def test_work_takes_both_and_adds_up() -> None:
     assert watch.core_s <= watch.busy_s
 
 
-def test_on_an_accelerator_the_clock_counts() -> None:
+def test_on_an_accelerator_core_time_is_clock_time() -> None:
     watch = Stopwatch(threads=None)
     with watch.running():
         time.sleep(0.01)

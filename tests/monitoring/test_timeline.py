@@ -27,20 +27,20 @@ def test_spans_become_events_in_microseconds_since_the_start(tmp_path: Path) -> 
     assert (event["ts"], event["dur"], event["cat"], event["args"]) == (1e6, 5e5, "learner", {"version": 3})
 
 
-def test_spans_that_overlap_lie_in_different_lanes_of_their_part(tmp_path: Path) -> None:
+def test_overlapping_spans_are_on_different_tracks_of_their_component(tmp_path: Path) -> None:
     timeline = Timeline(clock=Clock())
     for name, start, end in (("a", 0, 2), ("b", 1, 3), ("c", 2, 4), ("d", 3, 5)):
         timeline.span("engine", name, start, end)
     timeline.span("learner", "e", 0, 9)
     timeline.write(tmp_path / "t.json")
-    lanes = {event["name"]: event["tid"] for event in events_of(tmp_path / "t.json", "X")}
-    assert lanes["a"] == lanes["c"] != lanes["b"] == lanes["d"]
-    assert lanes["e"] not in (lanes["a"], lanes["b"])
+    tracks = {event["name"]: event["tid"] for event in events_of(tmp_path / "t.json", "X")}
+    assert tracks["a"] == tracks["c"] != tracks["b"] == tracks["d"]
+    assert tracks["e"] not in (tracks["a"], tracks["b"])
     names = [event["args"]["name"] for event in events_of(tmp_path / "t.json", "M") if event["name"] == "thread_name"]
     assert sorted(names) == ["engine", "engine", "learner"]
 
 
-def test_only_the_newest_spans_are_kept_and_the_rest_counted(tmp_path: Path) -> None:
+def test_only_the_newest_spans_are_kept_and_the_others_are_counted(tmp_path: Path) -> None:
     timeline = Timeline(cap=3, clock=Clock())
     for index in range(5):
         timeline.span("p", str(index), index, index + 1)
@@ -50,7 +50,7 @@ def test_only_the_newest_spans_are_kept_and_the_rest_counted(tmp_path: Path) -> 
     assert json.loads((tmp_path / "t.json").read_text())["otherData"] == {"dropped": 2}
 
 
-def test_a_span_is_kept_when_what_it_measures_fails() -> None:
+def test_a_span_is_kept_if_the_measured_code_raises() -> None:
     timeline = Timeline()
     try:
         with timeline.measure("learner", "chunk"):
@@ -59,6 +59,6 @@ def test_a_span_is_kept_when_what_it_measures_fails() -> None:
         assert len(timeline) == 1
 
 
-def test_an_empty_timeline_is_still_a_trace(tmp_path: Path) -> None:
+def test_an_empty_timeline_is_a_valid_trace(tmp_path: Path) -> None:
     Timeline().write(tmp_path / "t.json")
     assert json.loads((tmp_path / "t.json").read_text())["traceEvents"] == []

@@ -1,4 +1,4 @@
-"""Reward functions as users and accidents write them. Loaded by file, in grader processes and in threads."""
+"""Misbehaving reward functions. Loaded from this file in grader processes and in threads."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def raises(**_: Any) -> list[float]:
     raise ValueError("two\nlines")
 
 
-def says_nothing_sensible(**_: Any) -> list[float]:
+def raises_unencodable_message(**_: Any) -> list[float]:
     raise ValueError("half a pair: \ud800")
 
 
@@ -60,18 +60,18 @@ def interrupts(**_: Any) -> list[float]:
     raise KeyboardInterrupt
 
 
-def hands_out_a_coroutine(completions: list[str]) -> Any:
+def returns_a_coroutine(completions: list[str]) -> Any:
     async def later() -> list[float]:
         return [7.0] * len(completions)
 
     return later()
 
 
-# ------------------------------------------------------------------------------------------------ ends of a process
+# ------------------------------------------------------------------------------------------------- process failures
 
 
 def hangs(note: list[str]) -> list[float]:
-    _tell(note[0], os.getpid())
+    _append_line(note[0], os.getpid())
     while True:
         time.sleep(60)
 
@@ -86,8 +86,8 @@ def crashes(**_: Any) -> list[float]:
 
 
 def is_killed(completions: list[str], note: list[str], times: list[int]) -> list[float]:
-    """By somebody else, the first so many times."""
-    _tell(note[0], os.getpid())
+    """Killed with SIGKILL in the first `times` calls."""
+    _append_line(note[0], os.getpid())
     with open(note[0]) as file:
         if len(file.readlines()) <= times[0]:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -116,11 +116,11 @@ def sends_rubbish(completions: list[str]) -> list[float]:
     return [0.0] * len(completions)
 
 
-# ---------------------------------------------------------------------------------------------- waiting for each other
+# ----------------------------------------------------------------------------------------------------- synchronization
 
 
 def waits_for(gate: list[str], note: list[str]) -> list[float]:
-    _tell(note[0], os.getpid())
+    _append_line(note[0], os.getpid())
     while not Path(gate[0]).exists():
         time.sleep(0.002)
     return [float(os.getpid())] * len(gate)
@@ -168,7 +168,7 @@ def floods(**_: Any) -> list[float]:
 
 
 def has_children(note: list[str], end: list[str]) -> list[float]:
-    """A child, a child in a session of its own, and an orphan there; then what `end` says."""
+    """Start a child, a child in its own session and an orphan in its own session; then end as `end` specifies."""
     for session, orphan in ((False, False), (True, False), (True, True)):
         _fork(note[0], session, orphan)
     _wait_for_lines(note[0], 3)
@@ -189,17 +189,17 @@ def _fork(note: str, session: bool, orphan: bool) -> None:
         os.setsid()
     if orphan and os.fork():
         os._exit(0)
-    _tell(note, os.getpid())
+    _append_line(note, os.getpid())
     time.sleep(600)
     os._exit(0)
 
 
 def reproduces(note: list[str]) -> list[float]:
-    """Each process makes the next one and ends: no list of process ids is ever up to date."""
+    """Each process forks the next one and exits, so every list of process ids is outdated."""
     if os.fork():
         time.sleep(600)
     while True:
-        _tell(note[0], os.getpid())
+        _append_line(note[0], os.getpid())
         if os.fork():
             os._exit(0)
 
@@ -213,7 +213,7 @@ def sees_a_gpu(completions: list[str]) -> list[float]:
     return [float(os.environ["CUDA_VISIBLE_DEVICES"] != "")] * len(completions)
 
 
-def _tell(note: str, what: int) -> None:
+def _append_line(note: str, what: int) -> None:
     with open(note, "a") as file:
         file.write(f"{what}\n")
 

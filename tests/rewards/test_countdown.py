@@ -1,4 +1,4 @@
-"""The countdown grader: exact arithmetic, and a defined outcome for anything a model may write."""
+"""The countdown reward: exact arithmetic, and a defined score for any text a model may write."""
 
 from fractions import Fraction
 from typing import Any
@@ -41,7 +41,7 @@ def fully_bracketed(tree: Tree) -> str:
 
 
 def sparsely_bracketed(tree: Tree, needs: int = 0) -> str:
-    """Brackets only where precedence and left association need them; `needs` is the least binding allowed."""
+    """Parenthesize only where precedence and left associativity require it; `needs` is the minimum precedence."""
     if isinstance(tree, int):
         return str(tree)
     binding = 1 if tree[0] in "+-" else 2
@@ -64,7 +64,7 @@ def test_a_rendered_tree_evaluates_to_the_value_and_numbers_of_the_tree(tree: Tr
 
 
 @given(st.text() | st.text("0123456789+-*/() ", max_size=40))
-def test_no_text_makes_the_grader_raise(text: str) -> None:
+def test_no_text_makes_the_reward_raise(text: str) -> None:
     assert countdown(["p"], [text], numbers=[[1, 2, 3]], target=[6])[0] in (0.0, 1.0)
 
 
@@ -103,7 +103,7 @@ def test_no_text_makes_the_grader_raise(text: str) -> None:
         "__import__('os')",
     ],
 )
-def test_text_outside_the_grammar_is_a_value_error(text: str) -> None:
+def test_text_outside_the_grammar_raises_value_error(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         evaluate_expression(text)
 
@@ -112,11 +112,11 @@ def test_nesting_up_to_the_limit_is_accepted() -> None:
     assert evaluate_expression("(" * MAX_EXPRESSION_DEPTH + "7" + ")" * MAX_EXPRESSION_DEPTH) == (Fraction(7), [7])
 
 
-def test_a_fraction_on_the_way_to_the_target_is_exact() -> None:
+def test_intermediate_fractions_are_exact() -> None:
     assert evaluate_expression("8/(3-8/3)") == (Fraction(24), [8, 3, 8, 3])
 
 
-def test_each_completion_is_judged_by_its_own_puzzle() -> None:
+def test_each_completion_is_scored_against_its_own_puzzle() -> None:
     scores = countdown(
         ["a", "b", "c"],
         ["8*3", "8*3", " 3 * 8\n"],
@@ -132,7 +132,7 @@ def test_every_number_must_be_used_exactly_once(text: str) -> None:
     assert countdown(["p"], [text], numbers=[[3, 8]], target=[24]) == [0.0]
 
 
-def test_a_chat_is_judged_by_its_last_message() -> None:
+def test_a_chat_is_scored_by_its_last_message() -> None:
     chat: list[dict[str, Any]] = [
         {"role": "assistant", "content": "8-3"},
         {"role": "assistant", "content": "8*3"},
@@ -142,6 +142,6 @@ def test_a_chat_is_judged_by_its_last_message() -> None:
     assert scores == [1.0, 0.0, 0.0]
 
 
-def test_columns_of_another_length_are_a_mistake_of_the_caller() -> None:
+def test_columns_of_a_different_length_raise_value_error() -> None:
     with pytest.raises(ValueError, match=r"shorter|longer"):
         countdown(["p"], ["8*3"], numbers=[[3, 8], [3, 8]], target=[24])

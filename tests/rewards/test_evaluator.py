@@ -1,4 +1,4 @@
-"""Rewards of a single episode."""
+"""Evaluators: reward functions of a single episode."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TASK = Task("t", "Say it.", {"wanted": 2})
 
 @outpace.evaluator
 def sampled(task: Task, episode: Episode) -> float:
-    """How many tokens were sampled, over what was wanted."""
+    """Return the number of sampled tokens divided by the `wanted` column."""
     return float(sum(int(one.mask.sum()) for one in episode.trajectories)) / float(task.columns["wanted"])
 
 
@@ -66,10 +66,10 @@ def episodes(number: int = 3) -> list[Episode]:
 
 
 @pytest.fixture(params=["process", "thread"])
-async def where(request: pytest.FixtureRequest) -> AsyncIterator[Any]:
+async def grade_episodes(request: pytest.FixtureRequest) -> AsyncIterator[Any]:
     pools: list[GraderPool] = []
 
-    async def judge(*functions: Any) -> list[GradedCompletion]:
+    async def run_grading(*functions: Any) -> list[GradedCompletion]:
         named = resolve_rewards(functions)
         apart = isolated_sources(named, request.param)
         pools.append(GraderPool(apart))
@@ -77,17 +77,21 @@ async def where(request: pytest.FixtureRequest) -> AsyncIterator[Any]:
         texts = [episode.completion for episode in done]
         return await grade(named, None, ["Say it."] * 3, texts, columns, 30.0, pools[-1], (TASK, done))
 
-    yield judge
+    yield run_grading
     for pool in pools:
         await pool.close()
 
 
-async def test_an_evaluator_sees_task_and_episode_wherever_it_runs(where: Any) -> None:
-    assert [each.parts for each in await where(sampled)] == [{"sampled": 0.0}, {"sampled": 0.5}, {"sampled": 1.0}]
+async def test_an_evaluator_receives_task_and_episode_in_a_process_and_in_a_thread(grade_episodes: Any) -> None:
+    assert [each.parts for each in await grade_episodes(sampled)] == [
+        {"sampled": 0.0},
+        {"sampled": 0.5},
+        {"sampled": 1.0},
+    ]
 
 
-async def test_evaluators_stand_beside_functions_of_a_group(where: Any) -> None:
-    graded = await where(sampled, patient, count)
+async def test_evaluators_combine_with_group_reward_functions(grade_episodes: Any) -> None:
+    graded = await grade_episodes(sampled, patient, count)
     assert [each.total for each in graded] == [8.0, 3.5, 9.0]
     assert ["patient" in each.parts for each in graded] == [True, False, True]
 
@@ -99,30 +103,30 @@ async def test_evaluators_stand_beside_functions_of_a_group(where: Any) -> None:
         (unsure, ("unsure", "nan", "sample 1")),
     ],
 )
-async def test_a_failure_names_the_sample(where: Any, function: Any, keys: tuple[str, ...]) -> None:
+async def test_an_evaluator_failure_names_the_sample(grade_episodes: Any, function: Any, keys: tuple[str, ...]) -> None:
     with pytest.raises(RewardFailed, match=naming(*keys)) as caught:
-        await where(function)
+        await grade_episodes(function)
     assert caught.value.function == keys[0]
     assert "\n" not in str(caught.value)
 
 
-async def test_a_process_that_ends_costs_its_own_call() -> None:
+async def test_a_process_that_exits_fails_only_its_own_call() -> None:
     named = resolve_rewards([leaves])
     pool = GraderPool(isolated_sources(named), workers=1)
     done = episodes()
     with pytest.raises(RewardFailed, match=naming("process", "leaves", "code 3", "sample 1")):
         await grade(named, None, ["p"] * 3, ["c"] * 3, {}, 30.0, pool, (TASK, done))
-    assert (await pool.call("leaves", outpace_wired(done[0]), 1, 30.0)) == [1.0]
+    assert (await pool.call("leaves", evaluator_arguments(done[0]), 1, 30.0)) == [1.0]
     await pool.close()
 
 
-def outpace_wired(episode: Episode) -> dict[str, list[Any]]:
+def evaluator_arguments(episode: Episode) -> dict[str, list[Any]]:
     from outpace.rewards.functions import encode_evaluator_arguments
 
     return encode_evaluator_arguments(TASK, episode)
 
 
-async def test_a_task_that_does_not_travel_says_what_to_change() -> None:
+async def test_a_task_that_cannot_be_serialized_fails_with_the_setting_to_change() -> None:
     named = resolve_rewards([sampled])
     pool = GraderPool(isolated_sources(named))
     task = Task("odd", "p", {"lock": object()})
@@ -131,7 +135,9 @@ async def test_a_task_that_does_not_travel_says_what_to_change() -> None:
     await pool.close()
 
 
-def test_it_may_be_named_and_needs_no_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evaluator_may_be_named_by_reference_and_needs_no_columns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("import outpace\n@outpace.evaluator\ndef good(task, episode):\n    return 1.0\n")
     ((name, function),) = check_rewards(["mine.py:good"], None, [])
@@ -139,6 +145,6 @@ def test_it_may_be_named_and_needs_no_columns(tmp_path: Path, monkeypatch: pytes
     assert function(None, None) == 1.0
 
 
-def test_a_function_of_another_shape_is_refused() -> None:
+def test_a_function_with_another_signature_is_rejected_as_evaluator() -> None:
     with pytest.raises(BadInput, match=naming("@outpace.evaluator", "<lambda>", "task", "episode")):
         outpace.evaluator(lambda completions: [1.0])

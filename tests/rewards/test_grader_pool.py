@@ -1,4 +1,4 @@
-"""Reward functions in processes: real ones, which hang, crash and leave children behind."""
+"""Grader pool with real processes that hang, crash and leave children behind."""
 
 from __future__ import annotations
 
@@ -36,19 +36,21 @@ def reference(name: str) -> str:
     return f"{FILE}:{name}"
 
 
-async def judge(pool: GraderPool | None, *names: str, count: int = 2, timeout_s: float = 60.0, **columns: Any) -> Any:
+async def grade_with(
+    pool: GraderPool | None, *names: str, count: int = 2, timeout_s: float = 60.0, **columns: Any
+) -> Any:
     named = [(name, load_function(reference(name), "test")) for name in names]
     repeated = {name: [value] * count for name, value in columns.items()}
     return await grade(named, None, ["p"] * count, ["abc"] * count, repeated, timeout_s, pool)
 
 
 async def totals(pool: GraderPool, name: str, **more: Any) -> list[float | None]:
-    return [each.total for each in await judge(pool, name, **more)]
+    return [each.total for each in await grade_with(pool, name, **more)]
 
 
 async def failure(pool: GraderPool | None, name: str, **more: Any) -> RewardFailed:
     with pytest.raises(RewardFailed) as caught:
-        await judge(pool, name, **more)
+        await grade_with(pool, name, **more)
     assert "\n" not in str(caught.value)
     return caught.value
 
@@ -58,11 +60,11 @@ def has(message: str, *keys: str) -> bool:
 
 
 OWNER = "OUTPACE_TESTED_BY"
-"""Tells our graders from those of any other run on the machine."""
+"""Environment variable that distinguishes the graders of this test process from others on the machine."""
 
 
-def marked() -> list[int]:
-    """Every living process that is, or descends from, a grader of this test process."""
+def grader_processes() -> list[int]:
+    """Return the pids of all living graders of this test process and their descendants."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -76,7 +78,7 @@ def marked() -> list[int]:
 
 
 async def lines(note: Path, count: int = 1) -> list[int]:
-    """What processes have written into a note, once there are so many lines."""
+    """Wait until processes have written `count` lines to `note`, and return the numbers."""
 
     def written() -> list[str]:
         return note.read_text().splitlines() if note.exists() else []
@@ -104,7 +106,7 @@ def is_gone(pid: int) -> bool:
 async def make_pool(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[MakePool]:
     monkeypatch.setenv(OWNER, str(os.getpid()))
     pools = []
-    before = set(marked())
+    before = set(grader_processes())
 
     def make(*names: str, **settings: Any) -> GraderPool:
         pools.append(GraderPool({name: UserCodeSource(reference(name)) for name in names}, **settings))
@@ -113,13 +115,13 @@ async def make_pool(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[MakePool]:
     yield make
     for pool in pools:
         await pool.close()
-    assert set(marked()) <= before, "processes were left behind"
+    assert set(grader_processes()) <= before, "processes were left behind"
 
 
-# ------------------------------------------------------------------------------------------------------------- answers
+# ------------------------------------------------------------------------------------------------------------- results
 
 
-async def test_processes_are_used_again_and_never_the_workers_own(make_pool: MakePool) -> None:
+async def test_functions_run_in_reused_processes_and_never_in_the_worker(make_pool: MakePool) -> None:
     pool = make_pool("pid", "good")
     assert await totals(pool, "good") == [3.0, 3.0]
     seen = {(await totals(pool, "pid"))[0] for _ in range(3)}
@@ -127,22 +129,24 @@ async def test_processes_are_used_again_and_never_the_workers_own(make_pool: Mak
     assert seen != {float(os.getpid())}
 
 
-async def test_none_means_does_not_apply(make_pool: MakePool) -> None:
-    assert await judge(make_pool("silent", "good"), "silent", "good") == [GradedCompletion(3.0, {"good": 3.0})] * 2
+async def test_a_reward_of_none_does_not_apply(make_pool: MakePool) -> None:
+    assert await grade_with(make_pool("silent", "good"), "silent", "good") == [GradedCompletion(3.0, {"good": 3.0})] * 2
 
 
-async def test_a_coroutine_that_is_handed_out_is_awaited(make_pool: MakePool) -> None:
-    assert await totals(make_pool("hands_out_a_coroutine"), "hands_out_a_coroutine") == [7.0, 7.0]
+async def test_a_returned_coroutine_is_awaited(make_pool: MakePool) -> None:
+    assert await totals(make_pool("returns_a_coroutine"), "returns_a_coroutine") == [7.0, 7.0]
 
 
 @pytest.mark.parametrize("name", ["not_a_number", "infinite", "too_few", "no_list", "text", "raises", "exits"])
-async def test_a_function_fails_with_the_same_words_in_a_process_as_in_a_thread(make_pool: MakePool, name: str) -> None:
+async def test_a_function_fails_with_the_same_message_in_a_process_as_in_a_thread(
+    make_pool: MakePool, name: str
+) -> None:
     pool = make_pool(name, "good")
     assert str(await failure(pool, name)) == str(await failure(None, name))
     assert await totals(pool, "good") == [3.0, 3.0]
 
 
-async def test_the_traceback_of_the_function_is_kept_for_people(make_pool: MakePool) -> None:
+async def test_the_traceback_of_the_function_is_in_the_cause(make_pool: MakePool) -> None:
     error = await failure(make_pool("raises"), "raises")
     assert error.function == "raises"
     assert has(str(error), "ValueError", "samples 0 to 1", "two lines"), error
@@ -150,9 +154,11 @@ async def test_the_traceback_of_the_function_is_kept_for_people(make_pool: MakeP
     assert "in raises" in str(error.__cause__)
 
 
-async def test_words_that_do_not_travel_and_interrupts_are_exceptions_like_others(make_pool: MakePool) -> None:
-    pool = make_pool("says_nothing_sensible", "interrupts")
-    assert str(await failure(pool, "says_nothing_sensible")).endswith("half a pair: ?")
+async def test_unencodable_messages_and_keyboard_interrupts_are_reported_like_other_exceptions(
+    make_pool: MakePool,
+) -> None:
+    pool = make_pool("raises_unencodable_message", "interrupts")
+    assert str(await failure(pool, "raises_unencodable_message")).endswith("half a pair: ?")
     assert "KeyboardInterrupt" in str(await failure(pool, "interrupts"))
 
 
@@ -165,7 +171,7 @@ async def test_an_alarm_left_behind_is_cleared_before_the_next_call(make_pool: M
     assert [await totals(pool, "leaves_an_alarm_behind") for _ in range(2)] == [[0.0, 0.0]] * 2
 
 
-# -------------------------------------------------------------------------------------------------- ends of a process
+# --------------------------------------------------------------------------------------------------- process failures
 
 
 @pytest.mark.parametrize(
@@ -178,7 +184,9 @@ async def test_an_alarm_left_behind_is_cleared_before_the_next_call(make_pool: M
         ("sends_rubbish", "bytes"),
     ],
 )
-async def test_a_process_that_ends_or_lies_costs_its_own_call_only(make_pool: MakePool, name: str, key: str) -> None:
+async def test_a_process_that_exits_or_sends_invalid_replies_fails_only_its_own_call(
+    make_pool: MakePool, name: str, key: str
+) -> None:
     pool = make_pool(name, "good", workers=1)
     for _ in range(2):
         error = await failure(pool, name)
@@ -187,7 +195,7 @@ async def test_a_process_that_ends_or_lies_costs_its_own_call_only(make_pool: Ma
         assert await totals(pool, "good") == [3.0, 3.0]
 
 
-async def test_a_process_that_hangs_is_killed_at_the_limit_and_replaced(make_pool: MakePool, tmp_path: Path) -> None:
+async def test_a_process_that_hangs_is_killed_at_the_timeout_and_replaced(make_pool: MakePool, tmp_path: Path) -> None:
     note = tmp_path / "note"
     pool = make_pool("hangs", "good", workers=1)
     error = await failure(pool, "hangs", timeout_s=1.0, note=str(note))
@@ -197,7 +205,7 @@ async def test_a_process_that_hangs_is_killed_at_the_limit_and_replaced(make_poo
     assert [is_gone(pid) for pid in await lines(note)] == [True]
 
 
-async def test_calls_beside_one_that_hangs_are_not_touched(make_pool: MakePool, tmp_path: Path) -> None:
+async def test_a_hanging_call_does_not_affect_concurrent_calls(make_pool: MakePool, tmp_path: Path) -> None:
     note = tmp_path / "note"
     pool = make_pool("hangs", "pid")
     hanging = asyncio.create_task(failure(pool, "hangs", timeout_s=1.0, note=str(note)))
@@ -213,18 +221,18 @@ async def test_an_idle_process_that_was_killed_is_replaced(make_pool: MakePool) 
     assert before is not None
     os.kill(int(before), signal.SIGKILL)
     await until(lambda: not psutil.pid_exists(int(before)))
-    await asyncio.sleep(0.05)  # the loop hears of it a moment later
+    await asyncio.sleep(0.05)  # the event loop is notified a moment later
     (after, _) = await totals(pool, "pid")
     assert after != before
 
 
-async def test_memory_has_a_limit_if_one_is_set(make_pool: MakePool) -> None:
+async def test_the_memory_limit_is_enforced_if_set(make_pool: MakePool) -> None:
     pool = make_pool("devours_memory", "good", memory_mb=1024)
     assert "MemoryError" in str(await failure(pool, "devours_memory"))
     assert await totals(pool, "good") == [3.0, 3.0]
 
 
-async def test_a_function_that_cannot_be_loaded_there_says_why(tmp_path: Path) -> None:
+async def test_a_function_that_fails_to_load_in_the_process_fails_with_the_cause(tmp_path: Path) -> None:
     (tmp_path / "picky.py").write_text(
         f"import os\nif '{TREE_MARK_VARIABLE}' in os.environ:\n    raise OSError('not here')\n"
         "def score(completions): ...\n"
@@ -239,7 +247,7 @@ async def test_a_function_that_cannot_be_loaded_there_says_why(tmp_path: Path) -
 # -------------------------------------------------------------------------------------------------------------- output
 
 
-async def test_what_is_printed_goes_to_the_log_of_the_worker(make_pool: MakePool, capsys: Any) -> None:
+async def test_printed_output_goes_to_the_stderr_of_the_worker(make_pool: MakePool, capsys: Any) -> None:
     pool = make_pool("prints")
     assert await totals(pool, "prints") == [1.0, 1.0]
     await pool.close()
@@ -248,7 +256,7 @@ async def test_what_is_printed_goes_to_the_log_of_the_worker(make_pool: MakePool
     assert printed.err.split("\n") == ["to people", "to engineers", "from a child", ""]
 
 
-async def test_a_flood_is_cut_off_and_the_next_call_may_print_again(make_pool: MakePool, capsys: Any) -> None:
+async def test_excess_output_is_truncated_per_call(make_pool: MakePool, capsys: Any) -> None:
     pool = make_pool("floods")
     for _ in range(2):
         assert await totals(pool, "floods") == [1.0, 1.0]
@@ -263,7 +271,7 @@ async def test_a_flood_is_cut_off_and_the_next_call_may_print_again(make_pool: M
 
 
 @pytest.mark.parametrize("end", ["hang", "crash", "return"])
-async def test_no_descendant_survives_wherever_it_went(make_pool: MakePool, tmp_path: Path, end: str) -> None:
+async def test_no_descendant_survives_a_call(make_pool: MakePool, tmp_path: Path, end: str) -> None:
     note = tmp_path / "note"
     pool = make_pool("has_children")
     if end == "return":
@@ -275,18 +283,18 @@ async def test_no_descendant_survives_wherever_it_went(make_pool: MakePool, tmp_
     assert [is_gone(pid) for pid in descendants] == [True] * 3
 
 
-async def test_processes_that_reproduce_all_the_time_are_killed_at_once(make_pool: MakePool, tmp_path: Path) -> None:
+async def test_continuously_forking_processes_are_killed(make_pool: MakePool, tmp_path: Path) -> None:
     note = tmp_path / "note"
     pool = make_pool("reproduces")
     await failure(pool, "reproduces", timeout_s=1.0, note=str(note))
     await pool.close()
     generations = await lines(note)
     assert len(generations) > 10
-    await asyncio.sleep(0.2)  # many more would have lived by now
+    await asyncio.sleep(0.2)  # time for many more generations
     assert await lines(note) == generations
 
 
-async def test_a_copy_that_the_function_forked_does_not_answer(make_pool: MakePool) -> None:
+async def test_the_reply_of_a_forked_copy_is_ignored(make_pool: MakePool) -> None:
     pool = make_pool("returns_twice", workers=1)
     assert [await totals(pool, "returns_twice") for _ in range(3)] == [[1.0, 1.0]] * 3
 
@@ -315,21 +323,21 @@ async def test_a_grader_ends_with_its_parent(tmp_path: Path) -> None:
     assert gone == [process]
 
 
-# --------------------------------------------------------------------------------------------------------- side by side
+# ---------------------------------------------------------------------------------------------------------- concurrency
 
 
-async def test_calls_run_side_by_side_up_to_the_number_of_processes(make_pool: MakePool, tmp_path: Path) -> None:
+async def test_calls_run_concurrently_up_to_the_number_of_workers(make_pool: MakePool, tmp_path: Path) -> None:
     pool = make_pool("waits_for", workers=2)
     gate, note = tmp_path / "gate", tmp_path / "note"
     calls = [asyncio.create_task(totals(pool, "waits_for", gate=str(gate), note=str(note))) for _ in range(5)]
     await lines(note, 2)
-    await asyncio.sleep(0.1)  # time for a third, were it let in
+    await asyncio.sleep(0.1)  # time for a third call to start, if there were no limit
     assert len(await lines(note, 2)) == 2
     gate.touch()
     assert len({answer[0] for answer in await asyncio.gather(*calls)}) == 2
 
 
-async def test_calls_that_wait_are_served_in_the_order_they_came_and_their_time_does_not_count(
+async def test_queued_calls_run_in_fifo_order_and_queue_time_does_not_count_toward_the_timeout(
     make_pool: MakePool, tmp_path: Path
 ) -> None:
     pool = make_pool("waits_for", "good", workers=1)
@@ -343,16 +351,16 @@ async def test_calls_that_wait_are_served_in_the_order_they_came_and_their_time_
         order.append(number)
 
     others = [asyncio.create_task(waiting(number)) for number in range(4)]
-    await asyncio.sleep(1.2)  # longer than each of them may take
+    await asyncio.sleep(1.2)  # longer than the timeout of each
     gate.touch()
     await asyncio.gather(first, *others)
     assert order == [0, 1, 2, 3]
 
 
-async def test_a_cancelled_call_ends_at_once_and_so_does_its_process(make_pool: MakePool, tmp_path: Path) -> None:
+async def test_cancelling_a_call_ends_it_and_its_process_at_once(make_pool: MakePool, tmp_path: Path) -> None:
     note = tmp_path / "note"
     pool = make_pool("hangs", "good", workers=1)
-    running = asyncio.create_task(judge(pool, "hangs", note=str(note)))
+    running = asyncio.create_task(grade_with(pool, "hangs", note=str(note)))
     (grader,) = await lines(note)
     running.cancel()
     await asyncio.wait({running})
@@ -362,18 +370,18 @@ async def test_a_cancelled_call_ends_at_once_and_so_does_its_process(make_pool: 
     assert is_gone(grader)
 
 
-async def test_a_call_that_is_cancelled_while_its_process_starts_leaves_none(make_pool: MakePool) -> None:
+async def test_a_call_cancelled_while_its_process_starts_leaves_no_process(make_pool: MakePool) -> None:
     pool = make_pool("good")
     for turns in range(6):
-        starting = asyncio.create_task(judge(pool, "good"))
+        starting = asyncio.create_task(grade_with(pool, "good"))
         for _ in range(turns):
             await asyncio.sleep(0)
         starting.cancel()
         await asyncio.wait({starting})
-    assert await totals(pool, "good") == [3.0, 3.0]  # the fixture looks for what is left
+    assert await totals(pool, "good") == [3.0, 3.0]  # the fixture checks for leftover processes
 
 
-async def test_closing_ends_calls_under_way_and_refuses_new_ones(make_pool: MakePool, tmp_path: Path) -> None:
+async def test_closing_ends_running_calls_and_rejects_new_ones(make_pool: MakePool, tmp_path: Path) -> None:
     note = tmp_path / "note"
     pool = make_pool("hangs")
     running = asyncio.create_task(failure(pool, "hangs", note=str(note)))
@@ -389,11 +397,13 @@ async def test_kills_and_crashes_leak_neither_threads_nor_descriptors(make_pool:
         await asyncio.gather(
             failure(pool, "crashes"),
             failure(pool, "hangs", timeout_s=0.1, note=str(tmp_path / "n")),
-            judge(pool, "good"),
+            grade_with(pool, "good"),
         )
         await pool.close()
 
-    await asyncio.gather(*(asyncio.to_thread(threading.Event().wait, 0.05) for _ in range(32)))  # fill the loop's pool
+    await asyncio.gather(
+        *(asyncio.to_thread(threading.Event().wait, 0.05) for _ in range(32))
+    )  # fill the thread pool of the loop
     await round_of_failures()
     me = psutil.Process()
     before = (me.num_fds(), me.num_threads(), len(asyncio.all_tasks()))
@@ -402,10 +412,10 @@ async def test_kills_and_crashes_leak_neither_threads_nor_descriptors(make_pool:
     assert (me.num_fds(), me.num_threads(), len(asyncio.all_tasks())) == before
 
 
-# --------------------------------------------------------------------------------------------------- ways of travelling
+# -------------------------------------------------------------------------------------------------------- serialization
 
 
-async def test_functions_and_columns_of_a_python_caller_arrive_as_they_are() -> None:
+async def test_functions_and_columns_of_a_python_caller_keep_their_types() -> None:
     bonus = 0.5
 
     def typed(completions: list[str], pair: Any, exact: Any, array: Any, big: Any) -> list[float]:
@@ -419,7 +429,7 @@ async def test_functions_and_columns_of_a_python_caller_arrive_as_they_are() -> 
     await pool.close()
 
 
-async def test_a_function_from_a_file_can_go_by_value_with_what_it_uses() -> None:
+async def test_a_function_from_a_file_can_be_sent_by_value() -> None:
     functions = [
         ("raises", load_function(reference("raises"), "test")),
         ("good", load_function(reference("good"), "test")),
@@ -430,7 +440,7 @@ async def test_a_function_from_a_file_can_go_by_value_with_what_it_uses() -> Non
     await pool.close()
 
 
-async def test_a_column_that_cannot_be_copied_fails_the_group_with_the_way_out() -> None:
+async def test_a_column_that_cannot_be_serialized_fails_the_group_with_the_setting_to_change() -> None:
     def any_reward(lock: Any) -> list[float]:
         return [1.0]
 
@@ -441,9 +451,7 @@ async def test_a_column_that_cannot_be_copied_fails_the_group_with_the_way_out()
     await pool.close()
 
 
-async def test_a_call_whose_process_is_killed_by_somebody_else_is_made_once_more(
-    make_pool: MakePool, tmp_path: Path
-) -> None:
+async def test_a_call_whose_process_is_killed_externally_is_retried_once(make_pool: MakePool, tmp_path: Path) -> None:
     pool = make_pool("is_killed")
     assert await totals(pool, "is_killed", note=str(tmp_path / "once"), times=1) == [1.0, 1.0]
     error = await failure(pool, "is_killed", note=str(tmp_path / "always"), times=9)

@@ -17,7 +17,7 @@ from support import naming
 Function = Callable[..., Any]
 
 
-async def judge(
+async def grade_with(
     *functions: Function, count: int = 2, weights: list[float] | None = None, timeout_s: float = 30.0, **columns: Any
 ) -> list[GradedCompletion]:
     named = [(function.__name__, function) for function in functions]
@@ -32,7 +32,7 @@ def returning(value: Any) -> Function:
     return reward
 
 
-# ------------------------------------------------------------------------------------------------------------ calling
+# -------------------------------------------------------------------------------------------------------------- calls
 
 
 async def test_functions_get_prompts_completions_and_repeated_columns() -> None:
@@ -42,25 +42,25 @@ async def test_functions_get_prompts_completions_and_repeated_columns() -> None:
         seen.update(prompts=prompts, completions=completions, **columns)
         return [1.0] * len(completions)
 
-    await judge(reward, count=3, answer=[1, 2], text="x")
+    await grade_with(reward, count=3, answer=[1, 2], text="x")
     assert seen == {"prompts": ["p"] * 3, "completions": ["c"] * 3, "answer": [[1, 2]] * 3, "text": ["x"] * 3}
 
 
-async def test_functions_without_kwargs_get_only_what_they_name() -> None:
+async def test_functions_without_kwargs_get_only_the_columns_they_name() -> None:
     def reward(completions: list[str], answer: list[int]) -> list[int]:
         return answer
 
-    assert [each.total for each in await judge(reward, answer=7, other=1)] == [7.0, 7.0]
+    assert [each.total for each in await grade_with(reward, answer=7, other=1)] == [7.0, 7.0]
 
 
-async def test_a_column_cannot_take_the_place_of_the_completions() -> None:
+async def test_a_column_cannot_replace_the_completions() -> None:
     def reward(completions: list[str]) -> list[float]:
         return [float(completion == "c") for completion in completions]
 
-    assert [each.total for each in await judge(reward, completions="fake")] == [1.0, 1.0]
+    assert [each.total for each in await grade_with(reward, completions="fake")] == [1.0, 1.0]
 
 
-async def test_a_function_that_empties_its_lists_takes_nothing_from_the_others() -> None:
+async def test_a_function_that_clears_its_arguments_does_not_affect_other_functions() -> None:
     def greedy(completions: list[str]) -> list[float]:
         completions.clear()
         return [1.0, 1.0]
@@ -68,10 +68,10 @@ async def test_a_function_that_empties_its_lists_takes_nothing_from_the_others()
     def counting(completions: list[str]) -> list[int]:
         return [len(completions)] * 2
 
-    assert [each.parts for each in await judge(greedy, counting)] == [{"greedy": 1.0, "counting": 2.0}] * 2
+    assert [each.parts for each in await grade_with(greedy, counting)] == [{"greedy": 1.0, "counting": 2.0}] * 2
 
 
-async def test_sync_functions_run_off_the_loop_and_async_ones_on_it() -> None:
+async def test_sync_functions_run_in_threads_and_async_functions_on_the_event_loop() -> None:
     threads: dict[str, int] = {}
 
     def plain(**_: Any) -> list[float]:
@@ -89,62 +89,62 @@ async def test_sync_functions_run_off_the_loop_and_async_ones_on_it() -> None:
         async def __call__(self, **_: Any) -> list[float]:
             return [100.0, 200.0]
 
-    def handing_out(**_: Any) -> Any:
+    def returning_a_coroutine(**_: Any) -> Any:
         return coroutine()
 
-    graded = await judge(plain, coroutine, Judge(), handing_out)
+    graded = await grade_with(plain, coroutine, Judge(), returning_a_coroutine)
     assert [each.total for each in graded] == [121.0, 242.0]
     assert threads["coroutine"] == threading.get_ident() != threads["plain"]
 
 
-async def test_functions_run_side_by_side() -> None:
-    meeting = threading.Barrier(2, timeout=20)  # neither gets past it unless both are there
+async def test_functions_run_concurrently() -> None:
+    barrier = threading.Barrier(2, timeout=20)  # passes only if both functions run at the same time
 
     def one(**_: Any) -> list[float]:
-        meeting.wait()
+        barrier.wait()
         return [1.0, 1.0]
 
     def two(**_: Any) -> list[float]:
-        meeting.wait()
+        barrier.wait()
         return [2.0, 2.0]
 
-    assert [each.total for each in await judge(one, two)] == [3.0, 3.0]
+    assert [each.total for each in await grade_with(one, two)] == [3.0, 3.0]
 
 
-# ---------------------------------------------------------------------------------------------------------- combining
+# -------------------------------------------------------------------------------------------------------- combination
 
 
-async def test_the_total_is_the_weighted_sum_and_parts_are_unweighted() -> None:
+async def test_the_total_is_the_weighted_sum_and_rewards_per_function_are_unweighted() -> None:
     def a(**_: Any) -> list[float]:
         return [1.0, 0.0]
 
     def b(**_: Any) -> list[float]:
         return [0.5, 1.0]
 
-    graded = await judge(a, b, weights=[2.0, -1.0])
+    graded = await grade_with(a, b, weights=[2.0, -1.0])
     assert graded == [GradedCompletion(1.5, {"a": 1.0, "b": 0.5}), GradedCompletion(-1.0, {"a": 0.0, "b": 1.0})]
 
 
-async def test_none_is_left_out_and_only_none_leaves_a_completion_ungraded() -> None:
+async def test_none_is_skipped_and_a_completion_with_only_none_has_no_reward() -> None:
     def a(**_: Any) -> list[float | None]:
         return [None, None]
 
     def b(**_: Any) -> list[float | None]:
         return [0.5, None]
 
-    assert await judge(a, b) == [GradedCompletion(0.5, {"b": 0.5}), GradedCompletion(None, {})]
+    assert await grade_with(a, b) == [GradedCompletion(0.5, {"b": 0.5}), GradedCompletion(None, {})]
 
 
 @pytest.mark.parametrize(
     "values", [(1, 0), [True, False], np.array([1.0, 0.0]), [np.float32(1), 0], [Fraction(1), Decimal(0)]]
 )
-async def test_all_kinds_of_numbers_are_taken(values: Any) -> None:
-    graded = await judge(returning(values))
+async def test_all_numeric_types_are_accepted(values: Any) -> None:
+    graded = await grade_with(returning(values))
     assert [each.total for each in graded] == [1.0, 0.0]
     assert all(type(each.total) is float for each in graded)
 
 
-# ------------------------------------------------------------------------------------------------------------ failing
+# ----------------------------------------------------------------------------------------------------------- failures
 
 
 @pytest.mark.parametrize(
@@ -164,21 +164,21 @@ async def test_all_kinds_of_numbers_are_taken(values: Any) -> None:
         ({0: 1.0, 1: 1.0}, ("dict", "list", "2")),
     ],
 )
-async def test_what_is_not_one_finite_number_per_completion_fails(value: Any, keys: tuple[str, ...]) -> None:
+async def test_a_result_other_than_one_finite_number_per_completion_fails(value: Any, keys: tuple[str, ...]) -> None:
     with pytest.raises(RewardFailed) as caught:
-        await judge(returning(value))
+        await grade_with(returning(value))
     assert caught.value.function == "reward"
     assert all(key in str(caught.value) for key in keys), caught.value
     assert "\n" not in str(caught.value)
 
 
-async def test_finite_parts_with_an_infinite_sum_fail() -> None:
+async def test_finite_rewards_with_an_infinite_sum_fail() -> None:
     with pytest.raises(RewardFailed, match=naming("sum", "sample 0", "inf")):
-        await judge(returning([1e308, 0]), weights=[100.0])
+        await grade_with(returning([1e308, 0]), weights=[100.0])
 
 
 class Odd(BaseException):
-    """What nobody expects to be raised."""
+    """An exception outside the usual hierarchy."""
 
 
 @pytest.mark.parametrize(
@@ -194,25 +194,25 @@ async def test_an_exception_names_the_function_and_the_samples(error: BaseExcept
         raise error
 
     function = coroutine if is_async else plain
-    # Python lets no StopIteration leave a coroutine
+    # Python converts a StopIteration in a coroutine to RuntimeError
     kind = "RuntimeError" if isinstance(error, StopIteration) else type(error).__name__
     with pytest.raises(RewardFailed) as caught:
-        await judge(function)
+        await grade_with(function)
     assert caught.value.function == function.__name__
     assert all(key in str(caught.value) for key in (function.__name__, kind, "samples 0 to 1")), caught.value
     assert "\n" not in str(caught.value)
     assert caught.value.__cause__ is not None
 
 
-async def test_a_missing_column_is_a_failure_that_names_it() -> None:
+async def test_a_missing_column_fails_and_is_named() -> None:
     def reward(completions: list[str], answer: list[int]) -> list[float]:
         return [0.0] * len(completions)
 
     with pytest.raises(RewardFailed, match="missing 1 required positional argument: 'answer'"):
-        await judge(reward)
+        await grade_with(reward)
 
 
-async def test_the_first_function_to_blame_is_the_first_in_the_list() -> None:
+async def test_of_several_failing_functions_the_first_in_the_list_is_reported() -> None:
     async def late(**_: Any) -> list[float]:
         await asyncio.sleep(0.01)
         raise ValueError
@@ -221,10 +221,10 @@ async def test_the_first_function_to_blame_is_the_first_in_the_list() -> None:
         raise ValueError
 
     with pytest.raises(RewardFailed, match=naming("late", "ValueError")):
-        await judge(late, early)
+        await grade_with(late, early)
 
 
-async def test_a_coroutine_that_hangs_is_ended_at_the_limit() -> None:
+async def test_a_coroutine_that_hangs_is_cancelled_at_the_timeout() -> None:
     ended = asyncio.Event()
 
     async def hangs(**_: Any) -> list[float]:
@@ -235,11 +235,11 @@ async def test_a_coroutine_that_hangs_is_ended_at_the_limit() -> None:
         return []
 
     with pytest.raises(RewardFailed, match=naming("hangs", "0.01 s", "sample 0")):
-        await judge(hangs, count=1, timeout_s=0.01)
+        await grade_with(hangs, count=1, timeout_s=0.01)
     assert ended.is_set()
 
 
-async def test_threads_that_hang_leave_their_places_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_threads_that_hang_free_their_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grading, "MAX_THREADS", 1)
     free = threading.Event()
 
@@ -250,13 +250,13 @@ async def test_threads_that_hang_leave_their_places_to_others(monkeypatch: pytes
     try:
         for _ in range(2):
             with pytest.raises(RewardFailed, match=naming("hangs", "0.01 s")):
-                await judge(hangs, timeout_s=0.01)
-        assert [each.total for each in await judge(returning([1, 1]))] == [1.0, 1.0]
+                await grade_with(hangs, timeout_s=0.01)
+        assert [each.total for each in await grade_with(returning([1, 1]))] == [1.0, 1.0]
     finally:
         free.set()
 
 
-async def test_no_more_threads_run_than_there_are_places(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_number_of_concurrent_threads_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grading, "MAX_THREADS", 2)
     lock = threading.Lock()
     running = peak = 0
@@ -266,16 +266,16 @@ async def test_no_more_threads_run_than_there_are_places(monkeypatch: pytest.Mon
         with lock:
             running += 1
             peak = max(peak, running)
-        time.sleep(0.001)  # long enough for others to come in, were they let in
+        time.sleep(0.001)  # long enough for others to start, if there were no limit
         with lock:
             running -= 1
         return [1.0, 1.0]
 
-    await asyncio.gather(*(judge(counted) for _ in range(20)))
+    await asyncio.gather(*(grade_with(counted) for _ in range(20)))
     assert peak == 2
 
 
-async def test_waiting_for_a_place_does_not_count_as_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_waiting_for_a_thread_slot_does_not_count_toward_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grading, "MAX_THREADS", 1)
     free, started = threading.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -285,9 +285,9 @@ async def test_waiting_for_a_place_does_not_count_as_time(monkeypatch: pytest.Mo
         free.wait()
         return [1.0, 1.0]
 
-    first = asyncio.create_task(judge(holds))
+    first = asyncio.create_task(grade_with(holds))
     await started.wait()
-    second = asyncio.create_task(judge(returning([1, 1]), timeout_s=0.01))
+    second = asyncio.create_task(grade_with(returning([1, 1]), timeout_s=0.01))
     await asyncio.sleep(0.05)
     assert not second.done()
     second.cancel()
@@ -295,7 +295,7 @@ async def test_waiting_for_a_place_does_not_count_as_time(monkeypatch: pytest.Mo
     assert [each.total for each in await first] == [1.0, 1.0]
 
 
-async def test_a_cancelled_judgement_ends_at_once() -> None:
+async def test_cancelling_grading_ends_it_at_once() -> None:
     free, started = threading.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -304,7 +304,7 @@ async def test_a_cancelled_judgement_ends_at_once() -> None:
         free.wait()
         return [0.0, 0.0]
 
-    task = asyncio.create_task(judge(hangs))
+    task = asyncio.create_task(grade_with(hangs))
     await started.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -312,7 +312,7 @@ async def test_a_cancelled_judgement_ends_at_once() -> None:
     free.set()
 
 
-async def test_what_one_function_does_to_a_message_no_other_sees() -> None:
+async def test_changes_to_a_message_by_one_function_are_invisible_to_others() -> None:
     completion = [{"role": "assistant", "content": "4", "tool_calls": [{"id": "a"}]}]
 
     def vandal(completions: list[Any]) -> list[float]:

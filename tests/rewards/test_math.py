@@ -37,7 +37,7 @@ async def scores(pool: GraderPool, completions: list[Any], answers: list[Any]) -
     return [each.total for each in graded]
 
 
-async def test_answers_are_compared_as_mathematics(pool: GraderPool) -> None:
+async def test_answers_are_compared_mathematically(pool: GraderPool) -> None:
     cases: list[tuple[Any, Any, float | None]] = [
         ("so it is \\boxed{\\frac{1}{2}}", "0.5", 1.0),
         ("The answer is 42.", 42, 1.0),
@@ -54,13 +54,13 @@ async def test_answers_are_compared_as_mathematics(pool: GraderPool) -> None:
     assert await scores(pool, [case[0] for case in cases], [case[1] for case in cases]) == [case[2] for case in cases]
 
 
-async def test_an_answer_that_takes_for_ever_is_cut_and_its_neighbours_are_judged(pool: GraderPool) -> None:
+async def test_an_answer_that_takes_too_long_scores_0_and_the_others_are_graded(pool: GraderPool) -> None:
     texts = ["\\boxed{2}", "\\boxed{\\binom{10^9}{5 \\cdot 10^8}}", "\\boxed{2}"]
     assert await scores(pool, texts, ["2"] * 3) == [1.0, 0.0, 1.0]
     assert await scores(pool, ["2"], ["2"]) == [1.0]
 
 
-def strange(pair: tuple[str, Any]) -> float | None:
+def misbehaving_score(pair: tuple[str, Any]) -> float | None:
     text, gold = pair
     while text == "busy":
         pass
@@ -71,18 +71,18 @@ def strange(pair: tuple[str, Any]) -> float | None:
     return None if gold is None else 1.0
 
 
-def test_a_judge_that_hears_no_signal_is_killed_and_the_rest_is_judged() -> None:
+def test_a_fork_that_ignores_signals_or_crashes_scores_0_and_the_others_are_graded() -> None:
     texts = ["a", "busy", "b", "crash", "busy", "c"]
     pairs = [*((text, 1) for text in texts), ("d", None)]
-    assert score_in_forks(strange, pairs, cpu_s=0.3) == [1.0, 0.0, 1.0, 0.0, 0.0, 1.0, None]
+    assert score_in_forks(misbehaving_score, pairs, cpu_s=0.3) == [1.0, 0.0, 1.0, 0.0, 0.0, 1.0, None]
 
 
-def test_a_judge_that_waits_for_ever_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_that_sleeps_forever_is_abandoned_at_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builtin, "FORK_TIMEOUT_S", 0.2)
-    assert score_in_forks(strange, [("asleep", 1)], cpu_s=60.0) == [0.0]
+    assert score_in_forks(misbehaving_score, [("asleep", 1)], cpu_s=60.0) == [0.0]
 
 
-def test_it_runs_in_a_process_unless_that_is_forbidden_which_is_refused() -> None:
+def test_the_math_reward_runs_in_a_process_and_rejects_thread_isolation() -> None:
     assert isolated_sources(NAMED)["math"].reference == "outpace.rewards.builtin:math"
     threads = Config.model_validate({"rewards": {"isolation": "thread"}})
     with pytest.raises(BadInput) as caught:
@@ -92,7 +92,7 @@ def test_it_runs_in_a_process_unless_that_is_forbidden_which_is_refused() -> Non
     assert check_rewards(["number"], None, ["answer"], threads)
 
 
-def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named_with_its_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(BadInput, match=naming("rewards.functions", "math_verify", 'pip install "outpace[math]"')):
         resolve_rewards(["math"])

@@ -1,4 +1,4 @@
-"""The reward `python`: right programs are paid, and no program pays itself."""
+"""The reward `python`: correct programs score, and no program can forge its own score."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ async def score(program: Any, tests: Any, reward: ProgramReward = REWARD) -> flo
         ("~~~python\nx = 8\n~~~", "x = 8\n"),
     ],
 )
-def test_the_program_is_the_last_block_of_python(text: str, program: str) -> None:
+def test_the_program_is_the_last_python_code_block(text: str, program: str) -> None:
     assert extract_program(text) == program
 
 
-async def test_texts_and_chats_are_run() -> None:
+async def test_programs_in_texts_and_chats_are_run() -> None:
     program = "```python\ndef f(x):\n    return x * x\n```"
     completions: list[Any] = [program, [{"role": "assistant", "content": program}], [], "no program"]
     assert await REWARD(completions=completions, tests=[SQUARES] * 4) == [1.0, 1.0, 0.0, 0.0]
@@ -82,28 +82,28 @@ async def test_without_tests_the_reward_does_not_apply() -> None:
         ("this is no program", 0.0),
     ],
 )
-async def test_the_score_is_the_share_of_passed_tests(program: str, expected: float) -> None:
+async def test_the_score_is_the_fraction_of_passed_tests(program: str, expected: float) -> None:
     assert await score(program, DOUBLES) == expected
 
 
-async def test_a_program_that_hangs_in_one_test_gets_no_further_ones() -> None:
+async def test_a_program_that_hangs_in_one_test_is_not_run_on_later_tests() -> None:
     program = "n = int(input())\nwhile n == 5: pass\nprint(2 * n)"
     assert await score(program, [*DOUBLES, DOUBLES[0]], SHORT) == pytest.approx(1 / 3)
 
 
-async def test_tests_of_another_form_fail_with_their_name() -> None:
+async def test_malformed_tests_fail_and_are_quoted_in_the_error() -> None:
     with pytest.raises(RewardFailed, match=naming("python", "ValueError", "sample 0", "{'question': 1}")):
         await grade([("python", REWARD)], None, ["p"], ["x"], {"tests": [[{"question": 1}]]}, 60.0)
 
 
-async def test_inputs_and_outputs_may_be_written_as_json() -> None:
+async def test_inputs_and_outputs_may_be_json() -> None:
     assert await score("print(2 * int(input()))", json.dumps(DOUBLES)) == 1.0
     assert await score("I do not know.", json.dumps(DOUBLES)) == 0.0
     assert await score("x = 1", " [] ") is None
 
 
 @pytest.mark.parametrize("test", [{"input": "", "output": 4}, {"output": None}, "assert f(2) == 4", {"question": 1}])
-async def test_a_test_that_is_no_pair_of_texts_is_no_test(test: Any) -> None:
+async def test_a_test_without_input_and_output_texts_is_rejected(test: Any) -> None:
     for tests in ([test], json.dumps([test])):
         with pytest.raises(ValueError, match=naming('"input"', '"output"', repr(test))):
             await score("x = 1", tests)
@@ -111,9 +111,9 @@ async def test_a_test_that_is_no_pair_of_texts_is_no_test(test: Any) -> None:
 
 # -------------------------------------------------------------------------------------------------------------- asserts
 
-EMPTY = {
+VACUOUS_TESTS = {
     "one object of JSON": ('{"inputs": ["2"], "outputs": ["4"]}', "JSON"),
-    "a function nobody calls": ("def check(candidate):\n  assert candidate(2) == 4", "program"),
+    "a function that is never called": ("def check(candidate):\n  assert candidate(2) == 4", "program"),
     "a class of tests": (
         "import unittest\nclass T(unittest.TestCase):\n  def test(self): self.assertEqual(f(2), 4)",
         "program",
@@ -128,8 +128,8 @@ EMPTY = {
 }
 
 
-@pytest.mark.parametrize(("tests", "key"), EMPTY.values(), ids=EMPTY.keys())
-async def test_tests_that_ask_for_nothing_are_no_tests_and_their_column_is_named(tests: str, key: str) -> None:
+@pytest.mark.parametrize(("tests", "key"), VACUOUS_TESTS.values(), ids=VACUOUS_TESTS.keys())
+async def test_tests_that_check_nothing_are_rejected_and_their_column_is_named(tests: str, key: str) -> None:
     with pytest.raises(RewardFailed) as caught:
         await grade([("python", REWARD)], None, ["p"], ["max = f = lambda x: 4"], {"tests": [tests]}, 60.0)
     assert caught.value.function == "python"
@@ -138,16 +138,16 @@ async def test_tests_that_ask_for_nothing_are_no_tests_and_their_column_is_named
     assert len(str(caught.value).splitlines()) == 1
 
 
-async def test_asserts_are_refused_where_program_and_tests_are_one_user_with_the_same_files(
+async def test_asserts_are_rejected_if_program_and_tests_share_a_user_and_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forbid_namespaces(monkeypatch, tmp_path, as_oneself=True)
+    forbid_namespaces(monkeypatch, tmp_path, same_user=True)
     with pytest.raises(RewardFailed, match=naming("python", "namespaces")):
         await score("def f(x): return x * x", SQUARES)
     assert await score("print(2 * int(input()))", DOUBLES) == 1.0
 
 
-async def test_tests_lie_in_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_tests_are_not_written_to_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     forbid_namespaces(monkeypatch, tmp_path)
     seen: list[str] = []
@@ -162,7 +162,7 @@ async def test_tests_lie_in_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert seen == ["def f(x): return x * x"]
 
 
-MANNERS = {
+PROGRAMS = {
     "values": (
         "def f(x): return (x, [x], {x: {1, 2}}, b'b', 1.5, None, 2**70)",
         "assert f(1) == (1, [1], {1: {1, 2}}, b'b', 1.5, None, 2**70)",
@@ -180,12 +180,12 @@ MANNERS = {
         "def f(): raise ValueError('no')",
         "try:\n  f()\nexcept ValueError as error:\n  assert str(error) == 'no'\nelse:\n  assert False",
     ),
-    "errors of its own": (
+    "user-defined errors": (
         "class Mine(LookupError): pass\ndef f(): raise Mine('no', 2)",
         "try:\n  f()\nexcept LookupError as error:\n  assert error.args == ('no', 2)\n"
         "  assert type(error).__name__ == 'Mine'\nelse:\n  assert False",
     ),
-    "errors with a memory": (
+    "errors with arguments": (
         "def f(d): return d['k']",
         "try:\n  f({})\nexcept KeyError as error:\n  assert error.args == ('k',)\nelse:\n  assert False",
     ),
@@ -207,7 +207,7 @@ MANNERS = {
         "c = L()\nc['a'] = 1\nassert not c\nc['b'] = [2]\nassert c and 'a' in c and 'z' not in c\ndel c['a']\n"
         "assert list(c) == ['b']",
     ),
-    "numbers of its own": (
+    "user-defined numbers": (
         "class N:\n  def __float__(self): return 1.5\n  def __neg__(self): return 7\n  def __hash__(self): return 3\n"
         "  def __eq__(self, other): return True",
         "assert float(N()) == 1.5 and -N() == 7\nassert len({N(), N()}) == 1",
@@ -218,25 +218,25 @@ MANNERS = {
 }
 
 
-@pytest.mark.parametrize(("program", "tests"), MANNERS.values(), ids=MANNERS.keys())
-async def test_asserts_speak_of_what_the_program_defines(program: str, tests: str) -> None:
+@pytest.mark.parametrize(("program", "tests"), PROGRAMS.values(), ids=PROGRAMS.keys())
+async def test_asserts_can_use_the_definitions_of_the_program(program: str, tests: str) -> None:
     assert await score(program, tests) == 1.0
 
 
 FORGERIES = {
-    "leaves at once": "import os; os._exit(0)",
-    "leaves politely": "import sys; sys.exit(0)",
-    "leaves when asked": "import os\ndef f(x): os._exit(0)",
-    "raises an exit": "def f(x): raise SystemExit(0)",
+    "exits at once": "import os; os._exit(0)",
+    "exits with sys.exit": "import sys; sys.exit(0)",
+    "exits when called": "import os\ndef f(x): os._exit(0)",
+    "raises SystemExit": "def f(x): raise SystemExit(0)",
     "equals everything": "class E:\n  def __eq__(self, other): return True\ndef f(x): return E()",
-    "a number that does": "class E(int):\n  def __eq__(self, other): return True\ndef f(x): return E()",
+    "a number that equals everything": "class E(int):\n  def __eq__(self, other): return True\ndef f(x): return E()",
     "is near everything": (
         "class E:\n  def __sub__(self, other): return 0\n  __rsub__ = __add__ = __mul__ = __sub__\n"
         "  def __lt__(self, other): return True\n  __gt__ = __le__ = __ge__ = __contains__ = __eq__ = __lt__\n"
         "def f(x): return E()"
     ),
-    "brings functions of Python": "def abs(x): return 0\nall = any = isinstance = len = abs\ndef f(x): return 0",
-    "no asserts any more": "import builtins\nbuiltins.AssertionError = BaseException\ndef f(x): return 0",
+    "shadows built-in functions": "def abs(x): return 0\nall = any = isinstance = len = abs\ndef f(x): return 0",
+    "disables asserts": "import builtins\nbuiltins.AssertionError = BaseException\ndef f(x): return 0",
     "looks for the tests": "import glob\nfor n in glob.glob('*'): print(n, open(n).read())\ndef f(x): return 0",
     "looks for the tests everywhere": (
         "import ast, glob, os, time\nfound = {}\n"
@@ -251,7 +251,7 @@ FORGERIES = {
     "looks through frames": (
         "import sys\ndef f(x):\n  g = sys._getframe()\n  while g: print(g.f_locals); g = g.f_back\n  return 0"
     ),
-    "speaks before it is asked": (
+    "replies before any request": (
         "import os\nfor fd in range(3, 99):\n"
         '  try: os.write(fd, b\'{"value": true, "arguments": null}\\n\' * 9)\n  except OSError: pass\n'
         "def f(x): return 0"
@@ -262,7 +262,7 @@ FORGERIES = {
         "try:\n  import outpace.rewards.python_tests as p; p.ProgramReward._score = None\nexcept ImportError: pass\n"
         "def f(x): return 0"
     ),
-    "sends what is none": (
+    "sends invalid replies": (
         "import os\nfor fd in range(3, 99):\n  try: os.write(fd, b'\\xff' * 5000)\n  except OSError: pass\n"
         "def f(x): return 0"
     ),
@@ -277,13 +277,13 @@ WITHIN = "assert 9 in f(3)\n"
 
 @pytest.mark.parametrize("namespaces", [True, False])
 @pytest.mark.parametrize("program", FORGERIES.values(), ids=FORGERIES.keys())
-async def test_no_program_gives_itself_a_reward(
+async def test_no_program_can_forge_its_score(
     program: str, namespaces: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not namespaces:
         forbid_namespaces(monkeypatch, tmp_path)
-    together = await REWARD(completions=[program] * 3, tests=[SQUARES, NEAR, WITHIN])
-    assert together == [0.0] * 3
+    scores = await REWARD(completions=[program] * 3, tests=[SQUARES, NEAR, WITHIN])
+    assert scores == [0.0] * 3
 
 
 ENDLESS = {
@@ -294,12 +294,14 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("program", ENDLESS.values(), ids=ENDLESS.keys())
-async def test_a_program_that_does_not_end_gets_nothing_and_later_ones_are_unaffected(program: str) -> None:
+async def test_a_program_that_does_not_end_scores_0_and_does_not_affect_later_ones(program: str) -> None:
     assert await score(program, SQUARES, SHORT) == 0.0
     assert await score("def f(x): return x * x", SQUARES) == 1.0
 
 
-async def test_a_secret_of_ours_and_the_expected_output_stay_out(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_program_cannot_read_environment_secrets_or_the_expected_output(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("MY_SECRET_KEY", "swordfish")
     program = (
         "import glob, os\nfound = str(os.environ)\n"
@@ -310,7 +312,7 @@ async def test_a_secret_of_ours_and_the_expected_output_stay_out(monkeypatch: py
     assert await score(program, [{"input": "", "output": "expectation"}, {"input": "", "output": "False"}]) == 0.5
 
 
-async def test_a_home_directory_survives(tmp_path: Path) -> None:
+async def test_a_program_cannot_delete_files_outside_the_sandbox(tmp_path: Path) -> None:
     os.chmod(tmp_path, 0o777)
     (tmp_path / "thesis").write_text("years of work")
     program = (
@@ -331,13 +333,13 @@ PLAIN = st.recursive(
 
 @given(PLAIN)
 @settings(max_examples=100, deadline=None)
-def test_plain_data_arrives_as_it_is(value: Any) -> None:
+def test_plain_data_round_trips_unchanged(value: Any) -> None:
     arrived = decode(encode(value), None)
     assert arrived == value
     assert repr(arrived) == repr(value)
 
 
-def test_what_is_not_plain_is_kept_or_refused() -> None:
+def test_other_objects_are_sent_by_reference_or_rejected() -> None:
     class Number(int): ...
 
     assert encode([Number(3)], lambda value: 7) == {"list": [{"kept": 7}]}
@@ -346,8 +348,8 @@ def test_what_is_not_plain_is_kept_or_refused() -> None:
     assert encode(RemoteObject(4, None)) == {"kept": 4}
 
 
-class Deaf:
-    """A line whose other end says what it likes."""
+class ScriptedChannel:
+    """A channel that always returns the same reply."""
 
     def __init__(self, answer: Any) -> None:
         self.answer = answer
@@ -359,8 +361,8 @@ class Deaf:
 
 
 @pytest.mark.parametrize("kind", ["SystemExit", "KeyboardInterrupt", "BaseException", "print", "__import__", "NoSuch"])
-def test_an_error_of_the_program_can_always_be_caught_as_an_exception(kind: str) -> None:
-    ask: Any = make_requester(Deaf({"error": [kind], "given": {"list": []}}))  # type: ignore[arg-type]
+def test_every_error_of_the_program_is_raised_as_an_exception_subclass(kind: str) -> None:
+    ask: Any = make_requester(ScriptedChannel({"error": [kind], "given": {"list": []}}))  # type: ignore[arg-type]
     with pytest.raises(RuntimeError):
         ask("name", "f")
 
@@ -368,7 +370,7 @@ def test_an_error_of_the_program_can_always_be_caught_as_an_exception(kind: str)
 # ------------------------------------------------------------------------------------------------------------- settings
 
 
-def test_the_reward_is_made_from_the_config() -> None:
+def test_the_reward_is_built_from_the_config() -> None:
     config = Config.model_validate({"sandbox": {"timeout_s": 3.0, "workers": 5, "memory_mb": 128}})
     ((name, function),) = resolve_rewards(["python"], config)
     assert name == "python"

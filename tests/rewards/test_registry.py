@@ -11,7 +11,7 @@ from outpace.runtime.by_value import UserCodeSource
 from outpace.runtime.references import accepted_parameters
 
 
-def refusal(call: Any, *arguments: Any) -> str:
+def bad_input_message(call: Any, *arguments: Any) -> str:
     with pytest.raises(BadInput) as caught:
         call(*arguments)
     message = str(caught.value)
@@ -52,11 +52,11 @@ def test_a_file_is_imported_once(here: Path) -> None:
     assert vars(f)["module"] is vars(g)["module"]
 
 
-def test_equal_short_names_are_told_apart_by_the_reference(here: Path) -> None:
+def test_functions_with_equal_short_names_are_distinguished_by_reference(here: Path) -> None:
     for name in ("one", "two"):
         (here / f"{name}.py").write_text("def score(**k): ...\n")
     assert [name for name, _ in resolve_rewards(["one.py:score", "two.py:score"])] == ["one.py:score", "two.py:score"]
-    message = refusal(resolve_rewards, ["one.py:score", "one.py:score"])
+    message = bad_input_message(resolve_rewards, ["one.py:score", "one.py:score"])
     assert message.startswith("rewards.functions: ")
     assert "one.py:score" in message
     assert "weight" in message
@@ -83,35 +83,35 @@ def test_equal_short_names_are_told_apart_by_the_reference(here: Path) -> None:
         (3, ("3", "int")),
     ],
 )
-def test_a_reward_that_cannot_be_had_is_refused_in_one_line(here: Path, name: Any, keys: tuple[str, ...]) -> None:
+def test_a_reward_that_cannot_be_loaded_is_rejected_in_one_line(here: Path, name: Any, keys: tuple[str, ...]) -> None:
     (here / "raises.py").write_text("raise ValueError('two\\nlines')")
     (here / "exits.py").write_text("raise SystemExit(3)")
     (here / "needs.py").write_text("import not_installed_anywhere")
     (here / "broken.py").write_text("def f(:\n")
-    message = refusal(resolve_rewards, [name])
+    message = bad_input_message(resolve_rewards, [name])
     assert message.startswith("rewards.functions: ")
     assert all(key in message for key in keys), message
     assert ("Error" in message) == any("Error" in key for key in keys), message
 
 
-def test_a_file_that_failed_can_be_put_right(here: Path) -> None:
+def test_a_file_that_failed_to_load_can_be_fixed_and_loaded_again(here: Path) -> None:
     (here / "fixed.py").write_text("raise ValueError")
-    refusal(resolve_rewards, ["fixed.py:f"])
+    bad_input_message(resolve_rewards, ["fixed.py:f"])
     (here / "fixed.py").write_text("def f(**k): ...   # of another length than before\n")
     assert len(resolve_rewards(["fixed.py:f"])) == 1
 
 
-def test_weights_and_columns_are_checked_before_anything_starts() -> None:
+def test_weights_and_columns_are_checked_before_the_run_starts() -> None:
     assert check_rewards(["countdown"], [2.0], ["numbers", "target", "other"])
-    message = refusal(check_rewards, ["countdown"], [1.0, 1.0])
+    message = bad_input_message(check_rewards, ["countdown"], [1.0, 1.0])
     assert message.startswith("rewards.weights: ")
     assert {"1", "2"} <= set(re.findall(r"\d+", message))
-    message = refusal(check_rewards, ["countdown"], None, ["answer"])
+    message = bad_input_message(check_rewards, ["countdown"], None, ["answer"])
     assert message.startswith("rewards.functions: ")
     assert all(key in message for key in ("countdown", "numbers, target", "answer")), message
 
 
-def test_a_function_gets_what_it_names_or_everything() -> None:
+def test_a_function_gets_the_columns_it_names_or_all_with_kwargs() -> None:
     def some(completions: Any, answer: Any, extra: Any = None, *rest: Any) -> None: ...
     def every(prompts: Any, **columns: Any) -> None: ...
 
@@ -160,11 +160,11 @@ NAMED = [("countdown", countdown), ("mine", mine), ("patient", patient)]
 
 
 @pytest.mark.parametrize(("isolation", "apart"), [(None, ["mine"]), ("thread", []), ("process", ["countdown", "mine"])])
-def test_plain_functions_of_users_get_processes_and_async_ones_never(isolation: Any, apart: list[str]) -> None:
+def test_sync_user_functions_run_in_processes_and_async_functions_never_do(isolation: Any, apart: list[str]) -> None:
     assert list(isolated_sources(NAMED, isolation)) == apart
 
 
-def test_a_function_goes_by_reference_where_it_has_one_and_by_value_otherwise() -> None:
+def test_a_function_is_sent_by_reference_if_it_has_one_and_by_value_otherwise() -> None:
     by_value = isolated_sources(NAMED, "process")
     assert by_value["countdown"] == UserCodeSource("outpace.rewards.builtin:countdown")
     assert not by_value["mine"].reference
@@ -176,10 +176,10 @@ def test_a_function_goes_by_reference_where_it_has_one_and_by_value_otherwise() 
     }
 
 
-def test_what_trl_passes_and_we_do_not_is_named() -> None:
+def test_an_argument_that_only_trl_passes_is_named_in_the_error() -> None:
     def logging(completions: Any, trainer_state: Any) -> list[float]:
         return []
 
-    said = refusal(lambda: check_rewards([logging], columns=["answer"]))
-    assert said.startswith("rewards.functions: ")
-    assert all(key in said for key in ("logging", "trainer_state", "**kwargs")), said
+    message = bad_input_message(lambda: check_rewards([logging], columns=["answer"]))
+    assert message.startswith("rewards.functions: ")
+    assert all(key in message for key in ("logging", "trainer_state", "**kwargs")), message

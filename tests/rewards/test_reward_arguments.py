@@ -1,4 +1,4 @@
-"""Arguments on their way to a grader process."""
+"""Serialization of arguments for grader processes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from outpace.rewards.functions import pack_arguments, unpack_arguments
 
 
-def arrived(arguments: dict[str, list[Any]], count: int) -> dict[str, Any]:
+def round_trip(arguments: dict[str, list[Any]], count: int) -> dict[str, Any]:
     return unpack_arguments(*pack_arguments(arguments), count)
 
 
 def shape(value: Any) -> Any:
-    """The value with all its types, to compare by."""
+    """Return the value with all its types, for comparison."""
     if isinstance(value, list | tuple):
         return type(value), [shape(each) for each in value]
     if isinstance(value, dict):
@@ -37,35 +37,35 @@ values = st.recursive(
 
 
 @given(st.data())
-def test_whatever_is_sent_arrives_with_its_types(data: st.DataObject) -> None:
+def test_arguments_round_trip_with_their_types(data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 3))
     column = st.lists(values, min_size=count, max_size=count) | values.map(lambda value: [value] * count)
     arguments = data.draw(st.dictionaries(st.sampled_from("abc"), column))
-    got = arrived(arguments, count)
+    got = round_trip(arguments, count)
     assert {name: shape(got[name]) for name in arguments} == {name: shape(sent) for name, sent in arguments.items()}
 
 
 @pytest.mark.parametrize("value", ["x" * 10_000, ("x" * 10_000,)])
-def test_what_is_the_same_for_all_is_sent_once(value: Any) -> None:
+def test_a_value_shared_by_all_samples_is_sent_once(value: Any) -> None:
     arguments = {"prompts": [value] * 100, "completions": [str(number) for number in range(100)]}
     assert len(pack_arguments(arguments)[0]) < 20_000
-    got = arrived(arguments, 100)
+    got = round_trip(arguments, 100)
     assert got == arguments
     assert got["prompts"][0] is got["prompts"][99]
 
 
 @pytest.mark.parametrize("value", ["text", 1, 0.5, None, True, b"x", [1, ["a"]], {"role": "user", "content": ""}])
-def test_plain_data_travels_as_msgpack(value: Any) -> None:
+def test_plain_data_is_sent_as_msgpack(value: Any) -> None:
     assert not pack_arguments({"column": [value, value]})[1]
 
 
 @pytest.mark.parametrize("value", [(1, 2), Decimal(1), Fraction(1), 2**64, "\ud800", {1: 2}, {"a": {3}}])
-def test_what_msgpack_would_refuse_or_change_travels_by_value(value: Any) -> None:
+def test_values_that_msgpack_rejects_or_changes_are_pickled(value: Any) -> None:
     assert pack_arguments({"plain": ["x"], "column": [value]})[1]
 
 
-def test_a_list_within_itself_travels_too() -> None:
+def test_a_self_referencing_list_round_trips() -> None:
     circle: list[Any] = []
     circle.append(circle)
-    again = arrived({"column": [circle]}, 1)["column"][0]
+    again = round_trip({"column": [circle]}, 1)["column"][0]
     assert again[0] is again

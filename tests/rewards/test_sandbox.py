@@ -1,4 +1,4 @@
-"""Programs that misbehave, in the real sandbox."""
+"""Misbehaving programs in the real sandbox."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def leftovers() -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def check_no_leftovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     os.chmod(tmp_path, 0o755)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     yield
@@ -56,7 +56,7 @@ def _is_python(process: psutil.Process) -> bool:
         return False
 
 
-# ------------------------------------------------------------------------------------------------------------ ordinary
+# --------------------------------------------------------------------------------------------------- ordinary programs
 
 
 async def test_a_program_reads_its_input_and_prints() -> None:
@@ -79,12 +79,12 @@ async def test_a_program_reads_its_input_and_prints() -> None:
         ("import asyncio; asyncio.run(asyncio.sleep(0))", "ok", 0),
     ],
 )
-async def test_how_a_program_ended_is_told(code: str, status: str, exit_code: int) -> None:
+async def test_the_result_reports_how_a_program_ended(code: str, status: str, exit_code: int) -> None:
     result = await run(code)
     assert (result.status, result.exit_code) == (status, exit_code), result.stderr
 
 
-async def test_many_run_at_once_and_none_blocks_the_loop() -> None:
+async def test_concurrent_programs_do_not_block_the_event_loop() -> None:
     beats = 0
 
     async def beat() -> None:
@@ -100,19 +100,19 @@ async def test_many_run_at_once_and_none_blocks_the_loop() -> None:
     assert beats > 100
 
 
-async def test_input_that_is_never_read_does_no_harm() -> None:
+async def test_unread_input_is_harmless() -> None:
     assert (await run("pass", stdin="x" * 3_000_000)).status == "ok"
 
 
 # -------------------------------------------------------------------------------------------------------------- limits
 
 
-async def test_time_is_limited() -> None:
+async def test_run_time_is_limited() -> None:
     result = await run("print('begun', flush=True)\nwhile True: pass", SHORT)
     assert (result.status, result.exit_code, result.stdout) == ("timeout", None, "begun\n")
 
 
-async def test_a_program_that_ignores_signals_and_sleeps_is_ended_too() -> None:
+async def test_a_sleeping_program_that_ignores_signals_is_killed() -> None:
     code = "import signal, time\nfor s in (1, 2, 13, 14, 15): signal.signal(s, signal.SIG_IGN)\ntime.sleep(600)"
     assert (await run(code, SHORT)).status == "timeout"
 
@@ -121,7 +121,7 @@ async def test_memory_is_limited() -> None:
     assert (await run("x = bytearray(10 << 30)")).status == "memory"
 
 
-async def test_a_fork_bomb_stays_small() -> None:
+async def test_a_fork_bomb_is_limited() -> None:
     code = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
     running = asyncio.create_task(run(code, SandboxLimits(timeout_s=2.0, processes=8)))
     most = 0
@@ -133,34 +133,34 @@ async def test_a_fork_bomb_stays_small() -> None:
     assert (await run("print(1)")).status == "ok"
 
 
-async def test_threads_count_as_processes() -> None:
+async def test_threads_count_toward_the_process_limit() -> None:
     code = "import threading\nfor _ in range(99): threading.Thread(target=threading.Event().wait, daemon=True).start()"
     assert "can't start new thread" in (await run(code)).stderr
 
 
-async def test_endless_output_is_cut_while_the_program_runs() -> None:
+async def test_endless_output_is_truncated_while_the_program_runs() -> None:
     limits = SandboxLimits(timeout_s=1.0, output_kb=4)
     result = await run("while True: print('y' * 1000)", limits)
     assert (result.status, result.truncated, len(result.stdout)) == ("timeout", True, 4096)
 
 
-async def test_output_in_the_other_stream_is_cut_as_well() -> None:
+async def test_stderr_is_truncated_as_well() -> None:
     limits = SandboxLimits(timeout_s=20.0, output_kb=1)
     result = await run("import sys\nsys.stderr.write('e' * 200_000)\nprint('done')", limits)
     assert (result.status, result.truncated, result.stdout) == ("ok", True, "done\n")
     assert result.stderr == "e" * 1024
 
 
-async def test_files_are_limited() -> None:
+async def test_file_size_is_limited() -> None:
     result = await run("open('big', 'wb').write(bytes(4 << 20))", SandboxLimits(timeout_s=20.0, file_mb=1))
     assert result.exit_code == 1
     assert "File too large" in result.stderr
 
 
-# --------------------------------------------------------------------------------------------------------- what it sees
+# ----------------------------------------------------------------------------------------------------------- visibility
 
 
-async def test_the_environment_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_environment_of_the_caller_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_SECRET_KEY", "swordfish")
     code = (
         "import glob, os\nprint(dict(os.environ))\n"
@@ -180,7 +180,7 @@ def names_in(shown: str) -> set[str]:
     return set(json.loads(shown.replace("'", '"')))
 
 
-async def test_there_is_no_descriptor_but_the_standard_streams() -> None:
+async def test_only_the_standard_streams_are_open() -> None:
     code = """
 import os
 for number in range(3, 1000):
@@ -199,7 +199,7 @@ async def test_there_is_no_network() -> None:
     assert result.isolation.network or result.isolation.syscalls
 
 
-async def test_the_home_and_the_checkout_cannot_be_seen_nor_deleted(tmp_path: Path) -> None:
+async def test_home_and_checkout_are_neither_visible_nor_deletable(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.mkdir(mode=0o777)
     (precious / "thesis").write_text("years of work")
@@ -211,12 +211,12 @@ async def test_the_home_and_the_checkout_cannot_be_seen_nor_deleted(tmp_path: Pa
     )
     result = await run(code)
     if not result.isolation.files:
-        pytest.skip("this system has no mount namespaces for us")
+        pytest.skip("mount namespaces are not available on this system")
     assert result.stdout == "False False\n" * 3
     assert (precious / "thesis").read_text() == "years of work"
 
 
-async def test_the_own_directory_can_be_written_and_is_private() -> None:
+async def test_the_working_directory_is_writable_and_private() -> None:
     code = (
         "import os, stat\nopen('note', 'w').write('x')\n"
         "print(oct(stat.S_IMODE(os.stat('.').st_mode)), os.path.samefile('.', os.environ['HOME']))"
@@ -224,7 +224,7 @@ async def test_the_own_directory_can_be_written_and_is_private() -> None:
     assert (await run(code)).stdout == "0o700 True\n"
 
 
-async def test_rights_cannot_be_gained() -> None:
+async def test_privileges_cannot_be_gained() -> None:
     code = (
         "import ctypes, os\nlibc = ctypes.CDLL(None)\n"
         "print(libc.unshare(0x10000000), libc.ptrace(16, os.getppid(), 0, 0), libc.setuid(0))\n"
@@ -249,10 +249,10 @@ async def test_the_report_cannot_be_forged() -> None:
     assert (await run(code)).exit_code == 1
 
 
-# ----------------------------------------------------------------------------------------------------------------- ends
+# -------------------------------------------------------------------------------------------------------------- cleanup
 
 
-async def test_what_a_program_leaves_behind_is_ended(tmp_path: Path) -> None:
+async def test_processes_left_behind_by_a_program_are_killed(tmp_path: Path) -> None:
     code = """
 import os, time
 if os.fork() == 0:
@@ -264,10 +264,10 @@ os.wait()
 time.sleep(0.3)
 """
     assert (await run(code)).status == "ok"
-    assert [process for process in psutil.process_iter() if "4242" in _words(process)] == []
+    assert [process for process in psutil.process_iter() if "4242" in _command_line(process)] == []
 
 
-def _words(process: psutil.Process) -> list[str]:
+def _command_line(process: psutil.Process) -> list[str]:
     try:
         return process.cmdline()
     except psutil.Error:
@@ -275,7 +275,7 @@ def _words(process: psutil.Process) -> list[str]:
 
 
 @pytest.mark.parametrize("namespaces", [True, False])
-async def test_whoever_is_cancelled_leaves_nothing_running(
+async def test_a_cancelled_run_leaves_nothing_running(
     namespaces: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not namespaces:
@@ -295,10 +295,10 @@ def _wait_for_two(name: str) -> None:
 
 
 def programs_of(argument: str) -> list[psutil.Process]:
-    return [process for process in psutil.process_iter() if argument in _words(process)]
+    return [process for process in psutil.process_iter() if argument in _command_line(process)]
 
 
-async def test_a_sandbox_that_never_came_up_is_no_fault_of_the_program(
+async def test_a_sandbox_that_fails_to_start_raises_sandbox_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dead = tmp_path / "dead.py"
@@ -308,7 +308,7 @@ async def test_a_sandbox_that_never_came_up_is_no_fault_of_the_program(
         await run("print(1)")
 
 
-async def test_a_sandbox_that_takes_all_the_time_itself_is_no_fault_of_the_program(
+async def test_a_timeout_during_sandbox_setup_raises_sandbox_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow = tmp_path / "slow.py"
@@ -318,18 +318,18 @@ async def test_a_sandbox_that_takes_all_the_time_itself_is_no_fault_of_the_progr
         await run("print(1)", SHORT)
 
 
-async def test_a_system_that_starts_nothing_is_no_fault_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_missing_interpreter_raises_sandbox_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     start = sandbox._SandboxRun._spec
     monkeypatch.setattr(sandbox._SandboxRun, "_spec", lambda *given: {**start(*given), "python": "/no/such/python"})
     with pytest.raises(SandboxFailed, match="FileNotFoundError"):
         await run("print(1)")
 
 
-# ---------------------------------------------------------------------------------------------------- weaker systems
+# ------------------------------------------------------------------------------------- systems with weaker isolation
 
 
 def refuse_unshare() -> None:
-    """Make this process one of a container that forbids namespaces."""
+    """Make this process behave as in a container that forbids namespaces."""
     steps = [(0x20, 0, 0, 0), (0x15, 0, 1, 272), (0x06, 0, 0, 0x00050001), (0x06, 0, 0, 0x7FFF0000)]
     code = b"".join(struct.pack("<HBBI", *step) for step in steps)
     body = ctypes.create_string_buffer(code, len(code))
@@ -341,11 +341,11 @@ def refuse_unshare() -> None:
 
 
 @pytest.fixture
-def keep(tmp_path: Path) -> Callable[[int, bool, str], tuple[dict[str, Any], str]]:
-    """Run the keeper alone, as some user, on a system that permits namespaces or not: its report, and the output."""
+def run_sandbox_script(tmp_path: Path) -> Callable[[int, bool, str], tuple[dict[str, Any], str]]:
+    """Run the sandbox script as a given user, with or without namespaces; return its report and its output."""
     if os.geteuid() != 0 or os.uname().machine != "x86_64":
-        pytest.skip("needs root, to become somebody else")
-    script = tmp_path / "keeper.py"
+        pytest.skip("needs root to switch users")
+    script = tmp_path / "sandboxed.py"
     shutil.copy(SANDBOX_SCRIPT, script)
     open_to_all(tmp_path)
 
@@ -408,8 +408,10 @@ print(os.getuid())
 
 @pytest.mark.parametrize("uid", [0, 65534])
 @pytest.mark.parametrize("forbidden", [False, True])
-def test_root_and_ordinary_users_get_what_their_system_permits(keep: Any, uid: int, forbidden: bool) -> None:
-    report, output = keep(uid, forbidden, LOOK)
+def test_root_and_ordinary_users_get_the_isolation_their_system_permits(
+    run_sandbox_script: Any, uid: int, forbidden: bool
+) -> None:
+    report, output = run_sandbox_script(uid, forbidden, LOOK)
     isolation = Isolation(**report["isolation"], syscalls=report["syscalls"])
     assert report["status"] == 0
     assert output == f"limited {uid or 1_500_000_000}\n"
@@ -423,14 +425,14 @@ def test_root_and_ordinary_users_get_what_their_system_permits(keep: Any, uid: i
         assert isolation.missing() == []
 
 
-async def test_without_namespaces_the_family_is_ended_by_us_and_the_log_says_what_is_missing(
+async def test_without_namespaces_the_process_tree_is_killed_and_missing_isolation_is_logged_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    forbid_namespaces(monkeypatch, tmp_path, as_oneself=True)
+    forbid_namespaces(monkeypatch, tmp_path, same_user=True)
     sandbox._warn_once.cache_clear()
     code = "import os, subprocess\nfor new in (True, False): subprocess.Popen(['sleep', '4243'], start_new_session=new)"
     results = [await run(code) for _ in range(2)]
     assert [(result.status, result.isolation.processes) for result in results] == [("ok", False)] * 2
-    assert [process for process in psutil.process_iter() if "4243" in _words(process)] == []
+    assert [process for process in psutil.process_iter() if "4243" in _command_line(process)] == []
     warnings = [record.getMessage() for record in caplog.records if record.name == sandbox.__name__]
     assert sum("files" in warning for warning in warnings) == 1

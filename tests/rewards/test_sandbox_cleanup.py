@@ -1,4 +1,4 @@
-"""What sandboxed programs leave behind is removed, and nothing else."""
+"""Files that sandboxed programs leave behind are removed, and nothing else."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ for place in sys.argv[1:]:
 """
 
 
-def test_what_another_user_wrote_where_all_may_write_is_removed(
+def test_files_of_the_sandbox_user_in_world_writable_directories_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forbid_namespaces(monkeypatch, tmp_path)
     name = f"outpace-mess-{secrets.token_hex(8)}"
     places = [os.path.join(place, name) for place in WORLD_WRITABLE if os.path.isdir(place)]
-    bystander = Path(places[0] + "-of-somebody-else")
+    bystander = Path(places[0] + "-of-another-user")
     bystander.write_text("mine")
     try:
         result = asyncio.run(run_python(MESS, limits=SandboxLimits(timeout_s=20.0), arguments=[*places, "own"]))
@@ -45,20 +45,20 @@ def test_what_another_user_wrote_where_all_may_write_is_removed(
         bystander.unlink()
 
 
-def test_a_tree_is_removed_however_deep_closed_or_linked_it_is(tmp_path: Path) -> None:
+def test_a_directory_tree_is_removed_despite_depth_permissions_and_symlinks(tmp_path: Path) -> None:
     open_to_all(tmp_path)
     os.chmod(tmp_path, 0o777)
     child = os.fork()
     if child == 0:
-        os._exit(_made_and_removed(tmp_path))
+        os._exit(_create_and_remove(tmp_path))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert sorted(os.listdir(tmp_path)) == ["outside"]
     assert (tmp_path / "outside" / "kept").read_text() == "x"
     assert (tmp_path / "outside").stat().st_mode & 0o777 == 0o750
 
 
-def _made_and_removed(place: Path) -> int:
-    """As an ordinary user, whom rights can stop."""
+def _create_and_remove(place: Path) -> int:
+    """Run as an ordinary user, to whom permissions apply."""
     try:
         if os.geteuid() == 0:
             os.setresuid(65534, 65534, 65534)

@@ -1,4 +1,4 @@
-"""The filter of system calls: in the real sandbox, and step by step for both kinds of machine."""
+"""The system-call filter: in the real sandbox, and interpreted step by step for both supported architectures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outpace.rewards.syscalls import compile_filter
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is for Linux")
 
 
-async def test_no_uncounted_memory_and_no_way_to_send_to_strangers() -> None:
+async def test_memfd_and_datagram_sockets_are_refused_but_stream_pairs_work() -> None:
     code = """
 import os, socket
 for attempt in (
@@ -30,12 +30,12 @@ print(other.recv(9).decode())
 """
     result = await run_python(code, limits=SandboxLimits(timeout_s=20.0))
     if not result.isolation.syscalls:
-        pytest.skip("there is no filter for this machine")
+        pytest.skip("no filter for this architecture")
     assert result.stdout == "refused\n" * 4 + "heard\n", result.stderr
 
 
-def verdict(machine: str, architecture: int, number: int, *arguments: int) -> int:
-    """What the filter answers to a call, reckoned as the kernel does."""
+def filter_result(machine: str, architecture: int, number: int, *arguments: int) -> int:
+    """Interpret the filter as the kernel does and return its result for a call."""
     data = struct.pack("<IIQ6Q", number, architecture, 0, *arguments, *[0] * (6 - len(arguments)))
     steps = list(struct.iter_unpack("<HBBI", compile_filter(machine)))
     place = held = 0
@@ -60,24 +60,24 @@ ALLOWED, REFUSED, KILLED = 0x7FFF0000, 0x00050001, 0x80000000
     ("machine", "architecture", "memfd", "pair", "clone", "read"),
     [("x86_64", 0xC000003E, 319, 53, 56, 0), ("aarch64", 0xC00000B7, 279, 199, 220, 63)],
 )
-def test_what_the_filter_says_of_each_call(
+def test_the_filter_allows_refuses_or_kills_each_call(
     machine: str, architecture: int, memfd: int, pair: int, clone: int, read: int
 ) -> None:
-    def says(*call: int) -> int:
-        return verdict(machine, architecture, *call)
+    def result_of(*call: int) -> int:
+        return filter_result(machine, architecture, *call)
 
-    assert says(read) == ALLOWED
-    assert verdict(machine, 0x40000003, read) == KILLED
-    assert [says(number) for number in (memfd, 447, 425, 1 << 30)] == [REFUSED] * 4
+    assert result_of(read) == ALLOWED
+    assert filter_result(machine, 0x40000003, read) == KILLED
+    assert [result_of(number) for number in (memfd, 447, 425, 1 << 30)] == [REFUSED] * 4
     stream, datagram, closed_on_exec = 1, 2, 0o2000000
-    assert [says(pair, 1, kind) for kind in (stream, stream | closed_on_exec)] == [ALLOWED] * 2
-    assert [says(pair, 1, kind) for kind in (datagram, datagram | closed_on_exec, 5, 3)] == [REFUSED] * 4
-    assert says(pair, 30, stream) == REFUSED
-    assert (says(clone, 0x11), says(clone, 0x10000011)) == (ALLOWED, REFUSED)
-    assert says(435) == 0x00050000 | 38
+    assert [result_of(pair, 1, kind) for kind in (stream, stream | closed_on_exec)] == [ALLOWED] * 2
+    assert [result_of(pair, 1, kind) for kind in (datagram, datagram | closed_on_exec, 5, 3)] == [REFUSED] * 4
+    assert result_of(pair, 30, stream) == REFUSED
+    assert (result_of(clone, 0x11), result_of(clone, 0x10000011)) == (ALLOWED, REFUSED)
+    assert result_of(435) == 0x00050000 | 38
 
 
-def test_the_filter_is_known_for_two_kinds_of_machine_and_empty_elsewhere() -> None:
+def test_the_filter_exists_for_two_architectures_and_is_empty_elsewhere() -> None:
     assert compile_filter("x86_64") != compile_filter("aarch64")
     assert len(compile_filter("x86_64")) % 8 == 0
     assert compile_filter("sparc") == b""

@@ -1,4 +1,4 @@
-"""An engine that says what it is told to say, and tokenizers with two families of chat templates."""
+"""A scripted engine, and tokenizers with two different chat templates."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ CHATML = """\
 
 
 class ScriptedEngine:
-    """`outpace.protocols.Engine`: gives the prepared answers in the order of the requests of each episode.
+    """`outpace.protocols.Engine`: returns the prepared answers in request order, per episode.
 
     Token i of an answer has logprob -(i + 1) / 100 and version `version`, which goes up by one after every request.
-    An answer may be an exception, which is raised, or None, which hangs until the request is aborted (it then gives
-    `partial`) or cancelled.
+    An answer can be an exception, which is raised, or None, which blocks until the request is aborted (it then
+    returns `partial`) or cancelled.
     """
 
     def __init__(self, tokenizer: Any, answers: Callable[[int, int], str | Exception | None]) -> None:
@@ -102,13 +102,13 @@ class ScriptedEngine:
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
-    """The starter's: bytes, and tags for turns and tool calls."""
+    """The starter model's tokenizer: bytes, plus tags for turns and tool calls."""
     return load_tokenizer("starter")
 
 
 @pytest.fixture(scope="session")
 def chatml() -> Any:
-    """Words with merges and the template of another family: a line break after the end of a turn, tools as users."""
+    """A BPE tokenizer with a ChatML template: newline after the end of a turn, tool results in user turns."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -126,7 +126,7 @@ def chatml() -> Any:
 
 @pytest.fixture(params=["starter", "chatml"])
 def any_tokenizer(request: pytest.FixtureRequest) -> Any:
-    """Both families, one after the other."""
+    """Each of the two tokenizers in turn."""
     return request.getfixturevalue("tokenizer" if request.param == "starter" else "chatml")
 
 
@@ -134,9 +134,9 @@ def any_tokenizer(request: pytest.FixtureRequest) -> Any:
 def make_engine(tokenizer: Any) -> Callable[..., ScriptedEngine]:
     """An engine from a list of answers, the same for every episode, or from a function of episode and turn."""
 
-    def make(answers: Any, speaks: Any = None) -> ScriptedEngine:
+    def make(answers: Any, with_tokenizer: Any = None) -> ScriptedEngine:
         script = answers if callable(answers) else lambda episode, turn: answers[turn]
-        return ScriptedEngine(speaks or tokenizer, script)
+        return ScriptedEngine(with_tokenizer or tokenizer, script)
 
     return make
 
@@ -163,14 +163,14 @@ def make_client(tokenizer: Any, make_settings: Callable[..., ClientSettings]) ->
     def make(
         engine: Any,
         episode: int = 0,
-        speaks: Any = None,
+        with_tokenizer: Any = None,
         min_version: int = 2,
         endpoint_provider: Any = None,
         **changes: Any,
     ) -> PolicyClient:
-        spoken = speaks or tokenizer
+        chosen = with_tokenizer or tokenizer
         order = GroupOrder(7, task=0, epoch=0, min_version=min_version, size=2)
-        chat_format = TemplateChatFormat(spoken, (spoken.eos_token_id,))
+        chat_format = TemplateChatFormat(chosen, (chosen.eos_token_id,))
         return PolicyClient(
             engine, chat_format, make_settings(**changes), order, episode, endpoint_provider=endpoint_provider
         )

@@ -1,4 +1,4 @@
-"""An MCP server for tests: on its standard streams, or on a port that is given. `prefix` names its tools."""
+"""An MCP server for tests, on its standard streams or on a given port. Its tool names start with `prefix`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def whoami(variable: str = "") -> str:
 
 
 async def meet(count: int) -> str:
-    """Wait until so many callers are here."""
+    """Wait until `count` calls are waiting."""
     global waiting
     waiting += 1
     if waiting == count:
@@ -44,7 +44,7 @@ async def hang() -> str:
 
 
 def breed() -> int:
-    """Start somebody who leaves the group, holds every pipe and outlives the server; who it is."""
+    """Start a child that leaves the process group, holds every pipe and outlives the server; returns its pid."""
     child = os.fork()
     if child == 0:
         os.setsid()

@@ -1,4 +1,4 @@
-"""How rollouts, environments and tools get into a run: named in the config or given to the trainer."""
+"""Building rollouts, environments and tools, named in the config or passed to the trainer."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ ROWS = [{"prompt": f"say {number}"} for number in range(8)]
 
 
 class Local:
-    """What a script may define next to its trainer."""
+    """A class that a script may define next to its trainer."""
 
     def reset(self, **columns: Any) -> None: ...
 
@@ -70,26 +70,26 @@ def plan(settings: dict[str, Any], **objects: Any) -> Any:
     return make_plan(make_config(settings), UserObjects(tasks=ROWS, **objects))
 
 
-def test_an_environment_that_judges_needs_no_reward_function(file: str) -> None:
+def test_an_environment_with_get_reward_needs_no_reward_function(file: str) -> None:
     assert plan({"rollout.environment": f"{file}:Judging"}).config.rewards.functions == []
 
 
-def test_an_environment_that_does_not_judge_needs_one(file: str) -> None:
+def test_an_environment_without_get_reward_needs_a_reward_function(file: str) -> None:
     with pytest.raises(BadInput, match=r"^rewards\.functions: "):
         plan({"rollout.environment": f"{file}:Playing"})
     plan({"rollout.environment": f"{file}:Playing"}, rewards=(lambda completions: [0.0] * len(completions),))
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [("Broken", r"Broken\.tool.*docstring"), ("NoReset", r"NoReset.*reset"), ("Absent", r"games\.py.*\bAbsent\b")],
 )
-def test_an_environment_that_cannot_work_is_refused_before_the_start(file: str, name: str, said: str) -> None:
-    with pytest.raises(BadInput, match=rf"^rollout\.environment: .*{said}"):
+def test_an_invalid_environment_is_refused_before_the_run_starts(file: str, name: str, message: str) -> None:
+    with pytest.raises(BadInput, match=rf"^rollout\.environment: .*{message}"):
         plan({"rollout.environment": f"{file}:{name}"})
 
 
-def test_a_config_names_a_rollout_or_an_environment() -> None:
+def test_a_config_cannot_name_both_a_rollout_function_and_an_environment() -> None:
     with pytest.raises(BadInput, match=r"^rollout\.environment: .*rollout\.function"):
         make_config({"rollout.function": "m:f", "rollout.environment": "m:C"})
     named = make_config({"tasks.path": "a.jsonl", "rollout.environment": "m:C"})
@@ -97,7 +97,7 @@ def test_a_config_names_a_rollout_or_an_environment() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "objects", "said"),
+    ("settings", "objects", "message"),
     [
         ({}, {"rollout": single_turn, "environment": Local}, r"^environment: .*rollout"),
         ({"rollout.environment": "games:Judging"}, {"environment": Local}, r"^rollout\.environment: .*\benvironment\b"),
@@ -119,11 +119,11 @@ def test_a_config_names_a_rollout_or_an_environment() -> None:
         ({"tools.functions": ["games:add"]}, {}, r"^rewards\.functions: "),
     ],
 )
-def test_what_cannot_work_together_is_refused_before_the_start(
-    file: str, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], objects: dict[str, Any], said: str
+def test_incompatible_settings_and_arguments_are_refused_before_the_run_starts(
+    file: str, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], objects: dict[str, Any], message: str
 ) -> None:
     monkeypatch.syspath_prepend(Path(file).parent)
-    with pytest.raises(BadInput, match=said):
+    with pytest.raises(BadInput, match=message):
         plan(settings, **objects)
 
 
@@ -136,18 +136,18 @@ def test_what_cannot_work_together_is_refused_before_the_start(
         ({"rollout.agent": ["x"], "tools.mcp": ["x"]}, "tools.mcp"),
     ],
 )
-def test_a_config_says_one_way_to_roll_out(settings: dict[str, Any], key: str) -> None:
+def test_a_config_can_name_only_one_kind_of_rollout(settings: dict[str, Any], key: str) -> None:
     with pytest.raises(BadInput, match=f"^{key}: "):
         make_config(settings)
 
 
-def test_what_is_given_reaches_the_worker_by_value(file: str) -> None:
+def test_trainer_arguments_reach_the_worker_by_value(file: str) -> None:
     carried = by_value.unpickle_objects(plan({}, environment=Local).code)
     assert carried["environment"].__name__ == "Local"
     assert "rollout" not in carried
 
 
-async def test_the_worker_rolls_out_what_is_given_or_named(file: str) -> None:
+async def test_the_worker_builds_the_rollout_that_is_passed_or_named(file: str) -> None:
     assert (await build_rollout(make_config({}))).rollout is single_turn
     assert isinstance((await build_rollout(make_config({}), {"environment": Local})).rollout, ToolLoop)
     assert isinstance((await build_rollout(make_config({"rollout.environment": f"{file}:Judging"}))).rollout, ToolLoop)
@@ -156,7 +156,7 @@ async def test_the_worker_rolls_out_what_is_given_or_named(file: str) -> None:
     assert getattr(own, "__name__", "") == "roll"
 
 
-async def test_the_loop_has_the_tools_and_the_budgets_of_the_config(file: str) -> None:
+async def test_the_tool_loop_has_the_tools_and_limits_of_the_config(file: str) -> None:
     budgets = {
         "rollout.max_turns": 3,
         "rollout.max_calls": 5,

@@ -1,4 +1,4 @@
-"""Whole histories, as an agent sends them: what continues what, and what is trained where."""
+"""Whole message histories, as an agent sends them: what each request continues, and where each token is trained."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def trained(trajectory: Trajectory) -> list[int]:
     return [int(token) for token in trajectory.tokens[trajectory.mask]]
 
 
-def sampled_once(client: PolicyClient, *answers: Answer) -> None:
+def assert_trained_once(client: PolicyClient, *answers: Answer) -> None:
     """Every token of the answers is trainable in exactly one trajectory."""
     kept = sorted(token for trajectory in client.trajectories() for token in trained(trajectory))
     assert kept == sorted(token for answer in answers for token in answer.tokens.tolist())
 
 
-async def test_a_history_that_goes_on_from_an_answer_keeps_its_tokens(
+async def test_a_history_that_extends_an_answer_reuses_its_exact_tokens(
     any_tokenizer: Any, make_engine: Any, make_client: Any
 ) -> None:
     engine = make_engine(["one  two", "three"], any_tokenizer)
-    client: PolicyClient = make_client(engine, speaks=any_tokenizer)
+    client: PolicyClient = make_client(engine, with_tokenizer=any_tokenizer)
     first = await client.chat([HI])
     second = await client.chat([HI, first.message, MORE])
     sent = engine.prompts[second.request_id]
@@ -45,7 +45,7 @@ async def test_a_history_that_goes_on_from_an_answer_keeps_its_tokens(
     assert sent[: len(before)] == before
     assert len(client.trajectories()) == 1
     assert client.breaks == 0
-    sampled_once(client, first, second)
+    assert_trained_once(client, first, second)
 
 
 @pytest.mark.parametrize(
@@ -56,16 +56,18 @@ async def test_a_history_that_goes_on_from_an_answer_keeps_its_tokens(
         lambda message: {**message, "content": message["content"].strip()},
         lambda message: {**message, "name": None},
     ],
-    ids=["empty fields", "parts", "stripped", "no name"],
+    ids=["empty fields", "content parts", "stripped", "name is None"],
 )
-async def test_what_says_the_same_is_the_same(make_engine: Any, make_client: Any, changed: Any) -> None:
+async def test_an_equivalent_assistant_message_continues_the_trajectory(
+    make_engine: Any, make_client: Any, changed: Any
+) -> None:
     client: PolicyClient = make_client(make_engine([" one ", "two"]))
     first = await client.chat([HI])
     await client.chat([HI, changed(first.message), MORE])
     assert (len(client.trajectories()), client.breaks) == (1, 0)
 
 
-async def test_arguments_that_were_written_anew_and_other_ids_are_the_same_call(
+async def test_reformatted_arguments_and_a_different_id_are_the_same_tool_call(
     make_engine: Any, make_client: Any
 ) -> None:
     client: PolicyClient = make_client(make_engine([CALL, "3"]))
@@ -77,10 +79,10 @@ async def test_arguments_that_were_written_anew_and_other_ids_are_the_same_call(
     result = {"role": "tool", "tool_call_id": "other", "content": "3"}
     second = await client.chat([HI, again, result], tools=[TOOL])
     assert (len(client.trajectories()), client.breaks) == (1, 0)
-    sampled_once(client, first, second)
+    assert_trained_once(client, first, second)
 
 
-async def test_an_agent_that_edits_its_history_begins_a_new_trajectory(make_engine: Any, make_client: Any) -> None:
+async def test_an_edited_history_starts_a_new_trajectory_and_counts_a_break(make_engine: Any, make_client: Any) -> None:
     client: PolicyClient = make_client(make_engine(["one", "two"]))
     first = await client.chat([HI])
     second = await client.chat([HI, {"role": "assistant", "content": "eleven"}, MORE])
@@ -94,9 +96,9 @@ async def test_an_agent_that_edits_its_history_begins_a_new_trajectory(make_engi
 @pytest.mark.parametrize(
     "history",
     [[MORE], [{"role": "system", "content": "be kind"}, HI], [HI, MORE]],
-    ids=["another question", "another system", "two questions"],
+    ids=["different prompt", "system message", "two user messages"],
 )
-async def test_another_beginning_is_another_trajectory_and_no_break(
+async def test_an_unrelated_history_starts_a_new_trajectory_and_is_not_a_break(
     make_engine: Any, make_client: Any, history: list[Message]
 ) -> None:
     client: PolicyClient = make_client(make_engine(["one", "two"]))
@@ -105,7 +107,9 @@ async def test_another_beginning_is_another_trajectory_and_no_break(
     assert (len(client.trajectories()), client.breaks) == (2, 0)
 
 
-async def test_other_tools_or_another_role_are_another_conversation(make_engine: Any, make_client: Any) -> None:
+async def test_different_tools_or_a_different_role_start_a_separate_conversation(
+    make_engine: Any, make_client: Any
+) -> None:
     client: PolicyClient = make_client(make_engine(["one", "two", "three"]))
     first = await client.chat([HI])
     await client.chat([HI, first.message, MORE], tools=[TOOL])
@@ -128,39 +132,43 @@ async def test_two_continuations_of_one_answer_train_it_once(make_engine: Any, m
     assert client.breaks == 0
 
 
-async def test_equal_answers_to_equal_questions_go_on_each_for_itself(make_engine: Any, make_client: Any) -> None:
+async def test_identical_answers_to_identical_prompts_are_continued_separately(
+    make_engine: Any, make_client: Any
+) -> None:
     client: PolicyClient = make_client(make_engine(["same", "same", "a", "b"]))
     first, second = await asyncio.gather(client.chat([HI]), client.chat([HI]))
     history = [HI, first.message, MORE]
     third, fourth = await asyncio.gather(client.chat(history), client.chat(history))
     assert len(client.trajectories()) == 2
-    sampled_once(client, first, second, third, fourth)
+    assert_trained_once(client, first, second, third, fourth)
 
 
-async def test_a_template_that_rewrites_the_past_begins_anew_and_is_counted(
+async def test_a_template_that_rewrites_earlier_turns_starts_a_new_trajectory_and_counts_a_break(
     tokenizer: Any, make_engine: Any, make_client: Any
 ) -> None:
-    forgetful = copy.deepcopy(tokenizer)
-    forgetful.chat_template = tokenizer.chat_template.replace(
+    rewriting = copy.deepcopy(tokenizer)
+    rewriting.chat_template = tokenizer.chat_template.replace(
         "(message.content or '')", "(message.content or '') + (loop.length | string)"
     )
-    engine = make_engine(["one", "two"], forgetful)
-    client: PolicyClient = make_client(engine, speaks=forgetful)
+    engine = make_engine(["one", "two"], rewriting)
+    client: PolicyClient = make_client(engine, with_tokenizer=rewriting)
     first = await client.chat([HI])
     second = await client.chat([HI, first.message, MORE])
     assert client.breaks == 1
     assert [trained(each) for each in client.trajectories()] == [first.tokens.tolist(), second.tokens.tolist()]
-    assert forgetful.decode(engine.prompts[second.request_id]).count("one") == 1, "what was said is still shown"
+    assert rewriting.decode(engine.prompts[second.request_id]).count("one") == 1, (
+        "the earlier answer is still in the prompt"
+    )
 
 
-async def test_a_growing_chat_that_cannot_go_on_exactly_begins_anew_too(
+async def test_sample_starts_a_new_trajectory_when_the_template_rewrites_earlier_turns(
     tokenizer: Any, make_engine: Any, make_client: Any
 ) -> None:
-    forgetful = copy.deepcopy(tokenizer)
-    forgetful.chat_template = tokenizer.chat_template.replace(
+    rewriting = copy.deepcopy(tokenizer)
+    rewriting.chat_template = tokenizer.chat_template.replace(
         "(message.content or '')", "(message.content or '') + (loop.length | string)"
     )
-    client: PolicyClient = make_client(make_engine(["one", "two", "three"], forgetful), speaks=forgetful)
+    client: PolicyClient = make_client(make_engine(["one", "two", "three"], rewriting), with_tokenizer=rewriting)
     await client.sample("hi")
     await client.sample("more")
     assert (client.breaks, len(client.trajectories())) == (1, 2)
@@ -169,7 +177,7 @@ async def test_a_growing_chat_that_cannot_go_on_exactly_begins_anew_too(
         await client.sample("go on")
 
 
-async def test_a_call_that_cannot_be_read_stays_in_the_content_and_has_a_problem(
+async def test_an_unparseable_tool_call_stays_in_the_content_and_records_a_problem(
     make_engine: Any, make_client: Any
 ) -> None:
     broken = "see <tool_call>{nonsense</tool_call>"
@@ -181,7 +189,7 @@ async def test_a_call_that_cannot_be_read_stays_in_the_content_and_has_a_problem
     assert [call["function"]["name"] for call in answer.message["tool_calls"]] == ["add"]
 
 
-async def test_an_answer_cannot_be_changed_by_whoever_got_it(make_engine: Any, make_client: Any) -> None:
+async def test_changing_a_returned_answer_does_not_affect_the_conversation(make_engine: Any, make_client: Any) -> None:
     client: PolicyClient = make_client(make_engine([CALL, "two"]))
     answer = await client.chat([HI], tools=[TOOL])
     kept = answer.message
@@ -193,7 +201,7 @@ async def test_an_answer_cannot_be_changed_by_whoever_got_it(make_engine: Any, m
     assert client.breaks == 0
 
 
-async def test_plain_text_that_goes_on_from_an_answer_is_the_same_sequence(
+async def test_a_completion_prompt_that_extends_an_answer_continues_its_trajectory(
     tokenizer: Any, make_engine: Any, make_client: Any
 ) -> None:
     client: PolicyClient = make_client(make_engine(["one", "two", "three"]))
@@ -204,7 +212,7 @@ async def test_plain_text_that_goes_on_from_an_answer_is_the_same_sequence(
     assert second.prompt_tokens == first.prompt_tokens + len(first.tokens)
 
 
-async def test_rewards_find_their_trajectory_by_request(make_engine: Any, make_client: Any) -> None:
+async def test_rewards_are_assigned_to_trajectories_by_request_or_role(make_engine: Any, make_client: Any) -> None:
     client: PolicyClient = make_client(make_engine(["one", "two", "three"]))
     first = await client.chat([HI])
     second = await client.chat([HI, first.message, MORE])
@@ -220,7 +228,9 @@ async def test_rewards_find_their_trajectory_by_request(make_engine: Any, make_c
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), "much"])
-async def test_a_reward_that_is_no_number_is_refused(make_engine: Any, make_client: Any, wrong: Any) -> None:
+async def test_an_invalid_reward_or_an_unknown_request_is_refused(
+    make_engine: Any, make_client: Any, wrong: Any
+) -> None:
     client: PolicyClient = make_client(make_engine(["one"]))
     answer = await client.chat([HI])
     with pytest.raises(ValueError, match=repr(wrong)):
@@ -231,7 +241,9 @@ async def test_a_reward_that_is_no_number_is_refused(make_engine: Any, make_clie
         client.reward(1.0)
 
 
-async def test_a_prefix_that_differs_from_what_was_sent_ends_the_run(make_engine: Any, make_client: Any) -> None:
+async def test_a_prefix_that_differs_from_the_sent_tokens_raises_component_failed(
+    make_engine: Any, make_client: Any
+) -> None:
     client: PolicyClient = make_client(make_engine(["one", "two"]))
     first = await client.chat([HI])
     await client.chat([HI, first.message, MORE])
@@ -241,7 +253,7 @@ async def test_a_prefix_that_differs_from_what_was_sent_ends_the_run(make_engine
         client.trajectories()
 
 
-async def test_threads_of_one_episode_are_chats_of_their_own(make_engine: Any, make_client: Any) -> None:
+async def test_conversations_of_one_episode_are_independent(make_engine: Any, make_client: Any) -> None:
     client: PolicyClient = make_client(make_engine(["one", "two", "three"]))
     critic = client.conversation("critic")
     await client.sample("hi")
@@ -250,12 +262,10 @@ async def test_threads_of_one_episode_are_chats_of_their_own(make_engine: Any, m
     assert [(each.role, int(each.mask.sum())) for each in client.trajectories()] == [("critic", 3), ("policy", 8)]
 
 
-# ----------------------------------------------------------------------------------------------- what is hard to tell
+# ------------------------------------------------------------------------------------------------ ambiguous histories
 
 
-async def test_of_answers_that_say_the_same_the_one_that_was_sent_back_goes_on(
-    make_engine: Any, make_client: Any
-) -> None:
+async def test_of_identical_answers_the_one_in_the_history_is_continued(make_engine: Any, make_client: Any) -> None:
     client: PolicyClient = make_client(make_engine([CALL, CALL, "more"]))
     first, second = await asyncio.gather(client.chat([HI], tools=[TOOL]), client.chat([HI], tools=[TOOL]))
     history = [HI, second.message, {"role": "tool", "content": "3"}]
@@ -267,7 +277,9 @@ async def test_of_answers_that_say_the_same_the_one_that_was_sent_back_goes_on(
     assert trained(lone) == first.tokens.tolist()
 
 
-async def test_siblings_share_only_what_is_rendered_alike(tokenizer: Any, make_engine: Any) -> None:
+async def test_episodes_of_a_group_share_only_prefixes_that_render_identically(
+    tokenizer: Any, make_engine: Any
+) -> None:
     from outpace.models.chat_format import TemplateChatFormat
     from outpace.rollouts.conversation import ConversationIndex
 
@@ -284,7 +296,9 @@ async def test_siblings_share_only_what_is_rendered_alike(tokenizer: Any, make_e
     assert ["ONE" in rendered[0], "TWO" in rendered[1]] == [True, True]
 
 
-async def test_examples_in_a_prompt_are_no_break(make_engine: Any, make_client: Any) -> None:
+async def test_assistant_messages_in_the_first_prompt_do_not_count_as_a_break(
+    make_engine: Any, make_client: Any
+) -> None:
     client: PolicyClient = make_client(make_engine(["one", "two"]))
     prompt = [HI, {"role": "assistant", "content": "as I would say"}, MORE]
     first = await client.chat(prompt)
@@ -292,7 +306,7 @@ async def test_examples_in_a_prompt_are_no_break(make_engine: Any, make_client: 
     assert (client.breaks, len(client.trajectories())) == (0, 1)
 
 
-async def test_a_template_that_names_the_tool_from_the_call_is_not_continued_wrongly(
+async def test_a_template_that_depends_on_the_previous_tool_call_is_rendered_in_full(
     tokenizer: Any, make_engine: Any, make_client: Any
 ) -> None:
     naming = copy.deepcopy(tokenizer)
@@ -303,30 +317,28 @@ async def test_a_template_that_names_the_tool_from_the_call_is_not_continued_wro
         "{{- '<|' + message.role + '|>'",
     )
     engine = make_engine([CALL, "3"], naming)
-    client: PolicyClient = make_client(engine, speaks=naming)
+    client: PolicyClient = make_client(engine, with_tokenizer=naming)
     first = await client.chat([HI], tools=[TOOL])
     second = await client.chat([HI, first.message, {"role": "tool", "content": "3"}], tools=[TOOL])
     assert "(add)<|tool|>3" in naming.decode(engine.prompts[second.request_id])
     assert client.breaks == 1
 
 
-async def test_a_message_that_is_not_shown_is_named_also_beside_one_that_is(
+async def test_a_role_that_the_template_drops_is_named_in_the_error(
     tokenizer: Any, make_engine: Any, make_client: Any
 ) -> None:
-    mute = copy.deepcopy(tokenizer)
-    mute.chat_template = tokenizer.chat_template.replace(
+    dropping = copy.deepcopy(tokenizer)
+    dropping.chat_template = tokenizer.chat_template.replace(
         "{{- '<|' + message.role + '|>' + (message.content or '') }}",
         "{%- if message.role != 'tool' %}{{- '<|' + message.role + '|>' + (message.content or '') }}{%- endif %}",
     )
-    client: PolicyClient = make_client(make_engine(["one", "two"], mute), speaks=mute)
+    client: PolicyClient = make_client(make_engine(["one", "two"], dropping), with_tokenizer=dropping)
     first = await client.chat([HI])
     with pytest.raises(RequestFailed, match=r"template.*\btool\b"):
         await client.chat([HI, first.message, {"role": "tool", "content": "RESULT"}, MORE])
 
 
-async def test_what_is_known_of_a_long_conversation_does_not_grow_with_its_square(
-    make_engine: Any, make_client: Any
-) -> None:
+async def test_memory_for_a_long_conversation_does_not_grow_quadratically(make_engine: Any, make_client: Any) -> None:
     client: PolicyClient = make_client(make_engine(["yes"] * 30))
     history = [{"role": "user", "content": "x" * 1000}]
     for _ in range(30):
@@ -336,24 +348,24 @@ async def test_what_is_known_of_a_long_conversation_does_not_grow_with_its_squar
     assert len([text for text in kept if text]) == 1
 
 
-# ------------------------------------------------------------------------------------------------------ what is lost
+# ------------------------------------------------------------------------------------- abandoned and failed requests
 
 
-async def test_an_answer_that_nobody_waits_for_any_more_is_still_counted(make_engine: Any, make_client: Any) -> None:
+async def test_tokens_of_cancelled_requests_are_still_counted(make_engine: Any, make_client: Any) -> None:
     engine = make_engine(["four"] * 100)
     client: PolicyClient = make_client(engine)
-    asked = [asyncio.create_task(client.chat([HI])) for _ in range(100)]
+    requests = [asyncio.create_task(client.chat([HI])) for _ in range(100)]
     await engine.started.wait()
     for _ in range(4):
         await asyncio.sleep(0)
-    for task in asked:
+    for task in requests:
         task.cancel()
-    await asyncio.wait(asked)
+    await asyncio.wait(requests)
     await client.abandon()
     assert client.sampled + client.abandoned == 4 * len(engine.prompts)
 
 
-async def test_nothing_is_asked_after_the_end(make_engine: Any, make_client: Any) -> None:
+async def test_requests_after_the_end_of_the_episode_are_refused(make_engine: Any, make_client: Any) -> None:
     client: PolicyClient = make_client(make_engine(["one", "two"]))
     await client.chat([HI])
     await client.abandon()
@@ -367,7 +379,7 @@ async def test_an_empty_history_is_refused(make_engine: Any, make_client: Any) -
         await make_client(make_engine(["one"])).chat([])
 
 
-async def test_a_request_that_failed_leaves_its_chat_as_it_was(make_engine: Any, make_client: Any) -> None:
+async def test_a_failed_request_leaves_its_conversation_unchanged(make_engine: Any, make_client: Any) -> None:
     engine = make_engine(["one", RequestFailed("no"), RequestFailed("no"), "two"])
     client: PolicyClient = make_client(engine)
     await client.sample("hi")
@@ -381,14 +393,14 @@ async def test_a_request_that_failed_leaves_its_chat_as_it_was(make_engine: Any,
     assert client.trajectory().tokens.tolist() == straight.trajectory().tokens.tolist()
 
 
-async def test_a_first_prompt_that_failed_can_be_given_again(make_engine: Any, make_client: Any) -> None:
+async def test_a_first_prompt_can_be_sent_again_after_a_failed_request(make_engine: Any, make_client: Any) -> None:
     client: PolicyClient = make_client(make_engine([RequestFailed("no"), "two"]))
     with pytest.raises(RequestFailed, match="no"):
         await client.sample("hi")
     assert await client.sample("hi") == "two"
 
 
-async def test_of_several_rewards_for_one_trajectory_the_last_one_counts(make_engine: Any, make_client: Any) -> None:
+async def test_the_last_of_several_rewards_for_one_trajectory_is_used(make_engine: Any, make_client: Any) -> None:
     client: PolicyClient = make_client(make_engine(["one", "two"]))
     first = await client.chat([HI])
     second = await client.chat([HI, first.message, MORE])
@@ -397,18 +409,18 @@ async def test_of_several_rewards_for_one_trajectory_the_last_one_counts(make_en
     assert client.trajectories()[0].reward == 1.0
 
 
-async def test_what_is_sampled_does_not_depend_on_who_else_is_busy(make_engine: Any, make_client: Any) -> None:
+async def test_request_ids_do_not_depend_on_the_load_of_other_episodes(make_engine: Any, make_client: Any) -> None:
     async def ids_beside(others: int) -> list[str]:
         client: PolicyClient = make_client(make_engine(["x"] * 6))
         crowd: PolicyClient = make_client(make_engine(["x"] * others), episode=1)
 
-        async def ask(number: int) -> str:
+        async def delayed_chat(number: int) -> str:
             for _ in range(number):
                 await asyncio.sleep(0)
             return (await client.chat([{"role": "user", "content": str(number)}])).request_id
 
         crowded = [crowd.chat([HI]) for _ in range(others)]
-        return (await asyncio.gather(*crowded, *map(ask, range(6))))[others:]  # type: ignore[return-value]
+        return (await asyncio.gather(*crowded, *map(delayed_chat, range(6))))[others:]  # type: ignore[return-value]
 
     alone = await ids_beside(0)
     assert all([await ids_beside(others) == alone for others in (5, 15, 16, 17, 31, 64)])

@@ -1,4 +1,4 @@
-"""The client: every request explicit, every token accounted for."""
+"""The policy client: every request is explicit and every token is accounted for."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ MakeClient = Callable[..., PolicyClient]
 
 
 def conversation(tokenizer: Any, *turns: str, **options: Any) -> list[int]:
-    """The template's own ids for user and assistant turns that alternate, up to the end of the last one."""
+    """Token ids of the rendered template for alternating user and assistant turns, up to the end of the last turn."""
     roles = ("user", "assistant")
     messages = [{"role": roles[index % 2], "content": text} for index, text in enumerate(turns)]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False, **options)
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
-async def test_the_prompt_goes_out_as_the_template_renders_it(
+async def test_the_prompt_is_sent_as_the_template_renders_it(
     make_engine: Any, make_client: MakeClient, tokenizer: Any
 ) -> None:
     engine = make_engine(["hello<|end|>"])
@@ -44,7 +44,7 @@ async def test_the_system_message_of_the_config_comes_first(
     assert tokenizer.decode(engine.prompts["7.0.0"]).startswith("<|system|>be kind<|end|><|user|>hi")
 
 
-async def test_every_field_of_sampling_is_sent(make_engine: Any, make_client: MakeClient, tokenizer: Any) -> None:
+async def test_every_sampling_field_is_sent(make_engine: Any, make_client: MakeClient, tokenizer: Any) -> None:
     engine = make_engine(["hello"])
     await make_client(engine, top_k=5).sample("hi")
     sent = engine.samplings["7.0.0"]
@@ -53,7 +53,9 @@ async def test_every_field_of_sampling_is_sent(make_engine: Any, make_client: Ma
     assert engine.bounds == [(2, None)]
 
 
-async def test_a_rollout_may_override_fields_and_no_others(make_engine: Any, make_client: MakeClient) -> None:
+async def test_a_rollout_can_override_sampling_fields_and_unknown_fields_are_refused(
+    make_engine: Any, make_client: MakeClient
+) -> None:
     engine = make_engine(["hello"])
     client = make_client(engine)
     with pytest.raises(TypeError, match="maximum"):
@@ -64,7 +66,7 @@ async def test_a_rollout_may_override_fields_and_no_others(make_engine: Any, mak
 
 
 @pytest.mark.parametrize(("name", "value"), [("temperature", 0.9), ("top_p", 0.5), ("top_k", 3)])
-async def test_a_distribution_that_the_learner_does_not_know_is_refused_in_training(
+async def test_overrides_that_change_the_sampling_distribution_are_refused_in_training(
     make_engine: Any, make_client: MakeClient, name: str, value: float
 ) -> None:
     engine = make_engine(["hello"])
@@ -76,7 +78,7 @@ async def test_a_distribution_that_the_learner_does_not_know_is_refused_in_train
     assert len(engine.prompts) == 1
 
 
-async def test_a_held_out_episode_may_be_sampled_in_any_way(
+async def test_a_held_out_episode_can_override_the_sampling_distribution(
     make_engine: Any, make_settings: Any, tokenizer: Any
 ) -> None:
     engine = make_engine(["hello"])
@@ -87,7 +89,7 @@ async def test_a_held_out_episode_may_be_sampled_in_any_way(
     assert (sent.temperature, sent.top_p, sent.top_k) == (0.0, 0.5, 3)
 
 
-async def test_every_request_has_a_seed_of_its_own(make_engine: Any, make_client: MakeClient) -> None:
+async def test_every_request_has_its_own_seed(make_engine: Any, make_client: MakeClient) -> None:
     engine = make_engine(["a<|end|>", "b<|end|>"])
     for episode in (0, 1):
         client = make_client(engine, episode=episode)
@@ -98,7 +100,7 @@ async def test_every_request_has_a_seed_of_its_own(make_engine: Any, make_client
     assert len(set(seeds.values())) == 4
 
 
-async def test_the_lineage_lists_the_requests_in_order(make_engine: Any, make_client: MakeClient) -> None:
+async def test_request_ids_are_listed_in_order(make_engine: Any, make_client: MakeClient) -> None:
     client = make_client(make_engine(["a<|end|>", "b<|end|>"]), episode=1)
     await client.sample("hi")
     await client.sample("more")
@@ -107,7 +109,7 @@ async def test_the_lineage_lists_the_requests_in_order(make_engine: Any, make_cl
     assert client.newest.text == "b"
 
 
-async def test_requests_of_an_evaluation_cannot_be_mistaken_for_those_of_training(
+async def test_evaluation_requests_have_ids_distinct_from_training_requests(
     make_engine: Any, make_settings: Any, tokenizer: Any
 ) -> None:
     engine = make_engine(["hello"])
@@ -129,11 +131,11 @@ async def test_sampled_tokens_keep_their_logprobs_and_versions(
     assert built.logprobs[prompt:].tolist() == pytest.approx([-0.01, -0.02, -0.03])
 
 
-async def test_a_chat_of_several_turns_is_token_for_token_what_the_template_renders(
+async def test_a_conversation_of_several_turns_matches_the_rendered_template_token_for_token(
     make_engine: Any, make_client: MakeClient, any_tokenizer: Any
 ) -> None:
     end = any_tokenizer.eos_token
-    client = make_client(make_engine([f"the answer{end}", f"is{end}"], any_tokenizer), speaks=any_tokenizer)
+    client = make_client(make_engine([f"the answer{end}", f"is{end}"], any_tokenizer), with_tokenizer=any_tokenizer)
     await client.sample("first")
     await client.sample("second")
     built = client.trajectory()
@@ -143,7 +145,7 @@ async def test_a_chat_of_several_turns_is_token_for_token_what_the_template_rend
     assert set(built.versions[built.mask].tolist()) == {3, 4}
 
 
-async def test_the_template_sees_the_whole_conversation_so_far(
+async def test_the_template_is_rendered_with_the_whole_conversation(
     make_engine: Any, make_client: MakeClient, tokenizer: Any
 ) -> None:
     counting = deepcopy(tokenizer)
@@ -151,9 +153,9 @@ async def test_the_template_sees_the_whole_conversation_so_far(
         "{% for message in messages %}{{ loop.index ~ message.role ~ ':' ~ message.content ~ '<|end|>' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ (messages | length + 1) ~ 'assistant:' }}{% endif %}"
     )
-    client = make_client(make_engine(["b<|end|>", "d<|end|>", "f<|end|>"]), speaks=counting)
-    for said in ("a", "c", "e"):
-        await client.sample(said)
+    client = make_client(make_engine(["b<|end|>", "d<|end|>", "f<|end|>"]), with_tokenizer=counting)
+    for text in ("a", "c", "e"):
+        await client.sample(text)
     assert tokenizer.decode(client.trajectory().tokens) == (
         "1user:a<|end|>2assistant:b<|end|>3user:c<|end|>4assistant:d<|end|>5user:e<|end|>6assistant:f<|end|>"
     )
@@ -164,18 +166,18 @@ async def test_each_request_carries_exactly_the_tokens_so_far(
 ) -> None:
     end = any_tokenizer.eos_token
     engine = make_engine([f"one{end}", f"two{end}", f"three{end}"], any_tokenizer)
-    client = make_client(engine, speaks=any_tokenizer)
-    for said in ("a", "b", "c"):
-        await client.sample(said)
+    client = make_client(engine, with_tokenizer=any_tokenizer)
+    for text in ("a", "b", "c"):
+        await client.sample(text)
     tokens = client.trajectory().tokens.tolist()
     for prompt in engine.prompts.values():
         assert prompt == tokens[: len(prompt)]
 
 
-async def test_an_answer_without_an_end_of_turn_gets_one_that_does_not_train(
+async def test_a_missing_end_of_turn_token_is_appended_and_not_trained_on(
     make_engine: Any, make_client: MakeClient, any_tokenizer: Any
 ) -> None:
-    client = make_client(make_engine(["cut", "more"], any_tokenizer), speaks=any_tokenizer)
+    client = make_client(make_engine(["cut", "more"], any_tokenizer), with_tokenizer=any_tokenizer)
     await client.sample("first")
     await client.sample("second")
     built = client.trajectory()
@@ -184,7 +186,7 @@ async def test_an_answer_without_an_end_of_turn_gets_one_that_does_not_train(
     assert any_tokenizer.decode(built.tokens[built.mask]) == "cutmore"
 
 
-async def test_another_end_of_turn_than_the_templates_is_not_doubled(
+async def test_no_second_end_of_turn_is_added_after_a_different_stop_token(
     make_engine: Any, make_settings: Any, tokenizer: Any
 ) -> None:
     stops = (tokenizer.eos_token_id, tokenizer.pad_token_id)
@@ -199,7 +201,7 @@ async def test_another_end_of_turn_than_the_templates_is_not_doubled(
     )
 
 
-async def test_observed_text_is_appended_as_it_is(make_engine: Any, make_client: MakeClient, tokenizer: Any) -> None:
+async def test_observed_text_is_appended_verbatim(make_engine: Any, make_client: MakeClient, tokenizer: Any) -> None:
     engine = make_engine(["1+1=", "good"])
     client = make_client(engine)
     await client.sample("sum")
@@ -209,7 +211,7 @@ async def test_observed_text_is_appended_as_it_is(make_engine: Any, make_client:
     assert tokenizer.decode(client.trajectory().tokens[client.trajectory().mask]) == "1+1=good"
 
 
-async def test_a_prompt_in_the_middle_of_nowhere_is_refused(make_engine: Any, make_client: MakeClient) -> None:
+async def test_a_chat_prompt_after_plain_observed_text_is_refused(make_engine: Any, make_client: MakeClient) -> None:
     engine = make_engine(["a"])
     client = make_client(engine)
     client.observe("once upon a time")
@@ -218,7 +220,9 @@ async def test_a_prompt_in_the_middle_of_nowhere_is_refused(make_engine: Any, ma
     assert engine.prompts == {}
 
 
-async def test_the_sequence_cannot_change_under_a_request(make_engine: Any, make_client: MakeClient) -> None:
+async def test_the_conversation_cannot_change_while_a_request_is_in_flight(
+    make_engine: Any, make_client: MakeClient
+) -> None:
     engine = make_engine([None])
     client = make_client(engine)
     sampling = asyncio.create_task(client.sample("hi"))
@@ -244,41 +248,41 @@ async def test_an_abandoned_request_is_aborted_once(make_engine: Any, make_clien
     assert engine.aborted == ["7.0.0"]
 
 
-async def test_what_an_abandoned_request_had_sampled_is_counted_and_not_trained_on(
+async def test_tokens_of_an_abandoned_request_are_counted_and_not_trained_on(
     make_engine: Any, make_client: MakeClient, tokenizer: Any
 ) -> None:
     engine = make_engine([None])
     engine.partial = "hal"
     client = make_client(engine)
-    left = asyncio.create_task(client.sample("hi"))
+    pending = asyncio.create_task(client.sample("hi"))
     await engine.started.wait()
     await client.abandon()
     assert client.abandoned == len("hal")
     with pytest.raises(RequestFailed, match="episode"):
-        await left
+        await pending
     assert not client.trajectory().mask.any()
 
 
-async def test_an_engine_that_does_not_end_a_request_is_not_waited_for_without_end(
+async def test_abandon_stops_waiting_for_an_engine_that_ignores_the_abort(
     make_engine: Any, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Deaf(type(make_engine([]))):  # type: ignore[misc]
+    class IgnoresAbort(type(make_engine([]))):  # type: ignore[misc]
         async def abort(self, request_ids: list[str]) -> None:
             self.aborted += request_ids
 
     monkeypatch.setattr("outpace.rollouts.requests.ABORT_GRACE_S", 0.01)
     engine = make_engine([None])
-    engine.__class__ = Deaf
+    engine.__class__ = IgnoresAbort
     client = make_client(engine)
-    left = asyncio.create_task(client.sample("hi"))
+    pending = asyncio.create_task(client.sample("hi"))
     await engine.started.wait()
     await client.abandon()
     assert (engine.aborted, client.abandoned) == (["7.0.0"], 0)
-    await asyncio.gather(left, return_exceptions=True)
-    assert left.cancelled()
+    await asyncio.gather(pending, return_exceptions=True)
+    assert pending.cancelled()
 
 
-async def test_nothing_is_aborted_where_nothing_runs(make_engine: Any, make_client: MakeClient) -> None:
+async def test_abandon_without_requests_in_flight_aborts_nothing(make_engine: Any, make_client: MakeClient) -> None:
     engine = make_engine(["hello"])
     client = make_client(engine)
     await client.sample("hi")
@@ -286,7 +290,7 @@ async def test_nothing_is_aborted_where_nothing_runs(make_engine: Any, make_clie
     assert engine.aborted == []
 
 
-async def test_a_rollout_may_give_up_on_an_answer_and_go_on(
+async def test_a_rollout_can_time_out_a_request_and_continue(
     make_engine: Any, make_client: MakeClient, tokenizer: Any
 ) -> None:
     engine = make_engine([None, "late"])
@@ -310,12 +314,12 @@ async def test_the_stop_reason_is_that_of_the_newest_answer(make_engine: Any, ma
 @pytest.mark.parametrize(
     "trouble", [ComponentLost("engine-0", "closed its connection"), RequestFailed("it was closed"), None]
 )
-async def test_giving_up_is_no_failure_whatever_has_become_of_the_engine(
+async def test_abandoning_a_request_never_fails_even_if_the_engine_is_lost_or_hangs(
     trouble: Exception | None, make_engine: Any, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def abort(_: list[str]) -> None:
         if trouble is None:
-            await asyncio.Event().wait()  # it hangs, or is down and may be back some time
+            await asyncio.Event().wait()  # the engine hangs, or is down and may come back
         else:
             raise trouble
 
@@ -326,10 +330,10 @@ async def test_giving_up_is_no_failure_whatever_has_become_of_the_engine(
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.01):
             await client.sample("hi")
-    left = asyncio.create_task(client.sample("hi"))
+    pending = asyncio.create_task(client.sample("hi"))
     await asyncio.sleep(0)
     async with asyncio.timeout(60):
         await client.abandon()
-        await asyncio.gather(left, return_exceptions=True)
-    assert left.cancelled()
+        await asyncio.gather(pending, return_exceptions=True)
+    assert pending.cancelled()
     assert client.abandoned == 0

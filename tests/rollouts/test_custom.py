@@ -1,4 +1,4 @@
-"""Functions of users as rollouts."""
+"""User functions as rollouts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Client:
         return Endpoint("http://here/v1", "key", "m")
 
 
-async def test_an_asynchronous_function_gets_the_client() -> None:
+async def test_an_async_function_gets_the_client() -> None:
     @outpace.rollout
     async def agent(task: Any, client: Any) -> Any:
         return task.id, client
@@ -28,7 +28,7 @@ async def test_an_asynchronous_function_gets_the_client() -> None:
     assert await agent(TASK, client) == ("t", client)
 
 
-async def test_a_plain_function_gets_an_endpoint_and_a_thread() -> None:
+async def test_a_sync_function_gets_an_endpoint_and_runs_on_a_thread() -> None:
     @outpace.rollout
     def agent(task: Any, endpoint: Any) -> Any:
         return endpoint.base_url, threading.current_thread() is threading.main_thread()
@@ -39,6 +39,6 @@ async def test_a_plain_function_gets_an_endpoint_and_a_thread() -> None:
 
 
 @pytest.mark.parametrize("wrong", [lambda: None, lambda task: None, lambda task, client, more: None])
-def test_a_function_with_other_arguments_is_refused(wrong: Any) -> None:
+def test_a_function_with_the_wrong_signature_is_refused(wrong: Any) -> None:
     with pytest.raises(BadInput, match=r"^rollout\.function: .*task.*client"):
         outpace.rollout(wrong)

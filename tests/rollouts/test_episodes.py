@@ -1,4 +1,4 @@
-"""Episodes: whatever a rollout does, what comes out is plain data."""
+"""Episodes: any return value or exception of a rollout becomes plain data."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def client(make_engine: Any, make_client: MakeClient) -> PolicyClient:
     return make_client(make_engine(["hello<|end|>", "again<|end|>"]))
 
 
-def returning(value: Any, ask: bool = True) -> Any:
+def returning(value: Any, sample: bool = True) -> Any:
     async def rollout(task: Task, client: ModelClient) -> Any:
-        if ask:
+        if sample:
             await client.sample(task.prompt)
         return value
 
@@ -49,7 +49,7 @@ async def run(rollout: Any, client: PolicyClient, timeout_s: float = 60.0) -> Ep
     return await run_episode(rollout, TASK, client, timeout_s)
 
 
-async def test_the_default_rollout_asks_once(client: PolicyClient) -> None:
+async def test_the_default_rollout_samples_one_answer(client: PolicyClient) -> None:
     episode = await run(single_turn, client)
     assert (episode.completion, episode.stop, episode.error) == ("hello", "stop", None)
     assert episode.requests == ["7.0.0"]
@@ -59,11 +59,11 @@ async def test_the_default_rollout_asks_once(client: PolicyClient) -> None:
 
 
 @pytest.mark.parametrize("reward", [2, 0.5, True, np.float32(0.25)])
-async def test_a_number_is_the_reward_of_the_episode(client: PolicyClient, reward: Any) -> None:
+async def test_a_returned_number_is_the_reward_of_the_episode(client: PolicyClient, reward: Any) -> None:
     assert (await run(returning(reward), client)).rewards == {"rollout": float(reward)}
 
 
-async def test_a_trajectory_is_taken_as_it_is(client: PolicyClient) -> None:
+async def test_a_returned_trajectory_is_used_unchanged(client: PolicyClient) -> None:
     async def rollout(task: Task, client: ModelClient) -> Any:
         await client.sample(task.prompt)
         first = client.trajectory()
@@ -75,7 +75,7 @@ async def test_a_trajectory_is_taken_as_it_is(client: PolicyClient) -> None:
     assert (episode.completion, episode.requests) == ("again", ["7.0.0", "7.0.1"])
 
 
-async def test_an_episode_keeps_what_it_says_and_gets_its_lineage(client: PolicyClient) -> None:
+async def test_a_returned_episode_keeps_its_fields_and_gets_its_request_ids(client: PolicyClient) -> None:
     async def rollout(task: Task, client: ModelClient) -> Episode:
         await client.sample(task.prompt)
         return Episode([client.trajectory()], completion="mine", rewards={"own": 1.0}, stop="bored")
@@ -86,13 +86,13 @@ async def test_an_episode_keeps_what_it_says_and_gets_its_lineage(client: Policy
 
 
 @pytest.mark.parametrize("odd", ["text", [1.0], {"reward": 1}, object()])
-async def test_something_odd_is_a_failed_episode(client: PolicyClient, odd: Any) -> None:
+async def test_an_unsupported_return_value_fails_the_episode(client: PolicyClient, odd: Any) -> None:
     episode = await run(returning(odd), client)
     assert re.search(naming(type(odd).__name__, "Episode", "Trajectory", "None"), episode.error or "")
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf])
-async def test_a_reward_that_is_not_finite_is_a_failed_episode(
+async def test_a_reward_that_is_not_finite_fails_the_episode(
     make_engine: Any, make_client: MakeClient, reward: float
 ) -> None:
     ways = {"rollout": reward, "reward": Episode([], reward=reward), "own": Episode([], rewards={"own": reward})}
@@ -101,7 +101,7 @@ async def test_a_reward_that_is_not_finite_is_a_failed_episode(
         assert re.search(naming(name, str(reward)), episode.error or "")
 
 
-async def test_a_trajectory_that_cannot_be_trained_on_is_a_failed_episode(client: PolicyClient) -> None:
+async def test_a_malformed_trajectory_fails_the_episode(client: PolicyClient) -> None:
     async def rollout(task: Task, client: ModelClient) -> Any:
         await client.sample(task.prompt)
         return msgspec.structs.replace(client.trajectory(), versions=np.zeros(1, np.int32))
@@ -112,7 +112,7 @@ async def test_a_trajectory_that_cannot_be_trained_on_is_a_failed_episode(client
 
 
 @pytest.mark.parametrize("in_an_episode", [False, True])
-async def test_tokens_older_than_the_order_allows_make_a_failed_episode(
+async def test_tokens_older_than_min_version_fail_the_episode(
     make_engine: Any, make_client: MakeClient, in_an_episode: bool
 ) -> None:
     async def rollout(task: Task, client: ModelClient) -> Any:
@@ -126,7 +126,7 @@ async def test_tokens_older_than_the_order_allows_make_a_failed_episode(
 
 
 @pytest.mark.parametrize("returned", [None, 1.0, "trajectory", "episode"])
-async def test_a_chat_is_completed_by_a_message(client: PolicyClient, returned: Any) -> None:
+async def test_the_completion_of_a_message_prompt_is_a_message(client: PolicyClient, returned: Any) -> None:
     async def rollout(task: Task, client: ModelClient) -> Any:
         await client.sample(task.prompt)
         ways = {"trajectory": client.trajectory(), "episode": Episode([client.trajectory()])}
@@ -138,27 +138,27 @@ async def test_a_chat_is_completed_by_a_message(client: PolicyClient, returned: 
 
 
 @pytest.mark.parametrize("returned", [None, 1.0])
-async def test_a_rollout_that_asks_nothing_fails(client: PolicyClient, returned: Any) -> None:
-    episode = await run(returning(returned, ask=False), client)
+async def test_a_rollout_that_samples_nothing_fails_its_episode(client: PolicyClient, returned: Any) -> None:
+    episode = await run(returning(returned, sample=False), client)
     assert episode.error
     assert (episode.stop, episode.requests, episode.traceback) == ("error", [], "")
 
 
 @pytest.mark.parametrize("error", [ValueError("two\nlines"), RequestFailed("no room"), SystemExit(3), StopIteration()])
-async def test_an_exception_is_a_failed_episode(client: PolicyClient, error: BaseException) -> None:
+async def test_an_exception_fails_the_episode(client: PolicyClient, error: BaseException) -> None:
     episode = await run(raising(error), client)
     assert episode.error is not None
     assert "\n" not in episode.error
     assert episode.stop == "error"
 
 
-async def test_what_a_failed_episode_has_sampled_is_still_counted(client: PolicyClient) -> None:
+async def test_tokens_of_a_failed_episode_are_still_counted(client: PolicyClient) -> None:
     episode = await run(raising(ValueError("no")), client)
     assert sum(int(trajectory.mask.sum()) for trajectory in episode.trajectories) == len("hello") + 1
     assert episode.requests == ["7.0.0"]
 
 
-async def test_an_episode_that_takes_too_long_fails_and_frees_the_engine(
+async def test_an_episode_over_its_time_limit_fails_and_aborts_its_request(
     make_engine: Any, make_client: MakeClient
 ) -> None:
     engine = make_engine([None])
@@ -167,13 +167,13 @@ async def test_an_episode_that_takes_too_long_fails_and_frees_the_engine(
     assert engine.aborted == ["7.0.0"]
 
 
-async def test_a_timeout_of_the_rollouts_own_is_told_apart(client: PolicyClient) -> None:
+async def test_a_timeout_raised_by_the_rollout_is_not_reported_as_the_episode_time_limit(client: PolicyClient) -> None:
     episode = await run(raising(TimeoutError("the page did not load")), client)
     assert episode.error == "TimeoutError: the page did not load"
 
 
 @pytest.mark.parametrize("error", [ComponentFailed("engine-0", "died"), BadInput("tasks: no template")])
-async def test_what_no_sibling_can_do_better_goes_up(
+async def test_component_failures_and_bad_input_propagate_out_of_the_episode(
     make_engine: Any, make_client: MakeClient, error: Exception
 ) -> None:
     with pytest.raises(type(error)) as caught:
@@ -181,7 +181,7 @@ async def test_what_no_sibling_can_do_better_goes_up(
     assert caught.value is error
 
 
-async def test_the_failure_of_a_part_goes_up_out_of_a_task_group(make_engine: Any, make_client: MakeClient) -> None:
+async def test_a_component_failure_propagates_out_of_a_task_group(make_engine: Any, make_client: MakeClient) -> None:
     async def rollout(task: Task, client: ModelClient) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(client.sample(task.prompt))
@@ -192,7 +192,9 @@ async def test_the_failure_of_a_part_goes_up_out_of_a_task_group(make_engine: An
     assert caught.value is error
 
 
-async def test_cancelling_frees_the_engine_and_stays_a_cancellation(make_engine: Any, make_client: MakeClient) -> None:
+async def test_cancelling_an_episode_aborts_its_request_and_stays_a_cancellation(
+    make_engine: Any, make_client: MakeClient
+) -> None:
     engine = make_engine([None])
     work = asyncio.create_task(run(single_turn, make_client(engine)))
     await engine.started.wait()
@@ -202,20 +204,22 @@ async def test_cancelling_frees_the_engine_and_stays_a_cancellation(make_engine:
     assert engine.aborted == ["7.0.0"]
 
 
-async def test_a_request_that_a_rollout_left_behind_is_aborted(make_engine: Any, make_client: MakeClient) -> None:
+async def test_a_request_still_running_when_the_rollout_returns_is_aborted(
+    make_engine: Any, make_client: MakeClient
+) -> None:
     engine = make_engine([None])
 
     async def rollout(task: Task, client: ModelClient) -> float:
-        left = asyncio.create_task(client.sample(task.prompt))
+        pending = asyncio.create_task(client.sample(task.prompt))
         await engine.started.wait()
-        left.cancel()
+        pending.cancel()
         return 1.0
 
     assert (await run(rollout, make_client(engine))).error is None
     assert engine.aborted == ["7.0.0"]
 
 
-async def test_a_prompt_longer_than_the_context_has_a_stop_reason_of_its_own_and_no_traceback(
+async def test_a_prompt_longer_than_the_context_stops_with_reason_context_and_no_traceback(
     make_engine: Any, make_client: MakeClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = make_engine([ContextFull("the prompt has 9 tokens, the context 8")])
@@ -225,7 +229,7 @@ async def test_a_prompt_longer_than_the_context_has_a_stop_reason_of_its_own_and
 
 
 @pytest.mark.parametrize(
-    ("said", "ended", "stop"),
+    ("text", "engine_stop", "stop"),
     [
         ("<|end|>", "stop", "empty"),
         ("  <|end|>", "stop", "empty"),
@@ -233,16 +237,16 @@ async def test_a_prompt_longer_than_the_context_has_a_stop_reason_of_its_own_and
         ("yes", "length", "length"),
     ],
 )
-async def test_an_answer_that_says_nothing_or_is_cut_off_is_judged_and_says_why(
-    make_engine: Any, make_client: MakeClient, said: str, ended: Any, stop: str
+async def test_an_empty_or_truncated_answer_is_not_an_error_and_has_its_own_stop_reason(
+    make_engine: Any, make_client: MakeClient, text: str, engine_stop: Any, stop: str
 ) -> None:
-    engine = make_engine([said])
-    engine.stop = ended
+    engine = make_engine([text])
+    engine.stop = engine_stop
     episode = await run(single_turn, make_client(engine))
     assert (episode.stop, episode.error) == (stop, None)
 
 
-async def test_a_reward_for_a_role_that_never_spoke_is_a_failed_episode(client: PolicyClient) -> None:
+async def test_a_reward_for_a_role_without_requests_fails_the_episode(client: PolicyClient) -> None:
     async def misspelt(task: Task, client: Any) -> None:
         await client.chat([{"role": "user", "content": "one"}], role="writer")
         client.reward(1.0, role="wrtier")

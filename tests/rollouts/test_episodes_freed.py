@@ -1,4 +1,4 @@
-"""After a rush of episodes nothing of them is left: no task, no descriptor, no thread, no object."""
+"""After many episodes nothing is left over: no task, descriptor, thread or object."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from outpace.runtime import async_tools
 from outpace.runtime.async_tools import start_idle_threads, steady_executor
 from outpace.types import Generation, GroupReport
 
-OF_EPISODES = (
+EPISODE_TYPES = (
     PolicyClient,
     ConversationIndex,
     EpisodeRequests,
@@ -51,8 +51,8 @@ FAST = EpisodeLoad(episodes=96, turns=3, tool_ms=1, pace=Pace(first_token_s=0.00
 HANGING = EpisodeLoad(episodes=32, turns=3, tool_ms=600_000, pace=FAST.pace)
 
 
-class Announcing(ScriptedEngine):
-    """Says when it has answered the first request of every episode."""
+class SignalingEngine(ScriptedEngine):
+    """Sets `all_answered` once the first request of every episode is answered."""
 
     def __init__(self, load: EpisodeLoad) -> None:
         super().__init__(Script(load, "starter"), load.pace)
@@ -66,36 +66,36 @@ class Announcing(ScriptedEngine):
         return generation
 
 
-def of_episodes() -> list[Any]:
+def episode_objects() -> list[Any]:
     gc.collect()
-    # By type: isinstance would ask proxies of other packages for their class, and some of them complain.
-    return [thing for thing in gc.get_objects() if issubclass(type(thing), OF_EPISODES)]
+    # By type: isinstance reads `__class__` of proxies of other packages, and some of them warn.
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), EPISODE_TYPES)]
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """What the process holds once everything that is made once has been made; other tests may have kept something."""
+    """Resources of the process after one-time setup; other tests may have left some behind."""
 
     threads: int
     descriptors: int
     objects: list[Any]
 
-    def assert_nothing_more(self) -> None:
-        known = {id(thing) for thing in self.objects}
-        assert [type(thing).__name__ for thing in of_episodes() if id(thing) not in known] == []
-        assert threads_come_down_to(self.threads)
+    def assert_nothing_left(self) -> None:
+        baseline_ids = {id(thing) for thing in self.objects}
+        assert [type(thing).__name__ for thing in episode_objects() if id(thing) not in baseline_ids] == []
+        assert threads_drop_to(self.threads)
         assert psutil.Process().num_fds() <= self.descriptors
 
 
-def threads_come_down_to(count: int) -> bool:
-    """A thread that has done its last call needs a moment to end."""
+def threads_drop_to(count: int) -> bool:
+    """Wait for the thread count to drop: a thread takes a moment to end after its last call."""
     until = time.monotonic() + 20
     while threading.active_count() > count and time.monotonic() < until:
         time.sleep(0.01)
     return threading.active_count() <= count
 
 
-async def rush(load: EpisodeLoad, folder: Path) -> list[GroupReport]:
+async def run_all(load: EpisodeLoad, folder: Path) -> list[GroupReport]:
     asyncio.get_running_loop().set_default_executor(steady_executor())
     worker = await make_worker(bench_config(load), folder, ScriptedEngine(Script(load, "starter"), load.pace))
     try:
@@ -105,34 +105,34 @@ async def rush(load: EpisodeLoad, folder: Path) -> list[GroupReport]:
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-async def interrupted(load: EpisodeLoad, folder: Path) -> None:
-    """All episodes are inside a tool call that does not end, when the worker is closed."""
+async def run_interrupted(load: EpisodeLoad, folder: Path) -> None:
+    """Close the worker while every episode is inside a tool call that never returns."""
     asyncio.get_running_loop().set_default_executor(steady_executor())
-    engine = Announcing(load)
+    engine = SignalingEngine(load)
     worker = await make_worker(bench_config(load), folder, engine)
-    playing = asyncio.ensure_future(run_groups(worker, range(load.groups)))
+    running = asyncio.ensure_future(run_groups(worker, range(load.groups)))
     await engine.all_answered.wait()
     await worker.close()
-    reports = await playing
+    reports = await running
     assert {report.cancelled for report in reports} == {True}
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 @pytest.fixture
 def baseline(tmp_path: Path) -> Baseline:
-    asyncio.run(rush(EpisodeLoad(GROUP, 2, tool_ms=1, pace=FAST.pace), tmp_path / "warm"))
+    asyncio.run(run_all(EpisodeLoad(GROUP, 2, tool_ms=1, pace=FAST.pace), tmp_path / "warm"))
     start_idle_threads(async_tools.MAX_IDLE_THREADS)
-    kept = of_episodes()
+    kept = episode_objects()
     return Baseline(threading.active_count(), psutil.Process().num_fds(), kept)
 
 
-def test_a_rush_of_episodes_leaves_nothing_behind(tmp_path: Path, baseline: Baseline) -> None:
-    reports = asyncio.run(rush(FAST, tmp_path))
+def test_many_concurrent_episodes_leave_nothing_behind(tmp_path: Path, baseline: Baseline) -> None:
+    reports = asyncio.run(run_all(FAST, tmp_path))
     assert {(report.outcome, report.episodes) for report in reports} == {("finished", GROUP)}
     assert {report.metrics["turns"] for report in reports} == {3.0}
-    baseline.assert_nothing_more()
+    baseline.assert_nothing_left()
 
 
-def test_nor_do_episodes_that_are_given_up_inside_a_tool(tmp_path: Path, baseline: Baseline) -> None:
-    asyncio.run(interrupted(HANGING, tmp_path))
-    baseline.assert_nothing_more()
+def test_episodes_abandoned_inside_a_tool_call_leave_nothing_behind(tmp_path: Path, baseline: Baseline) -> None:
+    asyncio.run(run_interrupted(HANGING, tmp_path))
+    baseline.assert_nothing_left()

@@ -1,5 +1,5 @@
-"""Conversations of a real engine under weights that change: every recorded logprob is the one of that token after
-exactly what precedes it in its trajectory, under the version that is recorded for it."""
+"""Conversations on a real engine while weights change: every recorded logprob is that of its token given exactly the
+preceding tokens of its trajectory, under the recorded version."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def make_model(vocabulary: int) -> PreTrainedModel:
         num_attention_heads=1,
         head_dim=32,
         max_position_embeddings=768,
-        initializer_range=0.2,  # so that a token in the wrong place is loud
+        initializer_range=0.2,  # large, so that a misplaced token shows up clearly
     )
     return LlamaForCausalLM(config).eval()  # type: ignore[no-untyped-call]
 
 
 def changed(model: PreTrainedModel, version: int) -> PreTrainedModel:
-    """Weights far enough from the original that a token of another version is loud too."""
+    """Weights far enough from the original that a token of the wrong version shows up clearly."""
     torch.manual_seed(version)
     other = copy.deepcopy(model)
     with torch.no_grad():
@@ -54,7 +54,7 @@ def changed(model: PreTrainedModel, version: int) -> PreTrainedModel:
 
 
 async def converse(client: PolicyClient, chance: random.Random) -> None:
-    """A few turns with tool results, some of them side by side, with histories that are kept, cut or edited."""
+    """A few turns with tool results, some of them concurrent, with histories that are continued or edited."""
     tools = [TOOL] if chance.random() < 0.5 else []
     history: list[Message] = [{"role": "user", "content": chance.choice(WORDS)}]
     for _ in range(chance.randint(1, 4)):
@@ -76,7 +76,7 @@ async def converse(client: PolicyClient, chance: random.Random) -> None:
 
 
 async def swap_until(done: asyncio.Event, engine: EmbeddedEngine, versions: Sequence[PreTrainedModel], at: Path) -> int:
-    """Load one version after the other while conversations go on; how many were loaded."""
+    """Load one version after another while conversations run; return how many were loaded."""
     writer, loaded = SnapshotWriter(at, "test"), 0
     for version, model in enumerate(versions[1:], start=1):
         await engine.load(writer.publish(version, dict(model.named_parameters()), leased=()), pinned=False)
@@ -91,7 +91,7 @@ async def swap_until(done: asyncio.Event, engine: EmbeddedEngine, versions: Sequ
 
 
 def logprobs_under(model: PreTrainedModel, trajectory: Trajectory) -> np.ndarray:
-    """Of every token but the first, by one plain forward over the whole sequence."""
+    """Logprobs of every token but the first, from one forward pass over the whole sequence."""
     tokens = torch.from_numpy(trajectory.tokens).long()
     with torch.no_grad():
         logits = model(tokens[None], use_cache=False).logits[0]
@@ -108,13 +108,13 @@ def largest_error(trajectory: Trajectory, versions: Sequence[PreTrainedModel]) -
 
 
 @pytest.mark.parametrize("count", [10, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
-async def test_every_logprob_is_that_of_a_forward_over_what_was_recorded(
+async def test_every_logprob_matches_a_forward_pass_over_the_recorded_tokens(
     count: int, any_tokenizer: Any, make_client: Any, tmp_path: Path
 ) -> None:
     base = make_model(len(any_tokenizer))
     versions = [base, *(changed(base, version) for version in range(1, VERSIONS))]
     engine = EmbeddedEngine(base, tokenizer=any_tokenizer, slots=32, device="cpu", threads=1, kv="recompute")
-    options = {"speaks": any_tokenizer, "min_version": 0, "temperature": 1.0, "stop_strings": ()}
+    options = {"with_tokenizer": any_tokenizer, "min_version": 0, "temperature": 1.0, "stop_strings": ()}
     clients: list[PolicyClient] = [make_client(engine, episode, **options) for episode in range(count)]
     done = asyncio.Event()
     swaps = asyncio.create_task(swap_until(done, engine, versions, tmp_path))

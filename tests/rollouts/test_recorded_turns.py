@@ -1,4 +1,4 @@
-"""Groups that are taken up where an earlier attempt at them ended: same answers, no engine, as far as prompts agree."""
+"""Resuming a group: recorded answers are reused without the engine as long as the prompts match."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from rollouts_support import RecordingJournal, worker_settings
 from support import resolved
 
 POSITION = 9
-"""Of the group under test."""
+"""Position of the group under test."""
 TASKS = [Task("t0", "Find the number.", {"secret": 7})]
 
 
 class Counting:
-    """Says how far off each guess is: the same after the same guesses."""
+    """Reports how far off each guess is; deterministic."""
 
     def reset(self, secret: int) -> str:
         self.secret = secret
@@ -56,8 +56,8 @@ class Counting:
         return 1.0 / self.guesses if self.guesses else 0.0
 
 
-class Moody(Counting):
-    """Never says the same thing twice."""
+class Nondeterministic(Counting):
+    """Never returns the same text twice."""
 
     moods = itertools.count()
 
@@ -78,25 +78,25 @@ GUESSES = [guess(1), guess(3), guess(5), "It is 7.<|end|>"]
 
 
 @dataclass
-class Until:
-    """Episodes of different lengths; the engine dies at one of their turns, and the others hang from there on."""
+class FailsAt:
+    """Episodes of different lengths; the engine fails at one turn of one episode, and the others hang from there on."""
 
-    turn_of_death: int
-    episode_of_death: int = 0
+    failing_turn: int
+    failing_episode: int = 0
 
     def __call__(self, episode: int, turn: int) -> Any:
-        if turn >= self.turn_of_death:
-            return ComponentFailed("engine-0", "connection closed") if episode == self.episode_of_death else None
-        return said(episode, turn)
+        if turn >= self.failing_turn:
+            return ComponentFailed("engine-0", "connection closed") if episode == self.failing_episode else None
+        return scripted_answer(episode, turn)
 
     @property
     def answered(self) -> set[tuple[int, int]]:
-        """Episode and turn of every answer before the death."""
-        return {(episode, turn) for episode in range(2) for turn in range(min(self.turn_of_death, episode + 2))}
+        """Episode and turn of every answer before the failure."""
+        return {(episode, turn) for episode in range(2) for turn in range(min(self.failing_turn, episode + 2))}
 
 
 class ObservedLog(TurnLog):
-    """Which answers of the group under test are recorded, by any of the workers that share `recorded`."""
+    """Tracks which answers of the group under test are recorded, across all workers that share `recorded`."""
 
     def __init__(self, directory: Path, name: str, recorded: set[tuple[int, int]], changed: asyncio.Event) -> None:
         super().__init__(directory, name)
@@ -109,7 +109,7 @@ class ObservedLog(TurnLog):
             self._changed.set()
 
 
-def said(episode: int, turn: int) -> str:
+def scripted_answer(episode: int, turn: int) -> str:
     return GUESSES[turn] if turn < episode + 1 else GUESSES[-1]
 
 
@@ -140,14 +140,14 @@ async def make_worker(
     ) -> RolloutWorker:
         settings = worker_settings(make_settings(max_tokens=64, stop_strings=()))
         chat_format = TemplateChatFormat(tokenizer, (tokenizer.eos_token_id,))
-        judges, journal = RewardFunctions(list(rewards), [1.0] * len(rewards)), writer or RecordingJournal()
+        reward_functions, journal = RewardFunctions(list(rewards), [1.0] * len(rewards)), writer or RecordingJournal()
         fleet = EngineFleet({"engine-0": engine})
-        if isinstance(engine.answers, Until):
+        if isinstance(engine.answers, FailsAt):
             engine.before_failing = functools.partial(until_recorded, engine.answers.answered)
         workers.append(
             RolloutWorker(
-                settings, fleet, chat_format, TASKS, TASKS, rollout or in_environment(Counting), judges, journal,
-                turns=ObservedLog(tmp_path, name, recorded, changed),
+                settings, fleet, chat_format, TASKS, TASKS, rollout or in_environment(Counting), reward_functions,
+                journal, turns=ObservedLog(tmp_path, name, recorded, changed),
             )
         )  # fmt: skip
         return workers[-1]
@@ -164,7 +164,7 @@ def in_environment(kind: type[Counting]) -> ToolLoop:
     )
 
 
-async def died(worker: RolloutWorker, ordered: GroupOrder) -> None:
+async def run_until_failure(worker: RolloutWorker, ordered: GroupOrder) -> None:
     with pytest.raises(ComponentFailed):
         await worker.run(ordered)
     await worker.close()
@@ -175,29 +175,29 @@ def rows(journal: RecordingJournal) -> list[tuple[list[int], list[int]]]:
 
 
 @pytest.mark.parametrize("turns", [0, 1, 2])
-async def test_a_group_goes_on_inside_its_episodes_with_the_same_tokens(
+async def test_a_resumed_group_reuses_recorded_turns_and_ends_with_the_same_tokens(
     make_engine: Any, make_worker: MakeWorker, turns: int
 ) -> None:
     whole = RecordingJournal()
-    await make_worker(make_engine(said), name="elsewhere", writer=whole).run(order(position=1))
+    await make_worker(make_engine(scripted_answer), name="elsewhere", writer=whole).run(order(position=1))
 
-    engine = make_engine(Until(turns, episode_of_death=1))
-    await died(make_worker(engine), order())
-    successor, again = make_engine(said), RecordingJournal()
+    engine = make_engine(FailsAt(turns, failing_episode=1))
+    await run_until_failure(make_worker(engine), order())
+    successor, again = make_engine(scripted_answer), RecordingJournal()
     successor.version = 20
     report = await make_worker(successor, name="w1", writer=again).run(order(recorded=True))
 
     everything = {"4.0.0", "4.0.1", "4.1.0", "4.1.1", "4.1.2"}
     answered = {f"4.{episode}.{turn}" for episode in range(2) for turn in range(turns)} & everything
-    assert set(successor.prompts) == everything - answered, "what was answered before is not asked again"
+    assert set(successor.prompts) == everything - answered, "recorded answers are not requested again"
     assert report.metrics.get(REUSED, 0) == len(answered)
     assert [tokens for tokens, _ in rows(again)] == [tokens for tokens, _ in rows(whole)]
     assert (report.outcome, report.oldest, report.newest) == ("finished", 3 if turns else 20, 24 - len(answered))
 
 
-async def test_logprobs_and_versions_are_those_of_the_first_time(make_engine: Any, make_worker: MakeWorker) -> None:
-    await died(make_worker(make_engine(Until(1))), order())
-    journal, engine = RecordingJournal(), make_engine(said)
+async def test_reused_answers_keep_their_logprobs_and_versions(make_engine: Any, make_worker: MakeWorker) -> None:
+    await run_until_failure(make_worker(make_engine(FailsAt(1))), order())
+    journal, engine = RecordingJournal(), make_engine(scripted_answer)
     engine.version = 20
     await make_worker(engine, writer=journal).run(order(recorded=True))
     for row in journal.records[0].rows:
@@ -209,51 +209,57 @@ async def test_logprobs_and_versions_are_those_of_the_first_time(make_engine: An
         assert first.tolist() == pytest.approx([-(i + 1) / 100 for i in range(len(first))])
 
 
-async def test_an_environment_that_says_something_else_gets_fresh_answers(
+async def test_a_changed_environment_response_is_answered_by_the_engine_again(
     make_engine: Any, make_worker: MakeWorker
 ) -> None:
-    await died(make_worker(make_engine(Until(2, episode_of_death=1)), in_environment(Moody)), order())
-    engine = make_engine(said)
-    report = await make_worker(engine, in_environment(Moody)).run(order(recorded=True))
-    assert set(engine.prompts) == {"4.0.1", "4.1.1", "4.1.2"}, "the first question was the same, the second was not"
+    await run_until_failure(
+        make_worker(make_engine(FailsAt(2, failing_episode=1)), in_environment(Nondeterministic)), order()
+    )
+    engine = make_engine(scripted_answer)
+    report = await make_worker(engine, in_environment(Nondeterministic)).run(order(recorded=True))
+    assert set(engine.prompts) == {"4.0.1", "4.1.1", "4.1.2"}, "the first prompt is the same, the second is not"
     assert (report.outcome, report.metrics[REUSED]) == ("finished", 2)
 
 
-async def test_a_group_that_is_ordered_anew_is_made_anew(make_engine: Any, make_worker: MakeWorker) -> None:
-    await died(make_worker(make_engine(Until(2, episode_of_death=1))), order())
-    engine = make_engine(said)
+async def test_a_group_ordered_without_the_recorded_flag_is_generated_from_scratch(
+    make_engine: Any, make_worker: MakeWorker
+) -> None:
+    await run_until_failure(make_worker(make_engine(FailsAt(2, failing_episode=1))), order())
+    engine = make_engine(scripted_answer)
     report = await make_worker(engine).run(order())
     assert len(engine.prompts) == 5
     assert REUSED not in report.metrics
 
 
-async def test_answers_older_than_the_stamp_are_asked_for_again(make_engine: Any, make_worker: MakeWorker) -> None:
-    await died(make_worker(make_engine(Until(2, episode_of_death=1))), order())
-    engine = make_engine(said)
+async def test_answers_older_than_min_version_are_requested_again(make_engine: Any, make_worker: MakeWorker) -> None:
+    await run_until_failure(make_worker(make_engine(FailsAt(2, failing_episode=1))), order())
+    engine = make_engine(scripted_answer)
     engine.version = 20
     report = await make_worker(engine).run(order(recorded=True, min_version=5))
     assert report.oldest >= 5
     assert set(engine.prompts) >= {"4.0.0", "4.1.0"}
 
 
-async def test_the_same_worker_can_take_a_group_up_again(make_engine: Any, make_worker: MakeWorker) -> None:
-    engine = make_engine(Until(2, episode_of_death=1))
+async def test_the_same_worker_can_resume_a_group(make_engine: Any, make_worker: MakeWorker) -> None:
+    engine = make_engine(FailsAt(2, failing_episode=1))
     worker = make_worker(engine)
     with pytest.raises(ComponentFailed):
         await worker.run(order())
-    asked = set(engine.prompts)
+    first_requests = set(engine.prompts)
     engine.prompts.clear()
-    engine.answers = said
+    engine.answers = scripted_answer
     report = await worker.run(order(recorded=True))
     assert report.outcome == "finished"
     assert set(engine.prompts) == {"4.1.2"}
-    assert "4.1.1" in asked
+    assert "4.1.1" in first_requests
 
 
-async def test_a_third_attempt_uses_what_both_before_it_had(make_engine: Any, make_worker: MakeWorker) -> None:
-    await died(make_worker(make_engine(Until(1, episode_of_death=1)), name="w0"), order())
-    await died(make_worker(make_engine(Until(2, episode_of_death=1)), name="w1"), order(recorded=True))
-    engine = make_engine(said)
+async def test_a_third_attempt_reuses_the_turns_of_both_earlier_attempts(
+    make_engine: Any, make_worker: MakeWorker
+) -> None:
+    await run_until_failure(make_worker(make_engine(FailsAt(1, failing_episode=1)), name="w0"), order())
+    await run_until_failure(make_worker(make_engine(FailsAt(2, failing_episode=1)), name="w1"), order(recorded=True))
+    engine = make_engine(scripted_answer)
     report = await make_worker(engine, name="w2").run(order(recorded=True))
     assert set(engine.prompts) == {"4.1.2"}
     assert report.metrics[REUSED] == 4
@@ -266,64 +272,66 @@ def numbered(dies_at: int | None = None) -> Callable[[int, int], Any]:
 HELLO = [{"role": "user", "content": "go"}]
 
 
-async def test_who_asks_twice_gets_two_answers(make_engine: Any, make_worker: MakeWorker) -> None:
-    async def ask(task: Task, model: ModelClient) -> float:
+async def test_repeated_identical_prompts_reuse_distinct_recorded_answers(
+    make_engine: Any, make_worker: MakeWorker
+) -> None:
+    async def chat_rollout(task: Task, model: ModelClient) -> float:
         return float(len({(await model.chat(HELLO)).text for _ in range(3)}))
 
-    await died(make_worker(make_engine(numbered(dies_at=2)), ask), order(size=1))
+    await run_until_failure(make_worker(make_engine(numbered(dies_at=2)), chat_rollout), order(size=1))
     engine = make_engine(numbered())
-    report = await make_worker(engine, ask).run(order(size=1, recorded=True))
+    report = await make_worker(engine, chat_rollout).run(order(size=1, recorded=True))
     assert set(engine.prompts) == {"4.0.2"}
     assert report.rewards == [3.0]
 
 
-async def test_requests_that_come_in_another_order_are_other_requests(
+async def test_recorded_answers_are_not_reused_when_requests_come_in_a_different_order(
     make_engine: Any, make_worker: MakeWorker
 ) -> None:
-    def ask_in(topics: list[str]) -> Any:
+    def rollout_over(topics: list[str]) -> Any:
         async def rollout(task: Task, model: ModelClient) -> float:
-            told = {topic: (await model.chat([{"role": "user", "content": topic}])).text for topic in topics}
-            return float(told.get("b", "") == "say 1")
+            texts = {topic: (await model.chat([{"role": "user", "content": topic}])).text for topic in topics}
+            return float(texts.get("b", "") == "say 1")
 
         return rollout
 
-    await died(make_worker(make_engine(numbered(dies_at=2)), ask_in(["a", "b", "c"])), order(size=1))
+    await run_until_failure(make_worker(make_engine(numbered(dies_at=2)), rollout_over(["a", "b", "c"])), order(size=1))
     engine = make_engine(numbered())
-    report = await make_worker(engine, ask_in(["b", "a", "c"])).run(order(size=1, recorded=True))
+    report = await make_worker(engine, rollout_over(["b", "a", "c"])).run(order(size=1, recorded=True))
     assert set(engine.prompts) == {"4.0.0", "4.0.1", "4.0.2"}
     assert REUSED not in report.metrics
-    assert report.rewards == [0.0], "the answer has the noise of its request, not that of another one"
+    assert report.rewards == [0.0], "an answer is sampled with the seed of its own request"
 
 
-async def test_of_two_samples_of_one_prompt_the_early_one_never_stands_in_for_the_late_one(
+async def test_recorded_answers_to_identical_concurrent_prompts_are_matched_by_request_number(
     make_engine: Any, make_worker: MakeWorker
 ) -> None:
-    heard: list[tuple[str, ...]] = []
+    sampled: list[tuple[str, ...]] = []
 
-    one = asyncio.Event()
+    first_answered = asyncio.Event()
 
-    async def ask(task: Task, model: ModelClient) -> float:
+    async def chat_rollout(task: Task, model: ModelClient) -> float:
         async def sample() -> str:
             text = (await model.chat(HELLO)).text
-            one.set()
+            first_answered.set()
             return text
 
-        heard.append(tuple(await asyncio.gather(sample(), sample())))
+        sampled.append(tuple(await asyncio.gather(sample(), sample())))
         return 1.0
 
-    worker = make_worker(make_engine([None, "early<|end|>"]), ask)
+    worker = make_worker(make_engine([None, "early<|end|>"]), chat_rollout)
     running = asyncio.create_task(worker.run(order(size=1)))
-    await one.wait()
+    await first_answered.wait()
     await worker.close()
     await running
     engine = make_engine(["late<|end|>", "early<|end|>"])
-    report = await make_worker(engine, ask).run(order(size=1, recorded=True))
-    assert heard == [("late", "early")]
+    report = await make_worker(engine, chat_rollout).run(order(size=1, recorded=True))
+    assert sampled == [("late", "early")]
     assert set(engine.prompts) == {"4.0.0"}
     assert report.metrics[REUSED] == 1
 
 
-async def test_an_answer_that_comes_after_its_group_was_given_up_is_not_recorded(tmp_path: Path) -> None:
+async def test_an_answer_that_arrives_after_its_group_is_closed_is_not_recorded(tmp_path: Path) -> None:
     log = TurnLog(tmp_path, "w0")
     turns = GroupTurns(log, order())
     prompt, sampling = np.array([1, 2], np.int32), Sampling(max_tokens=8, seed=1)
@@ -335,7 +343,9 @@ async def test_an_answer_that_comes_after_its_group_was_given_up_is_not_recorded
     assert survey_turns(tmp_path) == {}
 
 
-async def test_another_way_of_sampling_is_another_question(make_engine: Any, make_worker: MakeWorker) -> None:
+async def test_a_recorded_answer_is_not_reused_with_different_sampling(
+    make_engine: Any, make_worker: MakeWorker
+) -> None:
     def at_most(tokens: int) -> Any:
         async def rollout(task: Task, model: ModelClient) -> float:
             await model.chat(HELLO, max_tokens=tokens)
@@ -344,14 +354,14 @@ async def test_another_way_of_sampling_is_another_question(make_engine: Any, mak
 
         return rollout
 
-    await died(make_worker(make_engine(numbered(dies_at=1)), at_most(32)), order(size=1))
+    await run_until_failure(make_worker(make_engine(numbered(dies_at=1)), at_most(32)), order(size=1))
     engine = make_engine(numbered())
     await make_worker(engine, at_most(16)).run(order(size=1, recorded=True))
     assert set(engine.prompts) == {"4.0.0", "4.0.1"}
 
 
-def stuck_after_a_guess() -> tuple[Callable[[int, int], Any], asyncio.Event]:
-    """Two episodes of which nothing is heard after their first turn; the event is set when both are there."""
+def hanging_after_the_first_turn() -> tuple[Callable[[int, int], Any], asyncio.Event]:
+    """Answers for two episodes that hang after their first turn; the event is set once both hang."""
     hanging, stuck = asyncio.Event(), set()
 
     def answers(episode: int, turn: int) -> Any:
@@ -365,15 +375,15 @@ def stuck_after_a_guess() -> tuple[Callable[[int, int], Any], asyncio.Event]:
     return answers, hanging
 
 
-async def test_a_group_that_is_finished_or_given_up_leaves_nothing_recorded(
+async def test_a_finished_filtered_or_cancelled_group_leaves_no_recorded_turns(
     make_engine: Any, make_worker: MakeWorker, tmp_path: Path
 ) -> None:
-    engine = make_engine(said)
+    engine = make_engine(scripted_answer)
     worker = make_worker(engine)
     assert (await worker.run(order(group=1, position=1))).outcome == "finished"
     filtered = make_worker(engine, rewards=[("same", lambda completions: [1.0] * len(completions))], name="w1")
     await filtered.run(order(group=2, position=2, size=1))
-    engine.answers, hanging = stuck_after_a_guess()
+    engine.answers, hanging = hanging_after_the_first_turn()
     running = asyncio.create_task(worker.run(order(group=3, position=3)))
     await hanging.wait()
     await worker.cancel(3)
@@ -382,10 +392,10 @@ async def test_a_group_that_is_finished_or_given_up_leaves_nothing_recorded(
     assert survey_turns(tmp_path) == {}
 
 
-async def test_what_ends_with_its_worker_stays_recorded(
+async def test_turns_of_a_group_in_flight_when_the_worker_closes_stay_recorded(
     make_engine: Any, make_worker: MakeWorker, tmp_path: Path
 ) -> None:
-    answers, hanging = stuck_after_a_guess()
+    answers, hanging = hanging_after_the_first_turn()
     worker = make_worker(make_engine(answers))
     running = asyncio.create_task(worker.run(order()))
     await hanging.wait()
@@ -396,27 +406,29 @@ async def test_what_ends_with_its_worker_stays_recorded(
     assert (found[9].min_version, found[9].newest, found[9].answers) == (2, 4, 2)
 
 
-async def test_neither_held_out_nor_broken_off_answers_are_recorded(
+async def test_held_out_and_aborted_answers_are_not_recorded(
     make_engine: Any, make_worker: MakeWorker, tmp_path: Path
 ) -> None:
-    async def ask(task: Task, model: ModelClient) -> float:
+    async def chat_rollout(task: Task, model: ModelClient) -> float:
         for _ in range(2):
             await model.chat(HELLO)
         return 1.0
 
     engine = make_engine(numbered())
-    worker = make_worker(engine, ask)
+    worker = make_worker(engine, chat_rollout)
     await worker.run(order(heldout=True, pinned=3))
     engine.answers, engine.stop = numbered(dies_at=1), "aborted"
-    await died(worker, order())
+    await run_until_failure(worker, order())
     assert survey_turns(tmp_path) == {}
 
 
-async def test_the_journal_keeps_order_and_report_without_views_and_place(
+async def test_the_journal_keeps_the_order_and_the_report_without_views_and_place(
     make_engine: Any, make_worker: MakeWorker, tmp_path: Path
 ) -> None:
     ordered = order(show=True)
-    report = await make_worker(make_engine(said), writer=JournalWriter(tmp_path / "journal", "w0")).run(ordered)
+    report = await make_worker(make_engine(scripted_answer), writer=JournalWriter(tmp_path / "journal", "w0")).run(
+        ordered
+    )
     (found,) = survey_journal(tmp_path / "journal")
     assert found.place == report.place
     assert found.kept.order == ordered
@@ -431,5 +443,7 @@ async def test_the_journal_keeps_order_and_report_without_views_and_place(
 @pytest.mark.parametrize(
     ("changes", "records"), [({}, True), ({"checkpoint.turns": False}, False), ({"run.deterministic": True}, False)]
 )
-def test_the_config_says_whether_turns_are_recorded(tmp_path: Path, changes: dict[str, Any], records: bool) -> None:
+def test_turn_recording_follows_checkpoint_turns_and_run_deterministic(
+    tmp_path: Path, changes: dict[str, Any], records: bool
+) -> None:
     assert (components._turn_log(resolved(changes), tmp_path, "w0") is not None) == records

@@ -1,4 +1,4 @@
-"""What a worker writes to rollouts/: the prompt as it was rendered, turns with their borders, rewards, outcomes."""
+"""Rollout files written by a worker: rendered prompt, turns and their boundaries, rewards, outcomes."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ MakeWorker = Callable[..., RolloutWorker]
 
 
 async def trained(worker: RolloutWorker, run: Path, ordered: GroupOrder | None = None) -> list[RecordedAttempt]:
-    """What is recorded of a group that step 7 was trained on."""
+    """Run a group, record it for step 7, and return its recorded attempts."""
     report = await worker.run(ordered or order())
     assert report.place is not None, report.reason
     await worker.record_rollouts(7, [report.place])
@@ -115,7 +115,7 @@ def untrained(run: Path, group: int = 5) -> list[RecordedAttempt]:
     return list(read_group(run, group, untrained_groups(run)[group]))
 
 
-async def test_a_trained_group_is_recorded_with_all_that_was_shown_sampled_and_judged(
+async def test_a_trained_group_is_recorded_with_its_prompt_answers_rewards_and_advantages(
     make_engine: Any, make_worker: MakeWorker, tmp_path: Path
 ) -> None:
     worker = make_worker(make_engine(yes_or_no), rewards=(("correct", correct), ("polite", polite)))
@@ -133,7 +133,7 @@ async def test_a_trained_group_is_recorded_with_all_that_was_shown_sampled_and_j
     assert (first.oldest, first.newest, second.oldest, second.newest) == (3, 3, 4, 4)
 
 
-async def test_the_arrays_are_exactly_those_that_the_learner_reads(
+async def test_recorded_arrays_equal_those_the_learner_reads(
     make_engine: Any, make_worker: MakeWorker, tmp_path: Path
 ) -> None:
     worker = make_worker(make_engine(yes_or_no))
@@ -160,7 +160,7 @@ async def test_a_group_whose_rewards_are_all_equal_is_recorded_as_filtered(
     assert recorded_steps(tmp_path) == []
 
 
-async def test_a_group_whose_reward_raises_is_recorded_with_what_was_answered_and_why_it_failed(
+async def test_a_group_whose_reward_raises_is_recorded_with_its_answers_and_the_error(
     make_engine: Any, make_worker: MakeWorker, tmp_path: Path
 ) -> None:
     def broken(**_: Any) -> list[float]:
@@ -174,26 +174,26 @@ async def test_a_group_whose_reward_raises_is_recorded_with_what_was_answered_an
     assert [each.reward for each in attempts] == [None, None]
 
 
-async def test_a_group_that_cannot_be_trained_on_reports_one_example(make_engine: Any, make_worker: MakeWorker) -> None:
+async def test_a_group_that_is_not_trained_on_reports_one_example(make_engine: Any, make_worker: MakeWorker) -> None:
     report = await make_worker(make_engine(["yes<|end|>"])).run(order())
     assert [(view.task_id, view.prompt, view.completion) for view in report.views] == [("t0", "hi", "yes")]
     assert (await make_worker(make_engine(yes_or_no)).run(order(6))).views == []
 
 
-async def test_an_attempt_that_fails_is_recorded_beside_its_trained_siblings(
+async def test_a_failed_attempt_is_recorded_with_the_trained_attempts_of_its_group(
     make_engine: Any, make_worker: MakeWorker, tmp_path: Path
 ) -> None:
-    def third_fails(episode: int, turn: int) -> Any:
+    def first_fails(episode: int, turn: int) -> Any:
         return ValueError("boom") if episode == 0 else yes_or_no(episode, turn)
 
-    attempts = await trained(make_worker(make_engine(third_fails)), tmp_path, order(size=3))
+    attempts = await trained(make_worker(make_engine(first_fails)), tmp_path, order(size=3))
     assert [(each.attempt, each.outcome) for each in attempts] == [(0, "failed"), (1, "trained"), (2, "trained")]
     assert attempts[0].reason == "ValueError: boom"
-    assert attempts[0].prompt == "hi", "nothing was sampled, so what the task says is all there is"
+    assert attempts[0].prompt == "hi", "nothing was sampled, so only the prompt of the task is known"
     assert [each.advantage for each in attempts] == [None, -0.5, 0.5]
 
 
-async def test_an_attempt_that_is_cut_off_and_masked_is_recorded_as_filtered(
+async def test_a_truncated_and_masked_attempt_is_recorded_as_filtered(
     make_engine: Any, make_worker: MakeWorker, tmp_path: Path
 ) -> None:
     async def cut_off_first(task: Task, client: ModelClient) -> Episode:
@@ -209,7 +209,7 @@ async def test_an_attempt_that_is_cut_off_and_masked_is_recorded_as_filtered(
     assert left_out.trajectories[0].turns[-1].sampled
 
 
-async def test_tools_and_their_results_have_borders_of_their_own(
+async def test_tool_calls_and_tool_results_are_recorded_as_separate_turns(
     make_engine: Any, make_worker: MakeWorker, tmp_path: Path
 ) -> None:
     def script(episode: int, turn: int) -> str:
@@ -219,22 +219,22 @@ async def test_tools_and_their_results_have_borders_of_their_own(
     first, _ = await trained(make_worker(make_engine(script), loop), tmp_path)
     (trajectory,) = first.trajectories
     assert [turn.source for turn in trajectory.turns] == ["prompt", "assistant", "tool", "assistant"]
-    assert '"name": "add"' in first.prompt, "the prompt shows the tools, as the policy saw them"
+    assert '"name": "add"' in first.prompt, "the prompt contains the tools, as sent to the policy"
     assert trajectory.turns[1].text == CALL
     assert trajectory.turns[2].text == "<|tool|>3<|end|><|assistant|>"
     assert [turn.sampled for turn in trajectory.turns] == [False, True, False, True]
 
 
-async def test_turns_of_an_agent_behind_the_gateway_have_their_borders_too(
+async def test_turns_of_an_agent_behind_the_gateway_are_recorded_separately(
     make_engine: Any, make_worker: MakeWorker, tmp_path: Path
 ) -> None:
     async def agent(task: Task, client: ModelClient) -> None:
-        door = await client.endpoint()
-        async with AsyncOpenAI(base_url=door.base_url, api_key=door.api_key) as openai:
+        endpoint = await client.endpoint()
+        async with AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as openai:
             messages: list[Any] = [{"role": "user", "content": task.prompt}]
-            first = await openai.chat.completions.create(model=door.model, messages=messages)
+            first = await openai.chat.completions.create(model=endpoint.model, messages=messages)
             messages += [first.choices[0].message, {"role": "user", "content": "sure?"}]
-            await openai.chat.completions.create(model=door.model, messages=messages)
+            await openai.chat.completions.create(model=endpoint.model, messages=messages)
 
     worker = make_worker(make_engine(yes_or_no), agent, endpoint_provider=Gateway("127.0.0.1", 0, "toy"))
     first, _ = await trained(worker, tmp_path)
@@ -244,7 +244,7 @@ async def test_turns_of_an_agent_behind_the_gateway_have_their_borders_too(
     assert trajectory.turns[2].text == "<|user|>sure?<|end|><|assistant|>"
 
 
-async def test_text_that_a_rollout_appends_is_an_observation(
+async def test_text_appended_by_a_rollout_is_recorded_as_an_observation(
     make_engine: Any, make_worker: MakeWorker, tmp_path: Path
 ) -> None:
     async def observing(task: Task, client: ModelClient) -> None:
@@ -256,7 +256,7 @@ async def test_text_that_a_rollout_appends_is_an_observation(
     assert [turn.source for turn in first.trajectories[0].turns] == ["prompt", "assistant", "observation", "assistant"]
 
 
-async def test_a_group_that_the_controller_gives_up_is_recorded_as_dropped_with_what_it_had(
+async def test_a_group_cancelled_by_the_controller_is_recorded_as_dropped_with_its_partial_attempts(
     make_engine: Any, make_worker: MakeWorker, tmp_path: Path
 ) -> None:
     engine = make_engine(lambda episode, turn: yes_or_no(episode, turn) if turn == 0 else None)
@@ -268,30 +268,30 @@ async def test_a_group_that_the_controller_gives_up_is_recorded_as_dropped_with_
         await client.sample("and now?")
 
     worker = make_worker(engine, two_turns)
-    making = asyncio.create_task(worker.run(order()))
+    running = asyncio.create_task(worker.run(order()))
     for _ in range(2):
         await second_turns.acquire()
     await worker.cancel(5)
-    report: GroupReport = await making
+    report: GroupReport = await running
     assert report.cancelled
     assert untrained_groups(tmp_path) == {5: "dropped"}
     assert sorted(each.trajectories[0].turns[-1].text for each in untrained(tmp_path)) == ["no<|end|>", "yes<|end|>"]
     assert {each.outcome for each in untrained(tmp_path)} == {"dropped"}
 
 
-async def test_groups_under_way_when_the_worker_closes_are_not_recorded(
+async def test_groups_in_flight_when_the_worker_closes_are_not_recorded(
     make_engine: Any, make_worker: MakeWorker, tmp_path: Path
 ) -> None:
     engine = make_engine([None])
     worker = make_worker(engine)
-    making = asyncio.create_task(worker.run(order()))
+    running = asyncio.create_task(worker.run(order()))
     await engine.started.wait()
     await worker.close()
-    await making
+    await running
     assert untrained_groups(tmp_path) == {}
 
 
-async def test_a_trajectory_that_cannot_be_stored_costs_its_record_only(
+async def test_a_trajectory_that_cannot_be_stored_loses_only_its_record(
     make_engine: Any, make_worker: MakeWorker, tmp_path: Path
 ) -> None:
     async def odd(task: Task, client: ModelClient) -> Episode:
@@ -303,7 +303,7 @@ async def test_a_trajectory_that_cannot_be_stored_costs_its_record_only(
     assert [(each.outcome, each.trajectories) for each in untrained(tmp_path)] == [("failed", [])] * 2
 
 
-async def test_a_disk_that_takes_nothing_costs_the_record_and_not_the_group(
+async def test_a_failed_write_loses_the_record_and_not_the_group(
     make_engine: Any, make_worker: MakeWorker, tmp_path: Path
 ) -> None:
     (tmp_path / "rollouts").write_text("in the way of the folder")
@@ -311,7 +311,7 @@ async def test_a_disk_that_takes_nothing_costs_the_record_and_not_the_group(
     assert report.outcome == "filtered"
 
 
-async def test_a_journal_segment_that_is_gone_costs_the_record_and_not_the_run(
+async def test_a_missing_journal_segment_loses_the_record_and_does_not_fail_the_run(
     make_engine: Any, make_worker: MakeWorker, tmp_path: Path
 ) -> None:
     worker = make_worker(make_engine(yes_or_no))

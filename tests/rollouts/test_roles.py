@@ -20,8 +20,8 @@ from rollouts_support import RecordingJournal, worker_settings
 EPISODES = 4
 
 
-class HastyEngine:
-    """Answers each request with its own id, after as many turns of the loop as chance will have it."""
+class RandomDelayEngine:
+    """Answers each request with its own id, after a random number of event-loop iterations."""
 
     def __init__(self, tokenizer: Any, chance: random.Random) -> None:
         self._tokenizer, self._chance = tokenizer, chance
@@ -36,20 +36,20 @@ class HastyEngine:
         return Generation(tokens, logprobs, np.full(len(tokens), min_version, np.int32), "stop")
 
     async def abort(self, request_ids: list[str]) -> None:
-        raise AssertionError("nothing is given up here")
+        raise AssertionError("no request is aborted here")
 
 
-def worth(request_id: str) -> float:
-    """What an answer is worth: fixed by its id, different for each."""
+def reward_of(request_id: str) -> float:
+    """Reward of an answer: fixed by its id, different for each."""
     return random.Random(request_id).random()
 
 
 @pytest.fixture
-def group_of(tokenizer: Any, make_settings: Callable[..., ClientSettings]) -> Callable[[int], Any]:
+def run_schedule(tokenizer: Any, make_settings: Callable[..., ClientSettings]) -> Callable[[int], Any]:
     async def run(schedule: int) -> tuple[GroupRecord, dict[str, tuple[str, int]]]:
-        """The journalled group of one random schedule, and whose each request is: role and episode."""
+        """The journaled group of one random schedule, and the role and episode of each request."""
         chance = random.Random(schedule)
-        whose: dict[str, tuple[str, int]] = {}
+        owners: dict[str, tuple[str, int]] = {}
 
         async def solve(task: Task, client: Any, wait: int) -> Any:
             for _ in range(wait):
@@ -59,23 +59,23 @@ def group_of(tokenizer: Any, make_settings: Callable[..., ClientSettings]) -> Ca
             for _ in range(wait % 3):  # some solvers go on for a few turns
                 history = [*history, answer.message, {"role": "user", "content": "more"}]
                 answer = await client.chat(history, role="solver")
-            client.reward(worth(answer.request_id), request=answer)
+            client.reward(reward_of(answer.request_id), request=answer)
             return answer
 
         async def rollout(task: Task, client: Any) -> None:
             solvers = await asyncio.gather(*(solve(task, client, chance.randint(0, 8)) for _ in range(2)))
             question = " or ".join(sorted(answer.text for answer in solvers))
             verdict = await client.chat([{"role": "user", "content": question}], role="judge")
-            client.reward(worth(verdict.request_id), role="judge")
+            client.reward(reward_of(verdict.request_id), role="judge")
             for trajectory in client.trajectories():
                 text = tokenizer.decode(trajectory.tokens[trajectory.mask].tolist())
                 for request_id in client.requests:
                     if f"[{request_id}]" in text:
-                        whose[request_id] = trajectory.role, int(request_id.split(".")[1])
+                        owners[request_id] = trajectory.role, int(request_id.split(".")[1])
 
         settings = worker_settings(make_settings())
         chat_format = TemplateChatFormat(tokenizer, (tokenizer.eos_token_id,))
-        engine: Any = HastyEngine(tokenizer, chance)
+        engine: Any = RandomDelayEngine(tokenizer, chance)
         journal: Any = RecordingJournal()
         worker = RolloutWorker(
             settings,
@@ -90,40 +90,45 @@ def group_of(tokenizer: Any, make_settings: Callable[..., ClientSettings]) -> Ca
         report = await worker.run(GroupOrder(schedule, task=0, epoch=0, min_version=3, size=EPISODES))
         assert (report.outcome, report.failed_episodes) == ("finished", 0)
         await worker.close()
-        return journal.records[0], whose
+        return journal.records[0], owners
 
     return run
 
 
-async def test_every_token_gets_its_own_roles_advantage_whatever_the_schedule(
-    tokenizer: Any, group_of: Callable[[int], Any]
+async def test_every_token_gets_the_advantage_of_its_own_role_for_any_schedule(
+    tokenizer: Any, run_schedule: Callable[[int], Any]
 ) -> None:
     for schedule in range(100):
-        record, whose = await group_of(schedule)
-        expected = advantages_by_hand(record, whose, tokenizer)
+        record, owners = await run_schedule(schedule)
+        expected = advantages_by_hand(record, owners, tokenizer)
         seen = 0
         for row, advantage in zip(record.rows, expected, strict=True):
             np.testing.assert_allclose(row.advantages[row.mask], advantage, atol=1e-6)
             seen += int(row.mask.sum())
-        said = sum(len(tokenizer.encode(f"[{request_id}]", add_special_tokens=False)) for request_id in whose)
-        assert seen == said, "each token is there once"
+        sampled = sum(len(tokenizer.encode(f"[{request_id}]", add_special_tokens=False)) for request_id in owners)
+        assert seen == sampled, "each token occurs once"
 
 
-def advantages_by_hand(record: GroupRecord, whose: dict[str, tuple[str, int]], tokenizer: Any) -> list[float]:
-    """Reward minus the mean of the role, from the ids that the answers themselves consist of: a chain of answers is
-    worth what its last one is."""
+def advantages_by_hand(record: GroupRecord, owners: dict[str, tuple[str, int]], tokenizer: Any) -> list[float]:
+    """Reward minus the mean of the role, from the request ids in the answers themselves; the reward of a trajectory is
+    that of its last answer."""
     rewards, roles = [], []
     for row in record.rows:
         requests = tokenizer.decode(row.tokens[row.mask].tolist()).strip("[]").split("][")
-        assert len({whose[request_id] for request_id in requests}) == 1, "a trajectory is of one role and one episode"
-        rewards.append(worth(requests[-1]))
-        roles.append(whose[requests[0]][0])
+        assert len({owners[request_id] for request_id in requests}) == 1, (
+            "a trajectory belongs to one role and one episode"
+        )
+        rewards.append(reward_of(requests[-1]))
+        roles.append(owners[requests[0]][0])
     assert sorted(roles) == ["judge"] * EPISODES + ["solver"] * (2 * EPISODES)
-    means = {role: np.mean([worth for worth, its in zip(rewards, roles, strict=True) if its == role]) for role in roles}
+    means = {
+        role: np.mean([reward for reward, of_role in zip(rewards, roles, strict=True) if of_role == role])
+        for role in roles
+    }
     return [float(reward - means[role]) for reward, role in zip(rewards, roles, strict=True)]
 
 
-async def test_people_see_what_every_role_said_and_got(
+async def test_the_report_shows_the_answers_and_rewards_of_every_role(
     tokenizer: Any, make_engine: Any, make_settings: Callable[..., ClientSettings]
 ) -> None:
     async def debate(task: Task, client: Any) -> None:

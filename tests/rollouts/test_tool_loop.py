@@ -1,4 +1,4 @@
-"""Episodes with tools: how they go on, why they end, and what is left of them."""
+"""Tool-loop episodes: how they continue, why they stop, and what they return."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ NO_LOGPROBS = np.zeros(0, np.float32)
 
 
 class ScriptedClient:
-    """`ModelClient.chat` that says what it is told to say. An answer is text, in which calls are found as a dialect
-    would, or an exception, or a function that makes either; every character is a token."""
+    """`ModelClient.chat` with prepared answers. An answer is text, parsed for tool calls as by a chat format, or an
+    exception, or a function that returns either; every character is a token."""
 
     def __init__(self, answers: Iterator[Any] | Sequence[Any], stop: StopReason = "stop") -> None:
         self._answers = iter(answers)
         self._stop = stop
-        self.heard: list[list[Message]] = []
-        self.shown: list[Sequence[dict[str, Any]]] = []
+        self.histories: list[list[Message]] = []
+        self.tools_sent: list[Sequence[dict[str, Any]]] = []
         self.max_tokens: list[int | None] = []
-        self.asked: list[str] = []  # the ids of all calls
+        self.call_ids: list[str] = []
 
     async def chat(
         self, messages: Sequence[Message], *, tools: Sequence[Any] = (), max_tokens: int | None = None
     ) -> Answer:
-        self.heard.append(list(messages))
-        self.shown.append(tools)
+        self.histories.append(list(messages))
+        self.tools_sent.append(tools)
         self.max_tokens.append(max_tokens)
         text = next(self._answers)
         if callable(text):
@@ -55,17 +55,17 @@ class ScriptedClient:
         return self._answer(text[:max_tokens] if cut else text, "length" if cut else self._stop)
 
     def _answer(self, text: str, stop: StopReason) -> Answer:
-        parsed, turn = parse_text(text), len(self.heard)
+        parsed, turn = parse_text(text), len(self.histories)
         calls = tuple(
             ToolCall(f"{turn}.{n}", call.name, call.arguments, call.problem) for n, call in enumerate(parsed.calls)
         )
-        self.asked += [call.id for call in calls]
+        self.call_ids += [call.id for call in calls]
         tokens = np.zeros(len(text), np.int32)
         return Answer(str(turn), text, parsed.content, parsed.reasoning, calls, stop, 0, tokens, NO_LOGPROBS, tokens)
 
 
-class Stage:
-    """An environment that counts what is asked of it."""
+class FakeSession:
+    """Environment session that records the methods called on it."""
 
     instance: object | None = None
 
@@ -107,9 +107,9 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
-def loop(*functions: Any, stage: Any = None, clock: Callable[[], float] = lambda: 0.0, **limits: Any) -> ToolLoop:
+def loop(*functions: Any, session: Any = None, clock: Callable[[], float] = lambda: 0.0, **limits: Any) -> ToolLoop:
     tool_sets = [ToolSet("tools.functions", FunctionTools(load_tools(functions or (add,))))]
-    return ToolLoop(tool_sets, stage, EpisodeLimits(**limits), ToolLimits(), clock)
+    return ToolLoop(tool_sets, session, EpisodeLimits(**limits), ToolLimits(), clock)
 
 
 async def play(rollout: ToolLoop, answers: Any, **options: Any) -> tuple[Episode, ScriptedClient]:
@@ -122,7 +122,7 @@ def contents(episode: Episode, role: str = "tool") -> list[str]:
     return [message["content"] for message in episode.completion if message["role"] == role]
 
 
-async def test_the_policy_hears_what_its_calls_gave_and_answers_again() -> None:
+async def test_tool_results_are_returned_to_the_policy_for_its_next_answer() -> None:
     episode, client = await play(loop(), ["Hm. " + call("add", a=1, b=2) + call("add", a=3, b=4), "3 and 7."])
     assert isinstance(episode.completion, list)
     first, *results, last = episode.completion
@@ -132,95 +132,95 @@ async def test_the_policy_hears_what_its_calls_gave_and_answers_again() -> None:
         {"role": "tool", "tool_call_id": "1.1", "name": "add", "content": "7"},
     ]
     assert last == {"role": "assistant", "content": "3 and 7."}
-    assert client.heard == [
+    assert client.histories == [
         [{"role": "user", "content": "Go."}],
         [{"role": "user", "content": "Go."}, first, *results],
     ]
-    assert [schema["function"]["name"] for schema in client.shown[1]] == ["add"]
+    assert [schema["function"]["name"] for schema in client.tools_sent[1]] == ["add"]
     assert (episode.stop, episode.error, episode.trajectories) == ("stop", None, [])
     assert episode.metrics == {"turns": 2, "tool_calls": 2, "tool_errors": 0, "tool_timeouts": 0}
 
 
-async def test_functions_and_an_environment_are_offered_side_by_side() -> None:
-    stage = Stage()
-    episode, client = await play(loop(stage=stage), [call("step", to=1) + call("add", a=1, b=1), "Done."])
+async def test_functions_and_environment_tools_are_offered_together() -> None:
+    session = FakeSession()
+    episode, client = await play(loop(session=session), [call("step", to=1) + call("add", a=1, b=1), "Done."])
     assert contents(episode) == ['{"to": 1}', "2"]
-    assert client.heard[0] == [{"role": "user", "content": "Go. It has 3 rooms."}]
-    assert [schema["function"]["name"] for schema in client.shown[0]] == ["add", "step"]
+    assert client.histories[0] == [{"role": "user", "content": "Go. It has 3 rooms."}]
+    assert [schema["function"]["name"] for schema in client.tools_sent[0]] == ["add", "step"]
     assert episode.rewards == {"environment": 0.5}
-    assert stage.events == ["reset", "call", "reward", "close"]
+    assert session.events == ["reset", "call", "reward", "close"]
 
 
 @pytest.mark.parametrize("moment", ["reset", "call", "reward"])
 async def test_an_environment_that_dies_fails_the_episode_and_is_closed(moment: str) -> None:
-    stage = Stage(**{moment: RuntimeError("died")})
+    session = FakeSession(**{moment: RuntimeError("died")})
     with pytest.raises(RuntimeError, match="died"):
-        await play(loop(stage=stage), [call("step"), "Done."])
-    assert stage.events[-2:] == [moment, "close"]
+        await play(loop(session=session), [call("step"), "Done."])
+    assert session.events[-2:] == [moment, "close"]
 
 
-async def test_an_environment_is_closed_when_the_engine_fails_or_the_episode_is_given_up() -> None:
-    stage = Stage()
+async def test_an_environment_is_closed_when_the_engine_fails_or_the_episode_is_cancelled() -> None:
+    session = FakeSession()
     with pytest.raises(ComponentFailed):
-        await play(loop(stage=stage), [ComponentFailed("engine-0", "died")])
-    assert stage.events == ["reset", "close"]
+        await play(loop(session=session), [ComponentFailed("engine-0", "died")])
+    assert session.events == ["reset", "close"]
 
-    asked, stage = asyncio.Event(), Stage()
+    requested, session = asyncio.Event(), FakeSession()
 
     async def hang() -> None:
-        asked.set()
+        requested.set()
         await asyncio.sleep(3600)
 
-    episode = asyncio.create_task(play(loop(stage=stage), [hang]))
-    await asked.wait()
+    episode = asyncio.create_task(play(loop(session=session), [hang]))
+    await requested.wait()
     episode.cancel()
     with pytest.raises(asyncio.CancelledError):
         await episode
-    assert stage.events == ["reset", "close"]
+    assert session.events == ["reset", "close"]
 
 
-async def test_an_environment_that_cannot_be_closed_does_not_spoil_the_episode() -> None:
-    episode, _ = await play(loop(stage=Stage(close=RuntimeError("stuck"))), ["Done."])
+async def test_a_failing_environment_close_does_not_fail_the_episode() -> None:
+    episode, _ = await play(loop(session=FakeSession(close=RuntimeError("stuck"))), ["Done."])
     assert (episode.error, episode.rewards) == (None, {"environment": 0.5})
 
 
 # ------------------------------------------------------------------------------------------------ why an episode ends
 
 
-async def test_an_answer_without_a_call_ends_it() -> None:
+async def test_an_answer_without_a_tool_call_ends_the_episode() -> None:
     episode, _ = await play(loop(), ["Nothing to do."])
     assert (episode.stop, episode.metrics["turns"]) == ("stop", 1)
 
 
 @pytest.mark.parametrize("text", ["", " \n"])
-async def test_an_answer_that_says_nothing_has_a_reason_of_its_own(text: str) -> None:
+async def test_an_empty_answer_stops_the_episode_with_reason_empty(text: str) -> None:
     episode, _ = await play(loop(), [text])
     assert (episode.stop, episode.error) == ("empty", None)
 
 
 @pytest.mark.parametrize("stop", ["length", "aborted"])
-async def test_an_answer_that_was_cut_off_ends_it_and_calls_nothing(stop: StopReason) -> None:
+async def test_a_truncated_answer_ends_the_episode_without_running_its_calls(stop: StopReason) -> None:
     episode, _ = await play(loop(), [call("add", a=1, b=2)], stop=stop)
     assert (episode.stop, contents(episode)) == (stop, [])
 
 
-async def test_the_answers_are_limited_and_the_last_calls_are_still_run() -> None:
+async def test_the_turn_limit_ends_the_episode_after_the_last_calls_have_run() -> None:
     episode, client = await play(loop(turns=2), [call("add", a=n, b=0) for n in range(9)])
-    assert (episode.stop, contents(episode), len(client.heard)) == ("turns", ["0", "1"], 2)
+    assert (episode.stop, contents(episode), len(client.histories)) == ("turns", ["0", "1"], 2)
 
 
-async def test_the_calls_are_limited_and_it_ends_when_more_are_asked_for() -> None:
+async def test_the_episode_ends_when_an_answer_exceeds_the_call_limit() -> None:
     two, one = call("add", a=1, b=0) + call("add", a=2, b=0), call("add", a=3, b=0)
     episode, client = await play(loop(calls=3), [two, one, two, "never said"])
     *run, fourth, fifth = contents(episode)
     assert run == ["1", "2", "3"]
     assert fourth.startswith("error: ")
     assert fourth == fifth
-    assert (episode.stop, len(client.heard)) == ("calls", 3)
+    assert (episode.stop, len(client.histories)) == ("calls", 3)
     assert episode.metrics["tool_errors"] == 2
 
 
-async def test_a_tool_that_fails_is_counted_with_its_reason_and_a_wrong_call_is_not() -> None:
+async def test_tool_exceptions_are_reported_as_failures_and_invalid_calls_are_not() -> None:
     def divide(a: int, b: int) -> float:
         """Divide.
 
@@ -239,19 +239,19 @@ async def test_a_tool_that_fails_is_counted_with_its_reason_and_a_wrong_call_is_
     assert re.search(naming("ZeroDivisionError", "division by zero"), failure.reason)
 
 
-async def test_exactly_as_many_calls_as_allowed_leave_the_policy_its_last_word() -> None:
+async def test_the_policy_answers_once_more_after_using_exactly_its_call_limit() -> None:
     episode, _ = await play(loop(calls=1), [call("add", a=1, b=2), "3."])
     assert (episode.stop, contents(episode)) == ("stop", ["3"])
 
 
-async def test_a_thousand_calls_of_one_answer_are_all_answered() -> None:
+async def test_a_thousand_calls_in_one_answer_each_get_a_result() -> None:
     episode, _ = await play(loop(calls=5), [call("add", a=1, b=1) * 1000])
     assert (episode.stop, len(contents(episode))) == ("calls", 1000)
     assert contents(episode)[:5] == ["2"] * 5
     assert all(result.startswith("error: ") for result in contents(episode)[5:])
 
 
-async def test_each_answer_may_take_what_is_left_of_the_tokens() -> None:
+async def test_max_tokens_of_an_answer_is_capped_by_the_remaining_token_budget() -> None:
     text = call("add", a=1, b=2)
     episode, client = await play(loop(tokens=2 * len(text) + 3, answer_tokens=len(text)), [text, text, "abcdef"])
     assert client.max_tokens == [None, None, 3]
@@ -259,13 +259,13 @@ async def test_each_answer_may_take_what_is_left_of_the_tokens() -> None:
     assert contents(episode, "assistant")[-1] == "abc"
 
 
-async def test_without_a_token_left_it_ends_after_the_calls() -> None:
+async def test_an_episode_without_tokens_left_ends_after_running_the_calls() -> None:
     text = call("add", a=1, b=2)
     episode, client = await play(loop(tokens=len(text)), [text])
-    assert (episode.stop, contents(episode), len(client.heard)) == ("tokens", ["3"], 1)
+    assert (episode.stop, contents(episode), len(client.histories)) == ("tokens", ["3"], 1)
 
 
-async def test_it_ends_when_its_time_is_over_after_the_calls_of_an_answer() -> None:
+async def test_the_time_limit_ends_the_episode_after_the_calls_of_an_answer() -> None:
     now = 0.0
 
     async def wait() -> str:
@@ -276,10 +276,10 @@ async def test_it_ends_when_its_time_is_over_after_the_calls_of_an_answer() -> N
 
     rollout = loop(wait, seconds=10.0, clock=lambda: now)
     episode, client = await play(rollout, [call("wait")] * 9)
-    assert (episode.stop, contents(episode), len(client.heard)) == ("seconds", ["waited", "waited"], 2)
+    assert (episode.stop, contents(episode), len(client.histories)) == ("seconds", ["waited", "waited"], 2)
 
 
-async def test_an_answer_under_way_is_cut_when_the_time_is_over_and_the_rest_is_judged() -> None:
+async def test_a_request_in_flight_at_the_time_limit_is_cancelled_and_the_rest_is_graded() -> None:
     cancelled = asyncio.Event()
 
     async def hang() -> None:
@@ -288,13 +288,13 @@ async def test_an_answer_under_way_is_cut_when_the_time_is_over_and_the_rest_is_
         finally:
             cancelled.set()
 
-    episode, _ = await play(loop(stage=Stage(), seconds=0.05), [call("step"), hang])
+    episode, _ = await play(loop(session=FakeSession(), seconds=0.05), [call("step"), hang])
     assert cancelled.is_set()
     assert (episode.stop, episode.error, episode.rewards) == ("seconds", None, {"environment": 0.5})
     assert contents(episode) == ["{}"]
 
 
-async def test_a_tool_under_way_is_cut_when_the_time_is_over() -> None:
+async def test_a_tool_call_running_at_the_time_limit_is_cancelled() -> None:
     now = 0.0
 
     async def wait() -> None:
@@ -309,33 +309,33 @@ async def test_a_tool_under_way_is_cut_when_the_time_is_over() -> None:
     assert (episode.stop, episode.metrics["tool_timeouts"]) == ("seconds", 1)
 
 
-async def test_a_conversation_that_outgrows_the_context_ends_and_is_judged() -> None:
+async def test_a_conversation_that_exceeds_the_context_ends_and_is_graded() -> None:
     full = ContextFull("the prompt has 9 tokens, the context 8")
-    episode, _ = await play(loop(stage=Stage()), [call("step"), full])
+    episode, _ = await play(loop(session=FakeSession()), [call("step"), full])
     assert (episode.stop, episode.error, episode.rewards) == ("context", None, {"environment": 0.5})
     assert contents(episode) == ["{}"]
 
 
-async def test_without_a_single_answer_there_is_nothing_to_judge() -> None:
+async def test_an_episode_without_any_answer_fails() -> None:
     async def hang() -> None:
         await asyncio.sleep(3600)
 
-    stage = Stage()
-    episode, _ = await play(loop(stage=stage), [ContextFull("the prompt has 9 tokens, the context 8")])
+    session = FakeSession()
+    episode, _ = await play(loop(session=session), [ContextFull("the prompt has 9 tokens, the context 8")])
     assert (episode.stop, episode.error) == ("context", "the prompt has 9 tokens, the context 8")
-    assert stage.events == ["reset", "close"]
+    assert session.events == ["reset", "close"]
     episode, _ = await play(loop(seconds=0.05), [hang])
     assert episode.stop == "seconds"
     assert re.search(naming("rollout.max_seconds", "0.05 s"), episode.error or "")
 
 
-@pytest.mark.parametrize("failure", [RequestFailed("not finite"), TimeoutError("somebody else's")])
-async def test_any_other_failure_of_a_request_goes_up(failure: Exception) -> None:
+@pytest.mark.parametrize("failure", [RequestFailed("not finite"), TimeoutError("unrelated")])
+async def test_other_request_failures_propagate(failure: Exception) -> None:
     with pytest.raises(type(failure)):
         await play(loop(seconds=3600.0), [failure])
 
 
-# --------------------------------------------------------------------------------------------------------- always
+# ----------------------------------------------------------------------------------------------------- properties
 
 
 @settings(deadline=None)
@@ -350,8 +350,8 @@ async def test_any_other_failure_of_a_request_goes_up(failure: Exception) -> Non
     ),
     events=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 8), st.integers(0, 4)), max_size=10),
 )
-def test_the_budgets_are_kept_whatever_happens(limits: EpisodeLimits, events: list[tuple[int, int, int]]) -> None:
-    """The rules alone: answers of so many tokens, with so many calls, that take so many seconds."""
+def test_no_sequence_of_answers_exceeds_the_limits(limits: EpisodeLimits, events: list[tuple[int, int, int]]) -> None:
+    """`EpisodeUsage` alone: each event is an answer with a number of tokens, calls and seconds."""
     now = 0.0
     spent = EpisodeUsage(limits, lambda: now)
     run = 0
@@ -397,7 +397,7 @@ raised = st.sampled_from(
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.lists(words, max_size=8).map("".join), min_size=6, max_size=6), returned | raised)
-async def test_whatever_is_written_and_returned_the_episode_ends_and_every_call_is_answered(
+async def test_for_any_answers_and_tool_outcomes_the_episode_ends_and_every_call_gets_a_result(
     texts: list[str], outcome: Any
 ) -> None:
     def fall() -> Any:
@@ -411,7 +411,7 @@ async def test_whatever_is_written_and_returned_the_episode_ends_and_every_call_
     assert episode.stop in ("stop", "empty", "turns", "calls")
     assert isinstance(episode.completion, list)
     answered = [message["tool_call_id"] for message in episode.completion if message["role"] == "tool"]
-    assert answered == client.asked
+    assert answered == client.call_ids
     assert episode.metrics["turns"] <= 5
     assert episode.metrics["tool_calls"] - episode.metrics["tool_errors"] <= 4
 
@@ -419,7 +419,7 @@ async def test_whatever_is_written_and_returned_the_episode_ends_and_every_call_
 # ----------------------------------------------------------------------------------------------- with the real client
 
 
-async def test_an_episode_is_one_trajectory_of_what_was_sampled(
+async def test_an_episode_is_one_trajectory_that_trains_only_sampled_tokens(
     make_engine: Any, make_client: Callable[..., PolicyClient], tokenizer: Any
 ) -> None:
     answers = [call("add", a=1, b=2) + call("nothing") + tokenizer.eos_token, "3." + tokenizer.eos_token]
@@ -433,7 +433,7 @@ async def test_an_episode_is_one_trajectory_of_what_was_sampled(
     assert (episode.stop, episode.requests) == ("stop", ["7.0.0", "7.0.1"])
 
 
-async def test_what_a_tool_gives_back_can_be_tokenised_whatever_it_is(
+async def test_any_tool_result_can_be_tokenized(
     make_engine: Any, make_client: Callable[..., PolicyClient], tokenizer: Any
 ) -> None:
     def odd() -> Any:
@@ -456,7 +456,7 @@ async def test_what_a_tool_gives_back_can_be_tokenised_whatever_it_is(
         '<tool_call>{"name": "add"}' * 300,
     ],
 )
-async def test_nothing_that_a_model_writes_fails_its_episode(
+async def test_malformed_tool_calls_never_fail_the_episode(
     make_engine: Any, make_client: Callable[..., PolicyClient], tokenizer: Any, text: str
 ) -> None:
     engine = make_engine([text + tokenizer.eos_token, "Done." + tokenizer.eos_token])

@@ -1,4 +1,4 @@
-"""Running calls: one result for each, in order, whatever the model asked for and whatever the tool did."""
+"""Running tool calls: one result per call, in order, for any call and any behavior of the tool."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from outpace.types import ToolCall
 from support import naming
 
 
-class Sources:
-    """Tools made of one coroutine each, as an environment or a server would offer them."""
+class CoroutineTools:
+    """Tools backed by one coroutine each, like those of an environment or a server."""
 
     def __init__(self, **tools: Any) -> None:
         self._tools = tools
@@ -43,7 +43,7 @@ class Sources:
 def box(*functions: Any, timeout_s: float = 30.0, max_result_chars: int = 100, **others: Any) -> Toolbox:
     tool_sets = [ToolSet("tools.functions", FunctionTools(load_tools(functions)))]
     if others:
-        tool_sets.append(ToolSet("rollout.environment", Sources(**others), ordered=True))
+        tool_sets.append(ToolSet("rollout.environment", CoroutineTools(**others), ordered=True))
     return Toolbox(tool_sets, ToolLimits(timeout_s, max_result_chars))
 
 
@@ -70,7 +70,7 @@ async def test_a_result_is_a_tool_message_with_the_id_of_its_call() -> None:
     assert result.status == "done"
 
 
-async def test_calls_run_side_by_side_and_come_back_in_their_order() -> None:
+async def test_calls_run_concurrently_and_results_keep_their_order() -> None:
     met = asyncio.Event()
 
     async def first() -> str:
@@ -86,7 +86,7 @@ async def test_calls_run_side_by_side_and_come_back_in_their_order() -> None:
     assert await texts(box(first, second), call("first"), call("second")) == ["first", "second"]
 
 
-async def test_the_calls_of_an_environment_run_one_after_the_other() -> None:
+async def test_environment_calls_run_sequentially() -> None:
     steps: list[str] = []
 
     async def step(name: str) -> None:
@@ -99,7 +99,7 @@ async def test_the_calls_of_an_environment_run_one_after_the_other() -> None:
     assert steps == [f"{name} {what}" for name in "abc" for what in ("begins", "ends")]
 
 
-async def test_only_so_many_calls_run_at_once() -> None:
+async def test_at_most_max_concurrent_calls_run_at_once() -> None:
     running, most = 0, 0
 
     async def work() -> None:
@@ -115,7 +115,7 @@ async def test_only_so_many_calls_run_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"),
+    ("invalid", "words"),
     [
         (call("peek"), ("'peek'", "echo")),
         (call("x" * 10**6), ("'xxxx", "echo")),
@@ -132,21 +132,21 @@ async def test_only_so_many_calls_run_at_once() -> None:
         (call("echo", '{"value": 1, "other": 2}'), ("echo", "other")),
     ],
 )
-async def test_a_call_that_cannot_be_run_is_told_why_and_the_others_are_run(
-    asked: ToolCall, told: tuple[str, ...]
+async def test_an_invalid_call_gets_an_error_result_and_the_others_run(
+    invalid: ToolCall, words: tuple[str, ...]
 ) -> None:
-    failed, done = await box(echo, max_result_chars=1000).run([asked, call("echo", '{"value": 1}')], 2, no_limit)
+    failed, done = await box(echo, max_result_chars=1000).run([invalid, call("echo", '{"value": 1}')], 2, no_limit)
     assert failed.text.startswith("error: ")
-    assert re.search(naming(*told), failed.text)
+    assert re.search(naming(*words), failed.text)
     assert len(failed.text) < 500
     assert (failed.status, failed.failure, done.text) == ("error", "", "1")
 
 
-async def test_no_text_at_all_is_a_call_without_arguments() -> None:
+async def test_empty_arguments_text_means_no_arguments() -> None:
     assert await texts(box(echo), call("echo", "")) == await texts(box(echo), call("echo", "{}"))
 
 
-async def test_arguments_of_a_megabyte_are_passed_on_and_their_echo_is_cut() -> None:
+async def test_megabyte_arguments_are_passed_on_and_the_result_is_truncated() -> None:
     (text,) = await texts(box(echo), call("echo", json.dumps({"value": "x" * 10**6})))
     kept, note = text.splitlines()
     assert kept == "x" * 100
@@ -195,7 +195,7 @@ def deep() -> list[Any]:
         ("\ud800", "?"),
     ],
 )
-async def test_any_result_is_text(value: Any, text: str) -> None:
+async def test_any_result_becomes_text(value: Any, text: str) -> None:
     async def tool() -> Any:
         """Give it."""
         return value
@@ -203,7 +203,7 @@ async def test_any_result_is_text(value: Any, text: str) -> None:
     assert await texts(box(tool), call("tool")) == [text]
 
 
-async def test_a_long_result_is_cut_and_the_model_is_told_how_much_is_missing() -> None:
+async def test_a_long_result_is_truncated_with_a_note_of_how_much_is_missing() -> None:
     def flood() -> str:
         """Ten megabytes."""
         return "y" * 10_000_000
@@ -215,16 +215,23 @@ async def test_a_long_result_is_cut_and_the_model_is_told_how_much_is_missing() 
     assert result.status == "done"
 
 
-class Odd(BaseException):
-    """What nobody expects to be raised."""
+class UnusualError(BaseException):
+    """An exception that is not a subclass of `Exception`."""
 
 
 @pytest.mark.parametrize(
     "raised",
-    [ValueError("two\nlines"), SystemExit(3), KeyError("x"), asyncio.CancelledError(), KeyboardInterrupt(), Odd("hm")],
+    [
+        ValueError("two\nlines"),
+        SystemExit(3),
+        KeyError("x"),
+        asyncio.CancelledError(),
+        KeyboardInterrupt(),
+        UnusualError("hm"),
+    ],
 )
 @pytest.mark.parametrize("on_a_thread", [True, False])
-async def test_an_exception_is_one_line_for_the_model(raised: BaseException, on_a_thread: bool) -> None:
+async def test_an_exception_becomes_a_one_line_error_result(raised: BaseException, on_a_thread: bool) -> None:
     async def tool() -> None:
         """Fail."""
         raise raised
@@ -241,7 +248,7 @@ async def test_an_exception_is_one_line_for_the_model(raised: BaseException, on_
     assert result.status == "error"
 
 
-async def test_a_call_that_takes_too_long_is_given_up_on_a_thread_and_on_the_loop() -> None:
+async def test_a_call_over_its_time_limit_is_abandoned_on_a_thread_and_on_the_loop() -> None:
     release, cancelled = threading.Event(), asyncio.Event()
 
     def stuck() -> None:
@@ -249,7 +256,7 @@ async def test_a_call_that_takes_too_long_is_given_up_on_a_thread_and_on_the_loo
         release.wait()
 
     async def stubborn() -> None:
-        """Hang, and do not heed."""
+        """Hang and ignore cancellation."""
         try:
             await asyncio.sleep(3600)
         except asyncio.CancelledError:
@@ -266,7 +273,7 @@ async def test_a_call_that_takes_too_long_is_given_up_on_a_thread_and_on_the_loo
     assert re.search(naming("stuck", "0.01 s"), results[0].text)
 
 
-async def test_calls_beyond_the_time_of_the_episode_are_cut_or_not_run() -> None:
+async def test_calls_beyond_the_episode_time_limit_are_cancelled_or_not_run() -> None:
     left = iter([0.01, 0.0])
     begun = 0
 
@@ -283,7 +290,7 @@ async def test_calls_beyond_the_time_of_the_episode_are_cut_or_not_run() -> None
     assert results[0].text != results[1].text
 
 
-async def test_calls_beyond_the_budget_are_answered_and_not_run() -> None:
+async def test_calls_beyond_the_call_limit_get_an_error_and_are_not_run() -> None:
     ran = 0
 
     async def tool() -> None:
@@ -297,7 +304,7 @@ async def test_calls_beyond_the_budget_are_answered_and_not_run() -> None:
     assert all(result.text.startswith("error: ") for result in results[3:])
 
 
-async def test_a_thousand_calls_without_a_budget_are_bounded_all_the_same() -> None:
+async def test_calls_per_answer_are_bounded_even_without_a_call_limit() -> None:
     results = await box(echo).run([call("echo", '{"value": 1}', number=n) for n in range(1000)], 1000, no_limit)
     assert [result.call.id for result in results] == [f"call-{n}" for n in range(1000)]
     assert sum(result.status == "done" for result in results) == MAX_CALLS_PER_ANSWER
@@ -305,7 +312,7 @@ async def test_a_thousand_calls_without_a_budget_are_bounded_all_the_same() -> N
     assert str(MAX_CALLS_PER_ANSWER) in results[-1].text
 
 
-async def test_an_environment_that_has_died_ends_the_other_calls_and_goes_up() -> None:
+async def test_a_dead_environment_cancels_the_other_calls_and_propagates() -> None:
     ended = asyncio.Event()
 
     async def other() -> None:
@@ -323,15 +330,18 @@ async def test_an_environment_that_has_died_ends_the_other_calls_and_goes_up() -
     await ended.wait()
 
 
-async def test_what_the_model_should_hear_of_an_environment_is_told() -> None:
+async def test_a_tool_error_from_an_environment_becomes_the_result() -> None:
     async def refuse() -> None:
         raise ToolError("not now")
 
     assert await texts(box(refuse=refuse), call("refuse")) == ["error: not now"]
 
 
-def test_two_sources_with_one_name_are_refused_and_both_are_named() -> None:
-    first, second = ToolSet("tools.mcp: one", Sources(add=None)), ToolSet("tools.mcp: two", Sources(add=None))
+def test_two_tool_sets_with_the_same_tool_name_are_refused_and_both_are_named() -> None:
+    first, second = (
+        ToolSet("tools.mcp: one", CoroutineTools(add=None)),
+        ToolSet("tools.mcp: two", CoroutineTools(add=None)),
+    )
     with pytest.raises(BadInput, match=naming("tools.mcp: one", "tools.mcp: two", "add")):
         tools_by_name([first, second])
 
@@ -345,7 +355,7 @@ anything = st.recursive(
 
 @settings(deadline=None)
 @given(anything, st.integers(16, 200))
-def test_whatever_a_tool_returns_becomes_bounded_text_that_can_be_encoded(value: Any, limit: int) -> None:
+def test_any_tool_result_becomes_bounded_text_that_can_be_encoded(value: Any, limit: int) -> None:
     text = truncate_text(result_text(value), limit)
     text.encode()
     assert len(text) <= limit + 100  # and a note of what was left out
@@ -370,7 +380,7 @@ async def test_every_call_gets_one_result_in_order(calls: list[ToolCall], admitt
     json.dumps([result.message for result in results], ensure_ascii=False).encode()
 
 
-async def test_the_reason_of_a_failed_call_can_be_written_whatever_characters_it_has() -> None:
+async def test_the_failure_reason_of_a_call_can_always_be_encoded() -> None:
     def search() -> str:
         """Look it up."""
         raise ValueError("unknown " + chr(0xD83D))

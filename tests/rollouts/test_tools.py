@@ -1,4 +1,4 @@
-"""Tools: what a model is shown of a function or a method, and what becomes of the arguments it gives."""
+"""Tools: the schema of a function or method, and how arguments are checked and passed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support import naming
 
 
 class Desk:
-    """Everything that a tool may look like."""
+    """A method for every form a tool can take."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []
@@ -73,13 +73,13 @@ def test_the_public_methods_are_the_tools() -> None:
     assert sorted(TOOLS) == ["add", "fall", "paint", "ring", "write"]
 
 
-def test_a_schema_is_what_chat_templates_are_used_to() -> None:
+def test_a_schema_equals_the_one_transformers_generates() -> None:
     ours, theirs = TOOLS["write"].schema, get_json_schema(Desk.write)
     theirs["function"].pop("return")
     assert ours == theirs
 
 
-def test_a_type_in_the_docstring_is_no_part_of_the_description() -> None:
+def test_a_type_in_the_docstring_is_not_part_of_the_description() -> None:
     class Typed:
         def tool(self, times: int) -> None:
             """Do.
@@ -93,26 +93,26 @@ def test_a_type_in_the_docstring_is_no_part_of_the_description() -> None:
     )
 
 
-def test_types_become_json_types() -> None:
+def test_python_types_become_json_schema_types() -> None:
     properties = TOOLS["paint"].schema["function"]["parameters"]["properties"]
     assert properties["colour"] == {"type": "string", "enum": ["red", "blue"]}
     assert TOOLS["add"].schema["function"]["parameters"]["properties"]["numbers"]["items"] == {"type": "number"}
     assert "required" not in TOOLS["ring"].schema["function"]["parameters"]
 
 
-async def test_a_method_is_called_on_its_instance_plain_or_not() -> None:
+async def test_sync_and_async_methods_are_called_on_their_instance() -> None:
     assert await run("write", text="a", times=2) == "a a"
     assert await run("add", numbers=[1, 2.5]) == 3.5
     assert await run("paint", colour="red") == {"colour": "red", "size": None}
     assert await run("ring") is None
 
 
-async def test_arguments_take_the_type_that_the_method_declares() -> None:
+async def test_arguments_are_converted_to_the_declared_types() -> None:
     assert await run("write", text="a", times="2") == "a a"
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments", "said"),
+    ("name", "arguments", "words"),
     [
         ("write", {}, ("write", "text")),
         ("write", {"text": "a", "colour": 1, "size": 2}, ("write", "colour", "size")),
@@ -122,12 +122,14 @@ async def test_arguments_take_the_type_that_the_method_declares() -> None:
         ("write", {"text": "a", "x" * 10**6: 1}, ("write", "xxx")),
     ],
 )
-async def test_what_goes_wrong_is_said_in_one_line(name: str, arguments: dict[str, Any], said: tuple[str, ...]) -> None:
-    with pytest.raises(ToolError, match=naming(*said)) as caught:
+async def test_a_failed_call_raises_a_one_line_tool_error(
+    name: str, arguments: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    with pytest.raises(ToolError, match=naming(*words)) as caught:
         await run(name, **arguments)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 500
-    assert (caught.value.__cause__ is None) == (name != "fall")  # a wrong call never reaches the tool
+    assert (caught.value.__cause__ is None) == (name != "fall")  # an invalid call never reaches the tool
 
 
 class Undocumented:
@@ -158,7 +160,7 @@ class Unresolved:
 
 
 @pytest.mark.parametrize(
-    ("environment", "said"),
+    ("environment", "words"),
     [
         (Undocumented, ("Undocumented.tool", "docstring")),
         (Untyped, ("Untyped.tool", "x", "type hint")),
@@ -167,8 +169,8 @@ class Unresolved:
         (Unresolved, ("Unresolved.tool", "Nowhere")),
     ],
 )
-def test_a_method_that_cannot_be_a_tool_is_refused(environment: type, said: tuple[str, ...]) -> None:
-    with pytest.raises(BadInput, match=naming(*said)) as caught:
+def test_a_method_that_cannot_be_a_tool_is_refused(environment: type, words: tuple[str, ...]) -> None:
+    with pytest.raises(BadInput, match=naming(*words)) as caught:
         tools_of(environment)
     assert str(caught.value).startswith("rollout.environment: ")
 
@@ -189,7 +191,7 @@ async def fetch(page: str) -> str:
     return f"<{page}>"
 
 
-async def test_functions_are_tools_plain_or_not() -> None:
+async def test_sync_and_async_functions_can_be_tools() -> None:
     first, second = load_tools([count_words, fetch])
     assert (first.name, second.name) == ("count_words", "fetch")
     assert first.schema["function"]["parameters"]["properties"]["minimum"] == {
@@ -201,7 +203,7 @@ async def test_functions_are_tools_plain_or_not() -> None:
     assert await second.call({"page": "x"}) == "<x>"
 
 
-async def test_a_plain_function_runs_off_the_loop_and_an_asynchronous_one_on_it() -> None:
+async def test_a_sync_function_runs_on_a_thread_and_an_async_one_on_the_loop() -> None:
     def where() -> int:
         """Where am I?"""
         return threading.get_ident()
@@ -215,7 +217,7 @@ async def test_a_plain_function_runs_off_the_loop_and_an_asynchronous_one_on_it(
     assert await on.call({}) == threading.get_ident()
 
 
-async def test_functions_are_named_in_files(tmp_path: Path) -> None:
+async def test_functions_can_be_loaded_from_files(tmp_path: Path) -> None:
     file = tmp_path / "my_tools.py"
     file.write_text('def double(x: int) -> int:\n    """Double it."""\n    return 2 * x\n')
     (tool,) = load_tools([f"{file}:double"])
@@ -239,7 +241,7 @@ class Instance:
 
 
 @pytest.mark.parametrize(
-    ("functions", "said"),
+    ("functions", "words"),
     [
         ([silent], ("silent", "docstring")),
         ([unhinted], ("unhinted", "x", "type hint")),
@@ -250,8 +252,8 @@ class Instance:
         (["no.such:thing"], ("no.such:thing", "module")),
     ],
 )
-def test_a_function_that_cannot_be_a_tool_is_refused_in_one_line(functions: list[Any], said: tuple[str, ...]) -> None:
-    with pytest.raises(BadInput, match=naming(*said)) as caught:
+def test_a_function_that_cannot_be_a_tool_is_refused_in_one_line(functions: list[Any], words: tuple[str, ...]) -> None:
+    with pytest.raises(BadInput, match=naming(*words)) as caught:
         load_tools(functions)
     assert str(caught.value).startswith("tools.functions: ")
     assert "\n" not in str(caught.value)
@@ -262,7 +264,7 @@ class Mute(Exception):
         raise ValueError
 
 
-async def test_an_exception_that_cannot_be_printed_is_still_told() -> None:
+async def test_an_exception_that_cannot_be_printed_is_still_reported() -> None:
     def tool() -> None:
         """Do."""
         raise Mute
@@ -271,7 +273,7 @@ async def test_an_exception_that_cannot_be_printed_is_still_told() -> None:
         await load_tools([tool])[0].call({})
 
 
-async def test_the_traceback_of_a_tool_is_in_the_log_and_not_in_what_the_model_hears(
+async def test_the_traceback_of_a_tool_is_logged_and_not_part_of_the_tool_error(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level("DEBUG", logger="outpace.rollouts.tools.functions"), pytest.raises(ToolError) as caught:

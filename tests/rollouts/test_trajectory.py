@@ -34,7 +34,7 @@ def trajectory(**changes: Any) -> Trajectory:
 
 @settings(deadline=None)
 @given(pieces=st.lists(st.tuples(st.booleans(), TOKENS, st.integers(0, 9)), max_size=6))
-def test_tokens_stand_in_the_order_in_which_they_came_and_only_sampled_ones_train(
+def test_tokens_keep_their_order_and_only_sampled_tokens_are_trainable(
     pieces: list[tuple[bool, list[int], int]],
 ) -> None:
     builder = TrajectoryBuilder()
@@ -53,21 +53,21 @@ def test_tokens_stand_in_the_order_in_which_they_came_and_only_sampled_ones_trai
     assert trajectory_problem(built) is None
 
 
-def test_the_newest_token_is_known() -> None:
+def test_last_is_the_newest_token() -> None:
     builder = TrajectoryBuilder()
     assert builder.last is None
     builder.observe([5, 6])
     assert builder.last == 6
 
 
-def test_the_arrays_travel_as_they_are_stored() -> None:
+def test_the_arrays_have_their_stored_dtypes() -> None:
     built = trajectory()
-    kinds = [array.dtype.name for array in (built.tokens, built.mask, built.logprobs, built.versions)]
-    assert kinds == ["int32", "bool", "float32", "int32"]
+    dtypes = [array.dtype.name for array in (built.tokens, built.mask, built.logprobs, built.versions)]
+    assert dtypes == ["int32", "bool", "float32", "int32"]
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "words"),
     [
         ({"tokens": np.arange(3, dtype=np.int32)}, ("3, 4, 4, 4",)),
         ({"tokens": [1, 2, 3, 4]}, ("dimension",)),
@@ -82,11 +82,11 @@ def test_the_arrays_travel_as_they_are_stored() -> None:
         ({"turn_rewards": np.array([1, 2], np.float32)}, ("turn", "reward", "2", "1")),
     ],
 )
-def test_a_trajectory_made_by_hand_is_checked(changes: dict[str, Any], said: tuple[str, ...]) -> None:
-    assert re.search(naming(*said), trajectory_problem(trajectory(**changes)) or "")
+def test_an_invalid_trajectory_is_described(changes: dict[str, Any], words: tuple[str, ...]) -> None:
+    assert re.search(naming(*words), trajectory_problem(trajectory(**changes)) or "")
 
 
-def test_a_trajectory_may_bring_its_reward_and_those_of_its_turns() -> None:
+def test_a_trajectory_can_have_a_reward_and_turn_rewards() -> None:
     assert trajectory_problem(trajectory(reward=1, turn_rewards=np.array([0.5], np.float32))) is None
 
 

@@ -1,4 +1,4 @@
-"""What was written for TRL runs as it is: its own reward functions, and environments in its convention."""
+"""TRL compatibility: its reward functions and environments in its convention run unchanged."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def length_reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]
     return [float(len(ids)) for ids in completion_ids]
 
 
-async def test_its_own_functions_judge_in_processes() -> None:
+async def test_trl_reward_functions_run_in_grader_processes() -> None:
     from trl.rewards import accuracy_reward, think_format_reward
 
     functions = check_rewards([accuracy_reward, think_format_reward], columns=COLUMNS)
@@ -69,7 +69,7 @@ async def test_its_own_functions_judge_in_processes() -> None:
     ]
 
 
-async def test_its_penalty_for_length_gets_the_ids() -> None:
+async def test_the_trl_overlong_penalty_gets_the_completion_ids() -> None:
     from trl.rewards import get_soft_overlong_punishment
 
     functions = check_rewards([get_soft_overlong_punishment(max_completion_len=6, soft_punish_cache=4)], columns=[])
@@ -78,34 +78,34 @@ async def test_its_penalty_for_length_gets_the_ids() -> None:
     assert [each.total for each in graded] == [0.0, -0.5, -1.0]
 
 
-async def test_its_environments_and_rewards_that_ask_for_them_make_a_group(
+async def test_a_trl_environment_and_a_reward_that_reads_it_produce_a_group(
     tokenizer: Any, make_engine: Any, make_settings: Any
 ) -> None:
-    def said(episode: int, turn: int) -> str:
+    def scripted_answer(episode: int, turn: int) -> str:
         call = f'<tool_call>{{"name": "increment", "arguments": {{"step": {episode + 1}}}}}</tool_call>'
         return call if turn == 0 else "done"
 
-    assembled = await build_rollout(make_config({}), {"environment": IncrementEnv})
+    built = await build_rollout(make_config({}), {"environment": IncrementEnv})
     journal: Any = RecordingJournal()
     functions = check_rewards([reward_func, length_reward], columns=["start"])
-    assert list(isolated_sources(functions)) == ["length_reward"], "an instance stays where it is"
+    assert list(isolated_sources(functions)) == ["length_reward"], "environment instances stay in this process"
     worker = RolloutWorker(
         worker_settings(make_settings()),
-        EngineFleet({"engine-0": make_engine(said)}),
+        EngineFleet({"engine-0": make_engine(scripted_answer)}),
         TemplateChatFormat(tokenizer, (tokenizer.eos_token_id,)),
         [Task("t", [{"role": "user", "content": "Count."}], {"start": 10})],
         None,
-        assembled.rollout,
+        built.rollout,
         RewardFunctions(functions, [1.0, 0.0]),
         journal,
-        closers=assembled.closers,
+        closers=built.closers,
     )
     report = await worker.run(GroupOrder(0, task=0, epoch=0, min_version=0, size=3))
     await worker.close()
     assert (report.outcome, report.rewards) == ("finished", [11.0, 12.0, 13.0])
-    heard = tokenizer.decode(journal.records[0].rows[0].tokens.tolist())
-    assert "Count. The counter is at 10." in heard
-    assert "<|tool|>11" in heard
+    text = tokenizer.decode(journal.records[0].rows[0].tokens.tolist())
+    assert "Count. The counter is at 10." in text
+    assert "<|tool|>11" in text
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ async def test_its_environments_and_rewards_that_ask_for_them_make_a_group(
         ({"environment.reuse": True}, "environment.reuse"),
     ],
 )
-def test_a_reward_that_asks_for_environments_needs_them_here(
+def test_a_reward_that_reads_environments_requires_them_in_the_worker_process(
     settings: dict[str, Any], key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("outpace.run.plan.resolve_model", Path)

@@ -1,4 +1,4 @@
-"""The worker: from an order to a journalled group and its report."""
+"""The worker: from a group order to a journaled group and its report."""
 
 from __future__ import annotations
 
@@ -64,20 +64,20 @@ def order(group: int = 0, **changes: Any) -> GroupOrder:
 
 
 @pytest.fixture
-def kept() -> RecordingJournal:
+def memory_journal() -> RecordingJournal:
     return RecordingJournal()
 
 
 @pytest.fixture
 def make_worker(
-    tokenizer: Any, make_settings: Callable[..., ClientSettings], kept: RecordingJournal
+    tokenizer: Any, make_settings: Callable[..., ClientSettings], memory_journal: RecordingJournal
 ) -> Callable[..., RolloutWorker]:
     def make(
         *engines: Any,
         rollout: Any = single_turn,
         rewards: Any = (("correct", correct),),
         weights: Any = None,
-        writer: Any = kept,
+        writer: Any = memory_journal,
         advantage: str = "dr_grpo",
         overlong: OverlongPenalty | None = None,
         pool: GraderPool | None = None,
@@ -86,9 +86,9 @@ def make_worker(
         changes = {} if scoring is None else {"scoring": scoring}
         settings = worker_settings(make_settings(), advantage, overlong=overlong, **changes)
         chat_format = TemplateChatFormat(tokenizer, (tokenizer.eos_token_id,))
-        judges = RewardFunctions(list(rewards), weights or [1.0] * len(rewards), pool)
+        reward_functions = RewardFunctions(list(rewards), weights or [1.0] * len(rewards), pool)
         fleet = EngineFleet({f"engine-{number}": engine for number, engine in enumerate(engines)})
-        return RolloutWorker(settings, fleet, chat_format, TASKS, HELDOUT, rollout, judges, writer)
+        return RolloutWorker(settings, fleet, chat_format, TASKS, HELDOUT, rollout, reward_functions, writer)
 
     return make
 
@@ -96,7 +96,7 @@ def make_worker(
 MakeWorker = Callable[..., RolloutWorker]
 
 
-async def test_a_group_is_in_the_journal_when_its_report_comes(
+async def test_a_group_is_journaled_before_its_report_is_returned(
     make_engine: Any, make_worker: MakeWorker, tmp_path: Path
 ) -> None:
     worker = make_worker(make_engine(by_episode), writer=journal.JournalWriter(tmp_path, "w"))
@@ -110,7 +110,7 @@ async def test_a_group_is_in_the_journal_when_its_report_comes(
     await worker.close()
 
 
-async def test_a_group_that_cannot_be_journalled_is_not_reported(make_engine: Any, make_worker: MakeWorker) -> None:
+async def test_a_group_that_cannot_be_journaled_is_not_reported(make_engine: Any, make_worker: MakeWorker) -> None:
     class FullDisk(RecordingJournal):
         def append(self, kept: FinishedGroup, record: GroupRecord) -> JournalLocation:
             raise OSError("no space left on device")
@@ -119,7 +119,9 @@ async def test_a_group_that_cannot_be_journalled_is_not_reported(make_engine: An
         await make_worker(make_engine(by_episode), writer=FullDisk()).run(order())
 
 
-async def test_the_report_says_what_the_group_was_like(make_engine: Any, make_worker: MakeWorker) -> None:
+async def test_the_report_holds_the_groups_counts_versions_and_mean_rewards(
+    make_engine: Any, make_worker: MakeWorker
+) -> None:
     engine = make_engine(by_episode)
     engine.stop = "length"
     report = await make_worker(engine).run(order())
@@ -130,8 +132,8 @@ async def test_the_report_says_what_the_group_was_like(make_engine: Any, make_wo
     assert report.seconds >= 0
 
 
-async def test_a_failed_episode_does_not_touch_its_siblings(
-    make_engine: Any, make_worker: MakeWorker, kept: RecordingJournal
+async def test_a_failed_episode_does_not_affect_the_rest_of_its_group(
+    make_engine: Any, make_worker: MakeWorker, memory_journal: RecordingJournal
 ) -> None:
     def answers(episode: int, turn: int) -> Any:
         return ValueError("boom") if episode == 1 else ANSWERS[episode // 2]
@@ -139,25 +141,25 @@ async def test_a_failed_episode_does_not_touch_its_siblings(
     report = await make_worker(make_engine(answers)).run(order(size=3))
     assert (report.outcome, report.episodes, report.failed_episodes) == ("finished", 2, 1)
     assert report.rewards == [1.0, 0.0]
-    assert len(kept.records[0].rows) == 2
+    assert len(memory_journal.records[0].rows) == 2
 
 
 @pytest.mark.parametrize(
     "broken", [lambda completions: 1 / 0, lambda completions: [1.0], lambda completions: ["x"] * len(completions)]
 )
-async def test_a_failed_reward_fails_its_group_as_data(
-    make_engine: Any, make_worker: MakeWorker, kept: RecordingJournal, broken: Any
+async def test_a_failing_reward_function_fails_the_group_without_raising(
+    make_engine: Any, make_worker: MakeWorker, memory_journal: RecordingJournal, broken: Any
 ) -> None:
     report = await make_worker(make_engine(by_episode), rewards=[("broken", broken)]).run(order())
     assert report.outcome == "failed"
     assert "broken" in report.reason
     assert [(failure.source, failure.count) for failure in report.failures] == [("reward broken", 2)]
-    assert "0" not in report.failures[0].reason, "the same for every group: without the number of the sample"
-    assert (report.place, kept.records) == (None, [])
+    assert "0" not in report.failures[0].reason, "the reason must be the same for every group: no sample index"
+    assert (report.place, memory_journal.records) == (None, [])
     assert report.tokens_sampled == len("yes") + len("no") + 2
 
 
-async def test_an_episode_to_which_no_reward_applies_is_left_out(make_engine: Any, make_worker: MakeWorker) -> None:
+async def test_an_episode_for_which_every_reward_is_none_is_left_out(make_engine: Any, make_worker: MakeWorker) -> None:
     def picky(completions: list[str]) -> list[float | None]:
         return [None, 1.0, 0.0]
 
@@ -165,16 +167,18 @@ async def test_an_episode_to_which_no_reward_applies_is_left_out(make_engine: An
     assert (report.outcome, report.episodes, report.rewards) == ("finished", 2, [1.0, 0.0])
 
 
-async def test_a_group_that_teaches_nothing_is_filtered_and_not_journalled(
-    make_engine: Any, make_worker: MakeWorker, kept: RecordingJournal
+async def test_a_group_with_equal_rewards_is_filtered_and_not_journaled(
+    make_engine: Any, make_worker: MakeWorker, memory_journal: RecordingJournal
 ) -> None:
     report = await make_worker(make_engine(["yes", "yes"])).run(order())
     assert (report.outcome, report.place) == ("filtered", None)
     assert re.search(naming("reward", "1"), report.reason)
-    assert kept.records == []
+    assert memory_journal.records == []
 
 
-async def test_rewards_see_prompts_and_columns_once_per_completion(make_engine: Any, make_worker: MakeWorker) -> None:
+async def test_reward_functions_get_prompts_and_columns_once_per_completion(
+    make_engine: Any, make_worker: MakeWorker
+) -> None:
     seen: dict[str, Any] = {}
 
     def look(prompts: Any, completions: Any, **columns: Any) -> list[float]:
@@ -185,7 +189,9 @@ async def test_rewards_see_prompts_and_columns_once_per_completion(make_engine: 
     assert seen == {"prompts": ["ho", "ho"], "completions": ["yes", "no"], "answer": ["no", "no"]}
 
 
-async def test_rewards_see_messages_where_the_prompt_is_messages(make_engine: Any, make_worker: MakeWorker) -> None:
+async def test_reward_functions_get_messages_when_the_prompt_is_messages(
+    make_engine: Any, make_worker: MakeWorker
+) -> None:
     seen: dict[str, Any] = {}
 
     def look(prompts: Any, completions: Any, **columns: Any) -> list[float]:
@@ -197,7 +203,7 @@ async def test_rewards_see_messages_where_the_prompt_is_messages(make_engine: An
     assert seen["completions"] == [[{"role": "assistant", "content": text}] for text in ("yes", "no")]
 
 
-async def test_a_reward_of_the_rollout_is_added_to_those_of_the_functions(
+async def test_the_rollouts_own_reward_is_added_to_those_of_the_reward_functions(
     make_engine: Any, make_worker: MakeWorker
 ) -> None:
     async def rollout(task: Task, client: ModelClient) -> float:
@@ -208,7 +214,7 @@ async def test_a_reward_of_the_rollout_is_added_to_those_of_the_functions(
     assert report.reward_parts == {"correct": 0.5, "rollout": 2.5}
 
 
-async def test_the_reward_that_an_episode_states_counts(make_engine: Any, make_worker: MakeWorker) -> None:
+async def test_the_reward_set_on_a_returned_episode_is_used(make_engine: Any, make_worker: MakeWorker) -> None:
     async def rollout(task: Task, client: ModelClient) -> Episode:
         answer = await client.sample(task.prompt)
         return Episode([client.trajectory()], reward=float(answer == "yes"))
@@ -217,8 +223,8 @@ async def test_the_reward_that_an_episode_states_counts(make_engine: Any, make_w
     assert (report.outcome, report.rewards) == ("finished", [1.0, 0.0])
 
 
-async def test_the_journal_keeps_the_single_rewards_of_every_survivor_that_it_had(
-    make_engine: Any, make_worker: MakeWorker, kept: RecordingJournal
+async def test_the_journal_keeps_the_per_function_rewards_of_every_surviving_episode(
+    make_engine: Any, make_worker: MakeWorker, memory_journal: RecordingJournal
 ) -> None:
     def picky(completions: list[str]) -> list[float | None]:
         return [None if text == "yes" else 2.0 for text in completions]
@@ -228,14 +234,14 @@ async def test_the_journal_keeps_the_single_rewards_of_every_survivor_that_it_ha
 
     rewards = [("correct", correct), ("picky", picky)]
     report = await make_worker(make_engine(answers), rewards=rewards, weights=[3.0, 0.5]).run(order(size=3))
-    (record,) = kept.records
+    (record,) = memory_journal.records
     assert record.rewards == report.rewards == [3.0, 1.0]
     assert record.parts == [{"correct": 1.0}, {"correct": 0.0, "picky": 2.0}]
     assert [row.episode for row in record.rows] == [0, 1]
 
 
-async def test_the_weights_of_rewards_reach_an_estimator_that_looks_at_single_rewards(
-    make_engine: Any, make_worker: MakeWorker, kept: RecordingJournal
+async def test_reward_weights_reach_an_advantage_estimator_that_uses_per_function_rewards(
+    make_engine: Any, make_worker: MakeWorker, memory_journal: RecordingJournal
 ) -> None:
     def wrong(completions: list[str]) -> list[float]:
         return [float(text == "no") for text in completions]
@@ -243,28 +249,28 @@ async def test_the_weights_of_rewards_reach_an_estimator_that_looks_at_single_re
     rewards = [("correct", correct), ("wrong", wrong)]
     worker = make_worker(make_engine(by_episode), rewards=rewards, weights=[3.0, 1.0], advantage="gdpo")
     await worker.run(order())
-    assert [float(row.advantages[-1]) for row in kept.records[0].rows] == pytest.approx(
+    assert [float(row.advantages[-1]) for row in memory_journal.records[0].rows] == pytest.approx(
         [2 * 0.707007, -2 * 0.707007], abs=1e-5
     )
 
 
-async def test_nearly_running_out_of_tokens_costs_reward_in_training_and_not_in_evaluation(
-    make_engine: Any, make_worker: MakeWorker, kept: RecordingJournal
+async def test_the_overlong_penalty_applies_in_training_and_not_in_evaluation(
+    make_engine: Any, make_worker: MakeWorker, memory_journal: RecordingJournal
 ) -> None:
-    """`yes` has four tokens with its end, `no` three: of a buffer of 4 before 6 they use 2 and 1."""
+    """With the end token `yes` has four tokens and `no` three: they use 2 and 1 tokens of the buffer of 4 below 6."""
     worker = make_worker(make_engine(by_episode), overlong=OverlongPenalty(limit=6, buffer=4, penalty=2.0))
     report = await worker.run(order())
     assert report.rewards == [1.0 - 1.0, 0.0 - 0.5]
     assert report.reward_parts == {"correct": 0.5, "overlong": -0.75}
-    assert kept.records[0].parts == [{"correct": 1.0, "overlong": -1.0}, {"correct": 0.0, "overlong": -0.5}]
+    assert memory_journal.records[0].parts == [{"correct": 1.0, "overlong": -1.0}, {"correct": 0.0, "overlong": -0.5}]
     evaluated = await worker.run(order(1, size=1, heldout=True))
     assert (evaluated.rewards, evaluated.reward_parts) == ([1.0], {"correct": 1.0})
 
 
-async def test_rewards_that_trajectories_bring_along_are_enough(
-    make_engine: Any, make_worker: MakeWorker, kept: RecordingJournal
+async def test_trajectory_rewards_suffice_when_no_reward_function_applies(
+    make_engine: Any, make_worker: MakeWorker, memory_journal: RecordingJournal
 ) -> None:
-    """Where no reward function applies, an episode is judged all the same if its trajectories are."""
+    """An episode counts as graded if its trajectories have rewards."""
 
     async def rollout(task: Task, client: ModelClient) -> Trajectory:
         answer = await client.sample(task.prompt)
@@ -273,10 +279,13 @@ async def test_rewards_that_trajectories_bring_along_are_enough(
     silent = [("silent", lambda completions: [None] * len(completions))]
     report = await make_worker(make_engine(by_episode), rollout=rollout, rewards=silent).run(order())
     assert (report.outcome, report.rewards) == ("finished", [1.0, 0.0])
-    assert [(row.reward, float(row.advantages[-1])) for row in kept.records[0].rows] == [(1.0, 0.5), (0.0, -0.5)]
+    assert [(row.reward, float(row.advantages[-1])) for row in memory_journal.records[0].rows] == [
+        (1.0, 0.5),
+        (0.0, -0.5),
+    ]
 
 
-async def test_metrics_of_episodes_are_averaged_over_those_that_have_them(
+async def test_episode_metrics_are_averaged_over_the_episodes_that_have_them(
     make_engine: Any, make_worker: MakeWorker
 ) -> None:
     async def rollout(task: Task, client: ModelClient) -> Episode:
@@ -289,7 +298,7 @@ async def test_metrics_of_episodes_are_averaged_over_those_that_have_them(
 
 
 async def test_a_cancelled_group_reports_failure_and_frees_the_engine(
-    make_engine: Any, make_worker: MakeWorker, kept: RecordingJournal
+    make_engine: Any, make_worker: MakeWorker, memory_journal: RecordingJournal
 ) -> None:
     engine = make_engine([None])
     worker = make_worker(engine)
@@ -299,46 +308,48 @@ async def test_a_cancelled_group_reports_failure_and_frees_the_engine(
     report = await running
     assert (report.group, report.outcome, report.cancelled) == (4, "failed", True)
     assert engine.aborted == ["4.0.0", "4.1.0"]
-    assert kept.records == []
+    assert memory_journal.records == []
 
 
-async def test_a_cancelled_group_says_so_and_counts_every_token_it_had_sampled(
+async def test_a_cancelled_group_is_marked_cancelled_and_counts_every_sampled_token(
     make_engine: Any, make_worker: MakeWorker
 ) -> None:
-    """Whole answers and the part of an answer that was under way: all of it is work for nothing."""
+    """Complete answers and the partial answer in flight both count."""
 
     async def rollout(task: Task, client: ModelClient) -> None:
         await client.sample(task.prompt)
         await client.sample("more")
 
-    asked_again: set[int] = set()
-    both_asked_again = asyncio.Event()
+    in_second_turn: set[int] = set()
+    both_in_second_turn = asyncio.Event()
 
     def answers(episode: int, turn: int) -> str | None:
         if turn == 0:
             return ANSWERS[episode]
-        asked_again.add(episode)
-        if len(asked_again) == 2:
-            both_asked_again.set()
+        in_second_turn.add(episode)
+        if len(in_second_turn) == 2:
+            both_in_second_turn.set()
         return None
 
     engine = make_engine(answers)
     engine.partial = "hal"
     worker = make_worker(engine, rollout=rollout)
     running = asyncio.create_task(worker.run(order(4)))
-    await both_asked_again.wait()
+    await both_in_second_turn.wait()
     await worker.cancel(4)
     report = await running
     assert report.cancelled
     assert report.tokens_sampled == len("yes") + len("no") + 2 + 2 * len("hal")
 
 
-async def test_a_group_that_fails_by_itself_is_not_called_cancelled(make_engine: Any, make_worker: MakeWorker) -> None:
+async def test_a_group_that_fails_on_its_own_is_not_marked_cancelled(make_engine: Any, make_worker: MakeWorker) -> None:
     report = await make_worker(make_engine([ValueError("boom")])).run(order())
     assert (report.outcome, report.cancelled) == ("failed", False)
 
 
-async def test_tokens_of_an_answer_that_was_given_up_are_counted(make_engine: Any, make_worker: MakeWorker) -> None:
+async def test_tokens_of_a_request_that_the_rollout_timed_out_are_counted(
+    make_engine: Any, make_worker: MakeWorker
+) -> None:
     async def impatient(task: Task, client: ModelClient) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0.01):
@@ -352,7 +363,7 @@ async def test_tokens_of_an_answer_that_was_given_up_are_counted(make_engine: An
     assert report.tokens_sampled == len("yes") + len("no") + 2 + 2 * len("hal")
 
 
-async def test_cancelling_one_group_leaves_the_others(make_engine: Any, make_worker: MakeWorker) -> None:
+async def test_cancelling_a_group_that_is_not_running_has_no_effect(make_engine: Any, make_worker: MakeWorker) -> None:
     engine = make_engine(by_episode)
     worker = make_worker(engine)
     await worker.cancel(1)
@@ -360,7 +371,9 @@ async def test_cancelling_one_group_leaves_the_others(make_engine: Any, make_wor
     await worker.cancel(1)
 
 
-async def test_a_caller_that_goes_away_is_not_answered(make_engine: Any, make_worker: MakeWorker) -> None:
+async def test_cancelling_the_call_aborts_the_groups_requests_and_returns_no_report(
+    make_engine: Any, make_worker: MakeWorker
+) -> None:
     engine = make_engine([None])
     running = asyncio.create_task(make_worker(engine).run(order()))
     await engine.started.wait()
@@ -370,7 +383,7 @@ async def test_a_caller_that_goes_away_is_not_answered(make_engine: Any, make_wo
     assert engine.aborted == ["0.0.0", "0.1.0"]
 
 
-async def test_the_failure_of_the_engine_goes_up_and_leaves_no_episode_running(
+async def test_an_engine_failure_propagates_and_stops_the_other_episodes(
     make_engine: Any, make_worker: MakeWorker
 ) -> None:
     engine = make_engine(lambda episode, turn: None if episode == 0 else ComponentFailed("engine-0", "died"))
@@ -379,8 +392,8 @@ async def test_the_failure_of_the_engine_goes_up_and_leaves_no_episode_running(
     assert engine.aborted == ["0.0.0"]
 
 
-async def test_closing_waits_until_nobody_writes(
-    make_engine: Any, make_worker: MakeWorker, kept: RecordingJournal
+async def test_close_waits_for_running_episodes_before_closing_the_journal(
+    make_engine: Any, make_worker: MakeWorker, memory_journal: RecordingJournal
 ) -> None:
     engine = make_engine([None])
     worker = make_worker(engine)
@@ -388,11 +401,11 @@ async def test_closing_waits_until_nobody_writes(
     await engine.started.wait()
     await worker.close()
     assert engine.aborted == ["0.0.0", "0.1.0"], "the episodes have ended"
-    assert kept.closed
+    assert memory_journal.closed
     assert (await running).cancelled
 
 
-async def test_closing_ends_evaluations_too_also_one_with_the_number_of_a_group(
+async def test_close_ends_evaluations_including_one_with_the_same_id_as_a_training_group(
     make_engine: Any, make_worker: MakeWorker
 ) -> None:
     engine = make_engine([None])
@@ -403,8 +416,8 @@ async def test_closing_ends_evaluations_too_also_one_with_the_number_of_a_group(
         await asyncio.sleep(0.001)
     await worker.cancel(0)
     assert (await group).cancelled
-    assert engine.aborted == ["0.0.0", "0.1.0"], "the number is that of the group"
-    evaluations[0].cancel()  # whose caller is gone
+    assert engine.aborted == ["0.0.0", "0.1.0"], "cancel takes the id of a training group"
+    evaluations[0].cancel()  # its caller is gone
     await worker.close()
     ids = [f"eval-{number}.0.{episode}.0" for number in (2, 3) for episode in (0, 1)]
     assert sorted(engine.aborted[2:]) == ids, "the episodes have ended"
@@ -425,7 +438,7 @@ async def test_every_sampled_token_is_counted_whatever_the_rollout_returns(
 
 
 @pytest.mark.parametrize("heldout", [True, False])
-async def test_an_environment_is_judged_and_then_let_go_at_once(
+async def test_an_environment_is_freed_right_after_its_group_is_graded(
     heldout: bool, make_engine: Any, make_worker: MakeWorker
 ) -> None:
     class World:
@@ -450,7 +463,7 @@ async def test_an_environment_is_judged_and_then_let_go_at_once(
         gc.enable()
 
 
-async def test_a_group_judged_in_a_process_keeps_its_traceback_and_closing_ends_the_process(
+async def test_a_reward_that_fails_in_a_grader_process_keeps_its_traceback_and_close_ends_the_process(
     make_engine: Any, make_worker: MakeWorker
 ) -> None:
     def by_letter(completions: list[str], answer: list[str]) -> list[float]:
@@ -474,26 +487,26 @@ async def test_a_group_judged_in_a_process_keeps_its_traceback_and_closing_ends_
     assert not psutil.pid_exists(grader)
 
 
-async def test_released_segments_are_handed_to_the_journal(
-    make_engine: Any, make_worker: MakeWorker, kept: RecordingJournal
+async def test_released_segments_are_passed_to_the_journal(
+    make_engine: Any, make_worker: MakeWorker, memory_journal: RecordingJournal
 ) -> None:
     await make_worker(make_engine([])).release(["w-00001.journal"])
-    assert kept.released == ["w-00001.journal"]
+    assert memory_journal.released == ["w-00001.journal"]
 
 
-async def test_held_out_groups_are_judged_and_never_journalled(
-    make_engine: Any, make_worker: MakeWorker, kept: RecordingJournal
+async def test_held_out_groups_are_graded_and_never_journaled(
+    make_engine: Any, make_worker: MakeWorker, memory_journal: RecordingJournal
 ) -> None:
     engine = make_engine(by_episode)
     report = await make_worker(engine).run(order(0, size=1, heldout=True, pinned=2))
     assert (report.task_id, report.outcome, report.rewards) == ("h0", "finished", [1.0])
-    assert (report.place, kept.records) == (None, [])
+    assert (report.place, memory_journal.records) == (None, [])
     (request,) = engine.samplings
     assert engine.samplings[request].temperature == 0.0
     assert engine.bounds == [(2, 2)]
 
 
-async def test_every_evaluation_has_the_same_noise_and_training_another(
+async def test_every_evaluation_uses_the_same_seeds_and_training_uses_others(
     make_engine: Any, make_worker: MakeWorker
 ) -> None:
     engine = make_engine(by_episode)
@@ -506,12 +519,14 @@ async def test_every_evaluation_has_the_same_noise_and_training_another(
     assert len(set(seeds)) == 3
 
 
-async def test_a_held_out_task_that_fails_says_so(make_engine: Any, make_worker: MakeWorker) -> None:
+async def test_a_failed_held_out_task_reports_its_error(make_engine: Any, make_worker: MakeWorker) -> None:
     report = await make_worker(make_engine([ValueError("boom")])).run(order(0, size=1, heldout=True))
     assert (report.outcome, report.reason, report.failed_episodes) == ("failed", "ValueError: boom", 1)
 
 
-async def test_episodes_are_shown_only_when_asked(make_engine: Any, make_worker: MakeWorker) -> None:
+async def test_episode_views_are_reported_only_when_the_order_requests_them(
+    make_engine: Any, make_worker: MakeWorker
+) -> None:
     worker = make_worker(make_engine(by_episode))
     assert (await worker.run(order(0))).views == []
     views = (await worker.run(order(1, show=True))).views
@@ -521,7 +536,7 @@ async def test_episodes_are_shown_only_when_asked(make_engine: Any, make_worker:
     ]
 
 
-async def test_a_lone_answer_is_shown_as_its_text_whatever_the_prompt_is(
+async def test_a_single_answer_is_shown_as_plain_text_even_for_a_message_prompt(
     make_engine: Any, make_worker: MakeWorker
 ) -> None:
     def fair(completions: Any) -> list[float]:
@@ -531,7 +546,7 @@ async def test_a_lone_answer_is_shown_as_its_text_whatever_the_prompt_is(
     assert [(view.prompt, view.completion) for view in report.views] == [("user: hi", "yes"), ("user: hi", "no")]
 
 
-async def test_groups_are_spread_over_the_engines(make_engine: Any, make_worker: MakeWorker) -> None:
+async def test_groups_are_distributed_over_the_engines(make_engine: Any, make_worker: MakeWorker) -> None:
     engines = [make_engine(by_episode), make_engine(by_episode)]
     worker = make_worker(*engines)
     await asyncio.gather(*(worker.run(order(group)) for group in range(8)))
@@ -540,9 +555,7 @@ async def test_groups_are_spread_over_the_engines(make_engine: Any, make_worker:
     assert all(engine.prompts for engine in engines)
 
 
-async def test_an_engine_that_joins_is_asked_and_one_that_does_not_serve_is_not(
-    make_engine: Any, make_worker: MakeWorker
-) -> None:
+async def test_requests_go_only_to_fleet_members_that_serve(make_engine: Any, make_worker: MakeWorker) -> None:
     resting, serving = make_engine(by_episode), make_engine(by_episode)
     worker = make_worker(resting, serving)
     await worker.fleet(
@@ -552,39 +565,43 @@ async def test_an_engine_that_joins_is_asked_and_one_that_does_not_serve_is_not(
     assert (len(resting.prompts), len(serving.prompts)) == (0, 2)
 
 
-async def test_openings_are_what_the_engine_is_asked_first(make_engine: Any, make_worker: MakeWorker) -> None:
+async def test_first_prompts_equal_the_first_requests_sent_to_the_engine(
+    make_engine: Any, make_worker: MakeWorker
+) -> None:
     engine = make_engine(by_episode)
     worker = make_worker(engine)
     first_prompts = await worker.first_prompts(9)
     assert len(first_prompts) == len(TASKS)
-    for task, opening in enumerate(first_prompts):
+    for task, prompt in enumerate(first_prompts):
         await worker.run(order(task, task=task))
-        assert engine.prompts[f"{task}.0.0"] == opening.tolist()
-    assert [len(opening) for opening in await worker.first_prompts(1)] == [len(first_prompts[0])]
+        assert engine.prompts[f"{task}.0.0"] == prompt.tolist()
+    assert [len(prompt) for prompt in await worker.first_prompts(1)] == [len(first_prompts[0])]
 
 
-async def test_an_estimator_never_runs_on_the_event_loop(
+async def test_an_advantage_estimator_never_runs_on_the_event_loop(
     make_engine: Any, make_worker: MakeWorker, make_settings: Any
 ) -> None:
-    """It may be a user's, and slow."""
+    """The estimator may be user code, and slow."""
     seen: list[int] = []
 
-    def watching(peers: Any) -> Any:
+    def recording(group_returns: Any) -> Any:
         seen.append(threading.get_ident())
-        return peers.returns_G - peers.returns_G.mean()
+        return group_returns.returns_G - group_returns.returns_G.mean()
 
     scoring = worker_settings(make_settings()).scoring
-    registration = replace(scoring.credit.estimator.registration, function=lambda peers, **_: watching(peers))
+    registration = replace(
+        scoring.credit.estimator.registration, function=lambda group_returns, **_: recording(group_returns)
+    )
     estimator = replace(scoring.credit.estimator, registration=registration)
-    watched = replace(scoring, credit=replace(scoring.credit, estimator=estimator))
-    worker = make_worker(make_engine(by_episode), scoring=watched)
+    recorded = replace(scoring, credit=replace(scoring.credit, estimator=estimator))
+    worker = make_worker(make_engine(by_episode), scoring=recorded)
     assert (await worker.run(order())).outcome == "finished"
     assert seen
     assert threading.get_ident() not in seen
 
 
-async def test_people_see_whole_returns_and_the_journal_keeps_rewards_and_turn_rewards_apart(
-    make_engine: Any, make_worker: MakeWorker, kept: RecordingJournal
+async def test_reports_show_total_returns_and_the_journal_keeps_rewards_and_turn_rewards_apart(
+    make_engine: Any, make_worker: MakeWorker, memory_journal: RecordingJournal
 ) -> None:
     async def with_a_turn_reward(task: Task, client: ModelClient) -> Episode:
         await client.sample(task.prompt)
@@ -593,6 +610,6 @@ async def test_people_see_whole_returns_and_the_journal_keeps_rewards_and_turn_r
 
     report = await make_worker(make_engine(by_episode), rollout=with_a_turn_reward).run(order())
     assert report.rewards == [1.25, 0.25]
-    (record,) = kept.records
+    (record,) = memory_journal.records
     assert record.rewards == [1.0, 0.0]
     assert [row.turn_rewards.tolist() for row in record.rows] == [[0.25], [0.25]]

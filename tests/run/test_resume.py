@@ -1,4 +1,4 @@
-"""What an earlier start of a run has left on the disk, and what the next one makes of it."""
+"""Resuming a run: what is recovered from disk and what is refused."""
 
 from __future__ import annotations
 
@@ -41,50 +41,52 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def past(
+def resume_point(
     run: Path, settings: SchedulerSettings = SETTINGS, order: TaskOrder = ORDER, usable: bool = True
 ) -> ResumePoint:
     return load_resume_point(run, None, settings, order, "digest", usable)
 
 
-def test_finished_groups_of_the_version_gone_on_from_survive_and_can_be_read_where_they_now_lie(run: Path) -> None:
-    found = past(run)
+def test_finished_groups_up_to_the_resumed_version_are_recovered_and_readable(run: Path) -> None:
+    found = resume_point(run)
     assert found.version == found.accounted == 0
     assert [kept.order.group for kept in found.recovered.finished] == [0, 1, 2]
     for kept in found.recovered.finished:
         assert kept.report.place is not None
         assert read_record(run / "journal", kept.report.place).group == kept.order.group
-    assert [kept.order for kept in past(run).recovered.finished] == [kept.order for kept in found.recovered.finished]
+    assert [kept.order for kept in resume_point(run).recovered.finished] == [
+        kept.order for kept in found.recovered.finished
+    ]
 
 
-def test_nothing_survives_under_another_seed(run: Path) -> None:
+def test_no_group_is_recovered_under_another_seed(run: Path) -> None:
     other = next(
         order
         for order in (TaskOrder(6, seed, shuffle=True) for seed in range(1, 100))
         if all(ORDER.task(place) != order.task(place) for place in range(3))
     )
-    assert past(run, order=other).recovered.finished == ()
+    assert resume_point(run, order=other).recovered.finished == ()
 
 
-def test_where_groups_are_made_in_another_way_none_survives(run: Path) -> None:
-    assert past(run, usable=False).recovered.finished == ()
-    assert past(run).recovered.finished == ()
+def test_no_group_is_recovered_if_the_group_settings_changed(run: Path) -> None:
+    assert resume_point(run, usable=False).recovered.finished == ()
+    assert resume_point(run).recovered.finished == ()
 
 
-def test_in_lockstep_groups_are_made_again(run: Path) -> None:
-    assert past(run, replace(SETTINGS, deterministic=True)).recovered.finished == ()
+def test_a_deterministic_run_recovers_no_groups(run: Path) -> None:
+    assert resume_point(run, replace(SETTINGS, deterministic=True)).recovered.finished == ()
 
 
-def test_a_run_without_a_journal_goes_on_from_nothing(tmp_path: Path) -> None:
-    assert past(tmp_path).recovered.finished == ()
+def test_a_run_without_a_journal_recovers_no_groups(tmp_path: Path) -> None:
+    assert resume_point(tmp_path).recovered.finished == ()
 
 
-def test_the_newest_evaluation_that_is_known_is_that_of_the_log(run: Path) -> None:
+def test_the_newest_evaluation_up_to_the_resumed_version_is_read_from_the_log(run: Path) -> None:
     lines = LineFile(run / "evals.jsonl")
     for step in (0, 4):
         lines.append({"step": step, "eval/reward": 0.5})
     lines.close()
-    assert past(run).evaluated == 0, "version 4 is no more"
+    assert resume_point(run).evaluated == 0, "version 4 was rolled back"
 
 
 def checkpoint_of(run: Path, version: int) -> Path:
@@ -95,7 +97,7 @@ def checkpoint_of(run: Path, version: int) -> Path:
     return folder
 
 
-def test_a_run_is_not_resumed_to_fewer_steps_or_with_another_tokenizer_and_keeps_its_journal(run: Path) -> None:
+def test_resuming_with_fewer_steps_or_another_tokenizer_is_refused_and_keeps_the_journal(run: Path) -> None:
     before = sorted((run / "journal").iterdir())
     checkpoint = checkpoint_of(run, 5)
     with pytest.raises(BadInput, match=r"run\.steps: .*\b5\b"):
@@ -105,13 +107,13 @@ def test_a_run_is_not_resumed_to_fewer_steps_or_with_another_tokenizer_and_keeps
     assert sorted((run / "journal").iterdir()) == before
 
 
-def test_a_changed_reward_is_noticed_and_a_changed_learning_rate_is_not(tmp_path: Path) -> None:
+def test_a_changed_reward_changes_the_group_settings_and_a_learning_rate_does_not(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text('[rewards]\nfunctions = ["a"]\n[learner]\nlr = 1e-3\n')
     assert same_group_config(tmp_path, '[rewards]\nfunctions = ["a"]\n[learner]\nlr = 1e-4\n')
     assert not same_group_config(tmp_path, '[rewards]\nfunctions = ["b"]\n[learner]\nlr = 1e-3\n')
 
 
-def test_changed_tasks_are_refused_or_accepted_but_never_more_or_fewer(tmp_path: Path) -> None:
+def test_changed_tasks_can_be_accepted_but_not_a_changed_number_of_tasks(tmp_path: Path) -> None:
     def tasks(*prompts: str) -> list[Task]:
         return [Task(str(number), prompt, {}) for number, prompt in enumerate(prompts)]
 

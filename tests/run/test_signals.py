@@ -22,10 +22,10 @@ class Recording(BackgroundRun):
 
     def abort(self) -> None:
         super().abort()
-        self.calls.append("leave")
+        self.calls.append("abort")
 
 
-def test_a_signal_that_arrives_twice_in_the_same_moment_counts_once(monkeypatch: Any) -> None:
+def test_a_signal_received_twice_at_the_same_moment_counts_once(monkeypatch: Any) -> None:
     now = 100.0
     monkeypatch.setattr(background.time, "monotonic", lambda: now)
     run = Recording()
@@ -35,18 +35,18 @@ def test_a_signal_that_arrives_twice_in_the_same_moment_counts_once(monkeypatch:
     assert run.calls == ["interrupt"]
     now = 101.0
     run.on_signal(signal.SIGINT)
-    assert run.calls == ["interrupt", "leave"]
+    assert run.calls == ["interrupt", "abort"]
 
 
-def test_two_different_signals_are_two(monkeypatch: Any) -> None:
+def test_two_different_signals_count_as_two(monkeypatch: Any) -> None:
     monkeypatch.setattr(background.time, "monotonic", lambda: 100.0)
     run = Recording()
     run.on_signal(signal.SIGINT)
     run.on_signal(signal.SIGTERM)
-    assert run.calls == ["interrupt", "leave"]
+    assert run.calls == ["interrupt", "abort"]
 
 
-def test_every_run_under_way_receives_a_signal_and_the_last_to_end_restores_the_handlers() -> None:
+def test_every_active_run_receives_a_signal_and_the_last_to_end_restores_the_handlers() -> None:
     before = signal.getsignal(signal.SIGINT)
     first: list[int] = []
     second: list[int] = []
@@ -61,15 +61,15 @@ def test_every_run_under_way_receives_a_signal_and_the_last_to_end_restores_the_
     assert signal.getsignal(signal.SIGINT) == before
 
 
-async def test_handlers_of_the_program_itself_stay_in_place_for_a_coroutine() -> None:
-    heard: list[str] = []
+async def test_signal_handlers_of_the_program_are_kept_for_a_coroutine() -> None:
+    received: list[str] = []
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, heard.append, "program")
+    loop.add_signal_handler(signal.SIGTERM, received.append, "program")
     try:
-        with forward_signals(lambda _: heard.append("run"), keep_own=True):
+        with forward_signals(lambda _: received.append("run"), keep_own=True):
             os.kill(os.getpid(), signal.SIGTERM)
             await asyncio.sleep(0)
             await asyncio.sleep(0.01)
     finally:
         loop.remove_signal_handler(signal.SIGTERM)
-    assert heard == ["program"]
+    assert received == ["program"]

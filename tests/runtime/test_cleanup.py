@@ -1,4 +1,4 @@
-"""Nothing of a run outlives it, not even if nobody was left to tidy up."""
+"""No process, directory or shared memory outlives a run, even if the run is killed."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ from outpace.runtime.cleanup import RuntimeDirectory
 from runtime_support import start_toy
 
 async def main(root):
-    scratch = RuntimeDirectory(root)
-    runtime = LocalRuntime(root / "logs", cleanup=scratch.cleanup)
+    runtime_dir = RuntimeDirectory(root)
+    runtime = LocalRuntime(root / "logs", cleanup=runtime_dir.cleanup)
     toys = [await start_toy(runtime, name) for name in ("one", "two")]
-    (scratch.path / "weights").write_bytes(b"w" * 1000)
-    (scratch.files / "left").mkdir(mode=0)
+    (runtime_dir.path / "weights").write_bytes(b"w" * 1000)
+    (runtime_dir.files / "left").mkdir(mode=0)
     print(json.dumps({
-        "family": [await toy.pid() for toy in toys] + [await toy.start_program(60) for toy in toys],
-        "guardian": scratch.cleanup.pid,
-        "directories": [str(scratch.path), str(scratch.files)],
+        "tree": [await toy.pid() for toy in toys] + [await toy.start_program(60) for toy in toys],
+        "cleanup": runtime_dir.cleanup.pid,
+        "directories": [str(runtime_dir.path), str(runtime_dir.files)],
     }), flush=True)
     await asyncio.to_thread(sys.stdin.readline)
     await runtime.stop()
-    scratch.remove()
+    runtime_dir.remove()
 
 asyncio.run(main(Path(sys.argv[1])))
 """
@@ -66,11 +66,11 @@ def controller(tmp_path: Path) -> Any:
     process.communicate()
 
 
-def told_by(controller: subprocess.Popen[str]) -> tuple[list[psutil.Process], psutil.Process, list[Path]]:
+def read_facts(controller: subprocess.Popen[str]) -> tuple[list[psutil.Process], psutil.Process, list[Path]]:
     assert controller.stdout is not None
     facts = json.loads(controller.stdout.readline())
-    family = [psutil.Process(pid) for pid in facts["family"]]
-    return family, psutil.Process(facts["guardian"]), [Path(directory) for directory in facts["directories"]]
+    tree = [psutil.Process(pid) for pid in facts["tree"]]
+    return tree, psutil.Process(facts["cleanup"]), [Path(directory) for directory in facts["directories"]]
 
 
 def until(true: Callable[[], bool]) -> None:
@@ -85,50 +85,50 @@ def gone(processes: list[psutil.Process]) -> bool:
 def test_after_sigkill_of_the_controller_no_process_and_no_directory_is_left(
     controller: subprocess.Popen[str],
 ) -> None:
-    family, cleanup, directories = told_by(controller)
+    tree, cleanup, directories = read_facts(controller)
     assert all(directory.is_dir() for directory in directories)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        cleanup.send_signal(number)  # as a launcher would that ends everything it finds
+        cleanup.send_signal(number)  # as a launcher does that signals every process it finds
     controller.kill()
-    until(lambda: gone([*family, cleanup]))
+    until(lambda: gone([*tree, cleanup]))
     assert not any(directory.exists() for directory in directories)
 
 
-def test_after_a_normal_end_neither_is_a_guardian(controller: subprocess.Popen[str]) -> None:
-    family, cleanup, directories = told_by(controller)
+def test_after_a_normal_end_no_process_directory_or_cleanup_process_is_left(controller: subprocess.Popen[str]) -> None:
+    tree, cleanup, directories = read_facts(controller)
     controller.communicate("\n")
-    assert gone([*family, cleanup])
+    assert gone([*tree, cleanup])
     assert not any(directory.exists() for directory in directories)
 
 
-def test_where_the_guardian_was_killed_too_the_next_run_removes_what_is_left(
+def test_if_the_cleanup_process_is_killed_too_the_next_run_removes_what_is_left(
     controller: subprocess.Popen[str], tmp_path: Path
 ) -> None:
-    family, cleanup, directories = told_by(controller)
+    tree, cleanup, directories = read_facts(controller)
     cleanup.kill()
     controller.kill()
     controller.wait()
-    until(lambda: gone(family[:2]))  # the kernel's part, where it has one
-    assert not gone(family[2:])
+    until(lambda: gone(tree[:2]))  # killed by the kernel with their parent
+    assert not gone(tree[2:])
     assert all(directory.exists() for directory in directories)
     RuntimeDirectory(tmp_path).remove()
-    assert gone(family)
+    assert gone(tree)
     assert not any(directory.exists() for directory in directories)
 
 
 @pytest.fixture
 def bystander() -> Any:
-    """A program of the user's own that happens to run."""
+    """An unrelated program of the user."""
     with subprocess.Popen(["sleep", "60"]) as process:
         yield process
         process.kill()
 
 
-async def test_what_a_dead_part_had_started_ends_with_it_and_nothing_else(
+async def test_programs_started_by_a_dead_component_are_killed_and_others_are_not(
     tmp_path: Path, bystander: subprocess.Popen[bytes]
 ) -> None:
-    scratch = RuntimeDirectory(tmp_path)
-    runtime = LocalRuntime(tmp_path / "logs", cleanup=scratch.cleanup)
+    runtime_dir = RuntimeDirectory(tmp_path)
+    runtime = LocalRuntime(tmp_path / "logs", cleanup=runtime_dir.cleanup)
     toys = [await start_toy(runtime, name) for name in ("one", "two")]
     programs = [psutil.Process(await toy.start_program(60)) for toy in toys]
     await runtime.kill("one")
@@ -138,8 +138,8 @@ async def test_what_a_dead_part_had_started_ends_with_it_and_nothing_else(
     await runtime.restart("one")
     assert await toys[0].attempt() == 1
     await runtime.stop()
-    await asyncio.to_thread(scratch.remove)
-    assert gone(programs), "what the others had started ends with the run"
+    await asyncio.to_thread(runtime_dir.remove)
+    assert gone(programs), "programs of other components end with the run"
     assert bystander.poll() is None
 
 
@@ -161,16 +161,16 @@ asyncio.run(main(sys.argv[1]))
 """
 
 
-def test_a_child_whose_parent_was_killed_before_it_woke_up_does_nothing(tmp_path: Path) -> None:
+def test_a_child_whose_parent_was_killed_before_the_child_started_does_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-c", EARLY_DEATH, str(tmp_path)]
-    told = subprocess.run(command, env={**os.environ, **ENVIRONMENT}, stdout=subprocess.PIPE, check=False)
+    result = subprocess.run(command, env={**os.environ, **ENVIRONMENT}, stdout=subprocess.PIPE, check=False)
     with contextlib.suppress(psutil.NoSuchProcess):
-        child = psutil.Process(int(told.stdout))
+        child = psutil.Process(int(result.stdout))
         until(lambda: gone([child]))
     assert not (tmp_path / "built").exists()
 
 
-def test_nothing_but_its_own_directory_is_touched_where_it_cannot_be_removed_or_is_gone(
+def test_removing_a_directory_that_is_stubborn_or_gone_touches_no_other_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cleanup_process, "PASSES", 2)
@@ -191,7 +191,7 @@ def test_nothing_but_its_own_directory_is_touched_where_it_cannot_be_removed_or_
     assert [stat.S_IMODE(place.stat().st_mode) for place in (shared, elsewhere)] == [0o1777, 0o755]
 
 
-def test_a_directory_that_becomes_a_link_at_the_wrong_moment_is_not_followed(
+def test_a_directory_replaced_by_a_symlink_during_removal_is_not_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     elsewhere, ours = tmp_path / "elsewhere", tmp_path / "ours"
@@ -215,7 +215,7 @@ def test_a_directory_that_becomes_a_link_at_the_wrong_moment_is_not_followed(
 
 
 @pytest.mark.parametrize("has_ended", [True, False])
-def test_the_number_of_a_part_that_has_ended_is_forgotten(
+def test_the_pid_of_a_component_that_has_ended_is_not_killed(
     has_ended: bool, bystander: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
     cleanup = CleanupProcess(tmp_path / "index")
@@ -234,11 +234,11 @@ def test_no_two_processes_share_a_mark(tmp_path: Path) -> None:
     assert not any(one in other for one in marks for other in marks if one is not other)
 
 
-def test_a_number_that_belongs_to_another_process_by_now_is_left_alone(bystander: subprocess.Popen[bytes]) -> None:
-    cleanup_process.kill_run_processes({bystander.pid: "long ago"}, "nobody's mark", "/nowhere")
+def test_a_pid_reused_by_another_process_is_left_alone(bystander: subprocess.Popen[bytes]) -> None:
+    cleanup_process.kill_run_processes({bystander.pid: "long ago"}, "unused mark", "/nowhere")
     assert bystander.poll() is None
     cleanup_process.kill_run_processes(
-        {bystander.pid: cleanup_process.process_start_time(bystander.pid)}, "nobody's mark", "/nowhere"
+        {bystander.pid: cleanup_process.process_start_time(bystander.pid)}, "unused mark", "/nowhere"
     )
     assert bystander.wait() == -signal.SIGKILL
 
@@ -250,8 +250,8 @@ time.sleep(60)
 """
 
 
-def test_whoever_has_lost_the_mark_is_found_by_the_session_that_was_noted(tmp_path: Path) -> None:
-    """As a server's workers are: stopped, their leader dead, their environment written over."""
+def test_processes_that_lost_the_mark_are_found_by_their_recorded_session(tmp_path: Path) -> None:
+    """Like the workers of a server: stopped, their leader dead, their environment overwritten."""
     cleanup = CleanupProcess(tmp_path / "index")
     environment = {**os.environ, **cleanup.marked(mark := cleanup.new_mark())}
     leader = subprocess.Popen(
@@ -270,7 +270,7 @@ def test_whoever_has_lost_the_mark_is_found_by_the_session_that_was_noted(tmp_pa
     assert gone
 
 
-def test_a_session_whose_number_is_another_process_by_now_is_left_alone(
+def test_a_recorded_session_id_reused_by_another_process_is_left_alone(
     bystander: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
     (tmp_path / f"mark.{bystander.pid}.1").touch()
@@ -280,11 +280,11 @@ def test_a_session_whose_number_is_another_process_by_now_is_left_alone(
     assert cleanup_process.recorded_sessions(str(tmp_path), "another.") == set()
 
 
-async def test_a_run_goes_on_without_its_guardian(tmp_path: Path) -> None:
-    scratch = RuntimeDirectory(tmp_path)
-    os.kill(scratch.cleanup.pid, signal.SIGKILL)
-    runtime = LocalRuntime(tmp_path / "logs", cleanup=scratch.cleanup)
+async def test_a_run_continues_without_its_cleanup_process(tmp_path: Path) -> None:
+    runtime_dir = RuntimeDirectory(tmp_path)
+    os.kill(runtime_dir.cleanup.pid, signal.SIGKILL)
+    runtime = LocalRuntime(tmp_path / "logs", cleanup=runtime_dir.cleanup)
     assert await (await start_toy(runtime)).attempt() == 0
     await runtime.stop()
-    scratch.remove()
-    assert not scratch.path.exists()
+    runtime_dir.remove()
+    assert not runtime_dir.path.exists()

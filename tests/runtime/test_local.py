@@ -1,4 +1,4 @@
-"""Parts as processes: they die, are told of, and come back."""
+"""Components as processes: death, reporting and restart."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ pytestmark = pytest.mark.timeout(120)
 
 
 async def until(true: Callable[[], bool]) -> None:
-    while not true():  # noqa: ASYNC110 - of another process
+    while not true():  # noqa: ASYNC110 - the condition depends on another process
         await asyncio.sleep(0.01)
 
 
-async def test_a_death_is_told_with_how_it_was_and_the_last_words(runtime: LocalRuntime) -> None:
+async def test_a_death_is_reported_with_its_exit_code_and_last_output(runtime: LocalRuntime) -> None:
     toy = await start_toy(runtime)
     with pytest.raises(ComponentLost):
         await toy.die(3)
@@ -35,7 +35,7 @@ async def test_a_death_is_told_with_how_it_was_and_the_last_words(runtime: Local
     assert "these are my last words" in death.remote_traceback
 
 
-async def test_calls_under_way_and_calls_to_a_dead_part_raise(runtime: LocalRuntime) -> None:
+async def test_in_flight_calls_and_calls_to_a_dead_component_raise(runtime: LocalRuntime) -> None:
     toy = await start_toy(runtime)
     waiting = asyncio.create_task(toy.wait())
     os.kill(await toy.pid(), signal.SIGKILL)
@@ -47,7 +47,7 @@ async def test_calls_under_way_and_calls_to_a_dead_part_raise(runtime: LocalRunt
     assert not await runtime.ping("toy", 1)
 
 
-async def test_a_part_comes_back_behind_the_same_proxy_and_can_die_again(runtime: LocalRuntime) -> None:
+async def test_a_restarted_component_is_reached_through_the_same_proxy_and_can_die_again(runtime: LocalRuntime) -> None:
     toy = await start_toy(runtime)
     for attempt in range(3):
         assert await toy.attempt() == attempt
@@ -58,7 +58,7 @@ async def test_a_part_comes_back_behind_the_same_proxy_and_can_die_again(runtime
     assert runtime.deaths.empty()
 
 
-async def test_a_restart_that_fails_raises_and_can_be_tried_again(runtime: LocalRuntime) -> None:
+async def test_a_failed_restart_raises_and_can_be_retried(runtime: LocalRuntime) -> None:
     toy = await start_toy(runtime, settings={"dies_at": [1]})
     await runtime.kill("toy")
     await runtime.deaths.get()
@@ -71,7 +71,7 @@ async def test_a_restart_that_fails_raises_and_can_be_tried_again(runtime: Local
     assert runtime.deaths.empty()
 
 
-async def test_a_restart_that_is_given_up_leaves_no_process(runtime: LocalRuntime) -> None:
+async def test_a_cancelled_restart_leaves_no_process(runtime: LocalRuntime) -> None:
     await start_toy(runtime)
     await runtime.kill("toy")
     await runtime.deaths.get()
@@ -84,12 +84,12 @@ async def test_a_restart_that_is_given_up_leaves_no_process(runtime: LocalRuntim
     assert alive == []
 
 
-async def test_bad_input_in_a_child_is_bad_input_here(runtime: LocalRuntime) -> None:
+async def test_bad_input_in_a_child_raises_bad_input_in_the_parent(runtime: LocalRuntime) -> None:
     with pytest.raises(BadInput, match="that cannot work"):
         await start_toy(runtime, settings={"bad": True})
 
 
-async def test_a_part_that_is_stopped_does_not_answer_a_ping_and_can_be_killed(runtime: LocalRuntime) -> None:
+async def test_a_stopped_component_fails_its_ping_and_can_be_killed(runtime: LocalRuntime) -> None:
     toy = await start_toy(runtime)
     assert await runtime.ping("toy", 10)
     process = psutil.Process(await toy.pid())
@@ -111,7 +111,7 @@ async def test_a_restart_keeps_the_log(runtime: LocalRuntime, tmp_path: Path) ->
     assert "my last words" in (tmp_path / "logs" / "toy.log").read_text()
 
 
-async def test_a_part_that_breaks_down_is_a_lost_one_and_its_log_says_why(runtime: LocalRuntime) -> None:
+async def test_a_component_that_breaks_down_is_reported_lost_with_the_reason_in_its_log(runtime: LocalRuntime) -> None:
     toy = await start_toy(runtime)
     with pytest.raises(ComponentLost):
         await toy.break_down()
@@ -121,7 +121,7 @@ async def test_a_part_that_breaks_down_is_a_lost_one_and_its_log_says_why(runtim
 
 
 @pytest.mark.parametrize("label", ["child.started", "child.ready"])
-async def test_a_part_can_be_told_to_die_while_it_starts(
+async def test_a_component_can_be_crashed_during_startup_by_a_crash_point(
     label: str, runtime: LocalRuntime, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("OUTPACE_CRASH", f"toy@{label}")
@@ -131,7 +131,7 @@ async def test_a_part_can_be_told_to_die_while_it_starts(
     assert await (await start_toy(runtime)).attempt() == 0
 
 
-async def test_a_dump_says_what_tasks_threads_and_a_stuck_loop_are_doing(runtime: LocalRuntime) -> None:
+async def test_a_dump_shows_tasks_threads_and_a_blocked_event_loop(runtime: LocalRuntime) -> None:
     idle, stuck, halted = [await start_toy(runtime, name) for name in ("idle", "stuck", "halted")]
     halting = psutil.Process(await halted.pid())
     calls = [asyncio.create_task(call) for call in (idle.wait(), stuck.block(60), halted.stop_itself())]
@@ -147,7 +147,7 @@ async def test_a_dump_says_what_tasks_threads_and_a_stuck_loop_are_doing(runtime
     await asyncio.gather(*calls, return_exceptions=True)
 
 
-async def test_a_dump_leaves_a_part_alone_that_is_not_ready(runtime: LocalRuntime) -> None:
+async def test_a_dump_does_not_disturb_a_component_that_is_starting(runtime: LocalRuntime) -> None:
     starting = asyncio.create_task(start_toy(runtime))
     while not (about_toy := (await runtime.dump()).partition("\n\n")[2]):  # noqa: ASYNC110
         await asyncio.sleep(0.001)
@@ -173,19 +173,19 @@ async def test_stop_leaves_no_process_whatever_state_it_is_in(
         await blocked
 
 
-async def test_a_part_that_calls_another_and_stops_with_it_logs_no_lost_connection(
+async def test_a_component_stopped_together_with_its_peer_logs_no_lost_connection(
     runtime: LocalRuntime, tmp_path: Path
 ) -> None:
     path = f"{tmp_path}/s"
     await start_toy(runtime, "called", listen=path, token="t")
     caller = await start_toy(runtime, "caller", settings={"closes_for_s": 1.0}, token="t", peers={"called": path})
-    assert await caller.ask_peer()
+    assert await caller.call_peer()
     await runtime.stop()
     assert "called" not in (tmp_path / "logs" / "caller.log").read_text()
 
 
 @pytest.mark.parametrize("in_its_place", [None, "a directory"])
-async def test_a_death_is_told_even_where_the_log_has_gone(
+async def test_a_death_is_reported_even_if_the_log_is_missing(
     in_its_place: str | None, runtime: LocalRuntime, tmp_path: Path
 ) -> None:
     await start_toy(runtime)
@@ -203,23 +203,23 @@ async def test_a_death_is_told_even_where_the_log_has_gone(
     assert death.remote_traceback == ""
 
 
-async def test_a_part_that_cannot_be_watched_any_more_is_a_dead_one(
+async def test_a_component_that_can_no_longer_be_monitored_is_reported_lost(
     runtime: LocalRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def ended(_: object) -> ComponentLost:
-        raise ValueError("somebody else has asked for it")
+        raise ValueError("another waiter has reaped it")
 
     with monkeypatch.context() as broken:
         broken.setattr("outpace.runtime.local.ComponentProcess.ended", ended)
         toy = await start_toy(runtime)
         death = await runtime.deaths.get()
     assert isinstance(death, ComponentLost)
-    assert "ValueError: somebody else has asked for it" in str(death)
+    assert "ValueError: another waiter has reaped it" in str(death)
     await runtime.restart("toy")
     assert await toy.attempt() == 1
 
 
-async def test_a_restart_that_fails_in_the_part_itself_can_be_tried_at_once(
+async def test_a_restart_that_fails_inside_the_component_can_be_retried_at_once(
     runtime: LocalRuntime, tmp_path: Path
 ) -> None:
     await start_toy(runtime, settings={"builds": str(tmp_path / "once")})
@@ -230,7 +230,7 @@ async def test_a_restart_that_fails_in_the_part_itself_can_be_tried_at_once(
             await runtime.restart("toy")
 
 
-async def test_a_part_that_does_not_end_cannot_be_started_again(
+async def test_a_component_that_is_still_running_cannot_be_restarted(
     runtime: LocalRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     toy = await start_toy(runtime)

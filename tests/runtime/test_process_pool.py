@@ -1,4 +1,4 @@
-"""Keeping servants: who is handed out, who is ended, and what is left after closing."""
+"""ProcessPool: reuse, replacement and closing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from outpace.runtime.user_code import ProcessPool, UserCodeDied
 
 
-class Member:
+class FakeProcess:
     def __init__(self) -> None:
         self.usable = True
         self.ended: list[float] = []
@@ -22,91 +22,91 @@ class Member:
         self.ended.append(patience_s)
 
 
-class House:
-    """A household, and everyone who has ever lived in it."""
+class Harness:
+    """A pool and every process it ever started."""
 
     def __init__(self) -> None:
-        self.all: list[Member] = []
-        self.household: ProcessPool[Member] = ProcessPool(self._make)
+        self.all: list[FakeProcess] = []
+        self.pool: ProcessPool[FakeProcess] = ProcessPool(self._make)
 
-    def _make(self) -> Member:
-        self.all.append(Member())
+    def _make(self) -> FakeProcess:
+        self.all.append(FakeProcess())
         return self.all[-1]
 
 
-async def test_a_member_that_came_back_well_is_used_again() -> None:
-    house = House()
-    first = house.household.take()
-    second = house.household.take()
+async def test_a_usable_process_that_was_put_back_is_reused() -> None:
+    harness = Harness()
+    first = harness.pool.take()
+    second = harness.pool.take()
     assert first is not second
-    house.household.put_back(first)
-    assert house.household.take() is first
-    await house.household.close()
+    harness.pool.put_back(first)
+    assert harness.pool.take() is first
+    await harness.pool.close()
 
 
-async def test_one_that_came_back_unfit_is_ended_and_replaced() -> None:
-    house = House()
-    member = house.household.take()
-    member.usable = False
-    house.household.put_back(member)
-    assert house.household.take() is not member
-    await house.household.close()
-    assert member.ended == [0.0]
+async def test_an_unusable_process_that_was_put_back_is_ended_and_replaced() -> None:
+    harness = Harness()
+    process = harness.pool.take()
+    process.usable = False
+    harness.pool.put_back(process)
+    assert harness.pool.take() is not process
+    await harness.pool.close()
+    assert process.ended == [0.0]
 
 
-async def test_one_that_ended_while_it_was_idle_is_not_handed_out() -> None:
-    house = House()
-    member = house.household.take()
-    house.household.put_back(member)
-    member.usable = False
-    assert house.household.take() is not member
-    await house.household.close()
-    assert len(member.ended) == 1
+async def test_a_process_that_ended_while_idle_is_not_handed_out() -> None:
+    harness = Harness()
+    process = harness.pool.take()
+    harness.pool.put_back(process)
+    process.usable = False
+    assert harness.pool.take() is not process
+    await harness.pool.close()
+    assert len(process.ended) == 1
 
 
-async def test_stock_starts_what_is_missing_and_it_is_used_last() -> None:
-    house = House()
-    member = house.household.take()
-    house.household.start_spares(2)
-    house.household.start_spares(2)
-    assert len(house.all) == 3
-    house.household.put_back(member)
-    assert house.household.take() is member
-    assert house.household.take() in house.all[1:]
-    await house.household.close()
-    house.household.start_spares(2)
-    assert len(house.all) == 3
+async def test_start_spares_starts_only_missing_spares_and_they_are_used_last() -> None:
+    harness = Harness()
+    process = harness.pool.take()
+    harness.pool.start_spares(2)
+    harness.pool.start_spares(2)
+    assert len(harness.all) == 3
+    harness.pool.put_back(process)
+    assert harness.pool.take() is process
+    assert harness.pool.take() in harness.all[1:]
+    await harness.pool.close()
+    harness.pool.start_spares(2)
+    assert len(harness.all) == 3
 
 
-async def test_closing_is_patient_with_the_idle_only_and_final() -> None:
-    house = House()
-    busy, idle = house.household.take(), house.household.take()
-    house.household.put_back(idle)
-    await house.household.close()
+async def test_closing_waits_for_idle_processes_only_and_is_final() -> None:
+    harness = Harness()
+    busy, idle = harness.pool.take(), harness.pool.take()
+    harness.pool.put_back(idle)
+    await harness.pool.close()
     assert busy.ended == [0.0]
     assert idle.ended[0] > 0
-    house.household.put_back(busy)
+    harness.pool.put_back(busy)
     with pytest.raises(UserCodeDied):
-        house.household.take()
+        harness.pool.take()
 
 
 @given(st.lists(st.tuples(st.sampled_from(["take", "back", "spoil", "stock"]), st.integers(0, 5)), max_size=30))
-def test_whatever_happens_nobody_serves_two_and_everybody_ends(steps: list[tuple[str, int]]) -> None:
+def test_no_process_is_handed_out_twice_and_every_process_is_ended_once(steps: list[tuple[str, int]]) -> None:
     async def live() -> None:
-        house, taken = House(), list[Member]()
+        harness, taken = Harness(), list[FakeProcess]()
         for step, number in steps:
             if step == "take":
-                member = house.household.take()
-                assert member.usable
-                assert member not in taken
-                taken.append(member)
+                process = harness.pool.take()
+                assert process.usable
+                assert process not in taken
+                taken.append(process)
             elif step == "back" and taken:
-                house.household.put_back(taken.pop(number % len(taken)))
-            elif step == "spoil" and house.all:
-                house.all[number % len(house.all)].usable = False
+                harness.pool.put_back(taken.pop(number % len(taken)))
+            elif step == "spoil" and harness.all:
+                harness.all[number % len(harness.all)].usable = False
             elif step == "stock":
-                house.household.start_spares(number)
-        await house.household.close()
-        assert [len(member.ended) for member in house.all] == [1] * len(house.all)
+                harness.pool.start_spares(number)
+        await harness.pool.close()
+        assert [len(process.ended) for process in harness.all] == [1] * len(harness.all)
 
     asyncio.run(live())

@@ -1,4 +1,4 @@
-"""Families of processes end as a whole, and many at once share the work."""
+"""Process trees end as a whole, and trees that end at the same time share the work."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ Start = Callable[..., tuple[subprocess.Popen[str], str, int]]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """A leader, its mark and the number of its child, which has left the group; `stays`: the leader does.
-    A child that is not `marked` has an environment of its own."""
+    """Starts a leader; returns it with its mark and the pid of its child, which has left the process group.
+
+    `stays`: the leader keeps running. A child that is not `marked` has its own environment.
+    """
     leaders: list[subprocess.Popen[str]] = []
 
     def begin(stays: bool = True, marked: bool = True) -> tuple[subprocess.Popen[str], str, int]:
@@ -62,7 +64,7 @@ def lives(pid: int) -> bool:
 
 
 def ends(pid: int) -> bool:
-    """Whoever was killed may still be about to go, on a busy machine."""
+    """Whether the process ends soon: a killed process may take a while on a busy machine."""
     for _ in range(500):
         if not lives(pid):
             return True
@@ -71,7 +73,7 @@ def ends(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(("stays", "marked"), [(True, True), (False, True), (True, False)])
-def test_whoever_left_the_group_ends_too(stays: bool, marked: bool, start: Start) -> None:
+def test_processes_that_left_the_process_group_are_killed_too(stays: bool, marked: bool, start: Start) -> None:
     leader, mark, child = start(stays, marked)
     assert lives(child)
     assert process_tree.end_process_tree(leader.pid, mark)
@@ -79,27 +81,29 @@ def test_whoever_left_the_group_ends_too(stays: bool, marked: bool, start: Start
     assert not lives(leader.pid)
 
 
-def test_families_that_end_at_the_same_moment_share_the_looks(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    families = [start(stays=index % 2 == 0) for index in range(12)]
-    looks: list[set[str]] = []
-    all_there = threading.Event()
+def test_process_trees_ended_at_the_same_moment_share_their_scans(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trees = [start(stays=index % 2 == 0) for index in range(12)]
+    scans: list[set[str]] = []
+    all_submitted = threading.Event()
     real = process_tree._marked
 
     def counted(marks: set[str]) -> Any:
-        all_there.wait()
-        looks.append(marks)
+        all_submitted.wait()
+        scans.append(marks)
         return real(marks)
 
     monkeypatch.setattr(process_tree, "_marked", counted)
-    ended = [process_tree._tree_killer.submit(leader.pid, mark) for leader, mark, _ in families]
-    all_there.set()
+    ended = [process_tree._tree_killer.submit(leader.pid, mark) for leader, mark, _ in trees]
+    all_submitted.set()
     assert all(one.result() for one in ended)
-    assert not any(lives(child) or lives(leader.pid) for leader, _, child in families)
-    assert max(map(len, looks)) >= len(families) - 1
-    assert len(looks) < len(families)
+    assert not any(lives(child) or lives(leader.pid) for leader, _, child in trees)
+    assert max(map(len, scans)) >= len(trees) - 1
+    assert len(scans) < len(trees)
 
 
-async def test_an_ending_needs_no_thread_of_the_loop_and_cannot_be_called_off(start: Start) -> None:
+async def test_ending_a_tree_needs_no_executor_thread_and_survives_cancellation(start: Start) -> None:
     leader, mark, child = start()
     free = threading.Event()
     pool = ThreadPoolExecutor(1)
@@ -114,7 +118,7 @@ async def test_an_ending_needs_no_thread_of_the_loop_and_cannot_be_called_off(st
     free.set()
 
 
-def test_a_look_that_fails_is_told_and_the_next_ending_works(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_scan_raises_and_the_next_call_works(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     leader, mark, child = start()
     with monkeypatch.context() as patched:
         patched.setattr(process_tree, "_marked", lambda marks: 1 / 0)

@@ -1,4 +1,4 @@
-"""A part that talks to another one which dies and comes back."""
+"""Proxies to a component that dies and is restarted."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ pytestmark = pytest.mark.timeout(120)
 
 
 async def lost(runtime: LocalRuntime, name: str, remote: Toy) -> None:
-    """Kill it; returns once the peer has heard of it too."""
+    """Kill the component; return once the proxy has noticed."""
     waiting = asyncio.create_task(remote.wait())
-    assert await remote.pid()  # so what was asked before it has arrived
+    assert await remote.pid()  # the earlier call has arrived by now
     await runtime.kill(name)
     await runtime.deaths.get()
     with pytest.raises(ComponentLost):
         await waiting
 
 
-async def test_calls_under_way_are_lost_and_later_ones_wait_for_the_successor(
+async def test_in_flight_calls_are_lost_and_later_calls_wait_for_the_restarted_peer(
     runtime: LocalRuntime, tmp_path: Path
 ) -> None:
     path = f"{tmp_path}/s"
@@ -42,18 +42,18 @@ async def test_calls_under_way_are_lost_and_later_ones_wait_for_the_successor(
     close_proxy(remote)
 
 
-async def test_a_peer_that_does_not_come_back_is_given_up_for_good(runtime: LocalRuntime, tmp_path: Path) -> None:
+async def test_a_peer_that_does_not_come_back_is_given_up(runtime: LocalRuntime, tmp_path: Path) -> None:
     path = f"{tmp_path}/s"
     await start_toy(runtime, listen=path, token="t")
     remote = await reconnecting_proxy(Toy, path, "t", "toy", patience_s=0.1)
     await lost(runtime, "toy", remote)
     with pytest.raises(ComponentFailed, match=r"\b0\.1 s\b") as caught:
         await remote.pid()
-    assert not isinstance(caught.value, ComponentLost), "it would be asked again and again"
+    assert not isinstance(caught.value, ComponentLost), "a lost component would be retried again and again"
     close_proxy(remote)
 
 
-async def test_whoever_waits_for_a_peer_hears_that_it_was_closed(runtime: LocalRuntime, tmp_path: Path) -> None:
+async def test_a_call_waiting_for_a_peer_fails_when_the_proxy_is_closed(runtime: LocalRuntime, tmp_path: Path) -> None:
     path = f"{tmp_path}/s"
     await start_toy(runtime, listen=path, token="t")
     remote = await reconnecting_proxy(Toy, path, "t", "toy")
@@ -66,7 +66,7 @@ async def test_whoever_waits_for_a_peer_hears_that_it_was_closed(runtime: LocalR
     assert not isinstance(caught.value, ComponentLost)
 
 
-async def test_a_part_finds_its_restarted_peer_and_a_restarted_part_its_peers(
+async def test_a_component_reaches_its_restarted_peer_and_a_restarted_component_its_peers(
     runtime: LocalRuntime, tmp_path: Path
 ) -> None:
     path = f"{tmp_path}/s"
@@ -76,10 +76,10 @@ async def test_a_part_finds_its_restarted_peer_and_a_restarted_part_its_peers(
         await runtime.kill(name)
         await runtime.deaths.get()
         await runtime.restart(name)
-        assert await worker.ask_peer() == await engine.pid()
+        assert await worker.call_peer() == await engine.pid()
 
 
-async def test_a_lack_of_descriptors_passes(
+async def test_a_temporary_lack_of_file_descriptors_is_retried(
     runtime: LocalRuntime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = f"{tmp_path}/s"
@@ -101,7 +101,7 @@ async def test_a_lack_of_descriptors_passes(
     close_proxy(remote)
 
 
-async def test_whoever_waits_for_a_peer_hears_that_it_cannot_be_called(
+async def test_a_call_waiting_for_a_peer_fails_if_connecting_raises(
     runtime: LocalRuntime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def broken(*_: Any, **__: Any) -> Channel:

@@ -82,13 +82,13 @@ async def test_a_known_failure_keeps_its_type(shop: tuple[Shop, RealShop]) -> No
         await shop[0].fail("request")
 
 
-async def test_any_other_failure_is_the_parts_and_brings_its_traceback(shop: tuple[Shop, RealShop]) -> None:
+async def test_any_other_failure_raises_component_failed_with_the_remote_traceback(shop: tuple[Shop, RealShop]) -> None:
     with pytest.raises(errors.ComponentFailed, match="shop: ValueError: no such thing") as caught:
         await shop[0].fail("value")
     assert "in fail" in caught.value.remote_traceback
 
 
-async def test_a_call_that_is_not_answered_in_time_fails(shop: tuple[Shop, RealShop]) -> None:
+async def test_a_call_without_a_reply_in_time_fails(shop: tuple[Shop, RealShop]) -> None:
     with pytest.raises(errors.ComponentFailed, match=naming("shop", "wait", "0.05 s")):
         await shop[0].wait()
 
@@ -119,7 +119,7 @@ async def test_arguments_of_another_type_are_refused_before_the_method_runs(ends
     server.cancel()
 
 
-async def test_every_pending_call_ends_when_the_other_side_goes(ends: tuple[Channel, Channel]) -> None:
+async def test_every_pending_call_fails_when_the_connection_closes(ends: tuple[Channel, Channel]) -> None:
     near, far = ends
     remote = proxy(Shop, near, "shop")
     calls = [asyncio.create_task(remote.wait()) for _ in range(3)]
@@ -139,7 +139,7 @@ async def test_a_huge_frame_is_refused_before_it_is_read(ends: tuple[Channel, Ch
         await far.receive()
 
 
-async def test_a_socket_needs_the_token(tmp_path: object) -> None:
+async def test_a_connection_needs_the_right_token(tmp_path: object) -> None:
     path = f"{tmp_path}/s.sock"
     server = await listen(path, "right", RealShop(), Shop)
     good = proxy(Shop, await connect(path, "right"), "shop")
@@ -153,7 +153,7 @@ async def test_a_socket_needs_the_token(tmp_path: object) -> None:
 
 
 @pytest.mark.parametrize("noise", [b"\x00" * 64, b"GET / HTTP/1.1\r\n\r\n", b"\x05\x00\x00\x00\x80\x04]\x94."])
-async def test_noise_at_a_socket_does_not_disturb_the_others(tmp_path: object, noise: bytes) -> None:
+async def test_garbage_on_a_socket_does_not_disturb_other_connections(tmp_path: object, noise: bytes) -> None:
     path = f"{tmp_path}/s.sock"
     server = await listen(path, "right", RealShop(), Shop)
     _, writer = await asyncio.open_unix_connection(path)
@@ -167,8 +167,8 @@ async def test_noise_at_a_socket_does_not_disturb_the_others(tmp_path: object, n
 
 
 async def test_a_peer_that_never_listens_is_given_up(tmp_path: object) -> None:
-    with pytest.raises(errors.ComponentFailed, match=naming("nobody.sock", "0.01 s")):
-        await connect(f"{tmp_path}/nobody.sock", "token", deadline_s=0.01)
+    with pytest.raises(errors.ComponentFailed, match=naming("missing.sock", "0.01 s")):
+        await connect(f"{tmp_path}/missing.sock", "token", deadline_s=0.01)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ async def test_a_peer_that_never_listens_is_given_up(tmp_path: object) -> None:
     [(OSError(errno.EIO, "input/output error"), errors.ComponentLost), (MemoryError(), errors.ComponentFailed)],
 )
 @pytest.mark.timeout(120)
-async def test_calls_do_not_wait_for_replies_that_nobody_can_read(
+async def test_calls_fail_if_replies_can_no_longer_be_read(
     trouble: Exception,
     kind: type[errors.ComponentFailed],
     ends: tuple[Channel, Channel],
@@ -187,21 +187,21 @@ async def test_calls_do_not_wait_for_replies_that_nobody_can_read(
     call = asyncio.create_task(remote.wait())
     await asyncio.sleep(0)
     near._reader.set_exception(trouble)
-    for asked in (call, remote.wait()):
+    for pending in (call, remote.wait()):
         with pytest.raises(errors.ComponentFailed) as caught:
-            await asked
+            await pending
         assert type(caught.value) is kind
     close_proxy(remote)
 
 
 @pytest.mark.timeout(120)
-async def test_an_answer_that_is_too_long_is_a_failure(
+async def test_a_reply_that_is_too_long_fails_the_call(
     shop: tuple[Shop, RealShop], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     remote, real = shop
     monkeypatch.setattr(wire, "MAX_FRAME", 10_000)
-    with monkeypatch.context() as talkative:
-        talkative.setattr(real, "double", lambda values: real.place("a" * 10_000, 0))
+    with monkeypatch.context() as patched:
+        patched.setattr(real, "double", lambda values: real.place("a" * 10_000, 0))
         with pytest.raises(errors.ComponentFailed, match=naming("WireError", "10000")):
             await remote.double(np.array([1], dtype=np.int32))
     assert await remote.place("a", 3) == JournalLocation("a", 3, 0)

@@ -11,10 +11,10 @@ import pytest
 from outpace.runtime.cleanup import RuntimeDirectory, temporary_directory, temporary_file
 
 
-def test_what_a_killed_run_left_is_removed_by_the_next_and_what_a_living_one_uses_is_not(tmp_path: Path) -> None:
+def test_the_next_run_removes_the_directory_of_a_killed_run_but_not_of_a_live_one(tmp_path: Path) -> None:
     program = (
         "import os, sys, signal; from pathlib import Path; from outpace.runtime.cleanup import RuntimeDirectory;"
-        "scratch = RuntimeDirectory(Path(sys.argv[1])); os.kill(scratch.cleanup.pid, signal.SIGKILL);"
+        "directory = RuntimeDirectory(Path(sys.argv[1])); os.kill(directory.cleanup.pid, signal.SIGKILL);"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False)
@@ -45,7 +45,7 @@ def test_a_temporary_directory_of_a_killed_process_is_removed_by_the_next_run_an
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_log_of_a_failed_start_stays_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_log_of_a_failed_start_is_kept_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     new, old = temporary_file("server", ".log"), temporary_file("server", ".log")
     os.utime(old, (0, 0))
@@ -53,7 +53,7 @@ def test_the_log_of_a_failed_start_stays_for_a_while(tmp_path: Path, monkeypatch
     assert list(tmp_path.iterdir()) == [new]
 
 
-def test_what_another_user_has_put_there_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_of_another_user_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It could name any directory or process for removal."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     victim, foreign = tmp_path / "victim", tmp_path / f"outpace-{os.getuid()}-foreign"
@@ -68,7 +68,7 @@ def test_what_another_user_has_put_there_is_left_alone(tmp_path: Path, monkeypat
     assert foreign.exists()
 
 
-def test_it_is_private(tmp_path: Path) -> None:
-    scratch = RuntimeDirectory(tmp_path)
-    assert os.stat(scratch.path).st_mode & 0o777 == 0o700
-    scratch.remove()
+def test_the_runtime_directory_is_private(tmp_path: Path) -> None:
+    directory = RuntimeDirectory(tmp_path)
+    assert os.stat(directory.path).st_mode & 0o777 == 0o700
+    directory.remove()

@@ -1,4 +1,4 @@
-"""Shared memory that killed processes of a run have left, and shared memory that is not the run's to remove."""
+"""Cleanup of shared memory left by killed processes of a run, and of nothing else."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ if len(sys.argv) > 1:
 print(memory.name, f"sem.{semaphore._semlock.name[1:]}", flush=True)
 time.sleep(600)
 """
-"""A program that creates a segment and a semaphore; it also maps the file that it is given."""
+"""A program that creates a segment and a semaphore; it also maps the file given as an argument."""
 
 
 class Creator:
-    """A process of a run, with the mark of one of its parts."""
+    """A process of a run, with the mark of one of its components."""
 
-    def __init__(self, guardian: CleanupProcess, *arguments: str) -> None:
-        self.mark = guardian.new_mark()
+    def __init__(self, cleanup: CleanupProcess, *arguments: str) -> None:
+        self.mark = cleanup.new_mark()
         self.process = subprocess.Popen(
             [sys.executable, "-c", CREATOR, *arguments],
-            env={**os.environ, **guardian.marked(self.mark)}, stdout=subprocess.PIPE, text=True,
+            env={**os.environ, **cleanup.marked(self.mark)}, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         assert self.process.stdout is not None
         self.segments = [Path("/dev/shm") / name for name in self.process.stdout.readline().split()]
@@ -56,44 +56,44 @@ class Creator:
 
 
 @pytest.fixture
-def guardian(tmp_path: Path) -> CleanupProcess:
+def cleanup(tmp_path: Path) -> CleanupProcess:
     return CleanupProcess(tmp_path / "index")
 
 
 def kill_trackers(creator: Creator) -> None:
-    """They would remove the segments themselves."""
+    """Kill the resource trackers, which would remove the segments themselves."""
     for number in cleanup_process.marked_pids(creator.mark) - {creator.process.pid}:
         os.kill(number, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("tracked", [True, False])
-def test_shared_memory_of_the_processes_that_a_guardian_kills_is_removed(
-    guardian: CleanupProcess, tracked: bool
+def test_shared_memory_of_processes_killed_by_the_cleanup_process_is_removed(
+    cleanup: CleanupProcess, tracked: bool
 ) -> None:
-    creator = Creator(guardian)
+    creator = Creator(cleanup)
     if not tracked:
         kill_trackers(creator)
-    guardian.dismiss()
+    cleanup.dismiss()
     creator.close()
     assert creator.existing() == []
 
 
-def test_shared_memory_that_another_process_still_maps_is_left_alone(guardian: CleanupProcess) -> None:
-    creator = Creator(guardian)
+def test_shared_memory_that_another_process_still_maps_is_left_alone(cleanup: CleanupProcess) -> None:
+    creator = Creator(cleanup)
     kill_trackers(creator)
     with creator.segments[0].open("r+b") as file, mmap.mmap(file.fileno(), 4096):
-        guardian.dismiss()
+        cleanup.dismiss()
         creator.close()
         assert creator.existing() == creator.segments[:1]
     creator.segments[0].unlink()
 
 
-def test_a_file_in_shared_memory_that_a_user_has_named_is_left_alone(guardian: CleanupProcess) -> None:
+def test_a_user_file_in_dev_shm_is_left_alone(cleanup: CleanupProcess) -> None:
     dataset = Path("/dev/shm") / f"dataset-{secrets.token_hex(8)}"
     dataset.write_bytes(bytes(4096))
     try:
-        creator = Creator(guardian, str(dataset))
-        guardian.dismiss()
+        creator = Creator(cleanup, str(dataset))
+        cleanup.dismiss()
         creator.close()
         assert creator.existing() == []
         assert dataset.exists()

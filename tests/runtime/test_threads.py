@@ -1,4 +1,4 @@
-"""Synchronous user code never runs on the event loop, and a call that hangs is left behind."""
+"""Synchronous user code never runs on the event loop, and a hanging call can be abandoned."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ async def test_a_coroutine_function_runs_on_the_loop() -> None:
     assert await async_tools.call_user_function(where, extra=2) == (threading.current_thread(), 2)
 
 
-async def test_a_function_that_hands_out_a_coroutine_is_awaited() -> None:
+async def test_a_coroutine_returned_by_a_plain_function_is_awaited() -> None:
     assert await async_tools.call_user_function(lambda: asyncio.sleep(0, "slept")) == "slept"
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), StopIteration("over"), SystemExit(3)])
 async def test_exceptions_reach_the_caller(error: BaseException) -> None:
-    def fall() -> None:
+    def fail() -> None:
         raise error
 
     with pytest.raises((type(error), RuntimeError)) as caught:
-        await async_tools.call_user_function(fall)
+        await async_tools.call_user_function(fail)
     assert error in (caught.value, caught.value.__cause__)
 
 
-async def test_context_variables_are_seen() -> None:
-    colour = contextvars.ContextVar("colour", default="none")
-    colour.set("red")
-    assert await async_tools.call_user_function(colour.get) == "red"
+async def test_context_variables_are_visible_in_the_thread() -> None:
+    color = contextvars.ContextVar("color", default="none")
+    color.set("red")
+    assert await async_tools.call_user_function(color.get) == "red"
 
 
-async def test_a_call_that_hangs_can_be_given_up() -> None:
+async def test_a_hanging_call_can_be_abandoned() -> None:
     release = threading.Event()
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.01):
@@ -52,13 +52,13 @@ async def test_a_call_that_hangs_can_be_given_up() -> None:
     release.set()
 
 
-async def test_a_thread_that_came_back_is_used_again() -> None:
+async def test_a_finished_thread_is_reused() -> None:
     first = await async_tools.call_user_function(threading.get_ident)
-    await asyncio.sleep(0.05)  # it goes back a moment after its answer
+    await asyncio.sleep(0.05)  # the thread returns to the pool shortly after its result
     assert await async_tools.call_user_function(threading.get_ident) == first
 
 
-def test_a_steady_pool_has_all_its_threads_at_once_and_adds_none() -> None:
+def test_a_steady_executor_starts_all_threads_at_once_and_adds_none() -> None:
     before = threading.active_count()
     with async_tools.steady_executor(3) as pool:
         assert threading.active_count() == before + 3

@@ -1,4 +1,4 @@
-"""Time limits: ours are told from those of the user's own code."""
+"""Time limits, distinguished from timeouts of user code."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 from outpace.runtime.async_tools import TimeLimitError, with_time_limit
 
 
-async def test_what_comes_back_in_time_is_returned() -> None:
+async def test_a_result_within_the_limit_is_returned() -> None:
     assert await with_time_limit(60.0, asyncio.sleep(0, "done")) == "done"
 
 
-async def test_what_does_not_come_back_is_cancelled() -> None:
+async def test_a_call_over_the_limit_is_cancelled() -> None:
     cancelled = asyncio.Event()
 
     async def hang() -> None:
@@ -27,7 +27,7 @@ async def test_what_does_not_come_back_is_cancelled() -> None:
     assert cancelled.is_set()
 
 
-async def test_a_timeout_of_the_users_own_stays_one() -> None:
+async def test_a_timeout_error_of_user_code_is_passed_through() -> None:
     async def give_up() -> None:
         raise TimeoutError("mine")
 

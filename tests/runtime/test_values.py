@@ -1,4 +1,4 @@
-"""Values on their way to a child: they arrive as what they were, or are refused by name."""
+"""Values sent to a child process arrive unchanged, types included, or are refused by name."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 @given(st.dictionaries(st.text(max_size=5), PLAIN, max_size=4))
-def test_plain_values_travel_as_msgpack(values: dict[str, Any]) -> None:
+def test_plain_values_are_encoded_as_msgpack(values: dict[str, Any]) -> None:
     body, by_value = encode_values(values)
     assert not by_value
     assert same(decode_values(body, by_value), values)
@@ -54,7 +54,7 @@ def test_all_values_arrive_with_their_types(values: dict[str, Any]) -> None:
     assert same(decode_values(body, by_value), values)
 
 
-def test_nothing_is_lost_beside_a_value_that_is_not_plain() -> None:
+def test_other_values_survive_beside_one_that_is_not_plain() -> None:
     values = {"none": None, "exact": Decimal("0.1"), "circle": []}
     values["circle"].append(values["circle"])  # type: ignore[union-attr]
     body, by_value = encode_values(values)
@@ -69,14 +69,14 @@ def test_a_value_that_cannot_be_copied_is_named() -> None:
 
 
 @given(PLAIN | ODD)
-def test_what_goes_up_encoded_comes_back_the_same(value: Any) -> None:
+def test_a_value_that_can_be_encoded_plain_decodes_to_itself(value: Any) -> None:
     body = encode_plain(value)
     if body is not None:
         assert same(wire.decode(body, Any), value)
 
 
 @given(st.text(st.characters() | st.characters(categories=["Cs"])))
-def test_any_text_can_be_made_fit_to_travel(text: str) -> None:
+def test_any_text_can_be_made_encodable(text: str) -> None:
     sent = encodable_text(text)
     assert encode_plain(sent) is not None
     assert len(sent) == len(text)

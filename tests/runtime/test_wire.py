@@ -28,7 +28,7 @@ def test_arrays_come_back_equal_and_of_the_same_dtype(length: int) -> None:
     assert received.stop == "stop"
 
 
-def test_a_nested_record_survives_the_trip() -> None:
+def test_a_nested_record_round_trips() -> None:
     g = generation(3)
     row = Row(g.tokens, np.ones(3, dtype=np.bool_), g.logprobs, g.versions, g.logprobs)
     received: GroupRecord = wire.decode(wire.encode(GroupRecord(7, "t", 0, 2, [row], [1.0])), GroupRecord)
@@ -45,19 +45,19 @@ def test_random_bytes_are_refused_with_a_typed_error_or_decode_to_the_type(data:
     assert isinstance(decoded, JournalLocation)
 
 
-def test_a_pickle_is_only_bytes_to_us() -> None:
+def test_a_pickle_is_refused() -> None:
     import pickle
 
     with pytest.raises(wire.WireError):
         wire.decode(pickle.dumps({"id": "x"}), Task)
 
 
-def test_an_array_of_objects_is_refused_on_the_way_out() -> None:
+def test_an_array_of_objects_is_refused_when_encoding() -> None:
     with pytest.raises(NotImplementedError):
         wire.encode(np.array([object()]))
 
 
-def test_an_array_dtype_outside_the_small_set_is_refused_on_the_way_in() -> None:
+def test_an_unsupported_array_dtype_is_refused_when_decoding() -> None:
     body = wire.encode(generation(2)).replace(b"\xa5int32", b"\xa5int16", 1)
     with pytest.raises(wire.WireError):
         wire.decode(body, Generation)

@@ -1,4 +1,4 @@
-"""Books that a simulated run is held against: kept from what was ordered and heard, over all starts of the run."""
+"""An independent ledger of a simulated run, kept from its events and actions over all starts of the run."""
 
 from __future__ import annotations
 
@@ -27,32 +27,32 @@ Visit = tuple[int, int]
 """Epoch and task."""
 
 
-class Books(SimulationObserver):
-    """Which visit came to which end, rolled back to the newest checkpoint when a start of the run is over."""
+class VisitLedger(SimulationObserver):
+    """How each visit ended; rolled back to the newest checkpoint when a start of the run ends."""
 
     def __init__(self) -> None:
         self.ends: dict[Visit, list[str]] = {}
         self.starts = 0
         self.losses: Counter[str] = Counter()  # by engine, within this start
-        self.worst_excess = -1  # of any lag over what the start that trained it allows
+        self.worst_excess = -1  # largest lag minus the max_lag of the start that trained it
         self._max_lag = 0
         self._saved: dict[Visit, list[str]] = {}
         self._visits: dict[int, Visit] = {}
         self._oldest: dict[int, int] = {}
         self._batch: tuple[int, ...] = ()
 
-    def watch(self, core: Scheduler, parts: SimulatedCluster) -> Sequence[SimulationObserver]:
-        """The observers of a start of the run."""
+    def start_observers(self, scheduler: Scheduler, cluster: SimulatedCluster) -> Sequence[SimulationObserver]:
+        """Begin a start of the run and return its observers."""
         self.starts += 1
-        self._max_lag = core.settings.max_lag
+        self._max_lag = scheduler.settings.max_lag
         self.ends = deepcopy(self._saved)
         self.losses.clear()
-        pooled = set(core.pool)
-        finished = set(parts.rollouts.groups) - pooled
-        return [self, InvariantChecker(core, finished, pooled), Slots(parts)]
+        pooled = set(scheduler.pool)
+        finished = set(cluster.rollouts.groups) - pooled
+        return [self, InvariantChecker(scheduler, finished, pooled), SlotChecker(cluster)]
 
     def trained(self, tasks: Iterable[int]) -> Counter[int]:
-        """How often each task was."""
+        """Return how often each task was trained."""
         counts = Counter(dict.fromkeys(tasks, 0))
         counts.update(task for (_, task), ends in self.ends.items() for end in ends if end == "trained")
         return counts
@@ -84,20 +84,20 @@ class Books(SimulationObserver):
     def _end(self, visit: Visit, end: str) -> None:
         ends = self.ends.setdefault(visit, [])
         ends.append(end)
-        assert len(ends) == 1, f"visit {visit} came to its end more than once: {ends}"
+        assert len(ends) == 1, f"visit {visit} ended more than once: {ends}"
 
 
-class Slots(SimulationObserver):
-    """No request is lost or doubled among engines, and no engine takes more than it has slots."""
+class SlotChecker(SimulationObserver):
+    """Checks that no request is lost or duplicated among engines and that no engine exceeds its slots."""
 
-    def __init__(self, parts: SimulatedCluster) -> None:
-        self._parts = parts
+    def __init__(self, cluster: SimulatedCluster) -> None:
+        self._cluster = cluster
 
     def after_event(self) -> None:
-        fleet, rollouts = self._parts.fleet, self._parts.rollouts
+        fleet, rollouts = self._cluster.fleet, self._cluster.rollouts
         running = [group for group in rollouts.groups.values() if not group.over]
-        asking = {episode for group in running for episode in group.episodes if episode.asking}
-        assert sum(engine.load for engine in fleet.engines.values()) + len(fleet.unassigned) == len(asking)
+        in_flight = {episode for group in running for episode in group.episodes if episode.asking}
+        assert sum(engine.load for engine in fleet.engines.values()) + len(fleet.unassigned) == len(in_flight)
         assert rollouts.episodes_running == sum(group.left for group in running)
         for engine in fleet.engines.values():
             assert engine.running <= fleet.slots

@@ -1,4 +1,4 @@
-"""Whatever dies, hangs, leaves and joins: nothing is lost, nothing happens twice, nobody waits for ever."""
+"""Components die, hang, leave and join: no visit is lost, none happens twice and no run waits forever."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given
-from hypothesis import settings as examples
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from outpace.controller.events import Action, Admit, CloseBatch
@@ -17,17 +17,17 @@ from outpace.controller.scheduler import SchedulerSettings
 from outpace.simulator.conductor import SimulationObserver
 from outpace.simulator.run import SimulatedRun, StartState, scheduler_settings
 from outpace.simulator.settings import SimulationSettings
-from simulator.books import Books
+from simulator.books import VisitLedger
 from support import names
 
 seeds = st.integers(0, 2**31)
 RESTARTS = 10**6
-"""Enough to outlive any of these runs."""
+"""More than any of these runs needs."""
 
 
 @st.composite
 def any_cluster(draw: st.DrawFn, **fixed: Any) -> SimulationSettings:
-    """Episodes of about a second, and parts that die every so often."""
+    """Draw a cluster with episodes of about a second and components that die now and then."""
     max_lag = draw(st.sampled_from([0, 1, 2, 4]))
     deterministic = draw(st.booleans())
     mtbf = st.sampled_from([None, 60.0, 200.0])
@@ -89,9 +89,9 @@ def any_cluster(draw: st.DrawFn, **fixed: Any) -> SimulationSettings:
         drawn[section] |= values
     faults = drawn["faults"]
     if faults["slow_load_share"] and faults["slow_load_factor"] == 1e9:
-        faults["engine_mtbf_s"] = 60.0  # a load that lasts for ever ends with its engine,
-        faults["learner_mtbf_s"] = None  # which the learner must live to see
-    if drawn["run"]["deterministic"]:  # all engines must be up at once, so there are few, which live a while
+        faults["engine_mtbf_s"] = 60.0  # an endless load ends when its engine dies,
+        faults["learner_mtbf_s"] = None  # so the learner must live that long
+    if drawn["run"]["deterministic"]:  # all engines must be up at once, so there are few and they live longer
         drawn["cluster"]["devices"] = drawn["cluster"]["training"] + 2
         faults |= {"engine_mtbf_s": faults["engine_mtbf_s"] and 100.0, "join_at_s": []}
         faults["leave_every_s"] = faults["leave_every_s"] and 200.0
@@ -102,95 +102,103 @@ def over_epochs(settings: SimulationSettings, epochs: int, tasks: int) -> Schedu
     return replace(scheduler_settings(settings), steps=None, epochs=epochs, tasks=tasks)
 
 
-def run_it(settings: SimulationSettings, core: SchedulerSettings) -> tuple[SimulatedRun, Books]:
-    books = Books()
-    run = SimulatedRun(settings, books.watch, core=core)
+def simulate(settings: SimulationSettings, scheduler_config: SchedulerSettings) -> tuple[SimulatedRun, VisitLedger]:
+    ledger = VisitLedger()
+    run = SimulatedRun(settings, ledger.start_observers, core=scheduler_config)
     run.run()
-    return run, books
+    return run, ledger
 
 
 def check_visits(settings: SimulationSettings, tasks: int) -> None:
-    run, books = run_it(settings, over_epochs(settings, 2, tasks))
+    run, ledger = simulate(settings, over_epochs(settings, 2, tasks))
     assert run.ended == "done"
-    assert sorted(books.ends) == [(epoch, task) for epoch in range(2) for task in range(tasks)]
-    assert books.worst_excess <= 0
+    assert sorted(ledger.ends) == [(epoch, task) for epoch in range(2) for task in range(tasks)]
+    assert ledger.worst_excess <= 0
 
 
 @given(any_cluster(), st.integers(1, 15))
-@examples(max_examples=300, deadline=None)
-def test_every_visit_comes_to_one_end_within_the_lag_whatever_dies(settings: SimulationSettings, tasks: int) -> None:
+@hypothesis_settings(max_examples=300, deadline=None)
+def test_under_any_faults_every_visit_is_finalized_once_within_the_lag(
+    settings: SimulationSettings, tasks: int
+) -> None:
     check_visits(settings, tasks)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3000)
 @given(any_cluster(), st.integers(1, 40))
-@examples(max_examples=5000, deadline=None)
-def test_every_visit_comes_to_one_end_within_the_lag_whatever_dies_in_thousands_of_runs(
+@hypothesis_settings(max_examples=5000, deadline=None)
+def test_under_any_faults_every_visit_is_finalized_once_within_the_lag_in_thousands_of_runs(
     settings: SimulationSettings, tasks: int
 ) -> None:
     check_visits(settings, tasks)
 
 
 @given(any_cluster(workload={"filtered": 0.0, "failed": 0.0}), st.integers(2, 12))
-@examples(max_examples=200, deadline=None)
-def test_slow_tasks_are_trained_as_often_as_fast_ones_whatever_dies(settings: SimulationSettings, tasks: int) -> None:
-    run, books = run_it(settings, over_epochs(settings, 2, tasks))
+@hypothesis_settings(max_examples=200, deadline=None)
+def test_under_any_faults_slow_tasks_are_trained_as_often_as_fast_ones(
+    settings: SimulationSettings, tasks: int
+) -> None:
+    run, ledger = simulate(settings, over_epochs(settings, 2, tasks))
     assert run.ended == "done"
-    assert books.trained(range(tasks)) == dict.fromkeys(range(tasks), 2)
+    assert ledger.trained(range(tasks)) == dict.fromkeys(range(tasks), 2)
 
 
 @given(any_cluster(run={"deterministic": False}), st.sampled_from(["drop", "requeue", "train"]), st.integers(1, 12))
-@examples(max_examples=200, deadline=None)
-def test_whatever_becomes_of_stragglers_no_visit_is_lost_with_a_part(
+@hypothesis_settings(max_examples=200, deadline=None)
+def test_under_every_straggler_policy_no_visit_is_lost_when_components_die(
     settings: SimulationSettings, on_stale: str, tasks: int
 ) -> None:
     settings = settings.changed("pacing", on_stale=on_stale)
-    run, books = run_it(settings, over_epochs(settings, 2, tasks))
+    run, ledger = simulate(settings, over_epochs(settings, 2, tasks))
     assert run.ended == "done"
-    assert sorted(books.ends) == [(epoch, task) for epoch in range(2) for task in range(tasks)]
+    assert sorted(ledger.ends) == [(epoch, task) for epoch in range(2) for task in range(tasks)]
     if on_stale != "train":
-        assert books.worst_excess <= 0
+        assert ledger.worst_excess <= 0
 
 
 @given(
     any_cluster(faults={"engine_mtbf_s": 10.0, "leave_every_s": None, "learner_mtbf_s": None, "worker_mtbf_s": None}),
     st.integers(0, 3),
 )
-@examples(max_examples=200, deadline=None)
-def test_a_part_is_restarted_as_often_as_its_budget_says_and_the_run_ends_when_it_is_spent(
+@hypothesis_settings(max_examples=200, deadline=None)
+def test_a_component_is_restarted_within_its_budget_and_the_run_ends_when_the_budget_is_spent(
     settings: SimulationSettings, restarts: int
 ) -> None:
     settings = settings.changed("supervise", restarts=restarts, window_s=1e9)
-    run, books = run_it(settings, replace(scheduler_settings(settings), steps=40))
-    assert all(losses <= restarts for losses in books.losses.values())
+    run, ledger = simulate(settings, replace(scheduler_settings(settings), steps=40))
+    assert all(losses <= restarts for losses in ledger.losses.values())
     if run.ended != "done":
         engine = re.search(r"\be\d+\b", run.ended)
         assert engine is not None
-        assert books.losses[engine[0]] == restarts, "it died once more than it was started again"
+        assert ledger.losses[engine[0]] == restarts, "the last death used up the budget"
 
 
 @given(any_cluster(run={"deterministic": True}, faults={"join_at_s": []}), st.integers(2, 12))
-@examples(max_examples=200, deadline=None)
-def test_in_lockstep_no_fault_changes_what_is_trained(settings: SimulationSettings, tasks: int) -> None:
-    core = over_epochs(settings, 2, tasks)
-    calm = settings.model_dump() | {"faults": {}}
+@hypothesis_settings(max_examples=200, deadline=None)
+def test_in_deterministic_mode_faults_do_not_change_what_is_trained(settings: SimulationSettings, tasks: int) -> None:
+    scheduler_config = over_epochs(settings, 2, tasks)
+    fault_free = settings.model_dump() | {"faults": {}}
     reference = Batches()
-    SimulatedRun(SimulationSettings.model_validate(calm), lambda *_: [reference], core=core).run()
+    SimulatedRun(SimulationSettings.model_validate(fault_free), lambda *_: [reference], core=scheduler_config).run()
     faulty = Batches()
-    run = SimulatedRun(settings, lambda *_: [faulty], core=core)
+    run = SimulatedRun(settings, lambda *_: [faulty], core=scheduler_config)
     run.run()
     assert run.ended == "done"
     assert faulty.trained == reference.trained
 
 
-class Resettled(SimulatedRun):
-    """Every start but the first has settings of its own."""
+class RunWithChangedSettings(SimulatedRun):
+    """A run whose later starts have other scheduler settings."""
 
     def __init__(
-        self, settings: SimulationSettings, books: Books, first: SchedulerSettings, later: list[SchedulerSettings]
+        self,
+        settings: SimulationSettings,
+        ledger: VisitLedger,
+        first: SchedulerSettings,
+        later: list[SchedulerSettings],
     ) -> None:
-        super().__init__(settings, books.watch, core=first)
+        super().__init__(settings, ledger.start_observers, core=first)
         self._later = cycle(later)
 
     def _next_start(self) -> StartState:
@@ -209,22 +217,22 @@ class Resettled(SimulatedRun):
     st.lists(st.tuples(st.integers(0, 4), st.integers(1, 6), st.sampled_from([0.0, 1.0, 3.0])), min_size=1, max_size=3),
     st.integers(2, 30),
 )
-@examples(max_examples=300, deadline=None)
-def test_a_run_resumed_with_another_lag_batch_or_depth_loses_no_visit_and_keeps_the_new_lag(
+@hypothesis_settings(max_examples=300, deadline=None)
+def test_a_run_resumed_with_another_lag_batch_size_or_depth_loses_no_visit_and_respects_the_new_lag(
     settings: SimulationSettings, changes: list[tuple[int, int, float]], tasks: int
 ) -> None:
-    first, books = over_epochs(settings, 2, tasks), Books()
+    first, ledger = over_epochs(settings, 2, tasks), VisitLedger()
     later = [replace(first, max_lag=lag, groups_per_step=size, depth=depth) for lag, size, depth in changes]
-    run = Resettled(settings, books, first, later)
+    run = RunWithChangedSettings(settings, ledger, first, later)
     run.run()
     assert run.ended == "done" or names(run.ended, "learner 20")
     if run.ended == "done":
-        assert sorted(books.ends) == [(epoch, task) for epoch in range(2) for task in range(tasks)]
-    assert books.worst_excess <= 0
+        assert sorted(ledger.ends) == [(epoch, task) for epoch in range(2) for task in range(tasks)]
+    assert ledger.worst_excess <= 0
 
 
 class Batches(SimulationObserver):
-    """Which visit was trained in which batch under which stamp, the last word of all starts of the run."""
+    """Which visit was trained in which batch with which min_version; the latest start of the run counts."""
 
     def __init__(self) -> None:
         self.trained: dict[int, list[Admit]] = {}

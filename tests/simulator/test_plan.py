@@ -1,4 +1,4 @@
-"""What the simulator tells people: checked where the answer is known."""
+"""Results of the simulator, checked for cases with a known answer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from support import names
 
 
 def settings_of(**sections: dict[str, Any]) -> SimulationSettings:
-    """A small cluster whose sequences are all alike, unless told."""
+    """Settings of a small cluster, by default with sequences of equal length."""
     base: dict[str, dict[str, Any]] = {
         "cluster": {"devices": 4},
         "engine": {"slots": 16, "load_s": 0.1, "pause_s": 0.0},
@@ -35,7 +35,7 @@ def settings_of(**sections: dict[str, Any]) -> SimulationSettings:
     return SimulationSettings.model_validate(merged)
 
 
-def test_where_the_learner_is_the_bottleneck_a_step_takes_what_its_tokens_take() -> None:
+def test_if_the_learner_is_the_bottleneck_a_step_takes_as_long_as_training_its_tokens() -> None:
     figures = SimulatedRun(settings_of(cluster={"training": 1})).run()
     assert figures is not None
     assert figures.step_s == pytest.approx(8 * 4 * 500 * 1e-3, rel=0.02)
@@ -44,14 +44,14 @@ def test_where_the_learner_is_the_bottleneck_a_step_takes_what_its_tokens_take()
     assert figures.engine_wait > 0.3
 
 
-def test_no_schedule_beats_the_limit_and_a_balanced_one_comes_close() -> None:
+def test_efficiency_is_at_most_1_and_close_to_it_for_a_balanced_cluster() -> None:
     balanced = settings_of(cluster={"devices": 2, "training": 1}, learner={"token_s": 4.25e-4})
     figures = SimulatedRun(balanced).run()
     assert figures is not None
     assert 0.8 < figures.efficiency <= 1.0
 
 
-def test_the_best_split_follows_the_work() -> None:
+def test_the_best_split_gives_more_devices_to_training_when_training_costs_more() -> None:
     much_training, _ = with_best_split(settings_of(cluster={"devices": 12}, learner={"token_s": 2e-3}))
     little_training, tried = with_best_split(settings_of(cluster={"devices": 12}, learner={"token_s": 1e-5}))
     assert much_training.cluster.training is not None
@@ -60,7 +60,7 @@ def test_the_best_split_follows_the_work() -> None:
     assert tried[little_training.cluster.training] == min(tried.values())
 
 
-def test_the_same_seed_gives_the_same_figures_and_another_one_others() -> None:
+def test_the_same_seed_gives_the_same_results_and_another_seed_gives_others() -> None:
     faulty = settings_of(
         cluster={"training": 2},
         workload={"lengths": "lognormal"},
@@ -77,7 +77,7 @@ def test_the_same_seed_gives_the_same_figures_and_another_one_others() -> None:
     assert first.step_s != other.step_s
 
 
-def test_long_tails_make_asynchronous_training_faster_and_the_verdict_says_by_how_much() -> None:
+def test_long_tails_make_asynchronous_training_faster_and_the_report_states_the_factor() -> None:
     plan = make_plan(
         settings_of(cluster={"training": 2}, workload={"lengths": "lognormal", "sigma": 1.2, "max_tokens": 8000})
     )
@@ -86,11 +86,11 @@ def test_long_tails_make_asynchronous_training_faster_and_the_verdict_says_by_ho
     assert names(printed(plan).splitlines()[-1], f"asynchronous {plan.factor:.2f}")
 
 
-def test_where_generation_is_nearly_all_the_work_and_lengths_are_alike_synchronous_training_is_as_fast() -> None:
-    alike = settings_of(
+def test_synchronous_training_is_as_fast_if_generation_dominates_and_lengths_are_equal() -> None:
+    equal_lengths = settings_of(
         cluster={"training": 1}, learner={"token_s": 1e-6}, engine={"load_s": 0.0, "slots": 8}, run={"switch_s": 0.0}
     )
-    plan = make_plan(alike)
+    plan = make_plan(equal_lengths)
     assert plan.factor is not None
     assert plan.factor < 1.05
     verdict = printed(plan).splitlines()[-1]
@@ -98,10 +98,10 @@ def test_where_generation_is_nearly_all_the_work_and_lengths_are_alike_synchrono
     assert not names(verdict, "asynchronous")
 
 
-def test_deaths_cost_time_and_tokens_and_are_told() -> None:
-    calm = settings_of(cluster={"training": 3}, run={"steps": 20})  # generation is the bottleneck
-    stormy = calm.changed("faults", engine_mtbf_s=40.0, restart_s=5.0).changed("supervise", restarts=10_000)
-    before, after = SimulatedRun(calm).run(), SimulatedRun(stormy).run()
+def test_engine_deaths_cost_time_and_tokens_and_are_reported() -> None:
+    fault_free = settings_of(cluster={"training": 3}, run={"steps": 20})  # generation is the bottleneck
+    faulty = fault_free.changed("faults", engine_mtbf_s=40.0, restart_s=5.0).changed("supervise", restarts=10_000)
+    before, after = SimulatedRun(fault_free).run(), SimulatedRun(faulty).run()
     assert before is not None
     assert after is not None
     assert after.deaths["engine"] > 0
@@ -110,7 +110,7 @@ def test_deaths_cost_time_and_tokens_and_are_told() -> None:
     assert after.step_s > before.step_s
 
 
-def test_a_learner_that_dies_is_resumed_from_its_checkpoint_and_its_steps_are_counted_once() -> None:
+def test_a_dead_learner_resumes_from_its_checkpoint_and_its_steps_are_counted_once() -> None:
     figures = SimulatedRun(
         settings_of(
             cluster={"training": 2}, run={"steps": 30}, checkpoint={"every": 3},
@@ -123,13 +123,13 @@ def test_a_learner_that_dies_is_resumed_from_its_checkpoint_and_its_steps_are_co
     assert figures.steps == 30 - 7
 
 
-def test_a_learner_that_never_lives_until_a_checkpoint_ends_the_simulation_with_a_line() -> None:
+def test_a_learner_that_always_dies_before_its_first_checkpoint_ends_the_simulation_with_an_error() -> None:
     hopeless = settings_of(cluster={"training": 1}, faults={"learner_mtbf_s": 1.0}, checkpoint={"every": 0})
     with pytest.raises(ComponentFailed, match=r"\blearner\b.*\b20\b"):
         make_plan(hopeless)
 
 
-def test_a_fleet_that_never_serves_ends_the_simulation_with_a_line() -> None:
+def test_a_fleet_that_never_serves_ends_the_simulation_with_an_error() -> None:
     hopeless = settings_of(
         cluster={"training": 1}, faults={"engine_mtbf_s": 0.5, "restart_s": 1.0}, supervise={"restarts": 10**9},
         run={"stall_s": 5000.0},
@@ -138,7 +138,7 @@ def test_a_fleet_that_never_serves_ends_the_simulation_with_a_line() -> None:
         make_plan(hopeless)
 
 
-# --------------------------------------------------------------------------------------------------------- the command
+# ---------------------------------------------------------------------------------------------------------- the command
 
 
 def printed(plan: SimulationPlan) -> str:
@@ -161,7 +161,7 @@ def test_the_command_reads_a_file_and_options_and_prints_json(tmp_path: Path, ca
 
 
 @pytest.mark.parametrize(
-    ("words", "key", "said"),
+    ("arguments", "key", "expected"),
     [
         (["--cluster.device", "8"], "cluster.device", "cluster.devices"),
         (["--max_lag", "8"], "max_lag", "pacing.max_lag"),
@@ -174,15 +174,15 @@ def test_the_command_reads_a_file_and_options_and_prints_json(tmp_path: Path, ca
         (["--workload.sigma", "nan"], "workload.sigma", "finite nan"),
     ],
 )
-def test_bad_input_is_refused_with_one_line(words: list[str], key: str, said: str) -> None:
+def test_bad_input_is_rejected_with_a_one_line_error(arguments: list[str], key: str, expected: str) -> None:
     with pytest.raises(BadInput) as refused:
-        load_settings(None, words)
+        load_settings(None, arguments)
     assert str(refused.value).startswith(f"{key}: ")
-    assert names(str(refused.value), said)
+    assert names(str(refused.value), expected)
     assert "\n" not in str(refused.value)
 
 
-def test_every_setting_says_what_it_means() -> None:
+def test_every_setting_has_a_description() -> None:
     text = describe_settings(SECTIONS)
     assert all(f"--{key} " in text for key in FIELDS)
     assert all(info.description for info in FIELDS.values())

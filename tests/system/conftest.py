@@ -1,4 +1,4 @@
-"""A toy policy and a toy reward: everything real but the size."""
+"""A tiny policy, toy rewards and tasks: everything is real except for the size."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 REWARD = '''
 def vowels(prompts, completions, **columns):
-    """The share of vowels: any policy differs from itself by this."""
+    """The share of vowels and digits, which differs between the samples of any policy."""
     return [sum(letter in "aeiou0123456789" for letter in text.lower()) / (1 + len(text)) for text in completions]
 
 
@@ -68,7 +68,7 @@ def tasks(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def settings(toy_model: Path, rewards: Path, tasks: Path, tmp_path: Path) -> dict[str, Any]:
-    """A run of seconds."""
+    """Settings of a run that takes seconds."""
     return {
         "model.path": str(toy_model),
         "tasks.path": str(tasks),

@@ -1,4 +1,4 @@
-"""The built-in agent tasks learn: the built-in model, its tools, real processes, a few steps."""
+"""A few steps on the built-in agent tasks improve the built-in model, with its tools and real processes."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ COMMON: dict[str, Any] = {
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("task", "settings", "judge"),
+    ("task", "settings", "reward_metric"),
     [
         ("calculator", {"rollout.max_turns": 3, "filter.uniform": False, "run.steps": 6}, "reward/number"),
         ("guess", {"rollout.max_turns": 4, "run.steps": 10}, "reward/environment"),
     ],
 )
 def test_a_short_run_raises_the_held_out_reward(
-    tmp_path: Path, task: str, settings: dict[str, Any], judge: str
+    tmp_path: Path, task: str, settings: dict[str, Any], reward_metric: str
 ) -> None:
     run = tmp_path / "run"
     words = as_arguments({**COMMON, **settings, "tasks.name": task, "run.dir": str(run)})
@@ -38,6 +38,6 @@ def test_a_short_run_raises_the_held_out_reward(
     assert 0.2 <= summary["eval_first"] <= 0.5, "room to improve, and something to find"
     assert summary["eval_last"] >= summary["eval_first"] + 0.1
     assert summary["lag_max"] <= 2
-    judged = [line for line in read_lines(run / "metrics.jsonl") if judge in line]
-    assert judged
-    assert judged[-1]["episode/tool_calls"] > 0
+    rewarded = [line for line in read_lines(run / "metrics.jsonl") if reward_metric in line]
+    assert rewarded
+    assert rewarded[-1]["episode/tool_calls"] > 0

@@ -1,4 +1,4 @@
-"""Every recipe in the whole system: sampled, judged, journalled, trained, published, resumed."""
+"""Every preset and many combinations in the whole system: sample, reward, journal, train, publish, resume."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_every_preset_trains(settings: Settings, tmp_path: Path, preset: str) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMBINATIONS)
-def test_every_combination_repeats_itself_exactly_across_a_checkpoint(
+def test_every_combination_is_reproduced_exactly_across_a_checkpoint(
     settings: Settings, tmp_path: Path, name: str
 ) -> None:
     more = {**COMBINATIONS[name], "run.steps": 4, "checkpoint.every": 2}

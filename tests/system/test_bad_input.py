@@ -17,7 +17,7 @@ Settings = dict[str, Any]
 
 
 def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line, having checked that it is one and that the exit code is 2."""
+    """The error line, after checking that it is the only one and that the exit code is 2."""
     try:
         code = main(words)
     except SystemExit as stop:
@@ -74,25 +74,25 @@ def test_a_bad_setting_gives_one_line_and_leaves_nothing(
 
 
 @pytest.mark.parametrize(
-    ("word", "said"),
+    ("word", "expected"),
     [("trian", "did you mean train"), ("zzz", "train, eval, play, show")],
 )
-def test_a_command_that_does_not_exist_gives_one_line(word: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert said in refused([word, "--run.steps=2"], capsys)
+def test_an_unknown_command_gives_one_line(word: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert expected in refused([word, "--run.steps=2"], capsys)
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
         (["help"], "outpace --help"),
         (["version"], "outpace --version"),
         (["bench", "engine", "--foo"], "outpace bench engine --help"),
     ],
 )
-def test_other_commands_answer_a_wrong_word_in_one_line(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+def test_a_wrong_word_for_other_commands_gives_one_line(
+    words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert said in refused(words, capsys)
+    assert expected in refused(words, capsys)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_a_model_directory_without_weights_gives_one_line(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_model_that_only_a_starting_part_finds_broken_still_gives_one_line_and_leaves_nothing(
+def test_a_broken_model_found_only_by_a_starting_component_gives_one_line_and_leaves_nothing(
     settings: Settings, toy_model: Path, tmp_path: Path
 ) -> None:
     broken = tmp_path / "broken"
@@ -143,7 +143,7 @@ def test_a_model_that_only_a_starting_part_finds_broken_still_gives_one_line_and
     assert not (tmp_path / "run").exists()
 
 
-def test_a_directory_that_holds_something_is_not_overwritten_unasked(
+def test_a_directory_with_content_is_not_overwritten_by_default(
     settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
@@ -193,7 +193,7 @@ def test_a_dry_run_of_a_resume_prints_what_would_run_and_touches_nothing(
         ({"model.path": "starter"}, ("model.path", "weights")),
     ],
 )
-def test_a_checkpoint_without_what_the_new_config_needs_is_refused(
+def test_a_checkpoint_without_the_state_that_the_new_config_needs_is_refused(
     change: Settings, keys: tuple[str, ...], settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     short = {**settings, "run.runtime": "inline", "run.steps": 1}

@@ -1,4 +1,4 @@
-"""`outpace eval` on runs that a Python program has started with objects of its own."""
+"""`outpace eval` on runs that a Python program started with its own objects."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def small(settings: Settings) -> Settings:
     return {**own, "run.steps": 1, "filter.uniform": False, "run.runtime": "inline"}
 
 
-def started_by_script(directory: Path, small: Settings, guard: str) -> Path:
+def run_script(directory: Path, small: Settings, guard: str) -> Path:
     script = directory / "mine" / "my_training.py"
     script.parent.mkdir()
     script.write_text(SCRIPT.format(guard=guard))
@@ -64,11 +64,11 @@ def started_by_script(directory: Path, small: Settings, guard: str) -> Path:
 
 
 def test_a_run_of_a_script_with_rows_and_a_function_is_evaluated(small: Settings, tmp_path: Path) -> None:
-    run = started_by_script(tmp_path, {**small, "eval.count": 4}, 'if __name__ == "__main__": ')
+    run = run_script(tmp_path, {**small, "eval.count": 4}, 'if __name__ == "__main__": ')
     result = run_command("eval", str(run))
     assert result.returncode == 0, result.stderr
     measured = json.loads(result.stdout)
-    assert (measured["eval/count"], measured["eval/failed"]) == (4, 0), "those that the run itself evaluates"
+    assert (measured["eval/count"], measured["eval/failed"]) == (4, 0), "the tasks that the run itself evaluates"
     last = json.loads((run / "summary.json").read_text())["evals"][-1]
     assert measured["eval/reward"] == pytest.approx(last["reward"], abs=0.02)
     assert "eval/stderr" in measured
@@ -77,14 +77,14 @@ def test_a_run_of_a_script_with_rows_and_a_function_is_evaluated(small: Settings
 def test_a_script_that_trains_when_it_is_imported_is_refused_and_starts_nothing(
     small: Settings, tmp_path: Path
 ) -> None:
-    run = started_by_script(tmp_path, {**small, "eval.count": 4}, "")
+    run = run_script(tmp_path, {**small, "eval.count": 4}, "")
     result = run_command("eval", str(run))
     assert result.returncode == 2
     assert "my_training.py" in result.stderr
     assert len(result.stderr.splitlines()) == 1
 
 
-def test_what_cannot_be_found_again_is_named(small: Settings) -> None:
+def test_an_object_that_cannot_be_imported_again_is_named(small: Settings) -> None:
     short = lambda completions, **_: [1.0 / (1 + len(text)) for text in completions]  # noqa: E731
     trainer = api.Trainer(tasks=ROWS, eval_tasks=HELDOUT, rewards=short, config=small, quiet=True)
     trainer.train()
@@ -92,7 +92,7 @@ def test_what_cannot_be_found_again_is_named(small: Settings) -> None:
         evaluate_model(Path(small["run.dir"]), [])
 
 
-def test_objects_come_back_as_they_were_given(small: Settings) -> None:
+def test_objects_are_restored_as_they_were_given(small: Settings) -> None:
     config = {**small, "eval.count": 3}
     api.Trainer(tasks=ROWS, eval_tasks=HELDOUT, rewards=[top_level, "number"], config=config, quiet=True).train()
     _, objects = load_run_with_objects(Path(small["run.dir"]), [])
@@ -103,16 +103,16 @@ def test_objects_come_back_as_they_were_given(small: Settings) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 3])
-def test_a_run_of_tasks_without_held_out_ones_is_not_evaluated_on_other_tasks(small: Settings, count: int) -> None:
+def test_a_run_without_held_out_tasks_is_not_evaluated_on_other_tasks(small: Settings, count: int) -> None:
     config = {**small, "eval.count": count, "eval.holdout": 0}
     api.Trainer(tasks=ROWS, rewards=top_level, config=config, quiet=True).train()
     with pytest.raises(BadInput, match=r"^tasks\.eval_path: "):
         load_run_with_objects(Path(small["run.dir"]), ["--eval.count=4"])
 
 
-def test_only_what_another_process_can_import_has_a_reference() -> None:
+def test_only_objects_that_another_process_can_import_have_a_reference() -> None:
     assert reference_of(top_level) == f"{__name__}:top_level"
     assert reference_of(json.dumps) == "json:dumps"
     assert reference_of("countdown") == "countdown"
     assert reference_of(lambda: None) is None
-    assert reference_of(test_what_cannot_be_found_again_is_named.__call__) is None
+    assert reference_of(test_an_object_that_cannot_be_imported_again_is_named.__call__) is None

@@ -1,4 +1,4 @@
-"""Engines that join and leave a run under way, as processes of their own."""
+"""Engines that join and leave an active run, as separate processes."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def until(true: Callable[[], object], alive: Callable[[], bool]) -> None:
         time.sleep(0.1)
 
 
-def seats(run: Path) -> dict[str, dict[str, Any]]:
-    answer = run_command("fleet", str(run))
-    return {seat["name"]: seat for seat in json.loads(answer.stdout)} if answer.returncode == 0 else {}
+def engines(run: Path) -> dict[str, dict[str, Any]]:
+    result = run_command("fleet", str(run))
+    return {engine["name"]: engine for engine in json.loads(result.stdout)} if result.returncode == 0 else {}
 
 
-def is_one_line(said: str, *keys: str) -> bool:
-    return said.startswith("outpace: ") and said.count("\n") == 1 and all(key in said for key in keys)
+def is_one_line(text: str, *keys: str) -> bool:
+    return text.startswith("outpace: ") and text.count("\n") == 1 and all(key in text for key in keys)
 
 
 def steps(run: Path) -> int:
@@ -46,7 +46,7 @@ def test_an_engine_joins_serves_after_its_first_load_and_leaves_and_no_group_is_
     )
     try:
         until(lambda: steps(run) >= 2, lambda: process.poll() is None)
-        assert list(seats(run)) == ["engine-0"]
+        assert list(engines(run)) == ["engine-0"]
         refusal = run_command("fleet", str(run), "--add", "http://127.0.0.1:8000")
         assert (refusal.returncode, refusal.stdout) == (2, "")
         assert is_one_line(refusal.stderr, "--add", "embedded", "engine.kind"), refusal.stderr
@@ -57,24 +57,24 @@ def test_an_engine_joins_serves_after_its_first_load_and_leaves_and_no_group_is_
         assert added.returncode == 0, added.stderr
         has_joined, is_under_way = (is_one_line(added.stderr, key) for key in ("engine-1", "outpace fleet"))
         assert has_joined or is_under_way, added.stderr
-        until(lambda: seats(run).get("engine-1", {}).get("serves"), lambda: process.poll() is None)
-        assert seats(run)["engine-1"]["version"] > 0, "it has the run's weights, not those of the model it began with"
+        until(lambda: engines(run).get("engine-1", {}).get("serves"), lambda: process.poll() is None)
+        assert engines(run)["engine-1"]["version"] > 0, "it has the weights of the run, not those of the base model"
         assert run_command("fleet", str(run), "--remove", "engine-0").returncode == 0
-        until(lambda: list(seats(run)) == ["engine-1"], lambda: process.poll() is None)
+        until(lambda: list(engines(run)) == ["engine-1"], lambda: process.poll() is None)
         before = steps(run)
         until(lambda: steps(run) > before + 2, lambda: process.poll() is None)
         process.send_signal(signal.SIGTERM)
-        _, said = process.communicate(timeout=PATIENCE_S)
-        assert process.returncode == 3, said
+        _, err = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 3, err
     finally:
         process.kill()
         process.communicate()
     assert accounting(run, json.loads((run / "tasks.json").read_text())["count"], None) == []
-    settled = [visit for line in read_lines(run / "batches.jsonl") for visit in line.get("settled", [])]
-    assert not [visit for visit in settled if visit["outcome"] == "failed"]
+    untrained = [visit for line in read_lines(run / "batches.jsonl") for visit in line.get("settled", [])]
+    assert not [visit for visit in untrained if visit["outcome"] == "failed"]
 
 
-def test_orders_for_a_run_that_is_not_under_way_are_refused_in_one_line(tmp_path: Path) -> None:
-    answer = run_command("fleet", str(tmp_path), "--add", "http://127.0.0.1:1")
-    assert answer.returncode == 2
-    assert is_one_line(answer.stderr, str(tmp_path)), answer.stderr
+def test_orders_for_a_run_that_is_not_active_are_refused_in_one_line(tmp_path: Path) -> None:
+    result = run_command("fleet", str(tmp_path), "--add", "http://127.0.0.1:1")
+    assert result.returncode == 2
+    assert is_one_line(result.stderr, str(tmp_path)), result.stderr

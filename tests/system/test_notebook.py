@@ -1,4 +1,4 @@
-"""A real Jupyter kernel: its interrupt ends a run with a checkpoint, and the next cells go on."""
+"""A real Jupyter kernel: an interrupt ends the run, writes a checkpoint and lets later cells resume it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Settings = dict[str, Any]
 
 
 class Notebook:
-    """Runs cells in a kernel and keeps what they showed."""
+    """Runs cells in a kernel and returns their messages or their text."""
 
     def __init__(self, manager: KernelManager, client: BlockingKernelClient) -> None:
         self.manager = manager
@@ -26,21 +26,21 @@ class Notebook:
         self.client.execute(code)
 
     def finish(self) -> list[dict[str, Any]]:
-        """Every message of the cell under way."""
+        """Wait for the running cell and return all its messages."""
         messages: list[dict[str, Any]] = []
         while not messages or messages[-1]["content"].get("execution_state") != "idle":
             messages.append(self.client.get_iopub_msg(timeout=120))
         return messages
 
     def run(self, code: str) -> str:
-        """What a cell prints."""
+        """Run a cell and return what it printed."""
         self.start(code)
         messages = self.finish()
-        assert not of(messages, "error"), of(messages, "error")
-        return "".join(message["content"]["text"] for message in of(messages, "stream"))
+        assert not of_type(messages, "error"), of_type(messages, "error")
+        return "".join(message["content"]["text"] for message in of_type(messages, "stream"))
 
 
-def of(messages: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+def of_type(messages: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     return [message for message in messages if message["msg_type"] == kind]
 
 
@@ -83,7 +83,7 @@ print(trainer.train(resume=True).steps > before)
 
 
 @pytest.mark.parametrize("cell", ["trainer.train()", "await trainer.train_async()"], ids=["train", "train_async"])
-def test_the_interrupt_of_a_kernel_ends_the_run_with_a_checkpoint_and_the_next_cell_resumes_it(
+def test_a_kernel_interrupt_ends_the_run_with_a_checkpoint_and_the_next_cell_resumes_it(
     notebook: Notebook, settings: Settings, cell: str
 ) -> None:
     run = Path(settings["run.dir"])
@@ -91,7 +91,7 @@ def test_the_interrupt_of_a_kernel_ends_the_run_with_a_checkpoint_and_the_next_c
     notebook.start(cell)
     interrupt_after_two_steps(notebook, run)
     messages = notebook.finish()
-    shown = of(messages, "error")
+    shown = of_type(messages, "error")
     assert [message["content"]["ename"] for message in shown] == ["Interrupted"]
     assert len(shown[0]["content"]["traceback"]) == 1, "one line"
     assert list((run / "checkpoints").iterdir())
@@ -99,17 +99,19 @@ def test_the_interrupt_of_a_kernel_ends_the_run_with_a_checkpoint_and_the_next_c
     assert notebook.run(RESUME).splitlines()[-1] == "True"
 
 
-def test_the_progress_of_a_run_is_one_output_that_is_updated(notebook: Notebook, settings: Settings) -> None:
+def test_progress_is_shown_in_one_output_that_is_updated(notebook: Notebook, settings: Settings) -> None:
     notebook.run(setup_cell({**settings}).replace("100000", "5"))
     notebook.start("summary = trainer.train()")
     messages = notebook.finish()
-    assert not of(messages, "error"), of(messages, "error")
-    (output,) = of(messages, "display_data")
-    updates = of(messages, "update_display_data")
+    assert not of_type(messages, "error"), of_type(messages, "error")
+    (output,) = of_type(messages, "display_data")
+    updates = of_type(messages, "update_display_data")
     assert updates
     assert {message["content"]["transient"]["display_id"] for message in [output, *updates]} == {
         output["content"]["transient"]["display_id"]
     }
     shown = updates[-1]["content"]["data"]["text/plain"]
     assert settings["run.dir"] in "".join(shown.split())  # a long path is broken into lines
-    assert [each["content"]["text"] for each in of(messages, "stream") if each["content"]["name"] == "stdout"] == []
+    assert [
+        each["content"]["text"] for each in of_type(messages, "stream") if each["content"]["name"] == "stdout"
+    ] == []

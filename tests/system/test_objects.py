@@ -1,4 +1,4 @@
-"""Models, tokenizers and registered names of a Python caller, measuring and exporting."""
+"""Models, tokenizers and registered names of a Python caller, evaluation and export."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_model_and_a_tokenizer_in_memory_are_saved_in_the_run_and_used_from_th
     assert (exported / "tokenizer.json").is_file()
 
 
-def test_a_plan_that_is_refused_leaves_the_model_of_the_run_to_be_overwritten(
+def test_a_refused_plan_keeps_the_model_of_the_run_that_it_would_overwrite(
     settings: Settings, loaded: tuple[Any, Any]
 ) -> None:
     config, (model, tokenizer) = without_model(settings) | {"run.overwrite": True}, loaded
@@ -69,7 +69,7 @@ def test_objects_that_cannot_be_trained_are_refused(loaded: tuple[Any, Any]) -> 
         api.Trainer(adapted, tokenizer=tokenizer)
 
 
-def test_the_arguments_of_a_trl_trainer_are_refused_naming_what_to_use_instead(tmp_path: Path) -> None:
+def test_the_config_of_a_trl_trainer_is_refused_with_the_equivalent_settings(tmp_path: Path) -> None:
     class TrainingArguments:
         pass
 
@@ -84,7 +84,7 @@ def test_the_arguments_of_a_trl_trainer_are_refused_naming_what_to_use_instead(t
     with pytest.raises(BadInput, match=r"^config: .*\bGRPOConfig\b") as caught:
         api.Trainer(config=GRPOConfig(num_generations=4))  # type: ignore[arg-type]
     assert "rollout.group_size" in str(caught.value)
-    assert "learner.lr" not in str(caught.value), "it has its default"
+    assert "learner.lr" not in str(caught.value), "it is at its default"
     with pytest.raises(BadInput, match=r"^config:"):
         api.Trainer(config=3)  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""A program with the official `openai` client, which has never heard of outpace, is trained by its base URL alone."""
+"""A program that uses the official `openai` client, and not outpace, is trained through its base URL alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AGENT = Path(__file__).parents[2] / "examples" / "openai_agent.py"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def test_a_loop_of_tool_calls_streaming_and_not_is_trained_while_weights_change(
+def test_a_tool_calling_agent_with_and_without_streaming_is_trained_while_weights_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AGENT_LOG", str(tmp_path / "agent.jsonl"))
@@ -50,4 +50,4 @@ def test_a_loop_of_tool_calls_streaming_and_not_is_trained_while_weights_change(
     assert max(int(row.versions.max()) for row in rows) >= 1, "no episode was sampled by trained weights"
     recorded = [kept for attempt in outpace.read_rollouts(tmp_path / "run") for kept in attempt.trajectories]
     sources = {tuple(turn.source for turn in kept.turns) for kept in recorded}
-    assert ("prompt", "assistant", "tool", "assistant") in sources, "no turns of an agent are told apart"
+    assert ("prompt", "assistant", "tool", "assistant") in sources, "the turns of the agent are not recorded separately"

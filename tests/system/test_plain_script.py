@@ -1,4 +1,4 @@
-"""The pipeline, synchronous and deterministic, computes exactly what the plain script computes."""
+"""A synchronous, deterministic run computes exactly what the plain script computes."""
 
 from __future__ import annotations
 

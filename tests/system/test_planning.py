@@ -1,4 +1,4 @@
-"""What a Python caller hands in becomes a plan, or one line: nothing is dropped and nothing is started."""
+"""Arguments of a Python caller become a plan or are refused in one line; nothing is dropped or started."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def plan_of(config: dict[str, Any] | None = None, **given: Any) -> RunPlan:
     return make_plan(trainer.config, trainer._objects)
 
 
-def carried(plan: RunPlan) -> tuple[TaskSource, TaskSource | None]:
-    """The tasks as a worker gets them."""
+def worker_tasks(plan: RunPlan) -> tuple[TaskSource, TaskSource | None]:
+    """The tasks as they reach a worker."""
     train, heldout = by_value.unpickle_objects(plan.code)["tasks"]
     assert (len(train), 0 if heldout is None else len(heldout)) == (plan.tasks.count, plan.heldout)
     return train, heldout
@@ -73,7 +73,7 @@ def carried(plan: RunPlan) -> tuple[TaskSource, TaskSource | None]:
 
 @pytest.mark.parametrize("tasks", ["path", "rows", "source"])
 @pytest.mark.parametrize("eval_tasks", ["text", "path", "rows", "source"])
-def test_training_and_held_out_tasks_are_given_in_any_two_ways(
+def test_training_and_held_out_tasks_can_be_given_in_any_combination_of_forms(
     tasks: str, eval_tasks: str, train_file: Path, heldout_file: Path
 ) -> None:
     sources = [[Task(row["id"], row["prompt"]) for row in rows] for rows in (ROWS, HELDOUT)]
@@ -81,18 +81,18 @@ def test_training_and_held_out_tasks_are_given_in_any_two_ways(
         tasks={"path": train_file, "rows": ROWS, "source": sources[0]}[tasks],
         eval_tasks={"text": str(heldout_file), "path": heldout_file, "rows": HELDOUT, "source": sources[1]}[eval_tasks],
     )
-    assert (plan.tasks.count, plan.heldout) == (40, 5), "nothing of the training tasks is held out as well"
+    assert (plan.tasks.count, plan.heldout) == (40, 5), "no training task is held out in addition"
     if tasks == "path" and eval_tasks in ("text", "path"):
         assert (plan.config.tasks.path, plan.config.tasks.eval_path) == (str(train_file), str(heldout_file))
         return
-    train, heldout = carried(plan)
+    train, heldout = worker_tasks(plan)
     assert heldout is not None
     assert (train[0].id, heldout[0].id) == ("row0", "held0")
 
 
-def test_a_registered_task_may_be_held_out_by_rows() -> None:
+def test_a_registered_task_can_be_evaluated_on_rows() -> None:
     plan = plan_of(tasks="countdown", eval_tasks=HELDOUT)
-    train, heldout = carried(plan)
+    train, heldout = worker_tasks(plan)
     assert train[0].id.startswith("countdown/train")
     assert heldout is not None
     assert heldout[4].id == "held4"
@@ -100,24 +100,24 @@ def test_a_registered_task_may_be_held_out_by_rows() -> None:
 
 def test_without_held_out_tasks_a_share_of_the_rows_is_held_out() -> None:
     plan = plan_of(tasks=ROWS, config={"eval.holdout": 0.25})
-    train, heldout = carried(plan)
+    train, heldout = worker_tasks(plan)
     assert heldout is not None
     assert len(train) + len(heldout) == 40
 
 
-def test_the_configs_own_held_out_path_counts_for_rows_too(heldout_file: Path) -> None:
-    _, heldout = carried(plan_of(tasks=ROWS, config={"tasks.eval_path": str(heldout_file)}))
+def test_the_eval_path_of_the_config_applies_to_training_rows_too(heldout_file: Path) -> None:
+    _, heldout = worker_tasks(plan_of(tasks=ROWS, config={"tasks.eval_path": str(heldout_file)}))
     assert heldout is not None
     assert heldout[0].id == "held0"
 
 
-def test_the_argument_overrides_the_configs_held_out_path(train_file: Path) -> None:
+def test_the_eval_tasks_argument_overrides_the_eval_path_of_the_config(train_file: Path) -> None:
     plan = plan_of(tasks=train_file, eval_tasks=HELDOUT, config={"tasks.eval_path": "nowhere.jsonl"})
     assert plan.heldout == 5
-    assert plan.config.tasks.eval_path is None, "the run's config does not name what was not used"
+    assert plan.config.tasks.eval_path is None, "the config of the run does not name an unused path"
 
 
-def test_a_limit_is_for_training_alone() -> None:
+def test_a_task_limit_applies_to_training_tasks_only() -> None:
     plan = plan_of(tasks=ROWS, eval_tasks=HELDOUT, config={"tasks.limit": 3})
     assert (plan.tasks.count, plan.heldout) == (3, 5)
 
@@ -139,7 +139,7 @@ async def roll(task: Task, client: Any) -> float:
         ({"tasks": ROWS, "rewards": reward}, "tasks, rewards"),
     ],
 )
-def test_a_command_does_not_go_on_with_a_run_whose_objects_it_cannot_have(
+def test_a_command_cannot_resume_a_run_whose_objects_it_cannot_load(
     given: dict[str, Any], names: str, tmp_path: Path
 ) -> None:
     trainer = Trainer("starter", **given)
@@ -150,19 +150,19 @@ def test_a_command_does_not_go_on_with_a_run_whose_objects_it_cannot_have(
 
 
 @pytest.mark.parametrize("name", ["arithmetic", "guess"])
-def test_a_command_goes_on_with_a_run_that_its_config_says_all_of(name: str, tmp_path: Path) -> None:
+def test_a_command_can_resume_a_run_that_its_config_describes_completely(name: str, tmp_path: Path) -> None:
     plan = make_plan(make_config({"tasks.name": name}), UserObjects())
     (tmp_path / "config.toml").write_text(dump_toml(plan.config, plan.objects))
     assert resolve(load_run_config(tmp_path, [f"--run.dir={plan.config.run.dir}"])) == plan.config
 
 
-def test_a_held_out_file_that_is_not_there_is_named() -> None:
+def test_a_missing_held_out_file_is_named() -> None:
     with pytest.raises(BadInput, match=r"^tasks\.eval_path: .*nowhere\.jsonl"):
         plan_of(tasks=ROWS, eval_tasks="nowhere.jsonl")
 
 
 @pytest.mark.parametrize("argument", ["tasks", "eval_tasks"])
-def test_a_dataset_with_splits_is_refused_with_the_way_out(argument: str) -> None:
+def test_a_dataset_with_splits_is_refused_with_the_remedy(argument: str) -> None:
     datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_list(ROWS)
     given = {"tasks": ROWS, argument: datasets.DatasetDict({"train": rows, "test": rows})}
@@ -173,7 +173,7 @@ def test_a_dataset_with_splits_is_refused_with_the_way_out(argument: str) -> Non
 
 
 @pytest.mark.parametrize("argument", ["tasks", "eval_tasks"])
-def test_rows_that_cannot_be_counted_are_refused(argument: str) -> None:
+def test_rows_without_a_length_are_refused(argument: str) -> None:
     datasets = pytest.importorskip("datasets")
     streamed = datasets.Dataset.from_list(ROWS).to_iterable_dataset()
     for unsized in (streamed, iter(ROWS), (row for row in ROWS)):
@@ -182,7 +182,7 @@ def test_rows_that_cannot_be_counted_are_refused(argument: str) -> None:
         assert "\n" not in str(caught.value)
 
 
-def test_rows_that_have_no_first_one_by_number_are_refused() -> None:
+def test_rows_that_cannot_be_indexed_by_number_are_refused() -> None:
     class ByName:
         def __len__(self) -> int:
             return 1
@@ -194,7 +194,9 @@ def test_rows_that_have_no_first_one_by_number_are_refused() -> None:
         plan_of(tasks=ByName())
 
 
-def test_a_model_is_fetched_once_and_before_anything_starts(monkeypatch: pytest.MonkeyPatch, toy_model: Path) -> None:
+def test_a_model_is_downloaded_once_and_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, toy_model: Path
+) -> None:
     fetched: list[str] = []
 
     def download(name: str) -> Path:
@@ -208,11 +210,11 @@ def test_a_model_is_fetched_once_and_before_anything_starts(monkeypatch: pytest.
     plan = make_plan(trainer.config, trainer._objects)
     assert fetched == ["owner/model"]
     assert plan.config.model.path == "owner/model"
-    assert loading.resolve_model("owner/model") == toy_model, "as a part would"
+    assert loading.resolve_model("owner/model") == toy_model, "as a component would"
     assert fetched == ["owner/model"]
 
 
-# ------------------------------------------------------------------------------------ servers and weights, beforehand
+# -------------------------------------------------------------------------------------- checks of servers and weights
 
 
 @pytest.fixture
@@ -221,13 +223,13 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("without_gpu")
-def test_sharing_the_memory_of_a_gpu_that_is_not_there_is_refused() -> None:
+def test_the_ipc_transport_without_a_gpu_is_refused() -> None:
     config = {"engine.kind": "vllm", "engine.urls": ["http://h:1"], "weights.transport": "ipc"}
     with pytest.raises(BadInput, match=r'^weights\.transport: .*"ipc".*GPU.*"memory"'):
         plan_of(config, tasks=ROWS)
 
 
-def test_a_folder_for_weights_that_cannot_be_made_is_refused_and_one_that_can_is_left_to_the_run(
+def test_a_weights_directory_that_cannot_be_created_is_refused_and_planning_creates_none(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -239,7 +241,7 @@ def test_a_folder_for_weights_that_cannot_be_made_is_refused_and_one_that_can_is
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_python_without_the_server_in_it_is_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_a_python_without_the_server_installed_is_refused_before_anything_starts(tmp_path: Path) -> None:
     bare = {"PYTHONPATH": str(tmp_path), "PYTHONNOUSERSITE": "1"}
     for python, why in (
         (str(tmp_path / "python"), os.strerror(errno.ENOENT)),
@@ -251,15 +253,15 @@ def test_a_python_without_the_server_in_it_is_refused_before_anything_starts(tmp
             plan_of(config, tasks=ROWS)
 
 
-async def test_servers_are_looked_for_also_where_a_loop_is_running(tmp_path: Path) -> None:
+async def test_the_server_check_works_inside_a_running_event_loop(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=rf"^launch\.python {tmp_path}/python: .*{os.strerror(errno.ENOENT)}"):
         plan_of({"engine.kind": "vllm", "launch.python": str(tmp_path / "python")}, tasks=ROWS)
 
 
-# ------------------------------------------------------------------------------------------------- nothing left to do
+# ----------------------------------------------------------------------------------------------------- completed runs
 
 
-def a_run_that_is_done(directory: Path, steps: int, **ended: Any) -> Path:
+def completed_run(directory: Path, steps: int, **ended: Any) -> Path:
     (directory / "config.toml").write_text(dump_toml(resolve(make_config({"run.steps": steps}))))
     summary = SummaryBuilder()
     summary.step(steps, {})
@@ -274,8 +276,8 @@ def resumed(run: Path, **settings: Any) -> RunPlan:
     return with_newest_checkpoint(plan, run)
 
 
-def test_a_run_whose_steps_are_done_is_known_as_such(tmp_path: Path) -> None:
-    plan = resumed(a_run_that_is_done(tmp_path, 4), run__steps=4)
+def test_a_run_with_all_steps_done_is_recognized_as_completed(tmp_path: Path) -> None:
+    plan = resumed(completed_run(tmp_path, 4), run__steps=4)
     done = completed_summary(plan, tmp_path)
     assert done is not None
     assert done.steps == 4
@@ -284,18 +286,20 @@ def test_a_run_whose_steps_are_done_is_known_as_such(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("ended", "steps"), [({}, 5), ({"exit": 3}, 4)])
-def test_a_run_that_is_to_go_on_or_did_not_end_well_is_not(tmp_path: Path, ended: dict[str, Any], steps: int) -> None:
-    plan = resumed(a_run_that_is_done(tmp_path, 4, **ended), run__steps=steps)
+def test_a_run_with_steps_left_or_a_failed_exit_is_not_completed(
+    tmp_path: Path, ended: dict[str, Any], steps: int
+) -> None:
+    plan = resumed(completed_run(tmp_path, 4, **ended), run__steps=steps)
     assert completed_summary(plan, tmp_path) is None
 
 
-def test_a_run_that_was_killed_after_its_last_checkpoint_has_still_to_say_what_it_came_to(tmp_path: Path) -> None:
-    run = a_run_that_is_done(tmp_path, 4)
+def test_a_run_killed_after_its_last_checkpoint_but_before_its_summary_is_not_completed(tmp_path: Path) -> None:
+    run = completed_run(tmp_path, 4)
     (run / "summary.json").unlink()
     assert completed_summary(resumed(run, run__steps=4), run) is None
 
 
-def test_an_evaluation_of_more_tasks_than_are_held_out_is_warned_of() -> None:
+def test_an_eval_count_above_the_number_of_held_out_tasks_gives_a_warning() -> None:
     warning = plan_of({"eval.count": 6}, **OWN).eval_warning
     assert all(key in warning for key in ("eval.count", "6", "5 tasks")), warning
     assert plan_of({"eval.count": 5}, **OWN).eval_warning == ""

@@ -37,13 +37,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_the_run_trains_on_what_the_model_wrote(run: Path) -> None:
+def test_the_run_trains_on_the_sampled_tokens(run: Path) -> None:
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["steps"], summary["exit"]) == (STEPS, 0)
     assert summary["tokens_trained"] > 100
 
 
-def test_the_answers_are_judged_and_some_are_worth_something(run: Path) -> None:
+def test_the_answers_are_rewarded_and_some_rewards_are_positive(run: Path) -> None:
     records = journalled(run / "journal").values()
     rewards = np.array([reward for record in records for reward in record.rewards])
     assert len(rewards) > STEPS

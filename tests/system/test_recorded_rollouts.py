@@ -1,4 +1,4 @@
-"""What a real run leaves in rollouts/, whatever becomes of it: trained, killed and resumed, filtered, failed."""
+"""Rollouts recorded by a real run, whether it trains, is killed and resumed, or never trains."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Settings = dict[str, Any]
 
 SOME_DULL = '''
 def some_dull(prompts, completions, **columns):
-    """Every other task is judged the same whatever is said."""
+    """On every other task, all completions get the same reward."""
     dull = int(prompts[0].split()[-1]) % 2
     return [0.0 if dull else len(set(text)) / 10 + index / 100 for index, text in enumerate(completions)]
 '''
@@ -34,7 +34,7 @@ def wait_for(condition: Any, process: subprocess.Popen[str], seconds: float = 12
         time.sleep(0.02)
 
 
-def test_a_run_that_was_killed_and_resumed_has_under_each_step_groups_of_that_step_once(
+def test_a_killed_and_resumed_run_records_under_each_step_only_its_groups_and_each_once(
     settings: Settings, tmp_path: Path
 ) -> None:
     (tmp_path / "some_dull.py").write_text(SOME_DULL)
@@ -71,10 +71,10 @@ def test_a_run_that_was_killed_and_resumed_has_under_each_step_groups_of_that_st
             assert attempt.prompt.startswith("<|system|>Be brief.<|end|><|user|>say ")
             assert attempt.trajectories[0].mask.sum() > 0
     assert max(Counter((each.step, each.group, each.attempt) for each in outpace.read_rollouts(run)).values()) == 1
-    settled = {each["group"] for line in read_lines(run / "batches.jsonl") for each in line.get("settled", [])}
-    assert settled & untrained_groups(run).keys(), "no filtered group was recorded"
+    untrained = {each["group"] for line in read_lines(run / "batches.jsonl") for each in line.get("settled", [])}
+    assert untrained & untrained_groups(run).keys(), "no filtered group was recorded"
     ever_trained = {group["group"] for line in batches.values() for group in line["groups"]}
-    assert not ever_trained & untrained_groups(run).keys(), "what the resume has made again is there twice"
+    assert not ever_trained & untrained_groups(run).keys(), "groups sampled again after the resume are recorded twice"
     assert all(re.search(r"rewards\b.*\b0\b", each.reason) for each in outpace.read_rollouts(run, outcome="filtered"))
 
 
@@ -85,7 +85,7 @@ def test_a_run_that_was_killed_and_resumed_has_under_each_step_groups_of_that_st
         ("broken", {"pacing.max_failed": 40}, "failed", "no reward today"),
     ],
 )
-def test_a_run_that_never_trains_says_why_early_and_leaves_readable_completions(
+def test_a_run_that_never_trains_warns_early_with_the_reason_and_records_its_completions(
     settings: Settings, rewards: Path, reward: str, changes: Settings, outcome: str, reason: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -93,7 +93,7 @@ def test_a_run_that_never_trains_says_why_early_and_leaves_readable_completions(
     settings |= {"rewards.functions": [f"{rewards}:{reward}"], "run.steps": 50, "run.runtime": "inline", **changes}
     process = start_command("train", *as_arguments(settings))
     wait_for(lambda: run.is_dir() and len(untrained_groups(run)) >= 2, process)
-    assert main(["show", str(run)]) == 0, "also while the run is under way"
+    assert main(["show", str(run)]) == 0, "also while the run is active"
     out, _ = process.communicate(timeout=170)
     assert process.returncode == 4
     (warning,) = [line for line in out.splitlines() if f"outpace show {run}" in line]

@@ -65,7 +65,7 @@ def test_recorded_logprobs_are_those_of_a_plain_forward_under_the_weights_that_s
     assert compared > 0
 
 
-def test_an_export_loads_in_transformers_and_answers_the_same(run: Path, tmp_path: Path) -> None:
+def test_an_export_loads_in_transformers_and_generates_the_same_tokens(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "exported"
     result = run_command("export", str(run), str(out))
     assert result.returncode == 0, result.stderr
@@ -77,21 +77,21 @@ def test_an_export_loads_in_transformers_and_answers_the_same(run: Path, tmp_pat
     messages = [{"role": "user", "content": "What is 7 + 5? Answer with the number only."}]
     inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     theirs = model.generate(**inputs, do_sample=False, max_new_tokens=8)[0, inputs["input_ids"].shape[1] :].tolist()
-    assert theirs == _engine_answer(out, inputs["input_ids"][0].numpy())
+    assert theirs == _engine_tokens(out, inputs["input_ids"][0].numpy())
 
 
-def _engine_answer(model: Path, prompt: np.ndarray) -> list[int]:
+def _engine_tokens(model: Path, prompt: np.ndarray) -> list[int]:
     import asyncio
 
     from outpace.engines.embedded.engine import EmbeddedEngine
     from outpace.models.loading import eos_ids
     from outpace.types import Sampling
 
-    async def ask() -> list[int]:
+    async def generate() -> list[int]:
         engine = EmbeddedEngine(str(model), slots=4, context=128, device="cpu")
         greedy = Sampling(max_tokens=8, seed=0, temperature=0.0, stop_ids=eos_ids(str(model)))
         generation = await engine.generate("one", prompt.astype(np.int32), greedy, 0, None)
         await engine.close()
         return generation.tokens.tolist()
 
-    return asyncio.run(ask())
+    return asyncio.run(generate())

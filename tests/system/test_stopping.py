@@ -26,8 +26,8 @@ Settings = dict[str, Any]
 ENDLESS = 100_000
 
 
-class Told(api.Callback):
-    """Lets a test wait for a step."""
+class Recorder(api.Callback):
+    """Records callback events and lets a test wait for a step."""
 
     def __init__(self, step: int = 2) -> None:
         self.step = step
@@ -80,7 +80,7 @@ asyncio.run(main())
 """
 
 
-def test_sigint_in_a_script_that_awaits_train_async_ends_as_it_does_for_train(
+def test_sigint_in_a_script_that_awaits_train_async_ends_the_run_as_it_does_for_train(
     settings: Settings, tmp_path: Path
 ) -> None:
     run, script = Path(settings["run.dir"]), tmp_path / "script.py"
@@ -100,10 +100,10 @@ def test_sigint_in_a_script_that_awaits_train_async_ends_as_it_does_for_train(
 
 
 async def test_a_cancelled_task_writes_a_checkpoint_before_the_cancellation_is_raised(endless: Settings) -> None:
-    told = Told()
-    trainer = api.Trainer(config=endless, callbacks=[told], quiet=True)
+    recorder = Recorder()
+    trainer = api.Trainer(config=endless, callbacks=[recorder], quiet=True)
     training = asyncio.create_task(trainer.train_async())
-    await until(told.reached)
+    await until(recorder.reached)
     training.cancel()
     with pytest.raises(asyncio.CancelledError):
         await training
@@ -117,15 +117,15 @@ async def test_a_cancelled_task_writes_a_checkpoint_before_the_cancellation_is_r
 
 
 async def test_a_second_cancellation_ends_the_run_at_once(endless: Settings) -> None:
-    told, blocked = Told(), threading.Event()
+    recorder, blocked = Recorder(), threading.Event()
 
     class Blocks(api.Callback):
         def on_run_end(self, summary: Any) -> None:
             blocked.set()
 
-    trainer = api.Trainer(config=endless, callbacks=[told, Blocks()], quiet=True)
+    trainer = api.Trainer(config=endless, callbacks=[recorder, Blocks()], quiet=True)
     training = asyncio.create_task(trainer.train_async())
-    await until(told.reached)
+    await until(recorder.reached)
     training.cancel()
     await asyncio.sleep(0)
     training.cancel()
@@ -145,25 +145,25 @@ async def test_a_task_cancelled_during_start_up_leaves_no_directory_behind(endle
     assert "run" not in os.listdir(tmp_path)
 
 
-async def test_a_timeout_around_train_async_is_a_timeout(endless: Settings) -> None:
-    told = Told()
+async def test_a_timeout_around_train_async_raises_timeout_error(endless: Settings) -> None:
+    recorder = Recorder()
 
     async def limited() -> None:
         async with asyncio.timeout(None) as limit:
-            limiting = asyncio.create_task(until(told.reached))
+            limiting = asyncio.create_task(until(recorder.reached))
             limiting.add_done_callback(lambda _: limit.reschedule(0))
-            await api.Trainer(config=endless, callbacks=[told], quiet=True).train_async()
+            await api.Trainer(config=endless, callbacks=[recorder], quiet=True).train_async()
 
     with pytest.raises(TimeoutError):
         await limited()
     assert newest_checkpoint(endless) >= 2
 
 
-async def test_stop_from_another_coroutine_returns_the_summary_and_resume_goes_on(endless: Settings) -> None:
-    told = Told()
-    trainer = api.Trainer(config=endless, callbacks=[told], quiet=True)
+async def test_stop_from_another_coroutine_returns_the_summary_and_resume_continues(endless: Settings) -> None:
+    recorder = Recorder()
+    trainer = api.Trainer(config=endless, callbacks=[recorder], quiet=True)
     training = asyncio.create_task(trainer.train_async())
-    await until(told.reached)
+    await until(recorder.reached)
     trainer.stop()
     summary = await training
     assert (summary.exit, summary.reason) == (0, "stopped")
@@ -173,10 +173,10 @@ async def test_stop_from_another_coroutine_returns_the_summary_and_resume_goes_o
     assert (again.steps, again.reason) == (summary.steps + 1, "done")
 
 
-def test_a_stopped_run_is_not_taken_for_a_finished_one(endless: Settings) -> None:
-    """With the same `run.steps` as before there is still something to do."""
+def test_a_stopped_run_is_not_treated_as_completed(endless: Settings) -> None:
+    """With the same `run.steps` as before there are still steps to train."""
 
-    class Steps(Told):
+    class Steps(Recorder):
         def on_batch_end(self, metrics: Mapping[str, float]) -> None:
             super().on_batch_end(metrics)
             if self.reached.is_set():
@@ -208,16 +208,16 @@ def test_stop_without_a_run_does_nothing(endless: Settings) -> None:
     assert trainer.summary is None
 
 
-def test_callbacks_get_the_lines_of_the_log_every_checkpoint_and_every_version_once(settings: Settings) -> None:
-    told = Told()
+def test_callbacks_get_the_metrics_lines_every_checkpoint_and_every_version_once(settings: Settings) -> None:
+    recorder = Recorder()
     config = {**settings, "run.steps": 4, "checkpoint.every": 2, "engine.count": 2, "run.runtime": "inline"}
-    api.Trainer(config=config, callbacks=[told], quiet=True).train()
+    api.Trainer(config=config, callbacks=[recorder], quiet=True).train()
     run = Path(settings["run.dir"])
-    assert told.lines == read_lines(run / "metrics.jsonl")
-    assert [step for step, _ in told.checkpoints] == [2, 4]
-    assert told.checkpoints[-1][1] == commit.checkpoint_path(run / "checkpoints", 4)
-    assert told.versions == sorted(set(told.versions)), "once each, in order"
-    assert told.versions
+    assert recorder.lines == read_lines(run / "metrics.jsonl")
+    assert [step for step, _ in recorder.checkpoints] == [2, 4]
+    assert recorder.checkpoints[-1][1] == commit.checkpoint_path(run / "checkpoints", 4)
+    assert recorder.versions == sorted(set(recorder.versions)), "once each, in order"
+    assert recorder.versions
 
 
 def test_an_exception_in_a_callback_ends_the_run_with_a_checkpoint(endless: Settings) -> None:
@@ -248,7 +248,7 @@ def test_an_exception_at_the_end_of_a_run_is_in_its_summary(settings: Settings) 
     assert json.loads((Path(settings["run.dir"]) / "summary.json").read_text())["exit"] == 4
 
 
-def test_an_exception_in_a_callback_is_only_reported_if_the_config_says_so(
+def test_an_exception_in_a_callback_is_only_reported_if_callback_errors_is_report(
     settings: Settings, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Fails(api.Callback):

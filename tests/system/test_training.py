@@ -41,21 +41,21 @@ def wait_for(condition: Any, process: subprocess.Popen[str], seconds: float = 20
         time.sleep(0.05)
 
 
-def scratch_of(process: subprocess.Popen[str]) -> Path | None:
-    """Where this run, and no other on the machine, keeps snapshots and sockets: it holds the lock in there open."""
+def runtime_dir_of(process: subprocess.Popen[str]) -> Path | None:
+    """The runtime directory of this run, recognized by the lock file that its process holds open."""
     opened = [Path(file.path) for file in psutil.Process(process.pid).open_files()]
     return next((path.parent for path in opened if path.name == "owner.lock"), None)
 
 
-def test_a_run_in_children_trains_the_steps_asked_for_and_leaves_only_its_directory(
+def test_a_run_in_child_processes_trains_all_steps_and_leaves_only_its_run_directory(
     settings: Settings, tmp_path: Path
 ) -> None:
     (tmp_path / "run" / "logs").mkdir(parents=True)
     (tmp_path / "run" / "logs" / "learner.log").write_text("of an earlier run")
     settings = {**settings, "run.overwrite": True}
     process = start_command("train", *as_arguments({**settings, "run.steps": 5, "eval.count": 6, "eval.holdout": 0.3}))
-    wait_for(lambda: scratch_of(process), process)
-    scratch = scratch_of(process)
+    wait_for(lambda: runtime_dir_of(process), process)
+    runtime_dir = runtime_dir_of(process)
     out, err = process.communicate(timeout=280)
     assert process.returncode == 0, err
     run = tmp_path / "run"
@@ -71,11 +71,11 @@ def test_a_run_in_children_trains_the_steps_asked_for_and_leaves_only_its_direct
     assert {"config.toml", "rollouts", "checkpoints", "journal", "logs", "timeline.json"} <= {
         path.name for path in run.iterdir()
     }
-    assert scratch is not None
-    assert not scratch.exists()
+    assert runtime_dir is not None
+    assert not runtime_dir.exists()
     logs = {path.name: path.read_text() for path in (run / "logs").iterdir()}
     assert "of an earlier run" not in logs["learner.log"]
-    assert not [name for name, text in logs.items() if "Traceback" in text], "a run that went well says so"
+    assert not [name for name, text in logs.items() if "Traceback" in text], "a successful run logs no traceback"
     assert f"{run}\n" in out
 
 
@@ -130,7 +130,7 @@ def test_warm_up_steps_are_on_policy(settings: Settings, tmp_path: Path) -> None
     assert [line["lag/max"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")][:3] == [0, 0, 0]
 
 
-def test_a_deterministic_run_equals_itself_at_any_lag_and_in_any_layout_of_processes(
+def test_a_deterministic_run_is_reproducible_with_lag_and_in_any_process_layout(
     settings: Settings, tmp_path: Path
 ) -> None:
     config = {**settings, "run.deterministic": True, "pacing.max_lag": 2, "run.steps": 5, "run.threads": 1}
@@ -148,7 +148,7 @@ def test_a_deterministic_run_equals_itself_at_any_lag_and_in_any_layout_of_proce
     assert {group["lag"] for line in read_lines(run / "batches.jsonl") for group in line["groups"]} == {0, 1, 2}
 
 
-# ------------------------------------------------------------------------------------------------ when things die
+# ------------------------------------------------------------------------------------------------------- failures
 
 
 @pytest.mark.parametrize(
@@ -159,19 +159,19 @@ def test_a_deterministic_run_equals_itself_at_any_lag_and_in_any_layout_of_proce
         pytest.param("worker-0", marks=pytest.mark.nightly),
     ],
 )
-def test_a_part_that_is_killed_and_not_replaced_ends_the_run_with_its_name_and_no_orphans(
+def test_a_killed_component_that_is_not_restarted_ends_the_run_with_its_name_and_no_orphans(
     settings: Settings, tmp_path: Path, victim: str
 ) -> None:
     process = start_command("train", *as_arguments({**settings, "run.steps": 100000, "supervise.restarts": 0}))
     metrics = tmp_path / "run" / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, process)
-    family = children_of(process.pid)
-    [pid] = [child.pid for child in family if victim in _log_of(child)]
+    children = children_of(process.pid)
+    [pid] = [child.pid for child in children if victim in _log_of(child)]
     os.kill(pid, signal.SIGKILL)
     out, err = process.communicate(timeout=200)
     assert process.returncode == 4, (out, err)
     assert re.search(rf"{victim}: .*SIGKILL", err), err
-    assert not [child for child in family if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+    assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["exit"] == 4
 
 
@@ -184,15 +184,15 @@ def test_children_die_with_a_killed_controller(settings: Settings, tmp_path: Pat
     process = start_command("train", *as_arguments({**settings, "run.steps": 100000}))
     metrics = tmp_path / "run" / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 1, process)
-    family = children_of(process.pid)
-    assert len(family) in (5, 6), "guardian, engine, learner, worker and one or two graders of the worker"
+    children = children_of(process.pid)
+    assert len(children) in (5, 6), "cleanup process, engine, learner, worker and one or two graders of the worker"
     process.kill()
     process.communicate()
-    _, alive = psutil.wait_procs(family, timeout=60)
+    _, alive = psutil.wait_procs(children, timeout=60)
     assert alive == []
 
 
-def test_a_signal_stops_the_run_with_a_checkpoint_and_resume_goes_on_without_losing_a_task(
+def test_a_signal_stops_the_run_with_a_checkpoint_and_resume_continues_without_losing_a_task(
     settings: Settings, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
@@ -210,12 +210,14 @@ def test_a_signal_stops_the_run_with_a_checkpoint_and_resume_goes_on_without_los
     steps = [line["step"] for line in read_lines(run / "metrics.jsonl")]
     assert steps == list(range(1, 37)), "every step once, in order, across the stop"
     assert sorted(trained_tasks(run)) == sorted((epoch, f"t{n}") for epoch in range(3) for n in range(24))
-    book = json.loads(run_command("ledger", str(run)).stdout)
-    assert [row["trained"] for row in book["epochs"]] == [24, 24, 24]
-    assert book["twice"] == book["never"] == []
+    ledger = json.loads(run_command("ledger", str(run)).stdout)
+    assert [row["trained"] for row in ledger["epochs"]] == [24, 24, 24]
+    assert ledger["twice"] == ledger["never"] == []
 
 
-def test_a_signal_to_the_whole_process_group_is_a_signal_to_the_run(settings: Settings, tmp_path: Path) -> None:
+def test_a_signal_to_the_whole_process_group_stops_the_run_with_a_checkpoint(
+    settings: Settings, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     process = start_command("train", *as_arguments({**settings, "run.steps": 400}), start_new_session=True)
     wait_for(lambda: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").read_text().count("\n") >= 2, process)
@@ -225,14 +227,14 @@ def test_a_signal_to_the_whole_process_group_is_a_signal_to_the_run(settings: Se
     assert list((run / "checkpoints").iterdir())
 
 
-def test_a_reward_that_always_raises_ends_the_run_and_says_what_it_raised(settings: Settings, rewards: Path) -> None:
+def test_a_reward_that_always_raises_ends_the_run_with_its_exception(settings: Settings, rewards: Path) -> None:
     config = {**settings, "rewards.functions": [f"{rewards}:broken"], "pacing.max_failed": 6, "run.runtime": "inline"}
     with pytest.raises(ComponentFailed, match=naming("6 groups", "pacing.max_failed", "no reward today")) as caught:
         api.Trainer(config=config, quiet=True).train()
     assert 'raise RuntimeError("no reward today")' in caught.value.remote_traceback
 
 
-def test_a_run_in_which_every_group_is_filtered_ends_when_told_to(settings: Settings, rewards: Path) -> None:
+def test_a_run_in_which_every_group_is_filtered_ends_at_max_filtered(settings: Settings, rewards: Path) -> None:
     config = {
         **settings,
         "rewards.functions": [f"{rewards}:always"],
@@ -257,7 +259,7 @@ def test_a_callback_that_raises_ends_the_run_with_its_own_traceback(settings: Se
 
 
 @pytest.mark.parametrize("setting", ["run.seed", "model.path"])
-def test_a_resume_that_is_refused_leaves_the_run_as_it_was(settings: Settings, tmp_path: Path, setting: str) -> None:
+def test_a_refused_resume_leaves_the_run_unchanged(settings: Settings, tmp_path: Path, setting: str) -> None:
     config = {**settings, "run.runtime": "inline", "run.steps": 2}
     api.Trainer(config=config, quiet=True).train()
     run = tmp_path / "run"
@@ -269,7 +271,7 @@ def test_a_resume_that_is_refused_leaves_the_run_as_it_was(settings: Settings, t
     assert api.Trainer(config={**config, "run.steps": 4}, quiet=True).train(resume=True).steps == 4
 
 
-def test_bad_input_does_not_cost_the_run_that_was_to_be_overwritten(
+def test_bad_input_does_not_delete_the_run_that_would_be_overwritten(
     settings: Settings, toy_model: Path, tmp_path: Path
 ) -> None:
     config = {**settings, "run.runtime": "inline", "run.steps": 2, "run.overwrite": True}
@@ -287,7 +289,7 @@ def test_bad_input_does_not_cost_the_run_that_was_to_be_overwritten(
     assert list((run / "checkpoints").iterdir())
 
 
-def test_groups_given_up_for_being_late_are_waste_and_not_failures(settings: Settings) -> None:
+def test_groups_dropped_as_stale_are_waste_and_not_failures(settings: Settings) -> None:
     config = {**settings, "pacing.on_stale": "drop", "pacing.max_lag": 1, "pacing.max_failed": 2, "run.steps": 6}
     config |= {"run.runtime": "inline", "rollout.max_tokens": 40, "pacing.depth": 3.0, "pacing.max_running": 200}
     assert api.Trainer(config=config, quiet=True).train().steps == 6
@@ -333,7 +335,9 @@ print(asyncio.run(in_a_loop()).steps)
 """
 
 
-def test_functions_of_main_work_and_so_does_training_inside_a_running_loop(settings: Settings, tmp_path: Path) -> None:
+def test_functions_defined_in_main_work_and_so_does_training_inside_a_running_loop(
+    settings: Settings, tmp_path: Path
+) -> None:
     config = {key: value for key, value in settings.items() if key not in ("tasks.path", "rewards.functions")}
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(config=config))

@@ -1,4 +1,4 @@
-"""The calculator task: fixed problems, a split that no seed moves, and a tool that parses what it is given."""
+"""The calculator task: fixed problems, a split that does not depend on the seed, and a tool that parses expressions."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from outpace.tasks.generated import Calculator, calculator_problems, calculator_
 SYMBOLS = st.text(alphabet="0123456789+-*/() ", max_size=30)
 
 
-def test_every_answer_is_what_the_tool_says() -> None:
+def test_every_answer_equals_the_result_of_the_tool() -> None:
     tool = Calculator()
     tool.reset(expression="ignored", answer=0)
     for problem in calculator_problems("heldout")[:200]:
         assert tool.calculate(problem.expression) == str(problem.answer)
 
 
-def test_problems_are_within_reach_of_a_small_model() -> None:
+def test_problems_are_small() -> None:
     every = [*calculator_problems("train"), *calculator_problems("heldout")]
     assert all(0 < problem.answer < 1_000_000 for problem in every)
     assert max(len(problem.expression) for problem in every) <= 11
 
 
-def test_no_seed_moves_a_held_out_sum_into_training() -> None:
+def test_no_seed_moves_a_held_out_problem_into_training() -> None:
     heldout = {
         task.id for task in map(calculator_tasks("heldout", 0).__getitem__, range(len(calculator_problems("heldout"))))
     }
@@ -37,7 +37,7 @@ def test_no_seed_moves_a_held_out_sum_into_training() -> None:
     assert len(heldout) == len(calculator_problems("heldout")) > 2000
 
 
-def test_the_seed_sets_the_order_and_nothing_else() -> None:
+def test_the_seed_changes_only_the_order() -> None:
     first, second = calculator_tasks("heldout", 1), calculator_tasks("heldout", 2)
     assert first[0] != second[0]
     assert {first[index].id for index in range(len(first))} == {second[index].id for index in range(len(second))}
@@ -57,14 +57,14 @@ def test_indices_outside_the_source_raise() -> None:
             source[index]
 
 
-@pytest.mark.parametrize("nonsense", ["", "2**9", "abs(1)", "__import__('os')", "1/0", "(" * 50, "9" * 10, "1+" * 200])
-def test_the_tool_refuses_what_is_no_small_expression(nonsense: str) -> None:
+@pytest.mark.parametrize("invalid", ["", "2**9", "abs(1)", "__import__('os')", "1/0", "(" * 50, "9" * 10, "1+" * 200])
+def test_the_tool_rejects_anything_but_a_small_expression(invalid: str) -> None:
     with pytest.raises(ValueError, match=r"."):
-        Calculator().calculate(nonsense)
+        Calculator().calculate(invalid)
 
 
 @given(text=SYMBOLS)
-def test_whatever_is_asked_ends_in_a_number_or_a_refusal(text: str) -> None:
+def test_any_text_gives_a_number_or_a_value_error(text: str) -> None:
     try:
         result = Calculator().calculate(text)
     except ValueError:
@@ -72,11 +72,11 @@ def test_whatever_is_asked_ends_in_a_number_or_a_refusal(text: str) -> None:
     assert isinstance(Fraction(result), Fraction)
 
 
-def test_the_last_answer_is_judged_and_not_what_the_tool_said() -> None:
+def test_the_last_assistant_message_is_scored_and_not_the_tool_result() -> None:
     problem = calculator_problems("heldout")[0]
     call = {"role": "assistant", "content": "<tool_call>…</tool_call>"}
-    heard = {"role": "tool", "content": str(problem.answer)}
+    tool_result = {"role": "tool", "content": str(problem.answer)}
     right = {"role": "assistant", "content": f"The answer is {problem.answer}."}
     wrong = {"role": "assistant", "content": f"The answer is {problem.answer + 1}."}
-    completions = [[call, heard, right], [call, heard, wrong], [call, heard]]
+    completions = [[call, tool_result, right], [call, tool_result, wrong], [call, tool_result]]
     assert number(completions, answer=[problem.answer] * 3) == [1.0, 0.0, 0.0]

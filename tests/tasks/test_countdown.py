@@ -1,4 +1,4 @@
-"""The countdown source: solvable, reproducible, made on demand, and never leaking held-out puzzles."""
+"""The countdown tasks: solvable, reproducible, generated on demand, without held-out puzzles in training."""
 
 import time
 from fractions import Fraction
@@ -11,13 +11,13 @@ from outpace.tasks.countdown import Countdown, Puzzle, puzzle_split
 EVAL_SIZE = 1024
 
 
-def makes(values: list[Fraction], target: int) -> bool:
-    """Brute force over every pair, order and operator."""
+def is_solvable(values: list[Fraction], target: int) -> bool:
+    """Search every pair, order and operator by brute force."""
     if len(values) == 1:
         return values[0] == target
     for a, b, *rest in permutations(values):
         results = [a + b, a - b, a * b] + ([a / b] if b else [])
-        if any(makes([result, *rest], target) for result in results):
+        if any(is_solvable([result, *rest], target) for result in results):
             return True
     return False
 
@@ -26,21 +26,21 @@ def puzzles(source: Countdown) -> list[Puzzle]:
     return [source.puzzle(index) for index in range(len(source))]
 
 
-def test_no_seed_puts_a_heldout_puzzle_into_training() -> None:
+def test_no_seed_moves_a_held_out_puzzle_into_training() -> None:
     heldout = set(puzzles(Countdown("heldout", seed=0)))
     for seed in range(3):
         assert heldout.isdisjoint(puzzles(Countdown("train", seed=seed)))
     assert all(puzzle_split(puzzle) == "heldout" for puzzle in heldout)
 
 
-def test_every_seed_reaches_every_puzzle_of_a_split_once() -> None:
+def test_every_seed_covers_every_puzzle_of_a_split_once() -> None:
     first, second = puzzles(Countdown("heldout", seed=1)), puzzles(Countdown("heldout", seed=2))
     assert first != second
     assert set(first) == set(second)
     assert len(first) == len(set(first)) >= EVAL_SIZE
 
 
-def test_a_heldout_set_larger_than_its_puzzles_is_refused() -> None:
+def test_a_held_out_size_above_the_number_of_puzzles_is_rejected() -> None:
     with pytest.raises(ValueError, match="held-out"):
         Countdown("heldout", size=100_000)
 
@@ -78,16 +78,16 @@ def test_puzzles_are_solvable_by_brute_force(split: str) -> None:
     source = Countdown("heldout" if split == "heldout" else "train", seed=7)
     for index in range(60):
         puzzle = source.puzzle(index)
-        assert makes([Fraction(number) for number in puzzle.numbers], puzzle.target), puzzle
+        assert is_solvable([Fraction(number) for number in puzzle.numbers], puzzle.target), puzzle
 
 
-def test_a_source_is_ready_at_once() -> None:
+def test_opening_a_huge_source_is_fast() -> None:
     started = time.monotonic()
     Countdown("train", seed=11, size=10**9)[10**9 - 1]
     assert time.monotonic() - started < 1.0
 
 
 @pytest.mark.parametrize("bad", [{"split": "test"}, {"size": 0}, {"size": -3}])
-def test_a_source_that_cannot_be_is_refused(bad: dict[str, object]) -> None:
+def test_an_invalid_split_or_size_is_rejected(bad: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="countdown"):
         Countdown(**bad)  # type: ignore[arg-type]

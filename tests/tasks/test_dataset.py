@@ -23,7 +23,7 @@ def jsonl(folder: Path, *rows: Any, name: str = "train.jsonl") -> str:
     return str(file)
 
 
-def refusal(call: Any, *arguments: Any, **named: Any) -> str:
+def bad_input_message(call: Any, *arguments: Any, **named: Any) -> str:
     with pytest.raises(BadInput) as caught:
         call(*arguments, **named)
     message = str(caught.value)
@@ -38,32 +38,32 @@ def ids(source: TaskSource) -> list[str]:
 # -------------------------------------------------------------------------------------------------------------- rows
 
 
-def test_a_row_becomes_a_task_with_its_free_columns(tmp_path: Path) -> None:
+def test_a_row_becomes_a_task_with_its_other_columns(tmp_path: Path) -> None:
     path = jsonl(tmp_path, {"prompt": "2+2?", "answer": 4, "id": "easy"}, {"prompt": CHAT, "answer": None})
     first, second = (open_dataset(path)[index] for index in (0, 1))
     assert (first.id, first.prompt, first.columns) == ("easy", "2+2?", {"answer": 4})
     assert (second.id, second.prompt, second.columns) == ("train/1", CHAT, {"answer": None})
 
 
-def test_integer_ids_are_taken_as_text_and_null_ids_as_none(tmp_path: Path) -> None:
+def test_integer_ids_become_text_and_null_ids_count_as_missing(tmp_path: Path) -> None:
     assert ids(open_dataset(jsonl(tmp_path, {"prompt": "a", "id": 7}, {"prompt": "b", "id": None}))) == ["7", "train/1"]
 
 
-def test_blank_lines_byte_order_mark_and_windows_line_ends_are_no_obstacle(tmp_path: Path) -> None:
+def test_blank_lines_byte_order_mark_and_windows_line_ends_are_accepted(tmp_path: Path) -> None:
     file = tmp_path / "train.jsonl"
     file.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n  \n{"prompt": "\xc3\xa9"}')
     dataset = open_dataset(str(file))
     assert [dataset[index].prompt for index in range(len(dataset))] == ["a", "é"]
 
 
-def test_only_the_first_rows_are_used_under_a_limit(tmp_path: Path) -> None:
+def test_a_limit_uses_only_the_first_rows(tmp_path: Path) -> None:
     path = jsonl(tmp_path, {"prompt": "a"}, {"prompt": "b"}, {"no": "prompt"})
     assert len(open_dataset(path, limit=2)) == 2
     assert len(Dataset([{"prompt": "a"}, {"prompt": "b"}], limit=1)) == 1
     assert len(Dataset([{"prompt": "a"}], limit=5)) == 1
 
 
-def test_indices_outside_the_dataset_are_refused() -> None:
+def test_indices_outside_the_dataset_raise() -> None:
     dataset = Dataset([{"prompt": "a"}])
     for index in (-1, 1):
         with pytest.raises(IndexError):
@@ -71,7 +71,7 @@ def test_indices_outside_the_dataset_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "keys"),
     [
         (b"", "empty"),
         (b"\n\n", "empty"),
@@ -94,45 +94,45 @@ def test_indices_outside_the_dataset_are_refused() -> None:
         (b'{"prompt": "a", "id": "train/1"}\n{"prompt": "b"}\n', "2 id 'train/1' 1 tasks.duplicate_ids"),
     ],
 )
-def test_bad_rows_are_refused_in_one_line_with_their_place(tmp_path: Path, content: bytes, said: str) -> None:
+def test_bad_rows_are_rejected_in_one_line_with_their_line_number(tmp_path: Path, content: bytes, keys: str) -> None:
     file = tmp_path / "train.jsonl"
     file.write_bytes(content)
-    message = refusal(open_dataset, str(file))
+    message = bad_input_message(open_dataset, str(file))
     assert message.startswith("tasks.path: ")
     assert file.name in message
-    assert names(message.partition(file.name)[2], said)
+    assert names(message.partition(file.name)[2], keys)
 
 
 @pytest.mark.parametrize("name", ["none.jsonl", "none.parquet", "./none", "/none/none", "here/none"])
-def test_a_missing_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_missing_file_is_named_in_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()
-    message = refusal(open_dataset, name, setting="tasks.eval_path")
+    message = bad_input_message(open_dataset, name, setting="tasks.eval_path")
     assert message.startswith("tasks.eval_path: ")
     assert names(message, "no file")
     assert name.removeprefix("./") in message
 
 
-def test_other_files_and_folders_are_refused(tmp_path: Path) -> None:
+def test_unsupported_files_and_directories_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("hello")
-    assert names(refusal(open_dataset, str(tmp_path / "a.txt")), "tasks.path a.txt .jsonl .parquet")
+    assert names(bad_input_message(open_dataset, str(tmp_path / "a.txt")), "tasks.path a.txt .jsonl .parquet")
     (tmp_path / "folder.jsonl").mkdir()
-    assert names(refusal(open_dataset, str(tmp_path / "folder.jsonl")), "tasks.path folder.jsonl directory")
+    assert names(bad_input_message(open_dataset, str(tmp_path / "folder.jsonl")), "tasks.path folder.jsonl directory")
 
 
-def test_rows_in_memory_are_named_by_number() -> None:
-    bad_row, nothing = refusal(Dataset, [{"prompt": "a"}, {"q": 1}]), refusal(Dataset, [])
+def test_bad_rows_in_memory_are_named_by_number() -> None:
+    bad_row, nothing = bad_input_message(Dataset, [{"prompt": "a"}, {"q": 1}]), bad_input_message(Dataset, [])
     assert bad_row.startswith("tasks: ")
     assert names(bad_row, "1 prompt q")
     assert nothing.startswith("tasks: ")
     assert names(nothing, "empty")
 
 
-def test_jsonl_needs_no_datasets_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jsonl_does_not_need_the_datasets_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert len(open_dataset(jsonl(tmp_path, {"prompt": "a"}))) == 1
     (tmp_path / "a.parquet").touch()
-    assert "pip install 'outpace[datasets]'" in refusal(open_dataset, str(tmp_path / "a.parquet"))
+    assert "pip install 'outpace[datasets]'" in bad_input_message(open_dataset, str(tmp_path / "a.parquet"))
 
 
 # --------------------------------------------------------------------------------------------------------------- ids
@@ -144,7 +144,7 @@ def test_duplicate_ids_are_numbered_on_request() -> None:
 
 
 @given(st.lists(st.sampled_from(["a", "a#2", "a#2#2", "b", "data/1", None]), min_size=1))
-def test_numbered_ids_are_unique_whatever_is_given(names: list[str | None]) -> None:
+def test_numbered_ids_are_unique_for_any_given_ids(names: list[str | None]) -> None:
     given_ids = ids(Dataset([{"prompt": "p", "id": name} for name in names], duplicate_ids="number"))
     assert len(set(given_ids)) == len(names)
 
@@ -153,7 +153,7 @@ def test_numbered_ids_are_unique_whatever_is_given(names: list[str | None]) -> N
 
 
 @given(st.sets(st.text(min_size=1), min_size=2, max_size=60), st.floats(0.01, 0.99), st.integers(0, 5))
-def test_a_split_is_disjoint_complete_and_never_one_sided(names: set[str], share: float, seed: int) -> None:
+def test_a_split_is_disjoint_and_complete_with_no_empty_side(names: set[str], share: float, seed: int) -> None:
     dataset = Dataset([{"prompt": "p", "id": name} for name in sorted(names)])
     train, heldout = dataset.split(share, seed)
     assert heldout is not None
@@ -175,19 +175,19 @@ def test_a_split_does_not_depend_on_the_order_of_rows() -> None:
     assert forward == backward
 
 
-def test_copies_of_a_problem_stay_on_one_side() -> None:
+def test_duplicates_of_a_problem_stay_on_one_side_of_the_split() -> None:
     rows = [{"prompt": "p", "id": str(number % 50)} for number in range(100)]
     train, heldout = Dataset(rows, duplicate_ids="number").split(0.3, 0)
     assert heldout is not None
     assert {name.split("#")[0] for name in ids(train)}.isdisjoint(name.split("#")[0] for name in ids(heldout))
 
 
-def test_nothing_is_held_out_of_one_row_or_at_share_zero() -> None:
+def test_nothing_is_held_out_of_a_single_row_or_at_share_zero() -> None:
     assert Dataset([{"prompt": "a"}]).split(0.5, 0)[1] is None
     assert Dataset([{"prompt": "a"}, {"prompt": "b"}]).split(0, 0)[1] is None
 
 
-def test_a_selection_refuses_indices_outside_it() -> None:
+def test_indices_outside_a_subset_raise() -> None:
     train, _ = Dataset([{"prompt": "a"}, {"prompt": "b"}]).split(0.5, 0)
     assert isinstance(train, TaskSubset)
     for index in (-1, 1):
@@ -198,7 +198,7 @@ def test_a_selection_refuses_indices_outside_it() -> None:
 # -------------------------------------------------------------------------------------------------------------- size
 
 
-def test_memory_per_row_does_not_depend_on_how_long_rows_are(tmp_path: Path) -> None:
+def test_memory_per_row_does_not_depend_on_row_length(tmp_path: Path) -> None:
     count = 20_000
     file = tmp_path / "big.jsonl"
     with file.open("w") as out:
@@ -213,13 +213,13 @@ def test_memory_per_row_does_not_depend_on_how_long_rows_are(tmp_path: Path) -> 
     assert dataset[count - 1].id == str(count - 1)
 
 
-def test_a_row_is_parsed_only_when_asked_for(tmp_path: Path) -> None:
+def test_rows_are_parsed_lazily(tmp_path: Path) -> None:
     file = tmp_path / "lazy.jsonl"
     file.write_text('{"prompt": "a"}\nnot json\n')
     rows = JsonlRows(file)
     assert len(rows) == 2
     assert rows[0] == {"prompt": "a"}
-    assert "line 2" in refusal(rows.__getitem__, 1)
+    assert "line 2" in bad_input_message(rows.__getitem__, 1)
 
 
 # ------------------------------------------------------------------------------------------------- hugging face tables
@@ -232,7 +232,7 @@ def datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return package
 
 
-def test_parquet_and_saved_folders_read_like_jsonl(tmp_path: Path, datasets: Any) -> None:
+def test_parquet_files_and_saved_datasets_read_like_jsonl(tmp_path: Path, datasets: Any) -> None:
     rows = [{"prompt": CHAT, "answer": 1, "id": "x"}, {"prompt": CHAT, "answer": 2, "id": "y"}]
     table = datasets.Dataset.from_list(rows)
     table.to_parquet(tmp_path / "a.parquet")
@@ -246,19 +246,19 @@ def test_parquet_and_saved_folders_read_like_jsonl(tmp_path: Path, datasets: Any
         Dataset(table),
     ):
         assert [opened[index] for index in range(2)] == [expected[index] for index in range(2)]
-    assert names(refusal(open_dataset, str(tmp_path / "splits")), "'train' test")
+    assert names(bad_input_message(open_dataset, str(tmp_path / "splits")), "'train' test")
 
 
 def test_a_table_is_checked_without_reading_its_rows(tmp_path: Path, datasets: Any) -> None:
     table = datasets.Dataset.from_list([{"question": "a", "answer": 1}])
-    message = refusal(Dataset, table)
+    message = bad_input_message(Dataset, table)
     assert message.startswith("tasks: ")
     assert names(message, "prompt question answer")
     twice = datasets.Dataset.from_list([{"prompt": "a", "id": "x"}, {"prompt": "b", "id": "x"}])
-    assert names(refusal(Dataset, twice), "1 'x' 0 tasks.duplicate_ids")
+    assert names(bad_input_message(Dataset, twice), "1 'x' 0 tasks.duplicate_ids")
 
 
-def test_a_hub_that_does_not_answer_is_asked_once(
+def test_an_unreachable_hub_is_not_retried(
     monkeypatch: pytest.MonkeyPatch, datasets: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def no_network(*_: Any, **__: Any) -> None:
@@ -266,15 +266,15 @@ def test_a_hub_that_does_not_answer_is_asked_once(
 
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", no_network)
     offline = datasets.config.HF_HUB_OFFLINE
-    message = refusal(open_dataset, "nobody/nothing")
+    message = bad_input_message(open_dataset, "nobody/nothing")
     assert message.startswith("tasks.path: ")
     assert names(message, "nobody/nothing")
     assert "Retrying" not in capfd.readouterr().err
     assert datasets.config.HF_HUB_OFFLINE is offline
 
 
-def test_a_damaged_parquet_file_is_refused(tmp_path: Path, datasets: Any) -> None:
+def test_a_damaged_parquet_file_is_rejected(tmp_path: Path, datasets: Any) -> None:
     (tmp_path / "a.parquet").write_bytes(b"PAR1 not really")
-    message = refusal(open_dataset, str(tmp_path / "a.parquet"))
+    message = bad_input_message(open_dataset, str(tmp_path / "a.parquet"))
     assert message.startswith("tasks.path: ")
     assert names(message, "a.parquet")

@@ -1,4 +1,4 @@
-"""The guessing game: nothing gives the number away, the tool answers truly, halving always wins."""
+"""The guessing game: the prompt does not reveal the number, the tool answers correctly, bisection always wins."""
 
 from __future__ import annotations
 
@@ -20,29 +20,31 @@ def started(game: GuessProblem) -> Guess:
 
 
 @given(game=GAMES)
-def test_halving_always_finds_the_number(game: GuessProblem) -> None:
+def test_bisection_always_finds_the_number(game: GuessProblem) -> None:
     environment, low, high = started(game), game.low, game.high
     for _ in range(GUESSES):
         middle = (low + high) // 2
-        said = environment.guess(middle)
-        if said == "correct":
+        reply = environment.guess(middle)
+        if reply == "correct":
             break
-        low, high = (middle + 1, high) if said == "higher" else (low, middle - 1)
+        low, high = (middle + 1, high) if reply == "higher" else (low, middle - 1)
     assert environment.get_reward() == 1.0
 
 
 @given(game=GAMES, numbers=st.lists(st.integers(), min_size=1, max_size=GUESSES))
-def test_the_tool_tells_the_truth_and_the_reward_is_for_finding(game: GuessProblem, numbers: list[int]) -> None:
+def test_the_tool_compares_correctly_and_the_reward_is_for_finding_the_number(
+    game: GuessProblem, numbers: list[int]
+) -> None:
     environment = started(game)
     for number in numbers:
-        said = environment.guess(number)
-        assert (said == "higher", said == "lower") == (number < game.secret, number > game.secret)
-        if said == "correct":
+        reply = environment.guess(number)
+        assert (reply == "higher", reply == "lower") == (number < game.secret, number > game.secret)
+        if reply == "correct":
             break
     assert environment.get_reward() == float(game.secret in numbers)
 
 
-def test_a_game_that_is_over_takes_no_more_guesses() -> None:
+def test_a_finished_game_rejects_further_guesses() -> None:
     game = guess_problems("heldout")[0]
     lost, won = started(game), started(game)
     for _ in range(GUESSES):
@@ -56,7 +58,7 @@ def test_a_game_that_is_over_takes_no_more_guesses() -> None:
     assert won.get_reward() == 1.0
 
 
-def test_a_new_game_forgets_the_old_one() -> None:
+def test_reset_clears_the_previous_game() -> None:
     game = guess_problems("heldout")[0]
     environment = started(game)
     environment.guess(game.secret)
@@ -64,7 +66,7 @@ def test_a_new_game_forgets_the_old_one() -> None:
     assert environment.get_reward() == 0.0
 
 
-def test_one_prompt_hides_every_number_of_its_range_equally_often() -> None:
+def test_each_number_in_the_range_of_a_prompt_is_the_secret_equally_often() -> None:
     hidden = defaultdict(list)
     for game in [*guess_problems("train"), *guess_problems("heldout")]:
         hidden[game.text()].append(game)
@@ -72,7 +74,7 @@ def test_one_prompt_hides_every_number_of_its_range_equally_often() -> None:
         assert [game.secret for game in same] == list(range(same[0].low, same[0].high + 1))
 
 
-def test_no_range_is_both_trained_on_and_held_out() -> None:
+def test_no_range_is_in_both_splits() -> None:
     train, heldout = ({(game.low, game.high) for game in guess_problems(split)} for split in ("train", "heldout"))
     assert train.isdisjoint(heldout)
     assert len(heldout) > 50

@@ -1,4 +1,4 @@
-"""The tasks of reasoning-gym, and its own graders behind the reward of that name."""
+"""The reasoning-gym tasks and the reward `reasoning_gym`, which uses the graders of the package."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def opened(name: str, options: dict[str, Any] | None = None, **config: Any) -> T
     return open_tasks(make_config({"tasks.name": f"reasoning_gym/{name}", "tasks.options": options or {}, **config}))
 
 
-def refusal(name: str, options: dict[str, Any]) -> str:
+def bad_input_message(name: str, options: dict[str, Any]) -> str:
     with pytest.raises(BadInput) as caught:
         opened(name, options)
     assert len(str(caught.value).splitlines()) == 1
@@ -62,7 +62,7 @@ def test_a_task_has_the_question_the_answer_and_plain_columns() -> None:
     assert json.loads(json.dumps(task.columns)) == task.columns
 
 
-def test_size_and_seed_are_options_beside_those_of_the_task() -> None:
+def test_size_and_seed_are_options_in_addition_to_those_of_the_task() -> None:
     train, heldout = opened("chain_sum", SMALL)
     assert heldout is not None
     assert (len(train), len(heldout)) == (300, 500)
@@ -72,14 +72,14 @@ def test_size_and_seed_are_options_beside_those_of_the_task() -> None:
     assert len(opened("chain_sum")[0]) == 5000
 
 
-def test_a_generator_that_repeats_itself_never_has_a_question_in_both_splits() -> None:
+def test_a_generator_with_duplicates_never_has_a_question_in_both_splits() -> None:
     train, heldout = opened("chain_sum", {**SMALL, "size": 1000})
     assert heldout is not None
-    asked = {train[index].prompt for index in range(len(train))}
+    trained = {train[index].prompt for index in range(len(train))}
     held = {heldout[index].prompt for index in range(len(heldout))}
-    assert len(asked) < 200, "there are few sums of two digits, so they repeat"
+    assert len(trained) < 200, "there are few sums of two digits, so they repeat"
     assert len(held) > 10
-    assert asked.isdisjoint(held)
+    assert trained.isdisjoint(held)
 
 
 @settings(max_examples=15, deadline=None)
@@ -91,23 +91,23 @@ def test_no_seed_moves_a_held_out_question_into_training(seeds: list[int]) -> No
     assert {train[index].prompt for index in range(60)}.isdisjoint(heldout[index].prompt for index in range(60))
 
 
-def test_a_task_depends_on_its_index_alone_and_not_on_what_was_asked_before() -> None:
+def test_a_task_depends_only_on_its_index_and_not_on_access_order() -> None:
     forwards, backwards = opened("chain_sum", SMALL)[0], opened("chain_sum", SMALL)[0]
     ahead = [forwards[index] for index in range(50)]
     assert [backwards[index] for index in reversed(range(50))][::-1] == ahead
 
 
-def test_a_source_travels_to_another_process() -> None:
+def test_a_source_can_be_sent_to_another_process() -> None:
     train, _ = opened("chain_sum", SMALL)
     assert by_value.unpickle_objects(by_value.pickle_objects({"tasks": train}))["tasks"][3] == train[3]
 
 
-def test_naming_the_task_is_enough_to_be_graded() -> None:
+def test_a_reasoning_gym_task_sets_its_reward_function() -> None:
     assert resolved({"tasks.name": "reasoning_gym/chain_sum"}).rewards.functions == ["reasoning_gym"]
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "key", "said"),
+    ("name", "options", "key", "keys"),
     [
         ("chain_sums", {}, "tasks.name", "'chain_sums' reasoning_gym/chain_sum?"),
         ("", {}, "tasks.name", "'' reasoning_gym/chain_sum"),
@@ -117,14 +117,16 @@ def test_naming_the_task_is_enough_to_be_graded() -> None:
         ("chain_sum", {"seed": "x"}, "tasks.options", "seed 0 x"),
     ],
 )
-def test_what_cannot_work_is_refused_in_one_line(name: str, options: dict[str, Any], key: str, said: str) -> None:
-    message = refusal(name, options)
+def test_invalid_names_and_options_are_rejected_in_one_line(
+    name: str, options: dict[str, Any], key: str, keys: str
+) -> None:
+    message = bad_input_message(name, options)
     assert message.startswith(f"{key}: ")
-    assert names(message, said)
+    assert names(message, keys)
 
 
-def test_a_generator_with_a_single_question_cannot_have_two_splits() -> None:
-    message = refusal("count_primes", {"min_n": 1, "max_n": 1})
+def test_a_generator_with_a_single_question_is_rejected() -> None:
+    message = bad_input_message("count_primes", {"min_n": 1, "max_n": 1})
     assert message.startswith("tasks.options: ")
     assert names(message, "count_primes questions")
 
@@ -138,14 +140,14 @@ def every_task() -> list[str]:
     return sorted(set(DATASETS) - {"composite"} - SLOW_TO_MAKE)
 
 
-@pytest.mark.filterwarnings("ignore")  # the package's own
+@pytest.mark.filterwarnings("ignore")  # warnings of the package
 @pytest.mark.parametrize("name", every_task())
-def test_every_task_of_the_package_gives_its_own_answer_the_full_score(name: str) -> None:
+def test_the_own_answer_of_every_package_task_gets_the_full_score(name: str) -> None:
     source = ReasoningGymTasks(name, "train", 0, 4, {})
     for index in range(2):
         task = source[index]
         right = task.columns["answer"]
-        if right is not None:  # some have many right answers and name none
+        if right is not None:  # some tasks have many right answers and list none
             assert score(task, f"I think.\n<answer>{right}</answer>") == 1.0
         for wrong in ("", "nonsense", "1", "[1, 2]", "{}", "<answer></answer>"):
             assert 0 <= score(task, wrong) <= 1
@@ -168,13 +170,13 @@ def test_text_and_messages_are_graded_alike() -> None:
         ("any\nform", None, "any\nform"),
     ],
 )
-def test_the_answer_is_the_tagged_one_or_else_as_much_as_the_right_one_has(
+def test_the_answer_is_the_tagged_text_or_as_many_lines_as_the_right_answer_has(
     text: str, right: str | None, answer: str
 ) -> None:
     assert parse_answer(text, right) == answer
 
 
-def test_it_runs_in_a_process_that_can_be_killed_unless_told_otherwise() -> None:
+def test_the_reward_runs_in_a_process_by_default() -> None:
     functions = resolve_rewards(["reasoning_gym", "number"])
     assert list(isolated_sources(functions)) == ["reasoning_gym"]
     assert isolated_sources(functions, "thread") == {}
@@ -204,12 +206,12 @@ ATTACKS = (
 
 @pytest.mark.parametrize("name", sorted(EVALUATED_AS_LIST | EVALUATED_AS_FORMULA))
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_no_grader_gets_to_evaluate_a_program(attack: str, name: str) -> None:
-    harmless_text = name in EVALUATED_AS_LIST and attack.endswith("!")  # which `eval` refuses as well
+def test_no_grader_evaluates_a_program(attack: str, name: str) -> None:
+    harmless_text = name in EVALUATED_AS_LIST and attack.endswith("!")  # `eval` rejects it as well
     assert is_safe_to_evaluate(attack, name) == harmless_text
 
 
-def test_a_formula_without_end_costs_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_formula_scores_0_and_does_not_affect_other_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     task = ReasoningGymTasks("countdown", "train", 0, 4, {})[0]
     right = task.columns["metadata"]["expression"]
     monkeypatch.setattr(rewards, "is_safe_to_evaluate", lambda answer, source: True)
@@ -218,19 +220,19 @@ def test_a_formula_without_end_costs_nobody_else(monkeypatch: pytest.MonkeyPatch
     assert reasoning_gym([task.prompt] * 3, [right, "((9**999)**999)**999", right], **columns) == [1.0, 0.0, 1.0]
 
 
-def test_an_integral_that_is_only_written_down_is_no_answer() -> None:
+def test_an_unevaluated_integral_is_not_evaluated_as_an_answer() -> None:
     assert not is_safe_to_evaluate("Integral(x*sin(2*x), x) + C", "intermediate_integration")
 
 
-def test_the_name_of_the_variable_with_the_right_answer_is_no_answer() -> None:
+def test_the_variable_name_of_the_right_answer_scores_0() -> None:
     task = ReasoningGymTasks("string_insertion", "train", 0, 4, {})[0]
     right = task.columns["answer"]
     assert score(task, right) == 1.0
-    assert score(task, repr(list(right))) == 0.1, "a list of its letters is half an answer to the package"
+    assert score(task, repr(list(right))) == 0.1, "the package gives partial credit to a list of its letters"
     assert score(task, "oracle_answer") == score(task, "[*oracle_answer]") == score(task, "(oracle_answer)") == 0.0
 
 
-def test_too_deep_or_too_long_to_look_at_is_not_evaluated() -> None:
+def test_deeply_nested_or_very_long_answers_are_not_evaluated() -> None:
     assert not is_safe_to_evaluate("-" * 9000 + "1", "n_queens")
     assert not is_safe_to_evaluate("1" * 20_000, "countdown")
 
@@ -251,12 +253,12 @@ def test_too_deep_or_too_long_to_look_at_is_not_evaluated() -> None:
         ("chain_sum", "anything(at).all"),
     ],
 )
-def test_arithmetic_lists_and_plain_text_are_passed_on(name: str, answer: str) -> None:
+def test_arithmetic_lists_and_plain_text_are_safe_to_evaluate(name: str, answer: str) -> None:
     assert is_safe_to_evaluate(answer, name)
 
 
-def test_the_tasks_whose_graders_evaluate_answers_are_all_known() -> None:
-    """Held against the source of the package, so that a new version with another such grader is noticed."""
+def test_all_tasks_whose_graders_evaluate_answers_are_known() -> None:
+    """Compared with the source of the package, to detect a new version with another such grader."""
     import inspect
 
     from reasoning_gym.factory import DATASETS

@@ -19,7 +19,7 @@ def ids(source: TaskSource | None) -> list[str]:
     return [source[index].id for index in range(len(source))]
 
 
-def refusal(config: Config) -> str:
+def bad_input_message(config: Config) -> str:
     with pytest.raises(BadInput) as caught:
         open_tasks(config)
     message = str(caught.value)
@@ -27,7 +27,7 @@ def refusal(config: Config) -> str:
     return message
 
 
-def test_countdown_is_what_one_gets_without_a_name() -> None:
+def test_countdown_is_the_default_task() -> None:
     train, heldout = open_tasks(Config())
     assert train[0].id.startswith("countdown/train")
     assert heldout is not None
@@ -35,7 +35,7 @@ def test_countdown_is_what_one_gets_without_a_name() -> None:
     assert not solves("nonsense", train[0].columns["numbers"], train[0].columns["target"])
 
 
-def test_arithmetic_asks_in_words_and_knows_the_answer() -> None:
+def test_arithmetic_prompts_are_sentences_and_the_answer_is_a_column() -> None:
     train, heldout = open_tasks(make_config({"tasks.name": "arithmetic"}))
     assert heldout is not None
     for task in (train[0], heldout[0]):
@@ -52,7 +52,7 @@ def test_no_seed_moves_held_out_arithmetic_into_training() -> None:
     assert len(ids(first[0])) + len(ids(first[1])) == 20_000
 
 
-def test_a_limit_takes_the_first_tasks() -> None:
+def test_a_limit_uses_only_the_first_tasks() -> None:
     whole, _ = open_tasks(make_config({"tasks.name": "arithmetic"}))
     train, _ = open_tasks(make_config({"tasks.name": "arithmetic", "tasks.limit": 3}))
     assert ids(train) == [whole[index].id for index in range(3)]
@@ -72,7 +72,7 @@ def test_a_registered_function_is_found_by_name(monkeypatch: pytest.MonkeyPatch)
         register("mine")(lambda config: (Dataset([{"prompt": "a"}]), None))
 
 
-def test_a_function_of_the_current_directory_needs_no_registration(
+def test_a_function_in_the_current_directory_needs_no_registration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -85,14 +85,14 @@ def test_a_function_of_the_current_directory_needs_no_registration(
     )
     assert open_tasks(make_config({"tasks.name": "my_outpace_tasks:make"}))[0][0].prompt == "a"
     assert open_tasks(make_config({"tasks.name": "my_outpace_tasks.py:make"}))[0][0].prompt == "a"
-    wrong = refusal(make_config({"tasks.name": "my_outpace_tasks:wrong"}))
+    wrong = bad_input_message(make_config({"tasks.name": "my_outpace_tasks:wrong"}))
     assert names(wrong, "tasks.name my_outpace_tasks:wrong None")
-    none = refusal(make_config({"tasks.name": "my_outpace_tasks:none"}))
+    none = bad_input_message(make_config({"tasks.name": "my_outpace_tasks:none"}))
     assert names(none, "tasks.name my_outpace_tasks:none")
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "keys"),
     [
         ("countdwn", "'countdwn' countdown?"),
         ("zzz", "'zzz' arithmetic calculator countdown guess"),
@@ -100,10 +100,10 @@ def test_a_function_of_the_current_directory_needs_no_registration(
         ("outpace.tasks.registry:open_task", "open_tasks?"),
     ],
 )
-def test_an_unknown_task_is_refused_with_a_suggestion(name: str, said: str) -> None:
-    message = refusal(make_config({"tasks.name": name}))
+def test_an_unknown_task_is_rejected_with_a_suggestion(name: str, keys: str) -> None:
+    message = bad_input_message(make_config({"tasks.name": name}))
     assert message.startswith("tasks.name: ")
-    assert names(message, said)
+    assert names(message, keys)
 
 
 def test_a_path_is_split_by_the_holdout_share(tmp_path: Path) -> None:
@@ -121,22 +121,22 @@ def test_the_held_out_rows_do_not_depend_on_the_run_seed(tmp_path: Path) -> None
     assert ids(first[1]) == ids(second[1])
 
 
-def test_an_evaluation_file_leaves_the_training_file_whole(tmp_path: Path) -> None:
+def test_with_an_evaluation_file_the_training_file_is_not_split(tmp_path: Path) -> None:
     for name, rows in (("a", 10), ("b", 3)):
         (tmp_path / f"{name}.jsonl").write_text('{"prompt": "p"}\n' * rows)
     values = {"tasks.path": str(tmp_path / "a.jsonl"), "tasks.eval_path": str(tmp_path / "b.jsonl")}
     train, heldout = open_tasks(make_config(values))
     assert len(train) == 10
     assert ids(heldout) == ["b/0", "b/1", "b/2"]
-    assert refusal(make_config({**values, "tasks.eval_path": "none.jsonl"})).startswith("tasks.eval_path: ")
+    assert bad_input_message(make_config({**values, "tasks.eval_path": "none.jsonl"})).startswith("tasks.eval_path: ")
 
 
-def test_a_split_of_a_file_is_refused(tmp_path: Path) -> None:
-    message = refusal(make_config({"tasks.path": str(tmp_path / "a.jsonl"), "tasks.split": "test"}))
+def test_a_split_name_for_a_file_is_rejected(tmp_path: Path) -> None:
+    message = bad_input_message(make_config({"tasks.path": str(tmp_path / "a.jsonl"), "tasks.split": "test"}))
     assert message.startswith("tasks.split: ")
 
 
-def test_a_reopened_source_travels_as_the_config_that_names_it(tmp_path: Path) -> None:
+def test_a_reopened_source_is_pickled_as_its_config(tmp_path: Path) -> None:
     for name in ("a", "b"):
         lines = (json.dumps({"id": f"{name}{number}", "prompt": "hi"}) + "\n" for number in range(20))
         (tmp_path / f"{name}.jsonl").write_text("".join(lines))
@@ -145,4 +145,4 @@ def test_a_reopened_source_travels_as_the_config_that_names_it(tmp_path: Path) -
         carried = by_value.pickle_objects({"tasks": ReopenedSource(opener, config)})
         arrived = by_value.unpickle_objects(carried)["tasks"]
         assert (len(arrived), arrived[0].id) == (20, first)
-        assert b"a5" not in carried, "the rows stay where they are"
+        assert b"a5" not in carried, "the rows are not pickled"

@@ -1,4 +1,4 @@
-"""The agent starter: small, servable, with a tokenizer that loses nothing and a template that only appends."""
+"""The starter-agent model: small, servable, with a lossless tokenizer and an append-only chat template."""
 
 from __future__ import annotations
 
@@ -43,17 +43,19 @@ def tokenizer() -> Any:
     return load_tokenizer("starter-agent")
 
 
-def rendered(tokenizer: Any, messages: list[dict[str, Any]], asked: bool = False, tools: Any = None) -> str:
-    return str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=asked))
+def rendered(tokenizer: Any, messages: list[dict[str, Any]], generation_prompt: bool = False, tools: Any = None) -> str:
+    return str(
+        tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=generation_prompt)
+    )
 
 
-def test_it_is_built_in_and_has_defaults_of_its_own() -> None:
+def test_starter_agent_is_built_in_and_has_its_own_defaults() -> None:
     assert resolve_model("starter-agent") == AGENT
     config = resolved({"model.path": "starter-agent", "tasks.name": "guess"})
     assert (config.learner.lr, config.rollout.max_tokens) == (3e-4, 48)
 
 
-def test_it_is_small_and_says_what_a_server_needs() -> None:
+def test_starter_agent_is_small_and_has_the_config_that_a_server_needs() -> None:
     assert sum(file.stat().st_size for file in AGENT.iterdir()) <= 2_500_000
     config = json.loads((AGENT / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"]
@@ -71,7 +73,7 @@ def test_model_and_tokenizer_agree_on_vocabulary_and_special_ids(tokenizer: Any)
 
 
 @given(text=st.text())
-def test_any_text_survives_the_tokenizer(tokenizer: Any, text: str) -> None:
+def test_any_text_round_trips_through_the_tokenizer(tokenizer: Any, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
@@ -82,38 +84,38 @@ def test_digits_are_never_merged(tokenizer: Any) -> None:
 
 
 @given(number=st.integers(min_value=0), before=st.text(max_size=5), after=st.text(max_size=5))
-def test_numbers_are_written_digit_by_digit(tokenizer: Any, number: int, before: str, after: str) -> None:
+def test_numbers_are_tokenized_digit_by_digit(tokenizer: Any, number: int, before: str, after: str) -> None:
     ids = tokenizer.encode(f"{before}{number}{after}")
     alone = [token for token in tokenizer.convert_ids_to_tokens(ids) if set(token) & set(DIGITS)]
     assert all(len(token) == 1 for token in alone)
 
 
-def test_problems_and_calls_are_short(tokenizer: Any) -> None:
+def test_prompts_and_tool_calls_are_short(tokenizer: Any) -> None:
     for task in (calculator_tasks("heldout")[0], guess_tasks("heldout")[0]):
-        text = rendered(tokenizer, [{"role": "user", "content": task.prompt}], asked=True, tools=[TOOL])
+        text = rendered(tokenizer, [{"role": "user", "content": task.prompt}], generation_prompt=True, tools=[TOOL])
         assert len(tokenizer.encode(text)) < 60
     call = '<tool_call>{"name": "guess", "arguments": {"number": 29}}</tool_call><|end|>'
     assert len(tokenizer.encode(call)) <= 12
 
 
 @given(messages=st.lists(MESSAGES, min_size=1, max_size=6), tools=st.sampled_from([None, [TOOL]]))
-def test_a_conversation_is_a_prefix_of_its_continuation(
+def test_a_rendered_conversation_is_a_prefix_of_its_continuation(
     tokenizer: Any, messages: list[dict[str, Any]], tools: Any
 ) -> None:
     whole = rendered(tokenizer, messages, tools=tools)
     for length in range(1, len(messages)):
         answered = messages[length]["role"] == "assistant"
-        assert whole.startswith(rendered(tokenizer, messages[:length], asked=answered, tools=tools))
+        assert whole.startswith(rendered(tokenizer, messages[:length], generation_prompt=answered, tools=tools))
 
 
-def test_tools_are_shown_as_signatures_and_calls_as_json(tokenizer: Any) -> None:
+def test_tools_are_rendered_as_signatures_and_calls_as_json(tokenizer: Any) -> None:
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "1+2?"},
         {"role": "assistant", "content": "", "tool_calls": [CALL]},
         {"role": "tool", "content": "3"},
     ]
-    text = rendered(tokenizer, messages, asked=True, tools=[TOOL])
+    text = rendered(tokenizer, messages, generation_prompt=True, tools=[TOOL])
     assert text == (
         "<|system|>Be brief.\nTools:\nadd(a: integer, b: any): Add two numbers.<|end|><|user|>1+2?<|end|>"
         '<|assistant|><tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call><|end|>'
@@ -122,7 +124,7 @@ def test_tools_are_shown_as_signatures_and_calls_as_json(tokenizer: Any) -> None
 
 
 @pytest.mark.parametrize("function", [{"name": "go"}, {"name": "go", "description": "", "parameters": {}}])
-def test_a_tool_without_parameters_or_description_is_shown_too(tokenizer: Any, function: dict[str, Any]) -> None:
+def test_a_tool_without_parameters_or_description_is_rendered(tokenizer: Any, function: dict[str, Any]) -> None:
     tools = [{"type": "function", "function": function}]
     text = rendered(tokenizer, [{"role": "user", "content": "Go."}], tools=tools)
     assert text == "<|system|>Tools:\ngo()<|end|><|user|>Go.<|end|>"
@@ -133,5 +135,5 @@ def test_tool_tags_stay_visible_when_special_tokens_are_skipped(tokenizer: Any) 
     assert tokenizer.decode(ids, skip_special_tokens=True) == "<tool_call>{}</tool_call>"
 
 
-def test_the_tokenizer_is_of_the_class_that_every_release_knows(tokenizer: Any) -> None:
+def test_the_tokenizer_has_a_class_that_every_transformers_release_supports(tokenizer: Any) -> None:
     assert type(tokenizer) is PreTrainedTokenizerFast

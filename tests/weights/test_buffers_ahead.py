@@ -1,4 +1,4 @@
-"""Buffers of snapshots are made before they are needed, by whoever has the time."""
+"""Preallocation of snapshot buffers before they are needed."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from outpace.weights import snapshot
 from outpace.weights.shared_memory import SnapshotWriter, read_snapshot
 
 
-def test_buffers_made_ahead_are_the_ones_that_are_used(tmp_path: Path) -> None:
+def test_preallocated_buffers_are_used(tmp_path: Path) -> None:
     writer = SnapshotWriter(tmp_path, "run")
     tensors = {"a": torch.arange(6.0)}
     writer.lay_out(tensors)
     for version in range(4):
-        leased = [version - 2]  # a slow engine still reads it
+        leased = [version - 2]  # a slow engine still reads this version
         writer.preallocate(leased)
         made = writer.buffers
         manifest = writer.publish(version, {"a": tensors["a"] + version}, leased)
@@ -28,7 +28,7 @@ def test_buffers_made_ahead_are_the_ones_that_are_used(tmp_path: Path) -> None:
     assert writer.buffers == 3
 
 
-def test_no_buffer_is_made_ahead_while_one_is_free(tmp_path: Path) -> None:
+def test_no_buffer_is_preallocated_while_one_is_free(tmp_path: Path) -> None:
     writer = SnapshotWriter(tmp_path, "run")
     writer.publish(0, {"a": torch.zeros(3)}, [])
     for _ in range(3):
@@ -36,7 +36,7 @@ def test_no_buffer_is_made_ahead_while_one_is_free(tmp_path: Path) -> None:
     assert writer.buffers == 2
 
 
-def test_a_copy_waits_for_a_buffer_that_somebody_is_making(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_waits_for_a_buffer_that_is_being_allocated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = SnapshotWriter(tmp_path, "run")
     tensors = {"a": torch.zeros(3)}
     writer.lay_out(tensors)
@@ -50,10 +50,10 @@ def test_a_copy_waits_for_a_buffer_that_somebody_is_making(tmp_path: Path, monke
 
     monkeypatch.setattr(snapshot, "allocate", slowly)
     with ThreadPoolExecutor(2) as threads:
-        making = threads.submit(writer.preallocate, ())
+        allocating = threads.submit(writer.preallocate, ())
         assert begun.wait(60)
         copying = threads.submit(writer.publish, 0, tensors, ())
         go_on.set()
-        making.result(60)
+        allocating.result(60)
         assert copying.result(60).version == 0
     assert writer.buffers == 1

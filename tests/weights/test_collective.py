@@ -1,4 +1,4 @@
-"""Weights over a process group of two, with a real second process."""
+"""Weight transfer over a process group of two, with a real second process."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ def receiver(directory: Path, programs: list[subprocess.Popen[str]], *how: str) 
     return process
 
 
-def tell(process: subprocess.Popen[str], meeting: dict[str, Any]) -> None:
+def send_rendezvous(process: subprocess.Popen[str], meeting: dict[str, Any]) -> None:
     assert process.stdin is not None
     process.stdin.write(msgspec.json.encode(meeting).decode() + "\n")
     process.stdin.flush()
 
 
 def published(directory: Path) -> tuple[Manifest, dict[str, torch.Tensor]]:
-    """More than two pieces, and tensors that lie across their borders."""
+    """Publish a snapshot of more than two pieces, with tensors that cross piece boundaries."""
     torch.manual_seed(1)
     weights = {
         "first": torch.randn(PIECE_BYTES // 8),
@@ -106,7 +106,7 @@ async def test_every_tensor_arrives_as_it_was_published(tmp_path: Path, programs
     manifest, weights = published(tmp_path)
     meeting = rendezvous_for(manifest, 30.0, "gloo")
     process = receiver(tmp_path, programs)
-    tell(process, meeting)
+    send_rendezvous(process, meeting)
     await send(manifest, meeting)
     assert await asyncio.to_thread(process.wait, 30) == 0
     got = torch.load(tmp_path / "got.pt", weights_only=True)
@@ -116,17 +116,17 @@ async def test_every_tensor_arrives_as_it_was_published(tmp_path: Path, programs
         assert torch.equal(got[name], tensor)
 
 
-async def test_several_engines_are_served_at_once(tmp_path: Path, programs: list[Any]) -> None:
+async def test_weights_are_sent_to_several_engines_concurrently(tmp_path: Path, programs: list[Any]) -> None:
     manifest, _ = published(tmp_path)
     meetings = [rendezvous_for(manifest, 40.0, "gloo") for _ in range(2)]
     for number, meeting in enumerate(meetings):
         (tmp_path / str(number)).mkdir()
-        tell(receiver(tmp_path / str(number), programs), meeting)
+        send_rendezvous(receiver(tmp_path / str(number), programs), meeting)
     await asyncio.gather(*(send(manifest, meeting) for meeting in meetings))
     assert [await asyncio.to_thread(process.wait, 30) for process in programs] == [0, 0]
 
 
-async def test_a_receiver_that_never_comes_is_an_error_by_the_deadline(tmp_path: Path) -> None:
+async def test_a_receiver_that_never_connects_is_an_error_by_the_deadline(tmp_path: Path) -> None:
     manifest, _ = published(tmp_path)
     with pytest.raises(UpdateFailed, match="version 4"):
         await send(manifest, rendezvous_for(manifest, 1.0, "gloo"))
@@ -138,44 +138,44 @@ async def test_a_receiver_lost_halfway_is_an_error_and_the_next_transfer_succeed
 ) -> None:
     manifest, weights = published(tmp_path)
     meeting = rendezvous_for(manifest, 3.0, "gloo")
-    tell(receiver(tmp_path, programs, how), meeting)
+    send_rendezvous(receiver(tmp_path, programs, how), meeting)
     with pytest.raises(UpdateFailed, match="version 4"):
         await send(manifest, meeting)
     meeting = rendezvous_for(manifest, 30.0, "gloo")
     process = receiver(tmp_path, programs)
-    tell(process, meeting)
+    send_rendezvous(process, meeting)
     await send(manifest, meeting)
     assert await asyncio.to_thread(process.wait, 30) == 0
     assert torch.equal(torch.load(tmp_path / "got.pt", weights_only=True)["second"], weights["second"])
 
 
-async def test_one_flipped_bit_is_found_by_the_receiver_and_told_to_the_sender(
+async def test_a_flipped_bit_is_found_by_the_receiver_and_reported_to_the_sender(
     tmp_path: Path, programs: list[Any]
 ) -> None:
     manifest, _ = published(tmp_path)
     flip(Path(manifest.path), manifest.tensors[2].offset + 9)
     meeting = rendezvous_for(manifest, 30.0, "gloo")
     process = receiver(tmp_path, programs)
-    tell(process, meeting)
+    send_rendezvous(process, meeting)
     with pytest.raises(UpdateFailed, match=r"\b1\b.*checksum"):
         await send(manifest, meeting)
     assert re.fullmatch(r"failed (?=.*checksum).*\bsecond\b.*\n", process.stdout.readline())
     assert not (tmp_path / "got.pt").exists()
 
 
-async def test_a_snapshot_that_is_gone_is_corrupt_data(tmp_path: Path) -> None:
+async def test_sending_a_missing_snapshot_raises_corrupt_data(tmp_path: Path) -> None:
     manifest, _ = published(tmp_path)
     os.unlink(manifest.path)
     with pytest.raises(CorruptData):
         await send(manifest, rendezvous_for(manifest, 1.0, "gloo"))
 
 
-def test_a_sender_that_never_comes_is_an_error_for_the_receiver_by_the_deadline(
+def test_a_sender_that_never_connects_is_an_error_for_the_receiver_by_the_deadline(
     tmp_path: Path, programs: list[Any]
 ) -> None:
     manifest, _ = published(tmp_path)
     process = receiver(tmp_path, programs)
     meeting = rendezvous_for(manifest, 1.0, "gloo")
-    tell(process, meeting)
+    send_rendezvous(process, meeting)
     assert re.match(rf"failed .*127\.0\.0\.1:{meeting['port']}\b", process.stdout.readline())
     assert process.wait(30) == 0

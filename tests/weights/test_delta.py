@@ -33,7 +33,7 @@ def weights(dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
 
 
 def changed(tensors: dict[str, Tensor], share: float) -> dict[str, Tensor]:
-    """About this share of the elements of the large tensor gets another value."""
+    """Return the tensors with about this share of the elements of the large tensor changed."""
     after = {name: tensor.clone() for name, tensor in tensors.items()}
     where = torch.rand(after["large"].shape, generator=NOISE) < share
     after["large"][where] += 1
@@ -48,7 +48,9 @@ def assert_local(local: Manifest, expected: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.05, 0.3, 0.5])
-def test_a_copy_follows_by_deltas_whatever_share_has_changed(tmp_path: Path, dtype: torch.dtype, share: float) -> None:
+def test_a_local_copy_is_updated_by_deltas_for_any_share_of_changes(
+    tmp_path: Path, dtype: torch.dtype, share: float
+) -> None:
     writer, local = SnapshotWriter(tmp_path, "a", deltas=tmp_path), LocalSnapshot(tmp_path)
     before = weights(dtype)
     _, travelled = local.update_to(first := writer.publish(1, before, []))
@@ -64,14 +66,14 @@ def test_a_copy_follows_by_deltas_whatever_share_has_changed(tmp_path: Path, dty
     assert_local(here, after)
 
 
-def test_a_delta_that_would_save_little_is_not_made(tmp_path: Path) -> None:
+def test_a_delta_that_would_save_little_is_not_written(tmp_path: Path) -> None:
     writer = SnapshotWriter(tmp_path, "a", deltas=tmp_path)
     writer.publish(1, {"t": torch.zeros(64)}, [])
     assert writer.publish(2, {"t": torch.ones(64)}, []).delta is None
     assert [path.suffix for path in tmp_path.iterdir()] == [".weights"] * 2
 
 
-def test_whoever_has_not_the_base_reads_the_whole(tmp_path: Path) -> None:
+def test_a_copy_without_the_base_version_reads_the_whole_snapshot(tmp_path: Path) -> None:
     writer, local = SnapshotWriter(tmp_path, "a", deltas=tmp_path), LocalSnapshot(tmp_path)
     tensors = weights()
     local.update_to(writer.publish(1, tensors, []))
@@ -83,7 +85,7 @@ def test_whoever_has_not_the_base_reads_the_whole(tmp_path: Path) -> None:
     assert local.damaged_deltas == 0
 
 
-def test_weights_of_another_incarnation_are_no_base(tmp_path: Path) -> None:
+def test_weights_of_another_incarnation_are_not_used_as_a_base(tmp_path: Path) -> None:
     tensors = weights()
     local = LocalSnapshot(tmp_path)
     local.update_to(SnapshotWriter(tmp_path, "a").publish(1, tensors, []))
@@ -95,7 +97,7 @@ def test_weights_of_another_incarnation_are_no_base(tmp_path: Path) -> None:
     assert_local(here, after)
 
 
-def test_a_snapshot_that_is_larger_gets_a_file_of_its_own_and_nobody_s_mapping_shrinks(tmp_path: Path) -> None:
+def test_a_snapshot_of_another_size_gets_a_new_file_and_open_mappings_do_not_shrink(tmp_path: Path) -> None:
     local = LocalSnapshot(tmp_path)
     small, _ = local.update_to(SnapshotWriter(tmp_path, "a").publish(1, {"t": torch.ones(4)}, []))
     with open(small.path, "rb") as held:
@@ -104,7 +106,7 @@ def test_a_snapshot_that_is_larger_gets_a_file_of_its_own_and_nobody_s_mapping_s
 
 
 @given(data=st.data())
-def test_every_flipped_bit_of_a_delta_is_noticed_and_the_whole_is_read(
+def test_every_flipped_bit_of_a_delta_is_detected_and_the_whole_snapshot_is_read(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     tmp_path = tmp_path_factory.mktemp("delta")
@@ -121,7 +123,7 @@ def test_every_flipped_bit_of_a_delta_is_noticed_and_the_whole_is_read(
 
 
 @pytest.mark.parametrize("damage", ["gone", "shorter", "longer", "another"])
-def test_a_delta_file_that_is_not_the_one_is_refused(tmp_path: Path, damage: str) -> None:
+def test_a_missing_truncated_or_foreign_delta_file_is_refused(tmp_path: Path, damage: str) -> None:
     writer, local = SnapshotWriter(tmp_path, "a", deltas=tmp_path), LocalSnapshot(tmp_path)
     tensors = weights()
     local.update_to(writer.publish(1, tensors, []))
@@ -146,7 +148,7 @@ def test_a_delta_file_that_is_not_the_one_is_refused(tmp_path: Path, damage: str
     assert_local(here, after)
 
 
-def test_a_base_that_has_rotted_is_noticed_by_what_comes_out(tmp_path: Path) -> None:
+def test_a_corrupt_base_is_detected_by_the_checksum_of_the_result(tmp_path: Path) -> None:
     writer, local = SnapshotWriter(tmp_path, "a", deltas=tmp_path), LocalSnapshot(tmp_path)
     tensors = weights()
     here, _ = local.update_to(writer.publish(1, tensors, []))
@@ -157,7 +159,9 @@ def test_a_base_that_has_rotted_is_noticed_by_what_comes_out(tmp_path: Path) -> 
     assert_local(here, after)
 
 
-def test_with_delta_and_whole_both_damaged_nothing_is_held_and_the_next_whole_one_is_taken(tmp_path: Path) -> None:
+def test_with_delta_and_snapshot_both_damaged_the_copy_is_dropped_and_the_next_snapshot_read_whole(
+    tmp_path: Path,
+) -> None:
     writer, local = SnapshotWriter(tmp_path, "a", deltas=tmp_path), LocalSnapshot(tmp_path)
     tensors = weights()
     first, _ = local.update_to(writer.publish(1, tensors, []))
@@ -178,7 +182,7 @@ def test_with_delta_and_whole_both_damaged_nothing_is_held_and_the_next_whole_on
 def test_the_base_of_a_delta_that_is_being_written_is_not_overwritten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two snapshots are sealed side by side; while the later one is compared with its base, others are copied."""
+    """Two snapshots are sealed concurrently; while the later one is compared with its base, others are copied."""
     writer = SnapshotWriter(tmp_path, "a", deltas=tmp_path)
     tensors = [weights()]
     tensors += [changed(tensors[0], 0.01) for _ in range(3)]
@@ -202,7 +206,7 @@ def test_the_base_of_a_delta_that_is_being_written_is_not_overwritten(
     assert local.update_to(second)[1] == second.delta.nbytes
 
 
-def test_a_delta_goes_with_the_buffer_that_it_leads_to(tmp_path: Path) -> None:
+def test_a_delta_is_removed_with_the_buffer_of_its_snapshot(tmp_path: Path) -> None:
     writer = SnapshotWriter(tmp_path, "a", deltas=tmp_path)
     tensors = weights()
     for version in range(10):
@@ -212,9 +216,7 @@ def test_a_delta_goes_with_the_buffer_that_it_leads_to(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_is_full_costs_the_delta_and_not_the_snapshot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_skips_the_delta_and_keeps_the_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -231,7 +233,7 @@ raw = st.sampled_from([np.uint8, np.uint16, np.uint32, np.uint64])
 
 
 @given(data=st.data(), dtype=raw, part=st.integers(1, 70_000), length=st.integers(0, 150_000))
-def test_any_two_arrays_of_one_length_go_through_a_delta(
+def test_a_delta_round_trips_between_any_two_arrays_of_equal_length(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, dtype: type, part: int, length: int
 ) -> None:
     few = data.draw(arrays.arrays(np.int64, st.integers(0, 30), elements=st.integers(0, max(length - 1, 0))))
@@ -257,7 +259,7 @@ def test_any_two_arrays_of_one_length_go_through_a_delta(
     assert np.array_equal(before, after)
 
 
-def test_a_damaged_delta_is_refused_before_anything_is_touched(tmp_path: Path) -> None:
+def test_a_damaged_delta_is_refused_before_memory_is_modified(tmp_path: Path) -> None:
     writer = SnapshotWriter(tmp_path, "a", deltas=tmp_path)
     tensors = weights()
     first = writer.publish(1, tensors, [])

@@ -1,4 +1,4 @@
-"""Snapshots in GPU memory. The rules of buffers and sums need no GPU; that another process reads them does."""
+"""Snapshots in GPU memory. Tests of buffers and checksums need no GPU; tests with another process do."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from outpace.weights.cuda_ipc import DeviceSnapshotWriter
 from outpace_vllm.ipc import DeviceMemoryError, open_device_memory, word_sums
 
 
-class Shelf:
-    """Stands in for the driver: handles are numbers of buffers that it has seen."""
+class FakeDriver:
+    """A fake CUDA driver whose handles are buffer indices."""
 
     def __init__(self) -> None:
         self.memory: list[Tensor] = []
@@ -33,8 +33,8 @@ class Shelf:
         return self.memory[int(manifest.device.handle)]
 
 
-def writer_on(shelf: Shelf, dtype: torch.dtype | None = None) -> DeviceSnapshotWriter:
-    return DeviceSnapshotWriter("cpu", "a", dtype, shelf.share)
+def writer_on(driver: FakeDriver, dtype: torch.dtype | None = None) -> DeviceSnapshotWriter:
+    return DeviceSnapshotWriter("cpu", "a", dtype, driver.share)
 
 
 def weights_of(version: int, device: str = "cpu") -> dict[str, Tensor]:
@@ -74,25 +74,25 @@ def assert_holds(content: Tensor, manifest: Manifest, version: int) -> None:
     assert word_sums(content, places(manifest)) == manifest.device.sums
 
 
-def test_what_is_published_is_read_back_with_tied_weights_once() -> None:
-    shelf = Shelf()
-    manifest = writer_on(shelf).publish(3, weights_of(3), [])
+def test_a_published_snapshot_is_read_back_with_tied_weights_stored_once() -> None:
+    driver = FakeDriver()
+    manifest = writer_on(driver).publish(3, weights_of(3), [])
     assert (manifest.incarnation, manifest.version, manifest.path) == ("a", 3, "")
-    assert_holds(shelf.content(manifest), manifest, 3)
+    assert_holds(driver.content(manifest), manifest, 3)
 
 
 def test_floating_point_weights_are_cast_and_integers_are_not() -> None:
-    shelf = Shelf()
-    manifest = writer_on(shelf, torch.bfloat16).publish(1, weights_of(1), [])
-    found = tensors_in(shelf.content(manifest), manifest)
+    driver = FakeDriver()
+    manifest = writer_on(driver, torch.bfloat16).publish(1, weights_of(1), [])
+    found = tensors_in(driver.content(manifest), manifest)
     assert torch.equal(found["embed"], weights_of(1)["embed"].bfloat16())
     assert found["steps"].dtype == torch.int64
 
 
-def test_every_flipped_bit_changes_the_sum_of_its_tensor_and_of_no_other() -> None:
-    shelf = Shelf()
-    manifest = writer_on(shelf).publish(0, weights_of(0), [])
-    content = shelf.content(manifest)
+def test_every_flipped_bit_changes_only_the_checksum_of_its_tensor() -> None:
+    driver = FakeDriver()
+    manifest = writer_on(driver).publish(0, weights_of(0), [])
+    content = driver.content(manifest)
     assert manifest.device is not None
     for number, spec in enumerate(manifest.tensors):
         for byte in {0, spec.nbytes - 1} if spec.nbytes else ():
@@ -105,51 +105,51 @@ def test_every_flipped_bit_changes_the_sum_of_its_tensor_and_of_no_other() -> No
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.sets(st.integers(0, 3), max_size=2), min_size=1, max_size=12))
-def test_the_latest_and_every_leased_snapshot_stay_whole(lease_ages: list[set[int]]) -> None:
-    """Before each publish some recent versions are leased; a version once given up is not leased again."""
-    shelf = Shelf()
-    writer = writer_on(shelf)
+def test_the_latest_and_every_leased_snapshot_stay_intact(lease_ages: list[set[int]]) -> None:
+    """Before each publish some recent versions are leased; a released version is not leased again."""
+    driver = FakeDriver()
+    writer = writer_on(driver)
     alive: dict[int, Manifest] = {}
     for version, ages in enumerate(lease_ages):
         leased = {v for v in (version - 1 - age for age in ages) if v in alive}
         alive = {v: m for v, m in alive.items() if v in leased or v == version - 1}
         alive[version] = writer.publish(version, weights_of(version), leased)
         for v, manifest in alive.items():
-            assert_holds(shelf.content(manifest), manifest, v)
+            assert_holds(driver.content(manifest), manifest, v)
     assert writer.buffers <= 2 + 2 + 1
 
 
 def test_a_snapshot_that_is_not_sealed_yet_is_not_overwritten() -> None:
-    shelf = Shelf()
-    writer = writer_on(shelf)
+    driver = FakeDriver()
+    writer = writer_on(driver)
     drafts = [writer.copy(version, weights_of(version), []) for version in range(3)]
     for version, draft in enumerate(drafts):
         manifest = writer.seal(draft)
-        assert_holds(shelf.content(manifest), manifest, version)
+        assert_holds(driver.content(manifest), manifest, version)
 
 
-def test_a_buffer_made_ready_is_the_one_that_the_next_copy_takes() -> None:
-    shelf = Shelf()
-    writer = writer_on(shelf)
+def test_a_preallocated_buffer_is_used_by_the_next_copy() -> None:
+    driver = FakeDriver()
+    writer = writer_on(driver)
     for version in range(4):
         writer.lay_out(weights_of(version))
         writer.preallocate([version - 1])
         ready = writer.buffers
         manifest = writer.publish(version, weights_of(version), [version - 1])
         assert writer.buffers == ready
-        assert_holds(shelf.content(manifest), manifest, version)
+        assert_holds(driver.content(manifest), manifest, version)
     assert writer.buffers == 2
 
 
-def test_a_policy_that_changes_its_tensors_is_a_mistake() -> None:
-    writer = writer_on(Shelf())
+def test_publishing_tensors_with_changed_shapes_is_an_error() -> None:
+    writer = writer_on(FakeDriver())
     writer.publish(0, {"t": torch.zeros(3)}, [])
     with pytest.raises(AssertionError, match="shapes"):
         writer.publish(1, {"t": torch.zeros(4)}, [])
 
 
 @pytest.mark.parametrize("handle", [b"", b"outpaceG", b"x" * 104])
-def test_bytes_that_are_no_handle_are_refused_before_any_driver_is_asked(handle: bytes) -> None:
+def test_an_invalid_handle_is_refused_before_the_driver_is_called(handle: bytes) -> None:
     with pytest.raises(DeviceMemoryError, match="handle"):
         open_device_memory(handle, 0, 1)
 
@@ -175,7 +175,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 
 
 class Reader:
-    """Another process that opens what it is told to, and says whether it is whole."""
+    """Another process that opens snapshots and reports whether their checksums match."""
 
     def __init__(self, directory: Path) -> None:
         program = directory / "reader.py"
@@ -192,7 +192,7 @@ class Reader:
         return self.process.stdout.readline().strip()
 
     def end(self) -> int:
-        """How it ended, having been told that there is nothing more."""
+        """Close the input of the process and return its exit code."""
         self.process.communicate(timeout=30)
         return self.process.returncode
 
@@ -203,7 +203,7 @@ def large(version: int) -> dict[str, Tensor]:
 
 @pytest.mark.gpu
 @needs_gpu
-def test_another_process_reads_every_snapshot_and_sees_a_flipped_bit(tmp_path: Path) -> None:
+def test_another_process_reads_every_snapshot_and_detects_a_flipped_bit(tmp_path: Path) -> None:
     writer = DeviceSnapshotWriter("cuda", "a", torch.bfloat16)
     reader = Reader(tmp_path)
     for version in range(20):
@@ -219,7 +219,7 @@ def test_another_process_reads_every_snapshot_and_sees_a_flipped_bit(tmp_path: P
 
 @pytest.mark.gpu
 @needs_gpu
-def test_readers_that_are_killed_cost_the_writer_nothing(tmp_path: Path) -> None:
+def test_killed_readers_do_not_leak_memory_of_the_writer(tmp_path: Path) -> None:
     writer = DeviceSnapshotWriter("cuda", "a", torch.bfloat16)
     for version in range(3):
         reader = Reader(tmp_path)
@@ -234,19 +234,19 @@ def test_readers_that_are_killed_cost_the_writer_nothing(tmp_path: Path) -> None
 
 @pytest.mark.gpu
 @needs_gpu
-def test_a_reader_lets_go_of_the_memory_of_a_writer_that_has_gone(tmp_path: Path) -> None:
+def test_a_reader_releases_and_reopens_memory_when_writers_change(tmp_path: Path) -> None:
     reader = Reader(tmp_path)
     first = DeviceSnapshotWriter("cuda", "a")
     second = DeviceSnapshotWriter("cuda", "b")
     assert reader.reads(first.publish(0, large(0), [])) == "0 True"
     assert reader.reads(second.publish(2, large(2), [])) == "2 True"
-    assert reader.reads(first.publish(4, large(4), [])) == "4 True", "opened again"
+    assert reader.reads(first.publish(4, large(4), [])) == "4 True", "the memory is opened again"
     assert reader.end() == 0
 
 
 @pytest.mark.gpu
 @needs_gpu
-def test_steps_queued_after_the_copy_do_not_reach_the_snapshot() -> None:
+def test_training_steps_queued_after_the_copy_do_not_change_the_snapshot() -> None:
     writer = DeviceSnapshotWriter("cuda", "a")
     weight = torch.ones(50_000_000, device="cuda")
     draft = writer.copy(0, {"w": weight}, [])

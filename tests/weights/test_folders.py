@@ -30,7 +30,7 @@ def manifest(tmp_path: Path) -> Manifest:
     return SnapshotWriter(tmp_path, "run").publish(3, TENSORS, [])
 
 
-def test_a_folder_holds_what_was_published_in_a_format_that_others_read(tmp_path: Path, manifest: Manifest) -> None:
+def test_a_snapshot_folder_contains_the_published_tensors_as_safetensors(tmp_path: Path, manifest: Manifest) -> None:
     folder = SnapshotFolders(tmp_path / "folders").write(manifest, {"config.json": b"{}"})
     found = load_file(folder / "model.safetensors")
     assert found.keys() == TENSORS.keys()
@@ -40,7 +40,7 @@ def test_a_folder_holds_what_was_published_in_a_format_that_others_read(tmp_path
     assert (folder / "config.json").read_bytes() == b"{}"
 
 
-def test_a_flipped_bit_leaves_no_folder_and_the_one_before_it_whole(tmp_path: Path, manifest: Manifest) -> None:
+def test_a_flipped_bit_leaves_no_folder_and_the_previous_folder_intact(tmp_path: Path, manifest: Manifest) -> None:
     """Fault 31."""
     folders = SnapshotFolders(tmp_path / "folders")
     before = folders.write(SnapshotWriter(tmp_path, "run2").publish(2, TENSORS, []))
@@ -56,9 +56,7 @@ def test_a_folder_can_be_written_again(tmp_path: Path, manifest: Manifest) -> No
     assert folders.write(manifest) == folders.write(manifest)
 
 
-def test_folders_are_removed_by_version_and_what_others_left_at_the_beginning(
-    tmp_path: Path, manifest: Manifest
-) -> None:
+def test_folders_are_removed_by_version_and_leftovers_at_startup(tmp_path: Path, manifest: Manifest) -> None:
     directory = tmp_path / "folders"
     SnapshotFolders(directory).write(manifest)
     folders = SnapshotFolders(directory)
@@ -82,7 +80,7 @@ def test_a_full_directory_is_reported_before_anything_is_written(
     assert list((tmp_path / "folders").iterdir()) == []
 
 
-def test_an_adapter_is_a_folder_that_peft_reads(tmp_path: Path) -> None:
+def test_an_adapter_is_written_as_a_folder_in_peft_format(tmp_path: Path) -> None:
     tensors = {"base_model.model.model.layers.0.q_proj.lora_A.weight": torch.randn(4, 8)}
     published = SnapshotWriter(tmp_path, "run").publish(1, tensors, [])
     manifest = msgspec.structs.replace(published, adapter=LoraAdapter(4, 8.0, ["q_proj"]))

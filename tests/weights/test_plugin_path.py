@@ -32,15 +32,15 @@ print(outpace_vllm.__file__)
 """
 
 
-def test_a_python_that_has_the_path_finds_the_plugin_and_may_register_it_twice(tmp_path: Path) -> None:
+def test_a_python_with_the_plugin_path_finds_the_plugin_and_can_register_it_twice(tmp_path: Path) -> None:
     path = plugin_path(tmp_path)
-    assert plugin_path(tmp_path) == path, "laying it out again does no harm"
+    assert plugin_path(tmp_path) == path, "writing it again changes nothing"
     environment = {**os.environ, "PYTHONPATH": str(path)}
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(str(path))
 
 
-def test_nothing_else_comes_with_it(tmp_path: Path) -> None:
+def test_the_plugin_path_contains_only_the_plugin(tmp_path: Path) -> None:
     path = plugin_path(tmp_path)
     assert {entry.name for entry in path.iterdir()} == {"outpace_vllm", "outpace_vllm-0.dist-info"}

@@ -18,7 +18,7 @@ from support import naming
 from weights_support import flip
 
 
-def test_a_whole_snapshot_is_verified_without_torch(tmp_path: Path) -> None:
+def test_an_intact_snapshot_is_verified_without_torch(tmp_path: Path) -> None:
     manifest = SnapshotWriter(tmp_path, "a").publish(3, {"t": torch.arange(5.0)}, [])
     (tmp_path / "manifest").write_bytes(msgspec.msgpack.encode(manifest))
     program = (
@@ -32,7 +32,7 @@ def test_a_whole_snapshot_is_verified_without_torch(tmp_path: Path) -> None:
 
 
 @given(data=st.data())
-def test_every_flipped_bit_of_header_and_tensors_is_noticed(
+def test_every_flipped_bit_of_header_and_tensors_is_detected(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     tensors = {"a": torch.arange(40.0), "b": torch.arange(9, dtype=torch.int64), "c": torch.ones(3).bfloat16()}
@@ -46,7 +46,7 @@ def test_every_flipped_bit_of_header_and_tensors_is_noticed(
         snapshot.verify(manifest)
 
 
-def test_a_tensor_longer_than_a_chunk_is_checked_to_its_end(tmp_path: Path) -> None:
+def test_a_tensor_longer_than_a_chunk_is_verified_to_its_end(tmp_path: Path) -> None:
     manifest = SnapshotWriter(tmp_path, "a").publish(1, {"t": torch.zeros(snapshot.CHUNK // 4 + 3)}, [])
     snapshot.verify(manifest)
     flip(Path(manifest.path), manifest.tensors[0].offset + manifest.tensors[0].nbytes - 1)
@@ -66,7 +66,7 @@ def test_a_manifest_that_contradicts_itself_is_refused_before_anything_is_read(
         snapshot.verify(wrong)
 
 
-def test_a_snapshot_that_is_reused_while_it_is_verified_is_noticed(tmp_path: Path) -> None:
+def test_reuse_of_a_snapshot_during_verification_is_detected(tmp_path: Path) -> None:
     writer = SnapshotWriter(tmp_path, "a")
     manifest = writer.publish(1, {"t": torch.zeros(5)}, [])
     writer.publish(2, {"t": torch.zeros(5)}, [])
@@ -74,13 +74,13 @@ def test_a_snapshot_that_is_reused_while_it_is_verified_is_noticed(tmp_path: Pat
         writer.publish(3, {"t": torch.zeros(5)}, [])
 
 
-def test_a_file_that_takes_the_place_of_another_leaves_that_one_whole_for_who_has_it_open(tmp_path: Path) -> None:
+def test_a_replaced_file_stays_intact_for_readers_that_have_it_open(tmp_path: Path) -> None:
     snapshot.allocate(tmp_path / "w", 8192)
     with open(tmp_path / "w", "rb") as held:
         snapshot.allocate(tmp_path / "w", 4096)
         assert os.fstat(held.fileno()).st_size == 8192
 
 
-def test_a_lack_of_room_is_one_line(tmp_path: Path) -> None:
+def test_a_lack_of_disk_space_is_reported_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(OutpaceError, match=naming(str(tmp_path), "MB", "free")):
         snapshot.require_space(tmp_path, 2**62)

@@ -42,7 +42,7 @@ def assert_holds(manifest: Manifest, version: int, dtype: torch.dtype = torch.fl
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_published_is_read_back_with_tied_weights_once(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_a_published_snapshot_is_read_back_with_tied_weights_stored_once(tmp_path: Path, dtype: torch.dtype) -> None:
     manifest = SnapshotWriter(tmp_path, "a").publish(3, weights_of(3, dtype), [])
     assert (manifest.incarnation, manifest.version) == ("a", 3)
     assert_holds(manifest, 3, dtype)
@@ -61,7 +61,7 @@ def test_tensors_that_are_not_contiguous_are_stored_in_their_own_order(tmp_path:
     assert torch.equal(read_snapshot(manifest)["t"], tensor)
 
 
-def test_every_flipped_bit_is_caught(tmp_path: Path) -> None:
+def test_every_flipped_bit_is_detected(tmp_path: Path) -> None:
     manifest = SnapshotWriter(tmp_path, "a").publish(0, weights_of(0), [])
     path = Path(manifest.path)
     for spec in manifest.tensors:
@@ -73,10 +73,10 @@ def test_every_flipped_bit_is_caught(tmp_path: Path) -> None:
     assert_holds(manifest, 0)
 
 
-def test_a_buffer_reused_for_another_version_is_noticed_before_the_copy(tmp_path: Path) -> None:
+def test_a_buffer_reused_for_another_version_is_detected_before_the_copy(tmp_path: Path) -> None:
     writer = SnapshotWriter(tmp_path, "a")
     manifests = [writer.publish(version, weights_of(version), []) for version in range(3)]
-    assert manifests[2].path == manifests[0].path, "nobody leased version 0"
+    assert manifests[2].path == manifests[0].path, "version 0 is not leased"
     with pytest.raises(CorruptData, match="snapshot"):
         read_snapshot(manifests[0])
     assert_holds(manifests[1], 1)
@@ -84,7 +84,7 @@ def test_a_buffer_reused_for_another_version_is_noticed_before_the_copy(tmp_path
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_a_buffer_overwritten_during_the_copy_is_noticed(
+def test_a_buffer_overwritten_during_the_copy_is_detected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verify: bool
 ) -> None:
     writer = SnapshotWriter(tmp_path, "a")
@@ -121,7 +121,7 @@ def test_weights_of_another_incarnation_are_refused(tmp_path: Path) -> None:
         read_snapshot(stolen)
 
 
-def test_a_missing_or_shortened_file_is_corrupt_data_and_not_a_crash(tmp_path: Path) -> None:
+def test_a_missing_or_truncated_file_raises_corrupt_data(tmp_path: Path) -> None:
     manifest = SnapshotWriter(tmp_path, "a").publish(0, weights_of(0), [])
     os.truncate(manifest.path, manifest.tensors[1].offset + 1)
     with pytest.raises(CorruptData, match=naming("file", manifest.tensors[1].name)):
@@ -133,10 +133,10 @@ def test_a_missing_or_shortened_file_is_corrupt_data_and_not_a_crash(tmp_path: P
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.sets(st.integers(0, 3), max_size=2), min_size=1, max_size=12))
-def test_the_latest_and_every_leased_snapshot_stay_whole(
+def test_the_latest_and_every_leased_snapshot_stay_intact(
     tmp_path_factory: pytest.TempPathFactory, lease_ages: list[set[int]]
 ) -> None:
-    """Before each publish some recent versions are leased; a version once given up is not leased again."""
+    """Before each publish some recent versions are leased; a released version is not leased again."""
     writer = SnapshotWriter(tmp_path_factory.mktemp("weights"), "a")
     alive: dict[int, Manifest] = {}
     for version, ages in enumerate(lease_ages):
@@ -175,7 +175,7 @@ def test_a_full_directory_is_reported_before_anything_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_policy_that_changes_its_tensors_is_a_mistake(tmp_path: Path) -> None:
+def test_publishing_tensors_with_changed_shapes_is_an_error(tmp_path: Path) -> None:
     writer = SnapshotWriter(tmp_path, "a")
     writer.publish(0, {"t": torch.zeros(3)}, [])
     with pytest.raises(AssertionError, match="shapes"):

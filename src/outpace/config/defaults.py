@@ -1,4 +1,8 @@
-"""Dependent defaults: settings whose default, or whether they apply at all, depends on other settings.
+"""Defaults that depend on the model, the task or other settings.
+
+`MODEL_DEFAULTS` has the learning rate and the token limit of each built-in model; `unset_defaults` returns these and
+other defaults of a run. The rest of the module fills in dependent settings: those whose default, or whether they apply
+at all, depends on other settings.
 
 A dependent key is None unless it is set. `fill_defaults` runs the stages in order. Each stage sees the result of those
 before it and returns the keys that now apply, with their defaults:
@@ -14,11 +18,12 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from datetime import datetime
 from typing import Any
 
 from outpace.algorithms import ADVANTAGES, NORMALIZERS, POLICY_LOSSES
 from outpace.algorithms.corrections import MASKS
-from outpace.config import Config
+from outpace.config import STARTER, STARTER_AGENT, Config
 from outpace.config.algorithm import (
     DEFAULT_ADVANTAGE,
     DEFAULT_POLICY_LOSS,
@@ -28,6 +33,7 @@ from outpace.config.algorithm import (
     configured_policy_loss,
     full_batch_reasons,
 )
+from outpace.config.engines import DEFAULT_SLOTS
 from outpace.config.presets import find_preset
 from outpace.errors import BadInput
 
@@ -45,6 +51,64 @@ DEPENDENT_KEYS = [
     for key, info in type(getattr(Config(), section)).model_fields.items()
     if info.default is None and f"{section}.{key}" not in INDEPENDENT_KEYS
 ] + ["rewards.overlong_penalty"]
+
+DEFAULT_TASK = "countdown"
+DEFAULT_STEPS = 100
+MODEL_DEFAULTS: dict[str, dict[str, Any]] = {
+    STARTER: {"learner.lr": 3e-4, "rollout.max_tokens": 32},
+    STARTER_AGENT: {"learner.lr": 3e-4, "rollout.max_tokens": 48},
+}
+OTHER_MODELS: dict[str, Any] = {"learner.lr": 1e-6, "rollout.max_tokens": 512}
+ADAPTER_LR = {STARTER: 3e-3, STARTER_AGENT: 3e-3}
+OTHER_ADAPTER_LR = 1e-5
+"""Ten times the learning rate of full training, which works best for LoRA at any rank."""
+
+MAX_DEFAULT_SLOTS = 256
+
+DETERMINISTIC_CONTEXTS = {STARTER: 256, STARTER_AGENT: 512}
+"""Context limits in deterministic mode, where the engine attends over its whole context at every step. The built-in
+tasks need no more."""
+
+
+def unset_defaults(config: Config, own_tasks: bool, now: datetime | None = None) -> dict[str, Any]:
+    """Return the values to set, by dotted key."""
+    engines = config.engine.count or len(config.engine.urls) or 1
+    slots = config.engine.slots or _default_slots(config, engines)
+    unset: dict[str, Any] = {
+        **MODEL_DEFAULTS.get(config.model.path, OTHER_MODELS),
+        "engine.slots": slots,
+        "pacing.max_running": 2 * slots * engines,
+        "eval.temperature": config.rollout.temperature,
+        "run.dir": default_directory(now),
+    }
+    if config.lora.rank > 0:
+        unset["learner.lr"] = ADAPTER_LR.get(config.model.path, OTHER_ADAPTER_LR)
+    if config.run.epochs is None:
+        unset["run.steps"] = DEFAULT_STEPS
+    if config.tasks.path is None and not own_tasks:
+        unset["tasks.name"] = DEFAULT_TASK
+    if config.run.deterministic:
+        unset["engine.context"] = DETERMINISTIC_CONTEXTS.get(config.model.path)
+    values = {key: value for key, value in unset.items() if get_value(config, key) is None}
+    values["pacing.chunk_groups"] = min(config.pacing.chunk_groups, config.pacing.groups_per_step)
+    if config.run.deterministic and config.run.device == "auto":
+        values["run.device"] = "cpu"
+    return values
+
+
+def _default_slots(config: Config, engines: int) -> int:
+    """Return the default slots per engine: more for the built-in models, up to half a batch over all engines.
+
+    A decode step of a small model costs little more with more sequences. But if all attempts of a batch are in flight
+    at once, they also finish at about the same time, and the learner has to wait for the first of them."""
+    if config.model.path not in MODEL_DEFAULTS or config.engine.kind != "embedded" or config.run.deterministic:
+        return DEFAULT_SLOTS
+    half_a_batch = config.pacing.groups_per_step * config.rollout.group_size // 2
+    return max(DEFAULT_SLOTS, min(half_a_batch // engines, MAX_DEFAULT_SLOTS))
+
+
+def default_directory(now: datetime | None = None) -> str:
+    return f"runs/{now or datetime.now():%Y%m%d-%H%M%S}"
 
 
 def fill_defaults(config: Config) -> Config:

@@ -15,10 +15,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from outpace.config import STARTER, STARTER_AGENT, Config
+from outpace.config import Config
 from outpace.config.algorithm_validation import ALGORITHM_RULES, Rule
-from outpace.config.defaults import fill_defaults, get_value, with_values
-from outpace.config.engines import DEFAULT_SLOTS, ServerAddress, is_server_url, server_address
+from outpace.config.defaults import fill_defaults, get_value, unset_defaults, with_values
+from outpace.config.engines import ServerAddress, is_server_url, server_address
 from outpace.config.section import Section
 from outpace.errors import BadInput, one_line, plural, with_article
 from outpace.runtime.references import absolute_reference
@@ -158,23 +158,7 @@ FUNCTION_LIST_KEYS = ("rewards.functions", "tools.functions")
 PATH_KEYS = ("tasks.path", "tasks.eval_path", "launch.python")
 """Settings that may hold a path on this machine."""
 
-DEFAULT_TASK = "countdown"
-DEFAULT_STEPS = 100
 TRUNCATION_BIAS = "truncated sampling biases the importance weights: the learner cannot tell which tokens were kept"
-MODEL_DEFAULTS: dict[str, dict[str, Any]] = {
-    STARTER: {"learner.lr": 3e-4, "rollout.max_tokens": 32},
-    STARTER_AGENT: {"learner.lr": 3e-4, "rollout.max_tokens": 48},
-}
-OTHER_MODELS: dict[str, Any] = {"learner.lr": 1e-6, "rollout.max_tokens": 512}
-ADAPTER_LR = {STARTER: 3e-3, STARTER_AGENT: 3e-3}
-OTHER_ADAPTER_LR = 1e-5
-"""Ten times the learning rate of full training, which works best for LoRA at any rank."""
-
-MAX_DEFAULT_SLOTS = 256
-
-DETERMINISTIC_CONTEXTS = {STARTER: 256, STARTER_AGENT: 512}
-"""Context limits in deterministic mode, where the engine attends over its whole context at every step. The built-in
-tasks need no more."""
 
 
 def resolve(
@@ -190,7 +174,7 @@ def resolve(
     `own_tasks`, `own_rewards` and `own_rollout` (or environment): the Python caller passes these as objects, so the
     config does not name them.
     """
-    filled = fill_defaults(with_values(config, _defaults(config, own_tasks, now or datetime.now())))
+    filled = fill_defaults(with_values(config, unset_defaults(config, own_tasks, now)))
     if not own_tasks and not own_rollout and not _has_rollout(filled):
         filled = with_values(filled, {"rollout.environment": TASK_ENVIRONMENTS.get(filled.tasks.name or "")})
     if not own_rewards and not filled.rewards.functions:
@@ -209,47 +193,6 @@ def check(config: Config) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------- defaults
-
-
-def _defaults(config: Config, own_tasks: bool, now: datetime) -> dict[str, Any]:
-    """Return the values to set, by dotted key."""
-    engines = config.engine.count or len(config.engine.urls) or 1
-    slots = config.engine.slots or _default_slots(config, engines)
-    unset: dict[str, Any] = {
-        **MODEL_DEFAULTS.get(config.model.path, OTHER_MODELS),
-        "engine.slots": slots,
-        "pacing.max_running": 2 * slots * engines,
-        "eval.temperature": config.rollout.temperature,
-        "run.dir": default_directory(now),
-    }
-    if config.lora.rank > 0:
-        unset["learner.lr"] = ADAPTER_LR.get(config.model.path, OTHER_ADAPTER_LR)
-    if config.run.epochs is None:
-        unset["run.steps"] = DEFAULT_STEPS
-    if config.tasks.path is None and not own_tasks:
-        unset["tasks.name"] = DEFAULT_TASK
-    if config.run.deterministic:
-        unset["engine.context"] = DETERMINISTIC_CONTEXTS.get(config.model.path)
-    values = {key: value for key, value in unset.items() if get_value(config, key) is None}
-    values["pacing.chunk_groups"] = min(config.pacing.chunk_groups, config.pacing.groups_per_step)
-    if config.run.deterministic and config.run.device == "auto":
-        values["run.device"] = "cpu"
-    return values
-
-
-def _default_slots(config: Config, engines: int) -> int:
-    """Return the default slots per engine: more for the built-in models, up to half a batch over all engines.
-
-    A decode step of a small model costs little more with more sequences. But if all attempts of a batch are in flight
-    at once, they also finish at about the same time, and the learner has to wait for the first of them."""
-    if config.model.path not in MODEL_DEFAULTS or config.engine.kind != "embedded" or config.run.deterministic:
-        return DEFAULT_SLOTS
-    half_a_batch = config.pacing.groups_per_step * config.rollout.group_size // 2
-    return max(DEFAULT_SLOTS, min(half_a_batch // engines, MAX_DEFAULT_SLOTS))
-
-
-def default_directory(now: datetime | None = None) -> str:
-    return f"runs/{now or datetime.now():%Y%m%d-%H%M%S}"
 
 
 def keys_from_task(config: Config, another_task: bool) -> set[str]:

@@ -1,4 +1,4 @@
-"""The same promises on a GPU."""
+"""The embedded engine on a GPU: logprobs, determinism and memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CASES = [("llama", "fast"), ("qwen3", "fast"), ("gpt2", "general"), ("gemma2-sli
 
 @pytest.mark.parametrize(("family", "path"), CASES)
 @pytest.mark.parametrize("deterministic", [False, True])
-async def test_logprobs_are_those_of_a_teacher_forced_forward_on_a_gpu(
+async def test_logprobs_on_a_gpu_match_a_teacher_forced_forward_pass(
     family: str, path: str, deterministic: bool, model_of: Callable[..., PreTrainedModel],
     prompts: Callable[..., list[np.ndarray]], forced_logprobs: Callable[..., np.ndarray],
 ) -> None:  # fmt: skip
@@ -44,19 +44,19 @@ async def test_logprobs_are_those_of_a_teacher_forced_forward_on_a_gpu(
         np.testing.assert_allclose(generation.logprobs, forced_logprobs(model, prompt, generation.tokens), atol=1e-3)
 
 
-def test_in_deterministic_mode_no_bit_depends_on_company_on_a_gpu(
+def test_in_deterministic_mode_results_on_a_gpu_do_not_depend_on_batch_composition(
     model_of: Callable[..., PreTrainedModel], prompts: Callable[..., list[np.ndarray]]
 ) -> None:
     decoder = build_decoder(model_of("llama").cuda(), 5, None, deterministic=True, path="fast")
-    lane = DecodeBatch(decoder, 0, "keep", None)
+    batch = DecodeBatch(decoder, 0, "keep", None)
     given = prompts(1, 4, 9, 17, 30, 33, 40, 12)
 
     def serve(chosen: list[int]) -> dict[str, Generation]:
         finished: dict[str, Generation] = {}
         for index in chosen:
-            lane.submit(str(index), given[index], Sampling(max_tokens=3 + 4 * index, seed=index), 0)
-        while lane.has_work:
-            for done in lane.advance():
+            batch.submit(str(index), given[index], Sampling(max_tokens=3 + 4 * index, seed=index), 0)
+        while batch.has_work:
+            for done in batch.advance():
                 assert isinstance(done.result, Generation)
                 finished[done.id] = done.result
         return finished
@@ -68,14 +68,14 @@ def test_in_deterministic_mode_no_bit_depends_on_company_on_a_gpu(
             assert generation.logprobs.tobytes() == alone[name].logprobs.tobytes()
 
 
-async def test_cudnn_plans_no_attention_of_the_engine(model_of: Callable[..., PreTrainedModel]) -> None:
+async def test_the_engine_does_not_use_cudnn_attention(model_of: Callable[..., PreTrainedModel]) -> None:
     torch.backends.cuda.enable_cudnn_sdp(True)
     engine = EmbeddedEngine(model_of("llama").cuda(), slots=2)
     await engine.close()
     assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
-def test_a_cache_that_grows_keeps_no_memory_of_its_smaller_self() -> None:
+def test_growing_the_kv_cache_frees_the_smaller_allocation() -> None:
     torch.cuda.empty_cache()
     shapes, device = [(4, 64, 64)] * 8, torch.device("cuda")
     cache = SlotCache(shapes, 128, 1024, torch.bfloat16, device, preallocate=False)
@@ -89,7 +89,7 @@ SMOLLM2 = ModelShape(134_515_008, 30, 576, 9, 3, 64, 1536, 49_152, 8192)
 
 
 @pytest.mark.parametrize(("slots", "context"), [(64, 1024), (512, 1024)])
-def test_the_estimate_for_the_engine_is_near_the_measured_peak_on_a_gpu(slots: int, context: int) -> None:
+def test_the_memory_estimate_of_the_engine_is_close_to_the_measured_peak_on_a_gpu(slots: int, context: int) -> None:
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -99,12 +99,12 @@ def test_the_estimate_for_the_engine_is_near_the_measured_peak_on_a_gpu(slots: i
     )  # fmt: skip
     model = LlamaForCausalLM(shape).to("cuda", torch.bfloat16)
     decoder = build_decoder(model, slots, context, deterministic=False, path="fast")
-    lane = DecodeBatch(decoder, 0, "keep", None)
+    batch = DecodeBatch(decoder, 0, "keep", None)
     for index in range(slots):
         prompt = np.full(context - 8, index, dtype=np.int32)
-        lane.submit(str(index), prompt, Sampling(max_tokens=7, seed=index), 0)
-    while lane.has_work:
-        lane.advance()
+        batch.submit(str(index), prompt, Sampling(max_tokens=7, seed=index), 0)
+    while batch.has_work:
+        batch.advance()
     measured = torch.cuda.max_memory_allocated() - before
     settings = {"model.dtype": "bfloat16", "engine.slots": slots, "engine.context": context, "eval.count": 0}
     estimate = engine_memory(resolved(settings), SMOLLM2).most

@@ -1,4 +1,4 @@
-"""Continuous batching: joining, leaving, stopping, swapping weights, and bits that do not depend on company."""
+"""Continuous batching: joining, leaving, stopping, weight swaps, and results independent of batch composition."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ PATHS = [("llama", "fast"), ("gpt2", "general")]
 
 
 def letters(tokens: Sequence[int]) -> str:
-    """A stand-in tokenizer: token 0 is `a`, token 1 `bb`, token 2 `c`, the rest dots."""
+    """A fake tokenizer: token 0 is `a`, token 1 `bb`, token 2 `c`, the rest dots."""
     return "".join({0: "a", 1: "bb", 2: "c"}.get(token, ".") for token in tokens)
 
 
-def make_lane(model: PreTrainedModel, slots: int = 4, **options: Any) -> DecodeBatch:
+def make_batch(model: PreTrainedModel, slots: int = 4, **options: Any) -> DecodeBatch:
     decoder = build_decoder(
         model,
         slots,
@@ -39,10 +39,10 @@ def make_lane(model: PreTrainedModel, slots: int = 4, **options: Any) -> DecodeB
     return DecodeBatch(decoder, 0, options.get("kv", "keep"), letters)
 
 
-def drain(lane: DecodeBatch) -> dict[str, Generation | RequestFailed]:
+def drain(batch: DecodeBatch) -> dict[str, Generation | RequestFailed]:
     finished: list[FinishedRequest] = []
-    while lane.has_work:
-        finished += lane.advance()
+    while batch.has_work:
+        finished += batch.advance()
     return {done.id: done.result for done in finished}
 
 
@@ -56,17 +56,17 @@ def generation_of(result: object) -> Generation:
 
 def test_requests_join_and_leave_at_any_token(model_of: Models, prompts: Prompts, forced_logprobs: Logprobs) -> None:
     model = model_of("llama")
-    lane = make_lane(model, slots=2)
+    batch = make_batch(model, slots=2)
     given = prompts(4, 9, 6)
     finished: dict[str, Generation] = {}
-    lane.submit("long", given[0], Sampling(max_tokens=20, seed=1), 0)
+    batch.submit("long", given[0], Sampling(max_tokens=20, seed=1), 0)
     for _ in range(3):
-        lane.advance()
-    lane.submit("short", given[1], Sampling(max_tokens=2, seed=2), 0)
-    lane.submit("queued", given[2], Sampling(max_tokens=5, seed=3), 0)
+        batch.advance()
+    batch.submit("short", given[1], Sampling(max_tokens=2, seed=2), 0)
+    batch.submit("queued", given[2], Sampling(max_tokens=5, seed=3), 0)
     ended_at = {}
     for turn in range(4, 24):
-        for done in lane.advance():
+        for done in batch.advance():
             ended_at[done.id] = turn
             finished[done.id] = generation_of(done.result)
     assert ended_at == {"short": 5, "queued": 10, "long": 20}
@@ -75,27 +75,27 @@ def test_requests_join_and_leave_at_any_token(model_of: Models, prompts: Prompts
         np.testing.assert_allclose(finished[name].logprobs, expected, atol=1e-4)
 
 
-def test_only_running_rows_are_stepped(model_of: Models, prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
-    lane = make_lane(model_of("llama"), slots=8)
+def test_only_running_rows_are_decoded(model_of: Models, prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = make_batch(model_of("llama"), slots=8)
     for index, prompt in enumerate(prompts(3, 3, 3, 3)):
-        lane.submit(str(index), prompt, Sampling(max_tokens=[1, 6, 2, 4][index], seed=index), 0)
+        batch.submit(str(index), prompt, Sampling(max_tokens=[1, 6, 2, 4][index], seed=index), 0)
     stepped = []
-    step = lane.decoder.step
+    step = batch.decoder.step
     monkeypatch.setattr(
-        lane.decoder, "step", lambda tokens, positions: stepped.append(len(tokens)) or step(tokens, positions)
+        batch.decoder, "step", lambda tokens, positions: stepped.append(len(tokens)) or step(tokens, positions)
     )
-    drain(lane)
+    drain(batch)
     assert stepped == [4, 3, 2, 2, 1, 1]
 
 
-def test_equal_prompts_are_computed_once(model_of: Models, prompts: Prompts, forced_logprobs: Logprobs) -> None:
+def test_equal_prompts_are_prefilled_once(model_of: Models, prompts: Prompts, forced_logprobs: Logprobs) -> None:
     model = model_of("llama")
-    lane = make_lane(model, slots=4)
+    batch = make_batch(model, slots=4)
     (prompt,) = prompts(20)
     for index in range(6):
-        lane.submit(str(index), prompt, Sampling(max_tokens=5 + index, seed=index), 0)
-    finished = drain(lane)
-    assert lane.prefill_tokens == 19
+        batch.submit(str(index), prompt, Sampling(max_tokens=5 + index, seed=index), 0)
+    finished = drain(batch)
+    assert batch.prefill_tokens == 19
     for result in finished.values():
         generation = generation_of(result)
         np.testing.assert_allclose(generation.logprobs, forced_logprobs(model, prompt, generation.tokens), atol=1e-4)
@@ -106,14 +106,14 @@ def test_equal_prompts_are_computed_once(model_of: Models, prompts: Prompts, for
 
 
 def test_a_stop_token_ends_the_request_and_is_kept(model_of: Models, prompts: Prompts) -> None:
-    lane = make_lane(model_of("llama"))
+    batch = make_batch(model_of("llama"))
     (prompt,) = prompts(5)
-    lane.submit("free", prompt, Sampling(max_tokens=30, seed=7), 0)
-    free = generation_of(drain(lane)["free"])
+    batch.submit("free", prompt, Sampling(max_tokens=30, seed=7), 0)
+    free = generation_of(drain(batch)["free"])
     wanted = int(free.tokens[11])
     first = free.tokens.tolist().index(wanted)
-    lane.submit("stopped", prompt, Sampling(max_tokens=30, seed=7, stop_ids=[wanted]), 0)
-    stopped = generation_of(drain(lane)["stopped"])
+    batch.submit("stopped", prompt, Sampling(max_tokens=30, seed=7, stop_ids=[wanted]), 0)
+    stopped = generation_of(drain(batch)["stopped"])
     assert stopped.stop == "stop"
     assert stopped.tokens.tolist() == free.tokens[: first + 1].tolist()
     assert len(stopped.logprobs) == len(stopped.versions) == first + 1
@@ -123,7 +123,7 @@ def test_a_stop_token_ends_the_request_and_is_kept(model_of: Models, prompts: Pr
 def test_a_stop_string_ends_the_request_at_the_token_that_completes_it(
     stop: str, length: int | None, model_of: Models, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lane = make_lane(model_of("llama"))
+    batch = make_batch(model_of("llama"))
     script = iter([0, 1, 0, 0, 2, 9, 9, 0])  # a bb a a c . . a
 
     def scripted(tokens: np.ndarray, positions: np.ndarray) -> torch.Tensor:
@@ -131,19 +131,19 @@ def test_a_stop_string_ends_the_request_at_the_token_that_completes_it(
         logits[0, next(script)] = 100.0
         return logits
 
-    monkeypatch.setattr(lane.decoder, "step", scripted)
+    monkeypatch.setattr(batch.decoder, "step", scripted)
     (prompt,) = prompts(3)
-    lane.submit("x", prompt, Sampling(max_tokens=8, seed=0, stop_strings=[stop]), 0)
-    generation = generation_of(drain(lane)["x"])
+    batch.submit("x", prompt, Sampling(max_tokens=8, seed=0, stop_strings=[stop]), 0)
+    generation = generation_of(drain(batch)["x"])
     assert len(generation.tokens) == (length or 8)
     assert generation.stop == ("stop" if length else "length")
 
 
 def test_a_request_that_outgrows_the_context_is_clamped(model_of: Models, prompts: Prompts) -> None:
-    lane = make_lane(model_of("llama"), context=30)
+    batch = make_batch(model_of("llama"), context=30)
     (prompt,) = prompts(21)
-    lane.submit("x", prompt, Sampling(max_tokens=500, seed=0), 0)
-    generation = generation_of(drain(lane)["x"])
+    batch.submit("x", prompt, Sampling(max_tokens=500, seed=0), 0)
+    generation = generation_of(drain(batch)["x"])
     assert generation.stop == "length"
     assert len(generation.tokens) == 9
 
@@ -162,159 +162,159 @@ def test_a_request_that_outgrows_the_context_is_clamped(model_of: Models, prompt
 def test_a_request_that_cannot_be_served_fails_at_once(
     length: int, sampling: Sampling, reason: str, model_of: Models, prompts: Prompts
 ) -> None:
-    lane = make_lane(model_of("llama"), context=30)
+    batch = make_batch(model_of("llama"), context=30)
     with pytest.raises(RequestFailed, match=reason):
-        lane.submit("x", prompts(length)[0], sampling, 0)
-    assert lane.waiting == 0
+        batch.submit("x", prompts(length)[0], sampling, 0)
+    assert batch.waiting == 0
 
 
 def test_a_prompt_outside_the_vocabulary_fails_at_once(model_of: Models) -> None:
     with pytest.raises(RequestFailed, match="vocabulary"):
-        make_lane(model_of("llama")).submit("x", np.array([61], dtype=np.int32), Sampling(max_tokens=1, seed=0), 0)
+        make_batch(model_of("llama")).submit("x", np.array([61], dtype=np.int32), Sampling(max_tokens=1, seed=0), 0)
 
 
-def test_an_abort_returns_what_there_is(model_of: Models, prompts: Prompts, forced_logprobs: Logprobs) -> None:
+def test_an_abort_returns_the_partial_output(model_of: Models, prompts: Prompts, forced_logprobs: Logprobs) -> None:
     model = model_of("llama")
-    lane = make_lane(model, slots=2)
+    batch = make_batch(model, slots=2)
     given = prompts(4, 5, 6)
     for name, prompt in zip("abc", given, strict=True):
-        lane.submit(name, prompt, Sampling(max_tokens=9, seed=1), 0)
+        batch.submit(name, prompt, Sampling(max_tokens=9, seed=1), 0)
     for _ in range(4):
-        lane.advance()
-    aborted = {done.id: generation_of(done.result) for done in lane.abort({"a", "c", "unknown"})}
+        batch.advance()
+    aborted = {done.id: generation_of(done.result) for done in batch.abort({"a", "c", "unknown"})}
     assert {name: len(partial.tokens) for name, partial in aborted.items()} == {"a": 4, "c": 0}
     assert {partial.stop for partial in aborted.values()} == {"aborted"}
     np.testing.assert_allclose(aborted["a"].logprobs, forced_logprobs(model, given[0], aborted["a"].tokens), atol=1e-4)
-    assert len(generation_of(drain(lane)["b"]).tokens) == 9
+    assert len(generation_of(drain(batch)["b"]).tokens) == 9
 
 
-def test_logits_that_are_not_finite_fail_their_request_and_poison_nobody(
+def test_non_finite_logits_fail_their_request_and_do_not_affect_later_requests(
     model_of: Models, prompts: Prompts, forced_logprobs: Logprobs
 ) -> None:
     model, broken = model_of("llama"), model_of("llama")
-    lane = make_lane(model, slots=2)
+    batch = make_batch(model, slots=2)
     with torch.no_grad():
         broken.get_parameter("model.norm.weight").fill_(float("nan"))
         broken.get_parameter("model.layers.0.self_attn.v_proj.weight").fill_(float("nan"))
     (prompt,) = prompts(8)
-    lane.swap(lane.decoder.prepare(dict(broken.named_parameters())), 1)
-    lane.submit("x", prompt, Sampling(max_tokens=9, seed=1), 0)
-    failed = drain(lane)["x"]
+    batch.swap(batch.decoder.prepare(dict(broken.named_parameters())), 1)
+    batch.submit("x", prompt, Sampling(max_tokens=9, seed=1), 0)
+    failed = drain(batch)["x"]
     assert isinstance(failed, RequestFailed)
     assert "version 1" in str(failed)
-    lane.swap(lane.decoder.prepare(dict(model.named_parameters())), 2)
+    batch.swap(batch.decoder.prepare(dict(model.named_parameters())), 2)
     (short,) = prompts(3)
-    lane.submit("y", short, Sampling(max_tokens=4, seed=1), 0)
-    generation = generation_of(drain(lane)["y"])
+    batch.submit("y", short, Sampling(max_tokens=4, seed=1), 0)
+    generation = generation_of(drain(batch)["y"])
     np.testing.assert_allclose(generation.logprobs, forced_logprobs(model, short, generation.tokens), atol=1e-4)
 
 
 # ------------------------------------------------------------------------------------------------------------ weights
 
 
-def swapped_midway(lane: DecodeBatch, new: PreTrainedModel, prompt: np.ndarray, before: int, total: int) -> Generation:
-    lane.submit("x", prompt, Sampling(max_tokens=total, seed=5), 0)
+def swapped_midway(batch: DecodeBatch, new: PreTrainedModel, prompt: np.ndarray, before: int, total: int) -> Generation:
+    batch.submit("x", prompt, Sampling(max_tokens=total, seed=5), 0)
     for _ in range(before):
-        assert not lane.advance()
-    lane.swap(lane.decoder.prepare(dict(new.named_parameters())), 3)
-    return generation_of(drain(lane)["x"])
+        assert not batch.advance()
+    batch.swap(batch.decoder.prepare(dict(new.named_parameters())), 3)
+    return generation_of(drain(batch)["x"])
 
 
 @pytest.mark.parametrize(("family", "path"), PATHS)
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
-def test_versions_change_at_exactly_one_token(
+def test_a_weight_swap_changes_the_version_at_exactly_one_token(
     family: str, path: str, kv: str, model_of: Models, prompts: Prompts
 ) -> None:
-    lane = make_lane(model_of(family), kv=kv, path=path)
-    generation = swapped_midway(lane, model_of(family, seed=1), prompts(10)[0], 6, 15)
+    batch = make_batch(model_of(family), kv=kv, path=path)
+    generation = swapped_midway(batch, model_of(family, seed=1), prompts(10)[0], 6, 15)
     assert generation.versions.tolist() == [0] * 6 + [3] * 9
     assert len(generation.tokens) == 15
 
 
 @pytest.mark.parametrize(("family", "path"), PATHS)
-def test_recomputed_sequences_go_on_as_if_the_new_weights_had_always_been_there(
+def test_with_kv_recompute_sequences_continue_as_if_prefilled_with_the_new_weights(
     family: str, path: str, model_of: Models, prompts: Prompts, forced_logprobs: Logprobs
 ) -> None:
     old, new = model_of(family), model_of(family, seed=1)
     (prompt,) = prompts(10)
-    generation = swapped_midway(make_lane(old, kv="recompute", path=path), new, prompt, 6, 15)
+    generation = swapped_midway(make_batch(old, kv="recompute", path=path), new, prompt, 6, 15)
     np.testing.assert_allclose(generation.logprobs[:6], forced_logprobs(old, prompt, generation.tokens)[:6], atol=1e-4)
     np.testing.assert_allclose(generation.logprobs[6:], forced_logprobs(new, prompt, generation.tokens)[6:], atol=1e-4)
 
 
 @pytest.mark.parametrize(("family", "path"), PATHS)
-def test_kept_keys_and_values_are_those_of_the_old_weights(
+def test_with_kv_keep_cached_keys_and_values_come_from_the_old_weights(
     family: str, path: str, model_of: Models, prompts: Prompts, forced_logprobs: Logprobs
 ) -> None:
     old, new = model_of(family), model_of(family, seed=1)
     (prompt,) = prompts(10)
-    generation = swapped_midway(make_lane(old, kv="keep", path=path), new, prompt, 6, 15)
+    generation = swapped_midway(make_batch(old, kv="keep", path=path), new, prompt, 6, 15)
     sequence = torch.from_numpy(np.concatenate((prompt, generation.tokens)).astype(np.int64)).unsqueeze(0)
     cache = DynamicCache()
     with torch.no_grad():
-        # What the old weights were fed: the prompt and the first five outputs. The sixth goes through the new ones.
+        # The old weights process the prompt and the first five outputs. The sixth output goes through the new weights.
         first = old(sequence[:, :15], past_key_values=cache, use_cache=True).logits[0, 9:]
         second = new(sequence[:, 15:-1], past_key_values=cache, use_cache=True).logits[0]
     expected = torch.cat((first, second)).log_softmax(-1).gather(1, sequence[0, 10:].unsqueeze(1)).squeeze(1)
     np.testing.assert_allclose(generation.logprobs, expected.numpy(), atol=1e-4)
     under_new = forced_logprobs(new, prompt, generation.tokens)[6:]
-    assert np.abs(generation.logprobs[6:] - under_new).max() > 1e-2  # a plain forward would be the wrong reference
+    assert np.abs(generation.logprobs[6:] - under_new).max() > 1e-2  # a plain forward pass would be the wrong reference
 
 
-def test_a_request_waits_for_its_version_and_later_ones_overtake_it(model_of: Models, prompts: Prompts) -> None:
+def test_a_request_waits_for_its_version_while_later_requests_are_served(model_of: Models, prompts: Prompts) -> None:
     model = model_of("llama")
-    lane = make_lane(model, slots=1)
+    batch = make_batch(model, slots=1)
     first, second = prompts(4, 5)
-    lane.submit("patient", first, Sampling(max_tokens=3, seed=0), 2)
-    lane.submit("ready", second, Sampling(max_tokens=3, seed=0), 0)
-    assert set(drain(lane)) == {"ready"}
-    assert not lane.has_work
-    prepared = lane.decoder.prepare(dict(model.named_parameters()))
-    lane.swap(prepared, 1)
-    assert not lane.has_work
-    lane.swap(prepared, 2)
-    assert generation_of(drain(lane)["patient"]).versions.tolist() == [2, 2, 2]
+    batch.submit("patient", first, Sampling(max_tokens=3, seed=0), 2)
+    batch.submit("ready", second, Sampling(max_tokens=3, seed=0), 0)
+    assert set(drain(batch)) == {"ready"}
+    assert not batch.has_work
+    prepared = batch.decoder.prepare(dict(model.named_parameters()))
+    batch.swap(prepared, 1)
+    assert not batch.has_work
+    batch.swap(prepared, 2)
+    assert generation_of(drain(batch)["patient"]).versions.tolist() == [2, 2, 2]
 
 
 # -------------------------------------------------------------------------------------------------------- determinism
 
-COMPANY = 10
+REQUESTS = 10
 
 
 @pytest.mark.parametrize(("family", "path"), PATHS)
-def test_in_deterministic_mode_no_bit_depends_on_company_slot_or_order(
+def test_in_deterministic_mode_results_do_not_depend_on_batch_composition_slot_or_order(
     family: str, path: str, model_of: Models, prompts: Prompts
 ) -> None:
-    lane = make_lane(model_of(family), slots=5, path=path, deterministic=True)
-    asked = prompts(1, 4, 4, 9, 17, 30, 33, 40, 12, 12)
-    asked[2] = asked[1]  # two requests with one prompt, as in a group
-    samplings = [Sampling(max_tokens=3 + 4 * index, seed=index, temperature=0.8) for index in range(COMPANY)]
+    batch = make_batch(model_of(family), slots=5, path=path, deterministic=True)
+    submitted = prompts(1, 4, 4, 9, 17, 30, 33, 40, 12, 12)
+    submitted[2] = submitted[1]  # two requests with the same prompt, as in a group
+    samplings = [Sampling(max_tokens=3 + 4 * index, seed=index, temperature=0.8) for index in range(REQUESTS)]
 
     def serve(chosen: Sequence[int], gaps: Sequence[int]) -> dict[str, Generation]:
-        """Serve these requests, with so many turns between one arrival and the next."""
+        """Serve these requests, with `gaps` decode steps between arrivals."""
         finished: list[FinishedRequest] = []
         for index, gap in zip(chosen, gaps, strict=True):
-            lane.submit(str(index), asked[index], samplings[index], 0)
+            batch.submit(str(index), submitted[index], samplings[index], 0)
             for _ in range(gap):
-                finished += lane.advance()
+                finished += batch.advance()
         results = {done.id: generation_of(done.result) for done in finished}
-        return results | {name: generation_of(result) for name, result in drain(lane).items()}
+        return results | {name: generation_of(result) for name, result in drain(batch).items()}
 
-    alone = {str(index): serve([index], [0])[str(index)] for index in range(COMPANY)}
+    alone = {str(index): serve([index], [0])[str(index)] for index in range(REQUESTS)}
 
     @settings(max_examples=15, deadline=None)
     @given(arrivals=some_arrivals())
-    def any_company(arrivals: list[tuple[int, int]]) -> None:
+    def any_arrivals(arrivals: list[tuple[int, int]]) -> None:
         results = serve([index for index, _ in arrivals], [gap for _, gap in arrivals])
         assert len(results) == len(arrivals)
         for name, generation in results.items():
             assert generation.tokens.tolist() == alone[name].tokens.tolist()
             assert generation.logprobs.tobytes() == alone[name].logprobs.tobytes()
 
-    any_company()
+    any_arrivals()
 
 
 def some_arrivals() -> st.SearchStrategy[list[tuple[int, int]]]:
-    """Some of the requests, in some order, with some turns between them."""
-    arrival = st.tuples(st.integers(0, COMPANY - 1), st.integers(0, 6))
-    return st.lists(arrival, min_size=1, max_size=COMPANY, unique_by=lambda item: item[0])
+    """A subset of the requests in any order, with gaps of decode steps between arrivals."""
+    arrival = st.tuples(st.integers(0, REQUESTS - 1), st.integers(0, 6))
+    return st.lists(arrival, min_size=1, max_size=REQUESTS, unique_by=lambda item: item[0])

@@ -1,4 +1,4 @@
-"""Both decoder paths against transformers' own forward and `generate`."""
+"""Both decoder paths compared with the forward pass and `generate` of transformers."""
 
 from __future__ import annotations
 
@@ -35,33 +35,33 @@ CASES = [
 ]
 
 
-def serve(lane: DecodeBatch, requests: dict[str, tuple[np.ndarray, Sampling]]) -> dict[str, Generation]:
+def serve(batch: DecodeBatch, requests: dict[str, tuple[np.ndarray, Sampling]]) -> dict[str, Generation]:
     for name, (prompt, sampling) in requests.items():
-        lane.submit(name, prompt, sampling, 0)
+        batch.submit(name, prompt, sampling, 0)
     finished: dict[str, Generation] = {}
-    while lane.has_work:
-        for done in lane.advance():
+    while batch.has_work:
+        for done in batch.advance():
             assert isinstance(done.result, Generation)
             finished[done.id] = done.result
     return finished
 
 
-def lane_of(model: PreTrainedModel, path: str, slots: int = 4, **options: bool) -> DecodeBatch:
+def batch_of(model: PreTrainedModel, path: str, slots: int = 4, **options: bool) -> DecodeBatch:
     deterministic = options.get("deterministic", False)
     return DecodeBatch(build_decoder(model, slots, None, deterministic=deterministic, path=path), 0, "keep", None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("family", "path"), CASES)
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_greedy_output_is_that_of_generate(
+def test_greedy_output_matches_transformers_generate(
     family: str, path: str, deterministic: bool, model_of: Callable[..., PreTrainedModel],
     prompts: Callable[..., list[np.ndarray]], forced_logits: Callable[..., torch.Tensor],
 ) -> None:  # fmt: skip
     model = model_of(family)
     given = prompts(1, 5, 17, 33, 9, 2)
-    lane = lane_of(model, path, deterministic=deterministic)
+    batch = batch_of(model, path, deterministic=deterministic)
     requests = {str(i): (p, Sampling(max_tokens=12 + 5 * i, seed=i, temperature=0.0)) for i, p in enumerate(given)}
-    finished = serve(lane, requests)
+    finished = serve(batch, requests)
     for name, (prompt, sampling) in requests.items():
         mine = finished[name].tokens
         tokens = torch.from_numpy(prompt.astype(np.int64)).unsqueeze(0)
@@ -76,7 +76,7 @@ def test_greedy_output_is_that_of_generate(
 
 
 @pytest.mark.parametrize(("family", "path"), CASES)
-def test_logprobs_are_those_of_a_teacher_forced_forward(
+def test_logprobs_match_a_teacher_forced_forward_pass(
     family: str, path: str, model_of: Callable[..., PreTrainedModel], prompts: Callable[..., list[np.ndarray]],
     forced_logprobs: Callable[..., np.ndarray],
 ) -> None:  # fmt: skip
@@ -85,7 +85,7 @@ def test_logprobs_are_those_of_a_teacher_forced_forward(
     requests = {
         str(i): (p, Sampling(max_tokens=20 + 3 * i, seed=i, temperature=0.6 + 0.2 * i)) for i, p in enumerate(given)
     }
-    finished = serve(lane_of(model, path), requests)
+    finished = serve(batch_of(model, path), requests)
     for name, (prompt, sampling) in requests.items():
         generation = finished[name]
         assert len(generation.tokens) == sampling.max_tokens
@@ -93,7 +93,7 @@ def test_logprobs_are_those_of_a_teacher_forced_forward(
         np.testing.assert_allclose(generation.logprobs, expected, atol=1e-4)
 
 
-def test_the_fast_path_is_picked_where_it_fits(model_of: Callable[..., PreTrainedModel]) -> None:
+def test_the_fast_path_is_chosen_for_supported_models(model_of: Callable[..., PreTrainedModel]) -> None:
     assert isinstance(build_decoder(model_of("qwen3"), 2, None, deterministic=False, path="auto"), LlamaDecoder)
     assert isinstance(build_decoder(model_of("gpt2"), 2, None, deterministic=False, path="auto"), TransformersDecoder)
     sliding = model_of("mistral-sliding")
@@ -101,7 +101,9 @@ def test_the_fast_path_is_picked_where_it_fits(model_of: Callable[..., PreTraine
     assert isinstance(build_decoder(sliding, 2, 7, deterministic=False, path="auto"), LlamaDecoder)
 
 
-def test_the_fast_path_refuses_by_name_what_it_cannot_serve(model_of: Callable[..., PreTrainedModel]) -> None:
+def test_the_fast_path_names_the_unsupported_feature_when_it_refuses_a_model(
+    model_of: Callable[..., PreTrainedModel],
+) -> None:
     with pytest.raises(BadInput, match=r"engine\.path.*GPT2LMHeadModel"):
         build_decoder(model_of("gpt2"), 2, None, deterministic=False, path="fast")
 
@@ -110,7 +112,7 @@ def _with_a_buffer(model: PreTrainedModel) -> None:
     model.get_submodule("model.layers.1.mlp").register_buffer("gain", torch.ones(1), persistent=False)
 
 
-def _with_a_head_of_its_own(model: PreTrainedModel) -> None:
+def _with_an_untied_head(model: PreTrainedModel) -> None:
     head = torch.nn.Linear(32, 61, bias=False)
     model.set_output_embeddings(head)
 
@@ -124,11 +126,11 @@ def _without_a_key_bias(model: PreTrainedModel) -> None:
     [
         ("llama-mlp-bias", None, "model.layers.0.mlp.down_proj.bias"),
         ("llama", _with_a_buffer, "model.layers.1.mlp.gain"),
-        ("llama", _with_a_head_of_its_own, "lm_head.weight"),
+        ("llama", _with_an_untied_head, "lm_head.weight"),
         ("qwen2", _without_a_key_bias, "model.layers.0.self_attn.k_proj.bias"),
     ],
 )
-def test_the_fast_path_refuses_a_model_of_which_it_does_not_read_every_tensor(
+def test_the_fast_path_refuses_a_model_with_tensors_it_does_not_read(
     family: str, change: Callable[[PreTrainedModel], None] | None, tensor: str,
     model_of: Callable[..., PreTrainedModel],
 ) -> None:  # fmt: skip
@@ -140,16 +142,18 @@ def test_the_fast_path_refuses_a_model_of_which_it_does_not_read_every_tensor(
     assert isinstance(build_decoder(model, 2, None, deterministic=False, path="auto"), TransformersDecoder)
 
 
-def test_the_fast_path_gives_way_where_its_logits_are_not_the_models(model_of: Callable[..., PreTrainedModel]) -> None:
+def test_the_general_path_is_used_when_the_fast_path_computes_different_logits(
+    model_of: Callable[..., PreTrainedModel],
+) -> None:
     model = model_of("llama")
-    for layer in range(3):  # no name and no shape tells of this
+    for layer in range(3):  # not visible in any tensor name or shape
         model.get_submodule(f"model.layers.{layer}.self_attn").scaling = 0.1  # type: ignore[assignment]
     with pytest.raises(BadInput, match=r"engine\.path.*logits"):
         build_decoder(model, 2, None, deterministic=False, path="fast")
     assert isinstance(build_decoder(model, 2, None, deterministic=False, path="auto"), TransformersDecoder)
 
 
-def test_a_model_that_no_path_reproduces_is_refused(model_of: Callable[..., PreTrainedModel]) -> None:
+def test_a_model_that_neither_path_reproduces_is_refused(model_of: Callable[..., PreTrainedModel]) -> None:
     model = model_of("gpt2")
     calls = iter(range(1000))
     model.get_submodule("lm_head").register_forward_hook(lambda _, __, logits: logits * (1 + next(calls)))
@@ -165,13 +169,13 @@ def test_a_model_in_training_mode_is_served_without_its_dropout(model_of: Callab
     assert model.training
 
 
-def test_a_model_without_keys_and_values_is_refused() -> None:
+def test_a_model_without_a_kv_cache_is_refused() -> None:
     config = MambaConfig(vocab_size=31, hidden_size=16, num_hidden_layers=1, state_size=4)
     with pytest.raises(BadInput, match="MambaForCausalLM"):
         build_decoder(MambaForCausalLM(config).eval(), 2, 32, deterministic=False, path="auto")
 
 
-def test_a_context_beyond_the_model_is_refused(model_of: Callable[..., PreTrainedModel]) -> None:
+def test_a_context_longer_than_the_model_supports_is_refused(model_of: Callable[..., PreTrainedModel]) -> None:
     with pytest.raises(BadInput, match=r"engine\.context.*\b96\b"):
         build_decoder(model_of("llama"), 2, 97, deterministic=False, path="auto")
 
@@ -211,7 +215,7 @@ def test_weights_with_a_missing_or_misshapen_tensor_are_refused(
 
 
 @needs_bfloat16
-def test_bfloat16_decodes_as_the_bfloat16_model_does(
+def test_bfloat16_decoding_matches_the_bfloat16_model(
     model_of: Callable[..., PreTrainedModel], prompts: Callable[..., list[np.ndarray]]
 ) -> None:
     model = model_of("llama").to(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""The engine as the rest of the system sees it: an asyncio object over one compute thread."""
+"""The public interface of the embedded engine: an asyncio object over one compute thread."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def flip_one_bit(file: Path, offset: int) -> None:
 
 
 async def until_running(engine: EmbeddedEngine, steps: int = 1) -> None:
-    while (await engine.stats()).steps < steps:  # noqa: ASYNC110 - the compute thread knows nothing of events
+    while (await engine.stats()).steps < steps:  # noqa: ASYNC110 - the compute thread sets no asyncio event
         await asyncio.sleep(0)
 
 
-async def test_many_requests_at_once_all_come_back(
+async def test_many_concurrent_requests_all_complete(
     model_of: Models, prompts: Prompts, forced_logprobs: Logprobs
 ) -> None:
     model = model_of("llama")
@@ -60,7 +60,7 @@ async def test_many_requests_at_once_all_come_back(
     assert stats.eval_busy_s == 0
 
 
-async def test_a_load_in_the_middle_of_a_sequence_changes_versions_once(
+async def test_a_load_in_the_middle_of_a_sequence_changes_the_version_once(
     model_of: Models, prompts: Prompts, publish: Callable[..., Manifest]
 ) -> None:
     manifest = publish(model_of("llama", seed=1), 4)
@@ -77,7 +77,7 @@ async def test_a_load_in_the_middle_of_a_sequence_changes_versions_once(
     assert generation.versions.tolist() == [0] * first + [4] * (85 - first)
 
 
-async def test_a_corrupt_snapshot_leaves_the_version_it_has(
+async def test_a_corrupt_snapshot_leaves_the_current_version_loaded(
     model_of: Models, prompts: Prompts, publish: Callable[..., Manifest], forced_logprobs: Logprobs
 ) -> None:
     model = model_of("llama")
@@ -92,9 +92,7 @@ async def test_a_corrupt_snapshot_leaves_the_version_it_has(
     np.testing.assert_allclose(generation.logprobs, forced_logprobs(model, prompt, generation.tokens), atol=1e-4)
 
 
-async def test_the_engine_does_not_go_back_to_an_older_version(
-    model_of: Models, publish: Callable[..., Manifest]
-) -> None:
+async def test_loading_an_older_version_is_refused(model_of: Models, publish: Callable[..., Manifest]) -> None:
     model = model_of("llama")
     async with engine_of(model) as engine:
         await engine.load(publish(model, 2), pinned=False)
@@ -102,7 +100,7 @@ async def test_the_engine_does_not_go_back_to_an_older_version(
             await engine.load(publish(model, 1), pinned=False)
 
 
-async def test_a_pinned_version_is_served_beside_the_newest_one(
+async def test_a_pinned_version_is_served_alongside_the_newest_one(
     model_of: Models, prompts: Prompts, publish: Callable[..., Manifest], forced_logprobs: Logprobs
 ) -> None:
     main, pinned = model_of("llama"), model_of("llama", seed=1)
@@ -176,18 +174,18 @@ async def test_abort_returns_the_partial_output(model_of: Models, prompts: Promp
     assert len(third.tokens) == 0
 
 
-async def test_a_cancelled_caller_frees_its_slot(model_of: Models, prompts: Prompts) -> None:
+async def test_cancelling_a_request_frees_its_slot(model_of: Models, prompts: Prompts) -> None:
     async with engine_of(model_of("llama"), slots=1) as engine:
         request = asyncio.create_task(generate(engine, "x", prompts(5)[0], 91))
         await until_running(engine, 3)
         request.cancel()
         with pytest.raises(asyncio.CancelledError):
             await request
-        await generate(engine, "x", prompts(5)[0], 2)  # the name is free again too
+        await generate(engine, "x", prompts(5)[0], 2)  # the request id can be used again
         assert (await engine.stats()).tokens < 91
 
 
-async def test_one_name_cannot_be_under_way_twice(model_of: Models, prompts: Prompts) -> None:
+async def test_a_request_id_cannot_be_in_flight_twice(model_of: Models, prompts: Prompts) -> None:
     async with engine_of(model_of("llama")) as engine:
         request = asyncio.create_task(generate(engine, "x", prompts(5)[0], 50))
         await asyncio.sleep(0)
@@ -196,7 +194,7 @@ async def test_one_name_cannot_be_under_way_twice(model_of: Models, prompts: Pro
         assert len((await request).tokens) == 50
 
 
-async def test_who_asks_again_under_a_name_gets_an_answer_of_its_own(
+async def test_reusing_the_id_of_a_cancelled_request_returns_the_new_answer(
     model_of: Models, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with engine_of(model_of("llama")) as engine:
@@ -210,7 +208,7 @@ async def test_who_asks_again_under_a_name_gets_an_answer_of_its_own(
         given_up = asyncio.create_task(generate(engine, "x", prompts(5)[0], 50))
         may_turn.release(2)
         await until_running(engine, 2)
-        given_up.cancel()  # amid a turn, so what becomes of it is told after the same was asked again
+        given_up.cancel()  # during a decode step, so its result arrives after the id is reused
         await asyncio.gather(given_up, return_exceptions=True)
         again = asyncio.create_task(generate(engine, "x", prompts(5)[0], 6))
         await asyncio.sleep(0)
@@ -221,7 +219,7 @@ async def test_who_asks_again_under_a_name_gets_an_answer_of_its_own(
         assert len(engine._pending_requests) == 0
 
 
-async def test_an_abort_ends_the_newest_request_of_its_name(model_of: Models, prompts: Prompts) -> None:
+async def test_an_abort_ends_the_newest_request_with_its_id(model_of: Models, prompts: Prompts) -> None:
     async with engine_of(model_of("llama")) as engine:
         for _ in range(2):
             request = asyncio.create_task(generate(engine, "x", prompts(5)[0], 85))
@@ -230,7 +228,7 @@ async def test_an_abort_ends_the_newest_request_of_its_name(model_of: Models, pr
             assert (await request).stop == "aborted"
 
 
-async def test_a_broken_compute_thread_fails_everything_pending_and_everything_later(
+async def test_a_compute_thread_failure_fails_all_pending_and_later_calls(
     model_of: Models, prompts: Prompts, publish: Callable[..., Manifest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = model_of("llama")
@@ -257,7 +255,7 @@ async def test_a_broken_compute_thread_fails_everything_pending_and_everything_l
             await engine.load(publish(model, 1), pinned=False)
 
 
-async def test_a_compute_thread_that_breaks_in_a_load_before_any_request_fails_that_load(
+async def test_a_load_fails_when_the_compute_thread_fails_during_it(
     model_of: Models, publish: Callable[..., Manifest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = model_of("llama")
@@ -271,7 +269,7 @@ async def test_a_compute_thread_that_breaks_in_a_load_before_any_request_fails_t
             await asyncio.wait_for(engine.load(publish(model, 1), pinned=True), timeout=20)
 
 
-async def test_a_load_whose_caller_has_given_up_does_not_break_the_engine(model_of: Models, prompts: Prompts) -> None:
+async def test_a_cancelled_control_call_does_not_break_the_engine(model_of: Models, prompts: Prompts) -> None:
     async with engine_of(model_of("llama")) as engine:
         busy, given_up = threading.Event(), threading.Event()
 
@@ -299,7 +297,7 @@ async def test_a_load_whose_caller_has_given_up_does_not_break_the_engine(model_
         (Sampling(max_tokens=4, seed=0, stop_ids=[[1]]), "TypeError"),  # type: ignore[list-item]
     ],
 )
-async def test_a_request_that_cannot_be_admitted_fails_alone(
+async def test_a_request_that_cannot_be_admitted_does_not_affect_other_requests(
     sampling: Sampling, reason: str, model_of: Models, prompts: Prompts
 ) -> None:
     async with engine_of(model_of("llama"), slots=1) as engine:
@@ -312,7 +310,9 @@ async def test_a_request_that_cannot_be_admitted_fails_alone(
         assert (stats.running, stats.waiting) == (0, 0)
 
 
-async def test_closing_fails_what_is_pending_and_ends_the_thread(model_of: Models, prompts: Prompts) -> None:
+async def test_closing_the_engine_fails_pending_requests_and_ends_the_compute_thread(
+    model_of: Models, prompts: Prompts
+) -> None:
     engine = EmbeddedEngine(model_of("llama"), slots=1, threads=1)
     requests = [asyncio.create_task(generate(engine, str(i), prompts(5)[0], 91)) for i in range(20)]
     await asyncio.sleep(0)
@@ -324,7 +324,7 @@ async def test_closing_fails_what_is_pending_and_ends_the_thread(model_of: Model
         await generate(engine, "late", prompts(5)[0])
 
 
-async def test_an_idle_engine_burns_no_cpu(model_of: Models, prompts: Prompts) -> None:
+async def test_an_idle_engine_uses_no_cpu(model_of: Models, prompts: Prompts) -> None:
     async with engine_of(model_of("llama")) as engine:
         await generate(engine, "x", prompts(5)[0])
         waiting = asyncio.create_task(engine.generate("later", prompts(5)[0], Sampling(max_tokens=1, seed=0), 9, None))
@@ -338,88 +338,90 @@ async def test_an_idle_engine_burns_no_cpu(model_of: Models, prompts: Prompts) -
 
         engine._take_turn = counted  # type: ignore[method-assign]
         await asyncio.sleep(0.2)
-        assert turns <= 2  # a request that waits for newer weights keeps nobody busy
+        assert turns <= 2  # a request that waits for newer weights causes no decode steps
         await engine.abort(["later"])
         assert (await waiting).stop == "aborted"
 
 
-async def peeked(engine: EmbeddedEngine, name: str) -> list[int]:
-    """All that can be seen of a request while it is under way."""
+async def streamed(engine: EmbeddedEngine, name: str) -> list[int]:
+    """Return all tokens that can be streamed from a request while it is in flight."""
     tokens: list[int] = []
     while len(new := await engine.stream_tokens(name, len(tokens))):
         tokens += new.tolist()
     return tokens
 
 
-async def test_a_request_under_way_can_be_looked_at_token_by_token(model_of: Models, prompts: Prompts) -> None:
+async def test_tokens_of_a_request_in_flight_can_be_streamed(model_of: Models, prompts: Prompts) -> None:
     async with engine_of(model_of("llama")) as engine:
         others = [asyncio.create_task(generate(engine, str(i), prompts(5)[0], 40)) for i in range(6)]
         request = asyncio.create_task(generate(engine, "x", prompts(5)[0], 85))
         await asyncio.sleep(0)
-        first, again = await asyncio.gather(peeked(engine, "x"), peeked(engine, "x"))
+        first, again = await asyncio.gather(streamed(engine, "x"), streamed(engine, "x"))
         tokens = (await request).tokens.tolist()
         await asyncio.gather(*others)
     for seen in (first, again):
-        assert 0 < len(seen) < 85  # the last one comes with the answer
+        assert 0 < len(seen) < 85  # the last token arrives with the answer
         assert seen == tokens[: len(seen)]
     assert not engine._stream_futures
 
 
-async def test_nothing_is_seen_of_a_request_that_is_unknown_or_has_ended(model_of: Models, prompts: Prompts) -> None:
+async def test_streaming_returns_no_tokens_for_an_unknown_or_finished_request(
+    model_of: Models, prompts: Prompts
+) -> None:
     async with engine_of(model_of("llama")) as engine:
-        assert (await engine.stream_tokens("nobody", 0)).tolist() == []
+        assert (await engine.stream_tokens("unknown", 0)).tolist() == []
         await generate(engine, "x", prompts(5)[0])
         assert (await engine.stream_tokens("x", 0)).tolist() == []
 
 
-async def test_a_look_at_a_request_that_has_not_begun_ends_with_it(model_of: Models, prompts: Prompts) -> None:
+async def test_streaming_a_waiting_request_ends_when_the_request_ends(model_of: Models, prompts: Prompts) -> None:
     async with engine_of(model_of("llama")) as engine:
         later = asyncio.create_task(engine.generate("later", prompts(5)[0], Sampling(max_tokens=1, seed=0), 9, None))
         await asyncio.sleep(0)
-        look = asyncio.create_task(engine.stream_tokens("later", 0))
+        stream = asyncio.create_task(engine.stream_tokens("later", 0))
         given_up = asyncio.create_task(engine.stream_tokens("later", 0))
         await asyncio.sleep(0)
         given_up.cancel()
         await generate(engine, "x", prompts(5)[0])
-        assert not look.done()
-        assert len(engine._stream_requests) == 1  # those who gave up are forgotten
+        assert not stream.done()
+        assert len(engine._stream_requests) == 1  # cancelled stream calls are removed
         await engine.abort(["later"])
-        assert (await look).tolist() == []
+        assert (await stream).tolist() == []
         assert (await later).stop == "aborted"
 
 
-async def test_a_pinned_request_can_be_looked_at_too(
+async def test_tokens_of_a_pinned_request_can_be_streamed(
     model_of: Models, prompts: Prompts, publish: Callable[..., Manifest]
 ) -> None:
     async with engine_of(model_of("llama")) as engine:
         await engine.load(publish(model_of("llama", seed=1), 3), pinned=True)
         request = asyncio.create_task(generate(engine, "x", prompts(5)[0], 85, pinned=3))
         await asyncio.sleep(0)
-        seen = await peeked(engine, "x")
+        seen = await streamed(engine, "x")
         assert seen == (await request).tokens.tolist()[: len(seen)]
         assert seen
 
 
-async def test_a_look_fails_with_the_engine(
+async def test_streaming_fails_when_the_engine_fails(
     model_of: Models, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with engine_of(model_of("llama")) as engine:
         waits = asyncio.create_task(engine.generate("later", prompts(5)[0], Sampling(max_tokens=1, seed=0), 9, None))
         await asyncio.sleep(0)
-        look = asyncio.create_task(engine.stream_tokens("later", 0))
+        stream = asyncio.create_task(engine.stream_tokens("later", 0))
         await asyncio.sleep(0)
 
         def broken(*_: object) -> torch.Tensor:
             raise MemoryError("no room for the logits")
 
         monkeypatch.setattr(engine._main.decoder, "step", broken)
-        results = await asyncio.gather(look, waits, generate(engine, "x", prompts(5)[0]), return_exceptions=True)
+        results = await asyncio.gather(stream, waits, generate(engine, "x", prompts(5)[0]), return_exceptions=True)
         assert all(isinstance(result, ComponentFailed) for result in results)
         with pytest.raises(ComponentFailed):
             await engine.stream_tokens("x", 0)
 
 
-async def test_a_look_works_over_a_channel(model_of: Models, prompts: Prompts) -> None:
+async def test_tokens_can_be_streamed_over_an_rpc_channel(model_of: Models, prompts: Prompts) -> None:
     ours, theirs = socket.socketpair()
     near = Channel(*await asyncio.open_connection(sock=ours))
     far = Channel(*await asyncio.open_connection(sock=theirs))

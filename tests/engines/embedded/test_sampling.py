@@ -1,4 +1,4 @@
-"""Noise and sampling, against exact probabilities and an independent float64 reference."""
+"""Noise and sampling, compared with exact probabilities and an independent float64 reference."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def draw(
 
 
 def reference_distribution(logits: Array, temperature: float, top_k: int, top_p: float) -> Array:
-    """Spelled out for one row: scale, keep the k best, keep the shortest head that holds p, renormalise."""
+    """Plain reference for one row: scale, keep the top k, keep the shortest prefix with mass p, renormalize."""
     scaled = [float(np.float32(value)) / temperature for value in logits]
     ranking = sorted(range(len(scaled)), key=lambda token: (-scaled[token], token))
     kept = ranking[:top_k] if top_k else ranking
@@ -47,7 +47,7 @@ def reference_distribution(logits: Array, temperature: float, top_k: int, top_p:
     return result
 
 
-def test_noise_depends_on_its_own_seed_and_index_alone() -> None:
+def test_noise_depends_only_on_seed_and_index() -> None:
     seeds, indices = np.arange(50, dtype=np.int64) * 7919, np.arange(50, dtype=np.int64)
     together = uniform_noise(seeds, indices)
     alone = [uniform_noise(seeds[row : row + 1], indices[row : row + 1])[0] for row in range(50)]
@@ -65,7 +65,7 @@ def test_noise_is_uniform_and_uncorrelated_along_both_axes(axis: str) -> None:
     assert abs(np.corrcoef(uniform[:-1], uniform[1:])[0, 1]) < 0.015
 
 
-def test_request_seeds_differ_whenever_any_part_differs() -> None:
+def test_request_seeds_differ_whenever_any_component_of_the_request_id_differs() -> None:
     parts = [(run, group, episode, turn) for run in range(3) for group in range(40) for episode in range(8)
              for turn in range(3)]  # fmt: skip
     seeds = {request_seed(*part) for part in parts}
@@ -73,7 +73,7 @@ def test_request_seeds_differ_whenever_any_part_differs() -> None:
     assert all(0 <= seed < 1 << 63 for seed in seeds)
 
 
-def test_samples_follow_the_softmax() -> None:
+def test_sample_frequencies_follow_the_softmax() -> None:
     count = 200_000
     logits = np.random.default_rng(0).normal(size=12) * 2
     uniform = uniform_noise(np.zeros(count, dtype=np.int64), np.arange(count, dtype=np.int64))
@@ -100,7 +100,7 @@ def test_truncated_sampling_matches_a_plain_reference(seed: int, temperature: fl
     np.testing.assert_allclose(logprobs, np.log(expected[tokens]), atol=1e-5)
 
 
-def test_temperature_zero_takes_the_argmax_with_the_logprob_at_temperature_one() -> None:
+def test_temperature_zero_returns_the_argmax_with_its_logprob_at_temperature_one() -> None:
     logits = np.random.default_rng(1).normal(size=(5, 9))
     tokens, logprobs = draw(logits, np.full(5, 0.99), temperature=0.0, top_k=1, top_p=0.1)
     assert tokens.tolist() == logits.argmax(-1).tolist()
@@ -109,7 +109,7 @@ def test_temperature_zero_takes_the_argmax_with_the_logprob_at_temperature_one()
 
 
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2.0**-53])
-def test_the_extreme_uniforms_never_draw_an_impossible_token(uniform: float) -> None:
+def test_extreme_uniform_noise_never_draws_a_zero_probability_token(uniform: float) -> None:
     logits = np.full((1, 6), -np.inf)
     logits[0, 2:4] = [0.3, 0.1]
     tokens, logprobs = draw(logits, np.array([uniform]))
@@ -119,7 +119,7 @@ def test_the_extreme_uniforms_never_draw_an_impossible_token(uniform: float) -> 
 
 @settings(deadline=None, max_examples=40)
 @given(data=st.data())
-def test_no_bit_of_a_row_depends_on_the_other_rows(data: st.DataObject) -> None:
+def test_sampling_a_row_does_not_depend_on_other_rows(data: st.DataObject) -> None:
     rows = data.draw(st.integers(2, 20))
     random = np.random.default_rng(data.draw(st.integers(0, 1000)))
     logits = torch.tensor(random.normal(size=(rows, 272)), dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""An engine that takes the place of one that died, and loads that are cut short."""
+"""Stale engines (replacements for engines that died) and loads that fail part-way."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ def cut_in_half(file: Path) -> None:
     os.truncate(file, file.stat().st_size // 2)
 
 
-async def settled(engine: EmbeddedEngine) -> None:
-    """All that was asked before has reached the compute thread, which has had its turn."""
+async def drain_commands(engine: EmbeddedEngine) -> None:
+    """Return once the compute thread has received all earlier calls and run a decode step."""
     for _ in range(2):
         await engine._on_compute(lambda: None)
 
 
-async def test_a_stale_engine_serves_nothing_before_its_first_load_and_then_only_what_was_loaded(
+async def test_a_stale_engine_serves_nothing_before_its_first_load_and_then_only_loaded_weights(
     model_of: Models, prompts: Prompts, publish: Callable[..., Manifest], forced_logprobs: Logprobs
 ) -> None:
     base, policy = model_of("llama"), model_of("llama", seed=1)
     given = prompts(5, 7, 9)
     async with engine_of(base, stale=True) as engine:
         requests = [asyncio.create_task(generate(engine, str(i), prompt)) for i, prompt in enumerate(given)]
-        await settled(engine)
+        await drain_commands(engine)
         stats = await engine.stats()
         assert (stats.version, stats.tokens, stats.prefill_tokens, stats.running) == (-1, 0, 0, 0)
         assert stats.waiting == len(given)
@@ -57,44 +57,44 @@ async def test_a_stale_engine_serves_nothing_before_its_first_load_and_then_only
             np.testing.assert_allclose(generation.logprobs, expected, atol=1e-4)
 
 
-async def test_what_asks_a_stale_engine_for_a_pinned_version_waits_until_it_is_pinned_again(
+async def test_a_pinned_request_to_a_stale_engine_waits_until_its_version_is_pinned_again(
     model_of: Models, prompts: Prompts, publish: Callable[..., Manifest], forced_logprobs: Logprobs
 ) -> None:
     base, pinned = model_of("llama"), model_of("llama", seed=1)
     (prompt,) = prompts(5)
     async with engine_of(base, stale=True) as engine:
         request = asyncio.create_task(generate(engine, "x", prompt, pinned=4))
-        await settled(engine)
+        await drain_commands(engine)
         await engine.load(publish(pinned, 4), pinned=True)
         generation = await request
-        assert (await engine.stats()).version == -1, "a pinned set is not the newest one"
+        assert (await engine.stats()).version == -1, "a pinned weight set does not set the engine's version"
     assert set(generation.versions.tolist()) == {4}
     np.testing.assert_allclose(generation.logprobs, forced_logprobs(pinned, prompt, generation.tokens), atol=1e-4)
 
 
-async def test_it_fails_once_the_first_load_shows_that_nobody_pins_that_version(
+async def test_a_pinned_request_to_a_stale_engine_fails_when_the_first_load_does_not_pin_its_version(
     model_of: Models, prompts: Prompts, publish: Callable[..., Manifest]
 ) -> None:
     model = model_of("llama")
     async with engine_of(model, stale=True) as engine:
         request = asyncio.create_task(generate(engine, "x", prompts(5)[0], pinned=4))
-        await settled(engine)
+        await drain_commands(engine)
         await engine.load(publish(model, 5), pinned=False)
         with pytest.raises(RequestFailed, match="version 4"):
             await request
 
 
-async def test_requests_that_wait_for_a_first_load_can_be_aborted(model_of: Models, prompts: Prompts) -> None:
+async def test_requests_waiting_for_the_first_load_can_be_aborted(model_of: Models, prompts: Prompts) -> None:
     async with engine_of(model_of("llama"), stale=True) as engine:
         requests = [asyncio.create_task(generate(engine, f"{pin}", prompts(5)[0], pin)) for pin in (None, 4)]
-        await settled(engine)
+        await drain_commands(engine)
         await engine.abort(["None", "4"])
         for generation in await asyncio.gather(*requests):
             assert (generation.stop, len(generation.tokens)) == ("aborted", 0)
 
 
 @pytest.mark.parametrize("stale", [False, True])
-async def test_a_load_that_fails_before_the_swap_leaves_what_was_there(
+async def test_a_load_that_fails_before_the_swap_leaves_the_previous_weights_in_place(
     stale: bool, model_of: Models, prompts: Prompts, publish: Callable[..., Manifest], forced_logprobs: Logprobs
 ) -> None:
     model = model_of("llama")
@@ -111,7 +111,7 @@ async def test_a_load_that_fails_before_the_swap_leaves_what_was_there(
     np.testing.assert_allclose(generation.logprobs, forced_logprobs(model, prompt, generation.tokens), atol=1e-4)
 
 
-async def test_a_swap_that_fails_half_way_ends_the_engine_rather_than_mix_weights(
+async def test_a_swap_that_fails_half_way_ends_the_engine_instead_of_mixing_weights(
     model_of: Models, prompts: Prompts, publish: Callable[..., Manifest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install = LlamaDecoder.install
@@ -124,7 +124,7 @@ async def test_a_swap_that_fails_half_way_ends_the_engine_rather_than_mix_weight
         request = asyncio.create_task(
             engine.generate("x", prompts(5)[0], Sampling(max_tokens=80, seed=3), min_version=2, pinned=None)
         )
-        await settled(engine)
+        await drain_commands(engine)
         monkeypatch.setattr(LlamaDecoder, "install", half)
         with pytest.raises(ComponentFailed, match="KeyError"):
             await engine.load(publish(model_of("llama", seed=1), 2), pinned=False)

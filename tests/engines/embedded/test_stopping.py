@@ -1,4 +1,4 @@
-"""Stop strings over a real byte-level tokenizer, where one character may take several tokens."""
+"""Stop strings with a real byte-level tokenizer, in which one character may take several tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def decode(tokens: Sequence[int]) -> str:
 
 
 def ends_at(text: str, stops: Sequence[str]) -> int | None:
-    """How many tokens are sampled of `text` until a stop string is complete."""
+    """Return how many tokens of `text` are sampled before a stop string is complete."""
     tokens = TOKENIZER.encode(text).ids
     watch = StopStrings(stops, decode)
     return next((end for end in range(1, len(tokens) + 1) if watch.completed_by_last(tokens[:end])), None)
@@ -39,18 +39,18 @@ def ends_at(text: str, stops: Sequence[str]) -> int | None:
         ("</answer> rest", ["</answer>", "rest"], "</answer>"),
     ],
 )
-def test_a_stop_string_is_seen_at_its_last_token(text: str, stops: list[str], sampled: str) -> None:
+def test_a_stop_string_is_detected_at_its_last_token(text: str, stops: list[str], sampled: str) -> None:
     assert ends_at(text, stops) == len(sampled.encode())
 
 
 @given(text=st.text("ab é→\n", max_size=40), stop=st.text("ab é→\n", min_size=1, max_size=4))
-def test_the_cheap_check_sees_exactly_what_decoding_everything_would(text: str, stop: str) -> None:
+def test_the_fast_check_gives_the_same_result_as_decoding_everything(text: str, stop: str) -> None:
     place = text.find(stop)
     expected = None if place < 0 else len(text[: place + len(stop)].encode())
     assert ends_at(text, [stop]) == expected
 
 
-def test_tokens_that_cannot_complete_a_stop_are_decoded_once_each() -> None:
+def test_tokens_that_cannot_complete_a_stop_string_are_decoded_once_each() -> None:
     calls = 0
 
     def counted(tokens: Sequence[int]) -> str:

@@ -15,35 +15,35 @@ def decoder(deterministic: bool = False) -> Any:
 
 
 def costs(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> list[int]:
-    asked: list[int] = []
+    measured: list[int] = []
 
     def measure(_: Decoder, threads: int) -> float:
-        asked.append(threads)
+        measured.append(threads)
         return seconds[f"t{threads}"]
 
     monkeypatch.setattr(load_decoder, "_step_seconds", measure)
-    return asked
+    return measured
 
 
-def test_threads_that_do_not_help_are_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thread_tuning_keeps_one_thread_when_more_do_not_help(monkeypatch: pytest.MonkeyPatch) -> None:
     costs(monkeypatch, t1=1.0, t2=0.99, t4=1.5)
     assert load_decoder.tune_threads(cast(Decoder, decoder()), 4) == 1
 
 
-def test_threads_that_help_are_used_up_to_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = costs(monkeypatch, t1=1.0, t2=0.5, t4=0.3, t6=0.2)
+def test_thread_tuning_uses_helpful_threads_up_to_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = costs(monkeypatch, t1=1.0, t2=0.5, t4=0.3, t6=0.2)
     assert load_decoder.tune_threads(cast(Decoder, decoder()), 6) == 6
-    assert asked == [1, 2, 4, 6]
+    assert measured == [1, 2, 4, 6]
 
 
-def test_the_decoder_is_left_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thread_tuning_leaves_the_decoder_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     costs(monkeypatch, t1=1.0, t2=0.5)
     used = decoder()
     load_decoder.tune_threads(used, 2)
     assert used.cleared == [0, 1, 2]
 
 
-def test_where_bits_matter_nothing_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = costs(monkeypatch)
+def test_thread_tuning_is_skipped_in_deterministic_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = costs(monkeypatch)
     assert load_decoder.tune_threads(cast(Decoder, decoder(deterministic=True)), 2) == 2
-    assert asked == []
+    assert measured == []

@@ -1,4 +1,4 @@
-"""One real vLLM server for all tests that want one, started as outpace starts it."""
+"""One real vLLM server, started the way outpace starts it and shared by all tests that use the `vllm` fixture."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class BackgroundLoop:
-    """An event loop in a thread of its own: what lives on it outlasts the loop of a single test."""
+    """An event loop in its own thread, so that objects on it outlive the loop of a single test."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()

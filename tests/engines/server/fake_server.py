@@ -1,6 +1,6 @@
-"""A server that speaks vLLM's protocol as far as a door does, and fails in whichever way it is told to.
+"""A fake server with the part of vLLM's protocol that a server engine uses, and with scripted faults.
 
-The token it samples at position p of a sequence is p itself: an answer in which one is missing, or comes twice, shows.
+The token sampled at position p of a sequence is p itself, so a missing or duplicated token is visible.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from aiohttp import web
 
-Trouble = Literal[
+FaultKind = Literal[
     "500",
     "429",
     "400",
@@ -25,7 +25,7 @@ Trouble = Literal[
     "error",
     "refusal",
     "drop",
-    "last_word",
+    "last_chunk",
     "hang",
     "abort",
     "more",
@@ -35,36 +35,36 @@ ROUTES = ["/inference/v1/generate", "/v1/completions", "/abort_requests", "/upda
 
 @dataclass(frozen=True)
 class Fault:
-    trouble: Trouble
+    kind: FaultKind
     after: int = 0  # tokens
 
 
 @dataclass
 class FakeServer:
-    """`fault` is asked at every request for what is to go wrong with it. A paused server samples nothing."""
+    """`fault` is called for every request and returns the fault to inject. A paused server samples nothing."""
 
     routes: list[str] = field(default_factory=lambda: list(ROUTES))
     fault: Callable[[], Fault | None] = lambda: None
-    probes_wait: bool = False  # behind all else, for good
+    probes_wait: bool = False  # probes never get an answer
     delay_s: float = 0.0
-    resume_s: float = 0.0  # until it says that it goes on
+    resume_s: float = 0.0  # delay of the answer to /resume
     version: str = "default"
     began: float = 1.0
-    metrics: str | None = None  # what it says instead of the truth
+    metrics: str | None = None  # replaces the real metrics
     preemptions: int = 0
     url: str = ""
-    asked: list[dict[str, Any]] = field(default_factory=list)
+    received: list[dict[str, Any]] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
-    unknown: set[str] = field(default_factory=set)  # models
+    unknown: set[str] = field(default_factory=set)  # model names answered with 404
     silent: set[str] = field(default_factory=set)  # paths that never answer
     failing: set[str] = field(default_factory=set)  # paths that answer with 500
     running: dict[str, asyncio.Event] = field(default_factory=dict)
-    goes_on: asyncio.Event = field(default_factory=asyncio.Event)
+    resumed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[FakeServer]:
-        self.goes_on.set()
-        app = web.Application(middlewares=[self._between])
+        self.resumed.set()
+        app = web.Application(middlewares=[self._intercept])
         app.router.add_route("*", "/{path:.*}", self._answer)
         runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
         await runner.setup()
@@ -77,7 +77,7 @@ class FakeServer:
             await runner.cleanup()
 
     @web.middleware
-    async def _between(self, request: web.Request, handler: Any) -> web.StreamResponse:
+    async def _intercept(self, request: web.Request, handler: Any) -> web.StreamResponse:
         self.calls.append(request.path)
         if request.path in self.silent:
             await asyncio.Event().wait()
@@ -97,12 +97,12 @@ class FakeServer:
             case "/metrics":
                 return web.Response(text=self._metrics() if self.metrics is None else self.metrics)
             case "/pause":
-                self.goes_on.clear()
+                self.resumed.clear()
             case "/resume":
-                self.goes_on.set()
+                self.resumed.set()
                 await asyncio.sleep(self.resume_s)
             case "/is_paused":
-                return web.json_response({"is_paused": not self.goes_on.is_set()})
+                return web.json_response({"is_paused": not self.resumed.is_set()})
             case "/update_weight_version":
                 self.version = (await request.json())["new_version"]
             case "/reset_prefix_cache":
@@ -133,11 +133,11 @@ class FakeServer:
         if probe and self.probes_wait:
             await asyncio.Event().wait()
         fault = None if probe else self.fault()
-        if fault is not None and fault.trouble in ("500", "429", "400"):
-            return web.json_response({"error": {"message": "no"}}, status=int(fault.trouble))
+        if fault is not None and fault.kind in ("500", "429", "400"):
+            return web.json_response({"error": {"message": "no"}}, status=int(fault.kind))
         if body["model"] in self.unknown:
             return web.json_response({"error": {"message": "no such model"}}, status=404)
-        self.asked.append(body)
+        self.received.append(body)
         name = f"generate-tokens-{body['request_id']}"
         ended = self.running[name] = asyncio.Event()
         try:
@@ -162,23 +162,23 @@ class _Stream:
         begin, count = len(self.body["token_ids"]), self.body["sampling_params"]["max_tokens"]
         stops = self.body["sampling_params"]["stop_token_ids"]
         for done in range(count):
-            if not await self._may_go_on():
+            if not await self._wait_until_resumed():
                 await self._send([], finish="abort")
                 break
-            if self.fault is not None and self.fault.after <= done and await self._go_wrong(begin + done):
+            if self.fault is not None and self.fault.after <= done and await self._inject_fault(begin + done):
                 return self.response
             token = begin + done
             finish = "stop" if token in stops else "length" if done + 1 == count else None
-            self._account(done)
+            self._record_version(done)
             await self._send([token], finish=finish)
             if finish == "stop":
                 break
         await self.response.write(b"data: [DONE]\n\n")
         return self.response
 
-    async def _may_go_on(self) -> bool:
+    async def _wait_until_resumed(self) -> bool:
         await asyncio.sleep(self.server.delay_s)
-        waits = {asyncio.create_task(event.wait()) for event in (self.server.goes_on, self.ended)}
+        waits = {asyncio.create_task(event.wait()) for event in (self.server.resumed, self.ended)}
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -186,15 +186,15 @@ class _Stream:
                 wait.cancel()
         return not self.ended.is_set()
 
-    def _account(self, done: int) -> None:
+    def _record_version(self, done: int) -> None:
         if not self.spans or self.spans[-1]["version"] != self.server.version:
             self.spans.append({"version": self.server.version, "start": done, "end": done})
         self.spans[-1]["end"] = done + 1
 
-    async def _go_wrong(self, token: int) -> bool:
-        """Whether that was the end of it."""
+    async def _inject_fault(self, token: int) -> bool:
+        """Inject the fault. Return whether the stream ends here."""
         assert self.fault is not None
-        match self.fault.trouble:
+        match self.fault.kind:
             case "malformed":
                 await self.response.write(b'data: {"choices": [\n\n')
             case "no_logprobs":
@@ -210,7 +210,7 @@ class _Stream:
             case "drop":
                 assert self.request.transport is not None
                 self.request.transport.abort()
-            case "last_word":
+            case "last_chunk":
                 await self._send([token])
                 await asyncio.sleep(0.05)
                 assert self.request.transport is not None

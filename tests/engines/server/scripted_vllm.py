@@ -1,9 +1,9 @@
-"""A stand-in for vLLM that starts at once: as many of its routes as are asked before a server counts as ready.
+"""A fake vLLM that starts at once, with the routes that are called before a server counts as ready.
 
-Laid out as a package `vllm` by `laid_out`, and then started as the real one is. Standard library only. Like the real
-one it has a child of its own, in another session; it prints that child's number.
+`laid_out` writes it as a package `vllm`, which is then started like the real one. Standard library only. Like the real
+server it has a child process in another session; it prints that child's pid.
 
-STAND_IN_TAKEN names a file: while there is one, its last byte goes and so does the server, as if its port were taken.
+STAND_IN_TAKEN names a file: while it is not empty, a start removes its last byte and exits as if the port were taken.
 STAND_IN_SEGMENTS names a file: the server creates shared memory and a semaphore, as vLLM does, and writes their paths
 there.
 """
@@ -27,7 +27,7 @@ GENERATE = "/inference/v1/generate"
 
 
 def laid_out(directory: Path) -> dict[str, str]:
-    """The environment in which this Python has such a vLLM."""
+    """Return the environment variables that make this Python import the fake vLLM."""
     module = directory / "vllm" / "entrypoints" / "openai" / "api_server.py"
     module.parent.mkdir(parents=True)
     shutil.copy(__file__, module)
@@ -52,11 +52,11 @@ def answers(flags: argparse.Namespace) -> dict[str, Any]:
 
 
 class Handler(BaseHTTPRequestHandler):
-    said: dict[str, Any] = {}
+    replies: dict[str, Any] = {}
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        content = self.said.get(self.path.partition("?")[0])
+        content = self.replies.get(self.path.partition("?")[0])
         self._answer(404 if content is None else 200, "application/json", json.dumps(content or {}))
 
     def do_POST(self) -> None:
@@ -77,7 +77,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def created_segments(listing: str | None) -> list[Any]:
-    """They last as long as what is returned, or longer where this process is killed."""
+    """The segments last as long as the returned objects, or longer if this process is killed."""
     if listing is None:
         return []
     memory = shared_memory.SharedMemory(create=True, size=1 << 20)
@@ -100,7 +100,7 @@ def main() -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
     print(f"child {child.pid}", flush=True)
     kept = created_segments(os.environ.get("STAND_IN_SEGMENTS"))
-    Handler.said = answers(flags)
+    Handler.replies = answers(flags)
     ThreadingHTTPServer((flags.host, int(flags.port)), Handler).serve_forever()
     del kept
 

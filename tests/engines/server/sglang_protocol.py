@@ -1,14 +1,14 @@
-"""A small server that speaks SGLang's protocol, written from its public documentation and source (0.5.8 to 0.5.18).
+"""A small fake server of SGLang's protocol, written from its public documentation and source (0.5.8 to 0.5.18).
 
-There is no build of SGLang for CPUs, so outpace has been tested against this and not against the real one. It samples
-from a table of logits, one row per preceding token, which it reads from a safetensors file: other weights, other
-logprobs. What it copies on purpose are the traps:
+SGLang has no CPU build, so outpace is tested against this fake and not against the real server. It samples from a table
+of logits, one row per preceding token, read from a safetensors file: different weights give different logprobs. It
+reproduces these pitfalls on purpose:
 
-- Requests are ended by the beginning of their name; one that waits for the pause to end cannot be ended.
-- One step of tokens is always under way: sampled before a pause, they are delivered after it, under the label then.
-- Flushing the cache while there are requests fails, and as part of an update it kills the server. That is the default.
-- Changing the label ends all requests. That is the default.
-- `ignore_eos` switches off stop ids. An answer to a request that was ended in the queue has one id and all logprobs.
+- Requests are aborted by id prefix; a request that waits for the end of a pause cannot be aborted.
+- One decode step is always in flight: tokens sampled before a pause are delivered after it, with the later label.
+- Flushing the cache fails while there are requests, and as part of an update it kills the server. That is the default.
+- Changing the label aborts all requests. That is the default.
+- `ignore_eos` disables stop ids. The answer to a request aborted in the queue has one id and all logprobs.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ CONTROLS = [
     "unload_lora_adapter",
 ]
 Streaming = Literal["cumulative", "incremental", "half"]
-"""All so far; only what is fresh; or fresh ids with all logprobs so far, as releases before 0.5.11 had it."""
+"""All tokens so far; only new tokens; or new ids with all logprobs so far, as in releases before 0.5.11."""
 
 
 @dataclass(eq=False)
 class Request:
     body: dict[str, Any]
     rid: str
-    sampled: list[tuple[float, int, None]] = field(default_factory=list)  # also those not delivered yet
-    by: list[str] = field(default_factory=list)  # the weights that each was really sampled with
+    sampled: list[tuple[float, int, None]] = field(default_factory=list)  # including tokens not delivered yet
+    by: list[str] = field(default_factory=list)  # the weights each token was really sampled with
     top: list[Any] = field(default_factory=list)
     delivered: int = 0
     streamed: int = 0
@@ -57,7 +57,7 @@ class Request:
 
 
 class Sglang:
-    """Set its attributes to make it another server, or a worse one."""
+    """The fake server. Set its attributes to change its configuration or behavior."""
 
     def __init__(
         self, model: Path, *, streaming: Streaming = "incremental", key: str | None = None, admin: str | None = None
@@ -72,16 +72,16 @@ class Sglang:
         }
         self.context = 64
         self.original_logprobs = False
-        self.lag_s = 0.0  # from the sampling of a token to its chunk, which is labelled then
+        self.lag_s = 0.0  # time from sampling a token to sending and labelling its chunk
         self.paused = False
         self.seen: list[Request] = []
-        self.caches: set[tuple[str, str]] = set()  # which salts met which weights: what lies in the prefix cache
+        self.caches: set[tuple[str, str]] = set()  # contents of the prefix cache: pairs of salt and weights
         self.label = "default"
         self.weights = self.label
         self.url = ""
         self._streaming = streaming
         self._key = key
-        self._admin = admin  # the key that its control wants
+        self._admin = admin  # the key required by control routes
         self._logits = _table(model)
         self._adapters: dict[str, Any] = {}
         self._running: list[Request] = []
@@ -92,7 +92,7 @@ class Sglang:
     def adapters(self) -> list[str]:
         return list(self._adapters)
 
-    # ---------------------------------------------------------------------------------------------------- its life
+    # ---------------------------------------------------------------------------------------------------- lifecycle
 
     async def start(self) -> None:
         app = web.Application(middlewares=[self._guard])
@@ -102,7 +102,7 @@ class Sglang:
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_route("*", "/flush_cache", self._flush_cache)
         for path in ("/server_info", "/model_info", "/v1/models", "/v1/loads"):
-            app.router.add_get(path, self._told)
+            app.router.add_get(path, self._info)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
@@ -111,7 +111,7 @@ class Sglang:
         self._stepping = asyncio.create_task(self._steps())
 
     async def stop(self) -> None:
-        """Also how it dies: nothing that is under way gets an answer."""
+        """Stop without answering requests in flight, as in a crash."""
         self._stepping.cancel()
         await self._runner.cleanup()
 
@@ -126,7 +126,7 @@ class Sglang:
     # ---------------------------------------------------------------------------------------------------- sampling
 
     async def _steps(self) -> None:
-        """Delivers what the last step has sampled, then samples the next."""
+        """Deliver the tokens of the last step, then sample the next step."""
         while True:
             await asyncio.sleep(0.001)
             if not self.paused:
@@ -147,9 +147,9 @@ class Sglang:
                 request.finish = {"type": "stop", "matched": token}
             elif request.delivered >= request.how["max_new_tokens"]:
                 request.finish = {"type": "length", "length": request.delivered}
-        self._tell(request)
+        self._notify(request)
 
-    def _tell(self, request: Request) -> None:
+    def _notify(self, request: Request) -> None:
         if request.finish is not None and request in self._running:
             self._running.remove(request)
         if request.delivered > request.streamed or request.finish is not None:
@@ -160,11 +160,11 @@ class Sglang:
         raw = self._logits[before] + self._adapters.get(str(request.body.get("lora_path")), 0.0)
         probabilities = _softmax(raw / (request.how["temperature"] or 1.0))
         token = int(self._random.choice(len(raw), p=probabilities)) if request.how["temperature"] else int(raw.argmax())
-        told = np.log(_softmax(raw) if self.original_logprobs else probabilities)
-        request.sampled.append((float(told[token]), token, None))
+        logprobs = np.log(_softmax(raw) if self.original_logprobs else probabilities)
+        request.sampled.append((float(logprobs[token]), token, None))
         request.by.append(self.weights)
-        best = np.argsort(-told)[: request.body.get("top_logprobs_num", 0)]
-        request.top.append([[float(told[i]), int(i), None] for i in best])
+        best = np.argsort(-logprobs)[: request.body.get("top_logprobs_num", 0)]
+        request.top.append([[float(logprobs[i]), int(i), None] for i in best])
         self.caches.add((str(request.body.get("extra_key")), self.weights))
 
     async def _generate(self, http: web.Request) -> web.StreamResponse:
@@ -214,7 +214,7 @@ class Sglang:
         entries = request.sampled[: request.delivered]
         ids = [token for _, token, _ in entries]
         listed = entries[had:] if streaming == "incremental" else entries
-        if request.retracted and request.finish is not None:  # put together with the chunk before it
+        if request.retracted and request.finish is not None:  # merged with the chunk before it
             ids, listed = ids[-1:], listed + entries if streaming == "incremental" else entries
         elif streaming != "cumulative":
             ids = ids[had:]
@@ -240,7 +240,7 @@ class Sglang:
         for request in [request for request in self._running if request.rid.startswith(beginning)]:
             if request.retracted:
                 request.finish = {"type": "abort", "message": "Abort in waiting queue"}
-                self._tell(request)
+                self._notify(request)
             else:
                 request.doomed = True
 
@@ -300,7 +300,7 @@ class Sglang:
     async def _tokenize(self, http: web.Request) -> web.Response:
         return web.json_response({"tokens": [ord(letter) % 8 for letter in (await http.json())["prompt"]]})
 
-    async def _told(self, http: web.Request) -> web.Response:
+    async def _info(self, http: web.Request) -> web.Response:
         load = {"num_running_reqs": len(self._running), "num_waiting_reqs": 1, "token_usage": 0.25}
         answers = {
             "/server_info": self.settings,
@@ -312,7 +312,7 @@ class Sglang:
 
 
 def _table(folder: Path) -> Any:
-    """The tensor `logits`: what follows each token."""
+    """Read the tensor `logits`: one row of logits per preceding token."""
     return load_file(folder / "model.safetensors")["logits"].astype(np.float64)
 
 

@@ -1,4 +1,4 @@
-"""A server in front of a server, which can stop the latter at the very moment of an update."""
+"""A proxy in front of a server that can stop the server at the start of an update."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ UPDATES = ("/update_weights", "/collective_rpc")
 
 
 class StoppingProxy:
-    """Passes everything on, streams included. `before_update` is called with the number of each update, first."""
+    """Forward all requests, including streams. Call `before_update` with the update's number before each update."""
 
     def __init__(self, target: str, before_update: Callable[[int], None]) -> None:
         self._target = target

@@ -1,4 +1,4 @@
-"""The gate of a door: who is let in, in which order, and that no place is ever lost."""
+"""The admission queue: order of admission, aborts, and no leaked slots."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ def no() -> bool:
     return False
 
 
-async def waiting_at(gate: AdmissionQueue, name: str, may_enter: object = yes) -> asyncio.Task[str]:
-    task: asyncio.Task[str] = asyncio.create_task(gate.enter(name, may_enter))  # type: ignore[arg-type]
+async def enqueue(queue: AdmissionQueue, name: str, may_enter: object = yes) -> asyncio.Task[str]:
+    task: asyncio.Task[str] = asyncio.create_task(queue.enter(name, may_enter))  # type: ignore[arg-type]
     await asyncio.sleep(0)
     return task
 
 
-async def test_those_who_may_enter_do_in_the_order_of_arrival() -> None:
-    gate = AdmissionQueue(lambda: 1)
-    first, barred, third = [await waiting_at(gate, name, may) for name, may in (("a", yes), ("b", no), ("c", yes))]
+async def test_eligible_requests_are_admitted_in_order_of_arrival() -> None:
+    queue = AdmissionQueue(lambda: 1)
+    first, barred, third = [await enqueue(queue, name, may) for name, may in (("a", yes), ("b", no), ("c", yes))]
     assert await first == "admitted"
-    assert (gate.running, gate.waiting) == (1, 2)
-    gate.leave()
+    assert (queue.running, queue.waiting) == (1, 2)
+    queue.leave()
     assert await third == "admitted"
     assert not barred.done()
-    gate.end("lost")
+    queue.end("lost")
     assert await barred == "lost"
-    assert (gate.running, gate.waiting) == (1, 0)
+    assert (queue.running, queue.waiting) == (1, 0)
 
 
-async def test_only_those_named_are_ended() -> None:
-    gate = AdmissionQueue(lambda: 0)
-    one, other = await waiting_at(gate, "a"), await waiting_at(gate, "b")
-    gate.end("aborted", {"a"})
+async def test_only_the_named_requests_are_ended() -> None:
+    queue = AdmissionQueue(lambda: 0)
+    one, other = await enqueue(queue, "a"), await enqueue(queue, "b")
+    queue.end("aborted", {"a"})
     assert await one == "aborted"
     assert not other.done()
     other.cancel()
 
 
-async def test_a_request_that_can_never_be_served_hears_so() -> None:
+async def test_a_request_that_can_never_be_served_fails() -> None:
     def never() -> bool:
         raise RequestFailed("not here")
 
@@ -54,26 +54,26 @@ async def test_a_request_that_can_never_be_served_hears_so() -> None:
         await AdmissionQueue(lambda: 1).enter("a", never)
 
 
-async def test_somebody_who_leaves_the_queue_takes_no_place() -> None:
-    gate = AdmissionQueue(lambda: 1)
-    await gate.enter("a", yes)
-    waiting = await waiting_at(gate, "b")
+async def test_a_request_cancelled_in_the_queue_takes_no_slot() -> None:
+    queue = AdmissionQueue(lambda: 1)
+    await queue.enter("a", yes)
+    waiting = await enqueue(queue, "b")
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
-    assert (gate.running, gate.waiting) == (1, 0)
+    assert (queue.running, queue.waiting) == (1, 0)
 
 
-async def test_the_place_of_somebody_cancelled_in_the_moment_of_entering_is_free() -> None:
-    gate = AdmissionQueue(lambda: 1)
-    await gate.enter("a", yes)
-    waiting = await waiting_at(gate, "b")
-    gate.leave()  # lets b in, which has not run yet
+async def test_a_request_cancelled_during_admission_frees_its_slot() -> None:
+    queue = AdmissionQueue(lambda: 1)
+    await queue.enter("a", yes)
+    waiting = await enqueue(queue, "b")
+    queue.leave()  # admits b, whose task has not run yet
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
-    assert gate.running == 0
+    assert queue.running == 0
 
 
-async def test_somebody_cancelled_in_the_moment_of_being_refused_is_cancelled() -> None:
+async def test_a_request_cancelled_while_being_refused_is_cancelled() -> None:
     refused = False
 
     def perhaps() -> bool:
@@ -81,27 +81,27 @@ async def test_somebody_cancelled_in_the_moment_of_being_refused_is_cancelled() 
             raise RequestFailed("not here")
         return False
 
-    gate = AdmissionQueue(lambda: 1)
-    waiting = await waiting_at(gate, "a", perhaps)
+    queue = AdmissionQueue(lambda: 1)
+    waiting = await enqueue(queue, "a", perhaps)
     refused = True
-    gate.wake()
+    queue.wake()
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    assert (gate.running, gate.waiting) == (0, 0)
+    assert (queue.running, queue.waiting) == (0, 0)
 
 
-async def test_a_raised_limit_is_felt_at_the_next_turn() -> None:
+async def test_a_raised_limit_applies_at_the_next_wake() -> None:
     limit = 1
-    gate = AdmissionQueue(lambda: limit)
-    await gate.enter("a", yes)
-    second = await waiting_at(gate, "b")
+    queue = AdmissionQueue(lambda: limit)
+    await queue.enter("a", yes)
+    second = await enqueue(queue, "b")
     limit = 2
-    gate.wake()
+    queue.wake()
     assert await second == "admitted"
 
 
-def test_time_counts_while_anybody_is_inside() -> None:
+def test_the_busy_clock_runs_while_any_request_is_running() -> None:
     now = 0.0
     clock = BusyClock(lambda: now)
     clock.enter()

@@ -1,4 +1,4 @@
-"""What is wrong with a server, in one line with a remedy, before a run has begun."""
+"""Checks of a server before the run starts: each problem is one line with a remedy."""
 
 from __future__ import annotations
 
@@ -32,21 +32,19 @@ WANTED = ServerRequirements(STARTER, "float32", 512, {"13 + 28": [1, 2, 3]}, "me
 
 
 class Scripted:
-    """A server that says what it is told to; of the protocol, what checks need."""
+    """A server with scripted facts and the part of the protocol that checks use."""
 
     url = URL
 
-    def __init__(
-        self, facts: ServerFacts = FINE, ids: list[int] | None = None, trouble: Exception | None = None
-    ) -> None:
-        self.said = facts
+    def __init__(self, facts: ServerFacts = FINE, ids: list[int] | None = None, error: Exception | None = None) -> None:
+        self.reported = facts
         self.ids = ids
-        self.trouble = trouble
+        self.error = error
 
     async def facts(self) -> ServerFacts:
-        if self.trouble is not None:
-            raise self.trouble
-        return self.said
+        if self.error is not None:
+            raise self.error
+        return self.reported
 
     async def tokenized(self, text: str) -> list[int] | None:
         return self.ids
@@ -61,11 +59,11 @@ async def refusal(server: object, wanted: ServerRequirements = WANTED) -> str:
 
 
 def unnamed(line: str, keys: Iterable[str]) -> list[str]:
-    """Those that the line does not hold as words of their own."""
+    """Return the keys that the line does not contain as separate words."""
     return [key for key in keys if not re.search(rf"(?<!\w){re.escape(key)}(?!\w)", line)]
 
 
-async def test_a_server_that_fits_is_taken() -> None:
+async def test_a_matching_server_is_accepted() -> None:
     assert await check_server(Scripted(ids=[1, 2, 3]), WANTED) == FINE  # type: ignore[arg-type]
 
 
@@ -113,7 +111,7 @@ async def test_a_server_that_fits_is_taken() -> None:
         pytest.param({"version": "0.24.0"}, {}, ["0.24.0", "0.25"], id="too old"),
     ],
 )  # fmt: skip
-async def test_what_does_not_fit_is_one_line_with_the_flag_to_add(
+async def test_a_mismatch_is_refused_in_one_line_with_the_flag_to_add(
     facts: dict[str, Any], wanted: dict[str, Any], keys: list[str]
 ) -> None:
     line = await refusal(Scripted(replace(FINE, **facts)), replace(WANTED, **wanted))
@@ -121,7 +119,7 @@ async def test_what_does_not_fit_is_one_line_with_the_flag_to_add(
     assert unnamed(line, keys) == []
 
 
-async def test_another_tokenizer_is_told_by_what_it_makes_of_a_text() -> None:
+async def test_a_different_tokenizer_is_detected_by_its_token_ids() -> None:
     line = await refusal(Scripted(ids=[7]))
     assert line.startswith(f"{URL}: ")
     assert unnamed(line, ["13 + 28", "[7]", "[1, 2, 3]", f"--tokenizer {STARTER}"]) == []
@@ -143,20 +141,20 @@ async def test_another_tokenizer_is_told_by_what_it_makes_of_a_text() -> None:
         ({"details": {}, "model": "a/name"}, {"model": "a/name"}),
     ],
 )
-async def test_what_a_server_does_not_say_or_a_run_does_not_need_is_no_fault(
+async def test_unreported_or_unneeded_server_facts_are_not_errors(
     facts: dict[str, Any], wanted: dict[str, Any]
 ) -> None:
     await check_server(Scripted(replace(FINE, **facts)), replace(WANTED, **wanted))  # type: ignore[arg-type]
 
 
-async def test_the_same_model_in_another_directory_is_the_same(tmp_path: Path) -> None:
+async def test_the_same_model_in_another_directory_is_accepted(tmp_path: Path) -> None:
     content = json.loads((Path(STARTER) / "config.json").read_text()) | {"dtype": "float32"}
     (tmp_path / "config.json").write_text(json.dumps(content))
     await check_server(Scripted(replace(FINE, details={"root": str(tmp_path)})), WANTED)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("trouble", "keys"),
+    ("error", "keys"),
     [
         (ServerGone(f"{URL}/version: no connection (x)"), ["version: no connection (x)"]),
         (ServerSilent("no answer within 20 s"), ["no answer within 20 s", "overloaded"]),
@@ -165,22 +163,22 @@ async def test_the_same_model_in_another_directory_is_the_same(tmp_path: Path) -
         (ServerFaulty("no version"), ["no version", "engine.urls", "engine.kind"]),
     ],
 )
-async def test_a_server_that_cannot_be_asked_is_one_line_too(trouble: Exception, keys: list[str]) -> None:
-    line = await refusal(Scripted(trouble=trouble))
+async def test_a_server_that_cannot_be_queried_is_refused_in_one_line(error: Exception, keys: list[str]) -> None:
+    line = await refusal(Scripted(error=error))
     assert line.startswith(f"{URL}: ")
     assert line.count(URL) == 1
     assert unnamed(line, keys) == []
-    assert ("engine.kind" in line) == ("engine.kind" in keys), "only what answers can be of another kind"
+    assert ("engine.kind" in line) == ("engine.kind" in keys), "only a server that answers can be of another kind"
 
 
-# ----------------------------------------------------------------------------------------- over a network, really
+# ----------------------------------------------------------------------------------------- over a real network
 
 Serve = Callable[..., Awaitable[int]]
 
 
 @pytest.fixture
 async def serve() -> AsyncIterator[Serve]:
-    """Serve some other web page, on a port that is returned."""
+    """Start an unrelated web server and return its port."""
     runners: list[web.AppRunner] = []
 
     async def start(answer: str = "hello", status: int = 200, tls: ssl.SSLContext | None = None) -> int:
@@ -219,32 +217,36 @@ async def refused_at(url: str) -> str:
     return line
 
 
-async def test_a_wrong_port() -> None:
+async def test_a_wrong_port_is_refused_with_a_hint() -> None:
     url = f"http://127.0.0.1:{free_port()}"
     line = await refused_at(url)
     assert "port" in line
     assert "Connect call failed" not in line
 
 
-async def test_plain_http_to_a_server_that_speaks_tls(serve: Serve, certificate: ssl.SSLContext) -> None:
+async def test_plain_http_to_a_tls_server_is_refused_with_the_https_url(
+    serve: Serve, certificate: ssl.SSLContext
+) -> None:
     assert "https://" in await refused_at(f"http://127.0.0.1:{await serve(tls=certificate)}")
 
 
-async def test_tls_to_a_server_that_speaks_plain_http(serve: Serve) -> None:
+async def test_tls_to_a_plain_http_server_is_refused_with_the_http_url(serve: Serve) -> None:
     assert "http://" in (await refused_at(f"https://127.0.0.1:{await serve()}")).partition(": ")[2]
 
 
-async def test_a_certificate_that_nobody_has_signed(serve: Serve, certificate: ssl.SSLContext) -> None:
+async def test_an_untrusted_certificate_is_refused_with_the_variable_to_set(
+    serve: Serve, certificate: ssl.SSLContext
+) -> None:
     assert "SSL_CERT_FILE" in await refused_at(f"https://127.0.0.1:{await serve(tls=certificate)}")
 
 
 @pytest.mark.parametrize(("answer", "status"), [("<html>", 200), ("{}", 200), ("no", 404), ("[]", 200), ("", 200)])
-async def test_some_other_web_server(serve: Serve, answer: str, status: int) -> None:
+async def test_an_unrelated_web_server_is_refused(serve: Serve, answer: str, status: int) -> None:
     await refused_at(f"http://127.0.0.1:{await serve(answer, status)}")
 
 
 @pytest.mark.parametrize("answer", ["[]", "", "null", "3"])
-async def test_whichever_of_its_answers_comes_first(answer: str) -> None:
+async def test_an_unrelated_web_server_is_refused_whichever_answer_arrives_first(answer: str) -> None:
     async def page(request: web.Request) -> web.Response:
         if request.path == "/version":
             await asyncio.sleep(0.2)
@@ -265,13 +267,13 @@ ON_A_CPU = replace(FINE, plugin=False, details={"root": STARTER, "device": "cpu"
 BY_FILES = replace(WANTED, transport="files")
 
 
-async def test_a_tied_head_that_a_cpu_server_would_leave_as_it_was_is_refused() -> None:
+async def test_tied_embeddings_that_a_cpu_server_would_not_update_are_refused() -> None:
     line = await refusal(Scripted(ON_A_CPU), BY_FILES)
     assert "embeddings" in line
     assert "`outpace serve`" in line
 
 
-async def test_a_head_of_its_own_a_gpu_the_plugin_or_adapters_make_it_fit(tmp_path: Path) -> None:
+async def test_an_untied_head_a_gpu_the_plugin_or_adapters_are_accepted(tmp_path: Path) -> None:
     content = json.loads((Path(STARTER) / "config.json").read_text()) | {"tie_word_embeddings": False}
     (tmp_path / "config.json").write_text(json.dumps(content))
     untied = replace(ON_A_CPU, details={"root": str(tmp_path), "device": "cpu"})

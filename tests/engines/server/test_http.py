@@ -1,4 +1,4 @@
-"""Calls over HTTP: what is retried, what is not, and how each failure is named."""
+"""HTTP calls: which failures are retried, and which error each failure raises."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ async def serving(handler: Handler, retries: int = 2) -> AsyncIterator[HttpClien
 
 
 @asynccontextmanager
-async def speaking(bytes_back: bytes, context: ssl.SSLContext | None = None) -> AsyncIterator[int]:
-    """Something that is no HTTP server: it reads a little and says this."""
+async def raw_tcp_server(bytes_back: bytes, context: ssl.SSLContext | None = None) -> AsyncIterator[int]:
+    """A TCP server that is not an HTTP server: it reads some bytes and replies with `bytes_back`."""
 
-    async def meet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1024)
         writer.write(bytes_back)
         writer.close()
 
-    server = await asyncio.start_server(meet, "127.0.0.1", 0, ssl=context)
+    server = await asyncio.start_server(handle, "127.0.0.1", 0, ssl=context)
     try:
         yield server.sockets[0].getsockname()[1]
     finally:
@@ -60,7 +60,7 @@ async def speaking(bytes_back: bytes, context: ssl.SSLContext | None = None) -> 
 
 
 def answering(*answers: web.Response | int, calls: list[web.Request] | None = None) -> Handler:
-    """Each in turn, the last one for ever."""
+    """Reply with each answer in turn and repeat the last one."""
     left = list(answers)
 
     async def answer(request: web.Request) -> web.StreamResponse:
@@ -85,12 +85,12 @@ def streaming(*chunks: bytes) -> Handler:
 
 
 @pytest.mark.parametrize("status", [500, 503, 429, 408])
-async def test_a_server_in_trouble_is_asked_again(status: int) -> None:
+async def test_a_call_to_a_failing_server_is_retried(status: int) -> None:
     async with serving(answering(status, status, web.json_response([1]))) as http:
         assert await http.get("/x", deadline_s=30) == [1]
 
 
-async def test_what_may_not_be_done_twice_is_asked_once() -> None:
+async def test_a_call_that_is_not_repeatable_is_sent_once() -> None:
     calls: list[web.Request] = []
     async with serving(answering(500, calls=calls)) as http:
         with pytest.raises(ServerFaulty, match=r"/x: 500 Internal Server Error: sorry"):
@@ -102,7 +102,7 @@ async def test_what_may_not_be_done_twice_is_asked_once() -> None:
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 422])
-async def test_a_refusal_is_never_asked_again(status: int) -> None:
+async def test_a_refused_call_is_never_retried(status: int) -> None:
     calls: list[web.Request] = []
     async with serving(answering(status, calls=calls)) as http:
         with pytest.raises(ServerRefused, match="sorry") as refused:
@@ -111,7 +111,7 @@ async def test_a_refusal_is_never_asked_again(status: int) -> None:
     assert len(calls) == 1
 
 
-async def test_zero_retries_are_legal() -> None:
+async def test_zero_retries_are_allowed() -> None:
     calls: list[web.Request] = []
     async with serving(answering(500, calls=calls), retries=0) as http:
         with pytest.raises(ServerFaulty):
@@ -119,7 +119,7 @@ async def test_zero_retries_are_legal() -> None:
     assert len(calls) == 1
 
 
-async def test_key_query_and_body_arrive() -> None:
+async def test_api_key_query_and_body_are_sent() -> None:
     calls: list[web.Request] = []
     async with serving(answering(web.Response(), calls=calls)) as http:
         assert await http.post("/a/b", {"x": [1, 2]}, deadline_s=30, query={"mode": "keep"}) is None
@@ -127,7 +127,7 @@ async def test_key_query_and_body_arrive() -> None:
     assert calls[0].headers["Authorization"] == "Bearer secret"
 
 
-async def test_no_answer_in_time_is_silence() -> None:
+async def test_a_missing_answer_raises_server_silent_after_the_deadline() -> None:
     async def never(request: web.Request) -> web.StreamResponse:
         await asyncio.Event().wait()
         raise AssertionError
@@ -139,35 +139,35 @@ async def test_no_answer_in_time_is_silence() -> None:
             await anext(http.events("/x", {}, first_s=0.05))
 
 
-async def test_nobody_at_the_address_is_gone() -> None:
+async def test_a_refused_connection_raises_server_gone() -> None:
     http = HttpClient(f"http://127.0.0.1:{free_port()}", retries=0)
     with pytest.raises(ServerGone, match="Connect call failed"):
         await http.get("/x", deadline_s=30)
     await http.close()
 
 
-async def test_an_answer_that_is_not_json_is_a_fault() -> None:
+async def test_an_answer_that_is_not_json_raises_server_faulty() -> None:
     async with serving(answering(web.Response(text="<html>hello")), retries=0) as http:
         with pytest.raises(ServerFaulty, match=r"JSON.*<html>hello"):
             await http.get("/x", deadline_s=30)
 
 
-async def test_a_redirect_is_named_and_not_followed() -> None:
+async def test_a_redirect_is_reported_and_not_followed() -> None:
     moved = web.Response(status=307, headers={"Location": "http://elsewhere/x"})
     async with serving(answering(moved)) as http:
         with pytest.raises(ServerRefused, match="http://elsewhere/x"):
             await http.post("/x", {}, deadline_s=30)
 
 
-async def test_something_that_is_no_http_server_is_a_fault() -> None:
-    async with speaking(b"SSH-2.0-OpenSSH_9\r\n") as port:
+async def test_a_server_that_does_not_use_http_raises_server_faulty() -> None:
+    async with raw_tcp_server(b"SSH-2.0-OpenSSH_9\r\n") as port:
         http = HttpClient(f"http://127.0.0.1:{port}", retries=0)
         with pytest.raises(ServerFaulty, match="HTTP"):
             await http.get("/x", deadline_s=30)
         await http.close()
 
 
-async def test_https_to_a_plain_port_is_named_as_such() -> None:
+async def test_the_error_names_https_to_a_plain_http_port() -> None:
     async with serving(answering(200), retries=0) as plain:
         http = HttpClient(plain.url.replace("http://", "https://"), retries=0)
         with pytest.raises(ServerGone, match="http://"):
@@ -175,26 +175,26 @@ async def test_https_to_a_plain_port_is_named_as_such() -> None:
         await http.close()
 
 
-async def test_http_to_a_tls_port_is_named_as_such(certificate: ssl.SSLContext) -> None:
-    async with speaking(b"", certificate) as port:
+async def test_the_error_names_plain_http_to_a_tls_port(certificate: ssl.SSLContext) -> None:
+    async with raw_tcp_server(b"", certificate) as port:
         http = HttpClient(f"http://127.0.0.1:{port}", retries=0)
         with pytest.raises(ServerGone, match="https://"):
             await http.get("/x", deadline_s=30)
         await http.close()
 
 
-async def test_a_certificate_nobody_trusts_is_named_as_such(certificate: ssl.SSLContext) -> None:
-    async with speaking(b"", certificate) as port:
+async def test_the_error_names_an_untrusted_certificate(certificate: ssl.SSLContext) -> None:
+    async with raw_tcp_server(b"", certificate) as port:
         http = HttpClient(f"https://127.0.0.1:{port}", retries=0)
         with pytest.raises(ServerGone, match="certificate"):
             await http.get("/x", deadline_s=30)
         await http.close()
 
 
-async def test_more_calls_than_any_default_of_connections_run_at_once() -> None:
+async def test_more_calls_than_any_default_connection_limit_run_concurrently() -> None:
     here, all_here = 0, asyncio.Event()
 
-    async def meet(request: web.Request) -> web.StreamResponse:
+    async def handle(request: web.Request) -> web.StreamResponse:
         nonlocal here
         here += 1
         if here == 256:
@@ -202,19 +202,19 @@ async def test_more_calls_than_any_default_of_connections_run_at_once() -> None:
         await all_here.wait()
         return web.json_response(1)
 
-    async with serving(meet) as http:
+    async with serving(handle) as http:
         assert await asyncio.gather(*(http.get("/x", deadline_s=20) for _ in range(256))) == [1] * 256
 
 
 @pytest.mark.parametrize(("size", "length"), [(1, 50), (7, 50), (1000, 300_000), (10**6, 300_000)])
-async def test_events_come_whole_however_they_are_cut(size: int, length: int) -> None:
+async def test_events_are_reassembled_however_the_stream_is_chunked(size: int, length: int) -> None:
     big = b"y" * length
     text = b": hello\r\ndata: one\r\n\r\nevent: e\ndata:two\ndata: lines\n\ndata: " + big + b"\n\ndata: [DONE]\n\nrest"
     async with serving(streaming(*(text[at : at + size] for at in range(0, len(text), size)))) as http:
         assert [payload async for payload in http.events("/x", {})] == [b"one", b"two\nlines", big]
 
 
-async def test_a_stream_that_breaks_off_is_gone() -> None:
+async def test_a_broken_stream_raises_server_gone() -> None:
     async with serving(streaming(b"data: one\n\n")) as http:
         payloads = http.events("/x", {})
         assert await anext(payloads) == b"one"
@@ -223,7 +223,7 @@ async def test_a_stream_that_breaks_off_is_gone() -> None:
 
 
 async def test_comments_do_not_keep_a_stream_alive() -> None:
-    async def chatter(request: web.Request) -> web.StreamResponse:
+    async def comments(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
         await response.write(b"data: one\n\n")
@@ -231,14 +231,14 @@ async def test_comments_do_not_keep_a_stream_alive() -> None:
             await response.write(b": still here\n\n")
             await asyncio.sleep(0.01)
 
-    async with serving(chatter) as http:
+    async with serving(comments) as http:
         payloads = http.events("/x", {}, first_s=5, idle_s=0.1)
         assert await anext(payloads) == b"one"
         with pytest.raises(ServerSilent):
             await anext(payloads)
 
 
-async def test_leaving_a_stream_closes_it() -> None:
+async def test_closing_an_event_stream_closes_its_connection() -> None:
     left = asyncio.Event()
 
     async def endless(request: web.Request) -> web.StreamResponse:
@@ -258,7 +258,7 @@ async def test_leaving_a_stream_closes_it() -> None:
         await asyncio.wait_for(left.wait(), 60)
 
 
-async def test_every_failure_is_one_line() -> None:
+async def test_every_error_message_is_one_line() -> None:
     async with serving(answering(web.Response(status=500, text="a\nb\n" + "c" * 1000)), retries=0) as http:
         with pytest.raises(ServerFailed) as failed:
             await http.get("/x", deadline_s=30)
@@ -274,7 +274,7 @@ def certificate(tmp_path: Path) -> ssl.SSLContext:
     return context
 
 
-async def test_an_error_whose_words_never_come_is_told_in_time() -> None:
+async def test_an_error_status_without_a_body_is_raised_within_the_deadline() -> None:
     async def answer(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(status=500)
         response.content_length = 100
@@ -288,7 +288,7 @@ async def test_an_error_whose_words_never_come_is_told_in_time() -> None:
                 await anext(http.events("/x", {}, first_s=0.2))
 
 
-async def test_who_calls_after_the_end_is_told_so() -> None:
+async def test_a_call_after_close_raises_server_gone() -> None:
     async with serving(answering(web.json_response([1]))) as http:
         assert await http.get("/x", deadline_s=30) == [1]
         await http.close()

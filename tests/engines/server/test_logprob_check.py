@@ -1,4 +1,4 @@
-"""A real vLLM server and the learner: they agree when the server has the learner's weights, and only then."""
+"""Logprob check on a real vLLM server: it passes if and only if the server has the learner's weights."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from support import kept_of
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
 
-def openings() -> list[Ints]:
+def probe_prompts() -> list[Ints]:
     tokenizer = load_tokenizer("starter")
     texts = [f"Use {n}, {n + 3} and 7 to make {2 * n + 1}." for n in range(PROBE_PROMPTS)]
     return [np.array(tokenizer.encode(text), dtype=np.int32) for text in texts]
 
 
 class Pair:
-    """A learner, and a door to the server that it publishes to."""
+    """A learner and the server engine that loads its weights."""
 
-    def __init__(self, door: ServerEngine, learner: TorchLearner, place: JournalLocation) -> None:
-        self.door, self.learner, self._place = door, learner, place
+    def __init__(self, engine: ServerEngine, learner: TorchLearner, place: JournalLocation) -> None:
+        self.engine, self.learner, self._place = engine, learner, place
 
     async def train(self, version: Version, little: bool) -> None:
-        """A step; or one that changes `little`, as steps do in bfloat16: in float32 they change every weight."""
+        """Take a step. With `little`, change few weights, as in bfloat16; a float32 step changes every weight."""
         if not little:
             await self.learner.chunk(version, [self._place])
             await self.learner.step(version)
@@ -50,14 +50,14 @@ class Pair:
         core.version += 1
 
     async def update(self) -> bool:
-        """Whether it was told of as a change to the version before."""
+        """Publish and load the weights. Return whether they were published as a delta."""
         manifest = await self.learner.publish([])
-        await self.door.load(manifest, False)
+        await self.engine.load(manifest, False)
         return manifest.delta is not None
 
-    async def agreement(self, version: Version) -> LogprobComparison:
+    async def compare(self, version: Version) -> LogprobComparison:
         return await compare_engine(
-            self.door, self.learner, openings(), version, dtype="float32", temperature=1.0, seed=5, kind="vllm"
+            self.engine, self.learner, probe_prompts(), version, dtype="float32", temperature=1.0, seed=5, kind="vllm"
         )
 
 
@@ -77,12 +77,12 @@ async def pair(request: pytest.FixtureRequest, vllm: RunningVllm, tmp_path: Path
             threads=1,
         )
     )
-    door = await build_server_engine(
+    engine = await build_server_engine(
         config, "engine-0", 0, url=vllm.url, incarnation=f"agreement-{request.param}", scratch=tmp_path,
         logs=tmp_path, stale=True,
     )  # fmt: skip
-    yield Pair(door, learner, place)
-    await door.close()
+    yield Pair(engine, learner, place)
+    await engine.close()
     await learner.close()
 
 
@@ -91,23 +91,23 @@ def changed(config: Config, sections: dict[str, Any]) -> Config:
     return resolve(config.model_copy(update=updates))
 
 
-async def test_they_agree_after_every_update_and_not_before_it(pair: Pair, request: pytest.FixtureRequest) -> None:
+async def test_logprobs_match_after_every_update_and_not_before_it(pair: Pair, request: pytest.FixtureRequest) -> None:
     delta = "delta" in request.node.callspec.id
     await pair.update()
-    first = await pair.agreement(0)
+    first = await pair.compare(0)
     assert first.agrees, first.line
     assert first.mean < 1e-4
 
     await pair.train(0, little=delta)
-    behind = await pair.agreement(1)
+    behind = await pair.compare(1)
     assert behind.verdict == "weights"
     assert "version 0" in behind.line
     assert "version 1" in behind.line
-    unlabelled = await pair.agreement(0)  # by the numbers alone, as if the server had the learner's version
+    unlabelled = await pair.compare(0)  # compares only values, as if the server had the learner's version
     assert unlabelled.verdict in ("dtype", "weights"), unlabelled.line
     assert unlabelled.mean > 100 * first.mean
 
     assert await pair.update() == delta
-    again = await pair.agreement(1)
+    again = await pair.compare(1)
     assert again.agrees, again.line
     assert again.mean < 1e-4

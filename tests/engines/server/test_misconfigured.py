@@ -1,4 +1,4 @@
-"""Real vLLM servers that were started wrongly: a cause and a remedy within seconds, in one line."""
+"""Misconfigured real vLLM servers: each is refused within seconds, in one line with cause and remedy."""
 
 from __future__ import annotations
 
@@ -31,30 +31,30 @@ from servers_support import SMALL, Certificate, RunningVllm, vllm_python
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
 SECONDS = 30.0
-"""In which every line has to come; a machine that runs the tests may be busy."""
+"""Time limit for every refusal; generous, because the test machine may be busy."""
 
 
-class Mended(VllmServer):
-    """A real server that says of some things what it should."""
+class CorrectedServer(VllmServer):
+    """A real server whose facts are partly overridden with correct values."""
 
-    def __init__(self, url: str, **mended: Any) -> None:
+    def __init__(self, url: str, **corrected: Any) -> None:
         super().__init__(HttpClient(url, retries=0))
-        self._mended = mended
+        self._corrected = corrected
 
     async def facts(self) -> ServerFacts:
-        return replace(await super().facts(), **self._mended)
+        return replace(await super().facts(), **self._corrected)
 
 
 @asynccontextmanager
 async def started(directory: Path, **settings: Any) -> AsyncIterator[str]:
-    """The address of a server that is started as the settings say, once it answers anything."""
+    """Start a server with these settings and yield its address once its port accepts connections."""
     config = make_config(SMALL | {"launch.python": vllm_python()} | settings)
     port = free_port()
     command = (await LaunchPlan.of(config, directory)).command(port)
     process = await ServerProcess.launch(command.argv, command.env, directory / "server.log")
     try:
         async with asyncio.timeout(config.launch.start_s):
-            while not await _hears(port):
+            while not await _accepts_connections(port):
                 assert process.alive, process.log_tail()
                 await asyncio.sleep(0.5)
         yield f"127.0.0.1:{port}"
@@ -62,7 +62,7 @@ async def started(directory: Path, **settings: Any) -> AsyncIterator[str]:
         await process.stop()
 
 
-async def _hears(port: int) -> bool:
+async def _accepts_connections(port: int) -> bool:
     try:
         _, writer = await asyncio.open_connection("127.0.0.1", port)
     except OSError:
@@ -71,8 +71,8 @@ async def _hears(port: int) -> bool:
     return True
 
 
-async def refused(config: Config, url: str, tokens: dict[str, list[int]] | None = None, **mended: Any) -> str:
-    server = Mended(url, **mended)
+async def refused(config: Config, url: str, tokens: dict[str, list[int]] | None = None, **corrected: Any) -> str:
+    server = CorrectedServer(url, **corrected)
     try:
         async with asyncio.timeout(SECONDS):
             with pytest.raises(BadInput) as refusal:
@@ -83,58 +83,58 @@ async def refused(config: Config, url: str, tokens: dict[str, list[int]] | None 
     return str(refusal.value)
 
 
-def a_run(**settings: Any) -> Config:
-    """What somebody wants of the servers that he names."""
+def run_config(**settings: Any) -> Config:
+    """The config of a run that names its servers."""
     return make_config({"engine.kind": "vllm", "engine.context": 512, "engine.urls": ["http://h:1"]} | settings)
 
 
-async def a_door(config: Config, url: str, directory: Path) -> ServerEngine:
+async def start_engine(config: Config, url: str, directory: Path) -> ServerEngine:
     return await build_server_engine(
         config, "engine-0", 0, url=url, incarnation="i", scratch=directory, logs=directory, stale=False
     )
 
 
-async def test_a_server_that_differs_in_everything_is_told_one_thing_after_the_other(tmp_path: Path) -> None:
+async def test_a_server_with_many_mismatches_gets_one_refusal_per_mismatch(tmp_path: Path) -> None:
     wrong = {
         "model.path": "starter-agent", "weights.transport": "files",
         "launch.args": ["--logprobs-mode", "raw_logprobs"],
     }  # fmt: skip
     async with started(tmp_path, **wrong) as address:
-        url, run = f"http://{address}", a_run()
+        url, run = f"http://{address}", run_config()
         assert "--logprobs-mode processed_logprobs" in await refused(run, url)
-        mended: dict[str, Any] = {"logprobs": "processed_logprobs"}
-        another_model = await refused(run, url, **mended)
+        corrected: dict[str, Any] = {"logprobs": "processed_logprobs"}
+        another_model = await refused(run, url, **corrected)
         assert "model.path" in another_model
         assert re.search(r"starter_agent\b", another_model)
         assert re.search(r"starter\b", another_model)
-        agent = a_run(**{"model.path": "starter-agent"})
-        in_bfloat16 = a_run(**{"model.path": "starter-agent", "model.dtype": "bfloat16"})
-        assert "--dtype bfloat16" in await refused(in_bfloat16, url, **mended)
-        assert "--max-model-len 512" in await refused(agent, url, **mended)
-        mended["context"] = 512
-        assert "--tokenizer " in await refused(agent, url, await expected_token_ids("starter", False), **mended)
-        through_memory = a_run(**{"model.path": "starter-agent", "weights.transport": "memory"})
-        assert 'weights.transport = "files"' in await refused(through_memory, url, plugin=False, **mended)
-        assert "embeddings" in await refused(agent, url, plugin=False, **mended)
-        with_adapters = a_run(**{"model.path": "starter-agent", "lora.rank": 8})
-        assert "--enable-lora" in await refused(with_adapters, url, **mended)
+        agent = run_config(**{"model.path": "starter-agent"})
+        in_bfloat16 = run_config(**{"model.path": "starter-agent", "model.dtype": "bfloat16"})
+        assert "--dtype bfloat16" in await refused(in_bfloat16, url, **corrected)
+        assert "--max-model-len 512" in await refused(agent, url, **corrected)
+        corrected["context"] = 512
+        assert "--tokenizer " in await refused(agent, url, await expected_token_ids("starter", False), **corrected)
+        through_memory = run_config(**{"model.path": "starter-agent", "weights.transport": "memory"})
+        assert 'weights.transport = "files"' in await refused(through_memory, url, plugin=False, **corrected)
+        assert "embeddings" in await refused(agent, url, plugin=False, **corrected)
+        with_adapters = run_config(**{"model.path": "starter-agent", "lora.rank": 8})
+        assert "--enable-lora" in await refused(with_adapters, url, **corrected)
 
 
-async def test_a_server_with_tls_and_without_its_dev_mode(tmp_path: Path) -> None:
+async def test_a_server_with_tls_and_without_dev_mode_is_refused_with_remedies(tmp_path: Path) -> None:
     made = await asyncio.to_thread(Certificate.made_in, tmp_path)
     wrong = {
         "launch.args": ["--ssl-keyfile", str(made.key), "--ssl-certfile", str(made.certificate)],
         "launch.env": {"VLLM_SERVER_DEV_MODE": "0", "VLLM_CPU_KVCACHE_SPACE": "1"},
     }
     async with started(tmp_path, **wrong) as address:
-        assert "https://" in await refused(a_run(), f"http://{address}")
-        assert "SSL_CERT_FILE" in await refused(a_run(), f"https://{address}")
-        said = await asyncio.to_thread(_refused_elsewhere, f"https://{address}", made.certificate)
-        assert "VLLM_SERVER_DEV_MODE=1" in said
+        assert "https://" in await refused(run_config(), f"http://{address}")
+        assert "SSL_CERT_FILE" in await refused(run_config(), f"https://{address}")
+        last_line = await asyncio.to_thread(_refused_elsewhere, f"https://{address}", made.certificate)
+        assert "VLLM_SERVER_DEV_MODE=1" in last_line
 
 
 def _refused_elsewhere(url: str, certificate: Path) -> str:
-    """By a process that trusts the certificate."""
+    """Return the refusal seen by a process that trusts the certificate."""
     program = (
         "import asyncio, sys, pathlib\n"
         "from outpace.config.load import make_config\n"
@@ -158,27 +158,27 @@ def _refused_elsewhere(url: str, certificate: Path) -> str:
     ],
     ids=["slow start", "unknown flag"],
 )
-async def test_a_server_that_does_not_start(
+async def test_a_server_that_does_not_start_is_reported_with_the_setting_to_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], line: str
 ) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # the log is kept there
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # the log is copied there
     config = make_config(SMALL | {"launch.python": vllm_python()} | settings)
     with pytest.raises(BadInput, match=line):
-        await a_door(config, "", tmp_path)
+        await start_engine(config, "", tmp_path)
 
 
-async def test_a_server_that_is_right_is_taken_as_it_is(vllm: RunningVllm, tmp_path: Path) -> None:
-    """The same door as a run's, so that what is refused above is not refused for some other reason."""
+async def test_a_correctly_configured_server_is_accepted(vllm: RunningVllm, tmp_path: Path) -> None:
+    """The same setup passes with a correct server, so the refusals above have no other cause."""
     config = make_config({"engine.kind": "vllm", "engine.context": 256, "engine.urls": [vllm.url]})
-    door = await a_door(config, vllm.url, tmp_path)
+    engine = await start_engine(config, vllm.url, tmp_path)
     try:
-        assert (await door.stats()).health == "stale", "who knows what it holds"
+        assert (await engine.stats()).health == "stale", "its weights are unknown"
     finally:
-        await door.close()
+        await engine.close()
     server = VllmServer(HttpClient(vllm.url))
     try:
         await server.probe(SECONDS)
     except ServerFailed as error:
-        raise AssertionError("a server that is not ours goes on") from error
+        raise AssertionError("a server that outpace did not start keeps running") from error
     finally:
         await server.close()

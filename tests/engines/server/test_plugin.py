@@ -1,4 +1,4 @@
-"""Weights as they arrive in a server: what the plugin reads, and what a real vLLM samples by afterwards."""
+"""The vLLM plugin: reading snapshots, and which weights a real vLLM samples from after an update."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ from weights_support import flip
 
 PROMPT = list(b"What is 3 + 4? Let me see.")
 NOISE = 2e-3
-"""How far a server's float32 logprobs may be from the learner's."""
+"""Tolerance between the server's and the learner's float32 logprobs."""
 CONTROL_S = 60.0
 
 
-def test_the_plugin_reads_a_snapshot_where_it_lies(tmp_path: Path) -> None:
+def test_the_plugin_reads_a_snapshot_in_place(tmp_path: Path) -> None:
     tensors = {"a": torch.randn(3, 4).bfloat16(), "b": torch.tensor(7), "c": torch.zeros(0, 2)}
     manifest = SnapshotWriter(tmp_path, "run").publish(5, tensors, [])
     with from_memory(**source(manifest)) as named:
@@ -77,7 +77,7 @@ def test_the_plugin_notices_a_snapshot_that_is_overwritten_while_it_loads(tmp_pa
 
 @dataclass
 class Bench:
-    """A real server, the learner's model beside it, and a writer between them."""
+    """A real server, the learner's model, and the snapshot writer between them."""
 
     http: HttpClient
     name: str
@@ -90,7 +90,7 @@ class Bench:
         self.writer = SnapshotWriter(self.directory, "bench", torch.float32, deltas=self.directory)
 
     def moved(self, share: float = 1.0) -> dict[str, Tensor]:
-        """The learner's weights, after something like a step that changes this share of them."""
+        """Change this share of the learner's weights, as a training step would, and return them."""
         self.version += 1
         noise = torch.Generator().manual_seed(self.version)
         for tensor in self.model.state_dict().values():
@@ -112,13 +112,13 @@ class Bench:
         return ready.nbytes
 
     async def distance(self, name: str = "") -> float:
-        """The largest difference between the server's and the learner's logprobs of the prompt."""
+        """Return the largest difference between the server's and the learner's logprobs of the prompt."""
         found = await self.served(name)
         return float(np.abs(found - learners_logprobs(self.model)).max())
 
     async def served(self, name: str = "") -> np.ndarray[Any, Any]:
-        ask = {"model": name or self.name, "prompt": PROMPT, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
-        answer = await self.http.post("/v1/completions", ask, deadline_s=CONTROL_S)
+        body = {"model": name or self.name, "prompt": PROMPT, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        answer = await self.http.post("/v1/completions", body, deadline_s=CONTROL_S)
         entries = answer["choices"][0]["prompt_logprobs"][1:]
         return np.array([entry[str(token)]["logprob"] for entry, token in zip(entries, PROMPT[1:], strict=True)])
 
@@ -133,7 +133,7 @@ def learners_logprobs(model: nn.Module) -> np.ndarray[Any, Any]:
 
 @pytest_asyncio.fixture
 async def bench(vllm: RunningVllm, tmp_path: Path) -> AsyncIterator[Bench]:
-    """The server is left with the weights that it was started with: it is everybody's."""
+    """The server is shared between tests, so it ends with the weights that it was started with."""
     http = HttpClient(vllm.url)
     path = str(resolve_model(vllm.config.model.path))
     name = (await http.get("/v1/models", deadline_s=CONTROL_S))["data"][0]["id"]
@@ -147,7 +147,7 @@ async def bench(vllm: RunningVllm, tmp_path: Path) -> AsyncIterator[Bench]:
 @pytest.mark.vllm
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("kind", ["files", "memory", "collective"])
-async def test_a_server_samples_by_what_was_published_after_the_update_and_not_before(bench: Bench, kind: str) -> None:
+async def test_a_server_samples_from_published_weights_after_the_update_and_not_before(bench: Bench, kind: str) -> None:
     memory = MemoryTransport(bench.http, CONTROL_S)
     transports: dict[str, Transport] = {
         "files": FilesTransport(bench.http, CONTROL_S, bench.directory / "folders"),
@@ -164,7 +164,7 @@ async def test_a_server_samples_by_what_was_published_after_the_update_and_not_b
 
 @pytest.mark.vllm
 @pytest.mark.timeout(400)
-async def test_a_server_follows_by_deltas(bench: Bench) -> None:
+async def test_a_server_can_be_updated_by_deltas(bench: Bench) -> None:
     transport = MemoryTransport(bench.http, CONTROL_S, LocalSnapshot(bench.directory))
     await bench.update(transport, first := bench.published())
     for _ in range(2):
@@ -177,7 +177,7 @@ async def test_a_server_follows_by_deltas(bench: Bench) -> None:
 
 @pytest.mark.vllm
 @pytest.mark.timeout(400)
-async def test_a_flipped_bit_leaves_the_server_with_what_it_had(bench: Bench) -> None:
+async def test_a_flipped_bit_leaves_the_server_with_its_previous_weights(bench: Bench) -> None:
     """Fault 31."""
     transport = MemoryTransport(bench.http, CONTROL_S)
     await bench.update(transport, bench.published())
@@ -193,7 +193,7 @@ async def test_a_flipped_bit_leaves_the_server_with_what_it_had(bench: Bench) ->
 
 @pytest.mark.vllm
 @pytest.mark.timeout(400)
-async def test_an_update_that_fails_in_the_server_is_told_and_the_next_one_makes_it_whole(bench: Bench) -> None:
+async def test_an_update_that_fails_in_the_server_is_reported_and_the_next_update_succeeds(bench: Bench) -> None:
     transport = MemoryTransport(bench.http, CONTROL_S)
     tensors = bench.moved()
     shapeless = {**tensors, "model.layers.2.mlp.down_proj.weight": torch.zeros(3, 5)}
@@ -209,7 +209,9 @@ async def test_an_update_that_fails_in_the_server_is_told_and_the_next_one_makes
 
 @pytest.mark.vllm
 @pytest.mark.timeout(400)
-async def test_adapters_of_several_versions_serve_side_by_side_and_none_of_a_higher_rank(tmp_path: Path) -> None:
+async def test_adapters_of_several_versions_are_served_concurrently_and_a_higher_rank_is_refused(
+    tmp_path: Path,
+) -> None:
     from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

@@ -1,4 +1,4 @@
-"""Waiting for a server, and what its log says of why it did not come."""
+"""Waiting for a server to become ready, and the cause of failure found in its log."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ URL = "http://127.0.0.1:8000"
 
 
 class Starting:
-    """A server whose probes fail until it is ready; as a real one, it may also keep them waiting."""
+    """A server whose probes fail, or hang, until it is ready."""
 
     url = URL
 
@@ -34,7 +34,7 @@ class Starting:
             await asyncio.sleep(3600)
         if self.left:
             self.left -= 1
-            raise ServerGone("nobody there yet")
+            raise ServerGone("not listening yet")
 
 
 Start = Callable[[str], Awaitable[ServerProcess]]
@@ -60,25 +60,25 @@ STAYS = "import time; print('INFO 11-15 16:40:11 [loader.py:9] loading weights',
 
 
 async def ready(server: object, process: ServerProcess, start_s: float = 60.0) -> list[str]:
-    said: list[str] = []
+    log: list[str] = []
     async with asyncio.timeout(60):
-        await wait_until_ready(server, process, start_s, said.append)  # type: ignore[arg-type]
-    return said
+        await wait_until_ready(server, process, start_s, log.append)  # type: ignore[arg-type]
+    return log
 
 
-async def test_a_server_is_ready_with_its_first_token(start: Start) -> None:
+async def test_a_server_is_ready_when_it_samples_its_first_token(start: Start) -> None:
     server = Starting(fails=5)
     await ready(server, await start(STAYS))
     assert server.left == 0
 
 
-async def test_meanwhile_people_hear_what_it_is_doing(start: Start) -> None:
-    said = await ready(Starting(fails=100), await start(STAYS))
-    assert re.search(r"\b\d+ s\b.*loading weights", said[-1])
+async def test_startup_progress_of_a_server_is_reported(start: Start) -> None:
+    log = await ready(Starting(fails=100), await start(STAYS))
+    assert re.search(r"\b\d+ s\b.*loading weights", log[-1])
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-async def test_one_that_ends_is_told_by_its_own_words(start: Start, hangs: bool) -> None:
+async def test_a_server_that_exits_is_reported_with_its_own_error(start: Start, hangs: bool) -> None:
     process = await start("import sys; sys.exit('ValueError: no such thing')")
     with pytest.raises(BadInput) as failed:
         await ready(Starting(fails=10**9, hangs=hangs), process)
@@ -87,21 +87,21 @@ async def test_one_that_ends_is_told_by_its_own_words(start: Start, hangs: bool)
     assert str(process.log_path) in str(failed.value)
 
 
-async def test_one_that_is_killed_may_have_taken_too_much_memory(start: Start) -> None:
+async def test_a_server_killed_during_startup_is_reported_with_a_hint_at_memory(start: Start) -> None:
     process = await start("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
     with pytest.raises(BadInput, match=r"SIGKILL.*memory"):
         await ready(Starting(fails=10**9), process)
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-async def test_one_that_is_too_slow_is_told_by_the_setting_to_raise(start: Start, hangs: bool) -> None:
+async def test_a_server_that_starts_too_slowly_is_reported_with_the_setting_to_raise(start: Start, hangs: bool) -> None:
     process = await start(STAYS)
     with pytest.raises(BadInput, match=r"0\.3 s.*launch\.start_s"):
         await ready(Starting(fails=10**9, hangs=hangs), process, start_s=0.3)
 
 
-class Found:
-    """A server that somebody else has started: away for some questions, and perhaps left paused."""
+class ExternalServer:
+    """A server that outpace did not start: unreachable for the first calls, and optionally left paused."""
 
     url = URL
 
@@ -130,17 +130,15 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_module, "LEFT_PAUSED_S", 0.05)
 
 
-async def test_a_server_that_was_left_paused_goes_on(impatient: None) -> None:
-    server = Found(paused=True)
+async def test_a_server_that_was_left_paused_is_resumed(impatient: None) -> None:
+    server = ExternalServer(paused=True)
     await wait_until_reachable(server, 0.0)  # type: ignore[arg-type]
     assert not server.is_paused
 
 
-async def test_a_pause_in_somebodys_update_is_not_ended_by_others(
-    impatient: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_pause_during_another_update_is_not_ended(impatient: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_module, "LEFT_PAUSED_S", 60.0)
-    server, resumed = Found(paused=True), False
+    server, resumed = ExternalServer(paused=True), False
 
     async def resume(recompute: bool) -> None:
         nonlocal resumed
@@ -153,27 +151,27 @@ async def test_a_pause_in_somebodys_update_is_not_ended_by_others(
     assert not resumed
 
 
-async def test_one_that_is_not_there_is_told_at_once(impatient: None) -> None:
+async def test_an_unreachable_server_is_refused_at_once(impatient: None) -> None:
     with pytest.raises(BadInput, match=f"^{URL}: .*no connection"):
-        await wait_until_reachable(Found(away=1), 0.0)  # type: ignore[arg-type]
+        await wait_until_reachable(ExternalServer(away=1), 0.0)  # type: ignore[arg-type]
 
 
-async def test_one_that_was_there_before_may_come_back(impatient: None) -> None:
+async def test_a_server_that_was_reachable_before_may_come_back(impatient: None) -> None:
     async with asyncio.timeout(60):
-        await wait_until_reachable(Found(away=20), 60.0)  # type: ignore[arg-type]
+        await wait_until_reachable(ExternalServer(away=20), 60.0)  # type: ignore[arg-type]
 
 
-async def test_one_that_answers_and_does_not_sample_is_of_no_use() -> None:
-    await check_sampling(Found())  # type: ignore[arg-type]
+async def test_a_server_that_answers_but_cannot_sample_is_refused() -> None:
+    await check_sampling(ExternalServer())  # type: ignore[arg-type]
     with pytest.raises(BadInput, match=r"^http://127\.0\.0\.1:8000: its engine has died"):
-        await check_sampling(Found(samples=False))  # type: ignore[arg-type]
+        await check_sampling(ExternalServer(samples=False))  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------------------------------------------------ causes
 
 
 @pytest.mark.parametrize(
-    ("said", "cause", "settings"),
+    ("log", "cause", "settings"),
     [
         (
             "usage: api_server.py [options]\napi_server.py: error: unrecognized arguments: --frobnicate",
@@ -213,15 +211,15 @@ async def test_one_that_answers_and_does_not_sample_is_of_no_use() -> None:
         ("", "", set()),
     ],
 )  # fmt: skip
-def test_a_log_is_asked_for_the_cause(said: str, cause: str, settings: set[str]) -> None:
-    found = cause_of(said)
+def test_the_cause_and_the_settings_to_change_are_found_in_the_log(log: str, cause: str, settings: set[str]) -> None:
+    found = cause_of(log)
     assert found.startswith(cause)
     remedy = found.removeprefix(cause)
     assert set(re.findall(r"\b(?:engine|launch|model)\.\w+", remedy)) == settings
     assert bool(remedy) == bool(settings)
 
 
-def test_the_last_line_is_what_it_is_doing() -> None:
+def test_the_last_log_line_is_stripped_of_its_prefix() -> None:
     assert last_line("(APIServer pid=7) INFO 11-15 16:40:11 [gpu.py:1] Capturing graphs\n\n") == "Capturing graphs"
     assert last_line("") == ""
 
@@ -229,21 +227,21 @@ def test_the_last_line_is_what_it_is_doing() -> None:
 # ------------------------------------------------------------------------------------------------------------ tokens
 
 
-async def test_texts_become_the_ids_that_the_runs_tokenizer_gives() -> None:
+async def test_expected_token_ids_come_from_the_tokenizer_of_the_run() -> None:
     first, second = await asyncio.gather(
         expected_token_ids("starter", False), expected_token_ids("starter-agent", False)
     )
     assert set(first) == set(TOKENIZER_TEXTS)
     assert all(first.values())
-    assert first != second, "other models are told apart by them"
+    assert first != second, "the ids distinguish the models"
 
 
-async def test_a_model_without_a_tokenizer_is_a_line(tmp_path: Path) -> None:
+async def test_a_model_without_a_tokenizer_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=rf"^model\.path {tmp_path}: .*tokenizer"):
         await expected_token_ids(str(tmp_path), False)
 
 
-async def test_a_tokenizer_that_is_not_loaded_in_time_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_tokenizer_that_does_not_load_in_time_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outpace.engines.server.checks.TOKENIZER_TIMEOUT_S", 0.01)
     with pytest.raises(BadInput, match=r"^model\.path starter: .*0\.01 s"):
         await expected_token_ids("starter", False)

@@ -1,4 +1,4 @@
-"""`outpace serve`, and starting servers at all, with a stand-in for vLLM that is up at once."""
+"""`outpace serve` and server startup, with a fake vLLM that starts at once."""
 
 from __future__ import annotations
 
@@ -44,21 +44,21 @@ def settings(env: dict[str, str], **more: Any) -> dict[str, Any]:
     return {"engine.kind": "vllm", **chosen, **{key.replace("__", "."): value for key, value in more.items()}}
 
 
-def words(env: dict[str, str], **more: Any) -> list[str]:
+def flags(env: dict[str, str], **more: Any) -> list[str]:
     given = settings(env, **more)
     return [f"--{key}={json.dumps(value) if isinstance(value, dict) else value}" for key, value in given.items()]
 
 
 class Served:
-    """`outpace serve`, once it has said where its servers are."""
+    """A running `outpace serve` that has printed the URLs of its servers."""
 
     def __init__(self, *given: str) -> None:
         self.process = start_command("serve", *given)
         assert self.process.stdout is not None
         lines = iter(self.process.stdout.readline, "")
-        self.told = tomllib.loads("".join(self._until(lines, "urls")))
-        self.urls: list[str] = self.told["engine"]["urls"]
-        self.family = psutil.Process(self.process.pid).children(recursive=True)
+        self.printed = tomllib.loads("".join(self._until(lines, "urls")))
+        self.urls: list[str] = self.printed["engine"]["urls"]
+        self.processes = psutil.Process(self.process.pid).children(recursive=True)
 
     @staticmethod
     def _until(lines: Iterator[str], word: str) -> Iterator[str]:
@@ -73,7 +73,7 @@ class Served:
         return self.process.returncode, err
 
     def left(self) -> list[psutil.Process]:
-        return psutil.wait_procs(self.family, timeout=WITHIN_S)[1]
+        return psutil.wait_procs(self.processes, timeout=WITHIN_S)[1]
 
 
 def get(url: str) -> dict[str, Any]:
@@ -83,28 +83,26 @@ def get(url: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_servers_run_until_they_are_told_to_stop_and_leave_nobody_behind(
-    env: dict[str, str], number: signal.Signals
-) -> None:
-    served = Served(*words(env, engine__count=2))
-    assert served.told["engine"]["kind"] == "vllm"
+def test_servers_run_until_a_signal_and_leave_no_processes_behind(env: dict[str, str], number: signal.Signals) -> None:
+    served = Served(*flags(env, engine__count=2))
+    assert served.printed["engine"]["kind"] == "vllm"
     assert [get(url) for url in served.urls] == [{"version": "0.99.0"}] * 2
-    assert len(served.family) >= 5, "two servers, a child of each, the guardian"
-    code, said = served.end(number)
-    assert code == 0, said
+    assert len(served.processes) >= 5, "two servers, a child of each, the cleanup process"
+    code, output = served.end(number)
+    assert code == 0, output
     assert served.left() == []
-    assert "server-0.log" in said
-    assert "server-1.log" in said
+    assert "server-0.log" in output
+    assert "server-1.log" in output
 
 
-def test_they_do_not_outlive_a_command_that_was_killed(env: dict[str, str]) -> None:
-    served = Served(*words(env))
+def test_servers_do_not_outlive_a_killed_serve_command(env: dict[str, str]) -> None:
+    served = Served(*flags(env))
     served.end(signal.SIGKILL)
     assert served.left() == []
 
 
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder for temporary files of its own, for the commands that are started from here on."""
+    """A separate folder for temporary files of the commands started after this call."""
     folder = tmp_path / "tmp"
     folder.mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))
@@ -123,11 +121,11 @@ def left_of(segments: list[Path]) -> list[Path]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_neither_shared_memory_nor_temporary_files_are_left_of_a_command_that_has_ended(
+def test_an_ended_serve_command_leaves_neither_shared_memory_nor_temporary_files(
     env: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     folder = temporary(tmp_path, monkeypatch)
-    served = Served(*words({**env, "STAND_IN_SEGMENTS": str(tmp_path / "segments")}))
+    served = Served(*flags({**env, "STAND_IN_SEGMENTS": str(tmp_path / "segments")}))
     segments = created(tmp_path / "segments")
     assert left_of(segments) == segments
     served.end(number)
@@ -136,22 +134,22 @@ def test_neither_shared_memory_nor_temporary_files_are_left_of_a_command_that_ha
     assert list(folder.iterdir()) == []
 
 
-def test_what_a_command_leaves_that_was_killed_with_all_its_processes_is_removed_by_the_next_start(
+def test_leftovers_of_a_command_killed_with_all_its_processes_are_removed_at_the_next_start(
     env: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = temporary(tmp_path, monkeypatch)
-    served = Served(*words({**env, "STAND_IN_SEGMENTS": str(tmp_path / "segments")}))
+    served = Served(*flags({**env, "STAND_IN_SEGMENTS": str(tmp_path / "segments")}))
     segments = created(tmp_path / "segments")
-    kill_together([psutil.Process(served.process.pid), *served.family])
+    kill_together([psutil.Process(served.process.pid), *served.processes])
     served.process.communicate(timeout=WITHIN_S)
     assert served.left() == []
-    RuntimeDirectory().remove()  # or that of another test that runs at this moment
+    RuntimeDirectory().remove()  # a concurrent test's runtime directory may have removed it already
     assert left_of(segments) == []
     assert list(folder.iterdir()) == []
 
 
 def kill_together(processes: list[psutil.Process]) -> None:
-    """Stopped first, so that none of them can clean up after another."""
+    """Kill the processes, suspended first so that none can clean up after another."""
     for process in processes:
         process.suspend()
     for process in processes:
@@ -162,9 +160,9 @@ def test_a_server_that_was_killed_with_all_its_processes_leaves_no_shared_memory
     env: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     temporary(tmp_path, monkeypatch)
-    served = Served(*words({**env, "STAND_IN_SEGMENTS": str(tmp_path / "segments")}))
+    served = Served(*flags({**env, "STAND_IN_SEGMENTS": str(tmp_path / "segments")}))
     segments = created(tmp_path / "segments")
-    leader = next(each for each in served.family if "--port" in each.cmdline())
+    leader = next(each for each in served.processes if "--port" in each.cmdline())
     kill_together([leader, *leader.children(recursive=True)])
     served.process.communicate(timeout=WITHIN_S)
     assert left_of(segments) == []
@@ -188,7 +186,7 @@ def test_a_real_vllm_leaves_nothing_in_shared_memory_or_in_the_temporary_folder(
     served = Served(
         *(f"--{key}={json.dumps(value) if isinstance(value, dict) else value}" for key, value in given.items())
     )
-    leader = next(each for each in served.family if "--port" in each.cmdline())
+    leader = next(each for each in served.processes if "--port" in each.cmdline())
     processes = [leader, *leader.children(recursive=True)]
     segments = [Path("/dev/shm", name) for name, _ in cleanup_process.mapped_segments(each.pid for each in processes)]
     assert segments
@@ -204,12 +202,12 @@ def test_a_real_vllm_leaves_nothing_in_shared_memory_or_in_the_temporary_folder(
     assert [path.name for path in folder.iterdir() if path.suffix != ".log"] == []
 
 
-def test_a_server_that_ends_by_itself_ends_the_command_with_its_words_and_its_log_is_kept(
+def test_a_server_that_dies_ends_the_command_with_the_cause_and_its_log_is_kept(
     env: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = temporary(tmp_path, monkeypatch)
-    served = Served(*words(env))
-    next(each for each in served.family if "--port" in each.cmdline()).kill()
+    served = Served(*flags(env))
+    next(each for each in served.processes if "--port" in each.cmdline()).kill()
     _, err = served.process.communicate(timeout=WITHIN_S)
     assert served.process.returncode not in (0, None)
     last_line = err.splitlines()[-1]
@@ -221,9 +219,9 @@ def test_a_server_that_ends_by_itself_ends_the_command_with_its_words_and_its_lo
     assert "child" in log.read_text()
 
 
-def test_a_dry_run_prints_a_command_that_can_be_typed(env: dict[str, str], tmp_path: Path) -> None:
+def test_a_dry_run_prints_a_runnable_command(env: dict[str, str], tmp_path: Path) -> None:
     port = free_port()
-    shown = run_command("serve", "--dry-run", *words(env, launch__port=port))
+    shown = run_command("serve", "--dry-run", *flags(env, launch__port=port))
     assert shown.returncode == 0, shown.stderr
     typed = subprocess.Popen(["bash", "-c", f"exec {shown.stdout.strip()}"], stdout=subprocess.PIPE, text=True)
     try:
@@ -236,7 +234,7 @@ def test_a_dry_run_prints_a_command_that_can_be_typed(env: dict[str, str], tmp_p
     assert f"--port {port}" in shown.stdout
 
 
-def test_a_python_that_is_not_there_is_a_line() -> None:
+def test_a_missing_launch_python_is_reported_in_one_line() -> None:
     refused = run_command("serve", "--launch.python=/no/python")
     assert refused.returncode == 2
     assert re.fullmatch(r"outpace: launch\.python /no/python: .*No such file or directory\n", refused.stderr)
@@ -245,7 +243,7 @@ def test_a_python_that_is_not_there_is_a_line() -> None:
 # ------------------------------------------------------------------------------------------------------------ config
 
 
-def test_without_a_word_on_the_kind_it_is_vllm() -> None:
+def test_the_default_server_kind_is_vllm() -> None:
     assert serving_config(None, []).engine.kind == "vllm"
     assert serving_config(None, ["--engine.kind=sglang"]).engine.kind == "sglang"
 
@@ -255,50 +253,48 @@ def test_an_embedded_engine_cannot_be_served() -> None:
         serving_config(None, ["--engine.kind=embedded"])
 
 
-def test_the_config_of_a_run_that_names_its_servers_starts_them_and_says_that_it_does(
+def test_serve_ignores_engine_urls_of_a_run_config_and_prints_a_notice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "run.toml"
     file.write_text('[engine]\nkind = "vllm"\nurls = ["http://127.0.0.1:8000"]\nslots = 7\n')
     config = serving_config(file, ["--launch.port=8000"])
     assert (config.engine.urls, config.engine.slots, config.launch.port) == ([], 7, 8000)
-    said = capsys.readouterr().err
-    assert said.startswith("outpace: engine.urls")
-    assert "http://127.0.0.1:8000" in said
+    output = capsys.readouterr().err
+    assert output.startswith("outpace: engine.urls")
+    assert "http://127.0.0.1:8000" in output
 
 
 # ---------------------------------------------------------------------------------------------------------- starting
 
 
-async def test_a_free_port_that_was_taken_meanwhile_is_followed_by_another(env: dict[str, str], tmp_path: Path) -> None:
+async def test_another_port_is_tried_when_a_free_port_was_taken_meanwhile(env: dict[str, str], tmp_path: Path) -> None:
     taken = tmp_path / "taken"
     taken.write_text("xx")
     config = make_config(settings({**env, "STAND_IN_TAKEN": str(taken)}))
-    said: list[str] = []
-    started = await launch_server(await LaunchPlan.of(config, tmp_path), 0, tmp_path / "log", said.append)
+    output: list[str] = []
+    started = await launch_server(await LaunchPlan.of(config, tmp_path), 0, tmp_path / "log", output.append)
     await started.stop()
-    assert sum("port" in line for line in said) == 2
+    assert sum("port" in line for line in output) == 2
 
 
-async def test_it_is_not_tried_for_ever(env: dict[str, str], tmp_path: Path) -> None:
+async def test_the_number_of_ports_tried_is_limited(env: dict[str, str], tmp_path: Path) -> None:
     taken = tmp_path / "taken"
     taken.write_text("x" * PORTS_TRIED)
     config = make_config(settings({**env, "STAND_IN_TAKEN": str(taken)}))
     with pytest.raises(BadInput, match=r"Address already in use.*launch\.port") as refusal:
         await launch_server(await LaunchPlan.of(config, tmp_path), 0, tmp_path / "log", print)
-    assert type(refusal.value) is BadInput, "over a channel, errors are told by their names"
+    assert type(refusal.value) is BadInput, "errors cross the RPC channel by class name"
 
 
-async def test_a_port_that_was_asked_for_is_refused_when_somebody_hears_there(
-    env: dict[str, str], tmp_path: Path
-) -> None:
+async def test_a_configured_port_that_is_in_use_is_refused(env: dict[str, str], tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as holder:
         config = make_config(settings(env, launch__port=holder.getsockname()[1]))
         with pytest.raises(BadInput, match=r"^launch\.port \d+: .*Address already in use"):
             await launch_server(await LaunchPlan.of(config, tmp_path), 0, tmp_path / "log", print)
 
 
-async def test_servers_with_a_first_port_follow_each_other(env: dict[str, str], tmp_path: Path) -> None:
+async def test_servers_use_consecutive_ports_from_the_first_port(env: dict[str, str], tmp_path: Path) -> None:
     port = free_port()
     recipe = await LaunchPlan.of(make_config(settings(env, launch__port=port - 1, engine__count=2)), tmp_path)
     started = await launch_server(recipe, 1, tmp_path / "log", print)
@@ -307,21 +303,21 @@ async def test_servers_with_a_first_port_follow_each_other(env: dict[str, str], 
 
 
 @pytest.mark.parametrize(("stale", "health"), [(False, "healthy"), (True, "stale")])
-async def test_a_server_that_we_start_has_the_first_version_unless_the_run_has_gone_on(
+async def test_a_started_server_has_the_first_version_unless_the_run_has_progressed(
     env: dict[str, str], tmp_path: Path, stale: bool, health: str
 ) -> None:
     config = make_config(settings(env, engine__slots=500))
-    door = await build_server_engine(
+    engine = await build_server_engine(
         config, "engine-0", 0, url="", incarnation="i", scratch=tmp_path, logs=tmp_path / "logs", stale=stale
     )
     try:
-        assert (await door.stats()).health == health
+        assert (await engine.stats()).health == health
         assert (tmp_path / "logs" / "engine-0-server.log").read_text().startswith("child")
     finally:
-        await door.close()
+        await engine.close()
 
 
-async def test_a_server_that_does_not_fit_is_ended_again(env: dict[str, str], tmp_path: Path) -> None:
+async def test_a_started_server_that_fails_its_checks_is_stopped(env: dict[str, str], tmp_path: Path) -> None:
     config = make_config(settings(env, launch__args=["--logprobs-mode", "raw_logprobs"]))
     with pytest.raises(BadInput, match="--logprobs-mode processed_logprobs"):
         await build_server_engine(config, "e", 0, url="", incarnation="i", scratch=tmp_path, logs=tmp_path, stale=False)
@@ -329,8 +325,8 @@ async def test_a_server_that_does_not_fit_is_ended_again(env: dict[str, str], tm
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 
 
-async def test_a_start_that_is_called_off_leaves_nothing(env: dict[str, str], tmp_path: Path) -> None:
-    config = make_config(settings(env, launch__args=["--host", "127.0.0.2"]))  # where nobody looks for it
+async def test_a_cancelled_server_start_leaves_no_processes(env: dict[str, str], tmp_path: Path) -> None:
+    config = make_config(settings(env, launch__args=["--host", "127.0.0.2"]))  # an address that outpace does not probe
     recipe = await LaunchPlan.of(config, tmp_path)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(2):
@@ -338,7 +334,7 @@ async def test_a_start_that_is_called_off_leaves_nothing(env: dict[str, str], tm
     assert not [each for each in psutil.Process(os.getpid()).children() if each.status() != psutil.STATUS_ZOMBIE]
 
 
-async def test_the_log_of_a_server_that_did_not_start_outlives_the_runs_directory(
+async def test_the_log_of_a_server_that_did_not_start_outlives_the_run_directory(
     env: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "elsewhere").mkdir()
@@ -354,7 +350,7 @@ async def test_the_log_of_a_server_that_did_not_start_outlives_the_runs_director
     assert copy.parent == tmp_path / "elsewhere"
     assert "engine-0-server" in copy.name
     assert "many" in await asyncio.to_thread(copy.read_text)
-    with pytest.raises(BadInput, match=str(logs)):  # a run that was under way stays
+    with pytest.raises(BadInput, match=str(logs)):  # a resumed run keeps its own log
         await build_server_engine(
             config, "engine-0", 0, url="", incarnation="i", scratch=tmp_path, logs=logs, stale=True
         )

@@ -1,4 +1,4 @@
-"""A server that we have started, and that nothing of it is left."""
+"""Server processes started by outpace: logs, exit, and complete cleanup."""
 
 from __future__ import annotations
 
@@ -62,19 +62,19 @@ async def child_of(server: ServerProcess) -> int:
     return int((await log_text(server, "child")).split()[1])
 
 
-async def test_what_it_prints_is_in_its_log(launch: Launch) -> None:
+async def test_server_output_is_written_to_the_log(launch: Launch) -> None:
     server = await launch("import sys; print('to one'); print('to the other', file=sys.stderr)")
     assert (await server.ended()).endswith("code 0")
     assert set(server.log_path.read_text().splitlines()) == {"to one", "to the other"}
     assert not server.alive
 
 
-async def test_a_terminals_ctrl_c_does_not_reach_it(launch: Launch) -> None:
+async def test_ctrl_c_in_the_terminal_does_not_reach_the_server(launch: Launch) -> None:
     server = await launch("import time; time.sleep(600)")
     assert os.getsid(server.pid) == server.pid
 
 
-async def test_a_second_start_goes_on_with_the_log_and_says_only_its_own(launch: Launch) -> None:
+async def test_a_second_start_appends_to_the_log_and_reports_only_its_own_output(launch: Launch) -> None:
     await (await launch("print('the first')")).ended()
     second = await launch("print('the second')")
     await second.ended()
@@ -82,32 +82,32 @@ async def test_a_second_start_goes_on_with_the_log_and_says_only_its_own(launch:
     assert second.log_path.read_text() == "the first\nthe second\n"
 
 
-async def test_a_tail_is_so_many_lines(launch: Launch) -> None:
+async def test_log_tail_returns_the_requested_number_of_lines(launch: Launch) -> None:
     server = await launch("for i in range(100): print(i)")
     await server.ended()
     assert server.log_tail(2) == "98\n99"
 
 
-async def test_a_log_that_somebody_removed_says_nothing(launch: Launch) -> None:
+async def test_log_tail_of_a_removed_log_is_empty(launch: Launch) -> None:
     server = await launch("print('hello')")
     await server.ended()
     server.log_path.unlink()
     assert server.log_tail() == ""
 
 
-async def test_it_says_how_it_ended(launch: Launch) -> None:
+async def test_the_exit_code_or_signal_of_a_server_is_reported(launch: Launch) -> None:
     assert (await (await launch("raise SystemExit(3)")).ended()).endswith("code 3")
     killed = await launch("import time; time.sleep(600)")
     os.kill(killed.pid, signal.SIGKILL)
     assert "SIGKILL" in await killed.ended()
 
 
-async def test_a_program_that_is_not_there_is_a_line_that_names_it(tmp_path: Path) -> None:
+async def test_a_missing_program_is_reported_by_name_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"^launch\.python /no/such/python: .*No such file"):
         await ServerProcess.launch(["/no/such/python", "-c", ""], {}, tmp_path / "log")
 
 
-async def test_it_gets_exactly_the_environment_it_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_server_gets_exactly_the_given_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OF_OURS", "1")
     program = "import os; print(os.environ.get('OF_OURS'), os.environ.get('ITS_OWN'))"
     server = await ServerProcess.launch([sys.executable, "-c", program], {"ITS_OWN": "2"}, tmp_path / "log")
@@ -116,7 +116,7 @@ async def test_it_gets_exactly_the_environment_it_is_given(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("detached", [False, True])
-async def test_stopping_ends_what_it_has_started_too(launch: Launch, detached: bool) -> None:
+async def test_stopping_a_server_also_ends_its_child_processes(launch: Launch, detached: bool) -> None:
     server = await launch(WITH_A_CHILD.format(detached=detached))
     child = await child_of(server)
     await server.stop()
@@ -124,7 +124,7 @@ async def test_stopping_ends_what_it_has_started_too(launch: Launch, detached: b
     assert gone(child)
 
 
-async def test_what_a_dead_server_has_left_behind_ends_with_a_stop(launch: Launch) -> None:
+async def test_stopping_a_dead_server_ends_its_orphaned_processes(launch: Launch) -> None:
     server = await launch(WITH_A_CHILD.format(detached=True))
     child = await child_of(server)
     os.kill(server.pid, signal.SIGKILL)
@@ -134,7 +134,7 @@ async def test_what_a_dead_server_has_left_behind_ends_with_a_stop(launch: Launc
     assert gone(child)
 
 
-async def test_a_server_that_can_leave_by_itself_does(launch: Launch) -> None:
+async def test_a_server_that_handles_sigterm_exits_by_itself(launch: Launch) -> None:
     server = await launch(
         """
         import signal, sys, time
@@ -149,7 +149,7 @@ async def test_a_server_that_can_leave_by_itself_does(launch: Launch) -> None:
 
 
 @pytest.mark.parametrize("stopped", [False, True], ids=["deaf", "SIGSTOP"])
-async def test_one_that_does_not_leave_is_killed(
+async def test_a_server_that_ignores_sigterm_is_killed(
     launch: Launch, monkeypatch: pytest.MonkeyPatch, stopped: bool
 ) -> None:
     monkeypatch.setattr(server_process, "TERMINATE_S", 0.1)
@@ -161,9 +161,7 @@ async def test_one_that_does_not_leave_is_killed(
     assert "SIGKILL" in await server.ended()
 
 
-async def test_stopping_goes_on_when_whoever_waits_is_cancelled(
-    launch: Launch, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_stopping_continues_when_its_caller_is_cancelled(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_process, "TERMINATE_S", 0.1)
     server = await launch(DEAF)
     await log_text(server, "deaf")
@@ -174,7 +172,7 @@ async def test_stopping_goes_on_when_whoever_waits_is_cancelled(
         await server.ended()
 
 
-async def test_processor_time_is_of_the_whole_tree_and_never_falls(launch: Launch) -> None:
+async def test_cpu_time_covers_the_whole_process_tree_and_never_decreases(launch: Launch) -> None:
     burn = "import time\nwhile time.process_time() < 0.5: pass\nprint('burnt', flush=True)\ntime.sleep(600)"
     server = await launch(f"import subprocess, sys; subprocess.run([sys.executable, '-c', {burn!r}])")
     await log_text(server, "burnt")
@@ -184,7 +182,7 @@ async def test_processor_time_is_of_the_whole_tree_and_never_falls(launch: Launc
     assert server.cpu_s() >= spent
 
 
-def test_it_dies_with_whoever_started_it(tmp_path: Path) -> None:
+def test_a_server_dies_with_the_process_that_started_it(tmp_path: Path) -> None:
     log = tmp_path / "log"
     owner = subprocess.Popen(
         [
@@ -193,8 +191,8 @@ def test_it_dies_with_whoever_started_it(tmp_path: Path) -> None:
             "from outpace.engines.server.server_process import ServerProcess\n"
             "from outpace.runtime.cleanup import CleanupProcess\n"
             "async def main():\n"
-            f"    guardian = CleanupProcess(pathlib.Path({str(tmp_path / 'index')!r}))\n"
-            "    env = {**os.environ, **guardian.marked(guardian.new_mark())}\n"
+            f"    cleanup = CleanupProcess(pathlib.Path({str(tmp_path / 'index')!r}))\n"
+            "    env = {**os.environ, **cleanup.marked(cleanup.new_mark())}\n"
             f"    argv = [sys.executable, '-c', {WITH_A_CHILD.format(detached=True)!r}]\n"
             f"    server = await ServerProcess.launch(argv, env, pathlib.Path({str(log)!r}))\n"
             "    while 'child' not in server.log_text(): await asyncio.sleep(0.02)\n"
@@ -212,17 +210,17 @@ def test_it_dies_with_whoever_started_it(tmp_path: Path) -> None:
     assert left == []
 
 
-def test_a_free_port_can_be_had() -> None:
+def test_free_port_returns_an_unused_port() -> None:
     with socket.socket() as taker:
         taker.bind(("127.0.0.1", free_port()))
 
 
-def test_a_port_that_was_taken_is_told_from_other_ends() -> None:
+def test_an_exit_because_of_a_taken_port_is_distinguished_from_other_exits() -> None:
     assert port_was_taken("OSError: [Errno 98] Address already in use")
     assert not port_was_taken("torch.OutOfMemoryError: CUDA out of memory")
 
 
-async def test_temporary_files_and_sockets_of_a_server_are_removed_when_it_has_been_stopped(launch: Launch) -> None:
+async def test_temporary_files_and_sockets_of_a_server_are_removed_when_it_is_stopped(launch: Launch) -> None:
     server = await launch(
         """
         import os, tempfile, time
@@ -241,7 +239,7 @@ async def test_temporary_files_and_sockets_of_a_server_are_removed_when_it_has_b
         os.listdir(directory)
 
 
-async def test_the_directory_of_a_server_is_in_the_temporary_directory_it_was_given(tmp_path: Path) -> None:
+async def test_the_directory_of_a_server_is_created_in_the_given_temporary_directory(tmp_path: Path) -> None:
     argv = [sys.executable, "-c", "import tempfile; print(tempfile.gettempdir())"]
     server = await ServerProcess.launch(argv, {**os.environ, "TMPDIR": str(tmp_path)}, tmp_path / "server.log")
     await server.ended()

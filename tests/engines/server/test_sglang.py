@@ -1,4 +1,4 @@
-"""The SGLang engine against a small server of its protocol (see `servers.sglang_protocol`)."""
+"""The SGLang client with a fake server of its protocol (see `engines.server.sglang_protocol`)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Start = Callable[..., Awaitable[tuple[Sglang, SglangServer]]]
 
 
 def a_model(folder: Path, seed: int) -> Path:
-    """One that never ends by itself."""
+    """Write a model that never samples the end of a sequence."""
     logits = np.random.default_rng(seed).normal(size=(VOCABULARY, VOCABULARY)).astype(np.float32)
     logits[:, EOS] = -60.0
     folder.mkdir(parents=True, exist_ok=True)
@@ -59,14 +59,14 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
         await end()
 
 
-def an_ask(name: str = "a", tokens: int = 12, salt: str = "0", **sampling: Any) -> ServerRequest:
+def make_request(name: str = "a", tokens: int = 12, salt: str = "0", **sampling: Any) -> ServerRequest:
     return ServerRequest(name, np.array([1, 3], dtype=np.int32), Sampling(max_tokens=tokens, seed=7, **sampling), salt)
 
 
-async def answer(ours: SglangServer, ask: ServerRequest) -> tuple[list[int], list[float], Piece]:
+async def answer(ours: SglangServer, request: ServerRequest) -> tuple[list[int], list[float], Piece]:
     tokens: list[int] = []
     logprobs: list[float] = []
-    async with aclosing(ours.stream(ask)) as pieces:
+    async with aclosing(ours.stream(request)) as pieces:
         async for piece in pieces:
             tokens += piece.tokens
             logprobs += piece.logprobs
@@ -75,7 +75,7 @@ async def answer(ours: SglangServer, ask: ServerRequest) -> tuple[list[int], lis
 
 async def until(holds: Callable[[], bool]) -> None:
     async with asyncio.timeout(60):
-        while not holds():  # noqa: ASYNC110  # the server under test is a stranger, with no event for it
+        while not holds():  # noqa: ASYNC110  # the server has no event to wait for
             await asyncio.sleep(0.002)
 
 
@@ -85,10 +85,10 @@ async def under_way(theirs: Sglang, count: int = 1, tokens: int = 3) -> None:
 
 async def swap(theirs: Sglang, ours: SglangServer, model: Path, version: int, recompute: bool = False) -> None:
     await ours.pause()
-    asked = {"model_path": str(model), "flush_cache": False}
-    await ours.http.post("/update_weights_from_disk", asked, deadline_s=10)
+    body = {"model_path": str(model), "flush_cache": False}
+    await ours.http.post("/update_weights_from_disk", body, deadline_s=10)
     await ours.label(version)
-    await asyncio.sleep(2 * theirs.lag_s)  # what is on its way arrives, under whichever label
+    await asyncio.sleep(2 * theirs.lag_s)  # tokens in flight arrive, with either label
     await ours.resume(recompute)
 
 
@@ -96,18 +96,18 @@ async def swap(theirs: Sglang, ours: SglangServer, model: Path, version: int, re
 
 
 @pytest.mark.parametrize("streaming", ["cumulative", "incremental", "half"])
-async def test_every_way_of_streaming_gives_the_same_exact_answer(start: Start, tmp_path: Path, streaming: Any) -> None:
+async def test_every_streaming_mode_gives_the_same_answer(start: Start, tmp_path: Path, streaming: Any) -> None:
     theirs, ours = await start(streaming=streaming)
-    tokens, logprobs, last = await answer(ours, an_ask(tokens=LONG, temperature=0.7))
+    tokens, logprobs, last = await answer(ours, make_request(tokens=LONG, temperature=0.7))
     assert len(tokens) == LONG
     assert last.stop == "length"
     assert [token for _, token, _ in theirs.seen[-1].sampled[:LONG]] == tokens
     assert np.allclose(logprobs, logprobs_of(tmp_path / "0", [3, *tokens], 0.7))
 
 
-async def test_every_sampling_parameter_is_said(start: Start) -> None:
+async def test_every_sampling_parameter_is_sent(start: Start) -> None:
     theirs, ours = await start()
-    await answer(ours, an_ask(stop_ids=[5], stop_strings=["end"], top_k=4, top_p=0.9))
+    await answer(ours, make_request(stop_ids=[5], stop_strings=["end"], top_k=4, top_p=0.9))
     body = theirs.seen[-1].body
     assert body["input_ids"] == [1, 3]
     assert body["extra_key"].startswith("0")
@@ -119,66 +119,68 @@ async def test_every_sampling_parameter_is_said(start: Start) -> None:
     }  # fmt: skip
 
 
-async def test_a_stop_id_ends_an_answer_and_is_part_of_it(start: Start) -> None:
+async def test_a_stop_id_ends_an_answer_and_is_included(start: Start) -> None:
     _, ours = await start()
-    tokens, _, last = await answer(ours, an_ask(tokens=LONG, stop_ids=[0, 1, 4, 5, 6, 7]))
+    tokens, _, last = await answer(ours, make_request(tokens=LONG, stop_ids=[0, 1, 4, 5, 6, 7]))
     assert last.stop == "stop"
     assert tokens[-1] in (0, 1, 4, 5, 6, 7)
 
 
-async def test_a_seed_is_sent_only_when_seeds_are_wanted(start: Start) -> None:
+async def test_a_seed_is_sent_only_if_seeding_is_enabled(start: Start) -> None:
     theirs, ours = await start()
-    await answer(ours, an_ask())
-    await answer(SglangServer(ours.http, seeded=True), an_ask())
+    await answer(ours, make_request())
+    await answer(SglangServer(ours.http, seeded=True), make_request())
     assert ["sampling_seed" in request.how for request in theirs.seen] == [False, True]
 
 
-async def test_a_prompt_beyond_the_context_is_refused_and_not_a_fault(start: Start) -> None:
+async def test_a_prompt_beyond_the_context_raises_server_refused(start: Start) -> None:
     _, ours = await start()
     with pytest.raises(ServerRefused, match="maximum context length of 64"):
-        await answer(ours, an_ask(tokens=500))
+        await answer(ours, make_request(tokens=500))
 
 
-async def test_a_server_that_dies_in_mid_answer_is_gone(start: Start) -> None:
+async def test_a_server_that_dies_during_an_answer_raises_server_gone(start: Start) -> None:
     theirs, ours = await start()
-    asking = asyncio.create_task(answer(ours, an_ask(tokens=LONG)))
+    answering = asyncio.create_task(answer(ours, make_request(tokens=LONG)))
     await under_way(theirs)
     await theirs.stop()
     with pytest.raises(ServerGone):
-        await asking
+        await answering
 
 
 # ------------------------------------------------------------------------------------------------------------ ending
 
 
 @pytest.mark.parametrize("streaming", ["cumulative", "incremental"])
-async def test_an_aborted_request_gives_what_it_has_and_its_neighbours_go_on(start: Start, streaming: Any) -> None:
+async def test_an_aborted_request_returns_partial_output_and_other_requests_continue(
+    start: Start, streaming: Any
+) -> None:
     theirs, ours = await start(streaming=streaming)
-    asking = [asyncio.create_task(answer(ours, an_ask(name, LONG))) for name in ("a", "a1")]
+    answering = [asyncio.create_task(answer(ours, make_request(name, LONG))) for name in ("a", "a1")]
     await under_way(theirs, 2)
     assert await ours.abort(["a"])
-    tokens, logprobs, last = await asking[0]
+    tokens, logprobs, last = await answering[0]
     assert last.stop == "aborted"
     assert 3 <= len(tokens) == len(logprobs) < LONG
-    assert (await asking[1])[2].stop == "length"
+    assert (await answering[1])[2].stop == "length"
 
 
-async def test_one_who_stops_reading_ends_the_request(start: Start) -> None:
+async def test_closing_the_stream_ends_the_request(start: Start) -> None:
     theirs, ours = await start()
-    async with aclosing(ours.stream(an_ask(tokens=LONG))) as pieces:
+    async with aclosing(ours.stream(make_request(tokens=LONG))) as pieces:
         await anext(pieces)
     await until(lambda: theirs.seen[-1].finish is not None)
     assert theirs.seen[-1].finish["type"] == "abort"
 
 
-async def test_a_request_that_waited_for_the_end_of_a_pause_can_be_aborted(start: Start) -> None:
+async def test_a_request_that_waits_for_the_end_of_a_pause_can_be_aborted(start: Start) -> None:
     theirs, ours = await start()
     await ours.pause()
-    asking = asyncio.create_task(answer(ours, an_ask(tokens=LONG)))
+    answering = asyncio.create_task(answer(ours, make_request(tokens=LONG)))
     await under_way(theirs, tokens=0)
     await ours.abort(["a"])
     await ours.resume(recompute=False)
-    tokens, _, last = await asking
+    tokens, _, last = await answering
     assert last.stop == "aborted"
     assert len(tokens) < LONG
 
@@ -186,68 +188,68 @@ async def test_a_request_that_waited_for_the_end_of_a_pause_can_be_aborted(start
 # ---------------------------------------------------------------------------------------------------------- versions
 
 
-async def test_without_a_label_of_ours_there_are_no_spans(start: Start) -> None:
+async def test_without_a_version_label_there_are_no_spans(start: Start) -> None:
     _, ours = await start()
-    assert (await answer(ours, an_ask()))[2].spans is None
+    assert (await answer(ours, make_request()))[2].spans is None
 
 
-async def test_what_an_adapter_samples_is_not_of_the_version_that_the_model_beneath_is_labelled_with(
+async def test_tokens_of_an_adapter_do_not_get_the_version_label_of_the_base_model(
     start: Start,
 ) -> None:
     _, ours = await start()
     await ours.label(3)
-    assert (await answer(ours, replace(an_ask(), adapter="outpace-run-7")))[2].spans is None
+    assert (await answer(ours, replace(make_request(), adapter="outpace-run-7")))[2].spans is None
 
 
 @pytest.mark.parametrize("lag_s", [0.0, 0.02])
-async def test_a_swap_in_mid_answer_shows_in_its_spans_and_never_too_early(
+async def test_a_weight_swap_during_an_answer_appears_in_its_spans_and_never_too_early(
     start: Start, tmp_path: Path, lag_s: float
 ) -> None:
     theirs, ours = await start()
     theirs.weights, theirs.lag_s = "0", lag_s
     await ours.label(0)
-    asking = asyncio.create_task(answer(ours, an_ask(tokens=LONG)))
+    answering = asyncio.create_task(answer(ours, make_request(tokens=LONG)))
     await under_way(theirs)
     await swap(theirs, ours, a_model(tmp_path / "1", 1), 1)
-    tokens, _, last = await asking
+    tokens, _, last = await answering
     assert last.spans is not None
-    told = [version for version, start_, end in last.spans for _ in range(start_, end)]
+    recorded = [version for version, start_, end in last.spans for _ in range(start_, end)]
     truth = [int(name) for name in theirs.seen[-1].by[:LONG]]
-    assert len(told) == len(tokens) == LONG
-    assert set(told) == {0, 1} == set(truth)
-    assert all(said <= true for said, true in zip(told, truth, strict=True))
-    assert told[-1] == 1
+    assert len(recorded) == len(tokens) == LONG
+    assert set(recorded) == {0, 1} == set(truth)
+    assert all(version <= true for version, true in zip(recorded, truth, strict=True))
+    assert recorded[-1] == 1
 
 
-async def test_weights_that_somebody_else_has_labelled_are_not_taken_for_ours(start: Start) -> None:
+async def test_weights_with_a_foreign_label_are_rejected(start: Start) -> None:
     theirs, ours = await start()
     await ours.label(3)
     theirs.label = "default"
     with pytest.raises(ServerFaulty, match="default"):
-        await answer(ours, an_ask())
+        await answer(ours, make_request())
 
 
-async def test_kept_keys_and_values_go_on_in_the_same_request(start: Start, tmp_path: Path) -> None:
+async def test_with_kv_keep_the_same_request_continues_after_a_swap(start: Start, tmp_path: Path) -> None:
     theirs, ours = await start()
     await ours.label(0)
-    asking = asyncio.create_task(answer(ours, an_ask(tokens=LONG)))
+    answering = asyncio.create_task(answer(ours, make_request(tokens=LONG)))
     await under_way(theirs)
     await swap(theirs, ours, a_model(tmp_path / "1", 1), 1)
-    assert len((await asking)[0]) == LONG
+    assert len((await answering)[0]) == LONG
     assert len(theirs.seen) == 1
 
 
 @pytest.mark.parametrize("streaming", ["cumulative", "incremental"])
-async def test_to_recompute_is_to_ask_again_with_what_there_is_under_another_salt(
+async def test_with_kv_recompute_requests_are_resent_with_their_output_and_another_cache_salt(
     start: Start, tmp_path: Path, streaming: Any
 ) -> None:
     theirs, ours = await start(streaming=streaming)
     theirs.weights = "0"
     await ours.label(0)
-    asking = [asyncio.create_task(answer(ours, an_ask(name, LONG))) for name in ("a", "b")]
+    answering = [asyncio.create_task(answer(ours, make_request(name, LONG))) for name in ("a", "b")]
     await under_way(theirs, 2)
     await swap(theirs, ours, a_model(tmp_path / "1", 1), 1, recompute=True)
-    for tokens, logprobs, last in await asyncio.gather(*asking):
+    for tokens, logprobs, last in await asyncio.gather(*answering):
         assert last.stop == "length"
         assert len(tokens) == len(logprobs) == LONG
         assert last.spans is not None
@@ -256,13 +258,13 @@ async def test_to_recompute_is_to_ask_again_with_what_there_is_under_another_sal
     again = theirs.seen[2:]
     assert len(again) == 2
     assert all(len(request.body["input_ids"]) > 2 for request in again)
-    assert {weights for _, weights in theirs.caches} == {"1"}, "nothing of the older weights is left in the cache"
+    assert {weights for _, weights in theirs.caches} == {"1"}, "the cache contains nothing from the older weights"
 
 
-# ----------------------------------------------------------------------------------------------------- what it says
+# -------------------------------------------------------------------------------------------------------- facts
 
 
-async def test_it_tells_what_it_is(start: Start) -> None:
+async def test_the_facts_of_a_server_are_read(start: Start) -> None:
     _, ours = await start()
     facts = await ours.facts()
     assert (facts.kind, facts.version, facts.model, facts.context) == ("sglang", "0.5.18", "tiny", 64)
@@ -271,27 +273,27 @@ async def test_it_tells_what_it_is(start: Start) -> None:
 
 
 @pytest.mark.parametrize(("original", "mode"), [(False, "processed"), (True, "original")])
-async def test_which_logprobs_it_reports_is_found_out_by_trying(start: Start, original: bool, mode: str) -> None:
+async def test_the_logprob_mode_is_detected_by_sampling(start: Start, original: bool, mode: str) -> None:
     theirs, ours = await start()
     theirs.original_logprobs = original
     assert (await ours.facts()).logprobs == mode
 
 
-async def test_a_dtype_that_the_server_chose_itself_is_not_told(start: Start) -> None:
+async def test_an_automatic_dtype_is_reported_as_unknown(start: Start) -> None:
     theirs, ours = await start()
     theirs.settings["dtype"] = "auto"
     assert (await ours.facts()).dtype is None
 
 
 async def refused(ours: SglangServer, **needs: Any) -> str:
-    """The line that a run gets."""
+    """Return the refusal without the server's URL."""
     needs = {"model": "tiny", "dtype": "float32", "context": 32, "tokenizer": {}, "adapters": False, **needs}
     with pytest.raises(BadInput) as raised:
         await check_server(ours, ServerRequirements(transport="files", temperature=1.0, **needs))
     return str(raised.value).removeprefix(ours.url)
 
 
-async def test_a_server_that_a_run_cannot_use_is_refused_with_the_remedy(start: Start) -> None:
+async def test_a_mismatched_server_is_refused_with_the_remedy(start: Start) -> None:
     theirs, ours = await start()
     theirs.settings["model_path"] = "tiny"
     await check_server(ours, ServerRequirements("tiny", "float32", 32, {"ab": [1, 2]}, "files", True, 1.0))
@@ -323,26 +325,26 @@ async def test_a_wrong_key_is_refused(start: Start) -> None:
     assert raised.value.status == 401
 
 
-async def test_something_else_at_the_address_is_named(start: Start) -> None:
+async def test_an_unrelated_server_at_the_address_raises_server_faulty(start: Start) -> None:
     theirs, ours = await start()
     del theirs.settings["model_path"]
     with pytest.raises(ServerFaulty, match="/server_info: "):
         await ours.facts()
 
 
-async def test_it_tokenizes(start: Start) -> None:
+async def test_the_server_tokenizes_text(start: Start) -> None:
     _, ours = await start()
     assert await ours.tokenized("ab") == [1, 2]
 
 
-async def test_pressure_counts_what_was_retracted_over_all_looks(start: Start) -> None:
+async def test_pressure_accumulates_retractions_over_all_calls(start: Start) -> None:
     _, ours = await start()
     first, second = await ours.pressure(), await ours.pressure()
     assert (first.running, first.waiting, first.cache_used) == (0, 1, 0.25)
     assert (first.preemptions, second.preemptions) == (2, 4)
 
 
-async def test_a_server_that_has_lost_our_label_has_begun_anew(start: Start) -> None:
+async def test_a_server_that_lost_its_version_label_counts_as_restarted(start: Start) -> None:
     theirs, ours = await start()
     before_any_label = (await ours.pressure()).began
     await ours.label(0)
@@ -354,14 +356,14 @@ async def test_a_server_that_has_lost_our_label_has_begun_anew(start: Start) -> 
     assert first == second != (await ours.pressure()).began
 
 
-async def test_a_server_that_was_left_paused_goes_on_when_it_is_looked_at(start: Start) -> None:
+async def test_reading_the_facts_resumes_a_server_that_was_left_paused(start: Start) -> None:
     theirs, ours = await start()
     theirs.paused = True
     assert (await ours.facts()).controls
     await ours.probe(10)
 
 
-async def test_whether_it_is_paused_is_not_known_but_whether_it_is_there_is(start: Start) -> None:
+async def test_the_paused_state_is_unknown_but_a_gone_server_is_detected(start: Start) -> None:
     theirs, ours = await start()
     assert await ours.paused() is None
     await theirs.stop()

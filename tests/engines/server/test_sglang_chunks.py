@@ -1,4 +1,4 @@
-"""What is read out of SGLang's streams, whichever way they are cut."""
+"""Parsing of SGLang's streams, however they are chunked."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def reader(sent: int | None = None) -> ChunkReader:
 
 
 def chunk(total: int, had: int, way: Way = "all", **meta: Any) -> bytes:
-    """One that brings the count to `total`."""
+    """Return a chunk that brings the token count to `total`."""
     fresh, everything = ENTRIES[had:total], ENTRIES[:total]
     listed = {"all": everything, "fresh": fresh, "both": [*fresh, *everything]}[way]
     body = {"completion_tokens": total, "output_token_logprobs": listed, "finish_reason": None, **meta}
@@ -31,11 +31,11 @@ def chunk(total: int, had: int, way: Way = "all", **meta: Any) -> bytes:
 cuts = st.lists(
     st.tuples(st.integers(0, 5), st.sampled_from(["all", "fresh", "both"]), st.integers(0, 2)), min_size=1, max_size=8
 )
-"""Chunks: how many tokens each brings, how they are listed, and by how much the label has grown with it."""
+"""Chunks: number of new tokens, how they are listed, and the increase of the version label."""
 
 
 @given(cuts)
-def test_every_token_comes_once_however_the_stream_is_cut(cuts: list[tuple[int, Way, int]]) -> None:
+def test_every_token_is_parsed_once_however_the_stream_is_chunked(cuts: list[tuple[int, Way, int]]) -> None:
     reading, tokens, logprobs = reader(), [], []
     for count, way, _ in cuts:
         piece = reading.parse_chunk(chunk(len(tokens) + count, len(tokens), way))
@@ -61,15 +61,15 @@ def test_spans_cover_all_tokens_and_none_is_newer_than_the_chunk_before_it(
     assert versions == sorted(set(versions)), "one span per version"
 
 
-def test_a_chunk_without_a_label_leaves_the_version_as_it_was() -> None:
+def test_a_chunk_without_a_label_keeps_the_previous_version() -> None:
     reading = reader(sent=4)
     reading.parse_chunk(chunk(2, 0))
     reading.parse_chunk(chunk(3, 2, weight_version="v4"))
     assert reading.spans == [(4, 0, 3)]
 
 
-def test_a_request_that_ended_before_its_first_token_is_an_empty_answer() -> None:
-    """The server lists one logprob all the same."""
+def test_a_request_aborted_before_its_first_token_returns_an_empty_answer() -> None:
+    """The server lists one logprob nevertheless."""
     ending = {"type": "abort", "message": "Aborted", "status_code": None}
     body = {"completion_tokens": 0, "output_token_logprobs": ENTRIES[:1], "finish_reason": ending}
     piece = reader().parse_chunk(json.dumps({"meta_info": body}).encode())
@@ -101,7 +101,7 @@ def test_a_request_that_ended_before_its_first_token_is_an_empty_answer() -> Non
         ),
     ],
 )
-def test_what_cannot_be_an_answer_is_an_error_by_whose_fault_it_is(
+def test_an_invalid_answer_raises_the_error_class_of_its_cause(
     payload: bytes, kind: type[ServerFailed], words: str
 ) -> None:
     with pytest.raises(kind, match=words) as raised:
@@ -110,7 +110,7 @@ def test_what_cannot_be_an_answer_is_an_error_by_whose_fault_it_is(
     assert str(raised.value).startswith("http://here/generate: ")
 
 
-def test_tokens_that_are_taken_back_are_a_fault() -> None:
+def test_a_shrinking_token_count_raises_server_faulty() -> None:
     reading = reader()
     reading.parse_chunk(chunk(5, 0))
     with pytest.raises(ServerFaulty, match=r"^(?=.*\b5 tokens\b).*\b4\b"):

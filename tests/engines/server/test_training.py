@@ -1,5 +1,5 @@
-"""Whole runs on real vLLM servers: they learn, weights change inside sequences, and servers that stop or die cost
-nothing but time."""
+"""Training runs on real vLLM servers: they learn, weights change during sequences, and stopped or killed servers cost
+only time."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ LAUNCHED = (f"--launch.python={PYTHON}", "--launch.env=VLLM_CPU_KVCACHE_SPACE=1"
 
 
 class Running:
-    """A run under way, and the servers that it has started."""
+    """A training process and the servers that it started."""
 
     def __init__(self, directory: Path, *settings: str) -> None:
         self.directory = directory
@@ -54,13 +54,15 @@ class Running:
             )  # fmt: skip
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         return self._output.read_text()
 
     def servers(self) -> list[psutil.Process]:
-        """The process of each server that answers requests, in the order of their ports."""
-        family = psutil.Process(self.process.pid).children(recursive=True)
-        found = {_port(words): child for child in family if "api_server" in " ".join(words := _words(child))}
+        """Return the API process of each server, ordered by port."""
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        found = {
+            _port(arguments): child for child in children if "api_server" in " ".join(arguments := _command_line(child))
+        }
         return [found[port] for port in sorted(found)]
 
     def lines(self, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
@@ -70,14 +72,14 @@ class Running:
     def until(self, true: Callable[[], object], patience_s: float = 300) -> None:
         deadline = time.monotonic() + patience_s
         while not true():
-            assert self.process.poll() is None, self.said
-            assert time.monotonic() < deadline, f"it did not come to that:\n{self.said}"
+            assert self.process.poll() is None, self.output
+            assert time.monotonic() < deadline, f"the condition was not met:\n{self.output}"
             time.sleep(0.2)
 
     def end(self, exit_code: int = 0, patience_s: float = 600) -> dict[str, Any]:
-        """The summary, after an end that leaves no server behind."""
+        """Wait for the run to end without leaving servers behind, and return its summary."""
         servers = self.servers() if self.process.poll() is None else []
-        assert self.process.wait(timeout=patience_s) == exit_code, self.said
+        assert self.process.wait(timeout=patience_s) == exit_code, self.output
         _, left = psutil.wait_procs(servers, timeout=10)
         assert not left, "servers outlive their run"
         summary: dict[str, Any] = json.loads((self.directory / "summary.json").read_text())
@@ -90,18 +92,18 @@ class Running:
         self.process.wait()
 
 
-def _words(process: psutil.Process) -> list[str]:
+def _command_line(process: psutil.Process) -> list[str]:
     try:
         return process.cmdline()
     except psutil.Error:
         return []
 
 
-def _port(words: list[str]) -> int:
-    return int(words[words.index("--port") + 1]) if "--port" in words else 0
+def _port(arguments: list[str]) -> int:
+    return int(arguments[arguments.index("--port") + 1]) if "--port" in arguments else 0
 
 
-def family_of(server: psutil.Process) -> list[psutil.Process]:
+def process_tree(server: psutil.Process) -> list[psutil.Process]:
     return [server, *server.children(recursive=True)]
 
 
@@ -119,12 +121,12 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Running]]:
 
 
 def swapped_inside(run: Path) -> int:
-    """How many trained sequences were sampled by more than one version."""
+    """Return how many trained sequences were sampled from more than one version."""
     rows = [row for record in journalled(run / "journal").values() for row in record.rows]
     return sum(len(set(row.versions[row.mask].tolist())) > 1 for row in rows)
 
 
-def test_a_run_on_a_real_server_learns_and_its_weights_change_inside_sequences(start: Callable[..., Running]) -> None:
+def test_a_run_on_a_real_server_learns_and_weights_change_during_sequences(start: Callable[..., Running]) -> None:
     run = start(*LAUNCHED, "--run.steps=12", "--checkpoint.every=0")
     summary = run.end()
     assert summary["eval_last"] > summary["eval_first"] + 0.08
@@ -147,9 +149,7 @@ def test_a_run_on_a_real_server_learns_and_its_weights_change_inside_sequences(s
     ],
     ids=["adapters", "deltas"],
 )
-def test_a_run_learns_whatever_way_its_weights_travel(
-    start: Callable[..., Running], travelling: tuple[str, ...]
-) -> None:
+def test_a_run_learns_with_every_weight_transport(start: Callable[..., Running], travelling: tuple[str, ...]) -> None:
     run = start(*LAUNCHED, "--run.steps=10", *travelling)
     summary = run.end()
     assert summary["eval_last"] > summary["eval_first"] + 0.04
@@ -161,10 +161,10 @@ def test_a_run_learns_whatever_way_its_weights_travel(
 @pytest.mark.parametrize(
     "also_stopped", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["killed", "killed, then stopped"]
 )
-def test_a_server_that_is_killed_under_load_and_one_that_is_stopped_cost_no_group(
+def test_a_server_killed_under_load_and_a_suspended_server_cost_no_group(
     start: Callable[..., Running], tmp_path: Path, also_stopped: bool
 ) -> None:
-    waits = tmp_path / "waits.py"  # a run that keeps all cores busy would make starting a server take minutes
+    waits = tmp_path / "waits.py"  # with all cores busy, starting a server would take minutes
     waits.write_text(
         "import asyncio\n\n"
         "async def second(completions):\n"
@@ -180,16 +180,16 @@ def test_a_server_that_is_killed_under_load_and_one_that_is_stopped_cost_no_grou
     killed, stopped = run.servers()
     before = len(run.lines())
     killed.send_signal(signal.SIGKILL)
-    run.until(lambda: len(run.lines()) >= before + 3)  # the other one carries the run meanwhile
+    run.until(lambda: len(run.lines()) >= before + 3)  # the other server serves the run meanwhile
     run.until(lambda: len(run.servers()) == 2)
     run.until(lambda: run.lines()[-1]["fleet/healthy"] == 2)
     if also_stopped:
-        for process in family_of(stopped):
+        for process in process_tree(stopped):
             process.send_signal(signal.SIGSTOP)  # its port still accepts
         before = len(run.lines())
         run.until(lambda: len(run.lines()) >= before + 3)
         run.until(lambda: not stopped.is_running() or stopped.status() == psutil.STATUS_ZOMBIE)
-        run.until(lambda: run.said.count("it is started again") == 2)
+        run.until(lambda: run.output.count("it is started again") == 2)
     run.process.send_signal(signal.SIGTERM)
     run.end(exit_code=3)
     assert accounting(run.directory, _tasks(run.directory), None) == []
@@ -198,17 +198,17 @@ def test_a_server_that_is_killed_under_load_and_one_that_is_stopped_cost_no_grou
 
 
 @pytest.mark.nightly
-def test_a_run_whose_last_server_dies_ends_with_the_cause_and_can_go_on(start: Callable[..., Running]) -> None:
+def test_a_run_whose_last_server_dies_ends_with_the_cause_and_can_be_resumed(start: Callable[..., Running]) -> None:
     run = start(*LAUNCHED, "--run.steps=5000", "--supervise.restarts=0", "--eval.count=0", "--checkpoint.every=2")
     run.until(lambda: len(run.lines()) >= 3)
-    for process in family_of(run.servers()[0]):
+    for process in process_tree(run.servers()[0]):
         process.send_signal(signal.SIGKILL)
     run.end(exit_code=4)
-    assert re.search(r"^outpace: engine-0: http://\S+: .*SIGKILL.*; supervise\.restarts = 0$", run.said, re.MULTILINE)
+    assert re.search(r"^outpace: engine-0: http://\S+: .*SIGKILL.*; supervise\.restarts = 0$", run.output, re.MULTILINE)
     assert ledger_of(run.directory)["version"] >= 2, "the newest checkpoint is whole"
 
 
-def test_a_server_that_is_stopped_in_the_middle_of_an_update_holds_up_neither_publishing_nor_training(
+def test_a_server_suspended_during_an_update_blocks_neither_publishing_nor_training(
     start: Callable[..., Running], vllm: RunningVllm
 ) -> None:
     server = psutil.Process(vllm.pid)
@@ -216,7 +216,7 @@ def test_a_server_that_is_stopped_in_the_middle_of_an_update_holds_up_neither_pu
 
     def stop(update: int) -> None:
         if update == 4:
-            for process in family_of(server):
+            for process in process_tree(server):
                 process.suspend()
             stopped.set()
 
@@ -228,10 +228,10 @@ def test_a_server_that_is_stopped_in_the_middle_of_an_update_holds_up_neither_pu
         )  # fmt: skip
         try:
             run.until(stopped.is_set)
-            run.until(lambda: "did not take version" in run.said)
-            run.until(lambda: _finished(run) - _trained(run) < 16)  # what makes a batch is trained, and published
+            run.until(lambda: "did not take version" in run.output)
+            run.until(lambda: _finished(run) - _trained(run) < 16)  # complete batches are still trained and published
         finally:
-            for process in family_of(server):
+            for process in process_tree(server):
                 process.resume()
         run.end()
     assert _trained(run) == 8 * 16
@@ -248,13 +248,13 @@ def _trained(run: Running) -> int:
 
 
 def _failed_visits(run: Running) -> list[dict[str, Any]]:
-    settled = [visit for line in run.lines("batches.jsonl") for visit in line.get("settled", [])]
-    return [visit for visit in settled if visit["outcome"] == "failed"]
+    finalized = [visit for line in run.lines("batches.jsonl") for visit in line.get("settled", [])]
+    return [visit for visit in finalized if visit["outcome"] == "failed"]
 
 
 @contextmanager
 def proxied(target: str, before_update: Callable[[int], None]) -> Iterator[str]:
-    """The address of a proxy on a thread of its own."""
+    """Start a proxy in its own thread and yield its address."""
     port, ended = free_port(), threading.Event()
 
     async def live() -> None:

@@ -1,4 +1,4 @@
-"""What transports ask of a server, seen by one that only keeps a record."""
+"""Weight transports: the calls they send to a server, recorded by a fake server."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FAILS = {"/start_weight_update", "/update_weights", "/finish_weight_update", "/c
 
 @dataclass
 class Recorder:
-    """Keeps vLLM's account of open updates and of adapters. `failing` paths answer with 500."""
+    """Records calls and tracks open updates and adapters as vLLM does. `failing` paths answer with 500."""
 
     calls: list[tuple[str, Any]] = field(default_factory=list)
     failing: set[str] = field(default_factory=set)
@@ -48,7 +48,7 @@ class Recorder:
     async def answer(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.calls.append((request.path, body))
-        if request.path in self.failing or not self._accounts(request.path):
+        if request.path in self.failing or not self._track_update(request.path):
             return web.json_response({"error": {"message": "the cause"}}, status=500)
         if request.path == "/collective_rpc":
             self.folder = load_file(Path(body["kwargs"]["weights_path"]) / "model.safetensors")
@@ -56,7 +56,7 @@ class Recorder:
             return self._adapter(request.path, body)
         return web.json_response({"message": "done"})
 
-    def _accounts(self, path: str) -> bool:
+    def _track_update(self, path: str) -> bool:
         match path:
             case "/start_weight_update" if self.open:
                 return False
@@ -104,7 +104,7 @@ def tensors(value: float) -> dict[str, torch.Tensor]:
     return {"a": torch.full((64,), float(value)), "b": torch.arange(256.0)}
 
 
-async def test_files_are_there_for_the_swap_and_gone_after_it(
+async def test_files_exist_during_the_swap_and_are_removed_after_it(
     server: tuple[Recorder, HttpClient], writer: SnapshotWriter, tmp_path: Path
 ) -> None:
     recorder, http = server
@@ -117,7 +117,7 @@ async def test_files_are_there_for_the_swap_and_gone_after_it(
     assert list((tmp_path / "folders").iterdir()) == []
 
 
-async def test_the_folder_of_an_update_that_failed_goes_with_the_next(
+async def test_the_folder_of_a_failed_update_is_removed_by_the_next_update(
     server: tuple[Recorder, HttpClient], writer: SnapshotWriter, tmp_path: Path
 ) -> None:
     recorder, http = server
@@ -129,7 +129,7 @@ async def test_the_folder_of_an_update_that_failed_goes_with_the_next(
     assert list((tmp_path / "folders").iterdir()) == [ready.folder]
 
 
-async def test_memory_is_updated_in_four_phases_the_first_of_them_once(
+async def test_a_memory_update_has_three_phases_after_one_initialization(
     server: tuple[Recorder, HttpClient], writer: SnapshotWriter
 ) -> None:
     recorder, http = server
@@ -146,7 +146,7 @@ async def test_memory_is_updated_in_four_phases_the_first_of_them_once(
     assert recorder.calls[-1][1] == {"weight_version": "run.2"}
 
 
-async def test_an_update_that_somebody_left_open_is_closed_first(
+async def test_an_update_that_was_left_open_is_closed_first(
     server: tuple[Recorder, HttpClient], writer: SnapshotWriter
 ) -> None:
     recorder, http = server
@@ -158,7 +158,7 @@ async def test_an_update_that_somebody_left_open_is_closed_first(
 
 
 @pytest.mark.parametrize("path", ["/start_weight_update", "/update_weights", "/finish_weight_update"])
-async def test_a_phase_that_fails_is_told_with_its_cause_and_the_next_update_works(
+async def test_a_failed_phase_is_reported_with_its_cause_and_the_next_update_succeeds(
     server: tuple[Recorder, HttpClient], writer: SnapshotWriter, path: str
 ) -> None:
     recorder, http = server
@@ -172,7 +172,7 @@ async def test_a_phase_that_fails_is_told_with_its_cause_and_the_next_update_wor
     assert not recorder.open
 
 
-async def test_a_server_without_the_plugin_is_told_apart_before_it_is_paused(
+async def test_a_server_without_the_plugin_is_detected_before_it_is_paused(
     server: tuple[Recorder, HttpClient], writer: SnapshotWriter
 ) -> None:
     recorder, http = server
@@ -182,7 +182,7 @@ async def test_a_server_without_the_plugin_is_told_apart_before_it_is_paused(
 
 
 @pytest.mark.parametrize("kind", ["files", "memory"])
-async def test_a_flipped_bit_is_found_before_the_server_hears_of_it(
+async def test_a_flipped_bit_is_found_before_anything_is_sent_to_the_server(
     server: tuple[Recorder, HttpClient], writer: SnapshotWriter, tmp_path: Path, kind: str
 ) -> None:
     """Fault 31."""
@@ -196,7 +196,7 @@ async def test_a_flipped_bit_is_found_before_the_server_hears_of_it(
 
 
 @pytest.mark.parametrize("kind", ["files", "memory"])
-async def test_with_a_copy_of_its_own_only_what_has_changed_travels(
+async def test_with_a_local_copy_only_changed_weights_are_transferred(
     server: tuple[Recorder, HttpClient], writer: SnapshotWriter, tmp_path: Path, kind: str
 ) -> None:
     recorder, http = server
@@ -214,7 +214,7 @@ async def test_with_a_copy_of_its_own_only_what_has_changed_travels(
         assert recorder.calls[-2][1]["update_info"]["path"] == str(tmp_path / "local.weights")
 
 
-async def test_memory_of_a_gpu_is_named_by_plain_text(
+async def test_a_gpu_memory_handle_is_sent_as_plain_text(
     server: tuple[Recorder, HttpClient], writer: SnapshotWriter
 ) -> None:
     recorder, http = server
@@ -249,7 +249,7 @@ def adapter(writer: SnapshotWriter, version: int) -> Manifest:
     )
 
 
-async def test_adapters_are_registered_side_by_side_until_they_are_forgotten(
+async def test_adapters_of_several_versions_stay_registered_until_removed(
     server: tuple[Recorder, HttpClient], writer: SnapshotWriter, tmp_path: Path
 ) -> None:
     recorder, http = server
@@ -267,7 +267,7 @@ async def test_adapters_are_registered_side_by_side_until_they_are_forgotten(
     assert list((tmp_path / "adapters").iterdir()) == []
 
 
-async def test_an_adapter_whose_answer_was_lost_is_registered_anew(
+async def test_an_adapter_whose_registration_answer_was_lost_is_registered_again(
     server: tuple[Recorder, HttpClient], writer: SnapshotWriter, tmp_path: Path
 ) -> None:
     recorder, http = server
@@ -278,20 +278,20 @@ async def test_an_adapter_whose_answer_was_lost_is_registered_anew(
     assert recorder.adapters == {"outpace-run-1": str(ready.folder)}
 
 
-async def test_who_leaves_a_server_that_stays_takes_its_adapters_along(
+async def test_closing_the_transport_of_a_remaining_server_removes_its_adapters(
     server: tuple[Recorder, HttpClient], writer: SnapshotWriter, tmp_path: Path
 ) -> None:
     recorder, http = server
     transport = AdapterTransport(http, 10, tmp_path / "adapters")
     for version in (1, 2):
         await transport.swap(await transport.prepare(adapter(writer, version)))
-    recorder.adapters["somebody else's"] = "elsewhere"
+    recorder.adapters["another run's"] = "elsewhere"
     await transport.close(server_stays=True)
-    assert recorder.adapters.keys() == {"somebody else's"}
+    assert recorder.adapters.keys() == {"another run's"}
     assert not (tmp_path / "adapters").exists()
 
 
-async def test_a_server_that_goes_with_us_is_not_asked_to_tidy_up(
+async def test_closing_the_transport_of_a_stopping_server_sends_no_cleanup_calls(
     server: tuple[Recorder, HttpClient], writer: SnapshotWriter, tmp_path: Path
 ) -> None:
     recorder, http = server
@@ -302,7 +302,7 @@ async def test_a_server_that_goes_with_us_is_not_asked_to_tidy_up(
     assert not (tmp_path / "adapters").exists()
 
 
-async def test_an_adapter_of_which_no_answer_came_is_taken_off_again(
+async def test_an_adapter_without_a_registration_answer_is_unregistered_when_removed(
     server: tuple[Recorder, HttpClient], writer: SnapshotWriter, tmp_path: Path
 ) -> None:
     recorder, http = server
@@ -311,7 +311,7 @@ async def test_an_adapter_of_which_no_answer_came_is_taken_off_again(
     recorder.failing = {"/v1/load_lora_adapter"}
     with pytest.raises(ServerFaulty):
         await transport.swap(ready)
-    recorder.adapters[ready.adapter] = str(ready.folder)  # it was registered all the same
+    recorder.adapters[ready.adapter] = str(ready.folder)  # it was registered nevertheless
     await transport.forget(1)
     assert recorder.adapters == {}
     assert list((tmp_path / "adapters").iterdir()) == []
@@ -332,7 +332,7 @@ async def test_a_closed_transport_leaves_no_files(
 
 
 @pytest.mark.parametrize("kind", ["files", "memory", "adapters"])
-async def test_a_preparation_that_was_given_up_does_not_overlap_the_next(
+async def test_a_cancelled_preparation_does_not_overlap_the_next_one(
     server: tuple[Recorder, HttpClient],
     writer: SnapshotWriter,
     tmp_path: Path,
@@ -366,7 +366,7 @@ async def test_a_preparation_that_was_given_up_does_not_overlap_the_next(
     assert (await following).version == 2
 
 
-async def test_an_adapter_that_the_server_fails_or_refuses_to_load_is_an_error(
+async def test_an_adapter_that_fails_to_load_raises_an_error(
     server: tuple[Recorder, HttpClient], writer: SnapshotWriter, tmp_path: Path
 ) -> None:
     recorder, http = server

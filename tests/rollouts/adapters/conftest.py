@@ -1,4 +1,4 @@
-"""Servers of other packages, which live in another Python: the one that `OUTPACE_ADAPTERS_PYTHON` names."""
+"""Servers of other packages, run by the Python that `OUTPACE_ADAPTERS_PYTHON` names."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def other_python() -> str:
     """A Python that has OpenEnv."""
     python = os.environ.get("OUTPACE_ADAPTERS_PYTHON")
     if not python:
-        pytest.skip("OUTPACE_ADAPTERS_PYTHON names no Python with OpenEnv")
+        pytest.skip("OUTPACE_ADAPTERS_PYTHON is not set to a Python with OpenEnv")
     return python
 
 
 @pytest.fixture(scope="session")
 def openenv_server(other_python: str) -> Iterator[Callable[[str], str]]:
-    """Starts a server of `openenv_server.py`, once for each kind, and gives its URL."""
+    """Starts a server of `openenv_server.py`, once per kind, and returns its URL."""
     urls: dict[str, str] = {}
     processes: list[subprocess.Popen[bytes]] = []
 
@@ -60,5 +60,5 @@ def wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
             return
         except (URLError, ConnectionError, TimeoutError):
             assert process.poll() is None, "the server has ended"
-            assert time.monotonic() < deadline, "the server does not come up"
+            assert time.monotonic() < deadline, "the server did not start in time"
             time.sleep(0.2)

@@ -26,12 +26,12 @@ class Guess(Action):
     number: int
 
 
-class Told(Observation):
+class GuessResult(Observation):
     text: str = ""
 
 
 class Guessing(Environment):
-    """A number to guess: a quarter of a point for every miss, to be paid by the policy."""
+    """A number to guess; every miss costs a quarter of a point."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True
 
@@ -39,17 +39,19 @@ class Guessing(Environment):
         super().__init__()
         self.secret = 0
 
-    def reset(self, seed: int | None = None, episode_id: str | None = None, secret: int = 7, **options: Any) -> Told:
+    def reset(
+        self, seed: int | None = None, episode_id: str | None = None, secret: int = 7, **options: Any
+    ) -> GuessResult:
         self.secret = secret
-        return Told(text="Guess.", metadata={"secret": secret})
+        return GuessResult(text="Guess.", metadata={"secret": secret})
 
-    def step(self, action: Guess, timeout_s: float | None = None, **options: Any) -> Told:
+    def step(self, action: Guess, timeout_s: float | None = None, **options: Any) -> GuessResult:
         if action.number < 0:
             raise ValueError("numbers are not negative")
         if action.number > 1000:
             time.sleep(5)
         right = action.number == self.secret
-        return Told(text="right" if right else "wrong", reward=1.0 if right else -0.25, done=right)
+        return GuessResult(text="right" if right else "wrong", reward=1.0 if right else -0.25, done=right)
 
     @property
     def state(self) -> State:
@@ -85,15 +87,15 @@ class Shop(MCPEnvironment):
         return Observation(metadata={"status": "open"})
 
     def step(self, action: Action, timeout_s: float | None = None, **options: Any) -> Observation:
-        return self._judged(super().step(action, timeout_s=timeout_s, **options))
+        return self._with_reward(super().step(action, timeout_s=timeout_s, **options))
 
     async def step_async(self, action: Action, timeout_s: float | None = None, **options: Any) -> Observation:
-        return self._judged(await super().step_async(action, timeout_s=timeout_s, **options))
+        return self._with_reward(await super().step_async(action, timeout_s=timeout_s, **options))
 
     def _step_impl(self, action: Action, timeout_s: float | None = None, **options: Any) -> Observation:
         return Observation()
 
-    def _judged(self, observation: Observation) -> Observation:
+    def _with_reward(self, observation: Observation) -> Observation:
         observation.reward, observation.done = float(self.sold), self.sold > 0
         return observation
 
@@ -104,7 +106,7 @@ class Shop(MCPEnvironment):
 
 if __name__ == "__main__":
     kinds: dict[str, tuple[Any, ...]] = {
-        "guess": (Guessing, Guess, Told),
+        "guess": (Guessing, Guess, GuessResult),
         "shop": (Shop, CallToolAction, CallToolObservation),
     }
     app = create_fastapi_app(*kinds[sys.argv[1]], max_concurrent_envs=SESSIONS)

@@ -30,7 +30,7 @@ def frozen_lake(**options: Any) -> type[Any]:
     return text_environment("FrozenLake-v1", actions=DIRECTIONS, is_slippery=False, **options)
 
 
-def test_the_way_to_the_goal_is_one_point_and_the_end() -> None:
+def test_reaching_the_goal_gives_one_point_and_ends_the_episode() -> None:
     lake = frozen_lake()()
     assert lake.reset(seed=0) == "[S]FFF\nFHFH\nFFFH\nHFFG"
     seen = [lake.act(direction) for direction in WAY_TO_THE_GOAL]
@@ -39,7 +39,7 @@ def test_the_way_to_the_goal_is_one_point_and_the_end() -> None:
     assert lake.get_reward() == 1.0
 
 
-def test_nothing_happens_after_the_end_until_it_is_reset() -> None:
+def test_actions_after_the_end_have_no_effect_until_reset() -> None:
     lake = frozen_lake()()
     assert lake.act("left") == EPISODE_OVER, "before the first reset"
     lake.reset(seed=0)
@@ -53,7 +53,7 @@ def test_nothing_happens_after_the_end_until_it_is_reset() -> None:
 
 
 @pytest.mark.parametrize(("reuse", "left_open"), [(False, 0), (True, 1)])
-async def test_a_game_is_closed_with_its_instance(reuse: bool, left_open: int) -> None:
+async def test_the_gymnasium_environment_is_closed_with_its_instance(reuse: bool, left_open: int) -> None:
     opened: set[int] = set()
 
     class Counted(gymnasium.Env[str, str]):
@@ -68,21 +68,23 @@ async def test_a_game_is_closed_with_its_instance(reuse: bool, left_open: int) -
         def close(self) -> None:
             opened.remove(id(self))
 
-    stages = EnvironmentSessions({"": EnvironmentSource("environment", factory=text_environment(Counted))}, reuse=reuse)
-    assert not opened, "the one that was made to look at its spaces"
+    sessions = EnvironmentSessions(
+        {"": EnvironmentSource("environment", factory=text_environment(Counted))}, reuse=reuse
+    )
+    assert not opened, "the instance created to read the spaces is closed"
     for _ in range(3):
-        stage = await stages.open(Task("t", "p"))
-        await stage.reset({})
+        session = await sessions.open(Task("t", "p"))
+        await session.reset({})
         assert len(opened) == 1
-        await stage.close()
-        del stage
-        await shrunk(opened, left_open)
-    await stages.close()
-    await shrunk(opened, 0)
+        await session.close()
+        del session
+        await wait_for_size(opened, left_open)
+    await sessions.close()
+    await wait_for_size(opened, 0)
 
 
-async def shrunk(opened: set[int], size: int) -> None:
-    """The thread of the last call may let go of the instance a moment later than the episode does."""
+async def wait_for_size(opened: set[int], size: int) -> None:
+    """The thread of the last call may release the instance a moment after the episode."""
     for _ in range(5000):
         if len(opened) == size:
             return
@@ -97,7 +99,7 @@ def test_a_truncated_episode_is_over_too() -> None:
     assert lake.act("left").endswith(EPISODE_OVER)
 
 
-def test_an_action_goes_by_name_or_by_number() -> None:
+def test_an_action_can_be_a_name_or_a_number() -> None:
     byname, bynumber = frozen_lake()(), frozen_lake()()
     byname.reset(seed=0)
     bynumber.reset(seed=0)
@@ -105,7 +107,7 @@ def test_an_action_goes_by_name_or_by_number() -> None:
 
 
 @pytest.mark.parametrize("action", ["jump", "4", "-1", "", "1.0"])
-def test_what_is_no_action_is_told_and_changes_nothing(action: str) -> None:
+def test_an_invalid_action_is_named_in_the_error_and_changes_nothing(action: str) -> None:
     lake = frozen_lake()()
     lake.reset(seed=0)
     with pytest.raises(ValueError, match=naming(repr(action), "left, down, right, up")):
@@ -113,12 +115,12 @@ def test_what_is_no_action_is_told_and_changes_nothing(action: str) -> None:
     assert lake.act("down").splitlines()[-3] == "[F]HFH"
 
 
-def test_the_model_is_shown_one_tool_with_the_names_of_the_actions() -> None:
+def test_the_only_tool_lists_the_names_of_the_actions() -> None:
     [tool] = tools_of(frozen_lake()).values()
     assert tool.name == "act"
-    told = tool.schema["function"]["parameters"]
-    assert told["required"] == ["action"]
-    assert "left, down, right, up" in told["properties"]["action"]["description"]
+    parameters = tool.schema["function"]["parameters"]
+    assert parameters["required"] == ["action"]
+    assert "left, down, right, up" in parameters["properties"]["action"]["description"]
 
 
 def test_the_seed_decides_where_an_episode_starts() -> None:
@@ -128,7 +130,7 @@ def test_the_seed_decides_where_an_episode_starts() -> None:
     assert "\x1b" not in starts[0]
 
 
-def test_an_observation_can_be_described_in_words_instead() -> None:
+def test_describe_replaces_the_rendered_observation() -> None:
     blackjack = text_environment("Blackjack-v1", actions=("stick", "hit"), describe=lambda seen: f"You have {seen[0]}.")
     game = blackjack()
     assert game.reset(seed=0).startswith("You have ")
@@ -147,7 +149,7 @@ class Echo(gymnasium.Env):  # type: ignore[misc, name-defined]
         return f"you said {action}", 0.5, False, action == "bye", {}
 
 
-def test_text_goes_in_and_comes_out_as_it_is_and_rewards_add_up() -> None:
+def test_text_actions_and_observations_pass_unchanged_and_rewards_add_up() -> None:
     game = text_environment(Echo)()
     assert game.reset() == "Say something."
     assert [game.act("hello"), game.act("bye")] == ["you said hello", f"you said bye\n{EPISODE_OVER}"]
@@ -169,17 +171,19 @@ class Pushing(Echo):
         (lambda: text_environment(Echo, actions=("say",)), ("1", "Text(")),
     ],
 )
-def test_what_cannot_be_played_in_words_is_refused(make: Callable[[], Any], message: tuple[str, ...]) -> None:
+def test_unsupported_action_spaces_and_action_names_are_refused(
+    make: Callable[[], Any], message: tuple[str, ...]
+) -> None:
     with pytest.raises(BadInput, match=naming("rollout.environment: ", *message)):
         make()
 
 
-def test_a_class_travels_to_another_process_by_value() -> None:
+def test_the_class_can_be_sent_to_another_process_by_value() -> None:
     lake = by_value.unpickle_objects(by_value.pickle_objects({"environment": frozen_lake()}))["environment"]()
     assert lake.reset(seed=0).startswith("[S]FFF")
 
 
-def test_only_what_is_highlighted_stands_in_brackets() -> None:
+def test_only_highlighted_text_is_put_in_brackets() -> None:
     assert without_escapes("\n\x1b[41mS\x1b[0mF\n\x1b[0mG\x1b[2K\n") == "[S]F\nG"
 
 
@@ -191,21 +195,21 @@ FrozenLake = text_environment("FrozenLake-v1", actions=("left", "down", "right",
 
 
 @pytest.mark.parametrize("isolation", ["thread", "process"])
-async def test_a_file_that_names_it_is_played_to_the_end(
+async def test_an_environment_named_in_a_file_runs_a_whole_episode(
     isolation: Any, tmp_path: Path, make_engine: Callable[..., Any], make_client: Callable[..., Any]
 ) -> None:
     (tmp_path / "my_lake.py").write_text(FILE)
     calls = [json.dumps({"name": "act", "arguments": {"action": direction}}) for direction in WAY_TO_THE_GOAL]
     engine = make_engine([*(f"<tool_call>{call}</tool_call>" for call in calls), "There."])
-    stages = EnvironmentSessions(
+    sessions = EnvironmentSessions(
         {"": EnvironmentSource("rollout.environment", f"{tmp_path}/my_lake.py:FrozenLake")}, isolation=isolation
     )
     try:
-        rollout = ToolLoop(stages=stages, limits=EpisodeLimits(turns=10))
+        rollout = ToolLoop(stages=sessions, limits=EpisodeLimits(turns=10))
         client = make_client(engine, max_tokens=200, stop_strings=())
         episode = await run_episode(rollout, Task("lake", "Walk to G.\n", {"seed": 0}), client, 60)
     finally:
-        await stages.close()
+        await sessions.close()
     assert episode.error is None
     assert episode.rewards == {"environment": 1.0}
     assert [message["role"] for message in episode.completion][:2] == ["assistant", "tool"]

@@ -1,4 +1,4 @@
-"""Environments behind OpenEnv's own server, in a process and a Python of its own."""
+"""Environments behind OpenEnv's own server, in a separate process with a separate Python."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Server = Callable[[str], str]
 SESSIONS = 3  # of the server
 
 
-# ---------------------------------------------------------------------------------------------- without any server
+# ------------------------------------------------------------------------------------------------ without a server
 
 
-def test_a_server_that_is_not_there_is_said_in_one_line() -> None:
+def test_an_unreachable_server_is_a_one_line_error() -> None:
     with pytest.raises(BadInput) as caught:
         openenv_environment("http://127.0.0.1:9", timeout_s=5)
     message = str(caught.value)
@@ -46,7 +46,7 @@ def test_a_server_that_is_not_there_is_said_in_one_line() -> None:
         (None, ""),
     ],
 )
-def test_the_policy_is_shown_what_there_is_to_see_and_no_metadata(observation: Any, text: str) -> None:
+def test_observation_text_leaves_out_metadata(observation: Any, text: str) -> None:
     assert observation_text(observation) == text
 
 
@@ -57,16 +57,16 @@ def test_the_policy_is_shown_what_there_is_to_see_and_no_metadata(observation: A
         {"result": {"content": [{"type": "text", "text": "not for sale"}], "is_error": True}},
     ],
 )
-def test_the_error_of_a_tool_is_an_error(observation: Any) -> None:
+def test_a_tool_error_in_an_observation_is_raised(observation: Any) -> None:
     with pytest.raises(OpenEnvError, match="not for sale"):
         observation_text(observation)
 
 
-# ------------------------------------------------------------------------------------------------- with a real one
+# ---------------------------------------------------------------------------------------------- with a real server
 
 
 @pytest.mark.slow
-async def test_an_action_is_a_tool_and_the_rewards_of_the_steps_add_up(openenv_server: Server) -> None:
+async def test_an_action_becomes_a_tool_and_step_rewards_add_up(openenv_server: Server) -> None:
     made = openenv_environment(openenv_server("guess"))
     [tool] = tools_of(made).values()
     assert tool.schema["function"] == {
@@ -87,10 +87,13 @@ async def test_mcp_tools_are_tools_with_their_own_schemas(openenv_server: Server
     made = openenv_environment(openenv_server("shop"))
     tools = tools_of(made)
     assert sorted(tools) == ["price", "sell"]
-    told = tools["sell"].schema["function"]
-    assert told["description"] == "Sell some items."
-    assert told["parameters"]["properties"] == {"item": {"type": "string"}, "count": {"default": 1, "type": "integer"}}
-    assert told["parameters"]["required"] == ["item"]
+    function = tools["sell"].schema["function"]
+    assert function["description"] == "Sell some items."
+    assert function["parameters"]["properties"] == {
+        "item": {"type": "string"},
+        "count": {"default": 1, "type": "integer"},
+    }
+    assert function["parameters"]["required"] == ["item"]
     shop = made()
     await shop.reset()
     assert await shop.price(item="abc") == "3"
@@ -101,7 +104,7 @@ async def test_mcp_tools_are_tools_with_their_own_schemas(openenv_server: Server
 
 
 @pytest.mark.slow
-async def test_what_the_server_refuses_is_told_and_the_episode_goes_on(openenv_server: Server) -> None:
+async def test_a_refused_step_raises_and_the_episode_continues(openenv_server: Server) -> None:
     game = openenv_environment(openenv_server("guess"))()
     await game.reset()
     with pytest.raises(OpenEnvError, match="numbers are not negative"):
@@ -113,7 +116,7 @@ async def test_what_the_server_refuses_is_told_and_the_episode_goes_on(openenv_s
 
 
 @pytest.mark.slow
-async def test_episodes_do_not_see_one_another(openenv_server: Server) -> None:
+async def test_episodes_are_independent(openenv_server: Server) -> None:
     made = openenv_environment(openenv_server("guess"))
     games = [made() for _ in range(SESSIONS)]
     await asyncio.gather(*(game.reset(secret=number) for number, game in enumerate(games)))
@@ -122,25 +125,25 @@ async def test_episodes_do_not_see_one_another(openenv_server: Server) -> None:
 
 
 @pytest.mark.slow
-async def test_sessions_are_given_back_also_by_episodes_that_were_given_up(openenv_server: Server) -> None:
+async def test_sessions_of_abandoned_episodes_are_released(openenv_server: Server) -> None:
     made = openenv_environment(openenv_server("guess"))
     for _ in range(2 * SESSIONS):
         game = made()
         await game.reset()
-        del game  # nobody asks for its reward
+        del game  # its reward is never read
         gc.collect()
         await asyncio.sleep(0.05)
     kept = [made() for _ in range(SESSIONS)]
     for game in kept:
-        await _with_patience(game.reset)
+        await _retry_until_free(game.reset)
     with pytest.raises(OpenEnvError, match=r"(?i)capacity"):
         await made().reset()
     for game in kept:
         await game.get_reward()
 
 
-async def _with_patience(reset: Callable[[], Any]) -> None:
-    """The server counts a session until it has noticed that the connection is closed."""
+async def _retry_until_free(reset: Callable[[], Any]) -> None:
+    """Retry: the server counts a session until it notices that the connection is closed."""
     async with asyncio.timeout(60):
         while True:
             try:
@@ -152,7 +155,7 @@ async def _with_patience(reset: Callable[[], Any]) -> None:
 
 
 @pytest.mark.slow
-async def test_after_an_interrupted_step_no_late_answer_is_taken_for_another(openenv_server: Server) -> None:
+async def test_a_late_reply_to_an_interrupted_step_is_not_taken_for_the_next_one(openenv_server: Server) -> None:
     game = openenv_environment(openenv_server("guess"))()
     await game.reset(secret=5)
     step = asyncio.create_task(game.step(number=2000))
@@ -169,32 +172,32 @@ async def test_after_an_interrupted_step_no_late_answer_is_taken_for_another(ope
 async def test_an_environment_can_be_reset_again(openenv_server: Server) -> None:
     game = openenv_environment(openenv_server("guess"))()
     for secret in (3, 4):
-        await _with_patience(lambda secret=secret: game.reset(secret=secret))
+        await _retry_until_free(lambda secret=secret: game.reset(secret=secret))
         await game.step(number=secret)
         assert await game.get_reward() == 1.0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("isolation", ["thread", "process"])
-async def test_a_file_that_names_it_is_an_environment_of_a_run(
+async def test_an_environment_named_in_a_file_works_in_a_run(
     isolation: Any, openenv_server: Server, tmp_path: Path
 ) -> None:
     url = openenv_server("shop")
     (tmp_path / "my_shop.py").write_text(
         f"from outpace.rollouts.adapters.openenv import openenv_environment\nShop = openenv_environment({url!r})\n"
     )
-    stages = EnvironmentSessions(
+    sessions = EnvironmentSessions(
         {"": EnvironmentSource("rollout.environment", f"{tmp_path}/my_shop.py:Shop")}, isolation=isolation
     )
     try:
-        stage = await stages.open(Task("shop", "Sell.", {}))
-        await stage.reset({})
-        assert sorted(stage.tools) == ["price", "sell"]
-        assert await stage.call("price", {"item": "abc"}) == "3"
+        session = await sessions.open(Task("shop", "Sell.", {}))
+        await session.reset({})
+        assert sorted(session.tools) == ["price", "sell"]
+        assert await session.call("price", {"item": "abc"}) == "3"
         with pytest.raises(ToolError, match="not for sale"):
-            await stage.call("price", {"item": "gold"})
-        await stage.call("sell", {"item": "abc"})
-        assert await stage.reward() == 1.0
-        await stage.close()
+            await session.call("price", {"item": "gold"})
+        await session.call("sell", {"item": "abc"})
+        assert await session.reward() == 1.0
+        await session.close()
     finally:
-        await stages.close()
+        await sessions.close()

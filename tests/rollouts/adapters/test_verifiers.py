@@ -1,4 +1,4 @@
-"""An environment of verifiers as tasks and a rollout. Needs the package, so these run in a Python of their own."""
+"""A verifiers environment as tasks and a rollout. Needs the package, so these tests run in a separate Python."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytest.importorskip("verifiers.v1")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # the package's own
 
 TINY: dict[str, Any] = {"taskset": {"id": "tiny_sums"}, "agent": {"runtime": {"type": "subprocess"}}}
-UNJUDGED = 12  # its reward function raises
+UNGRADED = 12  # its reward function raises
 
 
 @pytest.fixture(autouse=True)
@@ -42,19 +42,19 @@ async def gateway() -> AsyncIterator[Gateway]:
 def make_episode(
     make_engine: Callable[..., Any], make_client: Callable[..., Any], gateway: Gateway
 ) -> Callable[[str | Exception], Any]:
-    """The client of an episode whose policy always says the same."""
+    """Makes the client of an episode whose policy always gives the same answer."""
 
-    def made(says: str | Exception) -> Any:
-        return make_client(make_engine(lambda episode, turn: says), endpoint_provider=gateway)
+    def made(answer: str | Exception) -> Any:
+        return make_client(make_engine(lambda episode, turn: answer), endpoint_provider=gateway)
 
     return made
 
 
-def asked(number: int) -> Task:
+def sum_task(number: int) -> Task:
     return Task(f"tiny_sums/{number}", "", {TASK_INDEX: number})
 
 
-def test_the_taskset_becomes_tasks_of_which_some_are_held_out() -> None:
+def test_the_taskset_becomes_training_and_held_out_tasks() -> None:
     train, heldout = VerifiersEnvironment(TINY).tasks(make_config({"eval.holdout": 0.25}))
     assert heldout is not None
     assert len(train) + len(heldout) == 40
@@ -69,45 +69,47 @@ def test_a_limit_takes_the_first_tasks() -> None:
     assert (len(train), heldout) == (3, None)
 
 
-def test_what_verifiers_cannot_load_is_refused_in_one_line() -> None:
+def test_a_taskset_that_cannot_be_loaded_is_refused_in_one_line() -> None:
     with pytest.raises(BadInput, match="no_such_taskset") as caught:
         VerifiersEnvironment("no_such_taskset").tasks(make_config({}))
     assert str(caught.value).startswith("tasks.name: ")
     assert len(str(caught.value).splitlines()) == 1
 
 
-@pytest.mark.parametrize(("says", "reward"), [("8", 1.5), ("9", 0.5)])
-async def test_its_agent_plays_against_the_policy_and_its_rewards_are_the_reward(
-    says: str, reward: float, make_episode: Callable[..., Any], tokenizer: Any
+@pytest.mark.parametrize(("answer", "reward"), [("8", 1.5), ("9", 0.5)])
+async def test_the_agent_of_the_environment_runs_on_the_policy_and_its_rewards_are_summed(
+    answer: str, reward: float, make_episode: Callable[..., Any], tokenizer: Any
 ) -> None:
-    episode = await run_episode(VerifiersEnvironment(TINY).rollout, asked(7), make_episode(says), 60)
-    assert (episode.error, episode.rewards, episode.completion) == (None, {"rollout": reward}, says)
+    episode = await run_episode(VerifiersEnvironment(TINY).rollout, sum_task(7), make_episode(answer), 60)
+    assert (episode.error, episode.rewards, episode.completion) == (None, {"rollout": reward}, answer)
     [trajectory] = episode.trajectories
-    np.testing.assert_array_equal(trajectory.tokens[trajectory.mask], tokenizer.encode(says, add_special_tokens=False))
+    np.testing.assert_array_equal(
+        trajectory.tokens[trajectory.mask], tokenizer.encode(answer, add_special_tokens=False)
+    )
     assert "What is 7 + 1?" in tokenizer.decode(trajectory.tokens[~trajectory.mask])
 
 
-async def test_episodes_run_side_by_side_each_with_a_key_of_its_own(make_episode: Callable[..., Any]) -> None:
+async def test_concurrent_episodes_each_use_their_own_key(make_episode: Callable[..., Any]) -> None:
     environment = VerifiersEnvironment(TINY)
     episodes = await asyncio.gather(
-        *(run_episode(environment.rollout, asked(number), make_episode(str(number)), 60) for number in range(1, 5)),
-        run_episode(environment.rollout, asked(0), make_episode("1"), 60),
+        *(run_episode(environment.rollout, sum_task(number), make_episode(str(number)), 60) for number in range(1, 5)),
+        run_episode(environment.rollout, sum_task(0), make_episode("1"), 60),
     )
     assert [episode.rewards["rollout"] for episode in episodes] == [0.5] * 4 + [1.5]
     assert not [name for name in os.environ if name.startswith("OUTPACE_EPISODE_")]
 
 
-async def test_an_episode_that_cannot_be_judged_has_failed(make_episode: Callable[..., Any]) -> None:
-    episode = await run_episode(VerifiersEnvironment(TINY).rollout, asked(UNJUDGED), make_episode("13"), 60)
+async def test_an_episode_whose_reward_function_raises_fails(make_episode: Callable[..., Any]) -> None:
+    episode = await run_episode(VerifiersEnvironment(TINY).rollout, sum_task(UNGRADED), make_episode("13"), 60)
     assert episode.error is not None
     assert "nobody can judge this one" in episode.error
 
 
-async def test_a_policy_that_does_not_answer_makes_a_failed_episode() -> None:
+async def test_an_unreachable_policy_raises_and_leaves_no_environment_variables() -> None:
     class Nowhere:
         async def endpoint(self, role: str = "policy") -> Endpoint:
             return Endpoint("http://127.0.0.1:9/v1", "key", "policy")
 
     with pytest.raises(RuntimeError):
-        await VerifiersEnvironment(TINY).rollout(asked(1), Nowhere())  # type: ignore[arg-type]
+        await VerifiersEnvironment(TINY).rollout(sum_task(1), Nowhere())  # type: ignore[arg-type]
     assert not [name for name in os.environ if name.startswith("OUTPACE_EPISODE_")]

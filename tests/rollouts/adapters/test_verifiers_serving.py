@@ -1,4 +1,4 @@
-"""What episodes of a verifiers environment share is started once. The package itself is not needed for this."""
+"""Servers shared by the episodes of a verifiers environment are started once. Does not need the package."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outpace.rollouts.adapters.verifiers import VerifiersEnvironment
 
 
 class SharedLater:
-    """An environment with a shared tool server, which cannot be started at first."""
+    """An environment whose shared tool server fails to start at first."""
 
     def __init__(self) -> None:
         self.taskset = SimpleNamespace(config=None, toolsets=lambda config: ["search"])
@@ -30,7 +30,9 @@ class SharedLater:
         yield
 
 
-async def test_what_could_not_be_started_is_tried_again_by_the_next_episode(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_shared_server_that_failed_to_start_is_retried_by_the_next_episode(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     package: Any = ModuleType("verifiers")
     package.v1 = ModuleType("verifiers.v1")
     package.v1.Env = SharedLater

@@ -1,6 +1,6 @@
-"""A small environment of verifiers for the tests: sums, an agent that asks once, one reward.
+"""A small verifiers environment for the tests: sums, an agent that sends one request, two rewards.
 
-The agent runs inside this process and talks to its endpoint by HTTP, as a program of its own would.
+The agent runs in this process and calls its endpoint over HTTP, as a separate program would.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Environments: classes whose methods are tools, rolled out token for token."""
+"""Environment episodes: classes whose methods are tools, recorded token for token."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Guessing:
 
 
 class Waiting:
-    """The same idea with everything asynchronous, and nothing that judges."""
+    """All methods are async, and there is no `get_reward`."""
 
     async def reset(self, **columns: Any) -> None:
         self.columns = columns
@@ -93,17 +93,17 @@ Play = Callable[..., Any]
 
 @pytest.fixture
 def play(make_engine: Any, make_client: Callable[..., PolicyClient], tokenizer: Any) -> Play:
-    """Roll one episode out and return it with its engine; every answer ends its turn."""
+    """Run one episode and return it with its engine; every answer ends its turn."""
 
     async def run(
-        answers: list[Any], environment: Any = Guessing, turns: int = 8, speaks: Any = None, task: Task = TASK
+        answers: list[Any], environment: Any = Guessing, turns: int = 8, with_tokenizer: Any = None, task: Task = TASK
     ) -> tuple[Episode, Any]:
         Guessing.made.clear()
-        end = (speaks or tokenizer).eos_token
+        end = (with_tokenizer or tokenizer).eos_token
         script = [answer + end if isinstance(answer, str) else answer for answer in answers]
-        engine = make_engine(script, speaks)
+        engine = make_engine(script, with_tokenizer)
         rollout = as_rollout(environment, EpisodeLimits(turns))
-        return await run_episode(rollout, task, make_client(engine, speaks=speaks), 60.0), engine
+        return await run_episode(rollout, task, make_client(engine, with_tokenizer=with_tokenizer), 60.0), engine
 
     return run
 
@@ -113,14 +113,14 @@ def contents(episode: Episode, role: str) -> list[str]:
     return [message["content"] for message in episode.completion if message["role"] == role]
 
 
-async def test_the_model_calls_tools_until_it_answers_without_one(play: Play) -> None:
+async def test_the_model_calls_tools_until_an_answer_has_no_call(play: Play) -> None:
     episode, _ = await play(["Low. " + call("guess", number=3), call("guess", number=7), "It is 7."])
     assert episode.error is None
-    first, heard, *_, last = episode.completion
+    first, result, *_, last = episode.completion
     assert first["content"] == "Low."
     (made,) = first["tool_calls"]
     assert made["function"] == {"name": "guess", "arguments": '{"number": 3}'}
-    assert heard == {"role": "tool", "tool_call_id": made["id"], "name": "guess", "content": "higher"}
+    assert result == {"role": "tool", "tool_call_id": made["id"], "name": "guess", "content": "higher"}
     assert contents(episode, "tool") == ["higher", "right"]
     assert last == {"role": "assistant", "content": "It is 7."}
     assert (episode.rewards, episode.stop) == ({"environment": 0.5}, "stop")
@@ -128,9 +128,9 @@ async def test_the_model_calls_tools_until_it_answers_without_one(play: Play) ->
     assert episode.requests == ["7.0.0", "7.0.1", "7.0.2"]
 
 
-async def test_the_sequence_is_token_for_token_what_the_template_renders(play: Play, any_tokenizer: Any) -> None:
+async def test_the_trajectory_matches_the_rendered_template_token_for_token(play: Play, any_tokenizer: Any) -> None:
     answers = ["Low. " + call("guess", number=3), call("guess", number=9) + call("guess", number=7), "It is 7."]
-    episode, engine = await play(answers, speaks=any_tokenizer)
+    episode, engine = await play(answers, with_tokenizer=any_tokenizer)
     user = {"role": "user", "content": "Find the number. It is below ten."}
     schemas = [tool.schema for tool in tools_of(Guessing).values()]
     written = iter(answers)
@@ -148,9 +148,9 @@ async def test_the_sequence_is_token_for_token_what_the_template_renders(play: P
         assert prompt == tokens[: len(prompt)]
 
 
-async def test_only_what_was_sampled_trains_with_its_own_logprobs_and_versions(play: Play, any_tokenizer: Any) -> None:
+async def test_only_sampled_tokens_train_with_their_own_logprobs_and_versions(play: Play, any_tokenizer: Any) -> None:
     answers = [call("guess", number=3), "I give up."]
-    episode, engine = await play(answers, speaks=any_tokenizer)
+    episode, engine = await play(answers, with_tokenizer=any_tokenizer)
     (trajectory,) = episode.trajectories
     sampled = [any_tokenizer.encode(answer + any_tokenizer.eos_token, add_special_tokens=False) for answer in answers]
     first, second = (len(prompt) for prompt in engine.prompts.values())
@@ -165,8 +165,8 @@ async def test_only_what_was_sampled_trains_with_its_own_logprobs_and_versions(p
     assert not trajectory.logprobs[~trajectory.mask].any()
 
 
-async def test_tokens_that_the_tokenizer_would_not_choose_are_kept(play: Play, chatml: Any) -> None:
-    """The model writes `the` letter by letter; encoding its text anew would give one token."""
+async def test_sampled_tokens_that_retokenization_would_merge_are_kept(play: Play, chatml: Any) -> None:
+    """The model writes `the` letter by letter; re-encoding its text would give one token."""
     letters = [token for letter in "the" for token in chatml.encode(letter)]
     assert letters != chatml.encode("the")
 
@@ -183,12 +183,12 @@ async def test_tokens_that_the_tokenizer_would_not_choose_are_kept(play: Play, c
                 return list(chatml.encode(text, **options))
             return letters + list(chatml.encode(text.removeprefix("the"), **options))
 
-    episode, _ = await play(["the" + call("guess", number=7), "done"], speaks=Spelling)
+    episode, _ = await play(["the" + call("guess", number=7), "done"], with_tokenizer=Spelling)
     (trajectory,) = episode.trajectories
     assert trajectory.tokens[trajectory.mask].tolist()[: len(letters)] == letters
 
 
-async def test_the_model_is_shown_the_tools_and_the_observation(play: Play, tokenizer: Any) -> None:
+async def test_the_prompt_contains_the_tools_and_the_observation(play: Play, tokenizer: Any) -> None:
     _, engine = await play(["7"])
     prompt = tokenizer.decode(engine.prompts["7.0.0"])
     assert '"name": "guess"' in prompt
@@ -197,7 +197,7 @@ async def test_the_model_is_shown_the_tools_and_the_observation(play: Play, toke
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"),
+    ("invalid_call", "words"),
     [
         (call("peek"), ("'peek'", "guess")),
         (call("reset", secret=1), ("'reset'", "guess")),
@@ -209,35 +209,35 @@ async def test_the_model_is_shown_the_tools_and_the_observation(play: Play, toke
         (call("guess", number=-1), ("guess", "ValueError", "numbers are not negative")),
     ],
 )
-async def test_a_call_that_fails_is_told_to_the_model_and_the_episode_goes_on(
-    play: Play, asked: str, told: tuple[str, ...]
+async def test_a_failed_call_returns_an_error_to_the_model_and_the_episode_continues(
+    play: Play, invalid_call: str, words: tuple[str, ...]
 ) -> None:
-    episode, engine = await play([asked, call("guess", number=7), "It is 7."])
+    episode, engine = await play([invalid_call, call("guess", number=7), "It is 7."])
     assert episode.error is None
     first, second = contents(episode, "tool")
     assert first.startswith("error: ")
-    assert re.search(naming(*told), first)
+    assert re.search(naming(*words), first)
     assert second == "right"
     assert episode.metrics["tool_errors"] == 1
-    assert bool(episode.failures) == ("ValueError" in told)  # a wrong call never reaches the method
+    assert bool(episode.failures) == ("ValueError" in words)  # an invalid call never reaches the method
     assert episode.rewards["environment"] > 0
     assert len(engine.prompts) == 3
 
 
-async def test_a_call_that_fails_does_not_keep_the_next_one_from_running(play: Play) -> None:
+async def test_calls_after_a_failed_call_still_run(play: Play) -> None:
     episode, _ = await play([call("peek") + call("guess", number=7), "done"])
     assert contents(episode, "tool")[1] == "right"
 
 
-async def test_the_turns_of_an_episode_are_limited(play: Play) -> None:
+async def test_the_turn_limit_ends_the_episode(play: Play) -> None:
     episode, engine = await play([call("guess", number=n) for n in (1, 2, 7, 4)], turns=3)
     assert (episode.stop, len(engine.prompts)) == ("turns", 3)
     assert episode.rewards == {"environment": pytest.approx(1 / 3)}, "the last call still counts"
     (trajectory,) = episode.trajectories
-    assert trajectory.mask[-1], "nothing is appended that the policy never answers to"
+    assert trajectory.mask[-1], "nothing is appended after the last answer"
 
 
-async def test_an_answer_that_was_cut_off_ends_the_episode_and_calls_nothing(
+async def test_a_truncated_answer_ends_the_episode_without_running_its_calls(
     make_engine: Any, make_client: Callable[..., PolicyClient]
 ) -> None:
     engine = make_engine([call("guess", number=7)])
@@ -246,7 +246,7 @@ async def test_an_answer_that_was_cut_off_ends_the_episode_and_calls_nothing(
     assert (episode.stop, contents(episode, "tool")) == ("length", [])
 
 
-async def test_every_episode_has_an_environment_of_its_own(play: Play, make_engine: Any, make_client: Any) -> None:
+async def test_every_episode_has_its_own_environment_instance(play: Play, make_engine: Any, make_client: Any) -> None:
     Guessing.made.clear()
     engine = make_engine(lambda episode, turn: [call("guess", number=episode) + "<|end|>", "done<|end|>"][turn])
     rollout = as_rollout(Guessing, EpisodeLimits())
@@ -254,31 +254,31 @@ async def test_every_episode_has_an_environment_of_its_own(play: Play, make_engi
     assert sorted(environment.guesses for environment in Guessing.made) == [[0], [1], [2]]
 
 
-async def test_user_code_that_is_not_asynchronous_runs_off_the_loop(play: Play) -> None:
+async def test_sync_environment_methods_run_off_the_event_loop(play: Play) -> None:
     await play([call("guess", number=7), "done"])
     (environment,) = Guessing.made
     assert threading.current_thread() not in environment.threads
 
 
-async def test_everything_may_be_asynchronous(play: Play) -> None:
+async def test_all_environment_methods_can_be_async(play: Play) -> None:
     episode, _ = await play([call("look"), "done"], environment=Waiting)
     assert contents(episode, "tool") == ['["colour", "prompt", "secret"]']
     assert (episode.error, episode.rewards) == (None, {})
 
 
-async def test_a_factory_may_be_any_function(play: Play) -> None:
+async def test_a_factory_can_be_any_function(play: Play) -> None:
     episode, _ = await play([call("guess", number=7), "done"], environment=lambda: Guessing())
     assert episode.rewards == {"environment": 1.0}
 
 
-async def test_the_prompt_of_the_task_is_left_as_it_was(play: Play) -> None:
+async def test_the_prompt_of_the_task_is_not_modified(play: Play) -> None:
     messages = [{"role": "user", "content": "Find it."}]
     for _ in range(2):
         await play(["7"], task=Task("t", messages, TASK.columns))
     assert messages == [{"role": "user", "content": "Find it."}]
 
 
-async def test_a_hanging_tool_ends_with_the_episode(make_engine: Any, make_client: Any) -> None:
+async def test_a_hanging_tool_is_ended_by_the_episode_time_limit(make_engine: Any, make_client: Any) -> None:
     release = threading.Event()
 
     class Hanging:
@@ -295,7 +295,7 @@ async def test_a_hanging_tool_ends_with_the_episode(make_engine: Any, make_clien
 
 
 @pytest.mark.parametrize("reward", [None, "much", float("nan")])
-async def test_a_reward_that_is_no_number_fails_the_episode(play: Play, reward: Any) -> None:
+async def test_a_reward_that_is_not_a_finite_number_fails_the_episode(play: Play, reward: Any) -> None:
     class Odd(Guessing):
         def get_reward(self) -> Any:
             return reward
@@ -309,27 +309,27 @@ async def test_an_environment_that_cannot_be_reset_fails_the_episode(play: Play)
     assert "secret" in (episode.error or "")
 
 
-async def test_the_failure_of_the_engine_goes_up(play: Play) -> None:
+async def test_an_engine_failure_propagates(play: Play) -> None:
     with pytest.raises(ComponentFailed):
         await play([call("guess", number=1), ComponentFailed("engine-0", "died")])
 
 
-async def test_a_model_without_tools_in_its_template_cannot_play(play: Play, tokenizer: Any) -> None:
+async def test_a_chat_template_without_tools_is_refused_for_an_environment(play: Play, tokenizer: Any) -> None:
     silent = deepcopy(tokenizer)
     silent.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     with pytest.raises(BadInput, match=r"^rollout\.environment: .*tools"):
-        await play(["7"], speaks=silent)
+        await play(["7"], with_tokenizer=silent)
 
 
-async def test_a_template_that_rewrites_the_past_makes_two_sequences_of_it(play: Play, tokenizer: Any) -> None:
-    forgetful = deepcopy(tokenizer)
-    forgetful.chat_template = "{{ tools }}{{ messages | length }}" + tokenizer.chat_template
-    episode, _ = await play([call("guess", number=1), "done"], speaks=forgetful)
+async def test_a_template_that_rewrites_earlier_turns_produces_two_trajectories(play: Play, tokenizer: Any) -> None:
+    rewriting = deepcopy(tokenizer)
+    rewriting.chat_template = "{{ tools }}{{ messages | length }}" + tokenizer.chat_template
+    episode, _ = await play([call("guess", number=1), "done"], with_tokenizer=rewriting)
     assert (episode.error, episode.metrics["breaks"]) == (None, 1)
     assert len(episode.trajectories) == 2
 
 
-def test_what_can_be_known_of_an_environment_is_checked_before_the_start() -> None:
+def test_environment_classes_are_checked_before_the_run_starts() -> None:
     class Bare:
         pass
 
@@ -344,7 +344,7 @@ def test_what_can_be_known_of_an_environment_is_checked_before_the_start() -> No
         check_kinds(kind(Undocumented), "")
 
 
-def test_an_environment_says_whether_it_judges() -> None:
+def test_all_give_rewards_depends_on_get_reward() -> None:
     assert all_give_rewards(kind(Guessing))
     assert not all_give_rewards(kind(Waiting))
 
@@ -364,6 +364,6 @@ def test_an_environment_says_whether_it_judges() -> None:
         ),
     ],
 )
-def test_an_observation_goes_to_the_end_of_the_last_user_message(messages: Any, expected: Any) -> None:
+def test_an_observation_is_appended_to_the_last_user_message(messages: Any, expected: Any) -> None:
     assert with_observation(messages, "b") == expected
     assert with_observation(messages, None) == messages

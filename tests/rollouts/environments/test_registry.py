@@ -1,4 +1,4 @@
-"""Several environments in one run: which there are, which a task wants, and what is refused."""
+"""The environment registry: which kinds exist, which one a task selects, and what is refused."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ def config(**settings: Any) -> Config:
     return Config.model_validate({"model": {"path": "starter"}, **settings})
 
 
-def origins(**given: Any) -> dict[str, EnvironmentSource]:
+def sources(**given: Any) -> dict[str, EnvironmentSource]:
     return resolve_kinds(config(), given)
 
 
-def test_environments_come_from_one_place() -> None:
+def test_environments_can_be_configured_in_only_one_place() -> None:
     both = config(rollout={"environment": "a:B"}, environment={"kinds": {"maze": "a:B"}})
     assert resolve_kinds(config()) == {}
     assert resolve_kinds(config(), Maze) == {"": EnvironmentSource("environment", factory=Maze)}
@@ -75,7 +75,7 @@ def test_environments_come_from_one_place() -> None:
     assert resolve_kinds(config(environment={"kinds": {"m": "a:B"}})) == {
         "m": EnvironmentSource("environment.kinds.m", "a:B")
     }
-    assert origins(maze=Maze, guess="a:B") == {
+    assert sources(maze=Maze, guess="a:B") == {
         "maze": EnvironmentSource("environment: maze", factory=Maze),
         "guess": EnvironmentSource("environment: guess", "a:B"),
     }
@@ -85,15 +85,15 @@ def test_environments_come_from_one_place() -> None:
         resolve_kinds(config(rollout={"environment": "a:B"}), Maze)
 
 
-def test_a_column_chooses_among_several_and_nobody_looks_at_it_with_one() -> None:
-    several = origins(maze=Maze, guess=Guess)
+def test_a_column_selects_among_several_environments_and_is_ignored_for_one() -> None:
+    several = sources(maze=Maze, guess=Guess)
     assert kind_of_task(Task("t", "p", {"environment": "guess"}), several, "environment") == "guess"
     assert kind_of_task(Task("t", "p", {"world": "maze"}), several, "world") == "maze"
     assert kind_of_task(Task("t", "p", {"environment": "anything"}), resolve_kinds(config(), Maze), "environment") == ""
 
 
 @pytest.mark.parametrize(
-    ("columns", "said"),
+    ("columns", "words"),
     [
         ({}, ("column", "environment")),
         ({"environment": "maize"}, ("environment", "'maize'", "maze")),
@@ -102,19 +102,19 @@ def test_a_column_chooses_among_several_and_nobody_looks_at_it_with_one() -> Non
         ({"environment": ["maze"]}, ("environment", "['maze']", "maze, guess")),
     ],
 )
-async def test_a_task_without_a_kind_is_named_at_the_start_and_in_the_run(
-    columns: dict[str, Any], said: tuple[str, ...]
+async def test_a_task_without_a_known_kind_is_named_at_start_up_and_during_the_run(
+    columns: dict[str, Any], words: tuple[str, ...]
 ) -> None:
-    task, several = Task("t7", "p", columns), origins(maze=Maze, guess=Guess)
-    with pytest.raises(BadInput, match=naming("t7", *said)) as refused:
+    task, several = Task("t7", "p", columns), sources(maze=Maze, guess=Guess)
+    with pytest.raises(BadInput, match=naming("t7", *words)) as refused:
         check_kinds(several, "environment", task)
     assert str(refused.value).startswith("environment.column: ")
-    with pytest.raises(UnknownEnvironmentKind, match=naming("t7", *said)):
+    with pytest.raises(UnknownEnvironmentKind, match=naming("t7", *words)):
         await EnvironmentSessions(several).open(task)
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "words"),
     [
         (NoReset, ("NoReset", "reset")),
         (Undocumented, ("Undocumented.step", "docstring")),
@@ -123,44 +123,44 @@ async def test_a_task_without_a_kind_is_named_at_the_start_and_in_the_run(
         (3, ("3", "class")),
     ],
 )
-def test_what_can_be_no_environment_is_refused_in_one_line(given: Any, said: tuple[str, ...]) -> None:
-    with pytest.raises(BadInput, match=naming(*said)) as caught:
-        check_kinds(origins(maze=given), "environment")
+def test_an_invalid_environment_is_refused_in_one_line(given: Any, words: tuple[str, ...]) -> None:
+    with pytest.raises(BadInput, match=naming(*words)) as caught:
+        check_kinds(sources(maze=given), "environment")
     assert str(caught.value).startswith("environment: maze: ")
     assert "\n" not in str(caught.value)
 
 
-def test_good_ones_pass_and_what_a_function_makes_is_believed() -> None:
-    check_kinds(origins(maze=Maze, guess=Guess), "environment", Task("t", "p", {"environment": "maze", "size": 3}))
+def test_valid_environments_pass_and_factory_functions_are_not_checked() -> None:
+    check_kinds(sources(maze=Maze, guess=Guess), "environment", Task("t", "p", {"environment": "maze", "size": 3}))
     check_kinds(resolve_kinds(config(), lambda: Maze()), "environment", Task("t", "p"))
     check_kinds({}, "environment", Task("t", "p"))
 
 
-def test_all_kinds_must_judge_themselves_for_a_run_without_reward_functions() -> None:
-    assert not all_give_rewards(origins(maze=Maze, guess=Guess))
-    assert all_give_rewards(origins(guess=Guess))
+def test_all_give_rewards_requires_get_reward_in_every_kind() -> None:
+    assert not all_give_rewards(sources(maze=Maze, guess=Guess))
+    assert all_give_rewards(sources(guess=Guess))
     assert all_give_rewards(resolve_kinds(config(), lambda: Maze()))
 
 
 @pytest.mark.parametrize("isolation", ["thread", "process"])
 async def test_every_episode_has_the_tools_and_the_state_of_its_own_kind(isolation: Any) -> None:
-    stages = EnvironmentSessions(origins(maze=Maze, guess=Guess), isolation=isolation, spare=0)
-    maze = await stages.open(Task("t1", "p", {"environment": "maze"}))
-    guess = await stages.open(Task("t2", "p", {"environment": "guess"}))
+    sessions = EnvironmentSessions(sources(maze=Maze, guess=Guess), isolation=isolation, spare=0)
+    maze = await sessions.open(Task("t1", "p", {"environment": "maze"}))
+    guess = await sessions.open(Task("t2", "p", {"environment": "guess"}))
     assert await maze.reset({"size": 3, "environment": "maze"}) == "a maze of 3"
     assert await guess.reset({"size": 3, "environment": "guess"}) == "guess"
     assert (await maze.call("step", {"direction": "up"}), await guess.call("step", {"number": 1})) == ("went up", 2)
     assert (await maze.reward(), await guess.reward()) == (None, 1.0)
-    for stage in (maze, guess):
-        await stage.close()
-    await stages.close()
+    for session in (maze, guess):
+        await session.close()
+    await sessions.close()
 
 
-def test_columns_that_reset_must_have_are_those_of_the_tasks() -> None:
+def test_required_arguments_of_reset_must_be_task_columns() -> None:
     class Picky:
         def reset(self, code: int, prompt: str, colour: str = "red", **columns: Any) -> None: ...
 
-    origins = {SINGLE_KIND: EnvironmentSource("environment", factory=Picky)}
-    check_kinds(origins, "environment", Task("t", "hi", {"code": 1}))
+    sources = {SINGLE_KIND: EnvironmentSource("environment", factory=Picky)}
+    check_kinds(sources, "environment", Task("t", "hi", {"code": 1}))
     with pytest.raises(BadInput, match=naming("environment: ", "reset", "code", "answer")):
-        check_kinds(origins, "environment", Task("t", "hi", {"answer": 1}))
+        check_kinds(sources, "environment", Task("t", "hi", {"answer": 1}))

@@ -1,4 +1,4 @@
-"""Environments as users and accidents write them. Loaded by file, in this process and in others."""
+"""Environments with the mistakes and faults of user code. Loaded by file, in this process and in others."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Guessing:
 
 
 class Waiting:
-    """Everything asynchronous, with a task that lives as long as the instance, and nothing that judges."""
+    """All methods but one are async, a task lives as long as the instance, and there is no `get_reward`."""
 
     async def reset(self, **columns: Any) -> None:
         self.columns = columns
@@ -95,7 +95,7 @@ class AsyncJudge:
 
 
 class Columns:
-    """Looks at what it gets, and changes it."""
+    """Reads its columns and modifies one of them."""
 
     def reset(self, board: list[int], pair: Any = None, nothing: Any = 0, **columns: Any) -> str:
         seen = f"{board} {type(pair).__name__} {nothing!r} {sorted(columns)}"
@@ -104,7 +104,7 @@ class Columns:
 
 
 class Talking:
-    """Returns all sorts of things."""
+    """Returns values of many types."""
 
     def reset(self, **columns: Any) -> None: ...
 
@@ -139,7 +139,7 @@ class Talking:
 
 
 class Unfit:
-    """Fails outside of its tools, as the task says."""
+    """Fails outside of its tools, in the way that the column `how` selects."""
 
     def reset(self, how: str) -> Any:
         self.how = how
@@ -170,7 +170,7 @@ class SaysNothing(Exception):
 
 
 class Faulty:
-    """Does what accidents do, where it is told to: in a tool, or at once in `reset`."""
+    """Fails in the selected way, in a tool or in `reset`."""
 
     def reset(self, fault: str = "", note: str = "") -> None:
         self.note = note
@@ -190,7 +190,7 @@ class Faulty:
         raise ToolError("of mine")
 
     async def be_cancelled(self) -> None:
-        """Wait for something that somebody has cancelled."""
+        """Await a future that was cancelled."""
         waiting = asyncio.get_running_loop().create_future()
         waiting.cancel("of mine")
         await waiting
@@ -200,17 +200,17 @@ class Faulty:
         raise KeyboardInterrupt
 
     def hang(self) -> None:
-        """Never come back."""
-        self._tell(os.getpid())
+        """Never return."""
+        self._note_pid(os.getpid())
         while True:
             time.sleep(60)
 
     def hang_in_c(self) -> None:
-        """Never come back, and hold the interpreter."""
+        """Never return, and hold the interpreter lock."""
         ctypes.PyDLL(None).sleep(600)
 
     async def hang_on_the_loop(self) -> None:
-        """Never come back, politely."""
+        """Never return, without blocking the loop."""
         await asyncio.Event().wait()
 
     def leave(self) -> None:
@@ -218,7 +218,7 @@ class Faulty:
         os._exit(3)
 
     def crash(self) -> None:
-        """Read where nothing is."""
+        """Read from a null pointer."""
         ctypes.string_at(0)
 
     def kill(self) -> None:
@@ -230,9 +230,9 @@ class Faulty:
         return "copy" if os.fork() == 0 else "original"
 
     def breed(self) -> None:
-        """Start somebody who stays, and hang."""
+        """Start a child process that stays, and hang."""
         child = subprocess.Popen(["sleep", "600"], start_new_session=True)
-        self._tell(child.pid)
+        self._note_pid(child.pid)
         self.hang()
 
     def flood(self) -> str:
@@ -242,7 +242,7 @@ class Faulty:
         return "done"
 
     def devour(self) -> int:
-        """Take all memory."""
+        """Allocate too much memory."""
         return len(bytearray(4 << 30))
 
     def babble(self) -> str:
@@ -251,7 +251,7 @@ class Faulty:
         return "done"
 
     def forge(self) -> str:
-        """Answer in a form that is none, and a thousand lists deep."""
+        """Reply with a malformed message that is 5,000 lists deep."""
         body = b"\x83\xa4type\xa8returned\xa2id\x00\xa5value" + b"\x91" * 5000 + b"\xc0"
         os.write(int(sys.argv[1]), len(body).to_bytes(4, "little") + body)
         return "done"
@@ -260,7 +260,7 @@ class Faulty:
         """Whether this is the main thread."""
         return threading.current_thread() is threading.main_thread()
 
-    def _tell(self, pid: int) -> None:
+    def _note_pid(self, pid: int) -> None:
         if self.note:
             with open(self.note, "a") as file:
                 file.write(f"{pid}\n")

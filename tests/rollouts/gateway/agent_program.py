@@ -1,4 +1,4 @@
-"""An agent as somebody else would write it: the official client, its environment, the task on standard input."""
+"""An agent as a user writes it: the official client, settings in environment variables, the task on standard input."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""An engine that writes prepared texts token by token, real clients on it, and a gateway in front of them."""
+"""An engine that writes prepared texts token by token, policy clients on it, and a gateway in front of them."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from outpace.types import Endpoint, EngineStats, Generation, GroupOrder, Ints, L
 
 
 class TypingEngine:
-    """`outpace.protocols.Engine`: request number i gets text number i, the last one over and over.
+    """`outpace.protocols.Engine`: request i gets text i; the last text repeats.
 
-    All of it is there at once; with `by_hand` only what `write` allows. An exception in place of a text is raised."""
+    A text is available at once, or with `by_hand` only as far as `write` allows. An exception in place of a text is
+    raised."""
 
     def __init__(self, tokenizer: Any, texts: list[str | Exception], by_hand: bool) -> None:
         self._tokenizer = tokenizer
         self._texts = texts
         self._changed = asyncio.Condition()
         self._written = 0 if by_hand else 1 << 30
-        self._looked = 0
-        self._tokens: dict[str, list[int]] = {}  # of requests under way
+        self._streamed = 0
+        self._tokens: dict[str, list[int]] = {}  # of requests in flight
         self._aborted: set[str] = set()
         self.samplings: list[Sampling] = []
         self.prompts: list[str] = []
@@ -65,27 +66,27 @@ class TypingEngine:
         )
 
     async def write(self, tokens: int) -> None:
-        """Let every request have so many tokens in all."""
+        """Make this many tokens of every request available."""
         async with self._changed:
             self._written = tokens
             self._changed.notify_all()
 
     async def write_slowly(self, patience_s: float) -> None:
-        """Token by token, each once somebody has looked at those before; the rest at once when nobody looks any more.
-        For one request at a time."""
+        """Release one token at a time, each after the previous ones were streamed, and the rest at once when streaming
+        stalls for `patience_s`. For one request at a time."""
         await self.started.wait()
         while self._tokens:
             await self.write(self._written + 1)
             try:
                 async with asyncio.timeout(patience_s), self._changed:
-                    await self._changed.wait_for(lambda: self._looked >= self._written or not self._tokens)
+                    await self._changed.wait_for(lambda: self._streamed >= self._written or not self._tokens)
             except TimeoutError:
                 await self.write(1 << 30)
                 return
 
     async def stream_tokens(self, request_id: str, after: int) -> Ints:
         async with self._changed:
-            self._looked = after
+            self._streamed = after
             self._changed.notify_all()
             await self._changed.wait_for(
                 lambda: request_id not in self._tokens or min(self._written, len(self._tokens[request_id])) > after
@@ -111,20 +112,20 @@ class TypingEngine:
 
 @pytest.fixture
 def typing_engine(tokenizer: Any) -> Callable[..., TypingEngine]:
-    def make(*texts: str | Exception, by_hand: bool = False, speaks: Any = None) -> TypingEngine:
-        return TypingEngine(speaks or tokenizer, list(texts), by_hand)
+    def make(*texts: str | Exception, by_hand: bool = False, with_tokenizer: Any = None) -> TypingEngine:
+        return TypingEngine(with_tokenizer or tokenizer, list(texts), by_hand)
 
     return make
 
 
 @pytest.fixture
 def policy(tokenizer: Any, make_settings: Callable[..., Any]) -> Callable[..., PolicyClient]:
-    """The client of one episode, without stop strings and with room for 2,000 tokens unless said otherwise."""
+    """Makes the client of one episode; by default without stop strings and with 2,000 tokens."""
 
-    def make(engine: Any, episode: int = 0, speaks: Any = None, **changes: Any) -> PolicyClient:
-        spoken = speaks or tokenizer
+    def make(engine: Any, episode: int = 0, with_tokenizer: Any = None, **changes: Any) -> PolicyClient:
+        chosen = with_tokenizer or tokenizer
         settings = make_settings(**{"max_tokens": 2000, "stop_strings": (), **changes})
-        chat_format = TemplateChatFormat(spoken, (spoken.eos_token_id,))
+        chat_format = TemplateChatFormat(chosen, (chosen.eos_token_id,))
         return PolicyClient(engine, chat_format, settings, GroupOrder(7, 0, 0, 0, 8), episode)
 
     return make
@@ -145,7 +146,7 @@ async def http() -> AsyncIterator[aiohttp.ClientSession]:
 
 @pytest.fixture
 async def agent_of() -> AsyncIterator[Callable[[Endpoint], AsyncOpenAI]]:
-    """The official client, pointed at an endpoint, without second tries."""
+    """Makes the official client for an endpoint, without retries."""
     made: list[AsyncOpenAI] = []
 
     def make(endpoint: Endpoint) -> AsyncOpenAI:
@@ -158,7 +159,7 @@ async def agent_of() -> AsyncIterator[Callable[[Endpoint], AsyncOpenAI]]:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_told_yet() -> Iterator[None]:
+def _log_pinned_again() -> Iterator[None]:
     protocol.log_pinned_once.cache_clear()
     yield
     protocol.log_pinned_once.cache_clear()

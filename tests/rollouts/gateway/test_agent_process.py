@@ -1,4 +1,4 @@
-"""A program as the agent of an episode: a real one, started as it would be."""
+"""Agent programs: a real one, started as in a run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def program(text: str) -> list[str]:
 
 @pytest.fixture
 def client_of(gateway: Any, tokenizer: Any, make_settings: Any) -> Callable[..., PolicyClient]:
-    """The client of an episode, with the gateway behind it."""
+    """Makes the client of an episode with a gateway."""
 
     def make(engine: Any) -> PolicyClient:
         chat_format = TemplateChatFormat(tokenizer, (tokenizer.eos_token_id,))
@@ -52,8 +52,8 @@ def client_of(gateway: Any, tokenizer: Any, make_settings: Any) -> Callable[...,
 
 
 @pytest.fixture
-async def nothing_asked(client_of: Any, typing_engine: Any) -> str:
-    """The error of an episode in which the policy was asked nothing."""
+async def no_request_error(client_of: Any, typing_engine: Any) -> str:
+    """The error of an episode that sends no request."""
 
     async def silent(task: Task, client: Any) -> None: ...
 
@@ -62,7 +62,7 @@ async def nothing_asked(client_of: Any, typing_engine: Any) -> str:
     return error
 
 
-async def test_a_program_that_knows_nothing_of_outpace_makes_an_episode(
+async def test_a_program_that_does_not_import_outpace_produces_an_episode(
     client_of: Any, typing_engine: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     client = client_of(typing_engine(CALL, "it is 3<|end|>"))
@@ -73,15 +73,15 @@ async def test_a_program_that_knows_nothing_of_outpace_makes_an_episode(
     assert "thoughts for the log: it is 3 sums/1" in capfd.readouterr().err
 
 
-async def test_a_program_that_fails_is_a_failed_episode_with_its_last_words(client_of: Any, typing_engine: Any) -> None:
+async def test_a_failing_program_fails_its_episode_with_its_last_output(client_of: Any, typing_engine: Any) -> None:
     client = client_of(typing_engine(CALL, "it is 4<|end|>"))
     episode = await run_episode(agent_rollout(AGENT), TASK, client, 60)
     assert re.search(naming("code 1", "but the model said it is 4"), episode.error or "")
-    assert sum(int(trajectory.mask.sum()) for trajectory in episode.trajectories) > 0  # for the accounts
+    assert sum(int(trajectory.mask.sum()) for trajectory in episode.trajectories) > 0  # still counted
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "words"),
     [
         ("import sys; sys.exit(3)", ("agent", "code 3")),
         ("import os; os.kill(os.getpid(), 9)", ("agent", "SIGKILL")),
@@ -89,15 +89,17 @@ async def test_a_program_that_fails_is_a_failed_episode_with_its_last_words(clie
         ("pass", ()),
     ],
 )
-async def test_how_a_program_ends_is_told(
-    text: str, told: tuple[str, ...], client_of: Any, typing_engine: Any, nothing_asked: str
+async def test_the_error_names_how_a_program_ended(
+    text: str, words: tuple[str, ...], client_of: Any, typing_engine: Any, no_request_error: str
 ) -> None:
     episode = await run_episode(agent_rollout(program(text)), TASK, client_of(typing_engine("x")), 60)
-    assert re.search(naming(*told), episode.error or "")
-    assert (episode.error == nothing_asked) == (not told)
+    assert re.search(naming(*words), episode.error or "")
+    assert (episode.error == no_request_error) == (not words)
 
 
-async def test_the_task_comes_in_whole_and_its_columns_need_not_be_read(client_of: Any, typing_engine: Any) -> None:
+async def test_a_program_gets_the_whole_task_on_standard_input_and_need_not_read_it(
+    client_of: Any, typing_engine: Any
+) -> None:
     large = Task("x/ö", [{"role": "user", "content": "hi"}], {"data": "y" * 1_000_000, "path": Path("/tmp")})
     reads = program(
         "import json, os, sys; task = json.load(sys.stdin);"
@@ -111,7 +113,7 @@ async def test_the_task_comes_in_whole_and_its_columns_need_not_be_read(client_o
     assert re.search(r"code 1\b.*\bno$", unread.error or "")
 
 
-async def test_a_program_sees_where_its_model_is(
+async def test_a_program_gets_its_endpoint_in_environment_variables(
     gateway: Any, client_of: Any, typing_engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", "/nowhere")
@@ -126,7 +128,7 @@ async def test_a_program_sees_where_its_model_is(
     assert re.search(naming("code 1", seen), episode.error or "")
 
 
-FAMILY = """
+STARTS_A_CHILD = """
 import subprocess, sys, time
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)", {mark!r}], start_new_session=True)
 print("ready", file=sys.stderr, flush=True)
@@ -143,29 +145,29 @@ def alive(mark: str) -> list[int]:
 
 
 @pytest.mark.parametrize("how", ["time limit", "cancelled", "by itself"])
-async def test_a_program_ends_with_its_episode_and_all_its_family(
-    how: str, client_of: Any, typing_engine: Any, nothing_asked: str
+async def test_a_program_and_its_process_tree_end_with_the_episode(
+    how: str, client_of: Any, typing_engine: Any, no_request_error: str
 ) -> None:
-    mark = f"family-of-{os.getpid()}-{how}"
-    text = FAMILY.format(mark=mark, then="" if how == "by itself" else "time.sleep(1000)")
+    mark = f"process-tree-of-{os.getpid()}-{how}"
+    text = STARTS_A_CHILD.format(mark=mark, then="" if how == "by itself" else "time.sleep(1000)")
     client = client_of(typing_engine("x"))
     episode = asyncio.create_task(
         run_episode(agent_rollout(program(text)), TASK, client, 3 if how == "time limit" else 60)
     )
     if how == "cancelled":
-        while not await asyncio.to_thread(alive, mark):  # noqa: ASYNC110 - another process knows nothing of events
+        while not await asyncio.to_thread(alive, mark):  # noqa: ASYNC110 - another process cannot set an event
             await asyncio.sleep(0.02)
         episode.cancel()
         with pytest.raises(asyncio.CancelledError):
             await episode
     else:
         ended = await episode
-        too_late = re.search(naming("rollout.timeout_s", "3 s"), ended.error or "")
-        assert too_late if how == "time limit" else ended.error == nothing_asked
+        timed_out = re.search(naming("rollout.timeout_s", "3 s"), ended.error or "")
+        assert timed_out if how == "time limit" else ended.error == no_request_error
     assert alive(mark) == []
 
 
-async def test_a_program_that_talks_without_end_is_cut_short(
+async def test_the_logged_output_of_a_program_is_truncated(
     client_of: Any, typing_engine: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     text = "import sys; sys.stdout.write('x' * 3_000_000); sys.exit('enough')"
@@ -176,21 +178,19 @@ async def test_a_program_that_talks_without_end_is_cut_short(
     assert re.search(naming("agent", str(MAX_OUTPUT)), logged)
 
 
-async def started(mark: str, count: int = 1) -> None:
-    while len(await asyncio.to_thread(alive, mark)) < count:  # noqa: ASYNC110 - another process knows nothing of events
+async def wait_until_started(mark: str, count: int = 1) -> None:
+    while len(await asyncio.to_thread(alive, mark)) < count:  # noqa: ASYNC110 - another process cannot set an event
         await asyncio.sleep(0.02)
 
 
 SLEEPS = "import time; time.sleep(1000)"
 
 
-async def test_whoever_is_cancelled_twice_leaves_an_end_that_can_be_waited_for(
-    client_of: Any, typing_engine: Any
-) -> None:
+async def test_the_program_of_a_repeatedly_cancelled_episode_still_ends(client_of: Any, typing_engine: Any) -> None:
     mark = f"twice-{os.getpid()}"
     rollout = agent_rollout([*program(SLEEPS), mark])
     episode = asyncio.create_task(rollout(TASK, client_of(typing_engine("x"))))
-    await started(mark)
+    await wait_until_started(mark)
     while not episode.done():
         episode.cancel()
         await asyncio.sleep(0)
@@ -200,7 +200,7 @@ async def test_whoever_is_cancelled_twice_leaves_an_end_that_can_be_waited_for(
 
 @pytest.mark.parametrize("heldout", [True, False])
 @pytest.mark.parametrize("impatient", [True, False])
-async def test_a_worker_that_closes_leaves_no_agent_of_a_group_or_of_an_evaluation(
+async def test_closing_a_worker_ends_the_agents_of_training_groups_and_evaluations(
     impatient: bool, heldout: bool, gateway: Any, typing_engine: Any, tokenizer: Any, make_settings: Any
 ) -> None:
     mark = f"closing-{os.getpid()}-{heldout}-{impatient}"
@@ -210,17 +210,17 @@ async def test_a_worker_that_closes_leaves_no_agent_of_a_group_or_of_an_evaluati
         [TASK], [TASK], agent_rollout([*program(SLEEPS), mark]), RewardFunctions([], []), RecordingJournal(), gateway,
     )  # fmt: skip
     running = asyncio.create_task(worker.run(GroupOrder(1, 0, 0, 0, 3, heldout=heldout)))
-    await started(mark, 3)
-    running.cancel()  # as when the connection to the controller closes: nobody waits for it
+    await wait_until_started(mark, 3)
+    running.cancel()  # as when the connection to the controller closes: nothing awaits it
     while impatient and not running.done():
         await asyncio.sleep(0)
-        running.cancel()  # over and over, also while it cleans up
+        running.cancel()  # repeatedly, also during cleanup
     await worker.close()
     assert alive(mark) == []
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends children with their parent")
-def test_a_worker_that_is_killed_takes_its_agents_with_it() -> None:
+def test_the_agents_of_a_killed_worker_end() -> None:
     parent = f"""
 import asyncio, os, sys
 from outpace.rollouts.agent_process import AgentProcess
@@ -238,22 +238,24 @@ asyncio.run(main())
         agent = psutil.Process(int(ended.stdout))
         agent.wait(timeout=30)
     except psutil.NoSuchProcess:
-        return  # gone before anybody could look
+        return  # already gone
     finally:
         if psutil.pid_exists(int(ended.stdout)):
             os.kill(int(ended.stdout), signal.SIGKILL)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-async def test_a_program_starts_with_the_signals_of_any_program(client_of: Any, typing_engine: Any) -> None:
-    """Python ignores some of them, and what is ignored is inherited."""
+async def test_a_program_starts_with_default_signal_handling(client_of: Any, typing_engine: Any) -> None:
+    """Python ignores some signals, and ignored signals are inherited."""
     shown = ["sh", "-c", "grep SigIgn /proc/self/status >&2; exit 1"]
     episode = await run_episode(agent_rollout(shown), TASK, client_of(typing_engine("x")), 60)
     ignored = int(str(episode.error).split()[-1], 16)
     assert not ignored & (1 << (signal.SIGPIPE - 1))
 
 
-async def test_a_program_that_cannot_be_there_ends_the_run(client_of: Any, typing_engine: Any, tmp_path: Path) -> None:
+async def test_a_missing_or_unusable_program_raises_bad_input(
+    client_of: Any, typing_engine: Any, tmp_path: Path
+) -> None:
     data, nonsense = tmp_path / "data", tmp_path / "nonsense"
     for path in (data, nonsense):
         path.write_text("no program at all")
@@ -265,19 +267,19 @@ async def test_a_program_that_cannot_be_there_ends_the_run(client_of: Any, typin
         agent_rollout([])
 
 
-async def test_a_program_that_cannot_be_started_now_fails_its_episode(
+async def test_a_program_that_temporarily_cannot_start_fails_its_episode(
     client_of: Any, typing_engine: Any, tmp_path: Path
 ) -> None:
     busy = tmp_path / "busy"
     shutil.copy2("/bin/sh", busy)
-    with busy.open("ab"):  # whoever is writing it keeps it from being started
+    with busy.open("ab"):  # a file that is open for writing cannot be executed
         episode = await run_episode(agent_rollout([str(busy)]), TASK, client_of(typing_engine("x")), 60)
     assert re.search(naming("agent", "Text file busy"), episode.error or "")
 
 
 @contextmanager
 def descriptors_left(spare: int) -> Iterator[None]:
-    """Only so many more can be opened."""
+    """Allow only `spare` more descriptors to be opened."""
     usual = resource.getrlimit(resource.RLIMIT_NOFILE)
     last = max(map(int, os.listdir("/proc/self/fd")))
     fillers = [os.dup(0)]
@@ -294,18 +296,16 @@ def descriptors_left(spare: int) -> Iterator[None]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("spare", range(0, 14, 2))
-async def test_want_of_descriptors_fails_the_episode_and_loses_none(
-    spare: int, client_of: Any, typing_engine: Any, nothing_asked: str
+async def test_running_out_of_descriptors_fails_the_episode_and_leaks_none(
+    spare: int, client_of: Any, typing_engine: Any, no_request_error: str
 ) -> None:
     client = client_of(typing_engine("x"))
     await client.endpoint()
-    await run_episode(
-        agent_rollout(program("")), TASK, client_of(typing_engine("x")), 60
-    )  # what stays open is open now
+    await run_episode(agent_rollout(program("")), TASK, client_of(typing_engine("x")), 60)  # opens what stays open
     before = len(os.listdir("/proc/self/fd"))
     with descriptors_left(spare):
         episode = await run_episode(agent_rollout(program("")), TASK, client, 60)
-    await asyncio.sleep(0)  # transports close in the next turn of the loop
-    assert episode.error == nothing_asked or "Too many open files" in (episode.error or "")
-    assert episode.error != nothing_asked or spare > 6
+    await asyncio.sleep(0)  # transports close in the next iteration of the loop
+    assert episode.error == no_request_error or "Too many open files" in (episode.error or "")
+    assert episode.error != no_request_error or spare > 6
     assert len(os.listdir("/proc/self/fd")) <= before

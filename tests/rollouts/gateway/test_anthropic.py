@@ -1,4 +1,4 @@
-"""Anthropic's protocol: the same answers in blocks."""
+"""The Anthropic protocol: the same answers as content blocks."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ RESULT = {"type": "tool_result", "tool_use_id": "x"}
 CALL = 'see <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|end|>'
 
 
-async def ask(http: Any, endpoint: Any, **changes: Any) -> tuple[int, str]:
+async def send(http: Any, endpoint: Any, **changes: Any) -> tuple[int, str]:
     headers = {"x-api-key": endpoint.api_key, "anthropic-version": "2023-06-01"}
     async with http.post(f"{endpoint.base_url}/messages", json={**HI, **changes}, headers=headers) as response:
         return response.status, await response.text()
 
 
 def events(text: str) -> list[dict[str, Any]]:
-    """Each event says its name twice: once for people, once in its data."""
+    """Parse server-sent events; each has its type in the event line and in its data."""
     found = []
     for block in text.strip().split("\n\n"):
         name, data = block.split("\n")
@@ -29,10 +29,12 @@ def events(text: str) -> list[dict[str, Any]]:
     return found
 
 
-async def test_an_answer_comes_in_blocks(gateway: Any, policy: Any, typing_engine: Any, http: Any) -> None:
+async def test_an_answer_is_returned_as_content_blocks(
+    gateway: Any, policy: Any, typing_engine: Any, http: Any
+) -> None:
     engine = typing_engine("<think>hm</think>hello<|end|>")
     endpoint = await gateway.open(policy(engine))
-    status, text = await ask(http, endpoint, system="be kind", temperature=0, stop_sequences=["!"])
+    status, text = await send(http, endpoint, system="be kind", temperature=0, stop_sequences=["!"])
     answer = json.loads(text)
     assert status == 200
     assert [(block["type"], block.get("text")) for block in answer["content"]] == [
@@ -46,12 +48,12 @@ async def test_an_answer_comes_in_blocks(gateway: Any, policy: Any, typing_engin
     assert engine.samplings[0].stop_strings == ["!"]
 
 
-async def test_a_call_and_its_result_go_on_with_the_same_trajectory(
+async def test_a_tool_call_and_its_result_continue_the_same_trajectory(
     gateway: Any, policy: Any, typing_engine: Any, http: Any
 ) -> None:
     client = policy(typing_engine(CALL, "it is 3<|end|>"))
     endpoint = await gateway.open(client)
-    _, text = await ask(http, endpoint, tools=TOOLS)
+    _, text = await send(http, endpoint, tools=TOOLS)
     answer = json.loads(text)
     assert answer["stop_reason"] == "tool_use"
     assert [block["type"] for block in answer["content"]] == ["text", "tool_use"]
@@ -63,35 +65,39 @@ async def test_a_call_and_its_result_go_on_with_the_same_trajectory(
         {"role": "assistant", "content": answer["content"]},
         {"role": "user", "content": [result]},
     ]
-    _, text = await ask(http, endpoint, tools=TOOLS, messages=messages)
+    _, text = await send(http, endpoint, tools=TOOLS, messages=messages)
     assert json.loads(text)["content"] == [{"type": "text", "text": "it is 3"}]
     assert (len(client.trajectories()), client.breaks) == (1, 0)
 
 
-async def test_a_stream_opens_and_closes_every_block(gateway: Any, policy: Any, typing_engine: Any, http: Any) -> None:
+async def test_a_stream_starts_and_stops_every_content_block(
+    gateway: Any, policy: Any, typing_engine: Any, http: Any
+) -> None:
     endpoint = await gateway.open(policy(typing_engine(CALL)))
-    told = events((await ask(http, endpoint, tools=TOOLS, stream=True))[1])
-    kinds = [event["type"] for event in told if event["type"] != "content_block_delta"]
+    streamed = events((await send(http, endpoint, tools=TOOLS, stream=True))[1])
+    kinds = [event["type"] for event in streamed if event["type"] != "content_block_delta"]
     assert kinds == [
         "message_start",
         *["content_block_start", "content_block_stop"] * 2,
         "message_delta",
         "message_stop",
     ]
-    deltas = [(event["index"], event["delta"]) for event in told if event["type"] == "content_block_delta"]
+    deltas = [(event["index"], event["delta"]) for event in streamed if event["type"] == "content_block_delta"]
     assert "".join(delta["text"] for index, delta in deltas if index == 0) == "see"
     assert json.loads("".join(delta["partial_json"] for index, delta in deltas if index == 1)) == {"a": 1}
-    assert told[-2]["delta"]["stop_reason"] == "tool_use"
+    assert streamed[-2]["delta"]["stop_reason"] == "tool_use"
 
 
-@pytest.mark.parametrize(("said", "heard"), [("boom", "error: boom"), ("error: boom", "error: boom"), ("", "error: ")])
-async def test_a_result_that_is_an_error_says_so(
-    said: str, heard: str, gateway: Any, policy: Any, typing_engine: Any, http: Any
+@pytest.mark.parametrize(
+    ("content", "shown"), [("boom", "error: boom"), ("error: boom", "error: boom"), ("", "error: ")]
+)
+async def test_a_tool_result_marked_as_an_error_starts_with_error(
+    content: str, shown: str, gateway: Any, policy: Any, typing_engine: Any, http: Any
 ) -> None:
     engine = typing_engine("oh<|end|>")
-    failed = {**RESULT, "is_error": True, "content": [{"type": "text", "text": said}]}
-    await ask(http, await gateway.open(policy(engine)), messages=[{"role": "user", "content": [failed]}])
-    assert engine.prompts == [f"<|tool|>{heard}<|end|><|assistant|>"]
+    failed = {**RESULT, "is_error": True, "content": [{"type": "text", "text": content}]}
+    await send(http, await gateway.open(policy(engine)), messages=[{"role": "user", "content": [failed]}])
+    assert engine.prompts == [f"<|tool|>{shown}<|end|><|assistant|>"]
 
 
 @pytest.mark.parametrize(
@@ -107,11 +113,11 @@ async def test_a_result_that_is_an_error_says_so(
         {"tools": [{"name": "add"}]},
     ],
 )
-async def test_what_is_not_offered_is_refused_in_form(
+async def test_an_unsupported_request_gets_an_invalid_request_error(
     change: dict[str, Any], gateway: Any, policy: Any, typing_engine: Any, http: Any
 ) -> None:
     client = policy(typing_engine("hello"))
-    status, text = await ask(http, await gateway.open(client), **change)
+    status, text = await send(http, await gateway.open(client), **change)
     assert (status, json.loads(text)["type"], json.loads(text)["error"]["type"]) == (
         400, "error", "invalid_request_error",
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Who is let in, and what garbage does."""
+"""Gateway access control and malformed requests."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def method_of(path: str) -> str:
         {"x-api-key": "wrong"},
     ],
 )
-async def test_no_route_is_open_without_the_key(
+async def test_every_route_requires_the_key(
     path: str, headers: dict[str, str], gateway: Any, policy: Any, typing_engine: Any, http: Any
 ) -> None:
     client = policy(typing_engine("hello"))
@@ -57,7 +57,9 @@ async def test_no_route_is_open_without_the_key(
     assert client.requests == []
 
 
-async def test_the_key_of_one_session_opens_no_other(gateway: Any, policy: Any, typing_engine: Any, http: Any) -> None:
+async def test_the_key_of_one_session_is_rejected_by_another(
+    gateway: Any, policy: Any, typing_engine: Any, http: Any
+) -> None:
     engine = typing_engine("hello")
     ours, theirs = await gateway.open(policy(engine)), await gateway.open(policy(engine, episode=1))
     assert ours.api_key != theirs.api_key
@@ -67,9 +69,7 @@ async def test_the_key_of_one_session_opens_no_other(gateway: Any, policy: Any, 
         assert response.status == 200
 
 
-async def test_a_role_has_one_endpoint_and_another_role_another(
-    gateway: Any, policy: Any, typing_engine: Any, agent_of: Any
-) -> None:
+async def test_each_role_has_its_own_endpoint(gateway: Any, policy: Any, typing_engine: Any, agent_of: Any) -> None:
     client = policy(typing_engine("hello"))
     judge = await gateway.open(client, "judge")
     assert judge == await gateway.open(client, "judge") != await gateway.open(client, "policy")
@@ -78,7 +78,7 @@ async def test_a_role_has_one_endpoint_and_another_role_another(
 
 
 @pytest.mark.parametrize("host", ["evil.example", "127.0.0.1", "127.0.0.1:1", "localhost.evil.example:{port}", ""])
-async def test_a_request_for_another_host_is_turned_away(
+async def test_a_request_for_another_host_is_rejected(
     host: str, gateway: Any, policy: Any, typing_engine: Any, http: Any
 ) -> None:
     endpoint = await gateway.open(policy(typing_engine("hello")))
@@ -87,7 +87,7 @@ async def test_a_request_for_another_host_is_turned_away(
         assert response.status == 421
 
 
-async def test_this_machine_may_be_called_localhost(gateway: Any, policy: Any, typing_engine: Any, http: Any) -> None:
+async def test_localhost_is_an_accepted_host_name(gateway: Any, policy: Any, typing_engine: Any, http: Any) -> None:
     endpoint = await gateway.open(policy(typing_engine("hello")))
     named = f"LOCALHOST:{urlsplit(endpoint.base_url).port}"
     async with http.get(f"{endpoint.base_url}/models", headers={**key(endpoint), "Host": named}) as response:
@@ -95,12 +95,10 @@ async def test_this_machine_may_be_called_localhost(gateway: Any, policy: Any, t
         assert not [header for header in response.headers if header.lower().startswith("access-control")]
 
 
-async def test_a_page_of_another_origin_gets_no_permission(
-    gateway: Any, policy: Any, typing_engine: Any, http: Any
-) -> None:
+async def test_a_cross_origin_preflight_is_rejected(gateway: Any, policy: Any, typing_engine: Any, http: Any) -> None:
     endpoint = await gateway.open(policy(typing_engine("hello")))
-    asked = {"Origin": "https://evil.example", "Access-Control-Request-Method": "POST"}
-    async with http.options(f"{endpoint.base_url}/chat/completions", headers=asked) as response:
+    preflight = {"Origin": "https://evil.example", "Access-Control-Request-Method": "POST"}
+    async with http.options(f"{endpoint.base_url}/chat/completions", headers=preflight) as response:
         assert response.status >= 400
         assert not [header for header in response.headers if header.lower().startswith("access-control")]
 
@@ -108,7 +106,7 @@ async def test_a_page_of_another_origin_gets_no_permission(
 @pytest.mark.parametrize(
     "path", ["/", "/v1/models", "/sessions/x/v1/models", "/sessions//v1/models", "/sessions/../etc", "/%00"]
 )
-async def test_an_unknown_place_is_not_found(
+async def test_an_unknown_path_is_not_found(
     path: str, gateway: Any, policy: Any, typing_engine: Any, http: Any
 ) -> None:
     endpoint = await gateway.open(policy(typing_engine("hello")))
@@ -117,7 +115,7 @@ async def test_an_unknown_place_is_not_found(
         assert (await response.json())["error"]["code"] is None
 
 
-async def test_a_wrong_method_is_answered_in_form(gateway: Any, policy: Any, typing_engine: Any, http: Any) -> None:
+async def test_a_wrong_method_gets_a_json_error(gateway: Any, policy: Any, typing_engine: Any, http: Any) -> None:
     endpoint = await gateway.open(policy(typing_engine("hello")))
     async with http.get(f"{endpoint.base_url}/chat/completions", headers=key(endpoint)) as response:
         assert response.status in (404, 405)
@@ -128,7 +126,7 @@ DEEP = b'{"messages": [{"role": "user", "content": "hi"}], "tools": ' + b"[" * 2
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "expected"),
     [
         (b"", "JSON"),
         (b"\xff\xfe", "JSON"),
@@ -143,15 +141,15 @@ DEEP = b'{"messages": [{"role": "user", "content": "hi"}], "tools": ' + b"[" * 2
     ],
 )
 @pytest.mark.parametrize("path", ["/chat/completions", "/messages"])
-async def test_garbage_is_refused_in_form(
-    path: str, body: bytes, told: str, gateway: Any, policy: Any, typing_engine: Any, http: Any
+async def test_a_malformed_body_gets_an_invalid_request_error(
+    path: str, body: bytes, expected: str, gateway: Any, policy: Any, typing_engine: Any, http: Any
 ) -> None:
     client = policy(typing_engine("hello"))
     endpoint = await gateway.open(client)
     async with http.post(endpoint.base_url + path, data=body, headers=key(endpoint)) as response:
         assert response.status == 400
         error = (await response.json())["error"]
-        assert told in error["message"]
+        assert expected in error["message"]
         assert error["type"] == "invalid_request_error"
     assert client.requests == []
 
@@ -180,7 +178,7 @@ LONG = "x" * (MAX_SIZE // 2 + 1)
         ("/messages", {"max_tokens": 1, "system": LONG, "messages": [{"role": "user", "content": LONG}]}),
     ],
 )
-async def test_a_text_far_beyond_any_context_is_refused_before_it_is_rendered(
+async def test_text_over_the_size_limit_is_refused_before_rendering(
     path: str, body: Any, gateway: Any, policy: Any, typing_engine: Any, http: Any
 ) -> None:
     client = policy(typing_engine("hello"))
@@ -196,7 +194,7 @@ async def test_a_text_far_beyond_any_context_is_refused_before_it_is_rendered(
 
 @given(st.one_of(st.binary(max_size=300), st.binary(max_size=100).map(lambda data: b"POST / HTTP/1.1\r\n" + data)))
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_random_bytes_at_the_port_do_no_harm(data: bytes) -> None:
+def test_random_bytes_on_the_port_do_not_break_the_gateway(data: bytes) -> None:
     async def attack() -> None:
         gateway = Gateway("127.0.0.1", 0, "m")
         await gateway.start()
@@ -221,7 +219,7 @@ def listening() -> set[Any]:
     return {each.laddr for each in sockets if each.status == psutil.CONN_LISTEN}
 
 
-async def test_it_listens_on_loopback_and_only_once_somebody_asks(policy: Any, typing_engine: Any) -> None:
+async def test_the_gateway_listens_on_loopback_and_only_after_the_first_open(policy: Any, typing_engine: Any) -> None:
     before = listening()
     gateway = Gateway("127.0.0.1", 0, "m")
     assert listening() <= before
@@ -240,12 +238,14 @@ async def test_it_listens_on_loopback_and_only_once_somebody_asks(policy: Any, t
         ("::", "http://127.0.0.1:80", None),
     ],
 )
-def test_it_is_called_by_the_address_on_which_it_listens(host: str, origin: str, names: set[str] | None) -> None:
+def test_the_origin_and_accepted_host_names_follow_the_listen_address(
+    host: str, origin: str, names: set[str] | None
+) -> None:
     gateway = Gateway(host, 80, "m")
     assert (gateway.origin, gateway.hosts()) == (origin, names)
 
 
-async def test_a_port_that_is_taken_is_named() -> None:
+async def test_a_port_in_use_is_named_in_the_error() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -254,7 +254,7 @@ async def test_a_port_that_is_taken_is_named() -> None:
             await Gateway("127.0.0.1", port, "m").start()
 
 
-async def test_on_all_addresses_it_goes_by_any_name(policy: Any, typing_engine: Any, http: Any) -> None:
+async def test_a_gateway_on_all_addresses_accepts_any_host_name(policy: Any, typing_engine: Any, http: Any) -> None:
     gateway = Gateway("0.0.0.0", 0, "m")
     endpoint = await gateway.open(policy(typing_engine("hello")))
     assert endpoint.base_url.startswith("http://127.0.0.1:")
@@ -263,7 +263,7 @@ async def test_on_all_addresses_it_goes_by_any_name(policy: Any, typing_engine: 
     await gateway.close()
 
 
-def test_a_worker_that_opens_no_endpoint_loads_no_http_server() -> None:
+def test_the_http_server_is_not_imported_before_an_endpoint_is_opened() -> None:
     program = (
         "import sys, outpace.rollouts.worker, outpace.rollouts.gateway.server, outpace.rollouts.agent_process;"
         "sys.exit('aiohttp' in sys.modules)"

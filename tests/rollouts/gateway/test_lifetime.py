@@ -1,4 +1,4 @@
-"""Requests end with whoever wants them: an agent that hangs up, an episode that ends, a gateway that closes."""
+"""Requests end when the agent disconnects, the episode ends or the gateway closes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HI: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi
 
 
 async def send(endpoint: Endpoint, **changes: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A request over a socket of our own."""
+    """Send a request over a raw socket."""
     where = urlsplit(endpoint.base_url)
     body = json.dumps({**HI, **changes}).encode()
     reader, writer = await asyncio.open_connection(where.hostname, where.port)
@@ -37,7 +37,7 @@ async def send(endpoint: Endpoint, **changes: Any) -> tuple[asyncio.StreamReader
     return reader, writer
 
 
-async def test_an_agent_that_hangs_up_while_it_waits_frees_the_engine(
+async def test_an_agent_that_disconnects_while_waiting_aborts_its_request(
     gateway: Any, policy: Any, typing_engine: Any
 ) -> None:
     engine = typing_engine("hello", by_hand=True)
@@ -52,7 +52,7 @@ async def test_an_agent_that_hangs_up_while_it_waits_frees_the_engine(
     assert client.abandoned == 2  # every token is accounted for
 
 
-async def test_an_agent_that_hangs_up_in_mid_stream_frees_the_engine(
+async def test_an_agent_that_disconnects_in_mid_stream_aborts_its_request(
     gateway: Any, policy: Any, typing_engine: Any
 ) -> None:
     engine = typing_engine("hello you", by_hand=True)
@@ -76,27 +76,27 @@ async def test_the_end_of_an_episode_ends_its_requests(
 ) -> None:
     engine = typing_engine("hello", by_hand=True)
     client, other = policy(engine), policy(engine, episode=1)
-    agent, neighbour = agent_of(await gateway.open(client)), agent_of(await gateway.open(other))
+    agent, other_agent = agent_of(await gateway.open(client)), agent_of(await gateway.open(other))
 
-    async def ask(who: AsyncOpenAI) -> Any:
-        answer = await who.chat.completions.create(**HI, stream=stream)
+    async def chat(sender: AsyncOpenAI) -> Any:
+        answer = await sender.chat.completions.create(**HI, stream=stream)
         return [chunk async for chunk in answer] if stream else answer
 
-    ended, goes_on = asyncio.create_task(ask(agent)), asyncio.create_task(ask(neighbour))
+    ended, unaffected = asyncio.create_task(chat(agent)), asyncio.create_task(chat(other_agent))
     while len(engine.prompts) < 2:  # noqa: ASYNC110 - two requests, one event
         await asyncio.sleep(0.001)
     await gateway.close_session(client)
-    with pytest.raises(openai.APIError) as told:
+    with pytest.raises(openai.APIError) as raised:
         await ended
-    assert told.value.code == "episode_ended"
+    assert raised.value.code == "episode_ended"
     assert engine.aborted == ["7.0.0"]
     with pytest.raises(openai.NotFoundError):
         await agent.models.list()
     await engine.write(99)
-    assert await goes_on
+    assert await unaffected
 
 
-async def test_an_episode_that_ends_while_a_request_arrives_starts_nothing(
+async def test_a_request_that_arrives_as_its_episode_ends_is_not_started(
     gateway: Any, policy: Any, typing_engine: Any
 ) -> None:
     client = policy(typing_engine("hello"))
@@ -106,7 +106,7 @@ async def test_an_episode_that_ends_while_a_request_arrives_starts_nothing(
     head = f"POST {where.path}/chat/completions HTTP/1.1\r\nHost: {where.netloc}\r\nx-api-key: {endpoint.api_key}\r\n"
     body = json.dumps(HI).encode()
     writer.write(f"{head}Content-Length: {len(body)}\r\nExpect: 100-continue\r\n\r\n".encode())
-    assert b"100" in await reader.readline()  # let in, and waiting for the body
+    assert b"100" in await reader.readline()  # accepted, waiting for the body
     await gateway.close_session(client)
     writer.write(body)
     await reader.readline()
@@ -115,15 +115,15 @@ async def test_an_episode_that_ends_while_a_request_arrives_starts_nothing(
     assert client.requests == []
 
 
-async def test_a_gateway_that_closes_ends_what_runs(policy: Any, typing_engine: Any, agent_of: Any) -> None:
+async def test_closing_the_gateway_ends_requests_in_flight(policy: Any, typing_engine: Any, agent_of: Any) -> None:
     gateway = Gateway("127.0.0.1", 0, "m")
     engine = typing_engine("hello", by_hand=True)
     agent = agent_of(await gateway.open(policy(engine)))
-    asked = asyncio.create_task(agent.chat.completions.create(**HI))
+    request = asyncio.create_task(agent.chat.completions.create(**HI))
     await engine.started.wait()
     await gateway.close()
     with pytest.raises(openai.APIError):
-        await asked
+        await request
     assert engine.aborted == ["7.0.0"]
     with pytest.raises(openai.APIConnectionError):
         await agent.models.list()
@@ -146,8 +146,8 @@ async def test_hundreds_of_sessions_and_thousands_of_requests_leave_nothing_behi
         endpoint = await gateway.open(client)
         key = {"Authorization": f"Bearer {endpoint.api_key}"}
         for stream in (False, True) * 2:
-            asked = {**HI, "stream": stream}
-            async with http.post(f"{endpoint.base_url}/chat/completions", json=asked, headers=key) as response:
+            body = {**HI, "stream": stream}
+            async with http.post(f"{endpoint.base_url}/chat/completions", json=body, headers=key) as response:
                 assert b"hello" in await response.read()
         await gateway.close_session(client)
         return weakref.ref(client)
@@ -156,7 +156,7 @@ async def test_hundreds_of_sessions_and_thousands_of_requests_leave_nothing_behi
         clients = await asyncio.gather(*map(episode, range(256)))
     assert len(gateway._sessions) == 0
     await gateway.close()
-    while asyncio.all_tasks() - tasks:  # noqa: ASYNC110 - connections close in turns of the loop
+    while asyncio.all_tasks() - tasks:  # noqa: ASYNC110 - connections close in later iterations of the loop
         await asyncio.sleep(0.001)
     gc.collect()
     assert [client() for client in clients if client() is not None] == []
@@ -164,10 +164,10 @@ async def test_hundreds_of_sessions_and_thousands_of_requests_leave_nothing_behi
     assert len(engine.prompts) == 1024
 
 
-async def test_a_session_is_forgotten_while_the_gateway_goes_on(
+async def test_a_closed_session_is_freed_while_the_gateway_keeps_running(
     gateway: Any, policy: Any, typing_engine: Any, http: Any
 ) -> None:
-    """A connection that is kept open must not keep the episode of its last request."""
+    """A keep-alive connection must not keep the episode of its last request alive."""
     client = policy(typing_engine("hello"))
     endpoint = await gateway.open(client)
     key = {"Authorization": f"Bearer {endpoint.api_key}"}

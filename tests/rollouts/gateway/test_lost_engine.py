@@ -1,4 +1,4 @@
-"""An engine that is lost under a request concerns neither the agent behind a URL nor the run."""
+"""Losing an engine during a request affects neither the agent behind the gateway nor the run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ async def lost(*_: Any) -> Ints:
     raise LOST
 
 
-async def test_a_stream_goes_on_with_the_answer_of_the_successor(
+async def test_a_stream_continues_with_the_answer_of_the_replacement_engine(
     gateway: Any, policy: Any, typing_engine: Any, agent_of: Any
 ) -> None:
     engine = typing_engine(LOST, "hello<|end|>", by_hand=True)
@@ -36,16 +36,16 @@ async def test_a_stream_goes_on_with_the_answer_of_the_successor(
     assert await gateway.close_session(client) is None
 
 
-async def test_an_episode_that_ends_while_its_engine_is_lost_is_no_failure_of_the_run(
+async def test_an_episode_that_ends_while_its_engine_is_lost_does_not_fail_the_run(
     gateway: Any, policy: Any, typing_engine: Any, agent_of: Any
 ) -> None:
     engine = typing_engine("hello", by_hand=True)
     engine.abort = lost
     client = policy(EngineFleet({"engine-0": engine}))
     agent = agent_of(await gateway.open(client))
-    asked = asyncio.create_task(agent.chat.completions.create(**HI))
+    request = asyncio.create_task(agent.chat.completions.create(**HI))
     await engine.started.wait()
     assert await gateway.close_session(client) is None
     await client.abandon()
-    (answer,) = await asyncio.gather(asked, return_exceptions=True)
+    (answer,) = await asyncio.gather(request, return_exceptions=True)
     assert isinstance(answer, Exception)

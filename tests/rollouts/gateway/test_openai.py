@@ -1,4 +1,4 @@
-"""OpenAI's protocol as the official client speaks it, against real clients of episodes."""
+"""The OpenAI protocol as the official client uses it, on real policy clients."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ ADD: list[Any] = [{"type": "function", "function": {"name": "add", "parameters":
 CALL = 'let me see <tool_call>{"name": "add", "arguments": {"a": 1, "b": "ö"}}</tool_call>'
 
 
-async def heard(asked: Any) -> list[Any]:
+async def collect(requested: Any) -> list[Any]:
     """Every chunk of a stream."""
-    return [chunk async for chunk in await asked]
+    return [chunk async for chunk in await requested]
 
 
-async def test_an_agent_asks_and_gets_an_answer(gateway: Any, policy: Any, typing_engine: Any, agent_of: Any) -> None:
+async def test_a_chat_completion_returns_the_answer_and_its_usage(
+    gateway: Any, policy: Any, typing_engine: Any, agent_of: Any
+) -> None:
     engine = typing_engine("hello<|end|>")
     client = policy(engine)
     endpoint = await gateway.open(client)
@@ -36,7 +38,7 @@ async def test_an_agent_asks_and_gets_an_answer(gateway: Any, policy: Any, typin
     assert client.requests == ["7.0.0"]
 
 
-async def test_a_history_that_comes_back_is_one_trajectory(
+async def test_a_history_that_continues_an_answer_stays_one_trajectory(
     gateway: Any, policy: Any, typing_engine: Any, agent_of: Any
 ) -> None:
     client = policy(typing_engine(CALL + "<|end|>", "it is 3<|end|>"))
@@ -54,7 +56,7 @@ async def test_a_history_that_comes_back_is_one_trajectory(
     assert (len(client.trajectories()), client.breaks) == (1, 0)
 
 
-async def test_the_sampling_of_the_run_is_pinned_and_the_agent_is_told(
+async def test_the_sampling_settings_of_the_run_are_pinned_and_reported_to_the_agent(
     gateway: Any, policy: Any, typing_engine: Any, agent_of: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -71,25 +73,27 @@ async def test_the_sampling_of_the_run_is_pinned_and_the_agent_is_told(
     assert sum("temperature" in message for message in caplog.messages) == 1
 
 
-@pytest.mark.parametrize(("asked", "sent"), [(3, 3), (5000, 2000), (None, 2000)])
-async def test_a_token_limit_is_at_most_that_of_the_run(
-    asked: int | None, sent: int, gateway: Any, policy: Any, typing_engine: Any, agent_of: Any
+@pytest.mark.parametrize(("requested", "sent"), [(3, 3), (5000, 2000), (None, 2000)])
+async def test_a_requested_token_limit_is_capped_by_that_of_the_run(
+    requested: int | None, sent: int, gateway: Any, policy: Any, typing_engine: Any, agent_of: Any
 ) -> None:
     engine = typing_engine("hello")
     agent = agent_of(await gateway.open(policy(engine)))
-    await agent.chat.completions.create(model="m", messages=HI, max_completion_tokens=asked)
-    await agent.chat.completions.create(model="m", messages=HI, max_tokens=asked, stop=["!"])
+    await agent.chat.completions.create(model="m", messages=HI, max_completion_tokens=requested)
+    await agent.chat.completions.create(model="m", messages=HI, max_tokens=requested, stop=["!"])
     assert [sampling.max_tokens for sampling in engine.samplings] == [sent, sent]
     assert [sampling.stop_strings for sampling in engine.samplings] == [[], ["!"]]
 
 
-async def test_an_answer_that_was_cut_off_says_so(gateway: Any, policy: Any, typing_engine: Any, agent_of: Any) -> None:
+async def test_a_truncated_answer_has_finish_reason_length(
+    gateway: Any, policy: Any, typing_engine: Any, agent_of: Any
+) -> None:
     agent = agent_of(await gateway.open(policy(typing_engine("hello"))))
     answer = await agent.chat.completions.create(model="m", messages=HI, max_tokens=5)
     assert answer.choices[0].finish_reason == "length"
 
 
-async def test_reasoning_is_apart_from_the_content(
+async def test_reasoning_is_separate_from_the_content(
     gateway: Any, policy: Any, typing_engine: Any, agent_of: Any
 ) -> None:
     agent = agent_of(await gateway.open(policy(typing_engine("<think>hm</think>\n\nyes"))))
@@ -97,26 +101,26 @@ async def test_reasoning_is_apart_from_the_content(
     assert (message.content, message.reasoning_content) == ("yes", "hm")
     parts = [chunk async for chunk in await agent.chat.completions.create(model="m", messages=HI, stream=True)]
     assert "".join(part.choices[0].delta.content or "" for part in parts) == "yes"
-    told = [part.choices[0].delta.model_extra.get("reasoning_content") for part in parts]
-    assert [text for text in told if text] == ["hm"]
+    reasoning = [part.choices[0].delta.model_extra.get("reasoning_content") for part in parts]
+    assert [text for text in reasoning if text] == ["hm"]
 
 
 async def test_logprobs_are_those_of_the_sampled_tokens(
     gateway: Any, policy: Any, typing_engine: Any, agent_of: Any
 ) -> None:
     agent = agent_of(await gateway.open(policy(typing_engine("abc"))))
-    asked = {"model": "m", "messages": HI, "logprobs": True, "top_logprobs": 0}
-    whole = (await agent.chat.completions.create(**asked)).choices[0].logprobs
+    requested = {"model": "m", "messages": HI, "logprobs": True, "top_logprobs": 0}
+    whole = (await agent.chat.completions.create(**requested)).choices[0].logprobs
     assert [token.token for token in whole.content] == ["a", "b", "c"]
     assert [token.logprob for token in whole.content] == pytest.approx([-0.01, -0.02, -0.03])
-    chunks = [chunk async for chunk in await agent.chat.completions.create(**asked, stream=True)]
+    chunks = [chunk async for chunk in await agent.chat.completions.create(**requested, stream=True)]
     streamed = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices[0].logprobs]
     assert [logprobs.content for logprobs in streamed] == [whole.content]
     plain = (await agent.completions.create(model="m", prompt="x", logprobs=0)).choices[0].logprobs
     assert (plain.tokens, plain.text_offset) == (["a", "b", "c"], [0, 1, 2])
 
 
-async def test_plain_text_and_token_ids_are_continued(
+async def test_text_and_token_id_prompts_are_completed(
     gateway: Any, policy: Any, typing_engine: Any, agent_of: Any, tokenizer: Any
 ) -> None:
     engine = typing_engine(" two<|end|>")
@@ -135,7 +139,7 @@ async def test_the_model_is_listed(gateway: Any, policy: Any, typing_engine: Any
     assert [model.id async for model in agent.models.list()] == ["policy-model"]
 
 
-async def test_no_tools_are_shown_where_none_may_be_called(
+async def test_tool_choice_none_hides_the_tools_and_parses_no_calls(
     gateway: Any, policy: Any, typing_engine: Any, agent_of: Any
 ) -> None:
     engine = typing_engine(CALL)
@@ -147,19 +151,21 @@ async def test_no_tools_are_shown_where_none_may_be_called(
     assert answer.choices[0].finish_reason == "stop"
 
 
-async def test_a_history_with_a_call_that_was_not_to_be_made_begins_another_trajectory(
+async def test_a_history_with_a_call_under_tool_choice_none_starts_a_new_trajectory(
     gateway: Any, policy: Any, typing_engine: Any, agent_of: Any
 ) -> None:
     client = policy(typing_engine(CALL + "<|end|>", "so be it<|end|>"))
     agent = agent_of(await gateway.open(client))
-    asked: dict[str, Any] = {"model": "m", "tool_choice": "none"}
-    said = (await agent.chat.completions.create(messages=HI, **asked)).choices[0].message
-    messages = [*HI, {"role": "assistant", "content": said.content}, {"role": "user", "content": "no tools!"}]
-    assert (await agent.chat.completions.create(messages=messages, **asked)).choices[0].message.content == "so be it"
+    requested: dict[str, Any] = {"model": "m", "tool_choice": "none"}
+    message = (await agent.chat.completions.create(messages=HI, **requested)).choices[0].message
+    messages = [*HI, {"role": "assistant", "content": message.content}, {"role": "user", "content": "no tools!"}]
+    assert (await agent.chat.completions.create(messages=messages, **requested)).choices[
+        0
+    ].message.content == "so be it"
     assert (len(client.trajectories()), client.breaks) == (2, 1)
 
 
-async def test_a_call_that_cannot_be_read_stays_in_the_content(
+async def test_an_unparseable_tool_call_stays_in_the_content(
     gateway: Any, policy: Any, typing_engine: Any, agent_of: Any
 ) -> None:
     agent = agent_of(await gateway.open(policy(typing_engine("<tool_call>{nonsense</tool_call>"))))
@@ -168,7 +174,7 @@ async def test_a_call_that_cannot_be_read_stays_in_the_content(
     assert (choice.message.tool_calls, choice.finish_reason) == (None, "stop")
 
 
-async def test_a_developer_speaks_as_the_system_and_parts_of_text_are_text(
+async def test_a_developer_message_is_a_system_message_and_text_parts_are_joined(
     gateway: Any, policy: Any, typing_engine: Any, agent_of: Any
 ) -> None:
     engine = typing_engine("hello")
@@ -181,7 +187,7 @@ async def test_a_developer_speaks_as_the_system_and_parts_of_text_are_text(
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "told"),
+    ("field", "value", "words"),
     [
         ("n", 2, ("1",)),
         ("tool_choice", "required", ("auto", "none")),
@@ -201,14 +207,14 @@ async def test_a_developer_speaks_as_the_system_and_parts_of_text_are_text(
         ("tools", [{"type": "search"}], ()),
     ],
 )
-async def test_what_cannot_be_honoured_is_refused_with_a_reason(
-    field: str, value: Any, told: tuple[str, ...], gateway: Any, policy: Any, typing_engine: Any, agent_of: Any
+async def test_an_unsupported_field_value_is_refused_with_a_reason(
+    field: str, value: Any, words: tuple[str, ...], gateway: Any, policy: Any, typing_engine: Any, agent_of: Any
 ) -> None:
     client = policy(typing_engine("hello"))
     agent = agent_of(await gateway.open(client))
     with pytest.raises(openai.BadRequestError) as refused:
         await agent.chat.completions.create(**{"model": "m", "messages": HI, field: value})
-    assert re.search(naming(field, *told), refused.value.message.partition(" - ")[2])  # without the client's prefix
+    assert re.search(naming(field, *words), refused.value.message.partition(" - ")[2])  # without the client's prefix
     assert refused.value.type == "invalid_request_error"
     assert (refused.value.param or "").startswith(field)
     assert client.requests == []
@@ -218,7 +224,7 @@ async def test_what_cannot_be_honoured_is_refused_with_a_reason(
     ("field", "value"),
     [("n", 3), ("best_of", 2), ("echo", True), ("suffix", "x"), ("logprobs", 5), ("prompt", ["a", "b"])],
 )
-async def test_plain_completions_refuse_what_they_do_not_have(
+async def test_text_completions_refuse_unsupported_fields(
     field: str, value: Any, gateway: Any, policy: Any, typing_engine: Any, agent_of: Any
 ) -> None:
     agent = agent_of(await gateway.open(policy(typing_engine("hello"))))
@@ -227,7 +233,7 @@ async def test_plain_completions_refuse_what_they_do_not_have(
     assert refused.value.param == field
 
 
-async def test_unknown_fields_do_no_harm(gateway: Any, policy: Any, typing_engine: Any, agent_of: Any) -> None:
+async def test_unknown_fields_are_ignored(gateway: Any, policy: Any, typing_engine: Any, agent_of: Any) -> None:
     agent = agent_of(await gateway.open(policy(typing_engine("hello"))))
     extra = {"user": "me", "store": True, "reasoning_effort": "high", "nonsense": [1, {"a": None}]}
     answer = await agent.chat.completions.create(model="m", messages=HI, extra_body=extra)
@@ -245,15 +251,15 @@ async def test_unknown_fields_do_no_harm(gateway: Any, policy: Any, typing_engin
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_request_that_fails_says_why(
+async def test_a_failed_request_reports_its_reason(
     failure: Exception, kind: Any, code: str | None, stream: bool,
     gateway: Any, policy: Any, typing_engine: Any, agent_of: Any,
 ) -> None:  # fmt: skip
     client = policy(typing_engine(failure))
     agent = agent_of(await gateway.open(client))
-    asked = agent.chat.completions.create(model="m", messages=HI, stream=stream)
-    with pytest.raises(openai.APIError if stream else kind, match=str(failure).split(":")[-1].strip()) as told:
-        await (heard(asked) if stream else asked)
-    assert told.value.code == code
+    requested = agent.chat.completions.create(model="m", messages=HI, stream=stream)
+    with pytest.raises(openai.APIError if stream else kind, match=str(failure).split(":")[-1].strip()) as raised:
+        await (collect(requested) if stream else requested)
+    assert raised.value.code == code
     serious = await gateway.close_session(client)
     assert serious is (failure if isinstance(failure, ComponentFailed) else None)

@@ -1,4 +1,4 @@
-"""The whole way: the official client, the gateway, the episode's client, the embedded engine, weights that change."""
+"""End to end: the official client, the gateway, the policy client, the embedded engine, and changing weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from outpace.protocols import Engine
 from outpace.runtime.rpc import Channel, close_proxy, proxy, serve_calls
 from outpace.weights.shared_memory import SnapshotWriter
 
-ASKED: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "3 4 5 -> 12"}]}
+REQUEST: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "3 4 5 -> 12"}]}
 
 
 @pytest.fixture
@@ -29,8 +29,8 @@ async def real_engine(tokenizer: Any) -> AsyncIterator[EmbeddedEngine]:
 
 
 @pytest.fixture
-async def distant_engine(real_engine: EmbeddedEngine) -> AsyncIterator[Engine]:
-    """The same as a worker sees it: in another process, at the other end of a socket."""
+async def remote_engine(real_engine: EmbeddedEngine) -> AsyncIterator[Engine]:
+    """The same engine behind a socket, as a worker reaches it."""
     ours, theirs = socket.socketpair()
     near = Channel(*await asyncio.open_connection(sock=ours))
     far = Channel(*await asyncio.open_connection(sock=theirs))
@@ -42,27 +42,27 @@ async def distant_engine(real_engine: EmbeddedEngine) -> AsyncIterator[Engine]:
     far.close()
 
 
-async def test_streamed_text_is_the_answer_and_comes_in_pieces(
-    gateway: Any, policy: Any, distant_engine: Engine, agent_of: Any
+async def test_streamed_pieces_add_up_to_the_answer(
+    gateway: Any, policy: Any, remote_engine: Engine, agent_of: Any
 ) -> None:
-    client = policy(distant_engine, temperature=1.0, max_tokens=40)
+    client = policy(remote_engine, temperature=1.0, max_tokens=40)
     agent = agent_of(await gateway.open(client))
 
-    async def ask() -> tuple[str, str, int]:
-        stream = await agent.chat.completions.create(**ASKED, stream=True)
+    async def stream_once() -> tuple[str, str, int]:
+        stream = await agent.chat.completions.create(**REQUEST, stream=True)
         chunks = [chunk async for chunk in stream]
         texts = [chunk.choices[0].delta.content or "" for chunk in chunks]
         return chunks[0].id, "".join(texts), sum(bool(text) for text in texts)
 
-    told = await asyncio.gather(*(ask() for _ in range(12)))
+    answers = await asyncio.gather(*(stream_once() for _ in range(12)))
     written = {turn.request_id: turn.generation.tokens.tolist() for turn in client._sampler.transcript.turns}
-    assert {request: text for request, text, _ in told} == {
+    assert {request: text for request, text, _ in answers} == {
         request: client.chat_format.parse(tokens, ()).content for request, tokens in written.items()
     }
-    assert max(pieces for _, _, pieces in told) > 1
+    assert max(pieces for _, _, pieces in answers) > 1
 
 
-async def test_requests_go_on_while_weights_change(
+async def test_requests_continue_while_weights_change(
     gateway: Any, policy: Any, real_engine: EmbeddedEngine, agent_of: Any, tmp_path: Path
 ) -> None:
     model = load_model("starter")
@@ -72,7 +72,7 @@ async def test_requests_go_on_while_weights_change(
 
     async def talk(agent: Any, stream: bool) -> None:
         for _ in range(6):
-            answer = await agent.chat.completions.create(**ASKED, stream=stream)
+            answer = await agent.chat.completions.create(**REQUEST, stream=stream)
             assert [chunk async for chunk in answer] if stream else answer.choices
 
     talks = asyncio.gather(*(talk(agent, index % 2 == 0) for index, agent in enumerate(agents)))
@@ -86,31 +86,31 @@ async def test_requests_go_on_while_weights_change(
     assert [len(client.requests) for client in clients] == [6] * 8
 
 
-async def test_an_agent_that_hangs_up_frees_the_slot_of_the_real_engine(
-    gateway: Any, policy: Any, real_engine: EmbeddedEngine, distant_engine: Engine, agent_of: Any
+async def test_an_agent_that_disconnects_frees_its_slot_in_the_real_engine(
+    gateway: Any, policy: Any, real_engine: EmbeddedEngine, remote_engine: Engine, agent_of: Any
 ) -> None:
-    told_to_stop = asyncio.Event()
+    aborted = asyncio.Event()
     abort = real_engine.abort
 
-    async def heard(request_ids: list[str]) -> None:
+    async def abort_and_signal(request_ids: list[str]) -> None:
         await abort(request_ids)
-        told_to_stop.set()
+        aborted.set()
 
-    real_engine.abort = heard  # type: ignore[method-assign]
-    turns = threading.Semaphore(9)
+    real_engine.abort = abort_and_signal  # type: ignore[method-assign]
+    steps = threading.Semaphore(9)
     advance = real_engine._main.advance
-    real_engine._main.advance = lambda: [*(turns.acquire() and ()), *advance()]  # type: ignore[method-assign]
-    client = policy(distant_engine, temperature=1.0)
-    client.chat_format._stop_ids = ()  # it writes until its context is full
+    real_engine._main.advance = lambda: [*(steps.acquire() and ()), *advance()]  # type: ignore[method-assign]
+    client = policy(remote_engine, temperature=1.0)
+    client.chat_format._stop_ids = ()  # generation runs until the context is full
     agent = agent_of(await gateway.open(client))
-    stream = await agent.chat.completions.create(**ASKED, stream=True)
+    stream = await agent.chat.completions.create(**REQUEST, stream=True)
     while not (await anext(stream)).choices[0].delta.content:
         pass
     await stream.close()
-    await told_to_stop.wait()
-    turns.release(1000)
+    await aborted.wait()
+    steps.release(1000)
     await gateway.close_session(client)
-    stats = await distant_engine.stats()
+    stats = await remote_engine.stats()
     assert (stats.running, stats.waiting) == (0, 0)
     assert stats.tokens == client.abandoned > 0
     assert not client.trajectories()

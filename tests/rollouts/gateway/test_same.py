@@ -1,4 +1,4 @@
-"""Streamed and whole answers say the same, to the letter, in every protocol."""
+"""Streamed and whole answers are identical in every protocol."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HI: list[Any] = [{"role": "user", "content": "hi"}]
 CALL = 'see <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 MESSAGES_TOOL = {"name": "add", "input_schema": {"type": "object"}}
 CHAT_TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
-ASKED: dict[str, dict[str, Any]] = {
+REQUESTS: dict[str, dict[str, Any]] = {
     "chat/completions": {"messages": HI, "tools": [CHAT_TOOL]},
     "completions": {"prompt": "hi"},
     "messages": {"messages": HI, "max_tokens": 500, "tools": [MESSAGES_TOOL]},
@@ -21,7 +21,7 @@ ASKED: dict[str, dict[str, Any]] = {
 STOP_FIELD = {"chat/completions": "stop", "completions": "stop", "messages": "stop_sequences"}
 
 
-# ----------------------------------------------------------------------------------- what a client makes of the events
+# ------------------------------------------------------------------------------ assembling the events as a client does
 
 
 def folded_chat(events: list[Any]) -> Any:
@@ -87,7 +87,7 @@ READ = {
 
 
 def pieces(events: list[Any]) -> int:
-    """How many of the events have text in them."""
+    """The number of events that contain text."""
     texts = [
         event["delta"].get("text")
         if event.get("type") == "content_block_delta"
@@ -98,25 +98,25 @@ def pieces(events: list[Any]) -> int:
     return sum(bool(text) for text in texts)
 
 
-# ---------------------------------------------------------------------------------------------------------- asked twice
+# --------------------------------------------------------------------------------- the same request, whole and streamed
 
 
-class Both:
-    """Asks the same of two equal episodes, once for all of it and once for a stream, token by token."""
+class WholeAndStreamed:
+    """Sends the same request to two equal episodes, once for a whole answer and once for a token-by-token stream."""
 
     def __init__(self, gateway: Any, policy: Any, typing_engine: Any, http: Any) -> None:
         self._gateway, self._policy, self._typing_engine, self._http = gateway, policy, typing_engine, http
 
-    async def ask(
+    async def compare(
         self, path: str, text: str, stops: Sequence[str] = (), patience_s: float = 0.05, **more: Any
     ) -> tuple[Any, Any, int]:
-        """What the whole answer says, what the stream does, and in how many pieces of text."""
-        asked = {"model": "m", **ASKED[path], **more}
+        """The whole answer, the streamed answer, and the number of text pieces in the stream."""
+        request = {"model": "m", **REQUESTS[path], **more}
         whole, folded = READ[path]
-        body = await self._post(self._typing_engine(text), path, asked, stops)
+        body = await self._post(self._typing_engine(text), path, request, stops)
         engine = self._typing_engine(text, by_hand=True)
         stream, _ = await asyncio.gather(
-            self._post(engine, path, {**asked, "stream": True}, stops), engine.write_slowly(patience_s)
+            self._post(engine, path, {**request, "stream": True}, stops), engine.write_slowly(patience_s)
         )
         lines = [line.removeprefix("data: ") for line in stream.splitlines() if line.startswith("data: {")]
         events = [json.loads(line) for line in lines]
@@ -127,16 +127,16 @@ class Both:
         headers = {"x-api-key": endpoint.api_key}
         async with self._http.post(f"{endpoint.base_url}/{path}", json=body, headers=headers) as response:
             assert response.status == 200
-            told: str = await response.text()
-            return told
+            text: str = await response.text()
+            return text
 
 
 @pytest.fixture
-def both(gateway: Any, policy: Any, typing_engine: Any, http: Any) -> Both:
-    return Both(gateway, policy, typing_engine, http)
+def both(gateway: Any, policy: Any, typing_engine: Any, http: Any) -> WholeAndStreamed:
+    return WholeAndStreamed(gateway, policy, typing_engine, http)
 
 
-@pytest.mark.parametrize("path", ASKED)
+@pytest.mark.parametrize("path", REQUESTS)
 @pytest.mark.parametrize(
     "text",
     [
@@ -145,13 +145,13 @@ def both(gateway: Any, policy: Any, typing_engine: Any, http: Any) -> Both:
         f"{CALL} and {CALL}", "<tool_call>{nonsense</tool_call>", "x <tool_call>{nonsense</tool_call> y",
     ],
 )  # fmt: skip
-async def test_streamed_and_whole_answers_say_the_same(path: str, text: str, both: Both) -> None:
-    whole, streamed, _ = await both.ask(path, text, temperature=0)
+async def test_streamed_and_whole_answers_are_equal(path: str, text: str, both: WholeAndStreamed) -> None:
+    whole, streamed, _ = await both.compare(path, text, temperature=0)
     assert streamed == whole
 
 
-@pytest.mark.parametrize("path", ASKED)
-@pytest.mark.parametrize("whose", ["the run's", "the request's", "both"])
+@pytest.mark.parametrize("path", REQUESTS)
+@pytest.mark.parametrize("source", ["the run's", "the request's", "both"])
 @pytest.mark.parametrize(
     ("text", "stop"),
     [
@@ -163,31 +163,31 @@ async def test_streamed_and_whole_answers_say_the_same(path: str, text: str, bot
         ("a\n", "\n"),
     ],
 )
-async def test_the_string_that_ends_an_answer_is_in_neither(
-    path: str, whose: str, text: str, stop: str, both: Both
+async def test_a_stop_string_is_in_neither_answer(
+    path: str, source: str, text: str, stop: str, both: WholeAndStreamed
 ) -> None:
-    ours = {"the run's": [stop], "the request's": [], "both": ["el", "b"]}[whose]
-    theirs = {} if whose == "the run's" else {STOP_FIELD[path]: [stop]}
-    whole, streamed, _ = await both.ask(path, text, ours, **theirs)
+    ours = {"the run's": [stop], "the request's": [], "both": ["el", "b"]}[source]
+    theirs = {} if source == "the run's" else {STOP_FIELD[path]: [stop]}
+    whole, streamed, _ = await both.compare(path, text, ours, **theirs)
     assert streamed == whole
     assert text.removesuffix(stop) in json.dumps(whole, ensure_ascii=False)
     assert stop not in json.dumps(whole, ensure_ascii=False)
 
 
-@pytest.mark.parametrize("path", ASKED)
-async def test_the_pieces_of_a_stream_are_many(path: str, both: Both) -> None:
-    """Or the tests above would compare an answer with itself."""
-    whole, streamed, count = await both.ask(path, "one two three STOP", ["STOP"], patience_s=60)
+@pytest.mark.parametrize("path", REQUESTS)
+async def test_a_stream_has_many_pieces(path: str, both: WholeAndStreamed) -> None:
+    """Otherwise the tests above would compare an answer with itself."""
+    whole, streamed, count = await both.compare(path, "one two three STOP", ["STOP"], patience_s=60)
     assert streamed == whole
     assert count >= len("onetwothree")
 
 
 @pytest.mark.parametrize(("path", "choice"), [("chat/completions", "none"), ("messages", {"type": "none"})])
-async def test_a_call_that_was_not_to_be_made_is_text_like_all_the_rest(path: str, choice: Any, both: Both) -> None:
+async def test_a_tool_call_under_tool_choice_none_is_plain_text(path: str, choice: Any, both: WholeAndStreamed) -> None:
     text = f"<think>so</think>{CALL}"
-    whole, streamed, _ = await both.ask(path, text, tool_choice=choice)
+    whole, streamed, _ = await both.compare(path, text, tool_choice=choice)
     assert streamed == whole
-    said = whole["content"] if path != "messages" else whole[0]
-    assert said == (text if path != "messages" else [{"type": "text", "text": text}])
+    content = whole["content"] if path != "messages" else whole[0]
+    assert content == (text if path != "messages" else [{"type": "text", "text": text}])
     if path != "messages":
         assert (whole["calls"], whole["reasoning"]) == ([], "")
