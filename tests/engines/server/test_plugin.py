@@ -133,14 +133,15 @@ def learners_logprobs(model: nn.Module) -> np.ndarray[Any, Any]:
 
 @pytest_asyncio.fixture
 async def bench(vllm: RunningVllm, tmp_path: Path) -> AsyncIterator[Bench]:
-    """The server is shared between tests, so it ends with the weights that it was started with."""
+    """The server is shared between tests: each one starts and ends with the weights that it was launched with."""
     http = HttpClient(vllm.url)
     path = str(resolve_model(vllm.config.model.path))
     name = (await http.get("/v1/models", deadline_s=CONTROL_S))["data"][0]["id"]
     bench = Bench(http, name, load_model(path, dtype="float32"), tmp_path)
+    launched = SnapshotWriter(tmp_path, "launched", torch.float32).publish(0, bench.base, [])
+    await bench.update(MemoryTransport(http, CONTROL_S), launched)
     yield bench
-    restored = SnapshotWriter(tmp_path, "restored", torch.float32).publish(0, bench.base, [])
-    await bench.update(MemoryTransport(http, CONTROL_S), restored)
+    await bench.update(MemoryTransport(http, CONTROL_S), launched)
     await http.close()
 
 
