@@ -33,14 +33,12 @@ MODULES = {
 IDENTIFIERS = {
     "caretaker", "enrolment", "roster", "courier", "survivors", "desk", "shelf", "lane", "lanes", "dialect",
     "servant", "household", "lifeline", "turnstile", "surrogate", "stamp", "lockstep", "mourning", "undertaker",
-    "seat", "flight", "wish", "peek", "peeks", "giving",
+    "seat", "wish", "peek", "peeks", "giving",
 }  # fmt: skip
 """Words that no class, function, method or parameter name should contain."""
 
-VERBS = {
-    "hear", "tell", "take_a_seat", "settle",
-}  # fmt: skip
-"""Names of functions and methods that say how something sounds, not what it does."""
+WHOLE_NAMES = {"hear", "tell", "take_a_seat", "settle", "Flight"}
+"""Names that say nothing as a whole, though their words are fine in others (InFlightRequest)."""
 
 EXEMPT = ("config",)
 """Packages whose names are settings, which users have in their files."""
@@ -108,7 +106,7 @@ def replaced_names(files: list[Path]) -> Iterator[str]:
         for node in ast.walk(ast.parse(path.read_text())):
             for kind, name in definitions(node):
                 words = re.findall(r"[a-z]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower())
-                if IDENTIFIERS & set(words) or (kind == "function" and name.strip("_") in VERBS):
+                if IDENTIFIERS & set(words) or name.strip("_") in WHOLE_NAMES:
                     yield f"{path}:{getattr(node, 'lineno', 0)}: {kind} {name}"
 
 
