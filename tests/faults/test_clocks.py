@@ -14,7 +14,7 @@ from faults.watching import Settings, StartRun, arguments, steps_of
 
 SOURCE = Path(__file__).parents[2] / "src" / "outpace"
 WALL_CLOCK_CALLS = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.today", "date.today"}
-ALLOWED = {"config/validation.py", "rollouts/gateway/openai.py", "runtime/cleanup.py"}
+ALLOWED = {"config/defaults.py", "rollouts/gateway/openai.py", "runtime/cleanup.py"}
 """Uses that are not timeouts: the name of a run directory, a field of a response, the age of a file."""
 
 
