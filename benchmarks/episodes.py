@@ -40,7 +40,7 @@ from outpace.hardware.placement import CUDA_VISIBLE_DEVICES
 from outpace.models.loading import eos_ids, load_tokenizer
 from outpace.monitoring.metrics import percentile
 from outpace.rollouts.worker import RolloutWorker
-from outpace.run.components import ComponentSpecs, build_worker, engine_name
+from outpace.run.build import ComponentSpecs, build_worker, engine_name
 from outpace.runtime import diagnostics
 from outpace.runtime.async_tools import steady_executor
 from outpace.runtime.cleanup import temporary_directory

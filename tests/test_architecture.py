@@ -39,7 +39,7 @@ NO_TORCH = (
     "outpace.engines.fleet",
     "outpace.engines.server.build",
     "outpace.monitoring.console",
-    "outpace.rewards.grader",
+    "outpace.rewards.grader_process",
     "outpace.rewards.registry",
     "outpace.rollouts.build",
     "outpace.rollouts.environments.child",

@@ -8,10 +8,10 @@ if TYPE_CHECKING:
     from outpace.algorithms.advantages import BatchAdvantages, GroupReturns
     from outpace.algorithms.losses import Tokens
     from outpace.algorithms.registry import advantage, normalizer, policy_loss
-    from outpace.commands.show import read_rollouts
     from outpace.config import Config
     from outpace.controller.evaluation import Evaluation
     from outpace.monitoring.callbacks import Callback
+    from outpace.monitoring.rollout_files import read_rollouts
     from outpace.rewards.functions import evaluator
     from outpace.rewards.registry import register as register_reward
     from outpace.rollouts.episode import rollout
@@ -60,7 +60,7 @@ _PUBLIC_NAMES = {
     "advantage": "outpace.algorithms.registry",
     "evaluator": "outpace.rewards.functions",
     "normalizer": "outpace.algorithms.registry",
-    "read_rollouts": "outpace.commands.show",
+    "read_rollouts": "outpace.monitoring.rollout_files",
     "register_reward": "outpace.rewards.registry:register",
     "register_task": "outpace.tasks.registry:register",
     "rollout": "outpace.rollouts.episode",

@@ -23,7 +23,7 @@ import outpace
 from outpace.errors import EXIT_SECOND_SIGNAL, BadInput, ComponentFailed, OutpaceError
 
 if TYPE_CHECKING:
-    from outpace.config.section import Section
+    from outpace.config.base import Section
 
 EXIT_BROKEN_PIPE = 141
 """The shell's exit code for SIGPIPE: the reader of a pipe has closed it, as in `outpace fleet RUN | grep -q …`."""

@@ -24,7 +24,7 @@ from typing import Any
 MARK = "OUTPACE_DRILL"
 POLL_S = 0.05
 RUNTIME_DIRECTORY_LOCK = "/owner.lock"
-MODULES = {"outpace.rewards.grader": "grader", "outpace.rollouts.environments.child": "environment"}
+MODULES = {"outpace.rewards.grader_process": "grader", "outpace.rollouts.environments.child": "environment"}
 
 Hook = Callable[["Run"], None]
 

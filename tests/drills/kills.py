@@ -34,7 +34,7 @@ from leftovers import LeftoverCheck
 
 START_LIMIT_S = 240.0
 """Time limit of one start; many times what it usually takes."""
-STARTING_UP = ("child.", "servant.", "controller.started", "learner.built", "engine.built", "load.middle")
+STARTING_UP = ("child.", "user_code.", "controller.started", "learner.built", "engine.built", "load.middle")
 """A component that dies before it was ever ready may end the start."""
 
 

@@ -84,15 +84,15 @@ WORKER = {
     "worker.evaluate": (1, 5),
 }
 GRADER = {
-    "servant.started": (1,),
-    "servant.called": (1, 8),
-    "servant.answered": (1, 8),
+    "user_code.started": (1,),
+    "user_code.called": (1, 8),
+    "user_code.answered": (1, 8),
 }
 
 ENVIRONMENT = {
-    "servant.started": (1,),
-    "servant.called": (1, 9),
-    "servant.answered": (1, 9),
+    "user_code.started": (1,),
+    "user_code.called": (1, 9),
+    "user_code.answered": (1, 9),
 }
 
 TABLE = {"controller": CONTROLLER | COMMIT, "learner": LEARNER, "engine": ENGINE, "worker": WORKER, "grader": GRADER}

@@ -10,7 +10,7 @@ import pytest
 from outpace.config import Config
 from outpace.errors import BadInput
 from outpace.hardware.placement import Placement, assign_gpus, listed_gpus, placement_of, torch_has_cuda
-from outpace.run.components import ComponentSpecs
+from outpace.run.build import ComponentSpecs
 from support import names
 
 

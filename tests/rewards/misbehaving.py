@@ -104,7 +104,7 @@ def devours_memory(**_: Any) -> list[float]:
 
 
 def forges_an_answer(completions: list[str]) -> list[float]:
-    from outpace.rewards.grader import ScoreReply
+    from outpace.rewards.grader_process import ScoreReply
     from outpace.runtime import wire
 
     os.write(int(sys.argv[1]), wire.frame(wire.encode(ScoreReply(10**6, [100.0] * len(completions)))))

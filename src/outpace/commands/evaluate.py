@@ -17,7 +17,7 @@ from outpace.config.load import load_config
 from outpace.controller.evaluation import Evaluation, Evaluator
 from outpace.errors import BadInput
 from outpace.protocols import Worker
-from outpace.run.components import ComponentSpecs, start_engines
+from outpace.run.build import ComponentSpecs, start_engines
 from outpace.run.plan import UserObjects, load_run_with_objects, make_plan
 from outpace.run.session import RunPlan
 from outpace.runtime.async_tools import gather_or_cancel

@@ -19,7 +19,7 @@ from outpace.config.load import load_config, parse_arguments
 from outpace.controller.logprob_check import HIGH_QUANTILE, LogprobComparison, compare_engines
 from outpace.errors import BadInput
 from outpace.protocols import Learner, Worker
-from outpace.run.components import ComponentSpecs, start_engines
+from outpace.run.build import ComponentSpecs, start_engines
 from outpace.run.plan import UserObjects, load_run_config, make_plan
 from outpace.run.session import RunPlan
 from outpace.runtime.async_tools import gather_or_cancel

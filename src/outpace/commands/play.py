@@ -36,7 +36,7 @@ from outpace.rollouts.conversation import content_text
 from outpace.rollouts.episode import run_episode, total_return
 from outpace.rollouts.human import HumanClient, HumanTurn, TypedAnswer, is_call, read_answer, read_call, tool_signature
 from outpace.rollouts.worker import RewardFunctions
-from outpace.run.components import build_reward_functions
+from outpace.run.build import build_reward_functions
 from outpace.runtime import async_tools
 from outpace.tasks.registry import open_tasks
 from outpace.types import Episode, Message, Task

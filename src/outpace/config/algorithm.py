@@ -30,7 +30,7 @@ from outpace.algorithms.registry import (
     Registration,
     Registry,
 )
-from outpace.config.section import Section
+from outpace.config.base import Section
 from outpace.errors import BadInput, one_line
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
 
-from outpace.config.section import Section
+from outpace.config.base import Section
 
 DEFAULT_SLOTS = 64
 

@@ -26,10 +26,10 @@ import pydantic
 from pydantic.fields import FieldInfo
 
 from outpace.config import Config
+from outpace.config.base import Section, parse_text, takes_text, type_name
 from outpace.config.defaults import keys_at_default
 from outpace.config.engines import LaunchConfig
 from outpace.config.other_libraries import RENAMED, equivalent_setting, names_with_equivalent
-from outpace.config.section import Section, parse_text, takes_text, type_name
 from outpace.config.validation import check, keys_from_task
 from outpace.errors import BadInput, one_line, with_article
 from outpace.runtime.references import closest_names

@@ -23,8 +23,8 @@ from outpace.config.algorithm import (
     KlConfig,
     ReplayConfig,
 )
+from outpace.config.base import Section
 from outpace.config.engines import EngineConfig, LaunchConfig, LoraConfig, WeightsConfig
-from outpace.config.section import Section
 
 
 class ToolsConfig(Section):

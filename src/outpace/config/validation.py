@@ -17,9 +17,9 @@ from typing import Any
 
 from outpace.config import Config
 from outpace.config.algorithm_validation import ALGORITHM_RULES, Rule
+from outpace.config.base import Section
 from outpace.config.defaults import fill_defaults, get_value, unset_defaults, with_values
 from outpace.config.engines import ServerAddress, is_server_url, server_address
-from outpace.config.section import Section
 from outpace.errors import BadInput, one_line, plural, with_article
 from outpace.runtime.references import absolute_reference
 

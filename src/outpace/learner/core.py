@@ -203,10 +203,10 @@ class LearnerCore:
         if self.reference is not None and (every := self.settings.kl.sync_every) and self.version % every == 0:
             self.reference.refresh()
         seconds, self._seconds = self._seconds, 0.0
-        losses, norms = zip(*([*filter(_is_finite, updates)] or updates), strict=True)
+        update_losses, norms = zip(*([*filter(_is_finite, updates)] or updates), strict=True)
         return StepReport(
             version=self.version,
-            loss=sum(losses) / len(losses),
+            loss=sum(update_losses) / len(update_losses),
             tokens=step.tokens // passes,
             grad_norm=sum(norms) / len(norms),
             lr=lr,

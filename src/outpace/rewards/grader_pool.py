@@ -24,7 +24,7 @@ from typing import Any
 
 from outpace.errors import RewardFailed
 from outpace.rewards.functions import Scores, pack_arguments
-from outpace.rewards.grader import GraderReply, LoadReward, ScoreReply, ScoreRequest, ScoresRejected
+from outpace.rewards.grader_process import GraderReply, LoadReward, ScoreReply, ScoreRequest, ScoresRejected
 from outpace.runtime.async_tools import TimeLimitError
 from outpace.runtime.by_value import UserCodeSource
 from outpace.runtime.user_code import (
@@ -36,7 +36,7 @@ from outpace.runtime.user_code import (
     UserCodeProcess,
 )
 
-GRADER_KIND = UserCodeKind("outpace.rewards.grader", GraderReply, "a reward function")
+GRADER_KIND = UserCodeKind("outpace.rewards.grader_process", GraderReply, "a reward function")
 
 
 class GraderProcess:

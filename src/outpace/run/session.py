@@ -47,7 +47,7 @@ from outpace.monitoring.console import EngineLogWatcher, ProgressConsole
 from outpace.monitoring.run_directory import RunLog
 from outpace.monitoring.summary import STOPPED, Summary
 from outpace.protocols import Engine, Learner, Worker
-from outpace.run.components import ComponentSpecs, start_engines
+from outpace.run.build import ComponentSpecs, start_engines
 from outpace.run.objects import SavedObjects
 from outpace.run.resume import (
     CheckpointWriter,

@@ -70,13 +70,13 @@ def serve_user_code(
     _limit_memory(int(sys.argv[2]))
     own_pid = os.getpid()
     diagnostics.set_crash_process(kind)
-    diagnostics.crash_point("servant.started")
+    diagnostics.crash_point("user_code.started")
     while (request := _receive(connection, request_type, wait)) is not None:
-        diagnostics.crash_point("servant.called")
+        diagnostics.crash_point("user_code.called")
         reply = _reply_to(request, handle)
         if os.getpid() != own_pid:
             os._exit(0)  # a copy forked by user code
-        diagnostics.crash_point("servant.answered")
+        diagnostics.crash_point("user_code.answered")
         try:
             connection.sendall(wire.frame(wire.encode(reply)))
         except ConnectionError:

@@ -14,8 +14,8 @@ import pydantic
 from pydantic import Field
 from pydantic.fields import FieldInfo
 
+from outpace.config.base import Section
 from outpace.config.load import parse_arguments, read_config_file
-from outpace.config.section import Section
 from outpace.errors import BadInput, one_line
 from outpace.runtime.references import closest_names
 

@@ -215,22 +215,22 @@ class LaunchPlan:
 
 
 async def launch_server(
-    recipe: LaunchPlan,
+    plan: LaunchPlan,
     index: int,
-    log: Path,
+    log_file: Path,
     say: ProgressCallback,
     environment: Mapping[str, str] | None = None,
     gpus: GpuAssignment = ON_CPU,
 ) -> LaunchedServer:
     """Launch server number `index` and wait until it has sampled a token. `environment` sets its temporary directory
     and the mark by which the cleanup process finds it, unless this process already inherits one."""
-    first = recipe.config.launch.port
+    first = plan.config.launch.port
     if first:
         check_port_free(first + index)
     failure = ""
     for _ in range(1 if first else PORTS_TRIED):
         try:
-            return await _start(recipe, first + index if first else free_port(), gpus, log, say, environment or {})
+            return await _start(plan, first + index if first else free_port(), gpus, log_file, say, environment or {})
         except _PortTaken as taken:
             failure = str(taken)
             say("another process took the server's port; trying another port")
@@ -242,14 +242,19 @@ class _PortTaken(Exception):
 
 
 async def _start(
-    recipe: LaunchPlan, port: int, gpus: GpuAssignment, log: Path, say: ProgressCallback, environment: Mapping[str, str]
+    plan: LaunchPlan,
+    port: int,
+    gpus: GpuAssignment,
+    log_file: Path,
+    say: ProgressCallback,
+    environment: Mapping[str, str],
 ) -> LaunchedServer:
-    command = recipe.command(port, gpus)
-    env = {**command.env, **environment, **recipe.config.launch.env}
-    process = await ServerProcess.launch(command.argv, env, log)
-    started = LaunchedServer(server_at(recipe.config, f"http://{HOST}:{port}", recipe.incarnation), process)
+    command = plan.command(port, gpus)
+    env = {**command.env, **environment, **plan.config.launch.env}
+    process = await ServerProcess.launch(command.argv, env, log_file)
+    started = LaunchedServer(server_at(plan.config, f"http://{HOST}:{port}", plan.incarnation), process)
     try:
-        await wait_until_ready(started.server, process, recipe.config.launch.start_s, say)
+        await wait_until_ready(started.server, process, plan.config.launch.start_s, say)
         await process.record_shared_memory()
     except BaseException as error:
         taken = isinstance(error, BadInput) and not process.alive and port_was_taken(process.log_text())

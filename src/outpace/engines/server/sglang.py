@@ -79,9 +79,9 @@ class SglangServer:
         return await read_facts(self.http)
 
     async def tokenized(self, text: str) -> list[int] | None:
-        request_body = {"prompt": text, "add_special_tokens": False}
+        body = {"prompt": text, "add_special_tokens": False}
         try:
-            reply = await self.http.post(TOKENIZE, request_body, deadline_s=_QUERY_S, repeatable=True)
+            reply = await self.http.post(TOKENIZE, body, deadline_s=_QUERY_S, repeatable=True)
         except ServerRefused:
             return None
         tokens = reply.get("tokens") if isinstance(reply, dict) else None
@@ -186,9 +186,9 @@ class SglangServer:
         await asyncio.gather(*self._aborting)
         await self.http.close()
 
-    async def _control(self, route: str, request_body: dict[str, Any]) -> None:
+    async def _control(self, route: str, body: dict[str, Any]) -> None:
         """POST a control call. All of them are idempotent."""
-        reply = await self.http.post(route, request_body, deadline_s=self._control_s, repeatable=True)
+        reply = await self.http.post(route, body, deadline_s=self._control_s, repeatable=True)
         if isinstance(reply, dict) and reply.get("success") is False:
             raise ServerFaulty(f"{self.url}{route}: {one_line(reply.get('message', 'failed'))}")
 

@@ -1,4 +1,4 @@
-"""Entry point of a grader process: `python -m outpace.rewards.grader FD MEMORY_MB`.
+"""Entry point of a grader process: `python -m outpace.rewards.grader_process FD MEMORY_MB`.
 
     LoadReward(reference or code) ─▶ import ─▶ Done
     ScoreRequest(arguments)       ─▶ call, check ─▶ ScoreReply | ScoresRejected | Raised

@@ -115,7 +115,7 @@ class ComponentSpecs:
         self.sockets[name] = str(self._runtime_dir / f"{name}.sock")
         spec = ComponentSpec(
             name,
-            "outpace.run.components:build_engine",
+            "outpace.run.build:build_engine",
             "outpace.protocols:Engine",
             self._shared_settings | {"index": index, "url": url, "gpus": msgspec.to_builtins(gpus)},
             listen=self.sockets[name],
@@ -130,7 +130,7 @@ class ComponentSpecs:
     def learner(self) -> tuple[ComponentSpec, dict[str, str]]:
         spec = ComponentSpec(
             LEARNER,
-            "outpace.run.components:build_learner",
+            "outpace.run.build:build_learner",
             "outpace.protocols:Learner",
             self._shared_settings | {"gpus": msgspec.to_builtins(self.placement.learner)},
             code=self._learner_code,
@@ -144,7 +144,7 @@ class ComponentSpecs:
             (
                 ComponentSpec(
                     f"worker-{index}",
-                    "outpace.run.components:build_worker",
+                    "outpace.run.build:build_worker",
                     "outpace.protocols:Worker",
                     self._shared_settings,
                     code=self._code,
