@@ -181,8 +181,8 @@ def test_closing_a_group_affects_only_answers_of_the_same_worker(open_log: OpenL
     first, second = open_log("w0"), open_log("w1")
     record(first, 7, number=0)
     record(second, 7, number=1)
-    assert keys(first, 7)[:1] == [(0, 0)]
-    assert keys(second, 7) == [(0, 0), (0, 1)]
+    assert (0, 0) in keys(first, 7)
+    assert sorted(keys(second, 7)) == [(0, 0), (0, 1)]
     second.close_group(7)
     assert keys(second, 7) == keys(first, 7) == [(0, 0)]
 

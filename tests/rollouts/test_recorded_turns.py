@@ -25,7 +25,7 @@ from outpace.rollouts.episode import GroupTurns
 from outpace.rollouts.requests import ClientSettings
 from outpace.rollouts.tool_loop import EpisodeLimits, ToolLoop
 from outpace.rollouts.worker import REUSED, RewardFunctions, RolloutWorker
-from outpace.run import components
+from outpace.run import build
 from outpace.types import Generation, GroupOrder, GroupReport, Sampling, Task
 from rollouts_support import RecordingJournal, worker_settings
 from support import resolved
@@ -446,4 +446,4 @@ async def test_the_journal_keeps_the_order_and_the_report_without_views_and_plac
 def test_turn_recording_follows_checkpoint_turns_and_run_deterministic(
     tmp_path: Path, changes: dict[str, Any], records: bool
 ) -> None:
-    assert (components._turn_log(resolved(changes), tmp_path, "w0") is not None) == records
+    assert (build._turn_log(resolved(changes), tmp_path, "w0") is not None) == records

@@ -266,9 +266,9 @@ def test_an_unreachable_hub_is_not_retried(
 
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", no_network)
     offline = datasets.config.HF_HUB_OFFLINE
-    message = bad_input_message(open_dataset, "nobody/nothing")
+    message = bad_input_message(open_dataset, "missing/nothing")
     assert message.startswith("tasks.path: ")
-    assert names(message, "nobody/nothing")
+    assert names(message, "missing/nothing")
     assert "Retrying" not in capfd.readouterr().err
     assert datasets.config.HF_HUB_OFFLINE is offline
 

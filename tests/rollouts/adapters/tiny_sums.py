@@ -24,7 +24,7 @@ class SumTask(vf.Task[Sum]):
     @vf.reward
     async def correct(self, trace: vf.Trace) -> float:
         if self.data.answer == "13":
-            raise ValueError("nobody can judge this one")
+            raise ValueError("this one cannot be judged")
         replies = [node.message for node in trace.nodes if node.message.role == "assistant"]
         return float(replies[-1].content == self.data.answer)
 

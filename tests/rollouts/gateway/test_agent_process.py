@@ -85,7 +85,7 @@ async def test_a_failing_program_fails_its_episode_with_its_last_output(client_o
     [
         ("import sys; sys.exit(3)", ("agent", "code 3")),
         ("import os; os.kill(os.getpid(), 9)", ("agent", "SIGKILL")),
-        ("raise KeyError('nobody')", ("agent", "code 1", "KeyError: 'nobody'")),
+        ("raise KeyError('missing')", ("agent", "code 1", "KeyError: 'missing'")),
         ("pass", ()),
     ],
 )
