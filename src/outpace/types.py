@@ -171,7 +171,8 @@ class Episode(msgspec.Struct, frozen=True):
 
 
 class Row(msgspec.Struct, frozen=True):
-    """A trajectory to train on. `advantages` are computed within the group, before any batch-level normalization.
+    """A trajectory to train on. In the journal, `advantages` are those within the group, before any batch-level
+    normalization, or empty if they need a critic; a learner backend gets the final ones.
 
     Estimators that need the whole batch use the remaining fields: `episode` is an index into the record's rewards;
     role, reward and turn rewards are the trajectory's."""
@@ -180,7 +181,7 @@ class Row(msgspec.Struct, frozen=True):
     mask: Bools
     logprobs: Floats
     versions: Ints
-    advantages: Floats
+    advantages: Floats = msgspec.field(default_factory=_no_floats)
     episode: int = 0
     role: str = "policy"
     reward: float | None = None

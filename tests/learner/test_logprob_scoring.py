@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from outpace.checkpoint.journal import JournalWriter
+from outpace.learner.backend import OLD_LOGP
 from outpace.learner.core import LearnerCore, sequence_logprobs
 from outpace.learner.learner import TorchLearner, TorchLearnerSettings
-from outpace.learner.loss import OLD_LOGP
 from outpace.learner.settings import LearnerCoreSettings
 from outpace.protocols import Learner
 from outpace.types import Floats, GroupRecord, Ints, Row

@@ -92,7 +92,14 @@ def test_observed_tokens_inside_a_row_are_inputs_but_not_targets() -> None:
     assert len(packed.tokens_T) == 7
 
 
-@pytest.mark.parametrize("corrupt", [lambda r: r.mask.__setitem__(0, True), lambda r: with_missing_logprob(r)])
+@pytest.mark.parametrize(
+    "corrupt",
+    [
+        lambda r: r.mask.__setitem__(0, True),
+        lambda r: with_missing_logprob(r),
+        lambda r: Row(r.tokens, r.mask, r.logprobs, r.versions),  # without advantages
+    ],
+)
 def test_an_invalid_row_is_rejected(corrupt: Callable[[Row], object]) -> None:
     row = row_of(4, 2)
     row = corrupt(row) or row  # type: ignore[assignment]

@@ -187,9 +187,9 @@ def test_a_row_whose_advantages_are_all_zero_is_kept() -> None:
     assert not scored.rows[2].advantages.any()
 
 
-def test_group_scoring_leaves_advantages_at_zero_for_gae() -> None:
+def test_group_scoring_leaves_out_advantages_for_gae() -> None:
     scored = score_group([episode(1.0), episode(1.0)], rules("gae", uniform=False))
-    assert [row.advantages.tolist() for row in scored.rows] == [[0, 0, 0, 0]] * 2
+    assert [row.advantages.tolist() for row in scored.rows] == [[], []]
 
 
 # -------------------------------------------------------------------------------------------------------- equal rewards

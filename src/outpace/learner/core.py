@@ -23,7 +23,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from outpace.algorithms import losses
+from outpace.algorithms.token_advantages import with_advantages
 from outpace.errors import OutpaceError, plural
+from outpace.learner.backend import OLD_LOGP, OLD_VALUES, REFERENCE_LOGP, Extras
 from outpace.learner.forward import (
     Forward,
     ForwardOptions,
@@ -32,16 +34,16 @@ from outpace.learner.forward import (
     PaddedForward,
     choose_forward,
 )
-from outpace.learner.loss import OLD_LOGP, OLD_VALUES, LossAssembly
+from outpace.learner.loss import LossAssembly
 from outpace.learner.metrics import StepTotals, step_metrics
 from outpace.learner.optimizer import ValueHead, clip_factor, learning_rate, make_optimizer
-from outpace.learner.packing import Extras, PackedBatch, pack
+from outpace.learner.packing import PackedBatch, pack
 from outpace.learner.reference import Reference, make_reference
 from outpace.learner.settings import LearnerCoreSettings
 from outpace.models.lora import LoraAdapters
 from outpace.types import OBSERVED, ChunkReport, Floats, Ints, Row, StepReport, Version
 
-REFERENCE_LOGP = "reference_logp"
+_NO_ADVANTAGE = np.zeros(())
 
 Update = tuple[float, float]
 """Loss and gradient norm of one update."""
@@ -131,7 +133,8 @@ class LearnerCore:
         empty = np.zeros(0, dtype=np.float32)
         scores = [dict.fromkeys(self._score_names, empty) for _ in rows]
         trained = iter([score for score, row in zip(scores, rows, strict=True) if row.mask.any()])
-        for packed in pack(rows, self.settings.learner.tokens_per_pass):
+        unweighted = [with_advantages(row, _NO_ADVANTAGE) for row in rows]  # scoring does not read advantages
+        for packed in pack(unweighted, self.settings.learner.tokens_per_pass):
             ends = np.cumsum(np.bincount(packed.sequence_N, minlength=packed.documents))[:-1]
             by_name = {name: np.split(values, ends) for name, values in self._score_pass(packed).items()}
             for document in range(packed.documents):

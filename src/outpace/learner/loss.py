@@ -28,16 +28,11 @@ from outpace.algorithms.corrections import staleness_sums
 from outpace.algorithms.losses import Tokens
 from outpace.config.algorithm import configured_masks, configured_policy_loss
 from outpace.errors import BadInput, plural
+from outpace.learner.backend import KEEP, OLD_LOGP, OLD_VALUES, RETURNS
 from outpace.learner.forward import ForwardOutputs
 from outpace.learner.packing import PackedBatch
 from outpace.learner.settings import LearnerCoreSettings
 from outpace.types import Floats, Ints, Version
-
-OLD_LOGP = "old_logp"
-OLD_VALUES = "old_values"
-RETURNS = "returns"
-KEEP = "keep"
-"""Keys of `PackedBatch.extras`: per-token values that `BatchLearner` computes before training."""
 
 
 @dataclass(frozen=True)

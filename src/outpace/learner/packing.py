@@ -17,7 +17,7 @@ bucket, W its width, H query heads, K key/value heads, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,12 +29,10 @@ from torch.nn import functional
 from transformers import AttentionInterface
 
 from outpace.errors import OutpaceError
+from outpace.learner.backend import Extras, check_rows
 from outpace.types import Floats, Ints, Row
 
 Longs = NDArray[np.int64]
-
-Extras = Mapping[str, Floats]
-"""Additional values of a row by name, one per trained token."""
 
 _NO_EXTRAS: Extras = {}
 
@@ -81,7 +79,7 @@ def _passes(documents: Iterable[_Document], tokens_per_pass: int) -> Iterator[li
     current: list[_Document] = []
     filled = 0
     for row, extras in documents:
-        _check_row(row)
+        check_rows([row])
         length = input_length(row)
         if length == 0:
             continue
@@ -92,15 +90,6 @@ def _passes(documents: Iterable[_Document], tokens_per_pass: int) -> Iterator[li
         filled += length
     if current:
         yield current
-
-
-def _check_row(row: Row) -> None:
-    count = len(row.tokens)
-    parts = (row.mask, row.logprobs, row.versions, row.advantages)
-    if any(len(part) != count for part in parts):
-        raise ValueError(f"a row of {count} tokens has arrays of other lengths: {[len(part) for part in parts]}")
-    if count and row.mask[0]:
-        raise ValueError("the first token of a row cannot be trained: no token predicts it")
 
 
 def _join(documents: list[_Document]) -> PackedBatch:

@@ -20,7 +20,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from outpace.algorithms.advantages import Doubles, is_uniform
+from outpace.algorithms.advantages import is_uniform
 from outpace.algorithms.token_advantages import AdvantageSettings, compared_returns, group_advantages, with_advantages
 from outpace.errors import clip, plural
 from outpace.models.chat import as_text
@@ -82,8 +82,8 @@ def score_group(episodes: list[Episode], rules: ScoringRules) -> ScoredGroup:
     if reason := _uniform_reason(rows, succeeded, rules):
         return ScoredGroup("filtered", reason, [])
     trained = [
-        with_advantages(row, advantages_T)
-        for row, advantages_T in zip(rows, _advantages(rows, succeeded, rules.credit), strict=True)
+        row
+        for row in _with_advantages(rows, succeeded, rules.credit)
         if row.mask.any() and _is_trained_on(succeeded[row.episode], rules.filter)
     ]
     if not trained:
@@ -125,10 +125,10 @@ def _uniform_reason(rows: list[Row], succeeded: list[Episode], rules: ScoringRul
     return f"all rewards are {compared[0][0]:g}" if len(compared) == 1 else "all compared rewards are equal"
 
 
-def _advantages(rows: list[Row], succeeded: list[Episode], credit: AdvantageSettings) -> Sequence[Doubles]:
+def _with_advantages(rows: list[Row], succeeded: list[Episode], credit: AdvantageSettings) -> list[Row]:
     if credit.estimator.registration.critic:
-        return [np.zeros(int(row.mask.sum())) for row in rows]  # the learner computes them from the critic
-    return group_advantages(rows, *_rewards_of(succeeded), credit)
+        return rows  # they need the critic's values: see `outpace.learner.advantage_pipeline`
+    return [*map(with_advantages, rows, group_advantages(rows, *_rewards_of(succeeded), credit))]
 
 
 def _rewards_of(succeeded: list[Episode]) -> tuple[list[float], list[dict[str, float]]]:
@@ -146,13 +146,12 @@ def sampled_tokens(episode: Episode) -> int:
 
 
 def row_of(trajectory: Trajectory, episode: int = 0) -> Row:
-    """Convert a trajectory to a training row with zero advantages."""
+    """Convert a trajectory to a training row without advantages."""
     return Row(
         tokens=trajectory.tokens,
         mask=trajectory.mask,
         logprobs=trajectory.logprobs,
         versions=trajectory.versions,
-        advantages=np.zeros(len(trajectory.tokens), dtype=np.float32),
         episode=episode,
         role=trajectory.role,
         reward=None if trajectory.reward is None else float(trajectory.reward),

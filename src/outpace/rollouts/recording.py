@@ -61,13 +61,12 @@ def attempt_records(task: Task, episodes: Sequence[Episode], trained: Sequence[R
 
 @dataclass(frozen=True)
 class RolloutRecorder:
-    """Writes rollout files. `decode` must keep special tokens, which show where messages begin and end. With `critic`,
-    the learner computes the advantages, so they are not recorded here."""
+    """Writes rollout files. `decode` must keep special tokens, which show where messages begin and end. Advantages that
+    need a critic are not known here and not recorded."""
 
     writer: RolloutWriter
     journal: Path
     decode: Decode
-    critic: bool = False
 
     def record_step(self, step: int, places: Sequence[JournalLocation]) -> None:
         """Write the journaled groups at `places` as the rollouts of `step`."""
@@ -111,7 +110,7 @@ class RolloutRecorder:
                 step=step,
                 reward=attempt.reward,
                 rewards={name: reward for name, reward in attempt.rewards.items() if math.isfinite(reward)},
-                advantage=_mean_advantage(trained) if trained and not self.critic else None,
+                advantage=_mean_advantage(trained),
                 oldest=oldest,
                 newest=newest,
                 stop=attempt.stop,
@@ -171,8 +170,9 @@ def _version_range(rows: Sequence[Row]) -> tuple[int, int]:
     return (min(versions), max(versions)) if versions else (-1, -1)
 
 
-def _mean_advantage(rows: Sequence[Row]) -> float:
-    return _rounded(np.concatenate([row.advantages[row.mask] for row in rows]).mean())
+def _mean_advantage(rows: Sequence[Row]) -> float | None:
+    known = [row.advantages[row.mask] for row in rows if len(row.advantages)]
+    return _rounded(np.concatenate(known).mean()) if known else None
 
 
 def _versions(versions_T: Ints) -> int | list[int]:
@@ -180,6 +180,8 @@ def _versions(versions_T: Ints) -> int | list[int]:
 
 
 def _advantages(advantages_T: Floats) -> float | list[float]:
+    if not len(advantages_T):
+        return 0.0
     equal = bool((advantages_T == advantages_T[0]).all())
     return _rounded(advantages_T[0]) if equal else [*map(_rounded, advantages_T)]
 

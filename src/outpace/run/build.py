@@ -333,14 +333,13 @@ def _turn_log(config: Config, journal: Path, name: str) -> Any:
 
 
 def _recorder(config: Config, settings: ComponentSettings, decode: Callable[[Sequence[int]], str]) -> Any:
-    from outpace.config.algorithm import configured_advantage
     from outpace.monitoring.rollout_files import RolloutWriter
     from outpace.rollouts.recording import RolloutRecorder
 
     if not config.run.show_rollouts:
         return None
     writer = RolloutWriter(Path(settings.run_dir), config.run.rollouts_mb * 10**6, config.rollout.workers)
-    return RolloutRecorder(writer, settings.journal, decode, configured_advantage(config.algorithm).registration.critic)
+    return RolloutRecorder(writer, settings.journal, decode)
 
 
 def _gateway_port(config: Config, worker: str) -> int:
