@@ -16,12 +16,14 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
+from outpace.checkpoint.journal import read_record
 from outpace.commands.bench_options import run_benchmark, take_options
 from outpace.config import Config
 from outpace.config.load import make_config, parse_arguments
@@ -34,7 +36,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from outpace.learner.core import LearnerCore
-    from outpace.learner.learner import TorchLearner
+    from outpace.learner.learner import LearnerHost
+    from outpace.learner.torch_backend import TorchBackend
 
 LIMIT = 1.5
 """Longest time that a publish may block the learner, in copies of the weights."""
@@ -155,18 +158,19 @@ async def _measure(config: Config, parameters: int, rounds: int) -> Case:
         await asyncio.to_thread(runtime_dir.remove)
 
 
-def _learner(config: Config, parameters: int, directory: Path, journal: Path) -> TorchLearner:
-    from outpace.learner.learner import TorchLearner
-    from outpace.learner.settings import TorchLearnerSettings
+def _learner(config: Config, parameters: int, directory: Path, journal: Path) -> LearnerHost[TorchBackend]:
+    from outpace.learner.learner import LearnerHost
+    from outpace.learner.settings import LearnerSettings
+    from outpace.learner.torch_backend import TorchBackend
 
-    settings = TorchLearnerSettings(
+    settings = LearnerSettings(
         config=config,
-        journal=journal,
+        read_group=partial(read_record, journal),
         snapshots=directory / "weights",
         incarnation="bench",
         threads=learner_threads(config),
     )
-    return TorchLearner(settings, _policy(parameters))
+    return LearnerHost(settings, partial(TorchBackend, model=_policy(parameters)))
 
 
 def _policy(parameters: int) -> PreTrainedModel:
@@ -188,15 +192,15 @@ def _layers(parameters: int) -> int:
     return layers
 
 
-async def _rounds(learner: TorchLearner, config: Config, rounds: int) -> Case:
-    copy = _Copy(learner._core, config.model.dtype)
+async def _rounds(learner: LearnerHost[TorchBackend], config: Config, rounds: int) -> Case:
+    copy = _Copy(learner.backend, config.model.dtype)
     found: list[Round] = []
     buffers: set[str] = set()
     while len([each for each in found if not each.fresh]) < rounds + WARM_UP:
         copy_s = await learner._on_compute_thread(copy.seconds)
-        await learner._on_compute_thread(_step, learner._core)
+        await learner._on_compute_thread(_step, learner.backend)
         started, busy_s = time.perf_counter(), (await learner.stats()).busy_s
-        manifest = await learner.publish([learner._core.version - 1])
+        manifest = await learner.publish([learner.backend.version - 1])
         held_s = (await learner.stats()).busy_s - busy_s
         sealed_s = time.perf_counter() - started - held_s
         found.append(Round(copy_s, held_s, sealed_s, fresh=manifest.path not in buffers))

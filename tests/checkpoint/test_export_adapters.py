@@ -16,8 +16,8 @@ from outpace.checkpoint.export import export
 from outpace.errors import BadInput
 from outpace.learner import state
 from outpace.learner.core import LearnerCore
-from outpace.learner.learner import published_tensors
 from outpace.learner.settings import LearnerCoreSettings
+from outpace.learner.torch_backend import published_tensors
 from support import resolved
 
 TOKENS = torch.arange(12)[None] % 32

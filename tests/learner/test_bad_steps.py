@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ import pytest
 from safetensors.numpy import load_file
 from transformers import LlamaForCausalLM
 
-from outpace.checkpoint.journal import JournalWriter
+from outpace.checkpoint.journal import JournalWriter, read_record
 from outpace.errors import OutpaceError
 from outpace.learner import learner as learner_module
-from outpace.learner.learner import MAX_SAVED_BAD_STEPS, TorchLearner, TorchLearnerSettings
+from outpace.learner.learner import MAX_SAVED_BAD_STEPS, LearnerHost
+from outpace.learner.settings import LearnerSettings
+from outpace.learner.torch_backend import TorchBackend
 from outpace.types import GroupRecord, JournalLocation, Row
 from support import kept_of, resolved
 
@@ -28,17 +31,18 @@ MakeRows = Callable[..., list[Row]]
 async def make_learner(
     make_llama: Callable[..., LlamaForCausalLM], tmp_path: Path
 ) -> AsyncIterator[Callable[..., Any]]:
-    learners: list[TorchLearner] = []
+    learners: list[LearnerHost[TorchBackend]] = []
 
-    def make(**dotted: Any) -> TorchLearner:
-        settings = TorchLearnerSettings(
+    def make(**dotted: Any) -> LearnerHost[TorchBackend]:
+        settings = LearnerSettings(
             config=resolved({"learner.lr": 1e-2, "learner.max_bad_steps": 3} | dotted),
-            journal=tmp_path / "run" / "journal",
+            read_group=partial(read_record, tmp_path / "run" / "journal"),
+            bad_steps=tmp_path / "run" / "bad_steps",
             snapshots=tmp_path / "weights",
             incarnation="a",
             threads=1,
         )
-        learners.append(TorchLearner(settings, make_llama()))
+        learners.append(LearnerHost(settings, partial(TorchBackend, model=make_llama())))
         return learners[-1]
 
     yield make
@@ -62,7 +66,10 @@ def locations(make_rows: MakeRows, tmp_path: Path) -> dict[str, JournalLocation]
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_the_groups_of_a_skipped_step_are_saved(
-    make_learner: Callable[..., TorchLearner], locations: dict[str, JournalLocation], tmp_path: Path, stream: bool
+    make_learner: Callable[..., LearnerHost[TorchBackend]],
+    locations: dict[str, JournalLocation],
+    tmp_path: Path,
+    stream: bool,
 ) -> None:
     learner = make_learner(**{"learner.stream": stream})
     await learner.chunk(0, [locations["good"]])
@@ -84,7 +91,7 @@ async def test_the_groups_of_a_skipped_step_are_saved(
 
 
 async def test_too_many_bad_steps_end_the_run_with_an_error_that_names_the_saved_groups(
-    make_learner: Callable[..., TorchLearner], locations: dict[str, JournalLocation], tmp_path: Path
+    make_learner: Callable[..., LearnerHost[TorchBackend]], locations: dict[str, JournalLocation], tmp_path: Path
 ) -> None:
     learner = make_learner()
     for version in range(2):
@@ -98,7 +105,7 @@ async def test_too_many_bad_steps_end_the_run_with_an_error_that_names_the_saved
 
 
 async def test_only_the_first_bad_steps_are_saved(
-    make_learner: Callable[..., TorchLearner], locations: dict[str, JournalLocation], tmp_path: Path
+    make_learner: Callable[..., LearnerHost[TorchBackend]], locations: dict[str, JournalLocation], tmp_path: Path
 ) -> None:
     learner = make_learner(**{"learner.max_bad_steps": 100})
     reports = []
@@ -110,7 +117,7 @@ async def test_only_the_first_bad_steps_are_saved(
 
 
 async def test_a_failure_to_save_a_bad_step_does_not_fail_the_run(
-    make_learner: Callable[..., TorchLearner], locations: dict[str, JournalLocation], tmp_path: Path
+    make_learner: Callable[..., LearnerHost[TorchBackend]], locations: dict[str, JournalLocation], tmp_path: Path
 ) -> None:
     (tmp_path / "run" / "bad_steps").write_text("not a folder")
     learner = make_learner()
@@ -122,7 +129,7 @@ async def test_a_failure_to_save_a_bad_step_does_not_fail_the_run(
 
 @pytest.mark.parametrize("error", [ValueError("unsupported dtype"), KeyError("F4"), MemoryError()])
 async def test_an_unexpected_exception_while_saving_a_bad_step_is_logged_and_does_not_fail_the_run(
-    make_learner: Callable[..., TorchLearner],
+    make_learner: Callable[..., LearnerHost[TorchBackend]],
     locations: dict[str, JournalLocation],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,14 +11,16 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from outpace.checkpoint.journal import read_record
 from outpace.hardware.memory import ModelShape, learner_memory
 from outpace.learner import state
 from outpace.learner.core import LearnerCore
 from outpace.learner.forward import ForwardOptions, PackedForward, PaddedForward
-from outpace.learner.learner import TorchLearner
+from outpace.learner.learner import LearnerHost
 from outpace.learner.packing import pack
-from outpace.learner.settings import LearnerCoreSettings, TorchLearnerSettings
+from outpace.learner.settings import LearnerCoreSettings, LearnerSettings
 from outpace.learner.state import StateCopies
+from outpace.learner.torch_backend import TorchBackend
 from outpace.types import Row
 from outpace.weights.shared_memory import SnapshotWriter, read_snapshot
 from support import resolved
@@ -112,10 +115,14 @@ def test_a_state_copy_on_the_gpu_completes_before_training_continues(
 
 def test_the_learner_does_not_use_cudnn_attention(make_llama: MakeLlama, tmp_path: Path) -> None:
     torch.backends.cuda.enable_cudnn_sdp(True)
-    settings = TorchLearnerSettings(
-        config=resolved({}), device="cuda", journal=tmp_path, snapshots=tmp_path / "weights", incarnation="i"
+    settings = LearnerSettings(
+        config=resolved({}),
+        device="cuda",
+        read_group=partial(read_record, tmp_path),
+        snapshots=tmp_path / "weights",
+        incarnation="i",
     )
-    TorchLearner(settings, make_llama().cuda())
+    LearnerHost(settings, partial(TorchBackend, model=make_llama().cuda()))
     assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 

@@ -5,6 +5,7 @@ import os
 import random
 import threading
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from outpace.checkpoint.journal import JournalWriter
+from outpace.checkpoint.journal import JournalWriter, read_record
 from outpace.errors import CorruptData, NotSaved
 from outpace.learner import state
-from outpace.learner.learner import TorchLearner, TorchLearnerSettings
+from outpace.learner.learner import LearnerHost
+from outpace.learner.settings import LearnerSettings
+from outpace.learner.torch_backend import TorchBackend
 from outpace.protocols import Learner
 from outpace.runtime import diagnostics
 from outpace.types import GroupRecord, JournalLocation, Row
@@ -25,22 +28,22 @@ from support import kept_of, resolved
 
 MakeLlama = Callable[..., LlamaForCausalLM]
 MakeRows = Callable[..., list[Row]]
-Make = Callable[..., TorchLearner]
+Make = Callable[..., LearnerHost[TorchBackend]]
 
 
 @pytest.fixture
 async def make_learner(make_llama: MakeLlama, tmp_path: Path) -> AsyncIterator[Make]:
-    learners: list[TorchLearner] = []
+    learners: list[LearnerHost[TorchBackend]] = []
 
-    def make(seed: int = 0, dotted: dict[str, Any] | None = None) -> TorchLearner:
-        settings = TorchLearnerSettings(
+    def make(seed: int = 0, dotted: dict[str, Any] | None = None) -> LearnerHost[TorchBackend]:
+        settings = LearnerSettings(
             config=resolved({"learner.lr": 1e-2, **(dotted or {})}),
-            journal=tmp_path / "journal",
+            read_group=partial(read_record, tmp_path / "journal"),
             snapshots=tmp_path / f"weights{len(learners)}",
             incarnation=f"run-{len(learners)}",
             threads=1,
         )
-        learners.append(TorchLearner(settings, make_llama(seed)))
+        learners.append(LearnerHost(settings, partial(TorchBackend, model=make_llama(seed))))
         return learners[-1]
 
     yield make
@@ -85,7 +88,7 @@ async def test_concurrent_calls_run_in_submission_order(
 ) -> None:
     locations = journalled(4)
 
-    async def run(learner: TorchLearner) -> list[float]:
+    async def run(learner: LearnerHost[TorchBackend]) -> list[float]:
         calls = [
             learner.chunk(0, locations[:2]),
             learner.chunk(0, locations[2:]),
@@ -107,12 +110,12 @@ async def test_a_snapshot_holds_the_weights_of_its_version_even_if_training_cont
     locations = journalled(2)
     await learner.chunk(0, locations)
     await learner.step(0)
-    expected = {name: p.detach().clone() for name, p in learner._core.parameters.items()}
+    expected = {name: p.detach().clone() for name, p in learner.backend.parameters.items()}
     manifest, *_ = await asyncio.gather(learner.publish([]), learner.chunk(1, locations), learner.step(1))
     weights = read_snapshot(manifest)
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
-    assert not torch.equal(expected["model.norm.weight"], learner._core.parameters["model.norm.weight"])
+    assert not torch.equal(expected["model.norm.weight"], learner.backend.parameters["model.norm.weight"])
 
 
 async def test_the_next_chunk_trains_while_checksums_are_computed(
@@ -148,7 +151,7 @@ async def test_a_saved_learner_resumes_at_its_version(
     await first.chunk(0, locations)
     await first.step(0)
     (tmp_path / "state").mkdir()
-    assert await first.save(str(tmp_path / "state"), first._core.version)
+    assert await first.save(str(tmp_path / "state"), first.backend.version)
     assert await second.load(str(tmp_path / "state")) == 1
     results = [await learner.chunk(1, locations) for learner in (first, second)]
     assert results[0].loss_sum == results[1].loss_sum
@@ -243,9 +246,10 @@ async def test_memory_for_state_copies_is_allocated_once_and_in_advance(
     for version in range(3):
         await learner.chunk(version, locations)
         await learner.step(version)
-        await asyncio.wrap_future(learner._saving.submit(lambda: None))
+        assert learner.backend.reserved is not None
+        await asyncio.wrap_future(learner.backend.reserved)
         assert await learner.save(str(tmp_path), version + 1)
-    assert allocations == ["save"]
+    assert allocations == ["reserve"]
 
 
 async def test_a_saved_state_restores_the_rng_state(make_learner: Make, tmp_path: Path) -> None:
@@ -303,9 +307,9 @@ async def test_the_time_spent_saving_is_in_the_next_step_report(make_learner: Ma
     assert costs == [{"checkpoint/held_s", "checkpoint/write_s"}, set()]
 
 
-def assert_equal_bits(one: TorchLearner, other: TorchLearner) -> None:
-    for name, parameter in one._core.parameters.items():
-        assert torch.equal(parameter, other._core.parameters[name]), name
+def assert_equal_bits(one: LearnerHost[TorchBackend], other: LearnerHost[TorchBackend]) -> None:
+    for name, parameter in one.backend.parameters.items():
+        assert torch.equal(parameter, other.backend.parameters[name]), name
 
 
 async def test_a_save_of_an_outdated_version_writes_nothing(

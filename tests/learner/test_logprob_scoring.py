@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import hypothesis
@@ -15,11 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from outpace.checkpoint.journal import JournalWriter
+from outpace.checkpoint.journal import JournalWriter, read_record
 from outpace.learner.backend import OLD_LOGP
 from outpace.learner.core import LearnerCore, sequence_logprobs
-from outpace.learner.learner import TorchLearner, TorchLearnerSettings
-from outpace.learner.settings import LearnerCoreSettings
+from outpace.learner.learner import LearnerHost
+from outpace.learner.settings import LearnerCoreSettings, LearnerSettings
+from outpace.learner.torch_backend import TorchBackend
 from outpace.protocols import Learner
 from outpace.types import Floats, GroupRecord, Ints, Row
 from support import kept_of, resolved
@@ -115,10 +117,14 @@ async def test_logprob_requests_run_in_order_with_training_calls(
     location = writer.append(kept_of(0), GroupRecord(0, "task-0", 0, 0, make_rows(4), [0.0] * 4))
     writer.close()
     config = resolved({"learner.lr": 1e-2})
-    weights = TorchLearnerSettings(
-        config=config, journal=tmp_path / "journal", snapshots=tmp_path / "weights", incarnation="run", threads=1
+    weights = LearnerSettings(
+        config=config,
+        read_group=partial(read_record, tmp_path / "journal"),
+        snapshots=tmp_path / "weights",
+        incarnation="run",
+        threads=1,
     )
-    torch_learner = TorchLearner(weights, llama())
+    torch_learner = LearnerHost(weights, partial(TorchBackend, model=llama()))
     learner: Learner = torch_learner
     (tokens,) = sequences_of(20)
     before, _, _, after = await asyncio.gather(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,15 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, PreTrainedModel
 
+from outpace.checkpoint.journal import read_record
 from outpace.errors import BadInput, CorruptData
 from outpace.learner import state
 from outpace.learner.core import LearnerCore
 from outpace.learner.forward import PackedForward, PaddedForward
-from outpace.learner.learner import TorchLearner, TorchLearnerSettings, published_tensors
+from outpace.learner.learner import LearnerHost
 from outpace.learner.packing import pack
-from outpace.learner.settings import LearnerCoreSettings
+from outpace.learner.settings import LearnerCoreSettings, LearnerSettings
+from outpace.learner.torch_backend import TorchBackend, published_tensors
 from outpace.models.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from outpace.types import LoraAdapter, Row
 from outpace.weights.shared_memory import read_snapshot
@@ -278,14 +281,18 @@ def test_modules_that_cannot_have_an_adapter_are_rejected(
 
 
 @pytest.fixture
-async def make_learner(make_llama: MakeLlama, tmp_path: Path) -> AsyncIterator[Callable[..., TorchLearner]]:
-    learners: list[TorchLearner] = []
+async def make_learner(
+    make_llama: MakeLlama, tmp_path: Path
+) -> AsyncIterator[Callable[..., LearnerHost[TorchBackend]]]:
+    learners: list[LearnerHost[TorchBackend]] = []
 
-    def make(**dotted: Any) -> TorchLearner:
+    def make(**dotted: Any) -> LearnerHost[TorchBackend]:
         config = resolved(LORA | {key.replace("__", "."): value for key, value in dotted.items()})
         folder = tmp_path / f"weights{len(learners)}"
-        settings = TorchLearnerSettings(config=config, journal=tmp_path, snapshots=folder, incarnation="a", threads=1)
-        learners.append(TorchLearner(settings, make_llama()))
+        settings = LearnerSettings(
+            config=config, read_group=partial(read_record, tmp_path), snapshots=folder, incarnation="a", threads=1
+        )
+        learners.append(LearnerHost(settings, partial(TorchBackend, model=make_llama())))
         return learners[-1]
 
     yield make
@@ -295,16 +302,16 @@ async def make_learner(make_llama: MakeLlama, tmp_path: Path) -> AsyncIterator[C
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 async def test_a_vllm_server_receives_the_adapters_under_peft_names(
-    make_learner: Callable[..., TorchLearner], make_rows: MakeRows, tmp_path: Path, dtype: str
+    make_learner: Callable[..., LearnerHost[TorchBackend]], make_rows: MakeRows, tmp_path: Path, dtype: str
 ) -> None:
     learner = make_learner(engine__kind="vllm", model__dtype=dtype)
-    trained(learner._core, make_rows)
+    trained(learner.backend, make_rows)
     manifest = await learner.publish([])
     assert manifest.adapter == LoraAdapter(4, 6.0, TARGETS)
     found = read_snapshot(manifest)
     assert f"base_model.model.{FIRST}.lora_A.weight" in found
     assert {tensor.dtype for tensor in found.values()} == {getattr(torch, dtype)}
-    model = plain_peft(make_learner()._core.model.__class__(learner._core.model.config), learner._core)
+    model = plain_peft(make_learner().backend.model.__class__(learner.backend.model.config), learner.backend)
     model.save_pretrained(tmp_path / "theirs")
     from safetensors.torch import load_file
 
@@ -314,11 +321,11 @@ async def test_a_vllm_server_receives_the_adapters_under_peft_names(
 
 
 async def test_the_embedded_engine_receives_the_merged_model(
-    make_learner: Callable[..., TorchLearner], make_llama: MakeLlama, make_rows: MakeRows
+    make_learner: Callable[..., LearnerHost[TorchBackend]], make_llama: MakeLlama, make_rows: MakeRows
 ) -> None:
     learner = make_learner(engine__kind="embedded")
     before = copy.deepcopy(make_llama().state_dict())
-    trained(learner._core, make_rows)
+    trained(learner.backend, make_rows)
     manifest = await learner.publish([])
     found = read_snapshot(manifest)
     assert manifest.adapter is None

@@ -305,6 +305,8 @@ class LearnerConfig(Section):
     the complete batch (a normalizer, a critic, several updates, the mask `m2po`, KL in the reward)."""
     max_bad_steps: int = Field(default=3, ge=1)
     """End the run after this many consecutive steps with a non-finite loss or gradient."""
+    backend: str | None = None
+    """Your own learner backend, as `package.module:Class` or `path/to/file.py:Class`. Default: the built-in one."""
 
 
 class CheckpointConfig(Section):

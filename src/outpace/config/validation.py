@@ -151,6 +151,7 @@ FUNCTION_KEYS = (
     "algorithm.surrogate",
     "algorithm.advantage",
     "algorithm.normalise",
+    "learner.backend",
 )
 """Settings that may name a function in a file, as `path/to/file.py:function`."""
 

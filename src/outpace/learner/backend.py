@@ -1,10 +1,29 @@
-"""What every learner backend is given: rows with advantages, and named values for each trained token. No torch."""
+"""The learner backend: the part of the learner that holds the weights and trains them.
+
+    `LearnerHost` (one for all backends)                          `LearnerBackend` (`learner.backend`)
+    groups of the journal ─▶ advantages, batches, updates  ──▶    score, accumulate, update, finish_step
+    snapshots for the engines                              ◀──    weights
+    checkpoints                                            ◀──    copy_state, load_state
+
+A backend is a class that is called with `LearnerSettings`. The host makes all calls on one thread, in order. Rows
+arrive with their advantages: a backend knows neither rewards nor groups nor the journal.
+
+This module imports no torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
-from outpace.types import Floats, Row
+import numpy as np
+
+from outpace.errors import OutpaceError
+from outpace.types import ChunkReport, Floats, Ints, LoraAdapter, Row, StepReport, Version
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 OLD_LOGP = "old_logp"
 OLD_VALUES = "old_values"
@@ -18,6 +37,82 @@ KEEP = "keep"
 
 Extras = Mapping[str, Floats]
 """Additional values of a row by name, one per trained token."""
+
+WriteState = Callable[[Path], None]
+"""Writes a copied state into a directory."""
+
+
+class NotFinite(OutpaceError):
+    """`learner.max_bad_steps` consecutive steps had a non-finite loss or gradient."""
+
+
+class LearnerBackend(Protocol):
+    version: Version
+    """Number of finished steps; restored by `load_state`."""
+    tokens: int
+    """Tokens trained since the start of the run; restored by `load_state`."""
+
+    @property
+    def parameter_count(self) -> int:
+        """Number of trained parameters."""
+        ...
+
+    def score(self, rows: Sequence[Row]) -> list[dict[str, Floats]]:
+        """Score every trained token with the current weights. Per row: `OLD_LOGP`, with a critic `OLD_VALUES`, and with
+        KL in the reward `REFERENCE_LOGP`. These rows need no advantages."""
+        ...
+
+    def accumulate(self, rows: Sequence[Row], extras: Sequence[Extras] = (), replayed: bool = False) -> ChunkReport:
+        """Add the gradient of these rows to the next update. `extras` is empty or has one entry per row. Refuses rows
+        without advantages, as `check_rows` does."""
+        ...
+
+    def update(self) -> None:
+        """Normalize what was accumulated since the last update and take one optimizer step."""
+        ...
+
+    def finish_step(self) -> StepReport:
+        """Finish the batch after its last update: increment the version and report. Raises `NotFinite` if training
+        cannot continue."""
+        ...
+
+    def drop_gradients(self) -> None:
+        """Forget what was accumulated since the last update."""
+        ...
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the tensors of the current policy to publish, valid until the next call. Names, shapes and dtypes stay
+        the same for the whole run."""
+        ...
+
+    @property
+    def published_adapter(self) -> LoraAdapter | None:
+        """The adapter that `weights` belong to; None: they are a whole model."""
+        ...
+
+    def copy_state(self) -> WriteState:
+        """Copy everything that `load_state` needs. The result is called on another thread, while training continues."""
+        ...
+
+    def load_state(self, directory: Path) -> Version:
+        """Restore a written state and drop accumulated gradients. Returns the restored version. Raises `CorruptData` if
+        the state does not fit."""
+        ...
+
+    def logprobs(self, sequences: Sequence[Ints], temperature: float) -> list[Floats]:
+        """Return the current policy's logprobs of every token but the first, at this temperature."""
+        ...
+
+    def close(self) -> None:
+        """Free resources. No other call follows."""
+        ...
+
+
+def count_lags(rows: Sequence[Row], version: Version) -> dict[int, int]:
+    """Return the number of trained tokens by lag."""
+    versions = np.concatenate([row.versions[row.mask] for row in rows]) if rows else np.zeros(0, dtype=np.int32)
+    lags, counts = np.unique(version - versions, return_counts=True)
+    return dict(zip(lags.tolist(), counts.tolist(), strict=True))
 
 
 def check_rows(rows: Iterable[Row]) -> None:

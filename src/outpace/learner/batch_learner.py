@@ -14,15 +14,15 @@ import numpy as np
 
 from outpace.config import Config
 from outpace.learner.advantage_pipeline import AdvantagePipeline, CollectedGroup, TrainingExample
-from outpace.learner.core import LearnerCore
-from outpace.types import ChunkReport, GroupRecord, Row, StepReport, Version
+from outpace.learner.backend import LearnerBackend, count_lags
+from outpace.types import ChunkReport, GroupRecord, StepReport
 
 
 class BatchLearner:
     """Collects the groups of a batch, then trains on the whole batch."""
 
-    def __init__(self, core: LearnerCore, config: Config) -> None:
-        self._core = core
+    def __init__(self, backend: LearnerBackend, config: Config) -> None:
+        self._backend = backend
         self._config = config
         self._pipeline = AdvantagePipeline(config)
         self._entries: list[CollectedGroup] = []
@@ -32,10 +32,10 @@ class BatchLearner:
     def add(self, records: Sequence[GroupRecord], replayed: bool) -> ChunkReport:
         """Add groups to the batch. The report counts the tokens that will be trained."""
         rows = [row for record in records for row in record.rows]
-        scores = iter(self._core.score(rows) if self._pipeline.needs_scores else [{} for _ in rows])
+        scores = iter(self._backend.score(rows) if self._pipeline.needs_scores else [{} for _ in rows])
         for record in records:
             self._entries.append(CollectedGroup(record, [next(scores) for _ in record.rows], replayed))
-        lags = _lags(rows, self._core.version)
+        lags = count_lags(rows, self._backend.version)
         return ChunkReport(
             tokens=sum(lags.values()),
             rows=len(rows),
@@ -57,8 +57,8 @@ class BatchLearner:
         for number in range(self._config.algorithm.passes):
             for part in self._groups_per_update(groups, number):
                 self._accumulate([example for group in part for example in group])
-                self._core.update()
-        return self._core.close()
+                self._backend.update()
+        return self._backend.finish_step()
 
     def _groups_per_update(
         self, groups: list[list[TrainingExample]], number: int
@@ -67,7 +67,7 @@ class BatchLearner:
 
         Replayed groups are distributed separately, so that every update has fresh groups to measure staleness on."""
         updates = self._config.algorithm.updates
-        shuffle = np.random.default_rng([self._config.run.seed, self._core.version, number])
+        shuffle = np.random.default_rng([self._config.run.seed, self._backend.version, number])
         shares: list[list[int]] = [[] for _ in range(updates)]
         for replayed in (False, True):
             members = [index for index, group in enumerate(groups) if group[0].replayed == replayed]
@@ -82,10 +82,4 @@ class BatchLearner:
             chosen = [example for example in examples if example.replayed == replayed]
             if chosen:
                 extras = [example.extras for example in chosen]
-                self._core.accumulate([example.row for example in chosen], extras, replayed)
-
-
-def _lags(rows: Sequence[Row], version: Version) -> dict[int, int]:
-    versions = np.concatenate([row.versions[row.mask] for row in rows]) if rows else np.zeros(0, dtype=np.int32)
-    lags, counts = np.unique(version - versions, return_counts=True)
-    return dict(zip(lags.tolist(), counts.tolist(), strict=True))
+                self._backend.accumulate([example.row for example in chosen], extras, replayed)

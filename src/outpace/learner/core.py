@@ -4,8 +4,8 @@ Exact by linearity: `accumulate` adds gradients of unnormalized sums, `update` d
 everything accumulated. An update therefore does not depend on how its rows were split into chunks and passes, up to
 rounding. With the same chunks in the same order and the same thread count it is bit-identical.
 
-    accumulate* ─▶ update ─▶ close        one update per batch: groups are trained as they arrive
-    (accumulate* ─▶ update)* ─▶ close     several updates: the whole batch is collected first (`BatchLearner`)
+    accumulate* ─▶ update ─▶ finish_step        one update per batch: groups are trained as they arrive
+    (accumulate* ─▶ update)* ─▶ finish_step     several updates: the whole batch is collected first (`BatchLearner`)
 
 Parameters are float32, independent of the dtype of matrix products. With LoRA, `parameters` are those of the adapter,
 and the model's own stay frozen.
@@ -24,8 +24,8 @@ from transformers import PreTrainedModel
 
 from outpace.algorithms import losses
 from outpace.algorithms.token_advantages import with_advantages
-from outpace.errors import OutpaceError, plural
-from outpace.learner.backend import OLD_LOGP, OLD_VALUES, REFERENCE_LOGP, Extras
+from outpace.errors import plural
+from outpace.learner.backend import OLD_LOGP, OLD_VALUES, REFERENCE_LOGP, Extras, NotFinite
 from outpace.learner.forward import (
     Forward,
     ForwardOptions,
@@ -47,10 +47,6 @@ _NO_ADVANTAGE = np.zeros(())
 
 Update = tuple[float, float]
 """Loss and gradient norm of one update."""
-
-
-class NotFinite(OutpaceError):
-    """`learner.max_bad_steps` consecutive steps had a non-finite loss or gradient."""
 
 
 class LearnerCore:
@@ -192,7 +188,7 @@ class LearnerCore:
             group["lr"] = lr * group["ratio"]
         self.optimizer.step()
 
-    def close(self) -> StepReport:
+    def finish_step(self) -> StepReport:
         """Finish the batch after its last update: increment the version and report."""
         step, self._step = self._step, StepTotals()
         updates, self._updates = self._updates, []
@@ -219,9 +215,9 @@ class LearnerCore:
         )
 
     def step(self) -> StepReport:
-        """Update and close, for a batch with one update."""
+        """Finish a batch with one update."""
         self.update()
-        return self.close()
+        return self.finish_step()
 
     def drop_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=False)  # stay allocated for the next batch

@@ -1,4 +1,7 @@
-"""TorchLearner: the learner as a component, implementing `outpace.protocols.Learner` around `LearnerCore`.
+"""LearnerHost: the learner as a component, implementing `outpace.protocols.Learner` around a `LearnerBackend`.
+
+It owns all that backends have in common: reading groups, collecting batches, advantages, snapshots, checkpoints and bad
+steps.
 
 All compute runs on one dedicated thread, strictly in call order. Publishing blocks that thread only for the copy into
 shared memory, saving only for the copy of the state. Checksums and files are made on other threads while the next chunk
@@ -6,12 +9,6 @@ trains.
 
     caller's loop ──chunk/step/publish/save──▶ compute thread ──copied snapshot──▶ sealing thread ──▶ Manifest
                                                             └──copied state─────▶ saving thread ───▶ files
-
-Published tensors (the only place that decides this):
-
-    full fine-tuning                                 the model
-    LoRA, engines load adapters (`adapter_only`)     the adapter, with the tensor names of a PEFT file
-    LoRA, other engines                              the model with the adapter merged, with its own tensor names
 
 Groups of a step with a non-finite loss or gradient are written to the run directory for inspection:
 
@@ -34,24 +31,18 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import msgspec
 import numpy as np
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
 
-from outpace.checkpoint import journal
 from outpace.checkpoint.commit import write_durably
 from outpace.errors import NotSaved
-from outpace.hardware.cores import LEARNER_ROW, CoreSharing, ThreadCounts
-from outpace.learner import state
+from outpace.learner.backend import LearnerBackend, NotFinite, WriteState
 from outpace.learner.batch_learner import BatchLearner
-from outpace.learner.core import LearnerCore, NotFinite, sequence_logprobs
-from outpace.learner.settings import LearnerCoreSettings, TorchLearnerSettings
-from outpace.learner.state import StateCopies, StateCopy, write_tensors
-from outpace.models.loading import call_at_every_layer, set_up_device
+from outpace.learner.settings import LearnerSettings
+from outpace.learner.state import write_tensors
 from outpace.monitoring.efficiency import Stopwatch
 from outpace.runtime import diagnostics
 from outpace.types import (
@@ -61,7 +52,6 @@ from outpace.types import (
     Ints,
     JournalLocation,
     LearnerStats,
-    LoraAdapter,
     Manifest,
     Row,
     StepReport,
@@ -70,24 +60,8 @@ from outpace.types import (
 from outpace.weights.process_group import ProcessGroupSender
 from outpace.weights.shared_memory import SnapshotDraft, build_snapshot_writer
 
-
-def published_tensors(core: LearnerCore) -> dict[str, Tensor]:
-    """Return the tensors of the current policy to publish, valid until the next update or the next call."""
-    if core.adapters is None:
-        return core.model.state_dict()
-    if core.settings.adapter_only:
-        return core.adapters.tensors()
-    return core.adapters.merged(getattr(torch, core.settings.dtype))
-
-
-def published_adapter(core: LearnerCore) -> LoraAdapter | None:
-    """Return the adapter that the published tensors belong to, None if they are a whole model."""
-    return core.settings.adapter if core.settings.adapter_only else None
-
-
 log = logging.getLogger(__name__)
 
-BAD_STEPS_FOLDER = "bad_steps"
 MAX_SAVED_BAD_STEPS = 8
 
 _ARRAYS = ("tokens", "mask", "logprobs", "versions", "advantages", "turn_rewards")
@@ -95,12 +69,12 @@ _FLOAT_ARRAYS = ("logprobs", "advantages", "turn_rewards")
 
 
 class BadStepRecorder:
-    """Writes the groups of bad steps to `bad_steps/` in the run directory, for at most `limit` steps."""
+    """Writes the groups of bad steps to `bad_steps/` in the run directory, for a few steps."""
 
-    def __init__(self, journal_directory: Path, limit: int = MAX_SAVED_BAD_STEPS) -> None:
-        self._journal = journal_directory
-        self._folder = journal_directory.parent / BAD_STEPS_FOLDER
-        self._remaining = limit
+    def __init__(self, settings: LearnerSettings) -> None:
+        self._read_group = settings.read_group
+        self._folder = settings.bad_steps
+        self._remaining = MAX_SAVED_BAD_STEPS
         self._steps = 0
 
     @property
@@ -110,12 +84,12 @@ class BadStepRecorder:
 
     def save(self, step: int, places: Sequence[JournalLocation]) -> bool:
         """Write the groups of `step`. Return whether that was done."""
-        if self._remaining == 0:
+        if self._remaining == 0 or self._folder is None:
             return False
         self._remaining -= 1
         target = self._folder / f"step-{step:06d}"
         try:
-            records = [journal.read_record(self._journal, place) for place in places]
+            records = [self._read_group(place) for place in places]
             shutil.rmtree(target, ignore_errors=True)  # left by an earlier start of this run
             target.mkdir(parents=True)
             _write_groups(target, records)
@@ -164,39 +138,31 @@ def _describe_row(row: Row) -> dict[str, Any]:
     }
 
 
-__all__ = ["TorchLearner", "TorchLearnerSettings"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
+B = TypeVar("B", bound=LearnerBackend)
 
 
-class TorchLearner:
-    """Implements `outpace.protocols.Learner`. The constructor loads the model and blocks until it is ready."""
+class LearnerHost(Generic[B]):
+    """Implements `outpace.protocols.Learner`. The constructor builds the backend and blocks until it is ready."""
 
-    def __init__(self, settings: TorchLearnerSettings, model: PreTrainedModel | None = None) -> None:
-        """`model` replaces the model named in `settings`."""
+    def __init__(self, settings: LearnerSettings, make_backend: Callable[[LearnerSettings], B]) -> None:
         self._settings = settings
         settings.snapshots.mkdir(exist_ok=True)
         self._writer = build_snapshot_writer(settings.config, settings.device, settings.snapshots, settings.incarnation)
-        threads = settings.threads or torch.get_num_threads()
-        self._sharing: CoreSharing | None = None
-        if settings.share_cores is not None:
-            board = ThreadCounts(settings.share_cores)
-            self._sharing = CoreSharing(board, "learner", LEARNER_ROW, threads, torch.set_num_threads)
-        self._stopwatch = Stopwatch(threads if settings.device == "cpu" else None)
+        self._sharing = settings.sharing
+        self._threads = settings.threads or torch.get_num_threads()
+        self._stopwatch = Stopwatch(self._threads if settings.device == "cpu" else None)
         self._sealing = ThreadPoolExecutor(1, "seal")
         self._saving = ThreadPoolExecutor(1, "save")
         self._sender = ProcessGroupSender()
-        self._copies = StateCopies()
-        self._copy_buffer_reserved = False
         self._saving_costs: deque[tuple[str, float]] = deque()  # seconds spent on saving, not yet reported
         self._places: list[JournalLocation] = []  # journal places of the current batch
-        self._bad_steps = BadStepRecorder(settings.journal)
+        self._bad_steps = BadStepRecorder(settings)
         self._compute = ThreadPoolExecutor(1, "learner")
-        self._core = self._compute.submit(self._build, model).result()
-        self._compute.submit(lambda: self._writer.lay_out(published_tensors(self._core))).result()
+        self.backend = self._compute.submit(self._build, make_backend).result()
         self._sealing.submit(self._writer.preallocate, ())
-        self._batch_learner = None if settings.config.learner.stream else BatchLearner(self._core, settings.config)
+        self._batch_learner = None if settings.config.learner.stream else BatchLearner(self.backend, settings.config)
 
     async def chunk(self, version: Version, places: list[JournalLocation], replayed: bool = False) -> ChunkReport:
         return await self._on_compute_thread(self._chunk, version, places, replayed)
@@ -216,32 +182,33 @@ class TorchLearner:
     async def save(self, directory: str, version: Version) -> bool:
         """Save the state; False if the learner is past `version`. Raises `NotSaved` if the files cannot be written. The
         learner keeps working in that case."""
-        copied = await self._on_compute_thread(self._copy_state, version)
-        if copied is not None:
-            await asyncio.get_running_loop().run_in_executor(self._saving, self._write_state, copied, Path(directory))
-        return copied is not None
+        write = await self._on_compute_thread(self._copy_state, version)
+        if write is not None:
+            await asyncio.get_running_loop().run_in_executor(self._saving, self._write_state, write, Path(directory))
+        return write is not None
 
     async def load(self, directory: str) -> Version:
         return await self._on_compute_thread(self._load, directory)
 
     async def logprobs(self, sequences: list[Ints], temperature: float) -> list[Floats]:
-        return await self._on_compute_thread(sequence_logprobs, self._core, sequences, temperature)
+        return await self._on_compute_thread(self.backend.logprobs, sequences, temperature)
 
     async def stats(self) -> LearnerStats:
         """Return immediately, even while the compute thread is busy."""
         return LearnerStats(
-            version=self._core.version,
+            version=self.backend.version,
             busy_s=self._stopwatch.busy_s,
             core_s=self._stopwatch.core_s,
-            tokens=self._core.tokens,
-            threads=self._sharing.threads if self._sharing else self._settings.threads or torch.get_num_threads(),
-            parameters=sum(p.numel() for p in self._core.parameters.values()),
+            tokens=self.backend.tokens,
+            threads=self._sharing.threads if self._sharing else self._threads,
+            parameters=self.backend.parameter_count,
         )
 
     async def close(self) -> None:
         """Finish pending calls, stop the threads and remove the snapshots."""
         for executor in (self._compute, self._sealing, self._saving):
             await asyncio.to_thread(executor.shutdown)
+        self.backend.close()
         self._writer.close()
 
     async def _on_compute_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -254,48 +221,32 @@ class TorchLearner:
 
         return await asyncio.get_running_loop().run_in_executor(self._compute, timed)
 
-    def _build(self, model: PreTrainedModel | None) -> LearnerCore:
-        settings = self._settings
-        if settings.threads:  # torch's thread count is per calling thread
-            torch.set_num_threads(settings.threads)
-        config = settings.config
-        set_up_device(settings.device, settings.gpu_memory)
-        torch.manual_seed(config.run.seed)
-        if model is None:
-            from outpace.models.loading import load_model
-
-            model = load_model(
-                config.model.path,
-                dtype="float32",
-                device=settings.device,
-                trust_remote_code=config.model.trust_remote_code,
-            )
-        core = LearnerCore(model, LearnerCoreSettings.of(config))
-        if self._sharing is not None:
-            call_at_every_layer(model, self._sharing.adjust)
+    def _build(self, make_backend: Callable[[LearnerSettings], B]) -> B:
+        backend = make_backend(self._settings)
         diagnostics.crash_point("learner.built")
-        return core
+        self._writer.lay_out(backend.weights())
+        return backend
 
     def _chunk(self, version: Version, places: list[JournalLocation], replayed: bool) -> ChunkReport:
-        core = self._core_at(version)
+        self._check_version(version)
         diagnostics.crash_point("chunk.before")
-        groups = [journal.read_record(self._settings.journal, place) for place in places]
+        groups = [self._settings.read_group(place) for place in places]
         self._places += places
         if self._batch_learner is not None:
             report = self._batch_learner.add(groups, replayed)
         else:
             rows = [row for group in groups for row in group.rows]
             with self._sharing.comparing(sum(len(row.tokens) for row in rows)) if self._sharing else nullcontext():
-                report = core.accumulate(rows, replayed=replayed)
+                report = self.backend.accumulate(rows, replayed=replayed)
         diagnostics.crash_point("chunk.after")
         return report
 
     def _step(self, version: Version) -> StepReport:
-        core = self._core_at(version)
+        self._check_version(version)
         diagnostics.crash_point("step.before")
         places, self._places = self._places, []
         try:
-            report = core.step() if self._batch_learner is None else self._batch_learner.train()
+            report = self._update() if self._batch_learner is None else self._batch_learner.train()
         except NotFinite as error:
             self._bad_steps.save(version + 1, places)
             raise NotFinite(
@@ -305,56 +256,50 @@ class TorchLearner:
         if report.skipped and self._bad_steps.save(report.version, places):
             metrics["faults/kept_groups"] = len(places)
         diagnostics.crash_point("step.after")
-        self._reserve_copy_buffer()
         return msgspec.structs.replace(report, metrics=metrics)
+
+    def _update(self) -> StepReport:
+        self.backend.update()
+        return self.backend.finish_step()
 
     def _copy(self, leased: list[Version]) -> tuple[SnapshotDraft, float]:
         """Return the snapshot, and the seconds spent on collecting (and merging) the weights before the copy."""
         started = time.perf_counter()
-        weights = published_tensors(self._core)
+        weights = self.backend.weights()
         merged_s = time.perf_counter() - started
-        draft = self._writer.copy(self._core.version, weights, leased)
+        draft = self._writer.copy(self.backend.version, weights, leased)
         diagnostics.crash_point("publish.copied")
         return draft, merged_s
 
     def _seal(self, draft: SnapshotDraft, merged_s: float) -> Manifest:
         sealed = self._writer.seal(draft)
         diagnostics.crash_point("publish.sealed")
-        adapter = published_adapter(self._core)
-        return msgspec.structs.replace(sealed, adapter=adapter, seconds=merged_s + sealed.seconds)
+        return msgspec.structs.replace(
+            sealed, adapter=self.backend.published_adapter, seconds=merged_s + sealed.seconds
+        )
 
-    def _core_at(self, version: Version) -> LearnerCore:
-        own = self._core.version
+    def _check_version(self, version: Version) -> None:
+        own = self.backend.version
         assert version == own, f"cannot train from version {version}: the learner is at version {own}"
-        return self._core
 
     # ------------------------------------------------------------------------------------------------------- state
 
-    def _reserve_copy_buffer(self) -> None:
-        """Allocate the buffer for state copies in the background. Its size is known after the first step, when the
-        optimizer has all its state."""
-        if not self._copy_buffer_reserved and self._settings.config.checkpoint.every:
-            self._saving.submit(self._copies.reserve, *state.copy_layout(self._core))
-        self._copy_buffer_reserved = True
-
-    def _copy_state(self, version: Version) -> StateCopy | None:
-        """Return a copy of the state, None if the learner is past `version`."""
-        if self._core.version != version:
+    def _copy_state(self, version: Version) -> WriteState | None:
+        """Copy the state and return what writes it, None if the learner is past `version`."""
+        if self.backend.version != version:
             return None
         started = time.perf_counter()
-        copied = state.copy(self._core, self._copies)
+        write = self.backend.copy_state()
         self._saving_costs.append(("checkpoint/held_s", time.perf_counter() - started))
         diagnostics.crash_point("save.copied")
-        return copied
+        return write
 
-    def _write_state(self, copied: StateCopy, directory: Path) -> None:
+    def _write_state(self, write: WriteState, directory: Path) -> None:
         started = time.perf_counter()
         try:
-            state.write(copied, directory)
+            write(directory)
         except OSError as error:
             raise NotSaved(f"{directory}: {error.strerror or error}") from error
-        finally:
-            self._copies.release(copied)
         self._saving_costs.append(("checkpoint/write_s", time.perf_counter() - started))
 
     def _saving_seconds(self) -> dict[str, float]:
@@ -370,4 +315,4 @@ class TorchLearner:
         if self._batch_learner is not None:
             self._batch_learner.drop()
         self._places = []
-        return state.restore(self._core, directory)
+        return self.backend.load_state(Path(directory))

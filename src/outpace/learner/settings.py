@@ -1,7 +1,8 @@
-"""Learner settings. No torch, so that building them does not load it."""
+"""Settings of the learner and of its backends. No torch, so that building them does not load it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -10,7 +11,8 @@ from outpace.algorithms.registry import Aggregation, Anchor
 from outpace.config import Config, LearnerConfig
 from outpace.config.algorithm import AlgorithmConfig, CorrectionConfig, CriticConfig, KlConfig
 from outpace.config.engines import LoraConfig
-from outpace.types import LoraAdapter
+from outpace.hardware.cores import CoreSharing
+from outpace.types import GroupRecord, JournalLocation, LoraAdapter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,15 +83,20 @@ def _adapter_of(lora: LoraConfig) -> LoraAdapter | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TorchLearnerSettings:
-    """Settings of `TorchLearner`. `config` is resolved, `journal` is the directory to read groups from, `snapshots` a
-    directory in memory for published weights."""
+class LearnerSettings:
+    """What `LearnerHost` and its backend are built from.
+
+    - `config`: resolved
+    - `read_group`: fetches a finished group, from wherever the workers put it
+    - `snapshots`: directory in memory for published weights
+    - `bad_steps`: directory for the groups of bad steps; None: they are not kept"""
 
     config: Config
-    journal: Path
+    read_group: Callable[[JournalLocation], GroupRecord]
     snapshots: Path
     incarnation: str
+    bad_steps: Path | None = None
     device: str = "cpu"
     gpu_memory: float = 1.0  # fraction of the GPU memory that the learner may use
     threads: int | None = None  # None: torch's default
-    share_cores: Path | None = None  # file of the run's core-sharing board; None: fixed thread count
+    sharing: CoreSharing | None = None  # adjusts the thread count during the run; None: it is fixed

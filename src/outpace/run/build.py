@@ -14,6 +14,7 @@ import secrets
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,10 +31,11 @@ from outpace.runtime.cleanup import temporary_files_environment
 from outpace.runtime.components import START_DEADLINE_S, ComponentSpec, Runtime
 from outpace.runtime.process_tree import child_environment
 from outpace.runtime.reconnect import reconnecting_proxy
+from outpace.runtime.references import load_function
 from outpace.types import FleetMember
 
 if TYPE_CHECKING:
-    from outpace.hardware.cores import CoreSharing
+    from outpace.hardware.cores import CoreSharing, Role
     from outpace.rollouts.build import BuiltRollout
 
 
@@ -210,7 +212,9 @@ def _embedded_engine(settings: ComponentSettings, stale: bool) -> object:
         path=config.engine.path,
         deterministic=config.run.deterministic,
         threads=engine_threads(config),
-        sharing=_engine_sharing(settings) if shares_cores(config, config.engine.threads) else None,
+        sharing=_core_sharing(settings, "engine", settings.index + 1, available_cores())
+        if shares_cores(config, config.engine.threads)
+        else None,
         stale=stale,
         pinned_slots=pinned_slots(config),
     )
@@ -224,13 +228,13 @@ def pinned_slots(config: Config) -> int:
     return slots if config.run.deterministic else min(slots, config.eval.max_running)
 
 
-def _engine_sharing(settings: ComponentSettings) -> CoreSharing:
+def _core_sharing(settings: ComponentSettings, role: Role, row: int, cores: int) -> CoreSharing:
     import torch
 
     from outpace.hardware.cores import THREAD_COUNTS_FILE, CoreSharing, ThreadCounts
 
     board = ThreadCounts(Path(settings.scratch) / THREAD_COUNTS_FILE)
-    return CoreSharing(board, "engine", settings.index + 1, available_cores(), torch.set_num_threads)
+    return CoreSharing(board, role, row, cores, torch.set_num_threads)
 
 
 def _install_registered(given: dict[str, Any]) -> None:
@@ -244,24 +248,27 @@ async def build_learner(spec: ComponentSpec, peers: dict[str, Any]) -> object:
 
 
 def _learner(settings: ComponentSettings) -> object:
-    from outpace.hardware.cores import THREAD_COUNTS_FILE
-    from outpace.learner.learner import TorchLearner
-    from outpace.learner.settings import TorchLearnerSettings
+    from outpace.checkpoint.journal import read_record
+    from outpace.hardware.cores import LEARNER_ROW
+    from outpace.learner.learner import LearnerHost
+    from outpace.learner.settings import LearnerSettings
+    from outpace.learner.torch_backend import TorchBackend
 
-    config = settings.parsed
-    return TorchLearner(
-        TorchLearnerSettings(
+    config, threads = settings.parsed, learner_threads(settings.parsed)
+    shares = shares_cores(config, config.learner.threads)
+    return LearnerHost(
+        LearnerSettings(
             config=config,
             device=_device(settings),
             gpu_memory=settings.gpus.memory,
-            threads=learner_threads(config),
+            threads=threads,
             incarnation=settings.incarnation,
-            journal=settings.journal,
+            read_group=partial(read_record, settings.journal),
             snapshots=Path(settings.scratch) / "weights",
-            share_cores=Path(settings.scratch) / THREAD_COUNTS_FILE
-            if shares_cores(config, config.learner.threads)
-            else None,
-        )
+            bad_steps=Path(settings.run_dir) / "bad_steps",
+            sharing=_core_sharing(settings, "learner", LEARNER_ROW, threads) if shares else None,
+        ),
+        TorchBackend if config.learner.backend is None else load_function(config.learner.backend, "learner.backend"),
     )
 
 

@@ -43,7 +43,7 @@ from outpace.run.objects import (
 )
 from outpace.run.session import RunPlan
 from outpace.runtime import by_value
-from outpace.runtime.references import refuse_while_importing
+from outpace.runtime.references import load_function, refuse_while_importing
 from outpace.tasks.dataset import Dataset, Rows
 from outpace.tasks.fingerprint import fingerprint
 from outpace.tasks.registry import ReopenedSource, TaskSources, open_heldout, open_tasks, open_train
@@ -78,6 +78,8 @@ def make_plan(config: Config, objects: UserObjects, quiet: bool = False) -> RunP
     model = resolve_model(config.model.path)
     if config.lora.rank:
         check_peft()
+    if config.learner.backend is not None:
+        load_function(config.learner.backend, "learner.backend")
     _check_engines(config)
     own_sources = _own_sources(config, objects)
     train, heldout = own_sources or open_tasks(config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,15 @@ import pytest
 import torch
 from benchmarks.learner import make_records
 
-from outpace.checkpoint.journal import JournalWriter
+from outpace.checkpoint.journal import JournalWriter, read_record
 from outpace.config import Config
 from outpace.config.validation import resolve
 from outpace.controller.logprob_check import PROBE_PROMPTS, LogprobComparison, compare_engine
 from outpace.engines.server.build import build_server_engine
 from outpace.engines.server.server_engine import ServerEngine
-from outpace.learner.learner import TorchLearner, TorchLearnerSettings
+from outpace.learner.learner import LearnerHost
+from outpace.learner.settings import LearnerSettings
+from outpace.learner.torch_backend import TorchBackend
 from outpace.models.loading import load_tokenizer
 from outpace.types import Ints, JournalLocation, Version
 from servers_support import RunningVllm
@@ -35,7 +38,7 @@ def probe_prompts() -> list[Ints]:
 class Pair:
     """A learner and the server engine that loads its weights."""
 
-    def __init__(self, engine: ServerEngine, learner: TorchLearner, place: JournalLocation) -> None:
+    def __init__(self, engine: ServerEngine, learner: LearnerHost[TorchBackend], place: JournalLocation) -> None:
         self.engine, self.learner, self._place = engine, learner, place
 
     async def train(self, version: Version, little: bool) -> None:
@@ -44,7 +47,7 @@ class Pair:
             await self.learner.chunk(version, [self._place])
             await self.learner.step(version)
             return
-        core = self.learner._core
+        core = self.learner.backend
         with torch.no_grad():
             core.parameters["model.norm.weight"].mul_(1.05)
         core.version += 1
@@ -68,10 +71,10 @@ async def pair(request: pytest.FixtureRequest, vllm: RunningVllm, tmp_path: Path
     (record,) = make_records(config, 1)
     place = journal.append(kept_of(0, size=config.rollout.group_size), record)
     journal.close()
-    learner = TorchLearner(
-        TorchLearnerSettings(
+    learner = LearnerHost(
+        LearnerSettings(
             config=config,
-            journal=tmp_path / "journal",
+            read_group=partial(read_record, tmp_path / "journal"),
             snapshots=tmp_path / "weights",
             incarnation=f"agreement-{request.param}",
             threads=1,

@@ -1,0 +1,98 @@
+"""TorchBackend: the built-in learner backend. `LearnerCore` with a loaded model, published tensors and saved state.
+
+Published tensors (the only place that decides this):
+
+    full fine-tuning                                 the model
+    LoRA, engines load adapters (`adapter_only`)     the adapter, with the tensor names of a PEFT file
+    LoRA, other engines                              the model with the adapter merged, with its own tensor names
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from outpace.learner import state
+from outpace.learner.backend import WriteState
+from outpace.learner.core import LearnerCore, sequence_logprobs
+from outpace.learner.settings import LearnerCoreSettings, LearnerSettings
+from outpace.learner.state import StateCopies
+from outpace.models.loading import call_at_every_layer, load_model, set_up_device
+from outpace.types import Floats, Ints, LoraAdapter, StepReport, Version
+
+
+def published_tensors(core: LearnerCore) -> dict[str, Tensor]:
+    """Return the tensors of the current policy to publish, valid until the next update or the next call."""
+    if core.adapters is None:
+        return core.model.state_dict()
+    if core.settings.adapter_only:
+        return core.adapters.tensors()
+    return core.adapters.merged(getattr(torch, core.settings.dtype))
+
+
+class TorchBackend(LearnerCore):
+    """Implements `LearnerBackend`. The constructor loads the model unless it is given."""
+
+    def __init__(self, settings: LearnerSettings, model: PreTrainedModel | None = None) -> None:
+        config = settings.config
+        if settings.threads:  # torch's thread count is per calling thread
+            torch.set_num_threads(settings.threads)
+        set_up_device(settings.device, settings.gpu_memory)
+        torch.manual_seed(config.run.seed)
+        model = model or load_model(
+            config.model.path,
+            dtype="float32",
+            device=settings.device,
+            trust_remote_code=config.model.trust_remote_code,
+        )
+        super().__init__(model, LearnerCoreSettings.of(config))
+        if settings.sharing is not None:
+            call_at_every_layer(model, settings.sharing.adjust)
+        self._copies = StateCopies()
+        self._reserves = config.checkpoint.every > 0
+        self._reserving = ThreadPoolExecutor(1, "reserve")
+        self.reserved: Future[None] | None = None
+        """Done when the memory of the first state copy is allocated. Starts after the first step, when the optimizer
+        has all its state."""
+
+    @property
+    def parameter_count(self) -> int:
+        return sum(parameter.numel() for parameter in self.parameters.values())
+
+    def finish_step(self) -> StepReport:
+        report = super().finish_step()
+        if self._reserves and self.reserved is None:
+            self.reserved = self._reserving.submit(self._copies.reserve, *state.copy_layout(self))
+        return report
+
+    def weights(self) -> dict[str, Tensor]:
+        return published_tensors(self)
+
+    @property
+    def published_adapter(self) -> LoraAdapter | None:
+        return self.settings.adapter if self.settings.adapter_only else None
+
+    def copy_state(self) -> WriteState:
+        copied = state.copy(self, self._copies)
+
+        def write(directory: Path) -> None:
+            try:
+                state.write(copied, directory)
+            finally:
+                self._copies.release(copied)
+
+        return write
+
+    def load_state(self, directory: Path) -> Version:
+        return state.restore(self, directory)
+
+    def logprobs(self, sequences: Sequence[Ints], temperature: float) -> list[Floats]:
+        return sequence_logprobs(self, sequences, temperature)
+
+    def close(self) -> None:
+        self._reserving.shutdown()
