@@ -37,8 +37,7 @@ from outpace.monitoring.summary import Summary
 from outpace.protocols import Reward, Rollout
 from outpace.rollouts.environments.session import EnvironmentArgument
 from outpace.run.background import BackgroundRun, PreparedRun, claim_and_plan, claim_run_directory
-from outpace.run.plan import TasksArgument, UserObjects, make_plan
-from outpace.run.session import RunPlan
+from outpace.run.plan import RunPlan, TasksArgument, UserObjects, make_plan
 from outpace.runtime.cleanup import temporary_directory
 from outpace.runtime.references import is_reference
 from outpace.tasks.registry import is_package_task

@@ -20,6 +20,7 @@ from outpace.models import loading
 from outpace.monitoring.summary import SummaryBuilder
 from outpace.protocols import TaskSource
 from outpace.run.plan import (
+    RunPlan,
     UserObjects,
     completed_message,
     completed_summary,
@@ -27,7 +28,6 @@ from outpace.run.plan import (
     make_plan,
     with_newest_checkpoint,
 )
-from outpace.run.session import RunPlan
 from outpace.runtime import by_value
 from outpace.trainer import Trainer
 from outpace.types import Task

@@ -16,13 +16,11 @@ from outpace.config.defaults import with_values
 from outpace.config.load import load_config
 from outpace.controller.evaluation import Evaluation, Evaluator
 from outpace.errors import BadInput
-from outpace.protocols import Worker
-from outpace.run.build import ComponentSpecs, start_engines
-from outpace.run.plan import UserObjects, load_run_with_objects, make_plan
-from outpace.run.session import RunPlan
+from outpace.run.plan import RunPlan, UserObjects, load_run_with_objects, make_plan
+from outpace.run.start import launch
 from outpace.runtime.async_tools import gather_or_cancel
-from outpace.runtime.cleanup import RuntimeDirectory, temporary_directory
-from outpace.runtime.local import LocalRuntime
+from outpace.runtime.cleanup import temporary_directory
+from outpace.runtime.components import Runtime
 from outpace.types import FleetMember
 
 
@@ -40,7 +38,7 @@ def evaluate_model(run: Path | None, settings: Sequence[str]) -> dict[str, Any]:
 def evaluate(config: Config, objects: UserObjects, run: Path | None = None) -> Evaluation:
     """Evaluate the config's model, or the newest complete checkpoint of `run` instead. Blocks."""
     with temporary_directory("eval") as directory:
-        overrides = {"run.dir": str(directory)}
+        overrides = {"run.dir": str(directory), "run.runtime": "local"}
         if run is not None:
             export(run, directory / "model")
             overrides["model.path"] = str(directory / "model")
@@ -86,26 +84,17 @@ def evaluate_plan(plan: RunPlan, directory: Path) -> Evaluation:
 
 
 async def _evaluate(plan: RunPlan, directory: Path) -> Evaluation:
-    runtime_dir = RuntimeDirectory()
-    runtime = LocalRuntime(directory / "logs", cleanup=runtime_dir.cleanup)
-    specs = ComponentSpecs(plan.config, directory, runtime_dir.path, plan.code)
-    try:
-        engines = specs.engines()
-        _, *workers = await gather_or_cancel(
-            start_engines(runtime, engines),
-            *(runtime.start(Worker, *worker) for worker in specs.workers()),
-        )
-        members = [FleetMember(name, socket, serves=True) for name, socket in specs.sockets.items()]
+    async with launch(plan, directory) as launcher:
+        _, started = await launcher.start_samplers()
+        workers = [*started.values()]
+        members = [FleetMember(name, socket, serves=True) for name, socket in launcher.specs.sockets.items()]
         await gather_or_cancel(*(worker.fleet(members) for worker in workers))
         evaluator = Evaluator(plan.eval_count, plan.config.eval.max_running)
         work = evaluator.run(0, lambda order: workers[order.group % len(workers)].run(order), pinned=False)
-        return await _or_component_failure(work, runtime)
-    finally:
-        await runtime.stop()
-        await asyncio.to_thread(runtime_dir.remove)
+        return await _or_component_failure(work, launcher.runtime)
 
 
-async def _or_component_failure(work: Coroutine[Any, Any, Evaluation], runtime: LocalRuntime) -> Evaluation:
+async def _or_component_failure(work: Coroutine[Any, Any, Evaluation], runtime: Runtime) -> Evaluation:
     """Return the evaluation, or raise if a component dies. There are no restarts: an evaluation is cheap to rerun."""
     evaluation, death = asyncio.create_task(work), asyncio.create_task(runtime.deaths.get())
     try:

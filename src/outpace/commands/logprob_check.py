@@ -18,13 +18,9 @@ from outpace.checkpoint.commit import CHECKPOINTS, newest_complete
 from outpace.config.load import load_config, parse_arguments
 from outpace.controller.logprob_check import HIGH_QUANTILE, LogprobComparison, compare_engines
 from outpace.errors import BadInput
-from outpace.protocols import Learner, Worker
-from outpace.run.build import ComponentSpecs, start_engines
-from outpace.run.plan import UserObjects, load_run_config, make_plan
-from outpace.run.session import RunPlan
-from outpace.runtime.async_tools import gather_or_cancel
-from outpace.runtime.cleanup import RuntimeDirectory, temporary_directory
-from outpace.runtime.local import LocalRuntime
+from outpace.run.plan import RunPlan, UserObjects, load_run_config, make_plan
+from outpace.run.start import launch
+from outpace.runtime.cleanup import temporary_directory
 
 
 def check_logprobs(run: Path | None, settings: Sequence[str]) -> int:
@@ -37,7 +33,7 @@ def check_logprobs(run: Path | None, settings: Sequence[str]) -> int:
 def measure(run: Path | None, settings: Sequence[str]) -> dict[str, LogprobComparison]:
     """Return the comparison of every engine, by name."""
     with temporary_directory("check-logprobs") as directory:
-        overrides = [*settings, f"--run.dir={directory}", "--rollout.workers=1"]
+        overrides = [*settings, f"--run.dir={directory}", "--rollout.workers=1", "--run.runtime=local"]
         if run is None:
             config = load_config(None, [*_default_settings(settings), *overrides])
         else:
@@ -60,22 +56,11 @@ def _checkpoint(run: Path) -> Path:
 
 
 async def _measure(plan: RunPlan, directory: Path, checkpoint: Path | None) -> dict[str, LogprobComparison]:
-    runtime_dir = await asyncio.to_thread(RuntimeDirectory)
-    runtime = LocalRuntime(directory / "logs", cleanup=runtime_dir.cleanup)
-    specs = ComponentSpecs(plan.config, directory, runtime_dir.path, plan.code, plan.learner_code)
-    try:
-        engine_specs = specs.engines()
-        learner, started, worker = await gather_or_cancel(
-            runtime.start(Learner, *specs.learner()),
-            start_engines(runtime, engine_specs),
-            *(runtime.start(Worker, *spec) for spec in specs.workers()),
-        )
-        engines = {spec.name: engine for (spec, _), engine in zip(engine_specs, started, strict=True)}
+    async with launch(plan, directory) as launcher:
+        components = await launcher.start()
+        learner, (worker,) = components.learner, components.workers.values()
         version = 0 if checkpoint is None else await learner.load(str(checkpoint))
-        return await compare_engines(engines, learner, worker, plan.config, version)
-    finally:
-        await runtime.stop()
-        await asyncio.to_thread(runtime_dir.remove)
+        return await compare_engines(components.engines, learner, worker, plan.config, version)
 
 
 def print_table(found: Mapping[str, LogprobComparison], console: Console | None = None) -> None:

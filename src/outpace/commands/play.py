@@ -29,14 +29,14 @@ from outpace.errors import BadInput, RewardFailed, one_line
 from outpace.models.chat import Schema
 from outpace.protocols import Rollout, TaskSource
 from outpace.rewards.grading import grade
-from outpace.rewards.registry import check_rewards
-from outpace.rollouts.build import build_rollout, check_rollout
+from outpace.rollouts.build import build_rollout
 from outpace.rollouts.client import PolicyClient
 from outpace.rollouts.conversation import content_text
 from outpace.rollouts.episode import run_episode, total_return
 from outpace.rollouts.human import HumanClient, HumanTurn, TypedAnswer, is_call, read_answer, read_call, tool_signature
 from outpace.rollouts.worker import RewardFunctions
 from outpace.run.build import build_reward_functions
+from outpace.run.plan import check_user_code
 from outpace.runtime import async_tools
 from outpace.tasks.registry import open_tasks
 from outpace.types import Episode, Message, Task
@@ -249,9 +249,7 @@ def play(
     if resolved.rollout.agent:
         raise BadInput("rollout.agent: play cannot run an agent program, which needs a model URL; remove this setting")
     train, _ = open_tasks(resolved)
-    rewards = check_rewards(resolved.rewards.functions, resolved.rewards.weights, train[0].columns, resolved)
-    if not check_rollout(resolved, {}, train[0]) and not rewards:
-        raise BadInput("rewards.functions: set at least one; no rollout or environment of this config gives a reward")
+    check_user_code(resolved, (), {}, train[0])
     first = None if task is None else index_of(task, train)
     render = _prompt_renderer(resolved) if raw else None
     terminal = Terminal(console or Console(highlight=False), read or read_line, render)

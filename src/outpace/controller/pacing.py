@@ -39,7 +39,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil
-from typing import Literal
+from typing import Any, Literal, Protocol, Self
 
 import msgspec
 
@@ -110,6 +110,19 @@ class Governor:
 OnStale = Literal["wait", "requeue", "drop", "train"]
 
 
+class SchedulerSections(Protocol):
+    """The config sections that a run and a simulation have in common."""
+
+    @property
+    def pacing(self) -> Any: ...
+    @property
+    def weights(self) -> Any: ...
+    @property
+    def run(self) -> Any: ...
+    @property
+    def checkpoint(self) -> Any: ...
+
+
 @dataclass(frozen=True)
 class SchedulerSettings:
     groups_per_step: int
@@ -133,6 +146,25 @@ class SchedulerSettings:
     difficulty: CurriculumSettings | None = None  # None: no task is skipped
     replay: ReplaySettings | None = None  # None: no group is trained twice
     eval_pinned: bool = True  # False: engines have one weight set, and evaluation uses the serving one
+
+    @classmethod
+    def of(cls, sections: SchedulerSections, **others: Any) -> Self:
+        """Return the settings of a run or a simulation. `others` are the fields that these sections do not have."""
+        pacing = sections.pacing
+        return cls(
+            groups_per_step=pacing.groups_per_step,
+            max_lag=pacing.max_lag,
+            depth=pacing.depth,
+            chunk_groups=pacing.chunk_groups,
+            on_stale=pacing.on_stale,
+            warmup_steps=pacing.warmup_steps,
+            publish_every=sections.weights.every,
+            update=sections.weights.update,
+            deterministic=sections.run.deterministic,
+            steps=sections.run.steps,
+            checkpoint_every=sections.checkpoint.every,
+            **others,
+        )
 
     def __post_init__(self) -> None:
         for name in ("groups_per_step", "group_size", "chunk_groups", "max_running", "publish_every", "tasks"):

@@ -23,8 +23,8 @@ from outpace.config import Config
 from outpace.errors import BadInput, Interrupted
 from outpace.monitoring.run_directory import RunLog
 from outpace.monitoring.summary import Summary
-from outpace.run.plan import completed_message, completed_summary, with_newest_checkpoint
-from outpace.run.session import RunPlan, RunSession
+from outpace.run.plan import RunPlan, completed_message, completed_summary, with_newest_checkpoint
+from outpace.run.session import RunSession
 from outpace.runtime.async_tools import steady_executor
 
 PreparedRun = tuple[RunPlan, RunLog]

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,9 +24,8 @@ from outpace.hardware.cores import available_cores, engine_threads, learner_thre
 from outpace.hardware.placement import CUDA_VISIBLE_DEVICES, ON_CPU, GpuAssignment, placement_of
 from outpace.protocols import Engine
 from outpace.runtime import by_value
-from outpace.runtime.async_tools import gather_or_cancel
 from outpace.runtime.cleanup import temporary_files_environment
-from outpace.runtime.components import START_DEADLINE_S, ComponentSpec, Runtime
+from outpace.runtime.components import START_DEADLINE_S, ComponentSpec
 from outpace.runtime.process_tree import child_environment
 from outpace.runtime.reconnect import reconnecting_proxy
 from outpace.runtime.references import load_function
@@ -159,18 +156,6 @@ class ComponentSpecs:
             )
             for index in range(self._config.rollout.workers)
         ]
-
-
-async def start_engines(runtime: Runtime, engines: Sequence[tuple[ComponentSpec, dict[str, str]]]) -> list[Engine]:
-    """Start engines in parallel, but servers that share a GPU in sequence: each measures free memory as it starts."""
-    gpu_locks: defaultdict[tuple[str, ...], asyncio.Lock] = defaultdict(asyncio.Lock)
-
-    async def start(spec: ComponentSpec, environment: dict[str, str]) -> Engine:
-        gpus = component_settings(spec).gpus
-        async with gpu_locks[tuple(gpus.gpus)] if gpus.memory < 1 else nullcontext():
-            return await runtime.start(Engine, spec, environment)
-
-    return await gather_or_cancel(*(start(*engine) for engine in engines))
 
 
 def component_settings(spec: ComponentSpec) -> ComponentSettings:

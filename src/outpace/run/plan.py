@@ -12,7 +12,7 @@ import tempfile
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -41,11 +41,10 @@ from outpace.run.objects import (
     registered_for_learner,
     registered_for_worker,
 )
-from outpace.run.session import RunPlan
 from outpace.runtime import by_value
 from outpace.runtime.references import load_function, refuse_while_importing
 from outpace.tasks.dataset import Dataset, Rows
-from outpace.tasks.fingerprint import fingerprint
+from outpace.tasks.fingerprint import Fingerprint, fingerprint
 from outpace.tasks.registry import ReopenedSource, TaskSources, open_heldout, open_tasks, open_train
 from outpace.types import Task
 
@@ -63,6 +62,38 @@ class UserObjects:
     environment: EnvironmentArgument | None = None
     tools: tuple[Callable[..., Any] | str, ...] = ()
     callbacks: tuple[Callback, ...] = ()
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A validated and resolved run, ready to start."""
+
+    config: Config
+    tasks: Fingerprint  # of the training tasks
+    tokenizer: str  # digest
+    heldout: int  # number of held-out tasks
+    code: bytes = b""  # pickled user objects for the workers
+    learner_code: bytes = b""  # pickled user objects for the learner
+    objects: tuple[str, ...] = ()  # names of the user objects
+    saved: SavedObjects | None = None  # lets `outpace eval` restore the user objects
+    callbacks: list[Callback] = field(default_factory=list)
+    resumes: bool = False  # the run was started before
+    checkpoint: Path | None = None  # newest complete one; None: start from version 0
+    quiet: bool = False
+
+    @property
+    def eval_count(self) -> int:
+        return min(self.config.eval.count, self.heldout)
+
+    @property
+    def eval_warning(self) -> str:
+        """Warning if fewer tasks are held out than `eval.count`; empty otherwise."""
+        if not 0 < self.heldout < self.config.eval.count:
+            return ""
+        return (
+            f"eval.count is {self.config.eval.count:,}, but only {plural(self.heldout, 'task')} "
+            f"{'is' if self.heldout == 1 else 'are'} held out: every evaluation uses {self.heldout:,}"
+        )
 
 
 def make_plan(config: Config, objects: UserObjects, quiet: bool = False) -> RunPlan:
@@ -84,11 +115,8 @@ def make_plan(config: Config, objects: UserObjects, quiet: bool = False) -> RunP
     own_sources = _own_sources(config, objects)
     train, heldout = own_sources or open_tasks(config)
     config = resolve(config, own_tasks=own_tasks, own_rewards=rewards_optional, own_rollout=own_rollout)
-    named = objects.rewards or config.rewards.functions
-    rewards = check_rewards(named, config.rewards.weights, train[0].columns, config)
     own = {"rollout": objects.rollout, "environment": objects.environment, "tools": objects.tools or None}
-    if not check_rollout(config, own, train[0]) and not rewards:
-        raise BadInput("rewards.functions: set at least one; no rollout or environment of this run gives a reward")
+    rewards = check_user_code(config, objects.rewards, own, train[0])
     carried = {"tasks": own_sources, "rewards": rewards if objects.rewards else None, **own}
     given = {name: value for name, value in carried.items() if value is not None}
     learner_registered = registered_for_learner(config)
@@ -109,6 +137,17 @@ def make_plan(config: Config, objects: UserObjects, quiet: bool = False) -> RunP
         callbacks=list(objects.callbacks),
         quiet=quiet,
     )
+
+
+def check_user_code(
+    config: Config, rewards: Sequence[Reward | str], own: Mapping[str, Any], first: Task
+) -> list[Reward]:
+    """Check rewards and rollout, given as objects or named in the config, against the first task. Returns the reward
+    functions."""
+    functions = check_rewards(rewards or config.rewards.functions, config.rewards.weights, first.columns, config)
+    if not check_rollout(config, own, first) and not functions:
+        raise BadInput("rewards.functions: set at least one; no rollout or environment of this run gives a reward")
+    return functions
 
 
 def load_run_with_objects(run: Path, settings: Sequence[str]) -> tuple[Config, UserObjects]:

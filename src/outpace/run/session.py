@@ -14,8 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -42,13 +40,11 @@ from outpace.hardware.cores import countable_cores
 from outpace.hardware.memory import memory_warnings
 from outpace.hardware.placement import placement_of
 from outpace.models.loading import resolve_model
-from outpace.monitoring.callbacks import Callback, CallbackRunner
+from outpace.monitoring.callbacks import CallbackRunner
 from outpace.monitoring.console import EngineLogWatcher, ProgressConsole
 from outpace.monitoring.run_directory import RunLog
 from outpace.monitoring.summary import STOPPED, Summary
-from outpace.protocols import Engine, Learner, Worker
-from outpace.run.build import ComponentSpecs, start_engines
-from outpace.run.objects import SavedObjects
+from outpace.run.plan import RunPlan
 from outpace.run.resume import (
     CheckpointWriter,
     ResumePoint,
@@ -57,11 +53,7 @@ from outpace.run.resume import (
     same_group_config,
     save_task_fingerprint,
 )
-from outpace.runtime.async_tools import gather_or_cancel
-from outpace.runtime.cleanup import RuntimeDirectory
-from outpace.runtime.components import InlineRuntime, Runtime
-from outpace.runtime.local import LocalRuntime
-from outpace.tasks.fingerprint import Fingerprint
+from outpace.run.start import Launcher, launch
 from outpace.tasks.order import TaskOrder
 from outpace.types import Version
 
@@ -72,38 +64,6 @@ CALLBACKS_S = 600.0
 
 ABORT_CALLBACKS_S = 5.0
 """The same after a second signal."""
-
-
-@dataclass(frozen=True)
-class RunPlan:
-    """A validated and resolved run, ready to start."""
-
-    config: Config
-    tasks: Fingerprint  # of the training tasks
-    tokenizer: str  # digest
-    heldout: int  # number of held-out tasks
-    code: bytes = b""  # pickled user objects for the workers
-    learner_code: bytes = b""  # pickled user objects for the learner
-    objects: tuple[str, ...] = ()  # names of the user objects
-    saved: SavedObjects | None = None  # lets `outpace eval` restore the user objects
-    callbacks: list[Callback] = field(default_factory=list)
-    resumes: bool = False  # the run was started before
-    checkpoint: Path | None = None  # newest complete one; None: start from version 0
-    quiet: bool = False
-
-    @property
-    def eval_count(self) -> int:
-        return min(self.config.eval.count, self.heldout)
-
-    @property
-    def eval_warning(self) -> str:
-        """Warning if fewer tasks are held out than `eval.count`; empty otherwise."""
-        if not 0 < self.heldout < self.config.eval.count:
-            return ""
-        return (
-            f"eval.count is {self.config.eval.count:,}, but only {plural(self.heldout, 'task')} "
-            f"{'is' if self.heldout == 1 else 'are'} held out: every evaluation uses {self.heldout:,}"
-        )
 
 
 class RunSession:
@@ -206,34 +166,25 @@ class RunSession:
         settings = scheduler_settings(self._config, self._plan.tasks.count, self._plan.eval_count > 0)
         order = TaskOrder(self._plan.tasks.count, self._config.run.seed, self._config.tasks.shuffle)
         resume_point = await asyncio.to_thread(self._resume_point, settings, order)
-        warnings = await asyncio.to_thread(self._memory_warnings)
-        runtime_dir = await asyncio.to_thread(RuntimeDirectory)
-        runtime = self._runtime(runtime_dir)
-        try:
-            for line in warnings:
-                recorder.console.status(line)
-            recorder.console.status(self._start_message(resume_point))
-            if warning := self._plan.eval_warning:
-                recorder.console.status(warning)
-            specs = ComponentSpecs(
-                self._config, self._log.dir, runtime_dir.path, self._plan.code, self._plan.learner_code
-            )
-            components = await self._start_unless_stopped(runtime, specs, recorder.console.status)
+        for line in await asyncio.to_thread(self._memory_warnings):
+            recorder.console.status(line)
+        recorder.console.status(self._start_message(resume_point))
+        if warning := self._plan.eval_warning:
+            recorder.console.status(warning)
+        async with launch(self._plan, self._log.dir) as launcher:
+            components = await self._start_unless_stopped(launcher, recorder.console.status)
             await self._restore(components, resume_point)
             await self._check_logprobs(components, resume_point.version, recorder.console.status)
             scheduler = Scheduler(settings, order, resume_point.state, resume_point.recovered, resume_point.evaluated)
             await asyncio.to_thread(self._open_log, recorder, resume_point)
             self._driver = self._make_driver(
-                scheduler, components, recorder, resume_point, self._engine_starter(components, specs)
+                scheduler, components, recorder, resume_point, launcher.engine_starter(components)
             )
             if self._stop_requested:
                 self._driver.stop()
             await recorder.training_begins(components.engines, components.learner)
             recorder.callbacks.post("on_run_start", self._info(resume_point.version))
             return await self._driver.run({name: (await e.stats()).version for name, e in components.engines.items()})
-        finally:
-            await runtime.stop()
-            await asyncio.to_thread(runtime_dir.remove)
 
     def _memory_warnings(self) -> list[str]:
         return memory_warnings(self._config, placement_of(self._config), resolve_model(self._config.model.path))
@@ -260,19 +211,12 @@ class RunSession:
 
     # ------------------------------------------------------------------------------------------------ components
 
-    def _runtime(self, runtime_dir: RuntimeDirectory) -> Runtime:
-        if self._config.run.runtime == "inline":
-            return InlineRuntime()
-        return LocalRuntime(self._log.dir / "logs", append=self._plan.resumes, cleanup=runtime_dir.cleanup)
-
-    async def _start_unless_stopped(
-        self, runtime: Runtime, specs: ComponentSpecs, report: Callable[[str], None]
-    ) -> Components:
+    async def _start_unless_stopped(self, launcher: Launcher, report: Callable[[str], None]) -> Components:
         """Start all components. Servers can take minutes to start, so `stop` cancels this."""
         stopped = Interrupted("stopped while components were starting; nothing was trained")
         if self._stop_requested:
             raise stopped
-        self._starting = asyncio.create_task(self._start_components(runtime, specs, report))
+        self._starting = asyncio.create_task(self._start_components(launcher, report))
         try:
             return await self._starting
         except asyncio.CancelledError:
@@ -282,49 +226,15 @@ class RunSession:
         finally:
             self._starting = None
 
-    async def _start_components(
-        self, runtime: Runtime, specs: ComponentSpecs, report: Callable[[str], None]
-    ) -> Components:
-        engine_specs = specs.engines()
-        logs = EngineLogWatcher(self._log.dir / "logs", specs.sockets, report)
+    async def _start_components(self, launcher: Launcher, report: Callable[[str], None]) -> Components:
+        logs = EngineLogWatcher(self._log.dir / "logs", launcher.specs.sockets, report)
         following = asyncio.create_task(logs.follow())
         try:
-            learner, engines, workers = await gather_or_cancel(
-                runtime.start(Learner, *specs.learner()),
-                start_engines(runtime, engine_specs),
-                gather_or_cancel(*(runtime.start(Worker, *worker) for worker in specs.workers())),
-            )
+            components = await launcher.start()
         finally:
             following.cancel()
         await logs.finish()
-        return Components(
-            learner=learner,
-            engines=dict(zip(specs.sockets, engines, strict=False)),
-            workers={f"worker-{index}": worker for index, worker in enumerate(workers)},
-            runtime=runtime,
-            sockets=dict(specs.sockets),
-            urls=dict(zip(specs.sockets, self._config.engine.urls, strict=False)),
-        )
-
-    def _engine_starter(self, components: Components, specs: ComponentSpecs) -> StartEngine | None:
-        """Return the function that starts a joining engine.
-
-        None if no engine can join: the run is deterministic or has no child processes."""
-        if self._config.run.deterministic or self._config.run.runtime == "inline":
-            return None
-        runtime, starting = components.runtime, set[str]()
-
-        async def start_joining(url: str) -> tuple[str, str, Engine]:
-            if url and self._config.engine.kind == "embedded":
-                raise BadInput("engine.kind is embedded in this run, so no server can join; vllm and sglang allow it")
-            spec, environment = specs.joining_engine(url, starting | components.engines.keys())
-            starting.add(spec.name)
-            try:
-                return spec.name, specs.sockets[spec.name], await runtime.start(Engine, spec, environment)
-            finally:
-                starting.discard(spec.name)
-
-        return start_joining
+        return components
 
     async def _restore(self, components: Components, resume_point: ResumePoint) -> None:
         for name, worker in components.workers.items():
@@ -405,25 +315,15 @@ class RunSession:
 
 
 def scheduler_settings(config: Config, tasks: int, evaluates: bool) -> SchedulerSettings:
-    return SchedulerSettings(
-        groups_per_step=config.pacing.groups_per_step,
+    return SchedulerSettings.of(
+        config,
         group_size=config.rollout.group_size,
-        max_lag=config.pacing.max_lag,
-        depth=config.pacing.depth,
-        chunk_groups=config.pacing.chunk_groups,
         max_running=_resolved(config.pacing.max_running),
-        on_stale=config.pacing.on_stale,
-        warmup_steps=config.pacing.warmup_steps,
-        publish_every=config.weights.every,
-        update=config.weights.update,
-        deterministic=config.run.deterministic,
-        steps=config.run.steps,
-        epochs=config.run.epochs,
         tasks=tasks,
+        epochs=config.run.epochs,
         eval_every=config.eval.every,
         eval_enabled=evaluates,
         eval_pinned=config.engine.kind == "embedded" or config.lora.rank > 0,
-        checkpoint_every=config.checkpoint.every,
         governor=_governor(config.governor),
         difficulty=_difficulty(config.difficulty),
         replay=_replay(config.replay),

@@ -267,23 +267,13 @@ class SimulatedRun:
 
 def scheduler_settings(settings: SimulationSettings) -> SchedulerSettings:
     """Return the scheduler settings of a simulation."""
-    pacing, slots = settings.pacing, settings.engine.slots * engine_count(settings)
-    return SchedulerSettings(
-        groups_per_step=pacing.groups_per_step,
+    slots = settings.engine.slots * engine_count(settings)
+    return SchedulerSettings.of(
+        settings,
         group_size=settings.workload.group_size,
-        max_lag=pacing.max_lag,
-        depth=pacing.depth,
-        chunk_groups=pacing.chunk_groups,
-        max_running=pacing.max_running or 2 * slots,
-        on_stale=pacing.on_stale,
-        warmup_steps=pacing.warmup_steps,
-        publish_every=settings.weights.every,
-        update=settings.weights.update,
-        deterministic=settings.run.deterministic,
-        steps=settings.run.steps,
-        epochs=None,
+        max_running=settings.pacing.max_running or 2 * slots,
         tasks=settings.workload.tasks,
+        epochs=None,
         eval_every=0,
         eval_enabled=False,
-        checkpoint_every=settings.checkpoint.every,
     )

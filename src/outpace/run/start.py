@@ -1,0 +1,113 @@
+"""Start-up of the components, for every command that needs them: train, evaluate, check-logprobs.
+
+    plan ─▶ runtime directory ─▶ runtime ─▶ engines, workers and the learner, in parallel
+                                            (only engines and workers to evaluate)
+
+However the command ends, `launch` stops the components and removes the runtime directory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from outpace.config import Config
+from outpace.controller.engine_registry import Components, StartEngine
+from outpace.errors import BadInput
+from outpace.protocols import Engine, Learner, Worker
+from outpace.run.build import ComponentSpecs, component_settings
+from outpace.run.plan import RunPlan
+from outpace.runtime.async_tools import gather_or_cancel
+from outpace.runtime.cleanup import RuntimeDirectory
+from outpace.runtime.components import ComponentSpec, InlineRuntime, Runtime
+from outpace.runtime.local import LocalRuntime
+
+
+@asynccontextmanager
+async def launch(plan: RunPlan, directory: Path) -> AsyncIterator[Launcher]:
+    """Open the runtime that `run.runtime` names, with logs in `directory`."""
+    config = plan.config
+    runtime_dir = await asyncio.to_thread(RuntimeDirectory)
+    runtime: Runtime = (
+        InlineRuntime()
+        if config.run.runtime == "inline"
+        else LocalRuntime(directory / "logs", append=plan.resumes, cleanup=runtime_dir.cleanup)
+    )
+    try:
+        specs = ComponentSpecs(config, directory, runtime_dir.path, plan.code, plan.learner_code)
+        yield Launcher(config, runtime, specs, specs.engines())
+    finally:
+        await runtime.stop()
+        await asyncio.to_thread(runtime_dir.remove)
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """Starts the components of one plan."""
+
+    config: Config
+    runtime: Runtime
+    specs: ComponentSpecs
+    engine_specs: list[tuple[ComponentSpec, dict[str, str]]]
+
+    async def start(self) -> Components:
+        """Start everything that training needs."""
+        learner, (engines, workers) = await gather_or_cancel(
+            self.runtime.start(Learner, *self.specs.learner()), self.start_samplers()
+        )
+        return Components(
+            learner=learner,
+            engines=engines,
+            workers=workers,
+            runtime=self.runtime,
+            sockets=dict(self.specs.sockets),
+            urls=dict(zip(engines, self.config.engine.urls, strict=False)),
+        )
+
+    async def start_samplers(self) -> tuple[dict[str, Engine], dict[str, Worker]]:
+        """Start engines and workers."""
+        worker_specs = self.specs.workers()
+        engines, workers = await gather_or_cancel(
+            self._start_engines(),
+            gather_or_cancel(*(self.runtime.start(Worker, *worker) for worker in worker_specs)),
+        )
+        return (
+            {spec.name: engine for (spec, _), engine in zip(self.engine_specs, engines, strict=True)},
+            {spec.name: worker for (spec, _), worker in zip(worker_specs, workers, strict=True)},
+        )
+
+    async def _start_engines(self) -> list[Engine]:
+        """Start engines in parallel, but servers that share a GPU in sequence: each measures free memory as it
+        starts."""
+        gpu_locks: defaultdict[tuple[str, ...], asyncio.Lock] = defaultdict(asyncio.Lock)
+
+        async def start(spec: ComponentSpec, environment: dict[str, str]) -> Engine:
+            gpus = component_settings(spec).gpus
+            async with gpu_locks[tuple(gpus.gpus)] if gpus.memory < 1 else nullcontext():
+                return await self.runtime.start(Engine, spec, environment)
+
+        return await gather_or_cancel(*(start(*engine) for engine in self.engine_specs))
+
+    def engine_starter(self, components: Components) -> StartEngine | None:
+        """Return the function that starts a joining engine.
+
+        None if no engine can join: the run is deterministic or has no child processes."""
+        if self.config.run.deterministic or self.config.run.runtime == "inline":
+            return None
+        starting = set[str]()
+
+        async def start_joining(url: str) -> tuple[str, str, Engine]:
+            if url and self.config.engine.kind == "embedded":
+                raise BadInput("engine.kind is embedded in this run, so no server can join; vllm and sglang allow it")
+            spec, environment = self.specs.joining_engine(url, starting | components.engines.keys())
+            starting.add(spec.name)
+            try:
+                return spec.name, self.specs.sockets[spec.name], await self.runtime.start(Engine, spec, environment)
+            finally:
+                starting.discard(spec.name)
+
+        return start_joining
