@@ -314,7 +314,7 @@ async def _measure(
 
 async def make_worker(config: Config, folder: Path, engine: ScriptedEngine) -> RolloutWorker:
     """Build a worker as in a run, but with this engine."""
-    (spec, _), *_ = ComponentSpecs(config, folder, folder).workers()
+    spec, *_ = ComponentSpecs(config, folder, folder).workers()
     worker = await build_worker(spec, {engine_name(0): engine})
     assert isinstance(worker, RolloutWorker)
     return worker

@@ -14,12 +14,13 @@ from outpace.controller.failure_budget import FailureLimits
 from outpace.controller.groups import GroupSettings
 from outpace.controller.recorder import Recorder
 from outpace.controller.scheduler import Scheduler, SchedulerSettings
-from outpace.controller.supervisor import RestartSettings, SupervisionSettings
+from outpace.controller.supervisor import SupervisionSettings
 from outpace.controller.training import ControllerState
 from outpace.errors import ComponentFailed, ComponentLost, CorruptData, NotSaved, UpdateFailed, UpdateTorn
 from outpace.monitoring.callbacks import CallbackRunner
 from outpace.monitoring.console import ProgressConsole
 from outpace.monitoring.run_directory import RunLog
+from outpace.runtime.components import ComponentKind, ComponentSpec, RestartSettings
 from outpace.tasks.order import TaskOrder
 from outpace.types import (
     ChunkReport,
@@ -152,7 +153,8 @@ class FakeWorker:
 class FakeRuntime:
     """No component dies unless a test puts its death into `deaths`; a restarted component answers pings at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, restarts: int) -> None:
+        self.restart_settings = RestartSettings(restarts, window_s=60)
         self.deaths: asyncio.Queue[ComponentFailed] = asyncio.Queue()
         self.restarted: list[str] = []
         self.killed: list[str] = []
@@ -185,6 +187,12 @@ class FakeRuntime:
     async def start(self, *_: Any) -> Any:
         raise NotImplementedError
 
+    def spec(self, name: str) -> ComponentSpec:
+        if name == "learner":
+            return ComponentSpec(name, "", "", kind="learner")
+        kind: ComponentKind = "worker" if name.startswith("worker") else "engine"
+        return ComponentSpec(name, "", "", kind=kind, restart=self.restart_settings)
+
     async def stop(self) -> None: ...
 
 
@@ -213,11 +221,11 @@ class Rig:
         self.start_engine: Callable[[str], tuple[str, str, FakeEngine]] | None = None
 
     async def run(self) -> str:
-        self.runtime = FakeRuntime()
+        self.runtime = FakeRuntime(self.restarts)
         sockets = {name: f"/{name}" for name in self.engines}
         components = Components(self.learner, self.engines, {"worker-0": self.worker}, self.runtime, sockets)
         limits = FailureLimits(failed=3, filtered=None, notice_every=1000)
-        supervision = SupervisionSettings(RestartSettings(self.restarts, window_s=60), probe_s=0.02, silent_s=0.05)
+        supervision = SupervisionSettings(probe_s=0.02, silent_s=0.05)
         scheduler = Scheduler(self.settings, TaskOrder(10, 0, True))
         settings = DriverSettings(self.stall_s, GroupSettings(1, 1, limits), supervision)
         driver = Driver(

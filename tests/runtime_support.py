@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from outpace.errors import BadInput, ComponentFailed
-from outpace.runtime.components import ComponentSpec
-from outpace.runtime.local import LocalRuntime
+from outpace.runtime.components import ComponentSpec, Runtime
 
 ENVIRONMENT = {"PYTHONPATH": str(Path(__file__).parent)}
 
@@ -86,7 +85,7 @@ async def build(spec: ComponentSpec, peers: dict[str, Any]) -> RealToy:
     return RealToy(spec, peers)
 
 
-async def start_toy(runtime: LocalRuntime, name: str = "toy", **fields: Any) -> Toy:
+async def start_toy(runtime: Runtime, name: str = "toy", **fields: Any) -> Toy:
     here = __name__
     spec = ComponentSpec(name, f"{here}:build", f"{here}:Toy", peer_protocol=f"{here}:Toy", **fields)
-    return await runtime.start(Toy, spec, ENVIRONMENT)
+    return await runtime.start(Toy, spec)

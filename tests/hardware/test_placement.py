@@ -9,8 +9,10 @@ import pytest
 
 from outpace.config import Config
 from outpace.errors import BadInput
+from outpace.hardware.cores import learner_threads
 from outpace.hardware.placement import Placement, assign_gpus, listed_gpus, placement_of, torch_has_cuda
 from outpace.run.build import ComponentSpecs
+from outpace.runtime.components import Resources
 from support import names
 
 
@@ -225,27 +227,27 @@ def test_child_processes_see_only_their_own_gpus(visible: str, monkeypatch: pyte
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     first, second, third = visible.split(",")
     specs = ComponentSpecs(config(engine__count=2), tmp_path, tmp_path)
-    assert specs.learner()[1]["CUDA_VISIBLE_DEVICES"] == first
-    assert [environment["CUDA_VISIBLE_DEVICES"] for _, environment in specs.engines()] == [second, third]
-    assert [environment["CUDA_VISIBLE_DEVICES"] for _, environment in specs.workers()] == [""]
+    assert specs.learner().resources.gpus == [first]
+    assert [spec.resources.gpus for spec in specs.engines()] == [[second], [third]]
+    assert [spec.resources.gpus for spec in specs.workers()] == [[]]
     with_gpu = ComponentSpecs(config(rollout__gpus=1), tmp_path, tmp_path)
-    assert [environment["CUDA_VISIBLE_DEVICES"] for _, environment in with_gpu.workers()] == [third]
+    assert [spec.resources.gpus for spec in with_gpu.workers()] == [[third]]
 
 
 def test_decisions_that_depend_on_all_gpus_are_made_before_child_processes_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    spec, environment = ComponentSpecs(config(), tmp_path, tmp_path).learner()
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", environment["CUDA_VISIBLE_DEVICES"])
+    spec = ComponentSpecs(config(), tmp_path, tmp_path).learner()
+    assert spec.resources == Resources(learner_threads(config()), ["0"], 1.0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert Config.model_validate(spec.settings["config"]).weights.transport == "memory"
-    assert spec.settings["gpus"]["memory"] == 1.0
 
 
 def test_on_a_cpu_cuda_visible_devices_is_left_unchanged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     specs = ComponentSpecs(config(run__device="cpu", engine__count=1), tmp_path, tmp_path)
-    assert all("CUDA_VISIBLE_DEVICES" not in env for _, env in [specs.learner(), *specs.engines()])
+    assert [spec.resources.gpus for spec in [specs.learner(), *specs.engines()]] == [None, None]
     assert placement_of(config(run__device="cpu")).learner.gpus == []
 
 

@@ -86,7 +86,7 @@ class Driver:
         self._registry = EngineRegistry(sockets, components.workers)
         self._supervisor = ComponentSupervisor(
             components.runtime,
-            components.roles,
+            components.names,
             components.engines,
             settings.supervision,
             post,

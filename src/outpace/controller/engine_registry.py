@@ -26,7 +26,7 @@ import msgspec
 from outpace.config.engines import server_address
 from outpace.controller import events as ev
 from outpace.controller.events import Event
-from outpace.controller.supervisor import ComponentRole, ComponentSupervisor
+from outpace.controller.supervisor import ComponentSupervisor
 from outpace.errors import ComponentFailed, ComponentLost, OutpaceError, one_line
 from outpace.monitoring import fleet_orders
 from outpace.protocols import Engine, Learner, Worker
@@ -139,8 +139,8 @@ class Components:
     urls: dict[str, str] = field(default_factory=dict)  # of the server behind an engine, if it was already running
 
     @property
-    def roles(self) -> dict[str, ComponentRole]:
-        return {LEARNER: "learner", **dict.fromkeys(self.engines, "engine"), **dict.fromkeys(self.workers, "worker")}
+    def names(self) -> list[str]:
+        return [LEARNER, *self.engines, *self.workers]
 
 
 ORDER_POLL_S = 1.0
@@ -246,7 +246,7 @@ class FleetMembership:
         self._components.engines[name] = engine
         self._components.sockets[name] = socket
         self._components.urls[name] = url
-        self._supervisor.add(name, "engine")
+        self._supervisor.add(name)
         self._registry.add(name, socket)
         self._post(ev.EngineJoined(name))
         return name

@@ -20,25 +20,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from outpace.controller.events import EngineJoined, EngineLeft, EngineLost, Event
 from outpace.errors import ComponentFailed, ComponentLost, OutpaceError, plural
 from outpace.protocols import Engine
-from outpace.runtime.components import Runtime
-
-ComponentRole = Literal["learner", "engine", "worker"]
+from outpace.runtime.components import ComponentKind, RestartSettings, Runtime
 
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
-
-
-@dataclass(frozen=True)
-class RestartSettings:
-    restarts: int
-    window_s: float
 
 
 @dataclass(frozen=True)
@@ -59,32 +51,34 @@ Decision = Restart | GiveUp
 
 
 class RestartPolicy:
-    """Decides whether to restart a dead component: at most `restarts` times within `window_s`. Pure: takes the time
-    as an argument."""
+    """Decides whether to restart a dead component: at most `restarts` times within `window_s`; never without settings.
+    Pure: takes the time as an argument."""
 
-    def __init__(self, settings: RestartSettings) -> None:
+    def __init__(self, settings: RestartSettings | None) -> None:
         self._settings = settings
         self._deaths: defaultdict[str, deque[float]] = defaultdict(deque)
         self.restarts = 0
 
-    def died(self, component: str, role: ComponentRole, now: float) -> Decision:
-        if role == "learner":
+    def died(self, component: str, now: float) -> Decision:
+        settings = self._settings
+        if settings is None:
             return GiveUp("the run can be resumed from its newest checkpoint")
         recent = self._deaths[component]
-        while recent and recent[0] <= now - self._settings.window_s:
+        while recent and recent[0] <= now - settings.window_s:
             recent.popleft()
-        if len(recent) >= self._settings.restarts:
-            return GiveUp(self._budget_spent())
+        if len(recent) >= settings.restarts:
+            return GiveUp(_budget_spent(settings))
         pause_s = 0.0 if not recent else min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (len(recent) - 1))
         recent.append(now)
         self.restarts += 1
         return Restart(pause_s)
 
-    def _budget_spent(self) -> str:
-        if self._settings.restarts == 0:
-            return "supervise.restarts = 0"
-        times = plural(self._settings.restarts, "time")
-        return f"it was already restarted {times} within {self._settings.window_s:g} s (supervise.restarts)"
+
+def _budget_spent(settings: RestartSettings) -> str:
+    if settings.restarts == 0:
+        return "supervise.restarts = 0"
+    times = plural(settings.restarts, "time")
+    return f"it was already restarted {times} within {settings.window_s:g} s (supervise.restarts)"
 
 
 WatchdogState = Literal["fine", "warn", "end"]
@@ -139,7 +133,6 @@ class ComponentRemoved(ComponentFailed):
 
 @dataclass(frozen=True)
 class SupervisionSettings:
-    supervise: RestartSettings
     probe_s: float
     silent_s: float
     all_engines: bool = False  # the run cannot continue without every engine
@@ -151,7 +144,7 @@ class ComponentSupervisor:
     def __init__(
         self,
         runtime: Runtime,
-        roles: Mapping[str, ComponentRole],
+        names: Iterable[str],
         engines: Mapping[str, Engine],
         settings: SupervisionSettings,
         post: Callable[[Event | BaseException], None],
@@ -161,13 +154,13 @@ class ComponentSupervisor:
         """`post` puts an event or error into the driver's queue. `notice` reports a component's role and what
         happened to it. `on_restart` is called with the name of a restarted component."""
         self._runtime = runtime
-        self._roles: dict[str, ComponentRole] = {}
+        self._roles: dict[str, ComponentKind] = {}
         self._engines = engines
         self._settings = settings
         self._post = post
         self._notice = notice
         self._on_restart = on_restart
-        self._policy = RestartPolicy(settings.supervise)
+        self._policies: dict[str, RestartPolicy] = {}
         self._up: dict[str, asyncio.Event] = {}
         self._restart_counts: dict[str, int] = {}
         self._silent: dict[str, float] = {}
@@ -175,12 +168,14 @@ class ComponentSupervisor:
         self._replaced: dict[str, asyncio.Event] = {}  # set when the component is replaced
         self._gone: dict[str, ComponentRemoved] = {}  # components that will not come back
         self._replacing: dict[str, asyncio.Task[None]] = {}
-        for name, role in roles.items():
-            self.add(name, role)
+        for name in names:
+            self.add(name)
 
-    def add(self, name: str, role: ComponentRole) -> None:
-        """Supervise a component that is up."""
-        self._roles[name] = role
+    def add(self, name: str) -> None:
+        """Supervise a component that is up, as its spec says."""
+        spec = self._runtime.spec(name)
+        self._roles[name] = spec.kind
+        self._policies[name] = RestartPolicy(spec.restart)
         self._restart_counts[name] = 0
         self._silent[name] = 0.0
         self._up[name], self._replaced[name] = asyncio.Event(), asyncio.Event()
@@ -263,7 +258,7 @@ class ComponentSupervisor:
 
     async def _restart(self, name: str, lost: ComponentFailed) -> bool:
         while True:
-            decision = self._policy.died(name, self._roles[name], asyncio.get_running_loop().time())
+            decision = self._policies[name].died(name, asyncio.get_running_loop().time())
             if isinstance(decision, GiveUp):
                 self._give_up(name, ComponentFailed(name, f"{lost.message}; {decision.reason}", lost.remote_traceback))
                 return False

@@ -1,6 +1,6 @@
 """Component specs and builders.
 
-    controller:       ComponentSpecs(config, ...) ─▶ one ComponentSpec and environment per component ─▶ runtime.start
+    controller:       ComponentSpecs(config, ...) ─▶ one ComponentSpec per component ─▶ runtime.start
     child (or inline): build_engine / build_learner / build_worker (spec, peers) ─▶ the component
 
 `spec.settings` holds all that a component gets: the resolved config and a few values of this start of the run. Only
@@ -21,12 +21,11 @@ import msgspec
 from outpace.config import Config
 from outpace.errors import BadInput
 from outpace.hardware.cores import available_cores, engine_threads, learner_threads, shares_cores
-from outpace.hardware.placement import CUDA_VISIBLE_DEVICES, ON_CPU, GpuAssignment, placement_of
+from outpace.hardware.placement import ON_CPU, GpuAssignment, placement_of
 from outpace.protocols import Engine
 from outpace.runtime import by_value
 from outpace.runtime.cleanup import temporary_files_environment
-from outpace.runtime.components import START_DEADLINE_S, ComponentSpec
-from outpace.runtime.process_tree import child_environment
+from outpace.runtime.components import START_DEADLINE_S, ComponentSpec, Resources, RestartSettings
 from outpace.runtime.reconnect import reconnecting_proxy
 from outpace.runtime.references import load_function
 from outpace.types import FleetMember
@@ -54,7 +53,6 @@ class ComponentSettings(msgspec.Struct, frozen=True):
     scratch: str
     index: int = 0  # engines only
     url: str = ""  # of a running server; empty for embedded engines and servers to launch
-    gpus: GpuAssignment = ON_CPU  # of this component
 
     @property
     def parsed(self) -> Config:
@@ -66,7 +64,7 @@ class ComponentSettings(msgspec.Struct, frozen=True):
 
 
 class ComponentSpecs:
-    """Builds the spec and process environment of every component for one start of a run."""
+    """Builds the spec of every component for one start of a run."""
 
     def __init__(
         self, config: Config, run_dir: Path, runtime_dir: Path, code: bytes = b"", learner_code: bytes = b""
@@ -87,10 +85,11 @@ class ComponentSpecs:
         self.assigned: dict[str, GpuAssignment] = {}  # engine name -> GPUs
         self._learner_socket = str(runtime_dir / f"{LEARNER}.sock")
         self._learner_sends = config.weights.transport == "collective"  # engines then call the learner for weights
+        self._restart = RestartSettings(config.supervise.restarts, config.supervise.window_s)
         # Temporary files of a killed worker, or of user programs it ran, are removed together with this directory.
         self._temporary_files = temporary_files_environment(runtime_dir)
 
-    def engines(self) -> list[tuple[ComponentSpec, dict[str, str]]]:
+    def engines(self) -> list[ComponentSpec]:
         engine = self._config.engine
         assert engine.count is not None, "the config must be resolved"
         gpus = self.placement.engines
@@ -98,7 +97,7 @@ class ComponentSpecs:
             self._engine(index, engine.urls[index] if engine.urls else "", gpus[index]) for index in range(engine.count)
         ]
 
-    def joining_engine(self, url: str, others: Collection[str]) -> tuple[ComponentSpec, dict[str, str]]:
+    def joining_engine(self, url: str, others: Collection[str]) -> ComponentSpec:
         """Return the spec of an engine that joins while `others` are running."""
         if self._config.engine.urls and not url and self.placement.learner.gpus:
             raise BadInput(
@@ -107,55 +106,63 @@ class ComponentSpecs:
         running = [self.assigned[name] for name in others]
         return self._engine(len(self.sockets), url, ON_CPU if url else self.placement.assign_joining_engine(running))
 
-    def _engine(self, index: int, url: str, gpus: GpuAssignment) -> tuple[ComponentSpec, dict[str, str]]:
+    def _engine(self, index: int, url: str, gpus: GpuAssignment) -> ComponentSpec:
         """`url`: address of a running server; empty if the engine is embedded or its server must be launched."""
         name = engine_name(index)
         self.assigned[name] = gpus
         self.sockets[name] = str(self._runtime_dir / f"{name}.sock")
-        spec = ComponentSpec(
+        embedded = self._config.engine.kind == "embedded"
+        return ComponentSpec(
             name,
             "outpace.run.build:build_engine",
             "outpace.protocols:Engine",
-            self._shared_settings | {"index": index, "url": url, "gpus": msgspec.to_builtins(gpus)},
+            kind="engine",
+            settings=self._shared_settings | {"index": index, "url": url},
+            resources=_resources(engine_threads(self._config) if embedded else 1, gpus),
+            restart=self._restart,
             listen=self.sockets[name],
             token=self._token,
             peers={LEARNER: self._learner_socket} if self._learner_sends else {},
             peer_protocol="outpace.protocols:Learner",
             start_s=max(START_DEADLINE_S, self._config.launch.start_s + SERVER_GRACE_S),
         )
-        embedded = self._config.engine.kind == "embedded"
-        return spec, child_environment(engine_threads(self._config) if embedded else 1) | gpus.environment
 
-    def learner(self) -> tuple[ComponentSpec, dict[str, str]]:
-        spec = ComponentSpec(
+    def learner(self) -> ComponentSpec:
+        return ComponentSpec(
             LEARNER,
             "outpace.run.build:build_learner",
             "outpace.protocols:Learner",
-            self._shared_settings | {"gpus": msgspec.to_builtins(self.placement.learner)},
+            kind="learner",
+            settings=self._shared_settings,
+            resources=_resources(learner_threads(self._config), self.placement.learner),
             code=self._learner_code,
             listen=self._learner_socket if self._learner_sends else None,
             token=self._token,
         )
-        return spec, child_environment(learner_threads(self._config)) | self.placement.learner.environment
 
-    def workers(self) -> list[tuple[ComponentSpec, dict[str, str]]]:
+    def workers(self) -> list[ComponentSpec]:
         return [
-            (
-                ComponentSpec(
-                    f"worker-{index}",
-                    "outpace.run.build:build_worker",
-                    "outpace.protocols:Worker",
-                    self._shared_settings,
-                    code=self._code,
-                    token=self._token,
-                    # The controller sends the engine list to child processes. With peers here, a restarted
-                    # worker would wait for dead engines.
-                    peers=dict(self.sockets) if self._config.run.runtime == "inline" else {},
-                ),
-                child_environment(1) | {CUDA_VISIBLE_DEVICES: ",".join(self.placement.workers)} | self._temporary_files,
+            ComponentSpec(
+                f"worker-{index}",
+                "outpace.run.build:build_worker",
+                "outpace.protocols:Worker",
+                kind="worker",
+                settings=self._shared_settings,
+                resources=Resources(cpus=1, gpus=self.placement.workers),
+                restart=self._restart,
+                environment=self._temporary_files,
+                code=self._code,
+                token=self._token,
+                # The controller sends the engine list to child processes. With peers here, a restarted
+                # worker would wait for dead engines.
+                peers=dict(self.sockets) if self._config.run.runtime == "inline" else {},
             )
             for index in range(self._config.rollout.workers)
         ]
+
+
+def _resources(cpus: int, gpus: GpuAssignment) -> Resources:
+    return Resources(cpus, gpus.gpus or None, gpus.memory)
 
 
 def component_settings(spec: ComponentSpec) -> ComponentSettings:
@@ -165,7 +172,7 @@ def component_settings(spec: ComponentSpec) -> ComponentSettings:
 async def build_engine(spec: ComponentSpec, peers: dict[str, Any]) -> object:
     settings, stale = component_settings(spec), spec.attempt > 0
     if settings.parsed.engine.kind == "embedded":
-        return await asyncio.to_thread(_embedded_engine, settings, stale)
+        return await asyncio.to_thread(_embedded_engine, settings, _device(spec), stale)
     from outpace.engines.server.build import build_server_engine
 
     return await build_server_engine(
@@ -173,7 +180,7 @@ async def build_engine(spec: ComponentSpec, peers: dict[str, Any]) -> object:
         spec.name,
         settings.index,
         url=settings.url,
-        gpus=settings.gpus,
+        gpus=GpuAssignment(spec.resources.gpus or [], spec.resources.gpu_memory),
         incarnation=settings.incarnation,
         scratch=Path(settings.scratch),
         logs=Path(settings.run_dir) / "logs",
@@ -182,14 +189,14 @@ async def build_engine(spec: ComponentSpec, peers: dict[str, Any]) -> object:
     )
 
 
-def _embedded_engine(settings: ComponentSettings, stale: bool) -> object:
+def _embedded_engine(settings: ComponentSettings, device: str, stale: bool) -> object:
     from outpace.engines.embedded.engine import EmbeddedEngine
 
     config = settings.parsed
     return EmbeddedEngine(
         model=config.model.path,
         dtype=config.model.dtype,
-        device=_device(settings),
+        device=device,
         trust_remote_code=config.model.trust_remote_code,
         slots=config.engine.resolved_slots,
         context=config.engine.context,
@@ -229,10 +236,10 @@ def _install_registered(given: dict[str, Any]) -> None:
 
 async def build_learner(spec: ComponentSpec, peers: dict[str, Any]) -> object:
     _install_registered(by_value.unpickle_objects(spec.code))
-    return await asyncio.to_thread(_learner, component_settings(spec))
+    return await asyncio.to_thread(_learner, spec, component_settings(spec))
 
 
-def _learner(settings: ComponentSettings) -> object:
+def _learner(spec: ComponentSpec, settings: ComponentSettings) -> object:
     from outpace.checkpoint.journal import read_record
     from outpace.hardware.cores import LEARNER_ROW
     from outpace.learner.learner import LearnerHost
@@ -244,8 +251,8 @@ def _learner(settings: ComponentSettings) -> object:
     return LearnerHost(
         LearnerSettings(
             config=config,
-            device=_device(settings),
-            gpu_memory=settings.gpus.memory,
+            device=_device(spec),
+            gpu_memory=spec.resources.gpu_memory,
             threads=threads,
             incarnation=settings.incarnation,
             read_group=partial(read_record, settings.journal),
@@ -257,8 +264,8 @@ def _learner(settings: ComponentSettings) -> object:
     )
 
 
-def _device(settings: ComponentSettings) -> str:
-    return "cuda" if settings.gpus.gpus else "cpu"
+def _device(spec: ComponentSpec) -> str:
+    return "cuda" if spec.resources.gpus else "cpu"
 
 
 async def build_worker(spec: ComponentSpec, peers: dict[str, Any]) -> object:

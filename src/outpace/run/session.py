@@ -34,7 +34,7 @@ from outpace.controller.logprob_check import check_engine_logprobs
 from outpace.controller.pacing import GovernorSettings, SchedulerSettings
 from outpace.controller.recorder import Recorder
 from outpace.controller.scheduler import Scheduler
-from outpace.controller.supervisor import RestartSettings, SupervisionSettings
+from outpace.controller.supervisor import SupervisionSettings
 from outpace.errors import EXIT_SECOND_SIGNAL, BadInput, ComponentFailed, CorruptData, Interrupted, OutpaceError, plural
 from outpace.hardware.cores import countable_cores
 from outpace.hardware.memory import memory_warnings
@@ -303,7 +303,6 @@ class RunSession:
             stall_s=self._config.run.stall_s,
             groups=group_settings,
             supervision=SupervisionSettings(
-                RestartSettings(supervise.restarts, supervise.window_s),
                 supervise.probe_s,
                 supervise.silent_s,
                 all_engines=self._config.run.deterministic,

@@ -19,7 +19,7 @@ from outpace.config import Config
 from outpace.controller.engine_registry import Components, StartEngine
 from outpace.errors import BadInput
 from outpace.protocols import Engine, Learner, Worker
-from outpace.run.build import ComponentSpecs, component_settings
+from outpace.run.build import ComponentSpecs
 from outpace.run.plan import RunPlan
 from outpace.runtime.async_tools import gather_or_cancel
 from outpace.runtime.cleanup import RuntimeDirectory
@@ -52,12 +52,12 @@ class Launcher:
     config: Config
     runtime: Runtime
     specs: ComponentSpecs
-    engine_specs: list[tuple[ComponentSpec, dict[str, str]]]
+    engine_specs: list[ComponentSpec]
 
     async def start(self) -> Components:
         """Start everything that training needs."""
         learner, (engines, workers) = await gather_or_cancel(
-            self.runtime.start(Learner, *self.specs.learner()), self.start_samplers()
+            self.runtime.start(Learner, self.specs.learner()), self.start_samplers()
         )
         return Components(
             learner=learner,
@@ -73,11 +73,11 @@ class Launcher:
         worker_specs = self.specs.workers()
         engines, workers = await gather_or_cancel(
             self._start_engines(),
-            gather_or_cancel(*(self.runtime.start(Worker, *worker) for worker in worker_specs)),
+            gather_or_cancel(*(self.runtime.start(Worker, spec) for spec in worker_specs)),
         )
         return (
-            {spec.name: engine for (spec, _), engine in zip(self.engine_specs, engines, strict=True)},
-            {spec.name: worker for (spec, _), worker in zip(worker_specs, workers, strict=True)},
+            {spec.name: engine for spec, engine in zip(self.engine_specs, engines, strict=True)},
+            {spec.name: worker for spec, worker in zip(worker_specs, workers, strict=True)},
         )
 
     async def _start_engines(self) -> list[Engine]:
@@ -85,12 +85,12 @@ class Launcher:
         starts."""
         gpu_locks: defaultdict[tuple[str, ...], asyncio.Lock] = defaultdict(asyncio.Lock)
 
-        async def start(spec: ComponentSpec, environment: dict[str, str]) -> Engine:
-            gpus = component_settings(spec).gpus
-            async with gpu_locks[tuple(gpus.gpus)] if gpus.memory < 1 else nullcontext():
-                return await self.runtime.start(Engine, spec, environment)
+        async def start(spec: ComponentSpec) -> Engine:
+            gpus = tuple(spec.resources.gpus or ())
+            async with gpu_locks[gpus] if spec.resources.gpu_memory < 1 else nullcontext():
+                return await self.runtime.start(Engine, spec)
 
-        return await gather_or_cancel(*(start(*engine) for engine in self.engine_specs))
+        return await gather_or_cancel(*map(start, self.engine_specs))
 
     def engine_starter(self, components: Components) -> StartEngine | None:
         """Return the function that starts a joining engine.
@@ -103,10 +103,10 @@ class Launcher:
         async def start_joining(url: str) -> tuple[str, str, Engine]:
             if url and self.config.engine.kind == "embedded":
                 raise BadInput("engine.kind is embedded in this run, so no server can join; vllm and sglang allow it")
-            spec, environment = self.specs.joining_engine(url, starting | components.engines.keys())
+            spec = self.specs.joining_engine(url, starting | components.engines.keys())
             starting.add(spec.name)
             try:
-                return spec.name, self.specs.sockets[spec.name], await self.runtime.start(Engine, spec, environment)
+                return spec.name, self.specs.sockets[spec.name], await self.runtime.start(Engine, spec)
             finally:
                 starting.discard(spec.name)
 

@@ -1,7 +1,8 @@
 """Components and where they run.
 
-A component is an engine, the learner or a worker. `ComponentSpec` describes how to build one; a `Runtime` starts it, in
-this process (`InlineRuntime`) or in a child process (`outpace.runtime.local`).
+A component is an engine, the learner or a worker. `ComponentSpec` describes it as plain data: what to build, which
+resources it needs, and when to restart it. A `Runtime` places and starts it, in this process (`InlineRuntime`) or in a
+child process (`outpace.runtime.local`). Every runtime passes `tests/runtime/conformance.py`.
 
 With `InlineRuntime`, for debugging, notebooks and tests, every component still computes on its own thread, so the event
 loop stays free and the same code paths run.
@@ -13,7 +14,7 @@ import asyncio
 import importlib
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol, TypeVar, cast, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, cast, runtime_checkable
 
 import msgspec
 
@@ -27,9 +28,27 @@ START_DEADLINE_S = 600.0
 """How long a component may take to become ready: a large model loads slowly."""
 
 
+ComponentKind = Literal["learner", "engine", "worker"]
+
+
+class Resources(msgspec.Struct, frozen=True):
+    """What a component needs."""
+
+    cpus: int = 1  # compute threads
+    gpus: list[str] | None = None  # as in CUDA_VISIBLE_DEVICES; [] hides all GPUs, None changes nothing
+    gpu_memory: float = 1.0  # fraction of each GPU's memory
+
+
+class RestartSettings(msgspec.Struct, frozen=True):
+    """Restart at most `restarts` times within `window_s`."""
+
+    restarts: int
+    window_s: float
+
+
 class ComponentSpec(msgspec.Struct, frozen=True):
-    """How to build a component. `factory` and `protocol` are `module:name`; the factory is `async (spec, peers) ->
-    object`.
+    """A component, described so that a runtime on this or another machine can place and build it. `factory` and
+    `protocol` are `module:name`; the factory is `async (spec, peers) -> object`.
 
     `code` holds pickled objects that cannot be imported by name (functions of `__main__` or a notebook). It is only
     sent from a parent to its own child over a private socket, never back.
@@ -39,6 +58,10 @@ class ComponentSpec(msgspec.Struct, frozen=True):
     factory: str
     protocol: str
     settings: dict[str, Any] = {}
+    kind: ComponentKind = "worker"
+    resources: Resources = Resources()
+    restart: RestartSettings | None = None  # None: its death ends the run
+    environment: dict[str, str] = {}  # further environment variables of its process
     code: bytes = b""
     listen: str | None = None  # socket path on which the component also serves its protocol to its peers
     token: str = ""
@@ -54,8 +77,12 @@ class Runtime(Protocol):
     deaths: asyncio.Queue[ComponentFailed]
     """One item for every component that died unexpectedly: its name, exit reason and the end of its log."""
 
-    async def start(self, protocol: type[P], spec: ComponentSpec, environment: dict[str, str]) -> P:
+    async def start(self, protocol: type[P], spec: ComponentSpec) -> P:
         """Start a component. Returns once it is ready."""
+        ...
+
+    def spec(self, name: str) -> ComponentSpec:
+        """Return the spec of a started component."""
         ...
 
     async def restart(self, name: str) -> None:
@@ -123,20 +150,25 @@ class InlineRuntime:
         loop = asyncio.get_running_loop()
         # Futures, because a component may need a peer that is still being built.
         self._components: defaultdict[str, asyncio.Future[object]] = defaultdict(loop.create_future)
+        self._specs: dict[str, ComponentSpec] = {}
         # One at a time: heavy libraries must not be imported by two threads at once.
         self._building = asyncio.Lock()
         self.deaths: asyncio.Queue[errors.ComponentFailed] = (
             asyncio.Queue()
         )  # always empty: there are no child processes
 
-    async def start(self, protocol: type[P], spec: ComponentSpec, environment: dict[str, str]) -> P:
-        """Build the component in this process. `environment` is for child processes and is ignored."""
+    async def start(self, protocol: type[P], spec: ComponentSpec) -> P:
+        """Build the component in this process. Its resources and environment variables are those of the process."""
         # Shielded: cancelling the start of one component must not cancel its peer's future.
         peers = {name: await asyncio.shield(self._components[name]) for name in spec.peers}
         async with self._building:
             component = await build_component(spec, peers)
         self._components[spec.name].set_result(component)
+        self._specs[spec.name] = spec
         return cast(P, component)
+
+    def spec(self, name: str) -> ComponentSpec:
+        return self._specs[name]
 
     async def restart(self, name: str) -> None:
         raise errors.ComponentFailed(name, "cannot be restarted: it runs in the controller's process")
@@ -145,6 +177,7 @@ class InlineRuntime:
         raise errors.ComponentFailed(name, "cannot be killed: it runs in the controller's process")
 
     async def retire(self, name: str) -> None:
+        del self._specs[name]
         await close_component(await self._components.pop(name))
 
     async def ping(self, name: str, deadline_s: float) -> bool:

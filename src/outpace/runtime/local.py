@@ -33,7 +33,7 @@ from outpace.runtime import diagnostics
 from outpace.runtime.child import STATE_REPORT_HEADER, ComponentBroken, StartupReply
 from outpace.runtime.cleanup import CleanupProcess
 from outpace.runtime.components import BROKEN_PREFIX, ComponentSpec
-from outpace.runtime.process_tree import describe_exit
+from outpace.runtime.process_tree import child_environment, describe_exit
 from outpace.runtime.rpc import Channel, attach_proxy, close_proxy, detach_proxy, ping_proxy, proxy
 
 STOP_DEADLINE_S = 5.0
@@ -195,7 +195,6 @@ class _Component:
     """State of a component that is kept across restarts of its process."""
 
     spec: ComponentSpec
-    environment: dict[str, str]
     process: ComponentProcess | None = None
     mark: str = ""  # by which the cleanup process finds what this process has started
     remote: object = None
@@ -205,6 +204,12 @@ class _Component:
 def _stop_order(component: _Component) -> tuple[bool, bool]:
     """Sort key: first the components that no other calls, then those that call others, then the rest."""
     return component.spec.listen is not None, not component.spec.peers
+
+
+def _environment(spec: ComponentSpec) -> dict[str, str]:
+    gpus = spec.resources.gpus
+    visible = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+    return child_environment(spec.resources.cpus) | visible | spec.environment
 
 
 class LocalRuntime:
@@ -219,13 +224,16 @@ class LocalRuntime:
         self._stopping = False
         self.deaths: asyncio.Queue[errors.ComponentFailed] = asyncio.Queue()
 
-    async def start(self, protocol: type[P], spec: ComponentSpec, environment: dict[str, str]) -> P:
-        component = self._components[spec.name] = _Component(spec, environment)
+    async def start(self, protocol: type[P], spec: ComponentSpec) -> P:
+        component = self._components[spec.name] = _Component(spec)
         process = await self._launch(component, "ab" if self._append else "wb")
         remote = proxy(protocol, process.channel, spec.name)
         component.remote = remote
         self._watch(component, process)
         return remote
+
+    def spec(self, name: str) -> ComponentSpec:
+        return self._components[name].spec
 
     async def restart(self, name: str) -> None:
         component = self._components[name]
@@ -263,7 +271,7 @@ class LocalRuntime:
 
     async def _launch(self, component: _Component, mode: LogMode) -> ComponentProcess:
         log = self._logs / f"{component.spec.name}.log"
-        environment = component.environment
+        environment = _environment(component.spec)
         if self._cleanup is not None:
             component.mark = self._cleanup.new_mark()
             environment = environment | self._cleanup.marked(component.mark)

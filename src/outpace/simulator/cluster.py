@@ -369,7 +369,7 @@ class SimulatedFleet:
 
     def die(self, engine: SimulatedEngine) -> None:
         self.deaths += 1
-        decision = self._supervisor.died(engine.name, "engine", self._clock.now)
+        decision = self._supervisor.died(engine.name, self._clock.now)
         if isinstance(decision, GiveUp):
             self._give_up(f"engine {engine.name} died: {decision.reason}")
             return

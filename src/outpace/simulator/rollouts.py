@@ -277,7 +277,7 @@ class SimulatedRollouts:
 
     def _fail(self, worker: int) -> None:
         self.deaths += 1
-        decision = self._supervisor.died(f"worker {worker}", "worker", self._clock.now)
+        decision = self._supervisor.died(f"worker {worker}", self._clock.now)
         if isinstance(decision, GiveUp):
             self._give_up(f"worker {worker} died: {decision.reason}")
             return

@@ -16,7 +16,8 @@ from outpace.controller.events import Action, BatchTrained, Checkpoint, CloseBat
 from outpace.controller.recovery import RecoveredWork, RecoveryRules, choose_recovered, recorded
 from outpace.controller.scheduler import Scheduler, SchedulerSettings
 from outpace.controller.scheduler_state import SchedulerState, decode_state
-from outpace.controller.supervisor import RestartPolicy, RestartSettings
+from outpace.controller.supervisor import RestartPolicy
+from outpace.runtime.components import RestartSettings
 from outpace.simulator.conductor import SimulatedDriver, SimulationObserver, VirtualClock
 from outpace.simulator.report import ClusterTotals, RunMetrics, SimulationResult, compute_result
 from outpace.simulator.rollouts import SimulatedCluster, SimulatedGroup, engine_count
