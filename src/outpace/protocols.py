@@ -8,7 +8,7 @@ a coroutine that may raise.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from outpace.types import (
     Answer,
@@ -154,6 +154,19 @@ class TaskSource(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Task: ...
+
+
+@runtime_checkable
+class TaskStream(Protocol):
+    """Tasks that arrive during the run, each used once. Every process of the run may build the object; only the
+    controller calls it."""
+
+    def take(self, number: int, /) -> Task | None:
+        """Return task `number`, counted from 0 over all starts of the run; None: there are no more.
+
+        Called in order, on a thread; may block until there is a task. What it returns is journaled before it is used:
+        a resumed run continues with the next number."""
+        ...
 
 
 class ModelClient(Protocol):

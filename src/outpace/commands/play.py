@@ -27,7 +27,7 @@ from outpace.config.load import load_config
 from outpace.config.validation import resolve
 from outpace.errors import BadInput, RewardFailed, one_line
 from outpace.models.chat import Schema
-from outpace.protocols import Rollout, TaskSource
+from outpace.protocols import Rollout, TaskSource, TaskStream
 from outpace.rewards.grading import grade
 from outpace.rollouts.build import build_rollout
 from outpace.rollouts.client import PolicyClient
@@ -249,6 +249,8 @@ def play(
     if resolved.rollout.agent:
         raise BadInput("rollout.agent: play cannot run an agent program, which needs a model URL; remove this setting")
     train, _ = open_tasks(resolved)
+    if isinstance(train, TaskStream):
+        raise BadInput("tasks.name: play needs tasks with an index, not a stream")
     check_user_code(resolved, (), {}, train[0])
     first = None if task is None else index_of(task, train)
     render = _prompt_renderer(resolved) if raw else None

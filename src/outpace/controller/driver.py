@@ -11,7 +11,7 @@
     actions are carried out by `GroupTracker` (groups), `Training` (learner, records, checkpoints) and `PolicyVersions`
     (weights, evaluations). Beside them: `ComponentSupervisor` restarts dead engines and workers (EngineLost,
     EngineJoined), `EngineRegistry` keeps the workers' view of the fleet current, `FleetMembership` adds and removes
-    engines, `Watchdog` detects stalls.
+    engines, `Watchdog` detects stalls, `TaskFeed` takes tasks from a stream.
 
 The loop waits for the queue only. It is filled by the tasks above, the supervisor and signals. If nothing arrives for
 `stall_s`, the run ends as stalled, and the error says what each component waits for.
@@ -38,9 +38,12 @@ from outpace.controller.recorder import Recorder
 from outpace.controller.recovery import NO_RECOVERED_WORK, RecoveredWork
 from outpace.controller.scheduler import Scheduler
 from outpace.controller.supervisor import AwakeClock, ComponentSupervisor, SupervisionSettings, Watchdog
+from outpace.controller.task_feed import TaskFeed
 from outpace.controller.training import SaveCheckpoint, Training
 from outpace.errors import ComponentFailed, ComponentLost, Stalled
+from outpace.protocols import TaskStream
 from outpace.runtime import diagnostics
+from outpace.tasks.stream import StreamedTasks
 from outpace.types import Version
 
 DEATH_NOTICE_S = 2.0
@@ -71,9 +74,10 @@ class Driver:
         settings: DriverSettings,
         recovered: RecoveredWork = NO_RECOVERED_WORK,
         start_engine: StartEngine | None = None,
+        stream: tuple[TaskStream, StreamedTasks] | None = None,
     ) -> None:
         """`recovered` is the work recovered from the journal, as given to the scheduler. `start_engine` starts further
-        engines; None: the fleet is fixed."""
+        engines; None: the fleet is fixed. `stream` gives tasks during the run and is journaled."""
         self._scheduler = scheduler
         self._components = components
         self._recorder = recorder
@@ -120,6 +124,7 @@ class Driver:
             if start_engine
             else None
         )
+        self._feed = TaskFeed(*stream, scheduler, post) if stream else None
         self._finish: str | None = None
         self._limit_reached: LimitReached | None = None
 
@@ -134,6 +139,8 @@ class Driver:
             self._spawn(task)
         if self._membership is not None:
             self._spawn(self._membership.watch())
+        if self._feed is not None:
+            self._spawn(self._feed.run())
         try:
             self._handle(ev.RunStarted(served))
             diagnostics.crash_point("controller.started")
@@ -158,6 +165,8 @@ class Driver:
             self._carry_out(action)
         if isinstance(event, ev.EvaluationDone):
             self._training.evaluated()
+        if self._feed is not None:
+            self._feed.wake()
 
     async def _next(self) -> ev.Event:
         item = await self._queue.get()

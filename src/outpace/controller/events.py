@@ -103,6 +103,14 @@ class EvaluationDone:
 
 
 @dataclass(frozen=True)
+class TasksAdded:
+    """A stream has given `total` tasks so far, all of them on disk. `ended`: there will be no more."""
+
+    total: int
+    ended: bool = False
+
+
+@dataclass(frozen=True)
 class StopRequested:
     """A stop was requested: admit nothing more, complete the current step, then finish."""
 
@@ -120,6 +128,7 @@ Event = (
     | EngineJoined
     | EngineLeft
     | EvaluationDone
+    | TasksAdded
     | StopRequested
 )
 

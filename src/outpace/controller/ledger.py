@@ -28,6 +28,7 @@ from outpace.checkpoint import commit
 from outpace.controller.events import Action, Finalize, WriteRecord
 from outpace.errors import BadInput
 from outpace.monitoring.line_file import read_lines
+from outpace.tasks.stream import ENDLESS
 from outpace.types import Version
 
 FinalOutcome = Literal["trained", "filtered", "failed", "dropped", "skipped"]
@@ -266,6 +267,8 @@ def ledger_report(run: Path) -> dict[str, Any]:
         raise BadInput(f"ledger: {run} has no complete checkpoint yet")
     snapshot = json.loads((checkpoint / STATE_FILE).read_text())["core"]
     state = msgspec.convert(snapshot, _StoredLedger, strict=False)
+    if state.tasks == ENDLESS:
+        state.tasks = max(1, state.ledger.cursor)  # of a stream, those that were issued
     epochs = counts_by_epoch(state.tasks, state.ledger)
     ends = _count_finalized(run / "batches.jsonl", state.version, Ledger(state.tasks, None, state.ledger).finalized)
     return {

@@ -145,6 +145,7 @@ class SchedulerSettings:
     governor: GovernorSettings | None = None  # None: the allowed lag is always max_lag
     difficulty: CurriculumSettings | None = None  # None: no task is skipped
     replay: ReplaySettings | None = None  # None: no group is trained twice
+    streamed: bool = False  # tasks arrive during the run, as `TasksAdded`
     eval_pinned: bool = True  # False: engines have one weight set, and evaluation uses the serving one
 
     @classmethod

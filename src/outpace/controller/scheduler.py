@@ -77,7 +77,8 @@ class Scheduler:
             settings.groups_per_step, settings.chunk_groups, in_order=settings.deterministic, version=state.version
         )
         finished = {kept.order.position for kept in recovered.finished}
-        self._ledger = Ledger(order.count, settings.epochs, state.ledger, finished)
+        self._ledger = Ledger(order.count, 0 if settings.streamed else settings.epochs, state.ledger, finished)
+        self._tasks_arrive = settings.streamed  # the stream has not ended
         self._recorded_versions = dict(recovered.recorded or {})
         self._governor = Governor(settings.governor, settings.max_lag, state.governor)
         self._difficulty = Curriculum(settings.difficulty, order.count, settings.deterministic, state.difficulty)
@@ -179,7 +180,16 @@ class Scheduler:
     @property
     def _training_done(self) -> bool:
         """Whether all steps are done, or all tasks are used up and nothing is outstanding."""
-        return self.settings.is_last(self.version) or (self._ledger.left == 0 and not self.outstanding)
+        return self.settings.is_last(self.version) or (self._no_task_left and not self.outstanding)
+
+    @property
+    def _no_task_left(self) -> bool:
+        return self._ledger.left == 0 and not self._tasks_arrive
+
+    @property
+    def issued(self) -> int:
+        """Number of visits issued since the run began."""
+        return self._ledger.cursor
 
     @property
     def _oldest_serving(self) -> Version:
@@ -232,6 +242,9 @@ class Scheduler:
                 self._evaluations.published(version)
             case ev.EvaluationDone(version):
                 self._evaluations.done(version)
+            case ev.TasksAdded(total, ended):
+                self._ledger.limit = total
+                self._tasks_arrive = not ended
             case ev.StopRequested():
                 self._stopping = True
             case _:
@@ -398,7 +411,7 @@ class Scheduler:
         if self._learner != "idle" or not self._batcher.batch:
             return
         # Only the last batch of a run may be short: no task is left and every outstanding group is in the batch.
-        last = self._ledger.left == 0 and self.outstanding == len(self._batcher.batch)
+        last = self._no_task_left and self.outstanding == len(self._batcher.batch)
         complete = not self._batcher.missing or last
         if chunk := self._batcher.next_chunk(complete):
             self._learner = "chunk"
@@ -485,4 +498,6 @@ class Scheduler:
         if self._publisher.blocks_admission:
             return ["admission waits for the engines to load weights"]
         rule = self._pacing.limited_by(self._load)
+        if rule == "epochs" and self._tasks_arrive:
+            return [f"{plural(self.running, 'group')} running, admission waits for the next task of the stream"]
         return [f"{plural(self.running, 'group')} running, admission is limited by {rule}"] if rule else []

@@ -64,6 +64,9 @@ log = logging.getLogger(__name__)
 
 DROPPED = "dropped by pacing.on_stale: the group would have been too stale to train on"
 
+PROBE_PROMPT = "Count from one to ten."
+"""Prompt for logprob checks if there is no task yet."""
+
 REUSED = "turns/reused"
 """Metric: number of recorded answers reused from an earlier attempt at the group."""
 
@@ -177,8 +180,9 @@ class RolloutWorker:
 
     def _render_prompts(self, count: int) -> list[Ints]:
         """Render the first `count` task prompts as chats without tools. A custom rollout may send something else."""
-        tasks = [self._train[index] for index in range(min(count, len(self._train)))]
-        chats = [as_messages(task.prompt, self._settings.client.system) for task in tasks]
+        source = self._train if len(self._train) else self._heldout or ()  # a stream may not have begun
+        prompts = [source[index].prompt for index in range(min(count, len(source)))] or [PROBE_PROMPT]
+        chats = [as_messages(prompt, self._settings.client.system) for prompt in prompts]
         return [np.array(self._chat_format.open(chat), dtype=np.int32) for chat in chats]
 
     async def rng(self) -> bytes:

@@ -22,7 +22,7 @@ from outpace.config import Config
 from outpace.errors import BadInput
 from outpace.hardware.cores import available_cores, engine_threads, learner_threads, shares_cores
 from outpace.hardware.placement import ON_CPU, GpuAssignment, placement_of
-from outpace.protocols import Engine
+from outpace.protocols import Engine, TaskStream
 from outpace.runtime import by_value
 from outpace.runtime.cleanup import temporary_files_environment
 from outpace.runtime.components import START_DEADLINE_S, ComponentSpec, Resources, RestartSettings
@@ -297,6 +297,8 @@ def _worker(
     from outpace.rollouts.worker import RolloutWorker
     from outpace.runtime.async_tools import start_idle_threads
     from outpace.tasks.registry import open_tasks
+    from outpace.tasks.stream import FILE as STREAM_FILE
+    from outpace.tasks.stream import StreamedTasks
 
     def connect(member: FleetMember) -> Awaitable[Engine]:
         return reconnecting_proxy(Engine, member.socket, spec.token, member.name)
@@ -308,6 +310,8 @@ def _worker(
     start_idle_threads(MAX_THREADS)
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     train, heldout = given["tasks"] if "tasks" in given else open_tasks(config)
+    if train is None or isinstance(train, TaskStream):
+        train = StreamedTasks(settings.journal / STREAM_FILE)
     return RolloutWorker(
         settings=_worker_settings(config),
         engines=EngineFleet(peers, connect=connect, decode=decode),

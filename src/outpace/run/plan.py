@@ -30,7 +30,7 @@ from outpace.models.loading import resolve_model, tokenizer_digest
 from outpace.models.lora import check_peft
 from outpace.monitoring.callbacks import Callback
 from outpace.monitoring.summary import STOPPED, Summary
-from outpace.protocols import Reward, Rollout, TaskSource
+from outpace.protocols import Reward, Rollout, TaskSource, TaskStream
 from outpace.rewards.registry import check_rewards
 from outpace.rollouts.build import check_rollout
 from outpace.rollouts.environments.session import EnvironmentArgument
@@ -46,9 +46,10 @@ from outpace.runtime.references import load_function, refuse_while_importing
 from outpace.tasks.dataset import Dataset, Rows
 from outpace.tasks.fingerprint import Fingerprint, fingerprint
 from outpace.tasks.registry import ReopenedSource, TaskSources, open_heldout, open_tasks, open_train
+from outpace.tasks.stream import STREAM_FINGERPRINT
 from outpace.types import Task
 
-TasksArgument = TaskSource | Sequence[Mapping[str, Any]]
+TasksArgument = TaskSource | TaskStream | Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class RunPlan:
 
     config: Config
     tasks: Fingerprint  # of the training tasks
+    stream: TaskStream | None  # gives the training tasks during the run, instead of a fixed source
     tokenizer: str  # digest
     heldout: int  # number of held-out tasks
     code: bytes = b""  # pickled user objects for the workers
@@ -115,16 +117,21 @@ def make_plan(config: Config, objects: UserObjects, quiet: bool = False) -> RunP
     own_sources = _own_sources(config, objects)
     train, heldout = own_sources or open_tasks(config)
     config = resolve(config, own_tasks=own_tasks, own_rewards=rewards_optional, own_rollout=own_rollout)
+    stream = train if isinstance(train, TaskStream) else None
+    if stream is not None:
+        _check_stream(config)
     own = {"rollout": objects.rollout, "environment": objects.environment, "tools": objects.tools or None}
-    rewards = check_user_code(config, objects.rewards, own, train[0])
-    carried = {"tasks": own_sources, "rewards": rewards if objects.rewards else None, **own}
+    rewards = check_user_code(config, objects.rewards, own, None if stream is not None else train[0])
+    tasks = own_sources if stream is None or own_sources is None else (None, heldout)  # workers read what is journaled
+    carried = {"tasks": tasks, "rewards": rewards if objects.rewards else None, **own}
     given = {name: value for name, value in carried.items() if value is not None}
     learner_registered = registered_for_learner(config)
     sent = {**carried, "registered": registered_for_worker(config)}
     has_registered = sent["registered"] is not None or learner_registered is not None
     return RunPlan(
         config=config,
-        tasks=fingerprint(train),
+        tasks=fingerprint(train) if stream is None else STREAM_FINGERPRINT,
+        stream=stream,
         tokenizer=tokenizer_digest(model),
         heldout=0 if heldout is None else len(heldout),
         code=by_value.pickle_objects(sent),
@@ -140,11 +147,12 @@ def make_plan(config: Config, objects: UserObjects, quiet: bool = False) -> RunP
 
 
 def check_user_code(
-    config: Config, rewards: Sequence[Reward | str], own: Mapping[str, Any], first: Task
+    config: Config, rewards: Sequence[Reward | str], own: Mapping[str, Any], first: Task | None
 ) -> list[Reward]:
-    """Check rewards and rollout, given as objects or named in the config, against the first task. Returns the reward
-    functions."""
-    functions = check_rewards(rewards or config.rewards.functions, config.rewards.weights, first.columns, config)
+    """Check rewards and rollout, given as objects or named in the config, against the first task, if it is
+    known. Returns the reward functions."""
+    columns = None if first is None else first.columns
+    functions = check_rewards(rewards or config.rewards.functions, config.rewards.weights, columns, config)
     if not check_rollout(config, own, first) and not functions:
         raise BadInput("rewards.functions: set at least one; no rollout or environment of this run gives a reward")
     return functions
@@ -283,7 +291,8 @@ def _own_sources(config: Config, objects: UserObjects) -> TaskSources | None:
         return None
     heldout = None if objects.eval_tasks is None else _as_source(objects.eval_tasks, "eval_tasks", config)
     if objects.tasks is None:
-        return ReopenedSource(open_train, config), heldout
+        named = open_train(config)
+        return named if isinstance(named, TaskStream) else ReopenedSource(open_train, config), heldout
     train = _as_source(objects.tasks, "tasks", config, config.tasks.limit)
     if heldout is None and config.tasks.eval_path is not None:
         heldout = ReopenedSource(open_heldout, config)
@@ -292,8 +301,24 @@ def _own_sources(config: Config, objects: UserObjects) -> TaskSources | None:
     return train, heldout
 
 
+def _check_stream(config: Config) -> None:
+    """Reject settings that need all tasks in advance."""
+    why = "the tasks are a stream, "
+    if config.run.deterministic:
+        raise BadInput(f"run.deterministic: {why}whose timing decides what is trained when; turn this off")
+    if config.run.epochs not in (None, 1):
+        raise BadInput(f"run.epochs: {why}which is used once; set 1 to train until it ends, or set run.steps")
+    if config.tasks.limit is not None:
+        raise BadInput(f"tasks.limit: {why}which ends when it returns None; leave this out")
+    for key in ("easy_above", "hard_below"):
+        if getattr(config.difficulty, key) is not None:
+            raise BadInput(f"difficulty.{key}: {why}so no task repeats; leave this out")
+
+
 def _as_source(given: TasksArgument, name: str, config: Config, limit: int | None = None) -> TaskSource:
-    """Return a task source unchanged, or wrap rows in a `Dataset`."""
+    """Return a task source or stream unchanged, or wrap rows in a `Dataset`."""
+    if isinstance(given, TaskStream) and name == "tasks":
+        return cast(TaskSource, given)
     _check_rows(given, name)
     if len(given) and isinstance(given[0], Task):
         return cast(TaskSource, given)

@@ -55,6 +55,8 @@ from outpace.run.resume import (
 )
 from outpace.run.start import Launcher, launch
 from outpace.tasks.order import TaskOrder
+from outpace.tasks.stream import FILE as STREAM_FILE
+from outpace.tasks.stream import StreamedTasks
 from outpace.types import Version
 
 T = TypeVar("T")
@@ -163,8 +165,9 @@ class RunSession:
         return f"outpace · {self._config.model.path} · {self._config.tasks.name or self._config.tasks.path or 'tasks'}"
 
     async def _drive(self, recorder: Recorder) -> str:
-        settings = scheduler_settings(self._config, self._plan.tasks.count, self._plan.eval_count > 0)
-        order = TaskOrder(self._plan.tasks.count, self._config.run.seed, self._config.tasks.shuffle)
+        count, streamed = self._plan.tasks.count, self._plan.stream is not None
+        settings = scheduler_settings(self._config, count, self._plan.eval_count > 0, streamed)
+        order = TaskOrder(count, self._config.run.seed, self._config.tasks.shuffle and not streamed)
         resume_point = await asyncio.to_thread(self._resume_point, settings, order)
         for line in await asyncio.to_thread(self._memory_warnings):
             recorder.console.status(line)
@@ -199,10 +202,8 @@ class RunSession:
 
     def _start_message(self, resume_point: ResumePoint) -> str:
         if not self._plan.resumes:
-            return (
-                f"tasks: {self._plan.tasks.count:,}, held out: {self._plan.heldout:,}; "
-                "starting engines, learner and workers"
-            )
+            tasks = "from a stream" if self._plan.stream is not None else f"{self._plan.tasks.count:,}"
+            return f"tasks: {tasks}, held out: {self._plan.heldout:,}; starting engines, learner and workers"
         finished, unfinished = len(resume_point.recovered.finished), len(resume_point.recovered.recorded or {})
         message = f"resuming from step {resume_point.version}"
         if not resume_point.usable:
@@ -310,15 +311,19 @@ class RunSession:
         )
         evaluator = Evaluator(self._plan.eval_count, self._config.eval.max_running)
         save = CheckpointWriter(self._log, components.learner, self._config.checkpoint, self._plan.tokenizer).save
-        return Driver(scheduler, components, recorder, evaluator, save, settings, resume_point.recovered, join)
+        stream = None
+        if self._plan.stream is not None:
+            stream = self._plan.stream, StreamedTasks(self._log.dir / "journal" / STREAM_FILE)
+        return Driver(scheduler, components, recorder, evaluator, save, settings, resume_point.recovered, join, stream)
 
 
-def scheduler_settings(config: Config, tasks: int, evaluates: bool) -> SchedulerSettings:
+def scheduler_settings(config: Config, tasks: int, evaluates: bool, streamed: bool = False) -> SchedulerSettings:
     return SchedulerSettings.of(
         config,
         group_size=config.rollout.group_size,
         max_running=_resolved(config.pacing.max_running),
         tasks=tasks,
+        streamed=streamed,
         epochs=config.run.epochs,
         eval_every=config.eval.every,
         eval_enabled=evaluates,

@@ -1,7 +1,7 @@
 """Task registry, and opening of the task sources that a config names.
 
-A registered function takes the config and returns the training source and the held-out source, or None if nothing is
-held out. `tasks.name` may also be `package.module:function`, which needs no registration.
+A registered function takes the config and returns the training source (or a `TaskStream`) and the held-out source, or
+None if nothing is held out. `tasks.name` may also be `package.module:function`, which needs no registration.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 from outpace.config import Config
 from outpace.errors import BadInput
-from outpace.protocols import TaskSource
+from outpace.protocols import TaskSource, TaskStream
 from outpace.runtime.references import is_reference, load_function
 from outpace.tasks.dataset import JSONL_SUFFIXES, TaskSubset, open_dataset
 from outpace.tasks.fingerprint import Indices, content_digest
@@ -115,6 +115,8 @@ def _open_name(config: Config) -> TaskSources:
     if not isinstance(sources, tuple) or len(sources) != 2:
         raise BadInput(f"tasks.name: {name} should return a training source and a held-out source or None")
     train, heldout = sources
+    if isinstance(train, TaskStream):
+        return train, heldout
     if len(train) == 0:
         raise BadInput(f"tasks.name: {name} has no training tasks")
     limit = config.tasks.limit

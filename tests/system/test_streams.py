@@ -1,0 +1,42 @@
+"""A run whose tasks arrive while it trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import outpace as api
+from outpace.controller.ledger import ledger_report
+from outpace.types import Task
+from support import read_lines
+
+TASKS = 12
+
+
+class Numbers:
+    """A stream of a fixed number of tasks that remembers what it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def take(self, number: int, /) -> Task | None:
+        self.asked.append(number)
+        return Task(f"t{number}", f"say {number}") if number < TASKS else None
+
+
+def test_a_resumed_run_uses_every_task_of_a_stream_once(settings: dict[str, Any], tmp_path: Path) -> None:
+    run, streams = tmp_path / "streamed", (Numbers(), Numbers())
+    values = {key: value for key, value in settings.items() if key not in ("tasks.path", "run.steps")}
+    values |= {"run.dir": str(run), "run.runtime": "inline", "eval.count": 0}
+    first = api.Trainer(config={**values, "run.steps": 1}, tasks=streams[0], quiet=True).train()
+    assert first.steps == 1
+    api.Trainer(config={**values, "run.epochs": 1}, tasks=streams[1], quiet=True).train(resume=True)
+    (ended,) = [number for number in streams[1].asked if number == TASKS]
+    assert ended == TASKS
+    asked = [number for stream in streams for number in stream.asked if number < TASKS]
+    assert asked == list(range(TASKS)), "every task is taken once, over all starts"
+    lines = read_lines(run / "batches.jsonl")
+    used = [each["task_id"] for line in lines for each in [*line["groups"], *line.get("settled", [])]]
+    assert sorted(used) == sorted(f"t{number}" for number in range(TASKS))
+    report = ledger_report(run)
+    assert (report["tasks"], report["twice"], report["never"]) == (TASKS, [], [])

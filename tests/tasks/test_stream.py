@@ -1,0 +1,182 @@
+"""The journal of a task stream, and the scheduler and feed that use it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from driver_support import SETTINGS
+from outpace.controller import events as ev
+from outpace.controller.ledger import LedgerState
+from outpace.controller.scheduler import Scheduler
+from outpace.controller.scheduler_state import SchedulerState
+from outpace.controller.task_feed import TaskFeed
+from outpace.errors import BadInput, ComponentFailed
+from outpace.protocols import TaskStream
+from outpace.run.plan import UserObjects, make_plan
+from outpace.tasks.order import TaskOrder
+from outpace.tasks.stream import ENDLESS, StreamedTasks
+from outpace.types import Task
+from support import naming, resolved
+
+STREAMED = replace(SETTINGS, tasks=ENDLESS, streamed=True, eval_enabled=False, steps=None)
+ORDER = TaskOrder(ENDLESS, 0, shuffle=False)
+
+
+def task(number: int) -> Task:
+    return Task(f"t{number}", f"prompt\n{number}", {"answer": number})
+
+
+class Counted:
+    """A stream of `count` tasks that remembers which numbers were asked for."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.asked: list[int] = []
+
+    def take(self, number: int, /) -> Task | None:
+        self.asked.append(number)
+        return task(number) if number < self.count else None
+
+
+# ------------------------------------------------------------------------------------------------------------ journal
+
+
+def test_journaled_tasks_are_read_by_index_also_by_a_reader_that_was_there_first(tmp_path: Path) -> None:
+    writer, reader = (StreamedTasks(tmp_path / "tasks.jsonl") for _ in range(2))
+    assert len(reader) == 0
+    for number in range(3):
+        writer.append(task(number))
+    assert [reader[index] for index in (2, 0, 1)] == [task(2), task(0), task(1)]
+    assert len(reader) == len(writer) == 3
+    with pytest.raises(IndexError):
+        reader[3]
+
+
+def test_a_torn_last_line_is_removed_and_does_not_count(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.jsonl"
+    StreamedTasks(path).append(task(0))
+    with path.open("ab") as file:
+        file.write(b'{"id":"t1","pro')
+    tasks = StreamedTasks(path)
+    assert len(tasks) == 1
+    tasks.repair()
+    tasks.append(task(1))
+    assert [StreamedTasks(path)[index] for index in range(2)] == [task(0), task(1)]
+
+
+def test_a_task_that_cannot_be_written_is_rejected(tmp_path: Path) -> None:
+    tasks = StreamedTasks(tmp_path / "tasks.jsonl")
+    with pytest.raises(BadInput, match=naming("t0")):
+        tasks.append(Task("t0", "prompt", {"image": object()}))
+    assert len(tasks) == 0
+
+
+# ---------------------------------------------------------------------------------------------------------- scheduler
+
+
+def admitted(actions: list[ev.Action]) -> list[int]:
+    return [action.task for action in actions if isinstance(action, ev.Admit)]
+
+
+def test_only_tasks_that_have_arrived_are_admitted_in_their_order() -> None:
+    scheduler = Scheduler(STREAMED, ORDER)
+    assert admitted(scheduler.handle(ev.RunStarted({"e0": 0}))) == []
+    assert admitted(scheduler.handle(ev.TasksAdded(2))) == [0, 1]
+    assert admitted(scheduler.handle(ev.TasksAdded(3))) == [2]
+    assert scheduler.issued == 3
+    assert "stream" in scheduler.waiting_reason()
+
+
+def test_a_run_waits_for_the_stream_and_ends_with_it_on_a_short_batch() -> None:
+    scheduler = Scheduler(STREAMED, ORDER)
+    scheduler.handle(ev.RunStarted({"e0": 0}))
+    scheduler.handle(ev.TasksAdded(3))
+    waiting = [action for group in range(3) for action in scheduler.handle(ev.GroupClosed(group, "finished"))]
+    assert [action.groups for action in waiting if isinstance(action, ev.TrainChunk)] == [(0, 1)]
+    assert not scheduler.handle(ev.ChunkTrained(0)), "a batch is not closed early while tasks may arrive"
+    (chunk,) = scheduler.handle(ev.TasksAdded(3, ended=True))
+    assert isinstance(chunk, ev.TrainChunk)
+    (close,) = scheduler.handle(ev.ChunkTrained(0))
+    assert isinstance(close, ev.CloseBatch)
+    assert close.groups == (0, 1, 2)
+
+
+def test_a_resumed_run_issues_open_visits_first_and_then_the_tasks_that_were_journaled() -> None:
+    ledger = LedgerState(cursor=3, running=[1])
+    state = SchedulerState(ENDLESS, 0, False, version=0, next_group=3, ledger=ledger)
+    scheduler = Scheduler(STREAMED, ORDER, state)
+    assert admitted(scheduler.handle(ev.RunStarted({"e0": 0}))) == [1]
+    assert admitted(scheduler.handle(ev.TasksAdded(5))) == [3, 4]
+
+
+# --------------------------------------------------------------------------------------------------------------- feed
+
+
+class FakeScheduler:
+    settings = replace(STREAMED, groups_per_step=2)
+    issued = 0
+
+
+async def feed(stream: TaskStream, path: Path, scheduler: Any) -> list[ev.TasksAdded]:
+    """Feed a scheduler that issues every task at once, to the end of the stream."""
+    posted: list[ev.TasksAdded] = []
+
+    def post(event: Any) -> None:
+        assert len(StreamedTasks(path)) >= event.total, "a task is announced before it is on disk"
+        posted.append(event)
+        scheduler.issued = event.total
+
+    await TaskFeed(stream, StreamedTasks(path), scheduler, post).run()
+    return posted
+
+
+async def test_tasks_are_journaled_before_they_are_announced_and_asked_for_once(tmp_path: Path) -> None:
+    path, first, second = tmp_path / "tasks.jsonl", Counted(2), Counted(4)
+    assert await feed(first, path, FakeScheduler()) == [*map(ev.TasksAdded, range(3)), ev.TasksAdded(2, ended=True)]
+    announced = await feed(second, path, FakeScheduler())
+    assert announced == [*map(ev.TasksAdded, range(2, 5)), ev.TasksAdded(4, ended=True)]
+    assert (first.asked, second.asked) == ([0, 1, 2], [2, 3, 4])
+    assert [StreamedTasks(path)[index] for index in range(4)] == [task(number) for number in range(4)]
+
+
+async def test_the_feed_takes_no_more_than_one_batch_ahead(tmp_path: Path) -> None:
+    stream, scheduler, announced = Counted(100), FakeScheduler(), asyncio.Queue[Any]()
+    fed = TaskFeed(stream, StreamedTasks(tmp_path / "tasks.jsonl"), scheduler, announced.put_nowait)  # type: ignore[arg-type]
+    running = asyncio.create_task(fed.run())
+    while (await announced.get()).total < 2:
+        pass
+    scheduler.issued = 1
+    fed.wake()
+    assert (await announced.get()).total == 3
+    assert stream.asked == [0, 1, 2]
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+class Failing:
+    def take(self, number: int, /) -> Task | None:
+        raise ConnectionError("the queue is down")
+
+
+async def test_an_error_of_the_stream_names_the_task_and_the_cause(tmp_path: Path) -> None:
+    with pytest.raises(ComponentFailed, match=naming("0", "the queue is down")):
+        await feed(Failing(), tmp_path / "tasks.jsonl", FakeScheduler())
+
+
+@pytest.mark.parametrize(
+    ("key", "settings"),
+    [
+        ("run.deterministic", {"run.deterministic": True}),
+        ("run.epochs", {"run.epochs": 2}),
+        ("tasks.limit", {"tasks.limit": 5}),
+        ("difficulty.easy_above", {"difficulty.easy_above": 0.9}),
+    ],
+)
+def test_settings_that_need_all_tasks_in_advance_are_rejected(key: str, settings: dict[str, Any]) -> None:
+    with pytest.raises(BadInput, match=rf"^{key}: "):
+        make_plan(resolved({"rewards.functions": ["number"], **settings}), UserObjects(tasks=Counted(1)))
