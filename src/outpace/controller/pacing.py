@@ -39,7 +39,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Self
 
 import msgspec
 
@@ -110,19 +110,6 @@ class Governor:
 OnStale = Literal["wait", "requeue", "drop", "train"]
 
 
-class SchedulerSections(Protocol):
-    """The config sections that a run and a simulation have in common."""
-
-    @property
-    def pacing(self) -> Any: ...
-    @property
-    def weights(self) -> Any: ...
-    @property
-    def run(self) -> Any: ...
-    @property
-    def checkpoint(self) -> Any: ...
-
-
 @dataclass(frozen=True)
 class SchedulerSettings:
     groups_per_step: int
@@ -149,8 +136,9 @@ class SchedulerSettings:
     eval_pinned: bool = True  # False: engines have one weight set, and evaluation uses the serving one
 
     @classmethod
-    def of(cls, sections: SchedulerSections, **others: Any) -> Self:
-        """Return the settings of a run or a simulation. `others` are the fields that these sections do not have."""
+    def of(cls, sections: Any, **others: Any) -> Self:
+        """Return the settings of a run or a simulation. `sections` is its config; `others` are the fields that differ
+        between the two."""
         pacing = sections.pacing
         return cls(
             groups_per_step=pacing.groups_per_step,

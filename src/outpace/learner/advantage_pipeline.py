@@ -37,7 +37,7 @@ from outpace.config.algorithm import (
     configured_policy_loss,
 )
 from outpace.errors import BadInput, one_line, plural
-from outpace.learner.backend import KEEP, OLD_LOGP, OLD_VALUES, REFERENCE_LOGP, RETURNS
+from outpace.learner.backend import KEEP, OLD_LOGP, OLD_VALUES, REFERENCE_LOGP, RETURNS, check_rows
 from outpace.types import Floats, GroupRecord, Row
 
 Doubles = NDArray[np.float64]
@@ -123,6 +123,7 @@ class AdvantagePipeline:
             both = critic_advantages(rows, rewards, values, algorithm.gamma, algorithm.gae_lambda, penalties)
             return GroupAdvantages(returns, *both)
         if penalties is None:
+            check_rows(rows)
             advantages = [row.advantages[row.mask].astype(np.float64) for row in rows]
         else:
             advantages = group_advantages(rows, rewards, entry.record.parts, self._credit, penalties)

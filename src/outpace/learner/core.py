@@ -26,14 +26,7 @@ from outpace.algorithms import losses
 from outpace.algorithms.token_advantages import with_advantages
 from outpace.errors import plural
 from outpace.learner.backend import OLD_LOGP, OLD_VALUES, REFERENCE_LOGP, Extras, NotFinite
-from outpace.learner.forward import (
-    Forward,
-    ForwardOptions,
-    ForwardOutputs,
-    PackedForward,
-    PaddedForward,
-    choose_forward,
-)
+from outpace.learner.forward import Forward, ForwardOptions, ForwardOutputs, choose_forward, matching_forward
 from outpace.learner.loss import LossAssembly
 from outpace.learner.metrics import StepTotals, step_metrics
 from outpace.learner.optimizer import ValueHead, clip_factor, learning_rate, make_optimizer
@@ -276,7 +269,8 @@ def sequence_logprobs(core: LearnerCore, sequences: Sequence[Ints], temperature:
     vocabulary = int(core.model.get_input_embeddings().weight.shape[0])  # type: ignore[index]
     known = [bool(np.all((tokens >= 0) & (tokens < vocabulary))) for tokens in sequences]
     rows = [_trained_row(tokens) for tokens, valid in zip(sequences, known, strict=True) if valid and len(tokens) > 1]
-    scored = _scores(_forward_at(core, temperature), rows, core.settings.learner.tokens_per_pass)
+    options = ForwardOptions(temperature, getattr(torch, core.settings.dtype))
+    scored = _scores(matching_forward(core._forward, core.model, options), rows, core.settings.learner.tokens_per_pass)
     nan = np.float32(np.nan)
     return [
         next(scored) if valid and len(tokens) > 1 else np.full(max(len(tokens) - 1, 0), nan)
@@ -288,12 +282,6 @@ def _scores(forward: Forward, rows: Sequence[Row], tokens_per_pass: int) -> Iter
     for packed in pack(rows, tokens_per_pass):
         logp_N = forward(packed).logp_N.float().cpu().numpy()
         yield from np.split(logp_N, np.cumsum(np.bincount(packed.sequence_N))[:-1])
-
-
-def _forward_at(core: LearnerCore, temperature: float) -> Forward:
-    """Return a forward at this temperature, packed or padded like the core's."""
-    kind = PackedForward if isinstance(core._forward, PackedForward) else PaddedForward
-    return kind(core.model, ForwardOptions(temperature, getattr(torch, core.settings.dtype)))
 
 
 def _trained_row(tokens: Ints) -> Row:
