@@ -14,6 +14,7 @@ from transformers import LlamaForCausalLM
 
 from outpace.algorithms.advantages import compute_gae
 from outpace.algorithms.corrections import m2po
+from outpace.algorithms.registry import NORMALIZERS, NormalizerRegistration
 from outpace.config import Config
 from outpace.errors import BadInput, OutpaceError
 from outpace.learner import state
@@ -163,8 +164,7 @@ def test_critic_advantages_are_whitened_gae(make_llama: MakeLlama, records: list
     together = np.concatenate(expected)
     together = (together - together.mean()) / (together.std() + 1e-4)
     batch.add(records, replayed=False)
-    entries = batch._entries
-    found = [example.row for group in batch._examples(entries) for example in group]
+    found = [example.row for group in batch.pipeline.examples(batch.collected) for example in group]
     trained = np.concatenate([row.advantages[row.mask] for row in found])
     np.testing.assert_allclose(trained, together, rtol=2e-3, atol=2e-3)
 
@@ -195,7 +195,7 @@ def test_a_kl_penalty_in_the_reward_lowers_the_advantages_of_divergent_attempts(
     assert core.reference is not None
     core.reference.sync(make_llama(seed=4).double())
     batch.add(records, replayed=False)
-    (entry, *_), examples = batch._entries, batch._examples(batch._entries)
+    (entry, *_), examples = batch.collected, batch.pipeline.examples(batch.collected)
     costs = [
         0.5 * float((score["old_logp"].astype(np.float64) - score["reference_logp"]).sum()) for score in entry.scores
     ]
@@ -258,7 +258,7 @@ def test_batch_std_is_computed_over_returns_after_kl_penalties(
     assert core.reference is not None
     core.reference.sync(make_llama(seed=4).double())
     batch.add(records, replayed=False)
-    entries = batch._entries
+    entries = batch.collected
     returned = [
         reward - 0.5 * float((score["old_logp"].astype(np.float64) - score["reference_logp"]).sum())
         for entry in entries
@@ -266,7 +266,7 @@ def test_batch_std_is_computed_over_returns_after_kl_penalties(
     ]
     first = np.array(returned[:3])
     expected = (first - first.mean()) / (np.std(returned, ddof=1) + 1e-4)
-    found = [example.row.advantages[example.row.mask][0] for example in batch._examples(entries)[0]]
+    found = [example.row.advantages[example.row.mask][0] for example in batch.pipeline.examples(entries)[0]]
     np.testing.assert_allclose(found, expected, rtol=1e-4)
 
 
@@ -283,11 +283,14 @@ def test_batch_std_is_computed_over_returns_after_kl_penalties(
     ],
 )
 def test_a_normalizer_with_an_invalid_result_is_rejected_with_its_setting(
-    make_llama: MakeLlama, records: list[GroupRecord], function: Callable[[Any], object], message: str
+    make_llama: MakeLlama,
+    records: list[GroupRecord],
+    function: Callable[[Any], object],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    _, batch = make(make_llama, {"algorithm.normalise": "batch_std"})
-    registration = replace(batch._normalizer.registration, function=lambda signal, **_: function(signal))
-    batch._normalizer = replace(batch._normalizer, registration=registration)
+    monkeypatch.setitem(NORMALIZERS.own, "mine", NormalizerRegistration(function, {}, alias="mine"))
+    _, batch = make(make_llama, {"algorithm.normalise": "mine"})
     batch.add(records, replayed=False)
     with pytest.raises(BadInput, match=rf"algorithm\.normalise: .*{message}"):
         batch.train()
@@ -343,7 +346,7 @@ def test_every_update_contains_groups_that_are_not_replayed(make_llama: MakeLlam
     _, batch = make(make_llama, {"algorithm.updates": 2})
     batch.add(records[:2], replayed=False)
     batch.add(records[2:], replayed=True)
-    groups = batch._examples(batch._entries)
+    groups = batch.pipeline.examples(batch.collected)
     for number in range(8):
         updates = list(batch._groups_per_update(groups, number))
         assert [[group[0].replayed for group in update] for update in updates] == [[False, True, True]] * 2

@@ -88,11 +88,18 @@ class Ledger:
     """Tracks visits from issue to final outcome. Every transition asserts the state it starts from."""
 
     def __init__(
-        self, tasks: int, epochs: int | None, state: LedgerState, finished: Collection[int] = frozenset()
+        self,
+        tasks: int,
+        epochs: int | None,
+        state: LedgerState,
+        finished: Collection[int] = frozenset(),
+        streamed: bool = False,
     ) -> None:
-        """`finished`: open visits whose groups were recovered, including those issued after `state` was taken."""
+        """`finished`: open visits whose groups were recovered, including those issued after `state` was taken.
+        `streamed`: tasks arrive with `extend`."""
         self.tasks = tasks
-        self.limit = None if epochs is None else tasks * epochs
+        self.limit = 0 if streamed else None if epochs is None else tasks * epochs
+        self._arriving = streamed
         self.cursor = max([state.cursor, *(position + 1 for position in finished)])
         self.requeued = state.requeued
         self.extended = state.extended
@@ -130,6 +137,15 @@ class Ledger:
         if self.limit is None:
             return None
         return max(0, self.limit - self.cursor) + len(self._queue)
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether no visit can be issued, now or later."""
+        return self.left == 0 and not self._arriving
+
+    def extend(self, total: int, ended: bool) -> None:
+        """Record that a stream has given `total` tasks, and whether it has ended."""
+        self.limit, self._arriving = total, not ended
 
     # ------------------------------------------------------------------------------------------------- transitions
 

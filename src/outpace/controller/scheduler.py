@@ -77,8 +77,7 @@ class Scheduler:
             settings.groups_per_step, settings.chunk_groups, in_order=settings.deterministic, version=state.version
         )
         finished = {kept.order.position for kept in recovered.finished}
-        self._ledger = Ledger(order.count, 0 if settings.streamed else settings.epochs, state.ledger, finished)
-        self._tasks_arrive = settings.streamed  # the stream has not ended
+        self._ledger = Ledger(order.count, settings.epochs, state.ledger, finished, settings.streamed)
         self._recorded_versions = dict(recovered.recorded or {})
         self._governor = Governor(settings.governor, settings.max_lag, state.governor)
         self._difficulty = Curriculum(settings.difficulty, order.count, settings.deterministic, state.difficulty)
@@ -180,11 +179,7 @@ class Scheduler:
     @property
     def _training_done(self) -> bool:
         """Whether all steps are done, or all tasks are used up and nothing is outstanding."""
-        return self.settings.is_last(self.version) or (self._no_task_left and not self.outstanding)
-
-    @property
-    def _no_task_left(self) -> bool:
-        return self._ledger.left == 0 and not self._tasks_arrive
+        return self.settings.is_last(self.version) or (self._ledger.exhausted and not self.outstanding)
 
     @property
     def issued(self) -> int:
@@ -243,8 +238,7 @@ class Scheduler:
             case ev.EvaluationDone(version):
                 self._evaluations.done(version)
             case ev.TasksAdded(total, ended):
-                self._ledger.limit = total
-                self._tasks_arrive = not ended
+                self._ledger.extend(total, ended)
             case ev.StopRequested():
                 self._stopping = True
             case _:
@@ -411,7 +405,7 @@ class Scheduler:
         if self._learner != "idle" or not self._batcher.batch:
             return
         # Only the last batch of a run may be short: no task is left and every outstanding group is in the batch.
-        last = self._no_task_left and self.outstanding == len(self._batcher.batch)
+        last = self._ledger.exhausted and self.outstanding == len(self._batcher.batch)
         complete = not self._batcher.missing or last
         if chunk := self._batcher.next_chunk(complete):
             self._learner = "chunk"
@@ -498,6 +492,6 @@ class Scheduler:
         if self._publisher.blocks_admission:
             return ["admission waits for the engines to load weights"]
         rule = self._pacing.limited_by(self._load)
-        if rule == "epochs" and self._tasks_arrive:
-            return [f"{plural(self.running, 'group')} running, admission waits for the next task of the stream"]
+        if rule == "epochs" and not self._ledger.exhausted:
+            rule = "the stream of tasks"
         return [f"{plural(self.running, 'group')} running, admission is limited by {rule}"] if rule else []

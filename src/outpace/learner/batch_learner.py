@@ -24,17 +24,17 @@ class BatchLearner:
     def __init__(self, backend: LearnerBackend, config: Config) -> None:
         self._backend = backend
         self._config = config
-        self._pipeline = AdvantagePipeline(config)
-        self._entries: list[CollectedGroup] = []
+        self.pipeline = AdvantagePipeline(config)
+        self.collected: list[CollectedGroup] = []
 
     # ------------------------------------------------------------------------------------------------- collecting
 
     def add(self, records: Sequence[GroupRecord], replayed: bool) -> ChunkReport:
         """Add groups to the batch. The report counts the tokens that will be trained."""
         rows = [row for record in records for row in record.rows]
-        scores = iter(self._backend.score(rows) if self._pipeline.needs_scores else [{} for _ in rows])
+        scores = iter(self._backend.score(rows) if self.pipeline.needs_scores else [{} for _ in rows])
         for record in records:
-            self._entries.append(CollectedGroup(record, [next(scores) for _ in record.rows], replayed))
+            self.collected.append(CollectedGroup(record, [next(scores) for _ in record.rows], replayed))
         lags = count_lags(rows, self._backend.version)
         return ChunkReport(
             tokens=sum(lags.values()),
@@ -45,15 +45,15 @@ class BatchLearner:
         )
 
     def drop(self) -> None:
-        self._entries.clear()
+        self.collected.clear()
 
     # --------------------------------------------------------------------------------------------------- training
 
     def train(self) -> StepReport:
         """Train on everything collected: all passes and updates, one new version."""
-        entries = sorted(self._entries, key=lambda entry: (entry.replayed, entry.record.group))
-        self._entries = []
-        groups = self._pipeline.examples(entries)
+        entries = sorted(self.collected, key=lambda entry: (entry.replayed, entry.record.group))
+        self.collected = []
+        groups = self.pipeline.examples(entries)
         for number in range(self._config.algorithm.passes):
             for part in self._groups_per_update(groups, number):
                 self._accumulate([example for group in part for example in group])
