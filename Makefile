@@ -13,7 +13,7 @@ PYTEST := $(BIN)/python -m pytest
 PARALLEL := -n $(WORKERS) --maxprocesses 8 --dist worksteal --no-fold-skipped
 SLOWER := slow or alone or vllm or smollm2 or nightly or gpu
 
-.PHONY: demo agents seeds test lint check slow verifiers alone servers smollm2 nightly-suite nightly kills soak clean
+.PHONY: demo agents seeds test properties lint check slow verifiers alone servers smollm2 nightly-suite nightly kills soak mutations clean
 
 demo: $(STAMP)
 	$(BIN)/outpace train examples/demo.toml
@@ -31,6 +31,10 @@ test: $(STAMP)
 
 slow: $(STAMP)
 	$(PYTEST) $(PARALLEL) -m "slow and not (alone or vllm or smollm2 or nightly or gpu)"
+
+# The properties of the quick tests, with twelve times as many examples.
+properties: $(STAMP)
+	$(PYTEST) $(PARALLEL) --hypothesis-profile=thorough --timeout=3000 -m "hypothesis and not ($(SLOWER))"
 
 # Tests that other work on the machine would disturb, one after the other.
 alone: $(STAMP)
@@ -55,7 +59,7 @@ smollm2: $(STAMP)
 nightly-suite: $(STAMP)
 	$(PYTEST) --no-fold-skipped -m "nightly and not gpu"
 
-# Everything: what CI runs, then the nightly suite, agents, seeds, kills and soak. Hours on two cores.
+# Everything: what CI runs, then the nightly suite, properties, agents, seeds, kills and soak. Hours on two cores.
 nightly:
 	.ci/run nightly
 
@@ -66,6 +70,10 @@ kills: $(STAMP)
 # 10,000 steps with faults and kills: a quarter of an hour on two cores. `SOAK="--steps 500"` for less.
 soak: $(STAMP)
 	PYTHONPATH=tests $(BIN)/python -m drills.soak --home runs/soak $(SOAK)
+
+# Twenty changes of the code, each of which a quick test should notice. `MUTATIONS="--seed 3 --only ledger"` for others.
+mutations: $(STAMP)
+	$(BIN)/python scripts/mutations.py $(MUTATIONS)
 
 check: $(STAMP)
 	$(BIN)/ruff format .

@@ -16,9 +16,11 @@ from outpace.hardware import cpu
 if "PYTEST_XDIST_WORKER" in os.environ:  # the processes share the cores; set before anything loads torch
     os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
-# No deadline per example: machines are shared and sometimes slow.
-settings.register_profile("outpace", deadline=None)
-settings.load_profile("outpace")
+# Examples per property; `support.examples` scales with them. `make test` looks at a few new ones every time, `make
+# properties` at many (--hypothesis-profile=thorough). No deadline: machines are shared and sometimes slow.
+settings.register_profile("quick", deadline=None, max_examples=25)
+settings.register_profile("thorough", deadline=None, max_examples=300)
+settings.load_profile("quick")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import settings as hypothesis_settings
 
 from outpace.checkpoint.journal import read_record, survey_journal
 from outpace.config import Config
@@ -31,6 +32,11 @@ RunCommand = Callable[..., subprocess.CompletedProcess[str]]
 def resolved(settings: dict[str, Any] | None = None) -> Config:
     """A complete config from dotted settings."""
     return resolve(make_config(settings or {}))
+
+
+def examples(count: int, **options: Any) -> hypothesis_settings:
+    """Set how many examples a property gets relative to the others; the profiles in conftest.py scale the number."""
+    return hypothesis_settings(max_examples=max(1, count * hypothesis_settings().max_examples // 100), **options)
 
 
 def as_arguments(settings: dict[str, Any]) -> list[str]:

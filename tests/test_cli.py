@@ -74,7 +74,9 @@ def test_a_mistyped_command_is_refused_with_a_suggestion(verb: str, capsys: pyte
 
 
 @pytest.mark.timeout(120)
-def test_resuming_a_completed_run_prints_one_line_and_changes_nothing(tmp_path: Path) -> None:
+def test_resuming_a_completed_run_prints_one_line_and_changes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = tmp_path / "run"
     few = [
         "--run.steps=1",
@@ -84,14 +86,16 @@ def test_resuming_a_completed_run_prints_one_line_and_changes_nothing(tmp_path: 
         "--filter.uniform=false",
         "--run.runtime=inline",
     ]
-    assert run_command("train", f"--run.dir={run}", *few, "--quiet").returncode == 0
+    assert cli.main(["train", f"--run.dir={run}", *few, "--quiet"]) == 0
+    capsys.readouterr()
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
-    again = run_command("train", "--resume", str(run))
-    assert (again.returncode, again.stderr) == (0, "")
-    assert again.stdout.startswith(f"{run}: ")
-    assert again.stdout.endswith("\n")
-    assert again.stdout.count("\n") == 1
-    assert "--run.steps 2" in again.stdout
+    assert cli.main(["train", "--resume", str(run)]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert out.startswith(f"{run}: ")
+    assert out.endswith("\n")
+    assert out.count("\n") == 1
+    assert "--run.steps 2" in out
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()} == before
 
 

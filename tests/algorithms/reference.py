@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from hypothesis import settings
 from hypothesis import strategies as st
 
 from outpace.algorithms.losses import Tokens
@@ -40,11 +39,6 @@ _token = st.builds(
 """A token whose three policies are close to one another."""
 
 passes: st.SearchStrategy[Pass] = st.lists(st.lists(_token, max_size=4), max_size=4)
-
-
-def examples(count: int) -> settings:
-    """Set the number of examples. No deadline: the first torch computation is slow."""
-    return settings(max_examples=count, deadline=None)
 
 
 def with_one_advantage(sequences: Pass) -> Pass:

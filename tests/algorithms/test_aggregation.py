@@ -6,9 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from algorithms.reference import Pass, examples, lay_out, passes
+from algorithms.reference import Pass, lay_out, passes
 from outpace.algorithms.losses import aggregation_weights, loss_denominator
 from outpace.algorithms.registry import Aggregation
+from support import examples
 
 AGGREGATIONS: list[Aggregation] = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "dr_grpo"]
 LONGEST = 8

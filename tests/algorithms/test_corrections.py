@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from algorithms import dense, reference
-from algorithms.reference import MASK_CASES, POLICY_LOSS_CASES, WEIGHT_CASES, Pass, Token, examples, lay_out, passes
+from algorithms.reference import MASK_CASES, POLICY_LOSS_CASES, WEIGHT_CASES, Pass, Token, lay_out, passes
 from outpace.algorithms import POLICY_LOSSES
 from outpace.algorithms.corrections import MASKS, correction_weights, keep_mask, m2po
 from outpace.algorithms.losses import Tokens, aggregation_weights
 from outpace.algorithms.registry import Aggregation
 from outpace.config.algorithm import CorrectionConfig
+from support import examples
 
 log_ratios = st.lists(st.sampled_from([0.0, 0.25, -0.25, 0.5]) | st.floats(-3, 3), max_size=30)
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from algorithms.reference import examples
 from outpace.algorithms.losses import KlEstimator, kl_penalty
+from support import examples
 
 ESTIMATORS: list[KlEstimator] = ["k1", "k2", "k3", "unbiased"]
 

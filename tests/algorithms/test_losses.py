@@ -10,10 +10,11 @@ from hypothesis import given
 from torch import Tensor
 
 from algorithms import dense, reference
-from algorithms.reference import FROM_ROLLOUT, POLICY_LOSS_CASES, Pass, Token, examples, lay_out, passes
+from algorithms.reference import FROM_ROLLOUT, POLICY_LOSS_CASES, Pass, Token, lay_out, passes
 from outpace.algorithms import POLICY_LOSSES
 from outpace.algorithms.losses import Tokens, aggregation_weights
 from outpace.config.algorithm import AlgorithmConfig
+from support import examples
 
 every_policy_loss = pytest.mark.parametrize(("name", "knobs"), POLICY_LOSS_CASES)
 

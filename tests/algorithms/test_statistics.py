@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from algorithms.reference import examples
 from outpace.algorithms.corrections import RATIO_BINS, RATIO_EDGES, effective_sample_size, staleness_sums
+from support import examples
 
 Row = tuple[float, float, float, float, bool, bool]
 

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from outpace.checkpoint import turn_log
@@ -29,6 +29,7 @@ from outpace.checkpoint.turn_log import (
 )
 from outpace.runtime import diagnostics
 from outpace.types import Generation, GroupOrder, Sampling
+from support import examples
 
 SAMPLING = Sampling(max_tokens=8, seed=5, stop_ids=[2], stop_strings=["x"])
 PROMPT = np.array([1, 2, 3], np.int32)
@@ -416,7 +417,7 @@ def test_pruning_killed_at_any_step_loses_nothing(
     assert len(list(tmp_path.iterdir())) == 1
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(
     st.lists(
         st.tuples(st.sampled_from(["record", "close", "die", "look"]), st.integers(0, 4), st.integers(0, 1)),

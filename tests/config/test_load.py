@@ -23,7 +23,7 @@ from outpace.config.load import (
 )
 from outpace.config.validation import resolve
 from outpace.errors import BadInput
-from support import names
+from support import examples, names
 
 JSON: st.SearchStrategy[Any] = st.recursive(
     st.text() | st.integers() | st.floats(allow_nan=False) | st.booleans(),
@@ -242,7 +242,7 @@ def test_a_list_written_as_json_reads_back_as_itself(texts: list[str], numbers: 
     assert parse_text(",".join(map(repr, numbers)), list[float] | None) == numbers
 
 
-@settings(max_examples=30)  # times more than 200 keys
+@examples(30)  # times more than 200 keys
 @given(st.text())
 def test_any_text_is_either_accepted_or_refused_in_one_line_that_names_the_key(text: str) -> None:
     for key in FIELDS:

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from controller.simulated import (
@@ -44,6 +43,7 @@ from outpace.controller.pacing import GovernorSettings
 from outpace.controller.scheduler import SchedulerSettings
 from outpace.controller.scheduler_state import decode_state
 from outpace.simulator.conductor import Deadlock
+from support import examples
 
 seeds = st.integers(0, 2**31)
 governors = st.builds(
@@ -110,7 +110,7 @@ def trained(trace: Trace) -> list[int]:
 
 
 @given(any_settings(), seeds)
-@hypothesis_settings(max_examples=150, deadline=None)
+@examples(150)
 def test_no_token_is_older_than_max_lag_and_warm_up_batches_are_on_policy(
     settings: SchedulerSettings, seed: int
 ) -> None:
@@ -119,7 +119,7 @@ def test_no_token_is_older_than_max_lag_and_warm_up_batches_are_on_policy(
 
 
 @given(any_settings(deterministic=False), governors, seeds)
-@hypothesis_settings(max_examples=150, deadline=None)
+@examples(150)
 def test_every_group_is_trained_within_the_lag_that_applied_when_it_was_admitted(
     settings: SchedulerSettings, governor: GovernorSettings, seed: int
 ) -> None:
@@ -130,7 +130,7 @@ def test_every_group_is_trained_within_the_lag_that_applied_when_it_was_admitted
 
 
 @given(any_settings(), seeds)
-@hypothesis_settings(max_examples=150, deadline=None)
+@examples(150)
 def test_a_run_ends_with_every_group_accounted_for_once_and_full_batches(
     settings: SchedulerSettings, seed: int
 ) -> None:
@@ -150,7 +150,7 @@ def test_a_run_ends_with_every_group_accounted_for_once_and_full_batches(
 
 
 @given(any_settings(), seeds)
-@hypothesis_settings(max_examples=50, deadline=None)
+@examples(50)
 def test_the_chunks_of_a_batch_add_up_to_the_batch(settings: SchedulerSettings, seed: int) -> None:
     trace = simulate(settings, seed)
     for batch in trace.batches:
@@ -163,7 +163,7 @@ def test_the_chunks_of_a_batch_add_up_to_the_batch(settings: SchedulerSettings, 
 
 
 @given(any_settings(), replays, seeds)
-@hypothesis_settings(max_examples=100, deadline=None)
+@examples(100)
 def test_groups_are_replayed_within_their_limits_of_count_and_age_and_retired_once(
     settings: SchedulerSettings, replay: ReplaySettings, seed: int
 ) -> None:
@@ -183,7 +183,7 @@ def test_groups_are_replayed_within_their_limits_of_count_and_age_and_retired_on
 
 
 @given(any_settings(steps=None, epochs=4), difficulties, seeds)
-@hypothesis_settings(max_examples=100, deadline=None)
+@examples(100)
 def test_visits_are_skipped_only_after_an_extreme_reward_and_at_most_one_epoch_of_them_in_a_row(
     settings: SchedulerSettings, difficulty: CurriculumSettings, seed: int
 ) -> None:
@@ -221,7 +221,7 @@ def is_extreme(reward: float, difficulty: CurriculumSettings) -> bool:
 
 
 @given(any_settings(max_lag=0, publish_every=1), seeds)
-@hypothesis_settings(max_examples=50, deadline=None)
+@examples(50)
 def test_with_zero_lag_every_batch_consists_of_groups_admitted_at_its_own_version(
     settings: SchedulerSettings, seed: int
 ) -> None:
@@ -231,7 +231,7 @@ def test_with_zero_lag_every_batch_consists_of_groups_admitted_at_its_own_versio
 
 
 @given(any_settings(steps=None, epochs=2, difficulty=None), seeds)
-@hypothesis_settings(max_examples=50, deadline=None)
+@examples(50)
 def test_slow_tasks_are_trained_as_often_as_fast_ones(settings: SchedulerSettings, seed: int) -> None:
     rng = random.Random(seed)
     slow = {task for task in range(settings.tasks) if rng.random() < 0.3}
@@ -246,7 +246,7 @@ def test_slow_tasks_are_trained_as_often_as_fast_ones(settings: SchedulerSetting
 
 
 @given(any_settings(deterministic=False), seeds, st.sampled_from(["drop", "requeue", "train"]))
-@hypothesis_settings(max_examples=100, deadline=None)
+@examples(100)
 def test_under_every_straggler_policy_the_run_ends_and_all_groups_are_accounted_for(
     settings: SchedulerSettings, seed: int, on_stale: str
 ) -> None:
@@ -269,7 +269,7 @@ def test_under_every_straggler_policy_the_run_ends_and_all_groups_are_accounted_
 
 
 @given(any_settings(deterministic=True), seeds, seeds)
-@hypothesis_settings(max_examples=150, deadline=None)
+@examples(150)
 def test_in_deterministic_mode_component_speeds_do_not_change_what_is_trained(
     settings: SchedulerSettings, content: int, timing: int
 ) -> None:
@@ -286,7 +286,7 @@ def test_in_deterministic_mode_component_speeds_do_not_change_what_is_trained(
 
 
 @given(any_settings(deterministic=True, checkpoint_every=2), seeds, seeds)
-@hypothesis_settings(max_examples=100, deadline=None)
+@examples(100)
 def test_in_deterministic_mode_a_killed_and_resumed_run_trains_what_an_uninterrupted_run_trains(
     settings: SchedulerSettings, content: int, timing: int
 ) -> None:
@@ -299,7 +299,7 @@ def test_in_deterministic_mode_a_killed_and_resumed_run_trains_what_an_uninterru
 
 
 @given(any_settings(steps=None, epochs=3), st.integers(1, 4), seeds)
-@hypothesis_settings(max_examples=100, deadline=None)
+@examples(100)
 def test_a_resume_from_any_checkpoint_visits_every_task_once_per_epoch(
     settings: SchedulerSettings, every: int, seed: int
 ) -> None:
@@ -319,7 +319,7 @@ def test_a_resume_from_any_checkpoint_visits_every_task_once_per_epoch(
 
 
 @given(any_settings(steps=None, epochs=3), st.integers(1, 150), seeds)
-@hypothesis_settings(max_examples=100, deadline=None)
+@examples(100)
 def test_a_run_stopped_anywhere_and_resumed_visits_every_task_once_per_epoch(
     settings: SchedulerSettings, action_count: int, seed: int
 ) -> None:
@@ -339,7 +339,7 @@ def test_a_run_stopped_anywhere_and_resumed_visits_every_task_once_per_epoch(
 
 
 @given(any_settings(deterministic=True), st.integers(1, 100), seeds, seeds)
-@hypothesis_settings(max_examples=100, deadline=None)
+@examples(100)
 def test_in_deterministic_mode_a_stopped_and_resumed_run_trains_what_an_uninterrupted_run_trains(
     settings: SchedulerSettings, action_count: int, content: int, timing: int
 ) -> None:
@@ -358,7 +358,7 @@ def test_in_deterministic_mode_a_stopped_and_resumed_run_trains_what_an_uninterr
 
 
 @given(any_settings(), st.integers(1, 150), seeds)
-@hypothesis_settings(max_examples=100, deadline=None)
+@examples(100)
 def test_visits_counted_as_finalized_by_a_checkpoint_are_recorded_before_it(
     settings: SchedulerSettings, action_count: int, seed: int
 ) -> None:
@@ -396,7 +396,7 @@ def groups_before(trace: Trace, checkpoint: Checkpoint) -> list[int]:
 
 
 @given(any_settings(), seeds)
-@hypothesis_settings(max_examples=100, deadline=None)
+@examples(100)
 def test_the_first_every_kth_and_the_last_version_are_published_and_the_last_is_evaluated(
     settings: SchedulerSettings, seed: int
 ) -> None:
@@ -419,7 +419,7 @@ def test_the_first_every_kth_and_the_last_version_are_published_and_the_last_is_
 
 
 @given(any_settings(steps=None, epochs=3), seeds)
-@hypothesis_settings(max_examples=50, deadline=None)
+@examples(50)
 def test_every_epoch_starts_once_and_ends_once(settings: SchedulerSettings, seed: int) -> None:
     trace = simulate(settings, seed)
     assert trace.of(EpochStarted) == [EpochStarted(epoch) for epoch in range(3)]
@@ -427,7 +427,7 @@ def test_every_epoch_starts_once_and_ends_once(settings: SchedulerSettings, seed
 
 
 @given(any_settings(), seeds)
-@hypothesis_settings(max_examples=50, deadline=None)
+@examples(50)
 def test_engines_only_load_newer_versions(settings: SchedulerSettings, seed: int) -> None:
     served: dict[str, int] = {}
     for load in simulate(settings, seed).of(LoadWeights):
@@ -436,7 +436,7 @@ def test_engines_only_load_newer_versions(settings: SchedulerSettings, seed: int
 
 
 @given(any_settings(steps=None, epochs=3, replay=None), seeds)
-@hypothesis_settings(max_examples=200, deadline=None)
+@examples(200)
 def test_engines_that_die_hang_in_a_load_and_rejoin_lose_no_visit_and_keep_the_lag_bound(
     settings: SchedulerSettings, seed: int
 ) -> None:
@@ -460,7 +460,7 @@ def test_engines_that_die_hang_in_a_load_and_rejoin_lose_no_visit_and_keep_the_l
 
 
 @given(any_settings(deterministic=True), seeds, seeds)
-@hypothesis_settings(max_examples=100, deadline=None)
+@examples(100)
 def test_in_deterministic_mode_engine_deaths_do_not_change_what_is_trained(
     settings: SchedulerSettings, content: int, timing: int
 ) -> None:

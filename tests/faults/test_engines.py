@@ -10,12 +10,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.simulated import PLAIN, Pace, Simulation, Trace, erratic, make_scheduler, steady
 from outpace.controller.events import Admit, EngineJoined, EngineLoaded, EngineLost, Event, LoadWeights
 from outpace.types import Version
+from support import examples
 
 RUN = replace(PLAIN, steps=20, tasks=30, max_lag=2)
 Outage = tuple[str, float, float | None]
@@ -119,7 +120,7 @@ def test_an_engine_that_dies_during_a_load_loads_its_weights_again() -> None:
     run_and_check(fleet)
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(
     seed=st.integers(0, 10**6),
     outages=st.lists(st.tuples(st.sampled_from(["e0", "e1"]), st.floats(0, 400), st.floats(0, 50)), max_size=12),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,16 @@ WHOLE_BATCH: dict[str, dict[str, Any]] = {
     "gae": {"algorithm.advantage": "gae"},
 }
 """Settings that need the whole batch before training."""
+
+
+def combinations(names: Iterable[str]) -> pytest.MarkDecorator:
+    """Parametrize with every pair of values of name, aggregation and dtype; nightly with every combination of three."""
+    numbered = product(enumerate(names), enumerate(AGGREGATIONS), enumerate(DTYPES))
+    marked = [
+        pytest.param(name, aggregation, dtype, marks=[pytest.mark.nightly] if (i + j + k) % 2 else [])
+        for (i, name), (j, aggregation), (k, dtype) in numbered
+    ]
+    return pytest.mark.parametrize(("name", "aggregation", "dtype"), marked)
 
 
 def core_of(model: LlamaForCausalLM, config: Config, dtype: str) -> LearnerCore:
@@ -93,9 +104,7 @@ def shuffled_chunks(items: Sequence[Any], seed: int) -> list[list[Any]]:
     return [[items[index] for index in chunk] for chunk in np.split(order, at)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("name", STREAMED)
+@combinations(STREAMED)
 def test_chunks_passes_and_arrival_order_do_not_change_the_gradient(
     make_llama: MakeLlama, make_rows: MakeRows, monkeypatch: pytest.MonkeyPatch, name: str, aggregation: str, dtype: str
 ) -> None:
@@ -109,9 +118,7 @@ def test_chunks_passes_and_arrival_order_do_not_change_the_gradient(
         assert others == pytest.approx(metrics, rel=1e-3, abs=1e-6)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("name", STREAMED)
+@combinations(STREAMED)
 def test_padded_and_packed_give_the_same_gradient(
     make_llama: MakeLlama, make_rows: MakeRows, monkeypatch: pytest.MonkeyPatch, name: str, aggregation: str, dtype: str
 ) -> None:
@@ -149,9 +156,7 @@ def batch_gradient(
     return gradient
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("name", WHOLE_BATCH)
+@combinations(WHOLE_BATCH)
 def test_batch_statistics_do_not_depend_on_how_its_groups_arrived(
     make_llama: MakeLlama, make_rows: MakeRows, monkeypatch: pytest.MonkeyPatch, name: str, aggregation: str, dtype: str
 ) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import hypothesis
 import msgspec
 import numpy as np
 import pytest
@@ -24,7 +23,7 @@ from outpace.learner.settings import LearnerCoreSettings, LearnerSettings
 from outpace.learner.torch_backend import TorchBackend
 from outpace.protocols import Learner
 from outpace.types import Floats, GroupRecord, Ints, Row
-from support import kept_of, resolved
+from support import examples, kept_of, resolved
 
 VOCABULARY = 48
 
@@ -74,7 +73,7 @@ CORE = core_of(llama(), tokens_per_pass=32)
 
 
 @given(st.lists(st.integers(0, 30), max_size=6))
-@hypothesis.settings(deadline=None, max_examples=25)
+@examples(25)
 def test_there_is_one_logprob_per_token_but_the_first(lengths: list[int]) -> None:
     found = sequence_logprobs(CORE, sequences_of(*lengths), 1.0)
     assert [len(logprobs) for logprobs in found] == [max(length - 1, 0) for length in lengths]

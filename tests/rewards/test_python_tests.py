@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from outpace.config import Config
@@ -22,7 +22,7 @@ from outpace.rewards.python_tests_protocol import NotPlainData, RemoteObject, de
 from outpace.rewards.registry import check_rewards, resolve_rewards
 from outpace.rewards.sandbox import SandboxLimits
 from rewards_support import forbid_namespaces
-from support import naming
+from support import examples, naming
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is for Linux")
 
@@ -332,7 +332,7 @@ PLAIN = st.recursive(
 
 
 @given(PLAIN)
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_plain_data_round_trips_unchanged(value: Any) -> None:
     arrived = decode(encode(value), None)
     assert arrived == value

@@ -21,7 +21,7 @@ from outpace.rollouts.tool_loop import EpisodeLimits, EpisodeUsage, ToolLoop
 from outpace.rollouts.tools.functions import load_tools
 from outpace.rollouts.tools.toolbox import FunctionTools, ToolLimits, ToolSet
 from outpace.types import Answer, Episode, Message, StopReason, Task, ToolCall
-from support import naming
+from support import examples, naming
 
 TASK = Task("t1", "Go.", {"size": 3})
 
@@ -395,7 +395,7 @@ raised = st.sampled_from(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(st.lists(st.lists(words, max_size=8).map("".join), min_size=6, max_size=6), returned | raised)
 async def test_for_any_answers_and_tool_outcomes_the_episode_ends_and_every_call_gets_a_result(
     texts: list[str], outcome: Any

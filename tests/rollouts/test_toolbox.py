@@ -26,7 +26,7 @@ from outpace.rollouts.tools.toolbox import (
     tools_by_name,
 )
 from outpace.types import ToolCall
-from support import naming
+from support import examples, naming
 
 
 class CoroutineTools:
@@ -371,7 +371,7 @@ def fall() -> None:
     raise RuntimeError("\ud800" * 1000)
 
 
-@settings(deadline=None, max_examples=50)
+@examples(50)
 @given(st.lists(st.builds(ToolCall, st.uuids().map(str), names, arguments, problems), max_size=20), st.integers(0, 20))
 async def test_every_call_gets_one_result_in_order(calls: list[ToolCall], admitted: int) -> None:
     results = await box(echo, fall).run(calls, admitted, no_limit)

@@ -6,12 +6,12 @@ import random
 
 import pytest
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from outpace.simulator.cluster import SimulatedEngine, SimulatedRequest
 from outpace.simulator.conductor import VirtualClock
 from outpace.simulator.settings import SimulatedEngineSettings
+from support import examples
 
 PLAIN = SimulatedEngineSettings(slots=4, step_s=1.0, sequence_s=1.0, prefill_tok_s=10.0, pause_s=3.0)
 """With n running sequences a token takes 1 + n seconds."""
@@ -105,7 +105,7 @@ def test_a_failing_engine_returns_every_request_with_its_tokens_so_far() -> None
 
 
 @given(st.integers(0, 2**31), st.integers(1, 40))
-@hypothesis_settings(max_examples=200, deadline=None)
+@examples(200)
 def test_every_request_completes_once_at_the_time_given_by_a_step_by_step_model(seed: int, count: int) -> None:
     rng = random.Random(seed)
     plan = [(float(rng.randint(1, 30)), rng.uniform(0, 200)) for _ in range(count)]

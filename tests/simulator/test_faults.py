@@ -18,7 +18,7 @@ from outpace.simulator.conductor import SimulationObserver
 from outpace.simulator.run import SimulatedRun, StartState, scheduler_settings
 from outpace.simulator.settings import SimulationSettings
 from simulator.books import VisitLedger
-from support import names
+from support import examples, names
 
 seeds = st.integers(0, 2**31)
 RESTARTS = 10**6
@@ -117,7 +117,7 @@ def check_visits(settings: SimulationSettings, tasks: int) -> None:
 
 
 @given(any_cluster(), st.integers(1, 15))
-@hypothesis_settings(max_examples=300, deadline=None)
+@examples(300)
 def test_under_any_faults_every_visit_is_finalized_once_within_the_lag(
     settings: SimulationSettings, tasks: int
 ) -> None:
@@ -135,7 +135,7 @@ def test_under_any_faults_every_visit_is_finalized_once_within_the_lag_in_thousa
 
 
 @given(any_cluster(workload={"filtered": 0.0, "failed": 0.0}), st.integers(2, 12))
-@hypothesis_settings(max_examples=200, deadline=None)
+@examples(200)
 def test_under_any_faults_slow_tasks_are_trained_as_often_as_fast_ones(
     settings: SimulationSettings, tasks: int
 ) -> None:
@@ -145,7 +145,7 @@ def test_under_any_faults_slow_tasks_are_trained_as_often_as_fast_ones(
 
 
 @given(any_cluster(run={"deterministic": False}), st.sampled_from(["drop", "requeue", "train"]), st.integers(1, 12))
-@hypothesis_settings(max_examples=200, deadline=None)
+@examples(200)
 def test_under_every_straggler_policy_no_visit_is_lost_when_components_die(
     settings: SimulationSettings, on_stale: str, tasks: int
 ) -> None:
@@ -161,7 +161,7 @@ def test_under_every_straggler_policy_no_visit_is_lost_when_components_die(
     any_cluster(faults={"engine_mtbf_s": 10.0, "leave_every_s": None, "learner_mtbf_s": None, "worker_mtbf_s": None}),
     st.integers(0, 3),
 )
-@hypothesis_settings(max_examples=200, deadline=None)
+@examples(200)
 def test_a_component_is_restarted_within_its_budget_and_the_run_ends_when_the_budget_is_spent(
     settings: SimulationSettings, restarts: int
 ) -> None:
@@ -175,7 +175,7 @@ def test_a_component_is_restarted_within_its_budget_and_the_run_ends_when_the_bu
 
 
 @given(any_cluster(run={"deterministic": True}, faults={"join_at_s": []}), st.integers(2, 12))
-@hypothesis_settings(max_examples=200, deadline=None)
+@examples(200)
 def test_in_deterministic_mode_faults_do_not_change_what_is_trained(settings: SimulationSettings, tasks: int) -> None:
     scheduler_config = over_epochs(settings, 2, tasks)
     fault_free = settings.model_dump() | {"faults": {}}
@@ -217,7 +217,7 @@ class RunWithChangedSettings(SimulatedRun):
     st.lists(st.tuples(st.integers(0, 4), st.integers(1, 6), st.sampled_from([0.0, 1.0, 3.0])), min_size=1, max_size=3),
     st.integers(2, 30),
 )
-@hypothesis_settings(max_examples=300, deadline=None)
+@examples(300)
 def test_a_run_resumed_with_another_lag_batch_size_or_depth_loses_no_visit_and_respects_the_new_lag(
     settings: SimulationSettings, changes: list[tuple[int, int, float]], tasks: int
 ) -> None:

@@ -7,11 +7,12 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from drills.checks import accounting
+from outpace.commands.fleet import current_fleet
+from outpace.monitoring.fleet_orders import EngineStatus
 from support import read_lines, run_command, start_command
 
 PATIENCE_S = 120.0
@@ -25,9 +26,8 @@ def until(true: Callable[[], object], alive: Callable[[], bool]) -> None:
         time.sleep(0.1)
 
 
-def engines(run: Path) -> dict[str, dict[str, Any]]:
-    result = run_command("fleet", str(run))
-    return {engine["name"]: engine for engine in json.loads(result.stdout)} if result.returncode == 0 else {}
+def engines(run: Path) -> dict[str, EngineStatus]:
+    return {engine.name: engine for engine in current_fleet(run).engines}
 
 
 def is_one_line(text: str, *keys: str) -> bool:
@@ -46,7 +46,8 @@ def test_an_engine_joins_serves_after_its_first_load_and_leaves_and_no_group_is_
     )
     try:
         until(lambda: steps(run) >= 2, lambda: process.poll() is None)
-        assert list(engines(run)) == ["engine-0"]
+        listed = run_command("fleet", str(run))
+        assert [engine["name"] for engine in json.loads(listed.stdout)] == ["engine-0"]
         refusal = run_command("fleet", str(run), "--add", "http://127.0.0.1:8000")
         assert (refusal.returncode, refusal.stdout) == (2, "")
         assert is_one_line(refusal.stderr, "--add", "embedded", "engine.kind"), refusal.stderr
@@ -57,8 +58,8 @@ def test_an_engine_joins_serves_after_its_first_load_and_leaves_and_no_group_is_
         assert added.returncode == 0, added.stderr
         has_joined, is_under_way = (is_one_line(added.stderr, key) for key in ("engine-1", "outpace fleet"))
         assert has_joined or is_under_way, added.stderr
-        until(lambda: engines(run).get("engine-1", {}).get("serves"), lambda: process.poll() is None)
-        assert engines(run)["engine-1"]["version"] > 0, "it has the weights of the run, not those of the base model"
+        until(lambda: "engine-1" in engines(run) and engines(run)["engine-1"].serves, lambda: process.poll() is None)
+        assert engines(run)["engine-1"].version > 0, "it has the weights of the run, not those of the base model"
         assert run_command("fleet", str(run), "--remove", "engine-0").returncode == 0
         until(lambda: list(engines(run)) == ["engine-1"], lambda: process.poll() is None)
         before = steps(run)

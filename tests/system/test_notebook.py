@@ -44,10 +44,12 @@ def of_type(messages: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     return [message for message in messages if message["msg_type"] == kind]
 
 
-@pytest.fixture
-def notebook(tmp_path: Path) -> Iterator[Notebook]:
+@pytest.fixture(scope="module")
+def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
+    """One kernel for all tests: importing torch takes longer than their runs."""
+    folder = tmp_path_factory.mktemp("notebook")
     manager = KernelManager(kernel_name="python3")
-    manager.start_kernel(cwd=str(tmp_path), env={**os.environ, "IPYTHONDIR": str(tmp_path / "ipython")})
+    manager.start_kernel(cwd=str(folder), env={**os.environ, "IPYTHONDIR": str(folder / "ipython")})
     client = manager.client()
     client.start_channels()
     client.wait_for_ready(timeout=120)

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from support import journalled, read_lines, run_command
+import outpace
+from support import journalled, read_lines
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "plain_grpo.py"
 STEPS = 3
@@ -27,11 +28,17 @@ def plain_run(directory: Path) -> list[dict[str, Any]]:
 
 def test_tokens_rewards_and_losses_equal_the_plain_scripts_bit_for_bit(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    result = run_command(
-        "train", "--pacing.max_lag=0", "--run.deterministic=true", f"--run.steps={STEPS}", "--engine.context=64",
-        f"--pacing.groups_per_step={GROUPS}", f"--run.dir={run}", "--eval.count=0", "--quiet",
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
+    settings = {
+        "pacing.max_lag": 0,
+        "pacing.groups_per_step": GROUPS,
+        "engine.context": 64,
+        "eval.count": 0,
+        "run.deterministic": True,
+        "run.runtime": "inline",
+        "run.steps": STEPS,
+        "run.dir": str(run),
+    }
+    outpace.Trainer(config=settings, quiet=True).train()
     plain = plain_run(tmp_path)
     metrics = read_lines(run / "metrics.jsonl")
     assert [line["loss/policy"] for line in metrics] == [step["loss"] for step in plain]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import time
 from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 import outpace
 from outpace.cli import main
 from outpace.monitoring.rollout_files import recorded_steps, untrained_groups
-from support import as_arguments, read_lines, run_command, start_command
+from support import as_arguments, read_lines, start_command
 
 Settings = dict[str, Any]
 
@@ -26,10 +27,10 @@ def some_dull(prompts, completions, **columns):
 '''
 
 
-def wait_for(condition: Any, process: subprocess.Popen[str], seconds: float = 120.0) -> None:
+def wait_for(condition: Callable[[], bool], is_running: Callable[[], bool], seconds: float = 120.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
-        assert process.poll() is None, process.communicate()
+        assert is_running()
         assert time.monotonic() < end
         time.sleep(0.02)
 
@@ -49,11 +50,10 @@ def test_a_killed_and_resumed_run_records_under_each_step_only_its_groups_and_ea
     }
     run = Path(settings["run.dir"])
     process = start_command("train", *as_arguments(settings))
-    wait_for(lambda: max(recorded_steps(run), default=0) >= 4, process)
+    wait_for(lambda: max(recorded_steps(run), default=0) >= 4, lambda: process.poll() is None)
     process.kill()
     process.communicate()
-    resumed = run_command("train", "--resume", str(run))
-    assert resumed.returncode == 0, resumed.stderr
+    assert main(["train", "--resume", str(run)]) == 0
 
     batches = {line["step"]: line for line in read_lines(run / "batches.jsonl") if line["groups"]}
     assert recorded_steps(run) == list(range(1, 9)) == sorted(batches)
@@ -91,11 +91,12 @@ def test_a_run_that_never_trains_warns_early_with_the_reason_and_records_its_com
 ) -> None:  # fmt: skip
     run = Path(settings["run.dir"])
     settings |= {"rewards.functions": [f"{rewards}:{reward}"], "run.steps": 50, "run.runtime": "inline", **changes}
-    process = start_command("train", *as_arguments(settings))
-    wait_for(lambda: run.is_dir() and len(untrained_groups(run)) >= 2, process)
-    assert main(["show", str(run)]) == 0, "also while the run is active"
-    out, _ = process.communicate(timeout=170)
-    assert process.returncode == 4
+    with ThreadPoolExecutor(1) as thread:
+        ended = thread.submit(main, ["train", *as_arguments(settings)])
+        wait_for(lambda: run.is_dir() and len(untrained_groups(run)) >= 2, lambda: not ended.done())
+        assert main(["show", str(run)]) == 0, "also while the run is active"
+        assert ended.result(timeout=170) == 4
+    out = capsys.readouterr().out
     (warning,) = [line for line in out.splitlines() if f"outpace show {run}" in line]
     assert re.search(reason, warning)
     for part in (outcome, "say "):

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from outpace.config.load import make_config
@@ -24,7 +24,7 @@ from outpace.runtime import by_value
 from outpace.tasks.reasoning_gym import ReasoningGymTasks
 from outpace.tasks.registry import TaskSources, open_tasks
 from outpace.types import Task
-from support import names, resolved
+from support import examples, names, resolved
 
 pytest.importorskip("reasoning_gym")
 
@@ -82,7 +82,7 @@ def test_a_generator_with_duplicates_never_has_a_question_in_both_splits() -> No
     assert trained.isdisjoint(held)
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(seeds=st.lists(st.integers(0, 2**40), min_size=2, max_size=2))
 def test_no_seed_moves_a_held_out_question_into_training(seeds: list[int]) -> None:
     options = {"min_terms": 2, "max_terms": 2, "max_digits": 1}

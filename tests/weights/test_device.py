@@ -9,13 +9,14 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from outpace.types import Manifest
 from outpace.weights.cuda_ipc import DeviceSnapshotWriter
 from outpace_vllm.ipc import DeviceMemoryError, open_device_memory, word_sums
+from support import examples
 
 
 class FakeDriver:
@@ -103,7 +104,7 @@ def test_every_flipped_bit_changes_only_the_checksum_of_its_tensor() -> None:
                 content[spec.offset + byte] ^= 1 << bit
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(st.lists(st.sets(st.integers(0, 3), max_size=2), min_size=1, max_size=12))
 def test_the_latest_and_every_leased_snapshot_stay_intact(lease_ages: list[set[int]]) -> None:
     """Before each publish some recent versions are leased; a released version is not leased again."""

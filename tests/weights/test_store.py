@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -14,7 +14,7 @@ from outpace.errors import CorruptData, OutpaceError
 from outpace.types import Manifest
 from outpace.weights import shared_memory
 from outpace.weights.shared_memory import SnapshotWriter, read_snapshot
-from support import naming
+from support import examples, naming
 from weights_support import flip
 
 
@@ -131,7 +131,7 @@ def test_a_missing_or_truncated_file_raises_corrupt_data(tmp_path: Path) -> None
         read_snapshot(manifest)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(st.lists(st.sets(st.integers(0, 3), max_size=2), min_size=1, max_size=12))
 def test_the_latest_and_every_leased_snapshot_stay_intact(
     tmp_path_factory: pytest.TempPathFactory, lease_ages: list[set[int]]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import DynamicCache, PreTrainedModel
 
@@ -16,6 +16,7 @@ from outpace.engines.embedded.decode_batch import DecodeBatch, FinishedRequest
 from outpace.engines.embedded.load_decoder import build_decoder
 from outpace.errors import RequestFailed
 from outpace.types import Generation, Sampling
+from support import examples
 
 Models = Callable[..., PreTrainedModel]
 Prompts = Callable[..., list[np.ndarray]]
@@ -302,7 +303,7 @@ def test_in_deterministic_mode_results_do_not_depend_on_batch_composition_slot_o
 
     alone = {str(index): serve([index], [0])[str(index)] for index in range(REQUESTS)}
 
-    @settings(max_examples=15, deadline=None)
+    @examples(15)
     @given(arrivals=some_arrivals())
     def any_arrivals(arrivals: list[tuple[int, int]]) -> None:
         results = serve([index for index, _ in arrivals], [gap for _, gap in arrivals])

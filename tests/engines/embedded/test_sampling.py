@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from outpace.engines.embedded.sampling import sample
 from outpace.runtime.rng import request_seed, uniform_noise
+from support import examples
 
 Array = NDArray[np.float64]
 
@@ -83,7 +84,7 @@ def test_sample_frequencies_follow_the_softmax() -> None:
     assert ((observed - expected) ** 2 / expected).sum() < 35  # chi-square with 11 degrees of freedom: p < 3e-4
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(
     seed=st.integers(0, 10_000),
     temperature=st.sampled_from([0.3, 1.0, 1.7]),
@@ -117,7 +118,7 @@ def test_extreme_uniform_noise_never_draws_a_zero_probability_token(uniform: flo
     assert np.isfinite(logprobs).all()
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(data=st.data())
 def test_sampling_a_row_does_not_depend_on_other_rows(data: st.DataObject) -> None:
     rows = data.draw(st.integers(2, 20))

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from engines.server.fake_server import FakeServer, Fault, FaultKind
@@ -25,6 +25,7 @@ from outpace.engines.server.state import HealthMachine, RequestSegment
 from outpace.engines.server.vllm import VllmServer
 from outpace.errors import ContextFull, CorruptData, RequestFailed, ServerFaulty, UpdateFailed, UpdateTorn
 from outpace.types import Generation, Manifest, Sampling
+from support import examples
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -377,7 +378,7 @@ async def test_no_more_requests_than_the_limit_are_sent() -> None:
         assert most <= 2
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.one_of(st.none(), st.tuples(st.sampled_from(FAULTS), st.integers(0, 9))), max_size=5),
     st.integers(0, 3),

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import psutil
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from outpace.errors import BadInput
@@ -21,6 +21,7 @@ from outpace.rollouts.gateway.http import MAX_BODY
 from outpace.rollouts.gateway.openai import MAX_DEPTH, MAX_SIZE
 from outpace.rollouts.gateway.server import Gateway
 from outpace.types import Endpoint
+from support import examples
 
 HI = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 PATHS = ["/chat/completions", "/completions", "/messages", "/models"]
@@ -193,7 +194,7 @@ async def test_text_over_the_size_limit_is_refused_before_rendering(
 
 
 @given(st.one_of(st.binary(max_size=300), st.binary(max_size=100).map(lambda data: b"POST / HTTP/1.1\r\n" + data)))
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_random_bytes_on_the_port_do_not_break_the_gateway(data: bytes) -> None:
     async def attack() -> None:
         gateway = Gateway("127.0.0.1", 0, "m")
