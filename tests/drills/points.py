@@ -106,7 +106,7 @@ POINTS = [
 """Each point is at least one drill."""
 
 AGENT_POINTS = [
-    *(Point("stage", label, nth) for label, times in ENVIRONMENT.items() for nth in times),
+    *(Point("environment", label, nth) for label, times in ENVIRONMENT.items() for nth in times),
     Point("worker", "turns.torn"),
     Point("worker", "turns.torn", 20),
 ]

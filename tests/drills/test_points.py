@@ -65,4 +65,4 @@ def test_every_drilled_crash_point_exists_in_the_code() -> None:
 def test_there_are_at_least_sixty_pairs_of_process_and_crash_point() -> None:
     points = all_points()
     assert len({(point.process, point.label) for point in points}) >= 60
-    assert {point.process for point in points} == {"controller", "learner", "engine", "worker", "grader", "stage"}
+    assert {point.process for point in points} == {"controller", "learner", "engine", "worker", "grader", "environment"}

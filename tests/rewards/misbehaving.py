@@ -104,10 +104,11 @@ def devours_memory(**_: Any) -> list[float]:
 
 
 def forges_an_answer(completions: list[str]) -> list[float]:
-    from outpace.rewards.grader_process import ScoreReply
     from outpace.runtime import wire
+    from outpace.runtime.rpc import RpcReply
 
-    os.write(int(sys.argv[1]), wire.frame(wire.encode(ScoreReply(10**6, [100.0] * len(completions)))))
+    forged = RpcReply(10**6, wire.encode([100.0] * len(completions)))
+    os.write(int(sys.argv[1]), wire.frame(wire.encode(forged)))
     return [0.0] * len(completions)
 
 

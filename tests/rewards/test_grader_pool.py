@@ -21,9 +21,9 @@ from outpace.errors import RewardFailed
 from outpace.rewards.grader_pool import GraderPool
 from outpace.rewards.grading import GradedCompletion, grade
 from outpace.rewards.registry import isolated_sources
-from outpace.runtime import user_code
 from outpace.runtime.by_value import UserCodeSource
-from outpace.runtime.process_tree import TREE_MARK_VARIABLE
+from outpace.runtime.child_process import MAX_OUTPUT
+from outpace.runtime.process_table import MARK_VARIABLE
 from outpace.runtime.references import load_function
 from support import naming
 
@@ -69,7 +69,7 @@ def grader_processes() -> list[int]:
     for process in psutil.process_iter():
         try:
             environment = process.environ()
-            own = TREE_MARK_VARIABLE in environment and environment.get(OWNER) == str(os.getpid())
+            own = MARK_VARIABLE in environment and environment.get(OWNER) == str(os.getpid())
             if own and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process.pid)
         except psutil.Error:
@@ -180,7 +180,7 @@ async def test_an_alarm_left_behind_is_cleared_before_the_next_call(make_pool: M
         ("leaves", "code 3"),
         ("crashes", "SIGSEGV"),
         ("closes_everything", "code 1"),
-        ("forges_an_answer", "answer"),
+        ("forges_an_answer", "call 1000000"),
         ("sends_rubbish", "bytes"),
     ],
 )
@@ -234,8 +234,7 @@ async def test_the_memory_limit_is_enforced_if_set(make_pool: MakePool) -> None:
 
 async def test_a_function_that_fails_to_load_in_the_process_fails_with_the_cause(tmp_path: Path) -> None:
     (tmp_path / "picky.py").write_text(
-        f"import os\nif '{TREE_MARK_VARIABLE}' in os.environ:\n    raise OSError('not here')\n"
-        "def score(completions): ...\n"
+        f"import os\nif '{MARK_VARIABLE}' in os.environ:\n    raise OSError('not here')\ndef score(completions): ...\n"
     )
     named = [("score", load_function(f"{tmp_path}/picky.py:score", "test"))]
     pool = GraderPool({"score": UserCodeSource(f"{tmp_path}/picky.py:score")})
@@ -263,8 +262,8 @@ async def test_excess_output_is_truncated_per_call(make_pool: MakePool, capsys: 
     await pool.close()
     printed = capsys.readouterr().err
     assert printed.count("start") >= 1
-    assert printed.count(f"{user_code.MAX_OUTPUT} bytes") == 2
-    assert len(printed) < 2 * (user_code.MAX_OUTPUT + 200)
+    assert printed.count(f"{MAX_OUTPUT} bytes") == 2
+    assert len(printed) < 2 * (MAX_OUTPUT + 200)
 
 
 # --------------------------------------------------------------------------------------------------------- descendants

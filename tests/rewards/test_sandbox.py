@@ -23,7 +23,7 @@ import pytest
 from outpace.rewards import sandbox
 from outpace.rewards.sandbox import SANDBOX_SCRIPT, Isolation, SandboxFailed, SandboxLimits, SandboxResult, run_python
 from outpace.rewards.syscalls import compile_filter
-from outpace.runtime.process_tree import TREE_MARK_VARIABLE
+from outpace.runtime.process_table import MARK_VARIABLE
 from rewards_support import forbid_namespaces, open_to_all, readable_python
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is for Linux")
@@ -173,7 +173,7 @@ async def test_the_environment_of_the_caller_is_hidden(monkeypatch: pytest.Monke
     if result.isolation.user or result.isolation.processes:
         assert "swordfish" not in result.stdout
     names = names_in(result.stdout.splitlines()[0])
-    assert names - {TREE_MARK_VARIABLE, "LC_CTYPE"} == {"PATH", "LANG", "HOME", "TMPDIR"}
+    assert names - {MARK_VARIABLE, "LC_CTYPE"} == {"PATH", "LANG", "HOME", "TMPDIR"}
 
 
 def names_in(shown: str) -> set[str]:

@@ -21,6 +21,7 @@ import pytest
 from outpace.runtime import cleanup_process
 from outpace.runtime.cleanup import CleanupProcess, RuntimeDirectory, SessionNote
 from outpace.runtime.local import LocalRuntime
+from outpace.runtime.process_table import process_start_time
 from runtime_support import ENVIRONMENT, start_toy
 
 pytestmark = pytest.mark.timeout(120)
@@ -152,9 +153,9 @@ from pathlib import Path
 async def main(root):
     spec = ComponentSpec("toy", "runtime_support:build", "runtime_support:Toy", {"builds": f"{root}/built"})
     process = await ComponentProcess.launch(spec, {}, Path(root) / "log", "wb")
-    await process.channel.send(spec)
-    process.channel.close()
-    print(process.pid, flush=True)
+    await process.child.channel.send(spec)
+    process.child.channel.close()
+    print(process.child.pid, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
 asyncio.run(main(sys.argv[1]))
@@ -237,9 +238,7 @@ def test_no_two_processes_share_a_mark(tmp_path: Path) -> None:
 def test_a_pid_reused_by_another_process_is_left_alone(bystander: subprocess.Popen[bytes]) -> None:
     cleanup_process.kill_run_processes({bystander.pid: "long ago"}, "unused mark", "/nowhere")
     assert bystander.poll() is None
-    cleanup_process.kill_run_processes(
-        {bystander.pid: cleanup_process.process_start_time(bystander.pid)}, "unused mark", "/nowhere"
-    )
+    cleanup_process.kill_run_processes({bystander.pid: process_start_time(bystander.pid)}, "unused mark", "/nowhere")
     assert bystander.wait() == -signal.SIGKILL
 
 
@@ -274,10 +273,13 @@ def test_a_recorded_session_id_reused_by_another_process_is_left_alone(
     bystander: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
     (tmp_path / f"mark.{bystander.pid}.1").touch()
-    assert cleanup_process.recorded_sessions(str(tmp_path), "mark.") == set()
-    (tmp_path / f"mark.{bystander.pid}.{cleanup_process.process_start_time(bystander.pid)}").touch()
-    assert cleanup_process.recorded_sessions(str(tmp_path), "mark.") == {bystander.pid}
-    assert cleanup_process.recorded_sessions(str(tmp_path), "another.") == set()
+    (tmp_path / f"another.{bystander.pid}.{process_start_time(bystander.pid)}").touch()
+    (tmp_path / "mark.not a pid.1").touch()
+    cleanup_process.kill_run_processes({}, "mark.", str(tmp_path))
+    assert bystander.poll() is None
+    cleanup_process.kill_run_processes({}, "another.", str(tmp_path))
+    assert bystander.wait() == -signal.SIGKILL
+    assert [note.name for note in tmp_path.iterdir()] == ["mark.not a pid.1"], "notes of dead sessions are removed"
 
 
 async def test_a_run_continues_without_its_cleanup_process(tmp_path: Path) -> None:

@@ -201,11 +201,11 @@ async def test_a_death_is_reported_even_if_the_log_is_missing(
 async def test_a_component_that_can_no_longer_be_monitored_is_reported_lost(
     runtime: LocalRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def ended(_: object) -> ComponentLost:
+    async def unknown_death(_: object) -> ComponentLost:
         raise ValueError("another waiter has reaped it")
 
     with monkeypatch.context() as broken:
-        broken.setattr("outpace.runtime.local.ComponentProcess.ended", ended)
+        broken.setattr("outpace.runtime.local.ComponentProcess.death", unknown_death)
         toy = await start_toy(runtime)
         death = await runtime.deaths.get()
     assert isinstance(death, ComponentLost)

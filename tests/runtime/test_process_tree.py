@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import os
-import secrets
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import psutil
 import pytest
 
-from outpace.runtime import process_tree
+from outpace.runtime import process_table, process_tree
 
 STRAY = """
 import os, subprocess, sys, time
@@ -37,9 +35,9 @@ def start() -> Iterator[Start]:
     leaders: list[subprocess.Popen[str]] = []
 
     def begin(stays: bool = True, marked: bool = True) -> tuple[subprocess.Popen[str], str, int]:
-        mark = secrets.token_hex(16)
+        mark = process_table.new_mark()
         command = [sys.executable, "-c", STRAY.format(stays=1000 if stays else 0, more="" if marked else ", env={}")]
-        environment = {**os.environ, process_tree.TREE_MARK_VARIABLE: mark}
+        environment = {**os.environ, process_table.MARK_VARIABLE: mark}
         leader = subprocess.Popen(command, env=environment, start_new_session=True, stdout=subprocess.PIPE, text=True)
         leaders.append(leader)
         assert leader.stdout is not None
@@ -87,14 +85,14 @@ def test_process_trees_ended_at_the_same_moment_share_their_scans(
     trees = [start(stays=index % 2 == 0) for index in range(12)]
     scans: list[set[str]] = []
     all_submitted = threading.Event()
-    real = process_tree._marked
 
-    def counted(marks: set[str]) -> Any:
-        all_submitted.wait()
-        scans.append(marks)
-        return real(marks)
+    class CountingTable(process_table.ProcessTable):
+        def find(self, trees: Mapping[str, Mapping[int, str]]) -> dict[str, set[int]]:
+            all_submitted.wait()
+            scans.append(set(trees))
+            return super().find(trees)
 
-    monkeypatch.setattr(process_tree, "_marked", counted)
+    monkeypatch.setattr(process_tree, "ProcessTable", CountingTable)
     ended = [process_tree._tree_killer.submit(leader.pid, mark) for leader, mark, _ in trees]
     all_submitted.set()
     assert all(one.result() for one in ended)
@@ -121,8 +119,33 @@ async def test_ending_a_tree_needs_no_executor_thread_and_survives_cancellation(
 def test_a_failed_scan_raises_and_the_next_call_works(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     leader, mark, child = start()
     with monkeypatch.context() as patched:
-        patched.setattr(process_tree, "_marked", lambda marks: 1 / 0)
+        patched.setattr(process_tree, "ProcessTable", lambda: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             process_tree.end_process_tree(leader.pid, mark)
     assert process_tree.end_process_tree(leader.pid, mark)
     assert ends(child)
+
+
+def test_a_mark_extends_the_mark_of_the_parent_and_ignores_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = process_table.new_mark("")
+    component = process_table.new_mark(run)
+    monkeypatch.setenv(process_table.MARK_VARIABLE, component)
+    child = process_table.new_mark()
+    assert child.startswith(component)
+    assert component.startswith(run)
+    for foreign in ("../..", f"{run}/", run.upper(), run[:-1], run * 100):
+        monkeypatch.setenv(process_table.MARK_VARIABLE, foreign)
+        assert len(process_table.new_mark()) == len(run)
+
+
+@pytest.mark.parametrize("foreign", ["{}", "x{}", "", "{}" * 1000])
+def test_a_process_belongs_to_a_tree_only_if_its_own_mark_starts_with_that_of_the_tree(foreign: str) -> None:
+    mark = process_table.new_mark("")
+    environment = {
+        process_table.MARK_VARIABLE: foreign.format(*[mark] * 1000),
+        "OTHER": f"{process_table.MARK_VARIABLE}={mark}",
+    }
+    with subprocess.Popen(["sleep", "60"], env={**os.environ, **environment}) as process:
+        found = process_table.ProcessTable().find({mark: {}, process_table.new_mark(mark): {}})
+        process.kill()
+    assert [sorted(pids) for pids in found.values()] == [[process.pid] if foreign.startswith("{") else [], []]

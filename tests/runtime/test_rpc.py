@@ -11,9 +11,21 @@ import pytest
 
 from outpace import errors
 from outpace.runtime import wire
-from outpace.runtime.rpc import Channel, close_proxy, connect, listen, proxy, serve_calls
+from outpace.runtime.rpc import Channel, RpcReply, close_proxy, connect, listen, proxy, serve_calls
 from outpace.types import Ints, JournalLocation
 from support import naming
+
+
+class BadInput(Exception):
+    """A user's exception that has the name of one of ours."""
+
+
+HALF_A_PAIR = "a lone surrogate: \ud800"
+
+
+class Unshowable:
+    def __str__(self) -> str:
+        raise RuntimeError("no text for you")
 
 
 class Shop(Protocol):
@@ -35,7 +47,7 @@ class RealShop:
         return JournalLocation(segment, offset, 0)
 
     async def fail(self, kind: str) -> None:
-        raise {"request": errors.RequestFailed, "value": ValueError}[kind]("no such thing")
+        raise {"request": errors.RequestFailed, "value": ValueError, "namesake": BadInput}[kind]("no such thing")
 
     async def wait(self) -> None:
         await asyncio.Event().wait()
@@ -59,7 +71,7 @@ async def shop(ends: tuple[Channel, Channel]) -> AsyncIterator[tuple[Shop, RealS
     near, far = ends
     real = RealShop()
     server = asyncio.create_task(serve_calls(real, Shop, far))
-    remote = proxy(Shop, near, "shop", {"wait": 0.05})
+    remote = proxy(Shop, near, "shop")
     yield remote, real
     close_proxy(remote)
     server.cancel()
@@ -88,9 +100,42 @@ async def test_any_other_failure_raises_component_failed_with_the_remote_traceba
     assert "in fail" in caught.value.remote_traceback
 
 
-async def test_a_call_without_a_reply_in_time_fails(shop: tuple[Shop, RealShop]) -> None:
+async def test_an_exception_class_with_the_name_of_a_known_one_does_not_become_it(shop: tuple[Shop, RealShop]) -> None:
+    with pytest.raises(errors.ComponentFailed, match="shop: BadInput: no such thing"):
+        await shop[0].fail("namesake")
+
+
+@pytest.mark.parametrize("message", [HALF_A_PAIR, "x" * 10**6, Unshowable()])
+async def test_a_failure_whose_message_cannot_be_sent_still_reaches_the_caller(
+    message: object, shop: tuple[Shop, RealShop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote, real = shop
+
+    async def fail(kind: str) -> None:
+        raise ValueError(message)
+
+    monkeypatch.setattr(real, "fail", fail)
+    with pytest.raises(errors.ComponentFailed, match="ValueError") as caught:
+        await remote.fail("so")
+    assert len(str(caught.value)) < 10**5
+
+
+async def test_a_reply_to_a_call_that_was_not_made_fails_the_connection(ends: tuple[Channel, Channel]) -> None:
+    near, far = ends
+    remote = proxy(Shop, near, "shop")
+    call = asyncio.create_task(remote.wait())
+    await far.receive()
+    await far.send(RpcReply(10**6, wire.encode(None)))
+    with pytest.raises(errors.ComponentFailed, match="1000000"):
+        await call
+    close_proxy(remote)
+
+
+async def test_a_call_without_a_reply_in_time_fails(ends: tuple[Channel, Channel]) -> None:
+    remote = proxy(Shop, ends[0], "shop", deadline_s=0.05)
     with pytest.raises(errors.ComponentFailed, match=naming("shop", "wait", "0.05 s")):
-        await shop[0].wait()
+        await remote.wait()
+    close_proxy(remote)
 
 
 async def test_a_method_outside_the_protocol_is_refused(ends: tuple[Channel, Channel]) -> None:

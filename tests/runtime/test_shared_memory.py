@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from outpace.runtime import cleanup_process
 from outpace.runtime.cleanup import CleanupProcess
+from outpace.runtime.process_table import ProcessTable
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -62,7 +62,7 @@ def cleanup(tmp_path: Path) -> CleanupProcess:
 
 def kill_trackers(creator: Creator) -> None:
     """Kill the resource trackers, which would remove the segments themselves."""
-    for number in cleanup_process.marked_pids(creator.mark) - {creator.process.pid}:
+    for number in ProcessTable().find({creator.mark: {}})[creator.mark] - {creator.process.pid}:
         os.kill(number, signal.SIGKILL)
 
 

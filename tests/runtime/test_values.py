@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from outpace.errors import BadInput
 from outpace.runtime import wire
-from outpace.runtime.by_value import decode_values, encodable_text, encode_plain, encode_values
+from outpace.runtime.by_value import decode_values, encode_plain, encode_values
+from outpace.runtime.wire import encodable_text
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text() | st.binary(),

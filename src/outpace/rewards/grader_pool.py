@@ -24,7 +24,7 @@ from typing import Any
 
 from outpace.errors import RewardFailed
 from outpace.rewards.functions import Scores, pack_arguments
-from outpace.rewards.grader_process import GraderReply, LoadReward, ScoreReply, ScoreRequest, ScoresRejected
+from outpace.rewards.grader_process import Grader, ScoresRejected
 from outpace.runtime.async_tools import TimeLimitError
 from outpace.runtime.by_value import UserCodeSource
 from outpace.runtime.user_code import (
@@ -36,7 +36,7 @@ from outpace.runtime.user_code import (
     UserCodeProcess,
 )
 
-GRADER_KIND = UserCodeKind("outpace.rewards.grader_process", GraderReply, "a reward function")
+GRADER_KIND = UserCodeKind("outpace.rewards.grader_process", Grader, "a reward function")
 
 
 class GraderProcess:
@@ -54,25 +54,23 @@ class GraderProcess:
         """Load the function in the process unless it is loaded. Raises `UserCodeError` or `UserCodeDied`."""
         if name in self._loaded:
             return
-        request = LoadReward(self._process.next_id(), name, source.reference, source.code)
         try:
-            await self._process.call(request, LOAD_LIMIT_S)
+            await self._process.call(lambda grader: grader.load(name, source.reference, source.code), LOAD_LIMIT_S)
         except TimeLimitError:
             raise UserCodeDied("did not start and import the function in time") from None
         self._loaded.add(name)
 
     async def call(
         self, name: str, arguments: dict[str, list[Any]], count: int, timeout_s: float, first: int = 0
-    ) -> ScoreReply:
+    ) -> Scores:
         """Call the function. Raises `RewardFailed`, `UserCodeError`, `UserCodeDied` or `TimeLimitError`."""
         body, by_value = pack_arguments(arguments)
-        request = ScoreRequest(self._process.next_id(), name, count, body, by_value, first)
-        answer = await self._process.call(request, timeout_s)
-        if isinstance(answer, ScoresRejected):
-            raise RewardFailed(answer.message)
-        if not isinstance(answer, ScoreReply) or not _are_scores(answer.values, count):
-            raise self._process.broken("sent an invalid answer")
-        return answer
+        scores = await self._process.call(lambda grader: grader.score(name, count, body, by_value, first), timeout_s)
+        if isinstance(scores, ScoresRejected):
+            raise RewardFailed(scores.message)
+        if not _are_scores(scores, count):
+            raise self._process.broken()
+        return scores
 
     async def end(self, patience_s: float = 0.0) -> None:
         await self._process.end(patience_s)
@@ -113,7 +111,7 @@ class GraderPool:
         grader = self._graders.take()
         try:
             await grader.load(name, self._functions[name])
-            return (await grader.call(name, arguments, count, timeout_s, first)).values
+            return await grader.call(name, arguments, count, timeout_s, first)
         finally:
             self._graders.put_back(grader)
 

@@ -1,82 +1,66 @@
-"""Entry point of a grader process: `python -m outpace.rewards.grader_process FD MEMORY_MB`.
+"""Entry point of a grader process: `python -m outpace.rewards.grader_process FD PARENT MEMORY_MB`.
 
-    LoadReward(reference or code) ─▶ import ─▶ Done
-    ScoreRequest(arguments)       ─▶ call, check ─▶ ScoreReply | ScoresRejected | Raised
-
-The request loop is that of every user-code process (`outpace.runtime.user_code_child`). Keep imports light: they delay
-the start of every grader process.
+Calls are served as in every user-code process (`outpace.runtime.user_code_child`). Keep imports light: they delay the
+start of every grader process.
 """
 
 from __future__ import annotations
 
 import inspect
-from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from outpace.errors import RewardFailed
-from outpace.rewards.functions import call_evaluator, check_scores, is_evaluator, unpack_arguments
-from outpace.runtime.by_value import UserCodeSource, encodable_text
-from outpace.runtime.user_code_child import DoneReply, RaisedReply, serve_user_code
+from outpace.rewards.functions import Arguments, call_evaluator, check_scores, is_evaluator, unpack_arguments
+from outpace.runtime.by_value import UserCodeSource
+from outpace.runtime.user_code_child import serve_user_code
+from outpace.runtime.wire import encodable_text
 
 SETTING = "rewards.functions"
 
 
-class LoadReward(msgspec.Struct, tag="load"):
-    """Load a function from `reference`, or from `code` if that is empty (see `outpace.runtime.by_value`)."""
-
-    id: int
-    function: str
-    reference: str
-    code: bytes
-
-
-class ScoreRequest(msgspec.Struct, tag="ask"):
-    """Call a function on `count` completions, starting at sample `first` of the group. `arguments` and `by_value` come
-    from `pack_arguments`."""
-
-    id: int
-    function: str
-    count: int
-    arguments: bytes
-    by_value: bool
-    first: int = 0
-
-
-class ScoreReply(msgspec.Struct, tag="scores"):
-    id: int
-    values: list[float | None]
-
-
-class ScoresRejected(msgspec.Struct, tag="refused"):
+class ScoresRejected(msgspec.Struct):
     """The function returned an invalid value; the message names the value and the sample."""
 
-    id: int
     message: str
 
 
-GraderRequest = LoadReward | ScoreRequest
-GraderReply = DoneReply | ScoreReply | ScoresRejected | RaisedReply
+class Grader(Protocol):
+    """The calls that a grader process serves."""
+
+    async def load(self, function: str, reference: str, code: bytes) -> None:
+        """Load a function from `reference`, or from `code` if that is empty (see `outpace.runtime.by_value`)."""
+        ...
+
+    async def score(
+        self, function: str, count: int, arguments: bytes, by_value: bool, first: int
+    ) -> list[float | None] | ScoresRejected:
+        """Call a function on `count` completions, starting at sample `first` of the group. `arguments` and `by_value`
+        come from `pack_arguments`."""
+        ...
 
 
-def main() -> None:
-    serve_user_code("grader", GraderRequest, partial(_handle, {}))
+class GraderServer:
+    """Implements `Grader` with blocking methods."""
+
+    def __init__(self) -> None:
+        self._functions: dict[str, Any] = {}
+
+    def load(self, function: str, reference: str, code: bytes) -> None:
+        self._functions[function] = UserCodeSource(reference, code).load(SETTING)
+
+    def score(
+        self, function: str, count: int, arguments: bytes, by_value: bool, first: int
+    ) -> list[float | None] | ScoresRejected:
+        returned = _call(self._functions[function], unpack_arguments(arguments, by_value, count))
+        try:
+            return check_scores(function, returned, count, first)
+        except RewardFailed as error:
+            return ScoresRejected(encodable_text(str(error)))
 
 
-def _handle(functions: dict[str, Any], request: GraderRequest) -> DoneReply | ScoreReply | ScoresRejected:
-    if isinstance(request, LoadReward):
-        functions[request.function] = UserCodeSource(request.reference, request.code).load(SETTING)
-        return DoneReply(request.id)
-    returned = _call(request, functions[request.function])
-    try:
-        return ScoreReply(request.id, check_scores(request.function, returned, request.count, request.first))
-    except RewardFailed as error:
-        return ScoresRejected(request.id, encodable_text(str(error)))
-
-
-def _call(request: ScoreRequest, function: Any) -> Any:
-    arguments = unpack_arguments(request.arguments, request.by_value, request.count)
+def _call(function: Any, arguments: Arguments) -> Any:
     single = is_evaluator(function)
     returned = call_evaluator(function, arguments) if single else function(**arguments)
     returned = _await_result(returned) if inspect.isawaitable(returned) else returned
@@ -94,4 +78,4 @@ def _await_result(returned: Any) -> Any:
 
 
 if __name__ == "__main__":
-    main()
+    serve_user_code("grader", GraderServer(), Grader)

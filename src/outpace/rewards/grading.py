@@ -184,7 +184,7 @@ async def _in_process(call: _Call, pool: GraderPool, given: Callable[[], dict[st
     except TimeLimitError:
         raise _timed_out(call) from None
     except UserCodeError as error:
-        raise _failed(call, f"raised {error.kind} on {call.samples}: {error.message}") from error
+        raise _failed(call, f"raised {error.name} on {call.samples}: {error.message}") from error
     except UserCodeDied as error:
         failure = RewardFailed(f"the grader process of reward {call.name} {error} on {call.samples}")
         raise _with_function_name(call, failure) from None

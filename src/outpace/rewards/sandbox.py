@@ -51,7 +51,9 @@ import psutil
 from outpace.config.sections import SandboxConfig
 from outpace.errors import BadInput, OutpaceError, one_line
 from outpace.rewards.syscalls import compile_filter
-from outpace.runtime.process_tree import TREE_MARK_VARIABLE, end_process_tree
+from outpace.runtime.child_process import pipe_reader
+from outpace.runtime.process_table import MARK_VARIABLE, new_mark
+from outpace.runtime.process_tree import end_process_tree
 
 CHUNK = 64 * 1024
 DROP_PAUSE_S = 0.01
@@ -87,15 +89,6 @@ async def write_input(stream: asyncio.StreamWriter | None, text: str) -> None:
         stream.write(text.encode("utf-8", "replace"))
         await stream.drain()
     stream.close()
-
-
-async def pipe_reader(descriptor: int) -> tuple[asyncio.StreamReader, asyncio.ReadTransport]:
-    """Return a stream reader for the reading end of a pipe, and its transport, which closes the pipe."""
-    stream = asyncio.StreamReader(limit=CHUNK)
-    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(descriptor, "rb", buffering=0)
-    )
-    return stream, transport
 
 
 log = logging.getLogger(__name__)
@@ -268,7 +261,7 @@ class _SandboxRun:
         self._directory = directory
         self._limits = limits
         self._uid = FIRST_UID + secrets.randbelow(UIDS)
-        self._mark = secrets.token_hex(16)
+        self._mark = new_mark()
         if os.geteuid() == 0:
             os.chown(directory, self._uid, self._uid)
 
@@ -313,7 +306,7 @@ class _SandboxRun:
             "readable": [sys.prefix, sys.base_prefix, sys.base_exec_prefix, str(real.parent.parent)],
             "environment": {
                 "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": home, "TMPDIR": home,
-                TREE_MARK_VARIABLE: self._mark,
+                MARK_VARIABLE: self._mark,
             },
         }  # fmt: skip
 
@@ -326,7 +319,7 @@ class _SandboxRun:
             os.lseek(spec_fd, 0, os.SEEK_SET)
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-I", "-S", str(SANDBOX_SCRIPT), str(spec_fd), str(writing),
-                pass_fds=[spec_fd, writing, *spec["channel"]], env={TREE_MARK_VARIABLE: self._mark}, cwd="/",
+                pass_fds=[spec_fd, writing, *spec["channel"]], env={MARK_VARIABLE: self._mark}, cwd="/",
                 start_new_session=True,
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
                 limit=CHUNK,

@@ -14,29 +14,17 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-import errno
 import json
-import logging
 import os
-import secrets
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from urllib.parse import urlsplit
 
 from outpace.errors import BadInput, one_line
 from outpace.protocols import ModelClient, Rollout
-from outpace.rewards.sandbox import pipe_reader
-from outpace.runtime.die_with_parent import command_dying_with_parent
-from outpace.runtime.process_tree import TREE_MARK_VARIABLE, describe_exit, end_process_tree_async
-from outpace.runtime.user_code import ProcessOutput
+from outpace.runtime.child_process import ProcessOutput, describe_exit, end_program, start_program
+from outpace.runtime.process_table import MARK_VARIABLE, new_mark
 from outpace.types import Endpoint, Episode, Task
-
-log = logging.getLogger(__name__)
-
-END_LIMIT_S = 2.0
-"""How long to wait for a killed program to exit."""
-NO_PROGRAM = (errno.ENOENT, errno.EACCES, errno.ENOEXEC, errno.ENOTDIR)
-"""Errno values that mean the program can never be started."""
 
 _endings: set[asyncio.Task[None]] = set()  # keeps references: asyncio may garbage-collect an unreferenced task
 
@@ -70,8 +58,8 @@ class AgentProcess:
 
     def __init__(self, command: Sequence[str], environment: dict[str, str]) -> None:
         self._command = command
-        self._mark = secrets.token_hex(16)
-        self._environment = {**environment, TREE_MARK_VARIABLE: self._mark}
+        self._mark = new_mark()
+        self._environment = {**environment, MARK_VARIABLE: self._mark}
         self._process: asyncio.subprocess.Process | None = None
         self._outputs: list[ProcessOutput] = []
         # A separate task: cancelling the caller must not leave a half-started process.
@@ -102,21 +90,10 @@ class AgentProcess:
     async def _start(self) -> asyncio.subprocess.Process:
         with ExitStack() as child_ends:  # the program's ends of the pipes
             stdout, stderr = await self._open_log_pipe(child_ends), await self._open_log_pipe(child_ends)
-            error_reader, error_writer = os.pipe()
-            child_ends.callback(os.close, error_writer)
-            error_stream, transport = await pipe_reader(error_reader)
-            try:
-                self._process = await asyncio.create_subprocess_exec(
-                    *command_dying_with_parent(self._command, error_writer), pass_fds=[error_writer],
-                    env=self._environment, start_new_session=True, stdin=asyncio.subprocess.PIPE,
-                    stdout=stdout, stderr=stderr,
-                )  # fmt: skip
-                child_ends.close()
-                number = await error_stream.read()
-            finally:
-                transport.close()
-        if number:
-            raise _not_started(self._command[0], int(number))
+            self._process = await start_program(
+                self._command, self._environment, self._mark, "rollout.agent",
+                stdin=asyncio.subprocess.PIPE, stdout=stdout, stderr=stderr,
+            )  # fmt: skip
         return self._process
 
     async def _open_log_pipe(self, child_ends: ExitStack) -> int:
@@ -131,18 +108,10 @@ class AgentProcess:
         if not self._starting.cancelled():
             self._starting.exception()  # mark as retrieved: `run` has reported it
         if self._process is not None:
-            await _end_process_tree(self._process, self._mark)
+            await end_program(self._process, self._mark, "an agent")
+            if self._process.stdin is not None:
+                self._process.stdin.close()
         await asyncio.gather(*(output.finish() for output in self._outputs))
-
-
-async def _end_process_tree(process: asyncio.subprocess.Process, mark: str) -> None:
-    gone = await end_process_tree_async(process.pid, mark)
-    with suppress(TimeoutError):
-        await asyncio.wait_for(process.wait(), END_LIMIT_S)
-    if process.stdin is not None:
-        process.stdin.close()
-    if not gone or process.returncode is None:
-        log.warning("cannot end all processes of an agent (process group %d)", process.pid)
 
 
 async def _feed(process: asyncio.subprocess.Process, stdin_data: bytes) -> None:
@@ -152,12 +121,6 @@ async def _feed(process: asyncio.subprocess.Process, stdin_data: bytes) -> None:
         stdin.write(stdin_data)
         await stdin.drain()
     stdin.close()
-
-
-def _not_started(program: str, number: int) -> BadInput | OSError:
-    if number in NO_PROGRAM:
-        return BadInput(f"rollout.agent: cannot start {program}: {os.strerror(number)}")
-    return OSError(number, os.strerror(number))
 
 
 def _environment(endpoint: Endpoint, task: Task) -> dict[str, str]:

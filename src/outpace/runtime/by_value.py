@@ -101,11 +101,6 @@ def encode_plain(value: Any) -> bytes | None:
         return None
 
 
-def encodable_text(text: str) -> str:
-    """Replace lone surrogates, which cannot be encoded as UTF-8."""
-    return text.encode("utf-8", "replace").decode()
-
-
 def _is_plain(value: Any, seen: set[int]) -> bool:
     """Return whether msgpack decodes to an equal value of the same types. Repeated objects are checked once."""
     kind = type(value)

@@ -18,7 +18,6 @@ import os
 import signal
 import socket
 import sys
-import traceback
 from typing import Any
 
 import msgspec
@@ -29,22 +28,14 @@ from outpace.runtime import diagnostics
 from outpace.runtime.async_tools import steady_executor
 from outpace.runtime.die_with_parent import die_with_parent
 from outpace.runtime.reconnect import reconnecting_proxy
-from outpace.runtime.rpc import Channel, listen, serve_calls
+from outpace.runtime.rpc import Channel, RpcFailure, listen, serve_calls
 
 
 class ComponentReady(msgspec.Struct, tag="ready"):
     pid: int
 
 
-class ComponentBroken(msgspec.Struct, tag="broken"):
-    """The component could not be built."""
-
-    kind: str
-    message: str
-    traceback: str
-
-
-StartupReply = ComponentReady | ComponentBroken
+StartupReply = ComponentReady | RpcFailure
 
 STATE_REPORT_HEADER = "waits:"
 """First line of the report that is written on SIGUSR2."""
@@ -65,7 +56,7 @@ async def run_component(fd: int) -> None:
         if spec.listen:
             await listen(spec.listen, spec.token, component, components.load_object(spec.protocol))
     except Exception as error:  # process boundary: the parent reports it as this component's failure
-        await channel.send(ComponentBroken(type(error).__name__, str(error), traceback.format_exc()))
+        await channel.send(RpcFailure.of(0, error))
         await channel.finish()
         return
     diagnostics.tune_gc()

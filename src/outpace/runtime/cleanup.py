@@ -14,20 +14,19 @@ If the cleanup process was killed too, the next run cleans up. Each directory ho
 a free lock means that the owner is dead. The file also records the mark and the index of the dead run, so that its
 processes and shared memory can be found.
 
-Every component has a mark in its environment, which its descendants inherit. Descendants that lost the mark are found
-by the notes of their sessions in the index, a directory with one file per session. A note also lists the shared memory
-that the session uses, so that it can be removed after all of its processes were killed at once. Processes that were not
-started by a component, such as a user's other programs, have no mark and are never touched.
+Every component has a mark in its environment, which its descendants inherit (`outpace.runtime.process_table`).
+Descendants that lost the mark are found by the notes of their sessions in the index, a directory with one file per
+session. A note also lists the shared memory that the session uses, so that it can be removed after all of its processes
+were killed at once. Processes that were not started by a component, such as a user's other programs, have no mark and
+are never touched.
 """
 
 from __future__ import annotations
 
 import fcntl
-import itertools
 import json
 import logging
 import os
-import secrets
 import subprocess
 import sys
 import tempfile
@@ -38,16 +37,13 @@ from pathlib import Path
 from typing import Any
 
 from outpace.runtime import cleanup_process
-from outpace.runtime.cleanup_process import (
-    PASSES,
-    PAUSE_S,
-    RUN_MARK_VARIABLE,
-    SESSIONS_VARIABLE,
-    Segment,
-    process_start_time,
-)
+from outpace.runtime.cleanup_process import PASSES, PAUSE_S, SESSIONS_VARIABLE, Segment
+from outpace.runtime.process_table import MARK_VARIABLE, new_mark, process_start_time
 
 log = logging.getLogger(__name__)
+
+_SOURCE = str(Path(__file__).parents[2])
+"""The directory that contains the package: all that the cleanup process imports besides the standard library."""
 
 LEAVE_LIMIT_S = 1.5 * PASSES * PAUSE_S
 """Longer than all passes take. Usually one pass of a few hundredths of a second is enough."""
@@ -58,18 +54,17 @@ class CleanupProcess:
 
     def __init__(self, index: Path, directories: Sequence[Path] = (), mark: str = "") -> None:
         """Start the cleanup process. It removes `index` when this process ends, and also `directories` if this process
-        ends without `dismiss`. `mark` is the run's mark, from `new_run_mark`."""
-        self._mark = mark or new_run_mark()
-        self._marks = itertools.count()
+        ends without `dismiss`. `mark` is the run's mark, from `new_mark`."""
+        self._mark = mark or new_mark()
         self._index = index
         index.mkdir(exist_ok=True)
         reading, self._pipe = os.pipe()
         arguments = [self._mark, str(index), *map(str, directories)]
-        command = [sys.executable, "-I", "-S", cleanup_process.__file__, *arguments]
+        command = [sys.executable, "-S", "-s", "-P", "-m", cleanup_process.__name__, *arguments]
         try:
             self._process = subprocess.Popen(
                 command, stdin=reading, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                env={"PATH": os.defpath}, cwd="/", start_new_session=True,
+                env={"PATH": os.defpath, "PYTHONPATH": _SOURCE}, cwd="/", start_new_session=True,
             )  # fmt: skip
         finally:
             os.close(reading)
@@ -81,11 +76,11 @@ class CleanupProcess:
 
     def new_mark(self) -> str:
         """Return a mark for one component process."""
-        return f"{self._mark}{next(self._marks)}."
+        return new_mark(self._mark)
 
     def marked(self, mark: str) -> dict[str, str]:
         """Return the environment variables by which the descendants of that process are found."""
-        return {RUN_MARK_VARIABLE: mark, SESSIONS_VARIABLE: str(self._index)}
+        return {MARK_VARIABLE: mark, SESSIONS_VARIABLE: str(self._index)}
 
     def watch(self, mark: str, pid: int) -> None:
         """Register a component process that has just started. Its start time is looked up now, because its pid may be
@@ -116,10 +111,6 @@ class CleanupProcess:
             log.warning("cannot send %r to the cleanup process: %s", command, error)
 
 
-def new_run_mark() -> str:
-    return f"{secrets.token_hex(8)}."
-
-
 def clean_up_run(mark: str, index: Path) -> None:
     """Do the work of the cleanup process, for a run whose cleanup process was killed. Blocks."""
     cleanup_process.kill_run_processes({}, mark, str(index))
@@ -134,10 +125,9 @@ class SessionNote:
         all processes of the session, even those that overwrite their environment."""
         self._file: str | None = None
         self._segments: frozenset[Segment] = frozenset()
-        if SESSIONS_VARIABLE in environment and RUN_MARK_VARIABLE in environment:
-            self._file = os.path.join(
-                environment[SESSIONS_VARIABLE], f"{environment[RUN_MARK_VARIABLE]}{leader}.{process_start_time(leader)}"
-            )
+        if SESSIONS_VARIABLE in environment and MARK_VARIABLE in environment:
+            name = f"{environment[MARK_VARIABLE]}{leader}.{process_start_time(leader)}"
+            self._file = os.path.join(environment[SESSIONS_VARIABLE], name)
         self._write()
 
     @property
@@ -211,7 +201,7 @@ class RuntimeDirectory:
             _remove_leftovers(parent)
         self.path = Path(tempfile.mkdtemp(prefix=_prefix(), dir=root))  # mode 0700
         self.files = disk_directory(self.path)
-        mark = new_run_mark()
+        mark = new_mark()
         self._locks = [_lock_directory(self.path, mark=mark, files=str(self.files))]
         self.files.mkdir()
         self.files.chmod(0o711)  # other users may own directories in it, but must not list the rest

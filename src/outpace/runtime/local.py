@@ -16,10 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import signal
-import socket
-import sys
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,11 +27,11 @@ import psutil
 
 from outpace import errors
 from outpace.runtime import diagnostics
-from outpace.runtime.child import STATE_REPORT_HEADER, ComponentBroken, StartupReply
+from outpace.runtime.child import STATE_REPORT_HEADER, StartupReply
+from outpace.runtime.child_process import ChildProcess, describe_exit
 from outpace.runtime.cleanup import CleanupProcess
 from outpace.runtime.components import BROKEN_PREFIX, ComponentSpec
-from outpace.runtime.process_tree import child_environment, describe_exit
-from outpace.runtime.rpc import Channel, attach_proxy, close_proxy, detach_proxy, ping_proxy, proxy
+from outpace.runtime.rpc import RpcFailure, attach_proxy, close_proxy, detach_proxy, ping_proxy, proxy
 
 STOP_DEADLINE_S = 5.0
 LOG_TAIL_LINES = 30
@@ -47,34 +44,20 @@ LogMode = Literal["ab", "wb"]
 class ComponentProcess:
     """Parent side of one component process, from its start to its end, with its log."""
 
-    def __init__(self, spec: ComponentSpec, process: asyncio.subprocess.Process, channel: Channel, log: Path) -> None:
+    def __init__(self, spec: ComponentSpec, child: ChildProcess, log: Path) -> None:
         self._spec = spec
-        self._process = process
         self._log = log
         self._ready = False
-        self.channel = channel
+        self.child = child
 
     @classmethod
     async def launch(
         cls, spec: ComponentSpec, environment: dict[str, str], log: Path, mode: LogMode
     ) -> ComponentProcess:
         """Start the process. It is not ready before `send_spec`."""
-        ours, theirs = socket.socketpair()
-        with theirs, _open(log, mode) as output:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "outpace.runtime.child", str(theirs.fileno()), str(os.getpid()),
-                pass_fds=[theirs.fileno()], env={**os.environ, **environment},
-                stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
-            )  # fmt: skip
-        return cls(spec, process, Channel(*await asyncio.open_connection(sock=ours)), log)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def lives(self) -> bool:
-        return self._process.returncode is None
+        with _open(log, mode) as output:
+            child = await ChildProcess.start("outpace.runtime.child", environment=environment, output=output)
+        return cls(spec, child, log)
 
     async def send_spec(self) -> None:
         """Send the spec and wait until the component is ready. Kills the process on failure."""
@@ -83,51 +66,37 @@ class ComponentProcess:
             self._ready = True
         finally:
             if not self._ready:
-                self.kill()
-                self.channel.close()
+                self.child.kill()
+                self.child.channel.close()
 
     async def _send_spec(self) -> None:
         name = self._spec.name
         try:
             async with asyncio.timeout(self._spec.start_s):
-                await self.channel.send(self._spec)
-                hello = await self.channel.receive(StartupReply)
+                await self.child.channel.send(self._spec)
+                hello = await self.child.channel.receive(StartupReply)
         except TimeoutError:
             raise errors.ComponentFailed(name, f"was not ready within {self._spec.start_s:g} s", self.tail()) from None
         except OSError:
             hello = None
         if hello is None:
-            raise errors.ComponentFailed(name, f"did not start: it {await self._describe_end()}", self.tail())
-        if isinstance(hello, ComponentBroken):
-            if hello.kind == errors.BadInput.__name__:
-                raise errors.BadInput(hello.message)
-            raise errors.ComponentFailed(name, f"{hello.kind}: {hello.message}", hello.traceback)
+            end = await self.child.describe_end(STOP_DEADLINE_S)
+            raise errors.ComponentFailed(name, f"did not start: it {end}", self.tail())
+        if isinstance(hello, RpcFailure):
+            raise hello.error(name)
 
-    async def ended(self) -> errors.ComponentLost:
+    async def death(self) -> errors.ComponentLost:
         """Wait until the process ends and return the cause."""
-        how, tail = describe_exit(await self._process.wait()), self.tail()
+        how, tail = describe_exit(await asyncio.shield(self.child.ended)), self.tail()
         _, broken_down, why = tail.rpartition("\n")[2].partition(BROKEN_PREFIX)
         return errors.ComponentLost(self._spec.name, why if broken_down else how, tail)
 
-    def kill(self) -> None:
-        if self.lives:
-            self._process.kill()
-
     async def stop(self) -> None:
         """Close the channel, which makes the process exit; kill it if it does not."""
-        self.channel.close()
-        if not await self.gone():
-            self.kill()
-            await self.gone()
-
-    async def gone(self) -> bool:
-        """Wait up to `STOP_DEADLINE_S` for the process to end. Returns whether it has."""
-        try:
-            async with asyncio.timeout(STOP_DEADLINE_S):
-                await self._process.wait()
-        except TimeoutError:
-            return False
-        return True
+        self.child.channel.close()
+        if not await self.child.gone(STOP_DEADLINE_S):
+            self.child.kill()
+            await self.child.gone(STOP_DEADLINE_S)
 
     def tail(self) -> str:
         """Return the end of its log, empty if there is none."""
@@ -138,21 +107,21 @@ class ComponentProcess:
         """Return the waits, tasks and thread stacks that the process writes to its log on a signal."""
         state = self._state()
         if state != "running" or not self._ready:
-            return f"{self._spec.name} (process {self.pid}) is {state}"
+            return f"{self._spec.name} (process {self.child.pid}) is {state}"
         length = self._log_size()
-        self._process.send_signal(signal.SIGUSR2)
+        self.child.send_signal(signal.SIGUSR2)
         await asyncio.sleep(within_s)
         if STATE_REPORT_HEADER not in self._log_since(length):
-            self._process.send_signal(signal.SIGUSR1)
+            self.child.send_signal(signal.SIGUSR1)
             await asyncio.sleep(within_s)
         dump = self._log_since(length) or "wrote nothing to its log, not even its thread stacks"
-        return f"{self._spec.name} (process {self.pid}):\n{dump}"
+        return f"{self._spec.name} (process {self.child.pid}):\n{dump}"
 
     def _state(self) -> str:
-        if not self.lives:
+        if not self.child.lives:
             return "dead"
         try:
-            state = psutil.Process(self.pid).status()
+            state = psutil.Process(self.child.pid).status()
         except psutil.Error:
             return "dead"
         named = {psutil.STATUS_STOPPED: "stopped by a signal", psutil.STATUS_ZOMBIE: "a zombie"}
@@ -172,11 +141,6 @@ class ComponentProcess:
                 return log.read(MAX_LOG_READ).decode(errors="replace").strip()
         except OSError:
             return ""
-
-    async def _describe_end(self) -> str:
-        if not await self.gone():  # the socket closes shortly before the process ends
-            return "closed its connection"
-        return describe_exit(await self._process.wait())
 
 
 def _open(path: Path, mode: LogMode) -> BinaryIO:
@@ -227,7 +191,7 @@ class LocalRuntime:
     async def start(self, protocol: type[P], spec: ComponentSpec) -> P:
         component = self._components[spec.name] = _Component(spec)
         process = await self._launch(component, "ab" if self._append else "wb")
-        remote = proxy(protocol, process.channel, spec.name)
+        remote = proxy(protocol, process.child.channel, spec.name)
         component.remote = remote
         self._watch(component, process)
         return remote
@@ -237,17 +201,17 @@ class LocalRuntime:
 
     async def restart(self, name: str) -> None:
         component = self._components[name]
-        if component.process is not None and not await component.process.gone():
+        if component.process is not None and not await component.process.child.gone(STOP_DEADLINE_S):
             raise errors.ComponentFailed(name, "is still running and cannot be restarted")
         component.spec = msgspec.structs.replace(component.spec, attempt=component.spec.attempt + 1)
         process = await self._launch(component, "ab")
-        attach_proxy(component.remote, process.channel)
+        attach_proxy(component.remote, process.child.channel)
         self._watch(component, process)
 
     async def kill(self, name: str) -> None:
         process = self._components[name].process
         if process is not None:
-            process.kill()
+            process.child.kill()
 
     async def retire(self, name: str) -> None:
         component = self._components.pop(name)
@@ -277,7 +241,7 @@ class LocalRuntime:
             environment = environment | self._cleanup.marked(component.mark)
         process = component.process = await ComponentProcess.launch(component.spec, environment, log, mode)
         if self._cleanup is not None:
-            self._cleanup.watch(component.mark, process.pid)
+            self._cleanup.watch(component.mark, process.child.pid)
         try:
             await process.send_spec()
         except BaseException:  # `send_spec` has killed it
@@ -304,9 +268,9 @@ class LocalRuntime:
     async def _wait_for_end(self, process: ComponentProcess, name: str) -> errors.ComponentLost:
         """Wait until the process ends. If waiting fails, kill it and report that: its death must never go unnoticed."""
         try:
-            return await process.ended()
+            return await process.death()
         except Exception as error:  # task boundary
-            process.kill()
+            process.child.kill()
             text = "".join(traceback.format_exception(error))
             return errors.ComponentLost(name, f"could not be monitored: {type(error).__name__}: {error}", text)
 

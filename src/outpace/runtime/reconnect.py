@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast
 from outpace import errors
 from outpace.runtime.components import START_DEADLINE_S
 from outpace.runtime.diagnostics import waiting
-from outpace.runtime.rpc import Channel, RpcProxy, connect
+from outpace.runtime.rpc import DEFAULT_DEADLINE_S, Channel, RpcProxy, connect
 
 P = TypeVar("P")
 
@@ -42,7 +42,7 @@ class ReconnectingProxy(RpcProxy):
         self._patience_s = patience_s
         self._connected = asyncio.Event()
         self._changed: Callable[[], None] = _ignore_change
-        super().__init__(protocol, channel, component, {})
+        super().__init__(protocol, channel, component, DEFAULT_DEADLINE_S)
 
     def _attach(self, channel: Channel) -> None:
         super()._attach(channel)

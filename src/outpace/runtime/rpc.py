@@ -3,6 +3,9 @@
     proxy(Engine, channel)  ── RpcCall(id, method, args) ──▶  serve_calls(engine, Engine, channel)
                             ◀── RpcReply | RpcFailure ─────
 
+A process that runs user code serves the same frames on its main thread, one call at a time
+(`outpace.runtime.user_code_child`).
+
 Both ends take the argument and result types from the same protocol class, so a call through a proxy has the protocol's
 types and a frame of any other shape is rejected. Calls are multiplexed: each runs in its own task, and tasks start in
 the order in which the frames arrive. The serving loop answers pings itself.
@@ -10,7 +13,9 @@ the order in which the frames arrive. The serving loop answers pings itself.
 Invariants
 - Every call has a timeout. When the channel closes, every pending call fails with `ComponentLost`, and so does every
   later call until the proxy is attached to a channel to the component's successor.
-- Nothing is unpickled. An exception is sent as its class name, message and traceback text.
+- Nothing is unpickled. An exception is sent as its qualified class name, message and traceback text, all bounded. Only
+  the exact classes in `_TYPED_FAILURES` keep their type: a user's class with the name of one of them does not.
+- A reply to a call that was never made is an invalid frame and fails the connection.
 - A Unix socket is private to the user. A peer must send the token as its first frame; anything else closes the
   connection before any call is read.
 """
@@ -21,11 +26,12 @@ import asyncio
 import contextlib
 import hmac
 import inspect
-import itertools
 import logging
 import os
 import traceback
 import typing
+from collections.abc import Callable
+from functools import cache
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -35,39 +41,33 @@ from outpace.errors import ComponentFailed
 from outpace.runtime import wire
 from outpace.runtime.components import START_DEADLINE_S
 from outpace.runtime.diagnostics import waiting
-from outpace.runtime.wire import WireError
+from outpace.runtime.wire import WireError, encodable_text
 
 
-class MethodSignature:
-    """The argument and result types of one protocol method, from its type hints."""
-
-    def __init__(self, protocol: type, method: str) -> None:
-        function = getattr(protocol, method, None)
-        if function is None or method.startswith("_"):
-            raise wire.WireError(f"{protocol.__name__} has no method {method!r}")
-        hints = typing.get_type_hints(function)
-        self.result = hints.pop("return")
-        names = [name for name in inspect.signature(function).parameters if name != "self"]
-        self.args = tuple[tuple(hints[name] for name in names)] if names else tuple[()]  # type: ignore[misc]
-
-
-class MethodSignatures:
-    def __init__(self, protocol: type) -> None:
-        self._protocol = protocol
-        self._known: dict[str, MethodSignature] = {}
-
-    def __getitem__(self, method: str) -> MethodSignature:
-        if method not in self._known:
-            self._known[method] = MethodSignature(self._protocol, method)
-        return self._known[method]
+@cache
+def signature(protocol: type, method: str) -> tuple[Any, Any]:
+    """Return the argument types, as one tuple type, and the result type of a protocol method."""
+    function = getattr(protocol, method, None)
+    if function is None or method.startswith("_"):
+        raise WireError(f"{protocol.__name__} has no method {method!r}")
+    hints = typing.get_type_hints(function)
+    result = hints.pop("return")
+    return tuple[tuple(hints[name] for name in inspect.signature(function).parameters if name != "self")], result  # type: ignore[misc]
 
 
 P = TypeVar("P")
 
 DEFAULT_DEADLINE_S = 3600.0
+MAX_FAILURE_TEXT = 20_000
+"""Most characters of the message and of the traceback of a failure."""
+
+
+def qualified_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
 
 _TYPED_FAILURES: dict[str, type[errors.OutpaceError]] = {
-    kind.__name__: kind
+    qualified_name(kind): kind
     for kind in (
         errors.BadInput,
         errors.RequestFailed,
@@ -93,38 +93,61 @@ class RpcReply(msgspec.Struct, tag="reply"):
 
 
 class RpcFailure(msgspec.Struct, tag="failure"):
+    """The call raised. `kind` is the qualified name of the exception class."""
+
     id: int
     kind: str
     message: str
     traceback: str
 
+    @classmethod
+    def of(cls, call_id: int, error: BaseException) -> RpcFailure:
+        """Describe an exception. Its `__str__` may be user code, may raise, and may return text that UTF-8 cannot
+        encode."""
+        kind = errors.ComponentFailed if isinstance(error, errors.ComponentFailed) else type(error)
+        try:
+            message = encodable_text(errors.clip(str(error), MAX_FAILURE_TEXT))
+            trace = getattr(error, "remote_traceback", "") or "".join(traceback.format_exception(error))
+            trace = encodable_text(trace[-MAX_FAILURE_TEXT:])
+        except Exception:  # boundary to user code
+            message, trace = "(the message cannot be shown)", ""
+        return cls(call_id, encodable_text(qualified_name(kind)), message, trace)
 
-class Ping(msgspec.Struct, tag="ping"):
-    id: int
+    @property
+    def name(self) -> str:
+        """The class name of the exception, without its module."""
+        return self.kind.rpartition(".")[2]
+
+    def error(self, component: str) -> errors.OutpaceError:
+        """Return the exception to raise in the caller."""
+        typed = _TYPED_FAILURES.get(self.kind)
+        if typed is not None:
+            return typed(self.message)
+        return errors.ComponentFailed(component, f"{self.name}: {self.message}", self.traceback)
 
 
-class Pong(msgspec.Struct, tag="pong"):
-    id: int
+RpcFrame = RpcCall | RpcReply | RpcFailure
 
-
-RpcFrame = RpcCall | RpcReply | RpcFailure | Ping | Pong
+PING = "ping"
+"""A call that every serving loop answers itself. No protocol may have a method of this name."""
 
 
 class Channel:
-    """Sends and receives whole frames over an asyncio stream."""
+    """Sends and receives whole frames over an asyncio stream. Received frames have at most `limit` bytes."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, limit: int = wire.MAX_FRAME) -> None:
         self._reader = reader
         self._writer = writer
+        self._limit = limit
         self._unsent: list[bytes] = []
 
-    async def receive(self, kind: Any = RpcFrame, limit: int = wire.MAX_FRAME) -> Any:
-        """Return the next frame, or None if the other side is gone. Raises `WireError` if it exceeds `limit` bytes."""
+    async def receive(self, kind: Any = RpcFrame) -> Any:
+        """Return the next frame, or None if the other side is gone. Raises `WireError` if it is too long or invalid."""
         try:
             header = await self._reader.readexactly(wire.HEADER.size)
             (size,) = wire.HEADER.unpack(header)
-            if size > limit:
-                raise wire.WireError(f"a frame of {size} bytes exceeds the limit of {limit}")
+            if size > self._limit:
+                raise WireError(f"a frame of {size} bytes exceeds the limit of {self._limit}")
             body = await self._reader.readexactly(size)
         except (asyncio.IncompleteReadError, OSError):
             return None
@@ -153,14 +176,21 @@ class Channel:
         self._writer.close()
 
 
+ErrorOf = Callable[[RpcFailure], Exception]
+"""Returns the exception that a call raises for a failure on the other side."""
+
+
 class RpcProxy:
     """The calling side. Attribute access returns a coroutine function that performs the call."""
 
-    def __init__(self, protocol: type, channel: Channel, component: str, deadlines: dict[str, float]) -> None:
-        self._signatures = MethodSignatures(protocol)
+    def __init__(
+        self, protocol: type, channel: Channel, component: str, deadline_s: float, error_of: ErrorOf | None = None
+    ) -> None:
+        self._protocol = protocol
         self._component = component
-        self._deadlines = deadlines
-        self._ids = itertools.count()
+        self._deadline_s = deadline_s
+        self._error_of = error_of or (lambda failure: failure.error(component))
+        self._calls = 0
         self._pending: dict[int, asyncio.Future[bytes]] = {}
         self._attach(channel)
 
@@ -180,42 +210,42 @@ class RpcProxy:
         return call
 
     async def _call(self, method: str, args: tuple[Any, ...]) -> Any:
-        signature = self._signatures[method]
-        call = RpcCall(next(self._ids), method, wire.encode(args))
-        deadline = self._deadlines.get(method, DEFAULT_DEADLINE_S)
+        _, result = signature(self._protocol, method)
         with waiting(f"{self._component}: {method}"):
-            value = await self._exchange(call, deadline, method)
-        return wire.decode(value, signature.result)
+            value = await self._exchange(method, wire.encode(args), self._deadline_s)
+        return wire.decode(value, result)
 
     async def _ping(self, deadline_s: float) -> bool:
         try:
-            await self._exchange(Ping(next(self._ids)), deadline_s, "ping")
+            await self._exchange(PING, b"", deadline_s)
         except errors.ComponentFailed:
             return False
         return True
 
-    async def _exchange(self, request: RpcCall | Ping, deadline_s: float, what: str) -> bytes:
+    async def _exchange(self, method: str, args: bytes, deadline_s: float) -> bytes:
         if self._down is not None:
             raise _copy(self._down)
         reply: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._pending[request.id] = reply
+        self._calls += 1
+        call = RpcCall(self._calls, method, args)
+        self._pending[call.id] = reply
         try:
             async with asyncio.timeout(deadline_s):
-                await self._channel.send(request)
+                await self._channel.send(call)
                 return await reply
         except TimeoutError:
-            raise errors.ComponentFailed(self._component, f"{what} timed out after {deadline_s:g} s") from None
+            raise errors.ComponentFailed(self._component, f"{method} timed out after {deadline_s:g} s") from None
         except OSError as error:
-            raise errors.ComponentLost(self._component, f"connection lost during {what}") from error
+            raise errors.ComponentLost(self._component, f"connection lost during {method}") from error
         finally:
-            self._pending.pop(request.id, None)
+            self._pending.pop(call.id, None)
 
     async def _read(self, channel: Channel) -> None:
         try:
             while (frame := await channel.receive()) is not None:
                 self._complete(frame)
             self._fail(errors.ComponentLost(self._component, "closed its connection"))
-        except wire.WireError as error:
+        except WireError as error:
             self._fail(errors.ComponentFailed(self._component, f"sent an invalid frame: {error}"))
         except Exception as error:  # task boundary: pending calls must fail, not wait forever
             text = "".join(traceback.format_exception(error))
@@ -223,21 +253,15 @@ class RpcProxy:
             self._fail(errors.ComponentFailed(self._component, message, text))
 
     def _complete(self, frame: RpcFrame) -> None:
+        if frame.id > self._calls:
+            raise WireError(f"a reply to call {frame.id}, which was not made")
         reply = self._pending.get(frame.id)
         if reply is None or reply.done():
             return  # the call timed out or was cancelled
         if isinstance(frame, RpcReply):
             reply.set_result(frame.value)
-        elif isinstance(frame, Pong):
-            reply.set_result(b"")
         elif isinstance(frame, RpcFailure):
-            reply.set_exception(self._error(frame))
-
-    def _error(self, failure: RpcFailure) -> errors.OutpaceError:
-        typed = _TYPED_FAILURES.get(failure.kind)
-        if typed is not None:
-            return typed(failure.message)
-        return errors.ComponentFailed(self._component, f"{failure.kind}: {failure.message}", failure.traceback)
+            reply.set_exception(self._error_of(frame))
 
     def _fail(self, error: errors.ComponentFailed) -> None:
         self._down = error
@@ -251,9 +275,16 @@ class RpcProxy:
         self._channel.close()
 
 
-def proxy(protocol: type[P], channel: Channel, component: str, deadlines: dict[str, float] | None = None) -> P:
-    """Return a remote object that implements `protocol`. `deadlines` are timeouts by method, in seconds."""
-    return cast(P, RpcProxy(protocol, channel, component, deadlines or {}))
+def proxy(
+    protocol: type[P],
+    channel: Channel,
+    component: str,
+    deadline_s: float = DEFAULT_DEADLINE_S,
+    error_of: ErrorOf | None = None,
+) -> P:
+    """Return a remote object that implements `protocol`. `deadline_s` is the timeout of each call. `error_of` replaces
+    `RpcFailure.error`."""
+    return cast(P, RpcProxy(protocol, channel, component, deadline_s, error_of))
 
 
 def close_proxy(remote: object) -> None:
@@ -286,17 +317,12 @@ def _copy(error: errors.ComponentFailed) -> errors.ComponentFailed:
 
 async def serve_calls(target: object, protocol: type, channel: Channel) -> None:
     """Serve calls to `target` until the other side is gone."""
-    signatures = MethodSignatures(protocol)
     running: set[asyncio.Task[None]] = set()
     try:
         while (frame := await channel.receive()) is not None:
-            if isinstance(frame, RpcCall):
-                work = _answer(target, signatures, channel, frame)
-            elif isinstance(frame, Ping):
-                work = _reply(channel, Pong(frame.id))
-            else:
+            if not isinstance(frame, RpcCall):
                 continue
-            task = asyncio.create_task(work)
+            task = asyncio.create_task(_answer(target, protocol, channel, frame))
             running.add(task)
             task.add_done_callback(running.discard)
     finally:
@@ -304,30 +330,28 @@ async def serve_calls(target: object, protocol: type, channel: Channel) -> None:
             task.cancel()
 
 
-async def _answer(target: object, signatures: MethodSignatures, channel: Channel, call: RpcCall) -> None:
+async def _answer(target: object, protocol: type, channel: Channel, call: RpcCall) -> None:
     try:
-        signature = signatures[call.method]
-        args: tuple[Any, ...] = wire.decode(call.args, signature.args)
-        result = await getattr(target, call.method)(*args)
-        message: RpcReply | RpcFailure = RpcReply(call.id, wire.encode(result))
+        value = b"" if call.method == PING else wire.encode(await method_call(target, protocol, call))
+        message: RpcReply | RpcFailure = RpcReply(call.id, value)
     except Exception as error:  # process boundary: every error goes to the caller
-        message = _failure(call.id, error)
+        message = RpcFailure.of(call.id, error)
     await _reply(channel, message)
 
 
-async def _reply(channel: Channel, message: RpcReply | RpcFailure | Pong) -> None:
+def method_call(target: object, protocol: type, call: RpcCall) -> Any:
+    """Call the method of `target` that a frame names, with its arguments checked against the protocol."""
+    args: tuple[Any, ...] = wire.decode(call.args, signature(protocol, call.method)[0])
+    return getattr(target, call.method)(*args)
+
+
+async def _reply(channel: Channel, message: RpcReply | RpcFailure) -> None:
     try:
         await channel.send(message)
-    except wire.WireError as error:  # the reply is too long; send the error instead
-        await _reply(channel, _failure(message.id, error))
+    except WireError as error:  # the reply is too long; send the error instead
+        await _reply(channel, RpcFailure.of(message.id, error))
     except OSError:
         return  # the caller is gone
-
-
-def _failure(call_id: int, error: Exception) -> RpcFailure:
-    kind = errors.ComponentFailed.__name__ if isinstance(error, errors.ComponentFailed) else type(error).__name__
-    text = getattr(error, "remote_traceback", "") or "".join(traceback.format_exception(error))
-    return RpcFailure(call_id, kind, str(error), text)
 
 
 log = logging.getLogger(__name__)

@@ -3,13 +3,13 @@
     UserCodeProcess:  start ─▶ call, call, ... ─▶ end, which kills the whole process tree
     ProcessPool:      take ─▶ use ─▶ put_back ─▶ take ...
 
-The child side is `outpace.runtime.user_code_child`. What a child prints goes to its parent's log, up to a limit per
-call (`ProcessOutput`).
+The child side is `outpace.runtime.user_code_child`. It serves the RPC of `outpace.runtime.rpc`, one call at a time.
+What a child prints goes to its parent's log, up to a limit per call.
 
 Invariants
 - A call ends at its time limit or when the process ends, whatever the process does with its socket.
-- Replies are decoded as one of a few structs of bounded size. Any other data, or a reply to another request, means that
-  the process is broken.
+- Replies have a bounded size and the type that the protocol declares. Any other data, or a reply to a call that was not
+  made, means that the process is broken.
 - After any outcome other than a valid reply the process is not used again: `usable` is False.
 - A pooled process belongs to one caller at a time. A process that is not usable is ended, never handed out.
 - After `ProcessPool.close` no process, task or file descriptor is left.
@@ -18,91 +18,20 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-import itertools
-import logging
+import math
 import os
-import secrets
 import signal
-import socket
-import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-from outpace.runtime import wire
-from outpace.runtime.async_tools import TimeLimitError
-from outpace.runtime.process_tree import TREE_MARK_VARIABLE, child_environment, describe_exit, end_process_tree_async
-from outpace.runtime.rpc import Channel
-from outpace.runtime.user_code_child import NumberedMessage, RaisedReply
-
-MAX_OUTPUT = 64 * 1024
-"""Bytes of output that are kept per call."""
-OUTPUT_CHUNK = 64 * 1024
-DROP_PAUSE_S = 0.01
-"""Pause between two dropped chunks: at most 6 MB/s are read."""
-DRAIN_S = 0.5
-MAX_TAIL = 4096
-"""Bytes kept from the end of the output, which often show the cause of a failure."""
-
-
-class ProcessOutput:
-    """Forwards what a child process prints to this process's stderr, up to `MAX_OUTPUT` bytes per call.
-
-    A flood of output must neither fill the disk nor keep the event loop busy: output beyond the limit is read slowly,
-    which blocks the writer, and dropped."""
-
-    def __init__(self, reader: asyncio.StreamReader, transport: asyncio.ReadTransport, whose: str) -> None:
-        self._left = MAX_OUTPUT
-        self._tail = b""
-        self._whose = whose
-        self._reader = reader
-        self._transport = transport
-        self._forwarding = asyncio.create_task(self._forward())
-
-    @classmethod
-    async def of(cls, descriptor: int, whose: str) -> ProcessOutput:
-        """Read the pipe `descriptor` and close it at the end. `whose` names the writer in messages."""
-        loop = asyncio.get_running_loop()
-        reader = asyncio.StreamReader(limit=OUTPUT_CHUNK)
-        transport, _ = await loop.connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb", buffering=0)
-        )
-        return cls(reader, transport, whose)
-
-    @property
-    def last_line(self) -> str:
-        """The last line that is not blank, or an empty string."""
-        lines = self._tail.decode(errors="replace").split("\n")
-        return next((line.strip() for line in reversed(lines) if line.strip()), "")
-
-    def allow(self) -> None:
-        """Reset the limit for a new call."""
-        self._left = MAX_OUTPUT
-
-    async def finish(self) -> None:
-        """Forward what is left in the pipe and close it. Waits at most `DRAIN_S`, because another process may still
-        hold the write end."""
-        await asyncio.wait({self._forwarding}, timeout=DRAIN_S)
-        self._forwarding.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._forwarding
-        self._transport.close()
-
-    async def _forward(self) -> None:
-        while chunk := await self._reader.read(OUTPUT_CHUNK):
-            self._tail = (self._tail + chunk)[-MAX_TAIL:]
-            if self._left <= 0:
-                await asyncio.sleep(DROP_PAUSE_S)
-                continue
-            kept, self._left = chunk[: self._left], self._left - len(chunk)
-            sys.stderr.write(kept.decode(errors="replace"))
-            if self._left <= 0:
-                sys.stderr.write(f"\n[{self._whose} printed more than {MAX_OUTPUT} bytes; the rest is dropped]\n")
-            sys.stderr.flush()
-
-
-log = logging.getLogger(__name__)
+from outpace.errors import ComponentFailed, ComponentLost, one_line
+from outpace.runtime.async_tools import with_time_limit
+from outpace.runtime.child_process import ChildProcess, ProcessOutput
+from outpace.runtime.process_table import MARK_VARIABLE, new_mark
+from outpace.runtime.process_tree import child_environment
+from outpace.runtime.rpc import RpcFailure, detach_proxy, proxy
+from outpace.runtime.wire import WireError
 
 LOAD_LIMIT_S = 300.0
 """How long a process may take to start and import the user's code, which may import large libraries."""
@@ -111,17 +40,18 @@ END_LIMIT_S = 2.0
 
 
 class UserCodeError(Exception):
-    """User code raised in another process. `str()` of this error is the remote traceback."""
+    """User code raised. `str()` of this error is the traceback, `kind` the qualified name of the exception class."""
 
-    def __init__(self, kind: str, message: str, remote_traceback: str) -> None:
-        super().__init__(remote_traceback)
-        self.kind = kind
-        self.message = message
+    def __init__(self, failure: RpcFailure) -> None:
+        super().__init__(failure.traceback)
+        self.kind = failure.kind
+        self.name = failure.name
+        self.message = one_line(failure.message)
 
     @property
     def said(self) -> str:
-        """The remote exception on one line."""
-        return f"{self.kind}: {self.message}" if self.message else self.kind
+        """The exception on one line."""
+        return f"{self.name}: {self.message}" if self.message else self.name
 
 
 class UserCodeDied(Exception):
@@ -132,25 +62,28 @@ class UserCodeKilled(UserCodeDied):
     """The process was killed from outside, by an operator or the OOM killer. The call need not be the cause."""
 
 
+P = TypeVar("P")
+T = TypeVar("T")
+
+
 @dataclass(frozen=True)
-class UserCodeKind:
-    """A kind of process: the module it runs, the type of its replies, and the name of its code in messages."""
+class UserCodeKind(Generic[P]):
+    """A kind of process: the module it runs, the protocol it serves, and the name of its code in messages."""
 
     module: str
-    answers: Any
+    protocol: type[P]
     code_of: str
     max_answer: int = 1 << 22
 
 
-class UserCodeProcess:
+class UserCodeProcess(Generic[P]):
     """Parent side of a process that runs user code."""
 
-    def __init__(self, kind: UserCodeKind, memory_mb: int | None = None) -> None:
+    def __init__(self, kind: UserCodeKind[P], memory_mb: int | None = None) -> None:
         """`memory_mb` limits the address space of the process."""
         self._kind = kind
         self._memory_mb = memory_mb or 0
-        self._mark = secrets.token_hex(16)
-        self._ids = itertools.count()
+        self._mark = new_mark()
         self._sound = True
         # In its own task, so that cancelling a waiting caller leaves no half-started process.
         self._starting = asyncio.create_task(self._start())
@@ -160,46 +93,36 @@ class UserCodeProcess:
         """Whether the process may be used for further calls. It may still be starting."""
         if not self._sound or not self._starting.done():
             return self._sound
-        return self._started() and not self._ended.done()
+        return self._started() and self._child.lives
 
-    def next_id(self) -> int:
-        """Return the id for the next request."""
-        return next(self._ids)
+    async def call(self, request: Callable[[P], Coroutine[Any, Any, T]], timeout_s: float) -> T:
+        """Make one call and return its result. Raises `UserCodeError`, `UserCodeDied` or `TimeLimitError`.
 
-    async def started(self) -> None:
-        """Wait until the process has started. Raises `UserCodeDied` if it could not be started."""
+        The process is not usable until the reply has arrived, so a cancelled call makes it unusable."""
         try:
             await asyncio.shield(self._starting)
         except OSError as error:
             raise UserCodeDied(f"could not be started: {error}") from error
-
-    async def call(self, request: NumberedMessage, timeout_s: float) -> Any:
-        """Send a request and return the reply. Raises `UserCodeError`, `UserCodeDied` or `TimeLimitError`.
-
-        The process is not usable until the reply has arrived, so a cancelled call makes it unusable."""
-        await self.started()
         self._sound = False
         self._output.allow()
-        exchange = asyncio.create_task(self._exchange(request))
         try:
-            await asyncio.wait({exchange, self._ended}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            if not exchange.done():
-                exchange.cancel()
-        if not exchange.done():
-            if self._ended.done():
-                raise self._death()
-            raise TimeLimitError
-        reply = await self._checked_reply(exchange, request.id)
+            result = await with_time_limit(timeout_s, request(self._remote))
+        except UserCodeError:
+            self._sound = True
+            raise
+        except ComponentLost:
+            raise await self._death() from None
+        except ComponentFailed as error:
+            raise UserCodeDied(error.message) from None
+        except (WireError, RecursionError) as error:  # RecursionError: lists nested a thousand deep
+            raise UserCodeDied(f"sent an invalid answer: {error}") from None
         self._sound = True
-        if isinstance(reply, RaisedReply):
-            raise UserCodeError(reply.kind, reply.message, reply.traceback)
-        return reply
+        return result
 
-    def broken(self, how: str) -> UserCodeDied:
-        """Mark the process as unusable after an invalid reply and return the error to raise."""
+    def broken(self) -> UserCodeDied:
+        """Mark the process as unusable after an invalid result and return the error to raise."""
         self._sound = False
-        return UserCodeDied(how)
+        return UserCodeDied("sent an invalid answer")
 
     async def end(self, patience_s: float = 0.0) -> None:
         """Kill the process and everything it started, after giving it `patience_s` to exit by itself."""
@@ -207,63 +130,42 @@ class UserCodeProcess:
         await asyncio.wait({self._starting})
         if not self._started():
             return
-        self._channel.close()
+        detach_proxy(self._remote, ComponentLost(self._kind.code_of, "was ended"))
         if patience_s:
-            await asyncio.wait({self._ended}, timeout=patience_s)
-        gone = await end_process_tree_async(self._process.pid, self._mark)
-        await asyncio.wait({self._ended}, timeout=END_LIMIT_S)
+            await self._child.gone(patience_s)
+        await self._child.end(self._mark, self._kind.code_of)
         await self._output.finish()
-        if not gone or not self._ended.done():
-            log.warning("%s: processes of group %d could not be killed", self._kind.code_of, self._process.pid)
 
     def _started(self) -> bool:
         return not self._starting.cancelled() and self._starting.exception() is None
 
     async def _start(self) -> None:
-        ours, theirs = socket.socketpair()
         reading, writing = os.pipe()
-        environment = {**os.environ, **child_environment(1), TREE_MARK_VARIABLE: self._mark}
         try:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", self._kind.module, str(theirs.fileno()), str(self._memory_mb), str(os.getpid()),
-                pass_fds=[theirs.fileno()], env=environment, start_new_session=True,
-                stdin=asyncio.subprocess.DEVNULL, stdout=writing, stderr=writing,
+            self._child = await ChildProcess.start(
+                self._kind.module, str(self._memory_mb),
+                environment={**child_environment(1), MARK_VARIABLE: self._mark}, output=writing, new_session=True,
+                max_frame=self._kind.max_answer,
             )  # fmt: skip
         except BaseException:
-            ours.close()
             os.close(reading)
             raise
         finally:
-            theirs.close()
             os.close(writing)
-        self._ended = asyncio.create_task(self._process.wait())
-        self._channel = Channel(*await asyncio.open_connection(sock=ours))
-        self._output = await ProcessOutput.of(reading, self._kind.code_of)
-
-    async def _exchange(self, request: NumberedMessage) -> Any:
-        await self._channel.send(request)
-        return await self._channel.receive(self._kind.answers, self._kind.max_answer)
-
-    async def _checked_reply(self, exchange: asyncio.Task[Any], request_id: int) -> Any:
         try:
-            reply = exchange.result()
-        except (wire.WireError, RecursionError) as error:  # RecursionError: lists nested a thousand deep
-            raise self.broken(f"sent an invalid answer: {error}") from None
-        except ConnectionError:
-            reply = None
-        if reply is None:
-            await asyncio.wait({self._ended}, timeout=END_LIMIT_S)  # the socket closes shortly before the process ends
-            raise self._death()
-        if reply.id != request_id:
-            raise self.broken("sent an answer to another request")
-        return reply
+            self._output = await ProcessOutput.of(reading, self._kind.code_of)
+        except BaseException:
+            self._child.kill()
+            raise
+        self._remote = proxy(self._kind.protocol, self._child.channel, self._kind.code_of, math.inf, UserCodeError)
+        # Pending calls fail when the process ends, even if a forked copy of it holds the socket open.
+        lost = ComponentLost(self._kind.code_of, "has ended")
+        self._child.ended.add_done_callback(lambda _: detach_proxy(self._remote, lost))
 
-    def _death(self) -> UserCodeDied:
-        if not self._ended.done():
-            return UserCodeDied("closed its connection")
-        status = self._ended.result()
-        kind = UserCodeKilled if status == -signal.SIGKILL else UserCodeDied
-        return kind(describe_exit(status))
+    async def _death(self) -> UserCodeDied:
+        how = await self._child.describe_end(END_LIMIT_S)
+        killed = self._child.ended.done() and self._child.ended.result() == -signal.SIGKILL
+        return (UserCodeKilled if killed else UserCodeDied)(how)
 
 
 class PooledProcess(Protocol):

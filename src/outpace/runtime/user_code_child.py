@@ -1,12 +1,12 @@
 """Child side of a disposable process that runs user code for its parent.
 
-    parent ── request ──▶ handler, on the main thread ── reply | RaisedReply ──▶ parent
+    parent ── RpcCall ──▶ method, on the main thread ── RpcReply | RpcFailure ──▶ parent
 
-A kind of process is a module that calls `serve_user_code` when it runs as `python -m module FD MEMORY_MB PARENT`. The
+A kind of process is a module that calls `serve_user_code` when it runs as `python -m module FD PARENT MEMORY_MB`. The
 parent side is `outpace.runtime.user_code`.
 
 Invariants
-- User code runs on the main thread, so it may use SIGALRM.
+- User code runs on the main thread, so it may use SIGALRM and block; the parent can kill the process at any time.
 - Replies are msgpack of typed structs. Pickled bytes are only sent from parent to child, over the inherited socket.
 - The process ends with its parent: the kernel kills it, and it exits when the socket closes.
 - Only this process replies: a copy forked by user code exits as soon as that code returns in it.
@@ -23,57 +23,30 @@ import os
 import signal
 import socket
 import sys
-import traceback
 from collections.abc import Callable
-from typing import Any, Protocol
 
-import msgspec
-
-from outpace.errors import one_line
 from outpace.runtime import diagnostics, wire
-from outpace.runtime.by_value import encodable_text
 from outpace.runtime.die_with_parent import die_with_parent
-
-MAX_TRACEBACK = 20_000
-
-
-class NumberedMessage(Protocol):
-    """A request or a reply. A reply has the id of its request."""
-
-    id: int
+from outpace.runtime.rpc import RpcCall, RpcFailure, RpcReply, method_call
 
 
-class DoneReply(msgspec.Struct, tag="done"):
-    id: int
+def serve_user_code(name: str, target: object, protocol: type, wait: Callable[[int], None] | None = None) -> None:
+    """Serve calls to the blocking methods of `target` until the parent is gone. `protocol` declares them as coroutines,
+    as the parent calls them.
 
-
-class RaisedReply(msgspec.Struct, tag="raised"):
-    """User code raised. All strings are encodable."""
-
-    id: int
-    kind: str
-    message: str
-    traceback: str
-
-
-def serve_user_code(
-    kind: str, request_type: Any, handle: Callable[[Any], NumberedMessage], wait: Callable[[int], None] | None = None
-) -> None:
-    """Handle requests of the type `request_type` with `handle` until the parent is gone.
-
-    An exception from `handle` is sent as `RaisedReply`. `wait`, if given, is called with the socket's file descriptor
-    before each request and returns once there is something to read."""
-    die_with_parent(int(sys.argv[3]))
+    `wait`, if given, is called with the socket's file descriptor before each call and returns once there is something
+    to read."""
+    die_with_parent(int(sys.argv[2]))
     faulthandler.enable()  # a crash in C code writes its stack to the log
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.set_inheritable(False)
-    _limit_memory(int(sys.argv[2]))
+    _limit_memory(int(sys.argv[3]))
     own_pid = os.getpid()
-    diagnostics.set_crash_process(kind)
+    diagnostics.set_crash_process(name)
     diagnostics.crash_point("user_code.started")
-    while (request := _receive(connection, request_type, wait)) is not None:
+    while (call := _receive(connection, wait)) is not None:
         diagnostics.crash_point("user_code.called")
-        reply = _reply_to(request, handle)
+        reply = _answer(target, protocol, call)
         if os.getpid() != own_pid:
             os._exit(0)  # a copy forked by user code
         diagnostics.crash_point("user_code.answered")
@@ -83,30 +56,15 @@ def serve_user_code(
             return  # the parent is gone
 
 
-def _reply_to(request: Any, handle: Callable[[Any], NumberedMessage]) -> NumberedMessage:
+def _answer(target: object, protocol: type, call: RpcCall) -> RpcReply | RpcFailure:
     try:
         try:
-            return handle(request)
+            return RpcReply(call.id, wire.encode(method_call(target, protocol, call)))
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)  # a leftover alarm would fire during the next call
     # User code may raise anything and may even try to exit.
     except BaseException as error:
-        return RaisedReply(request.id, type(error).__name__, message_of(error), _trace())
-
-
-def message_of(error: BaseException) -> str:
-    """Return an exception's message as one encodable line."""
-    try:
-        return encodable_text(one_line(error))
-    except Exception:  # `__str__` of an exception is user code, too
-        return "(the message cannot be shown)"
-
-
-def _trace() -> str:
-    try:
-        return encodable_text(traceback.format_exc()[-MAX_TRACEBACK:])
-    except Exception:  # formatting calls the exception's `__str__`
-        return ""
+        return RpcFailure.of(call.id, error)
 
 
 def _limit_memory(megabytes: int) -> None:
@@ -117,13 +75,13 @@ def _limit_memory(megabytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (megabytes << 20, megabytes << 20))
 
 
-def _receive(connection: socket.socket, request_type: Any, wait: Callable[[int], None] | None) -> Any:
-    """Return the next request, or None if the parent is gone."""
+def _receive(connection: socket.socket, wait: Callable[[int], None] | None) -> RpcCall | None:
+    """Return the next call, or None if the parent is gone."""
     if wait is not None:
         wait(connection.fileno())
     header = _exactly(connection, wire.HEADER.size)
     body = header and _exactly(connection, wire.HEADER.unpack(header)[0])
-    return wire.decode(body, request_type) if body else None
+    return wire.decode(body, RpcCall) if body else None
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes | None:

@@ -75,3 +75,8 @@ def frame(body: bytes) -> bytes:
     if len(body) > MAX_FRAME:
         raise WireError(f"a frame of {len(body)} bytes exceeds the limit of {MAX_FRAME}")
     return HEADER.pack(len(body)) + body
+
+
+def encodable_text(text: str) -> str:
+    """Replace lone surrogates, which cannot be encoded as UTF-8."""
+    return text.encode("utf-8", "replace").decode()

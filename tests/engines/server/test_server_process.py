@@ -103,7 +103,7 @@ async def test_the_exit_code_or_signal_of_a_server_is_reported(launch: Launch) -
 
 
 async def test_a_missing_program_is_reported_by_name_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"^launch\.python /no/such/python: .*No such file"):
+    with pytest.raises(BadInput, match=r"^launch\.python: .*/no/such/python: No such file"):
         await ServerProcess.launch(["/no/such/python", "-c", ""], {}, tmp_path / "log")
 
 

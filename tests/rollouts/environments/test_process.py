@@ -25,7 +25,7 @@ from outpace.rollouts.environments.session import (
     EnvironmentTimeout,
 )
 from outpace.rollouts.tools.functions import ToolError
-from outpace.runtime.user_code import MAX_OUTPUT
+from outpace.runtime.child_process import MAX_OUTPUT
 from outpace.types import Task
 from support import naming
 

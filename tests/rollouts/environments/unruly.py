@@ -252,7 +252,7 @@ class Faulty:
 
     def forge(self) -> str:
         """Reply with a malformed message that is 5,000 lists deep."""
-        body = b"\x83\xa4type\xa8returned\xa2id\x00\xa5value" + b"\x91" * 5000 + b"\xc0"
+        body = b"\x83\xa4type\xa5reply\xa2id\x00\xa5value" + b"\x91" * 5000 + b"\xc0"
         os.write(int(sys.argv[1]), len(body).to_bytes(4, "little") + body)
         return "done"
 

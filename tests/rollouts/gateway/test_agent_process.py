@@ -25,7 +25,7 @@ from outpace.rollouts.agent_process import agent_rollout, wait_until_ended
 from outpace.rollouts.client import PolicyClient
 from outpace.rollouts.episode import run_episode
 from outpace.rollouts.worker import RewardFunctions, RolloutWorker
-from outpace.runtime.user_code import MAX_OUTPUT
+from outpace.runtime.child_process import MAX_OUTPUT
 from outpace.types import GroupOrder, Task
 from rollouts_support import RecordingJournal, worker_settings
 from support import naming

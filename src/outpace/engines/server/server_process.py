@@ -18,7 +18,6 @@ import asyncio
 import logging
 import os
 import re
-import secrets
 import shutil
 import signal
 import socket
@@ -30,9 +29,9 @@ import psutil
 
 from outpace.errors import BadInput, ServerGone, one_line
 from outpace.runtime import cleanup_process
+from outpace.runtime.child_process import describe_exit, end_program, start_program
 from outpace.runtime.cleanup import SessionNote, temporary_directory, temporary_file
-from outpace.runtime.die_with_parent import command_dying_with_parent
-from outpace.runtime.process_tree import TREE_MARK_VARIABLE, describe_exit, end_process_tree_async, process_tree_pids
+from outpace.runtime.process_table import MARK_VARIABLE, ProcessTable, new_mark, process_start_time
 
 log = logging.getLogger(__name__)
 
@@ -109,6 +108,7 @@ class ServerProcess:
         directory: AbstractContextManager[Path],
     ) -> None:
         self._process = process
+        self._start = process_start_time(process.pid)
         self._directory = directory
         self._mark = mark
         self._note = note
@@ -123,43 +123,25 @@ class ServerProcess:
         """Launch a server with this environment and a private directory inside TMPDIR. Raises `BadInput` if the program
         or TMPDIR does not exist."""
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        mark = secrets.token_hex(16)
+        mark = new_mark()
         directory = temporary_directory("server", env.get("TMPDIR"))
         try:
             env = {
                 **_with_temporary_directory(await asyncio.to_thread(directory.__enter__), env),
-                TREE_MARK_VARIABLE: mark,
+                MARK_VARIABLE: mark,
             }
         except OSError as error:
             raise BadInput(f"TMPDIR: cannot create a directory in {env.get('TMPDIR')}: {error.strerror}") from error
-        status_read, status_write = os.pipe()
         try:
             with log_path.open("ab") as output:
                 began = output.tell()  # before the server shares the file and its position
-                process = await asyncio.create_subprocess_exec(
-                    *command_dying_with_parent(argv, status_write), pass_fds=[status_write], env=env,
-                    start_new_session=True, stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
-                )  # fmt: skip
-                server = cls(process, mark, SessionNote(process.pid, env), log_path, began, directory)
-            os.close(status_write)
-            status_write = -1
-            await server._wait_for_exec(argv[0], status_read)
-            return server
-        finally:
-            for end in (status_read, status_write):
-                if end >= 0:
-                    os.close(end)
-
-    async def _wait_for_exec(self, program: str, status_read: int) -> None:
-        """Wait until the launcher has exec'ed the program. Raises `BadInput` if that fails."""
-        try:
-            number = await _first_bytes(status_read)
+                process = await start_program(
+                    argv, env, mark, "launch.python", stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output
+                )
         except BaseException:
-            await self.stop()
+            await asyncio.to_thread(directory.__exit__, None, None, None)
             raise
-        if number:
-            await self.stop()
-            raise BadInput(f"launch.python {program}: cannot start: {os.strerror(int(number))}")
+        return cls(process, mark, SessionNote(process.pid, env), log_path, began, directory)
 
     @property
     def pid(self) -> int:
@@ -188,7 +170,8 @@ class ServerProcess:
         self._note.record(await asyncio.to_thread(self._mapped_segments))
 
     def _mapped_segments(self) -> set[cleanup_process.Segment]:
-        return cleanup_process.mapped_segments(process_tree_pids(self.pid, self._mark))
+        processes = ProcessTable().find({self._mark: {self.pid: self._start}})
+        return cleanup_process.mapped_segments(processes[self._mark])
 
     async def _record_periodically(self) -> None:
         while True:
@@ -200,20 +183,13 @@ class ServerProcess:
         self._recording.cancel()
         await self.record_shared_memory()
         if self.alive:
-            with suppress(ProcessLookupError):
+            with suppress(ProcessLookupError, TimeoutError):
                 self._process.send_signal(signal.SIGTERM)
-            await self._wait_gone(TERMINATE_S)
-        gone = await end_process_tree_async(self.pid, self._mark)
-        if not (await self._wait_gone(GONE_S) and gone):
-            log.warning("cannot kill all processes of server %d", self.pid)
+                async with asyncio.timeout(TERMINATE_S):
+                    await self._process.wait()
+        await end_program(self._process, self._mark, "server", GONE_S)
         await asyncio.to_thread(cleanup_process.unlink_segments, self._note.segments)
         await asyncio.to_thread(self._directory.__exit__, None, None, None)
-
-    async def _wait_gone(self, within_s: float) -> bool:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(within_s):
-                await self._process.wait()
-        return not self.alive
 
     def log_text(self) -> str:
         """The end of its output since this start; empty if it cannot be read."""
@@ -248,18 +224,6 @@ def _cpu_s(process: psutil.Process) -> float:
         times = process.cpu_times()
         return times.user + times.system
     return 0.0
-
-
-async def _first_bytes(descriptor: int) -> bytes:
-    """Read the first bytes of a pipe; empty if it closes first."""
-    loop = asyncio.get_running_loop()
-    readable = asyncio.Event()
-    loop.add_reader(descriptor, readable.set)
-    try:
-        await readable.wait()
-    finally:
-        loop.remove_reader(descriptor)
-    return os.read(descriptor, 16)
 
 
 _PREFIX = re.compile(r"^(\(\S+ pid=\d+\)\s*)?((ERROR|WARNING|INFO|CRITICAL) [\d:. -]+(\[[^\]]*\] )?)?")

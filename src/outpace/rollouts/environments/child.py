@@ -1,12 +1,7 @@
-"""Entry point of an environment process: `python -m outpace.rollouts.environments.child FD MEMORY_MB`.
+"""Entry point of an environment process: `python -m outpace.rollouts.environments.child FD PARENT MEMORY_MB`.
 
-    LoadEnvironment(reference or code)  ─▶ Done
-    MakeInstance                        ─▶ InstanceMade(tools)
-    ResetInstance, CallTool, GetReward  ─▶ CallReturned | CallRejected | Raised
-    DropInstance                        ─▶ Done
-
-The request loop is that of every user-code process (`outpace.runtime.user_code_child`). The process holds one instance
-at a time.
+Calls are served as in every user-code process (`outpace.runtime.user_code_child`). The process holds one instance at a
+time.
 
 Invariants
 - Sync methods run on the main thread. Async methods run there too, on an event loop that lives as long as the instance;
@@ -22,15 +17,16 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from outpace.errors import BadInput, one_line, with_article
 from outpace.rollouts.tools.functions import Tool, ToolError, result_text, tools_of
-from outpace.runtime.by_value import UserCodeSource, decode_values, encodable_text, encode_plain
+from outpace.runtime.by_value import UserCodeSource, decode_values, encode_plain
 from outpace.runtime.references import accepted_parameters
-from outpace.runtime.user_code_child import DoneReply, NumberedMessage, RaisedReply, serve_user_code
+from outpace.runtime.user_code_child import serve_user_code
+from outpace.runtime.wire import encodable_text
 
 
 class UnusableResult(Exception):
@@ -104,68 +100,48 @@ MAX_RESULT = 1 << 25
 """Maximum size of one result in bytes."""
 
 
-class LoadEnvironment(msgspec.Struct, tag="load"):
-    """Load the class; see `outpace.runtime.by_value.UserCodeSource`."""
-
-    id: int
-    reference: str
-    code: bytes
-    setting: str
-
-
-class MakeInstance(msgspec.Struct, tag="make"):
-    id: int
-
-
-class ResetInstance(msgspec.Struct, tag="reset"):
-    """`columns` and `by_value` come from `outpace.runtime.by_value`."""
-
-    id: int
-    columns: bytes
-    by_value: bool
-
-
-class CallTool(msgspec.Struct, tag="call"):
-    id: int
-    name: str
-    arguments: bytes
-    by_value: bool
-
-
-class GetReward(msgspec.Struct, tag="reward"):
-    id: int
-
-
-class DropInstance(msgspec.Struct, tag="leave"):
-    """Drop the instance, and its event loop with everything still running on it."""
-
-    id: int
-
-
-class InstanceMade(msgspec.Struct, tag="made"):
-    id: int
+class InstanceMade(msgspec.Struct):
     tools: dict[str, dict[str, Any]]
     judges: bool
 
 
 class CallReturned(msgspec.Struct, tag="returned"):
-    id: int
     value: Any
 
 
-class CallRejected(msgspec.Struct, tag="refused"):
+class CallRejected(msgspec.Struct, tag="rejected"):
     """Invalid arguments, or an unusable result."""
 
-    id: int
     message: str
 
 
-EnvironmentRequest = LoadEnvironment | MakeInstance | ResetInstance | CallTool | GetReward | DropInstance
-EnvironmentReply = DoneReply | InstanceMade | CallReturned | CallRejected | RaisedReply
+CallResult = CallReturned | CallRejected
+
+
+class Environment(Protocol):
+    """The calls that an environment process serves. Encoded values and `by_value` are those of
+    `outpace.runtime.by_value`."""
+
+    async def load(self, reference: str, code: bytes, setting: str) -> None:
+        """Load the class; see `outpace.runtime.by_value.UserCodeSource`."""
+        ...
+
+    async def make(self) -> InstanceMade: ...
+
+    async def reset(self, columns: bytes, by_value: bool) -> CallResult: ...
+
+    async def call(self, name: str, arguments: bytes, by_value: bool) -> CallResult: ...
+
+    async def reward(self) -> CallResult: ...
+
+    async def drop(self) -> None:
+        """Drop the instance, and its event loop with everything still running on it."""
+        ...
 
 
 class EnvironmentServer:
-    """Handles requests. Holds the class, and an instance and an event loop once they exist."""
+    """Implements `Environment` with blocking methods. Holds the class, and an instance and an event loop once they
+    exist."""
 
     def __init__(self) -> None:
         self._factory: Callable[[], Any] | None = None
@@ -173,66 +149,56 @@ class EnvironmentServer:
         self._instance: EnvironmentInstance | None = None
         self._runner: asyncio.Runner | None = None
 
-    def handle(self, request: EnvironmentRequest) -> NumberedMessage:
-        if isinstance(request, LoadEnvironment):
-            self._setting = request.setting
-            self._factory = UserCodeSource(request.reference, request.code).load(request.setting)
-            return DoneReply(request.id)
-        if isinstance(request, DropInstance):
-            self._drop()
-            return DoneReply(request.id)
-        if isinstance(request, MakeInstance):
-            return self._make(request)
-        return self._run_request(request)
+    def load(self, reference: str, code: bytes, setting: str) -> None:
+        self._setting = setting
+        self._factory = UserCodeSource(reference, code).load(setting)
+
+    def make(self) -> InstanceMade:
+        assert self._factory is not None, "load() comes first"
+        self.drop()
+        self._instance = EnvironmentInstance(self._run(self._factory), self._setting)
+        tools = {name: tool.schema for name, tool in self._instance.tools.items()}
+        return InstanceMade(tools, self._instance.judges)
+
+    def reset(self, columns: bytes, by_value: bool) -> CallResult:
+        return self._result("reset", lambda instance: instance.reset(decode_values(columns, by_value)))
+
+    def call(self, name: str, arguments: bytes, by_value: bool) -> CallResult:
+        return self._result(name, lambda instance: instance.call(name, decode_values(arguments, by_value)))
+
+    def reward(self) -> CallResult:
+        return self._result("get_reward", lambda instance: instance.reward())
+
+    def drop(self) -> None:
+        self._instance = None
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            runner.close()
 
     def wait(self, descriptor: int) -> None:
         """Return once `descriptor` is readable; the event loop, if there is one, runs meanwhile."""
         if self._runner is not None:
             self._runner.run(_wait_readable(descriptor))
 
-    def _make(self, request: MakeInstance) -> InstanceMade:
-        assert self._factory is not None, "LoadEnvironment comes first"
-        self._drop()
-        self._instance = EnvironmentInstance(self._run(MethodCall(self._factory, {}, unchanged)), self._setting)
-        tools = {name: tool.schema for name, tool in self._instance.tools.items()}
-        return InstanceMade(request.id, tools, self._instance.judges)
-
-    def _run_request(self, request: ResetInstance | CallTool | GetReward) -> CallReturned | CallRejected:
+    def _result(self, name: str, prepare: Callable[[EnvironmentInstance], MethodCall]) -> CallResult:
+        assert self._instance is not None, "make() comes first"
         try:
-            call = self._method_call(request)
+            call = prepare(self._instance)
         except ToolError as error:
-            return CallRejected(request.id, encodable_text(str(error)))
-        returned = self._call(call)
+            return CallRejected(encodable_text(str(error)))
+        returned = self._run(call.method, **call.arguments)
         try:
-            value = call.convert(returned)
+            return _encodable(name, call.convert(returned))
         except UnusableResult as error:
-            return CallRejected(request.id, encodable_text(str(error)))
-        return _reply(request, value)
+            return CallRejected(encodable_text(str(error)))
 
-    def _method_call(self, request: ResetInstance | CallTool | GetReward) -> MethodCall:
-        assert self._instance is not None, "MakeInstance comes first"
-        if isinstance(request, ResetInstance):
-            return self._instance.reset(decode_values(request.columns, request.by_value))
-        if isinstance(request, CallTool):
-            return self._instance.call(request.name, decode_values(request.arguments, request.by_value))
-        return self._instance.reward()
-
-    def _run(self, call: MethodCall) -> Any:
-        return call.convert(self._call(call))
-
-    def _call(self, call: MethodCall) -> Any:
-        returned = call.method(**call.arguments)
+    def _run(self, method: Callable[..., Any], **arguments: Any) -> Any:
+        returned = method(**arguments)
         if not inspect.isawaitable(returned):
             return returned
         if self._runner is None:
             self._runner = asyncio.Runner()
         return self._runner.run(_await_result(returned))
-
-    def _drop(self) -> None:
-        self._instance = None
-        runner, self._runner = self._runner, None
-        if runner is not None:
-            runner.close()
 
 
 async def _await_result(returned: Any) -> Any:
@@ -249,22 +215,17 @@ async def _wait_readable(descriptor: int) -> None:
         loop.remove_reader(descriptor)
 
 
-def _reply(request: ResetInstance | CallTool | GetReward, value: Any) -> CallReturned | CallRejected:
-    """Build the reply for a value, as text if msgpack cannot encode it."""
+def _encodable(name: str, value: Any) -> CallResult:
+    """Return the result of a method, as text if msgpack cannot encode it."""
     body = encode_plain(value)
     if body is None:
         value = encodable_text(result_text(value))
         body = value.encode()
     if len(body) > MAX_RESULT:
-        name = request.name if isinstance(request, CallTool) else "reset"
-        return CallRejected(request.id, f"{name} returned {len(body)} bytes; the limit is {MAX_RESULT}")
-    return CallReturned(request.id, value)
-
-
-def main() -> None:
-    server = EnvironmentServer()
-    serve_user_code("stage", EnvironmentRequest, server.handle, server.wait)
+        return CallRejected(f"{name} returned {len(body)} bytes; the limit is {MAX_RESULT}")
+    return CallReturned(value)
 
 
 if __name__ == "__main__":
-    main()
+    server = EnvironmentServer()
+    serve_user_code("environment", server, Environment, server.wait)

@@ -22,25 +22,18 @@ from __future__ import annotations
 import asyncio
 import copy
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, Protocol, TypeVar
 
 from outpace.errors import BadInput
 from outpace.models.chat import Schema
 from outpace.rollouts.environments.child import (
     MAX_RESULT,
     CallRejected,
-    CallReturned,
-    CallTool,
-    DropInstance,
+    CallResult,
+    Environment,
     EnvironmentInstance,
-    EnvironmentReply,
-    GetReward,
-    InstanceMade,
-    LoadEnvironment,
-    MakeInstance,
     MethodCall,
-    ResetInstance,
     UnusableResult,
     unchanged,
 )
@@ -48,8 +41,10 @@ from outpace.rollouts.tools.functions import ToolError
 from outpace.runtime import async_tools
 from outpace.runtime.async_tools import TimeLimitError, is_own_cancellation, with_time_limit
 from outpace.runtime.by_value import UserCodeSource, encode_values
+from outpace.runtime.rpc import RpcFailure, qualified_name
 from outpace.runtime.user_code import LOAD_LIMIT_S, UserCodeDied, UserCodeError, UserCodeKind, UserCodeProcess
-from outpace.runtime.user_code_child import NumberedMessage, message_of
+
+T = TypeVar("T")
 
 
 class EnvironmentHost(Protocol):
@@ -141,7 +136,7 @@ class LocalEnvironmentHost:
             if is_own_cancellation(error):
                 raise
             self._pending -= 1
-            raise UserCodeError(type(error).__name__, message_of(error), "") from error
+            raise UserCodeError(RpcFailure.of(0, error)) from error
         self._pending -= 1
         return act.convert(returned)
 
@@ -154,7 +149,7 @@ def _copied(value: Any) -> Any:
 
 
 ENVIRONMENT_KIND = UserCodeKind(
-    "outpace.rollouts.environments.child", EnvironmentReply, "an environment", max_answer=2 * MAX_RESULT
+    "outpace.rollouts.environments.child", Environment, "an environment", max_answer=2 * MAX_RESULT
 )
 
 
@@ -176,19 +171,20 @@ class ProcessEnvironmentHost:
 
     async def make(self, timeout_s: float) -> None:
         await asyncio.shield(self._loading)
-        answer = await self._request(MakeInstance(self._process.next_id()), timeout_s)
-        if not isinstance(answer, InstanceMade):
-            raise self._invalid_reply()
-        self.tools, self.judges, self.made = answer.tools, answer.judges, True
+        try:
+            instance = await self._call(lambda environment: environment.make(), timeout_s)
+        except UserCodeError as error:
+            raise _as_bad_input(error) from error
+        self.tools, self.judges, self.made = instance.tools, instance.judges, True
 
     async def reset(self, columns: dict[str, Any], timeout_s: float) -> str | None:
         try:
             body, by_value = encode_values(columns)
         except BadInput as error:
             raise UnusableResult(f"requires environment.isolation = thread: {error}") from error
-        text = self._value(await self._request(ResetInstance(self._process.next_id(), body, by_value), timeout_s))
+        text = _value(await self._call(lambda environment: environment.reset(body, by_value), timeout_s))
         if text is not None and not isinstance(text, str):
-            raise self._invalid_reply()
+            raise self._process.broken()
         return text
 
     async def call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> Any:
@@ -196,20 +192,20 @@ class ProcessEnvironmentHost:
             body, by_value = encode_values(arguments)
         except BadInput:
             raise ToolError(f"{name}: the arguments are nested too deeply") from None
-        answer = await self._request(CallTool(self._process.next_id(), name, body, by_value), timeout_s)
-        if isinstance(answer, CallRejected):
-            raise ToolError(answer.message)
-        return self._value(answer)
+        result = await self._call(lambda environment: environment.call(name, body, by_value), timeout_s)
+        if isinstance(result, CallRejected):
+            raise ToolError(result.message)
+        return result.value
 
     async def reward(self, timeout_s: float) -> float:
-        reward = self._value(await self._request(GetReward(self._process.next_id()), timeout_s))
+        reward = _value(await self._call(lambda environment: environment.reward(), timeout_s))
         if not isinstance(reward, float) or not math.isfinite(reward):
-            raise self._invalid_reply()
+            raise self._process.broken()
         return reward
 
     async def drop(self, timeout_s: float) -> None:
         self.made = False
-        await self._request(DropInstance(self._process.next_id()), timeout_s)
+        await self._call(lambda environment: environment.drop(), timeout_s)
 
     async def end(self, patience_s: float = 0.0) -> None:
         self._loading.cancel()
@@ -219,35 +215,27 @@ class ProcessEnvironmentHost:
         await self._process.end(patience_s)
 
     async def _load(self, source: UserCodeSource, setting: str) -> None:
-        request = LoadEnvironment(self._process.next_id(), source.reference, source.code, setting)
         try:
-            await self._process.call(request, LOAD_LIMIT_S)
+            await self._process.call(
+                lambda environment: environment.load(source.reference, source.code, setting), LOAD_LIMIT_S
+            )
         except TimeLimitError:
             raise UserCodeDied("did not start and import the class in time") from None
         except UserCodeError as error:
             raise _as_bad_input(error) from error
 
-    async def _request(self, request: NumberedMessage, timeout_s: float) -> Any:
+    async def _call(self, request: Callable[[Environment], Coroutine[Any, Any, T]], timeout_s: float) -> T:
         if not self.usable:
             raise UserCodeDied("is no longer usable")
-        try:
-            return await self._process.call(request, timeout_s)
-        except UserCodeError as error:
-            if isinstance(request, MakeInstance):
-                raise _as_bad_input(error) from error
-            raise
+        return await self._process.call(request, timeout_s)
 
-    def _value(self, answer: Any) -> Any:
-        if isinstance(answer, CallRejected):
-            raise UnusableResult(answer.message)
-        if not isinstance(answer, CallReturned):
-            raise self._invalid_reply()
-        return answer.value
 
-    def _invalid_reply(self) -> UserCodeDied:
-        return self._process.broken("sent an invalid answer")
+def _value(result: CallResult) -> Any:
+    if isinstance(result, CallRejected):
+        raise UnusableResult(result.message)
+    return result.value
 
 
 def _as_bad_input(error: UserCodeError) -> Exception:
     """Turn a `BadInput` raised in the process back into a `BadInput` here."""
-    return BadInput(error.message) if error.kind == BadInput.__name__ else error
+    return BadInput(error.message) if error.kind == qualified_name(BadInput) else error

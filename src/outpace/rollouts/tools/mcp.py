@@ -19,22 +19,20 @@ import asyncio
 import json
 import logging
 import os
-import secrets
 import shlex
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import psutil
-
 from outpace.errors import BadInput, one_line
 from outpace.models.chat import Schema
 from outpace.rollouts.tools.functions import ToolError, describe_binary, describe_error
 from outpace.rollouts.tools.toolbox import ToolSet, cancel_without_waiting, tools_by_name
 from outpace.runtime.async_tools import gather_or_cancel
-from outpace.runtime.process_tree import TREE_MARK_VARIABLE, end_process_tree_async, marked_processes
-from outpace.runtime.user_code import ProcessOutput
+from outpace.runtime.child_process import ProcessOutput
+from outpace.runtime.process_table import MARK_VARIABLE, ProcessTable, new_mark
+from outpace.runtime.process_tree import end_process_tree_async
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -64,11 +62,9 @@ async def run_server_command(words: Sequence[str], watch: CommandObserver) -> As
     from mcp import StdioServerParameters
     from mcp.client.stdio import stdio_client
 
-    mark = secrets.token_hex(16)
+    mark = new_mark()
     # Pass the whole environment: a server may need API keys.
-    parameters = StdioServerParameters(
-        command=words[0], args=list(words[1:]), env={**os.environ, TREE_MARK_VARIABLE: mark}
-    )
+    parameters = StdioServerParameters(command=words[0], args=list(words[1:]), env={**os.environ, MARK_VARIABLE: mark})
     looking: asyncio.Task[int | None] | None = None
     reading, writing = os.pipe()
     printed = await ProcessOutput.of(reading, f"the MCP server {words[0]}")
@@ -126,15 +122,10 @@ async def _end(looking: asyncio.Task[int | None], mark: str) -> None:
 
 def _oldest_with(mark: str) -> int | None:
     """Return the oldest process with the mark: the server, or the first child that inherited it."""
-    found = [(_started_at(process), process.pid) for process in marked_processes(mark)]
-    return min(found)[1] if found else None
-
-
-def _started_at(process: psutil.Process) -> float:
-    try:
-        return float(process.create_time())
-    except psutil.Error:  # just ended
-        return float("inf")
+    table = ProcessTable()
+    return min(
+        table.find({mark: {}})[mark], key=lambda pid: (len(table.start(pid)), table.start(pid), pid), default=None
+    )
 
 
 def mcp_result_text(result: CallToolResult) -> str:
